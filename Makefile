@@ -1,0 +1,53 @@
+# Every target does its own set-up, in .venv: all that must be there is Python 3.11 or newer with its headers, a C++17
+# compiler, and a package index. PyPI's torch for Linux comes with gigabytes of CUDA libraries: to do without them, point pip at
+# PyTorch's own index of CPU builds (PIP_EXTRA_INDEX_URL).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet --constraint constraints-cpu.txt
+BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints-cpu.txt src/attar/version.py $(wildcard src/attar/csrc/*)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint clean
+
+help:
+	@echo "make demo    compress the embedded model, print what it cost, generate text before and after"
+	@echo "make test    everything that must pass: lint, then the tests"
+	@echo "make lint    ruff, mypy, import floors"
+	@echo "make clean   remove .venv, the build folder of the extension, and caches"
+
+demo: $(VENV)/.installed
+	@$(BIN)/attar demo
+
+# The tests come last, so that their closing line closes the output. One thread a worker: two workers share the cores.
+test: lint
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
+
+lint: $(VENV)/.installed-dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "attar needs Python 3.11 or newer, and $(PYTHON) is %s: name another with make PYTHON=..." % sys.version.split()[0])'
+	@$(PYTHON) -c 'import pathlib, sys, sysconfig; include = sysconfig.get_path("include"); sys.exit(not pathlib.Path(include, "Python.h").exists() and f"{include}/Python.h is missing: install the headers of Python (python3-dev)")'
+	@echo "setting up $(VENV): some minutes the first time"
+	@$(PYTHON) -m venv $(VENV)
+
+# torch in a step of its own: the pinned build must be there before anything else that depends on torch is resolved.
+# The extension is built without isolation, so that a second build compiles only what changed.
+$(VENV)/.installed: $(BUILD_INPUTS) | $(BIN)/python
+	@$(INSTALL) torch
+	@$(INSTALL) scikit-build-core nanobind 'cmake>=3.26' ninja
+	@$(INSTALL) --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@$(INSTALL) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build/cp3* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,42 @@
+"""attar: make a trained language model small, prove what that cost, plan what fits where, and serve it fast.
+
+    import attar
+    attar.compress("./model", "./out", recipe="gptq-w4g128", calibration="text.txt")
+    attar.evaluate("./out", against="./model", text="heldout.txt")
+    attar.LLM("./out").generate("Once upon a time")
+
+Importing attar loads nothing heavy: torch and the native kernels come in with the first name that needs them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from attar.version import __version__
+
+if TYPE_CHECKING:
+    from attar.compression.pipeline import compress
+    from attar.engine.llm import LLM
+    from attar.engine.request import Completion, SamplingParams
+    from attar.evaluation.report import evaluate
+
+__all__ = ["LLM", "Completion", "SamplingParams", "__version__", "compress", "evaluate"]
+
+_HOMES = {
+    "LLM": "attar.engine.llm",
+    "Completion": "attar.engine.request",
+    "SamplingParams": "attar.engine.request",
+    "compress": "attar.compression.pipeline",
+    "evaluate": "attar.evaluation.report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'attar' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,3 @@
+from attar.cli import app
+
+app()

@@ -1,0 +1,44 @@
+// What this processor can run, decided once at load.
+//
+// A feature counts only if the processor has it and the operating system saves its registers (XGETBV): a virtual
+// machine may offer AVX-512 to a kernel that does not, and an instruction on such a register would end the process.
+//
+// Kernels come in levels, each a superset of the one before. Only the functions of a level are compiled for it (target
+// attributes, not flags of a whole file): with flags, an inline function of the standard library compiled for AVX-512
+// could be the copy that the linker keeps for everybody.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace attar {
+
+using Features = std::map<std::string, bool>;
+
+// The words of CPUID that matter here, and XCR0, the register states that the operating system saves (0: none).
+struct Cpuid {
+    std::uint32_t leaf1_ecx = 0;
+    std::uint32_t leaf7_ebx = 0;
+    std::uint32_t leaf7_ecx = 0;
+    std::uint32_t leaf7_1_eax = 0;
+    std::uint64_t xcr0 = 0;
+};
+
+enum class Level { portable, avx2, avx512 };
+
+// Pure, so that a test can ask about processors it does not have.
+Features decode(const Cpuid& words);
+
+// Of this machine. On x86: sse4_2 avx2 fma f16c avx_vnni avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16; on
+// 64-bit Arm Linux: neon dotprod; nothing elsewhere.
+const Features& features();
+
+// Those this machine runs, lowest first; `portable` always is.
+const std::vector<std::string>& levels();
+
+// Throws std::invalid_argument where the name is unknown or this machine cannot run the level.
+Level level_of(const std::string& name);
+
+}  // namespace attar

@@ -1,0 +1,151 @@
+"""What this machine and installation offer, and which kernel each operation would choose and why: `attar doctor`.
+
+Everything is asked of the code that decides, never decided a second time here: versions of the installed packages,
+instruction sets and level of `kernels.native`, choices of `kernels.ops.candidates`. The report names neither host nor
+user, so that it can be pasted into a bug report.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attar import env
+from attar.kernels import native, ops
+from attar.version import __version__
+
+PACKAGES = ("torch", "numpy", "tokenizers", "huggingface_hub", "jinja2", "transformers", "compressed-tensors")
+"""Those whose version can change a result. The last two are only needed for development."""
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+Report = dict[str, Any]
+
+
+def examine() -> Report:
+    """Versions, CPU, threads, devices and kernels, as what JSON can hold.
+
+    Raises ValueError where an environment flag has a value that does not fit, or that this machine cannot follow.
+    """
+    return {
+        "versions": _versions(),
+        "cpu": _cpu(),
+        "threads": _threads(),
+        "devices": _devices(),
+        "environment": env.table(env.get()),
+        "kernels": _kernels(),
+    }
+
+
+def to_text(report: Report) -> str:
+    """The report as a page for people."""
+    cpu, threads = report["cpu"], report["threads"]
+    runtimes = "unknown" if threads["openmp_runtimes"] is None else threads["openmp_runtimes"]
+    lines = [
+        *_section("versions", {name: version or "not installed" for name, version in report["versions"].items()}),
+        *_section(
+            "cpu",
+            {
+                "architecture": cpu["architecture"],
+                "instruction sets": " ".join(name for name, present in cpu["features"].items() if present) or "unknown",
+                "kernel level": cpu["level"] or "none: the compiled extension does not load",
+            },
+        ),
+        *_section(
+            "threads",
+            {
+                "physical cores allowed": threads["physical_cores"],
+                "torch": threads["torch"],
+                "kernels": "as torch" if threads["openmp"] else "1 (built without OpenMP)",
+                "OpenMP runtimes loaded": runtimes,
+            },
+        ),
+        *_section("devices", {device["name"]: device["description"] for device in report["devices"]}),
+        *_section("environment", {f["name"]: f["value"] or f"unset ({f['type']})" for f in report["environment"]}),
+        "kernels",
+    ]
+    for where, chosen in report["kernels"].items():
+        lines.append(f"  {where}")
+        for op, choice in chosen.items():
+            against = [f"{c['backend']} {c['reason']}" for c in choice["candidates"] if c["reason"]]
+            lines.append(f"    {op:<20}{choice['backend'] or 'none':<8}{'; '.join(against)}".rstrip())
+    return "\n".join(lines)
+
+
+def _section(title: str, rows: dict[str, Any]) -> list[str]:
+    return [title, *(f"  {name:<24}{value}" for name, value in rows.items())]
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {"attar": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def _cpu() -> dict[str, Any]:
+    return {
+        "architecture": platform.machine(),
+        "features": dict(native.features()),
+        "level": native.cpu_level() if native.loaded() else None,
+    }
+
+
+def _threads() -> dict[str, Any]:
+    return {
+        "physical_cores": native.physical_cores(),
+        "torch": torch.get_num_threads(),
+        "openmp": native.openmp(),
+        "openmp_runtimes": openmp_runtimes(),
+    }
+
+
+def openmp_runtimes(maps: Path = Path("/proc/self/maps")) -> int | None:
+    """How many OpenMP runtimes this process has loaded; None where the system does not tell.
+
+    More than one means two pools of threads that take the cores from each other, and calls a hundred times slower.
+    """
+    try:
+        mapped = maps.read_text()
+    except OSError:
+        return None
+    return len({path for path in re.findall(r"(/.*)$", mapped, re.M) if re.search(r"/lib(?:gomp|iomp5|omp)\b", path)})
+
+
+def _devices() -> list[dict[str, str]]:
+    found = [{"name": "cpu", "description": platform.machine()}]
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "name": f"cuda:{index}",
+                "description": f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute {gpu.major}.{gpu.minor}",
+            }
+        )
+    return found
+
+
+def _kernels() -> dict[str, dict[str, Any]]:
+    """Per device type and dtype of the rows: for each operation the backend, and every candidate with its reason."""
+    types = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return {
+        f"{device} {str(dtype).removeprefix('torch.')}": {op: _choice(op, device, dtype) for op in ops.OPS}
+        for device in types
+        for dtype in DTYPES
+    }
+
+
+def _choice(op: str, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    candidates = ops.candidates(op, device, dtype)
+    return {
+        "backend": next((backend for backend, reason in candidates if reason is None), None),
+        "candidates": [{"backend": backend, "reason": reason} for backend, reason in candidates],
+    }

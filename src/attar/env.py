@@ -1,0 +1,105 @@
+"""Every environment flag of attar, typed, in one table: the fields of `Env`.
+
+A flag is `ATTAR_` and the field's name in capitals. Flags are for what must hold for a whole process and has no place
+in a function's arguments: which kernels run, where tests find data. A value that does not fit is an error, and so is a
+name that starts with `ATTAR_` and is not in the table, because a misspelt flag that is silently ignored costs an
+afternoon. An empty value means that the flag is not set.
+
+Nothing here imports torch, and the environment is read once, at the first `get()`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+PREFIX = "ATTAR_"
+
+Cpu = Literal["portable", "avx2", "avx512"]
+Kernels = Literal["ref"]
+
+
+@dataclass(frozen=True, slots=True)
+class Env:
+    """The flags. Each is optional: its type says what it may be, None what happens without it."""
+
+    cpu: Cpu | None = field(
+        default=None,
+        metadata={
+            "doc": "Instruction set level of the CPU kernels; an error where the machine cannot run it. "
+            "Default: the highest it can."
+        },
+    )
+    kernels: Kernels | None = field(
+        default=None,
+        metadata={
+            "doc": "`ref` makes every operation run its readable PyTorch reference. "
+            "Default: the first backend with no reason against it."
+        },
+    )
+    test_data: Path | None = field(
+        default=None,
+        metadata={"doc": "Folder of the models and texts that tests use. Default: `shared` beside the repository."},
+    )
+
+
+@functools.cache
+def get() -> Env:
+    """The flags of this process, read once. Raises ValueError for a value or a name that does not exist."""
+    return read(os.environ)
+
+
+def read(environ: Mapping[str, str]) -> Env:
+    """The flags in `environ`. Raises ValueError naming the values or the names that would do."""
+    kinds = {flag_name(name): kind for name, kind in _kinds().items()}
+    for name in sorted(environ):
+        if name.startswith(PREFIX) and name not in kinds:
+            known = [kind.removeprefix(PREFIX) for kind in kinds]
+            near = difflib.get_close_matches(name.removeprefix(PREFIX), known) or known
+            raise ValueError(f"unknown environment flag {name}: did you mean {' or '.join(map(flag_name, near))}?")
+    return Env(
+        **{
+            name.removeprefix(PREFIX).lower(): _parse(name, kind, environ[name])
+            for name, kind in kinds.items()
+            if environ.get(name)
+        }
+    )
+
+
+def flag_name(field_name: str) -> str:
+    """The environment variable of a field of `Env`."""
+    return PREFIX + field_name.upper()
+
+
+def table(flags: Env) -> list[dict[str, str | None]]:
+    """The table for people: name, type, value (None: not set) and doc of each flag."""
+    return [
+        {
+            "name": flag_name(f.name),
+            "type": "|".join(get_args(kind)) if get_origin(kind) is Literal else kind.__name__.lower(),
+            "value": None if (value := getattr(flags, f.name)) is None else str(value),
+            "doc": f.metadata["doc"],
+        }
+        for f, kind in zip(fields(Env), _kinds().values(), strict=True)
+    ]
+
+
+def _kinds() -> dict[str, Any]:
+    """Field name to what its value may be: a Literal of words, or a class to construct from the text."""
+    hints = get_type_hints(Env)
+    return {f.name: next(kind for kind in get_args(hints[f.name]) if kind is not NoneType) for f in fields(Env)}
+
+
+def _parse(flag: str, kind: Any, text: str) -> Any:
+    if get_origin(kind) is not Literal:
+        return kind(text)
+    words = get_args(kind)
+    if text not in words:
+        raise ValueError(f"{flag}={text!r} is not a value of this flag: it takes {' or '.join(words)}")
+    return text

@@ -1,0 +1,50 @@
+"""What the operations of `ops.py` take: a `Linear` and a `Norm`, described by data.
+
+Shapes: N rows (tokens), I input columns, O output columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from attar.formats.packed import PackedTensor
+
+
+@dataclass(eq=False)
+class Linear:
+    """y = x' W^T + b with W a dense tensor [O, I] or a PackedTensor of that shape.
+
+    x' is x with, in this order: columns taken in the order of `permutation` (a GPTQ checkpoint with desc_act stores its
+    columns sorted by group); divided by `input_scale`; rounded to the scheme's activation grid, by the fixed
+    `activation_scale` where the scheme is static.
+
+    `name` is the module's name in the checkpoint, which overrides, taps and receipts refer to.
+    """
+
+    name: str
+    weight: Tensor | PackedTensor
+    bias: Tensor | None = None  # [O]
+    permutation: Tensor | None = None  # [I] int64
+    input_scale: Tensor | None = None  # [I]
+    activation_scale: Tensor | None = None  # [1], float32
+    dense: Tensor | None = field(default=None, repr=False)
+    """Filled by the reference backend on first use: the dequantized weight in the dtype it computes in."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.weight.shape[0], self.weight.shape[1])
+
+
+@dataclass(eq=False)
+class Norm:
+    """RMSNorm or LayerNorm over the last dimension. `offset` is added to the weight (Gemma stores weight - 1)."""
+
+    kind: Literal["rms", "layer"]
+    weight: Tensor  # [I]
+    bias: Tensor | None = None  # [I]
+    eps: float = 1e-6
+    offset: float = 0.0
+    name: str = ""  # the module's name in the checkpoint

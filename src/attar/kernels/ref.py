@@ -1,0 +1,158 @@
+"""The reference of every operation in `ops.py`: readable PyTorch, any device, the oracle of every test.
+
+It favours being obviously right. A packed weight is dequantized on first use and kept (`Linear.dense`), so that the
+reference is slow only once; the kernels that multiply by packed weights directly replace it behind the same door.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attar.formats.packed import PackedTensor, codec
+from attar.formats.scheme import Grid
+from attar.kernels.operands import Linear, Norm
+
+if TYPE_CHECKING:
+    from attar.kernels.ops import Activation, AttentionForm
+
+QUERY_TILE = 512  # queries that share one mask: memory grows with the keys, not with their square
+INT8_HALF_RANGE = 127.5  # (2^8 - 1) / 2: a symmetric scale is max|x| over it
+
+
+def norm(stream: Tensor, delta: Tensor | None, spec: Norm) -> tuple[Tensor, Tensor]:
+    if delta is not None:
+        stream = stream + delta
+    if spec.kind == "layer":
+        return stream, F.layer_norm(stream, (stream.shape[-1],), spec.weight, spec.bias, spec.eps)
+    x = stream.float()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + spec.eps)
+    if spec.offset:
+        return stream, (x * (spec.weight.float() + spec.offset)).to(stream.dtype)
+    return stream, x.to(stream.dtype) * spec.weight
+
+
+def dense(each: Linear, dtype: torch.dtype) -> Tensor:
+    """The weight [O, I] of a linear in `dtype`, dequantized once and kept."""
+    if not isinstance(each.weight, PackedTensor):
+        return each.weight.to(dtype)
+    if each.dense is None or each.dense.dtype != dtype:
+        each.dense = each.weight.dequantize(dtype)
+    return each.dense
+
+
+def rounded_input(x: Tensor, each: Linear) -> Tensor:
+    """The rows [N, I] as the linear's scheme wants them: permuted, divided, rounded to the activation grid."""
+    if each.permutation is not None:
+        x = x[:, each.permutation]
+    if each.input_scale is not None:
+        x = x / each.input_scale
+    grid = activation_grid(each)
+    if grid is None:
+        return x
+    return codec(grid.kind).fake_quantize(x, grid, each.activation_scale)
+
+
+def activation_grid(each: Linear) -> Grid | None:
+    return each.weight.scheme.activation if isinstance(each.weight, PackedTensor) else None
+
+
+def linear(x: Tensor, linears: Sequence[Linear]) -> Tensor:
+    shared: dict[tuple[object, ...], Tensor] = {}
+    outputs = []
+    for each in linears:
+        key = (id(each.permutation), id(each.input_scale), id(each.activation_scale), activation_grid(each))
+        if key not in shared:
+            shared[key] = rounded_input(x, each)
+        bias = None if each.bias is None else each.bias.to(x.dtype)
+        outputs.append(F.linear(shared[key], dense(each, x.dtype), bias))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    turned = 2 * cos.shape[-1]
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    a, b = x[..., :turned].float().chunk(2, -1)
+    out = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    return out if turned == x.shape[-1] else torch.cat((out, x[..., turned:]), -1)
+
+
+def attention(
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    query_positions: Sequence[Tensor],
+    key_positions: Sequence[Tensor],
+    form: AttentionForm,
+) -> Tensor:
+    outputs = []
+    start = 0
+    for k, v, at, key_at in zip(keys, values, query_positions, key_positions, strict=True):
+        one = q[start : start + len(at)]
+        start += len(at)
+        if form.soft_cap is None and _is_triangle(at, key_at, form.window):
+            outputs.append(_attend(one, k, v, None, form))
+            continue
+        for first in range(0, len(at), QUERY_TILE):
+            rows = slice(first, first + QUERY_TILE)
+            mask = visible(at[rows], key_at, form.window)
+            seen = mask.any(0)
+            if seen.all():
+                outputs.append(_attend(one[rows], k, v, mask, form))
+            else:
+                outputs.append(_attend(one[rows], k[seen], v[seen], mask[:, seen], form))
+    return torch.cat(outputs).reshape(q.shape[0], -1)
+
+
+def visible(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
+    """Which keys each query sees: bool [queries, keys]."""
+    distance = query_positions[:, None] - key_positions[None, :]
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def _is_triangle(at: Tensor, key_at: Tensor, window: int | None) -> bool:
+    """Whether each query sees just its own key and those before it, which needs no mask and memory O(N)."""
+    if not torch.equal(at, key_at) or not (at.diff() > 0).all():
+        return False
+    return window is None or len(at) == 0 or int(at[-1] - at[0]) < window
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: AttentionForm) -> Tensor:
+    """One sequence: q [T, H, D], k and v [S, G, D] to [T, H, D], by a mask [T, S] or, without, the lower triangle."""
+    q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+    if form.soft_cap is None:
+        grouped, scale = form.heads != form.kv_heads, form.scale
+        out = F.scaled_dot_product_attention(
+            q[None], k[None], v[None], attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        )
+        return out[0].transpose(0, 1)
+    assert mask is not None
+    k, v = (t.repeat_interleave(form.heads // form.kv_heads, 0) for t in (k, v))
+    scores = form.soft_cap * torch.tanh((q.float() @ k.float().transpose(1, 2)) * form.scale / form.soft_cap)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(q.dtype)
+    return (weights @ v).transpose(0, 1)
+
+
+def activate(x: Tensor, kind: Activation, gated: bool) -> Tensor:
+    a, b = x.chunk(2, -1) if gated else (x, None)
+    if kind == "silu":
+        a = F.silu(a)
+    elif kind == "relu":
+        a = F.relu(a)
+    else:
+        a = F.gelu(a, approximate="tanh" if kind == "gelu_tanh" else "none")
+    return a if b is None else a * b
+
+
+def quantize_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.float()
+    finite = x.isfinite().all(-1)
+    if not finite.all():
+        raise ValueError(f"row {int((~finite).nonzero()[0, 0])} holds a NaN or an infinity: it cannot be quantized")
+    scale = x.abs().amax(-1, keepdim=True) / INT8_HALF_RANGE
+    scale = torch.where(scale == 0, torch.finfo(torch.float32).eps, scale)
+    return (x / scale).clamp(-128, 127).round().to(torch.int8), scale

@@ -1,0 +1,272 @@
+"""The reference operations against naive formulas in float64, one row and one head at a time."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from attar.kernels import ops, ref
+from attar.kernels.operands import Linear, Norm
+from attar.kernels.ops import AttentionForm
+
+FLOAT32 = 2e-6  # of values around 1, sums of a few hundred terms
+BFLOAT16 = 2**-7  # two roundings to 8 bits
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(ours: Tensor, expected: Tensor, tolerance: float = FLOAT32) -> None:
+    assert ours.shape == expected.shape
+    assert (ours.double() - expected.double()).abs().max() <= tolerance * max(1.0, float(expected.abs().max()))
+
+
+# norm
+
+
+def naive_norm(x: Tensor, spec: Norm) -> Tensor:
+    rows = []
+    for row in x.double():
+        if spec.kind == "layer":
+            row = row - row.mean()
+        row = row / math.sqrt(float(row.square().mean()) + spec.eps) * (spec.weight.double() + spec.offset)
+        rows.append(row if spec.bias is None else row + spec.bias.double())
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Norm("rms", randn(48, seed=1), eps=1e-2),
+        Norm("rms", randn(48, seed=1), eps=1e-6, offset=1.0),
+        Norm("layer", randn(48, seed=1), randn(48, seed=2), eps=1e-2),
+    ],
+    ids=["rms", "gemma", "layer"],
+)
+def test_norm(spec: Norm) -> None:
+    stream, delta = randn(5, 48, seed=3), randn(5, 48, seed=4)
+    untouched = stream.clone()
+    after, normed = ops.norm(stream, delta, spec)
+    assert torch.equal(after, stream + delta)
+    assert torch.equal(stream, untouched)
+    close(normed, naive_norm(stream + delta, spec))
+    after, normed = ops.norm(stream, None, spec)
+    assert torch.equal(after, stream)
+    close(normed, naive_norm(stream, spec))
+
+
+@pytest.mark.parametrize("theirs, offset", [(LlamaRMSNorm, 0.0), (Gemma2RMSNorm, 1.0)])
+def test_norm_rounds_bfloat16_where_the_families_do(theirs: type[torch.nn.Module], offset: float) -> None:
+    module = theirs(64, eps=1e-6).to(torch.bfloat16)
+    weight = randn(64, seed=1).bfloat16()
+    module.load_state_dict({"weight": weight})
+    x = randn(40, 64).bfloat16() * 3
+    assert torch.equal(ops.norm(x, None, Norm("rms", weight, eps=1e-6, offset=offset))[1], module(x))
+
+
+# linear
+
+
+def test_linear_side_by_side() -> None:
+    x, a, b = randn(3, 16), randn(5, 16, seed=1), randn(2, 16, seed=2)
+    bias = randn(2, seed=3)
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(4))
+    divisor = randn(16, seed=5).abs() + 0.5
+    ours = ops.linear(x, (Linear("a", a), Linear("b", b, bias, permutation=order, input_scale=divisor)))
+    expected_b = (x.double()[:, order] / divisor.double()) @ b.double().T + bias.double()
+    close(ours, torch.cat([x.double() @ a.double().T, expected_b], -1))
+
+
+def test_linear_shows_its_input_to_the_tap() -> None:
+    x, linears = randn(3, 16), (Linear("a", randn(5, 16)), Linear("b", randn(2, 16)))
+    seen: list[tuple[str, Tensor]] = []
+    ops.linear(x, linears, lambda linear, rows: seen.append((linear.name, rows)))
+    assert [name for name, _ in seen] == ["a", "b"]
+    assert all(rows is x for _, rows in seen)
+
+
+# rope
+
+
+@pytest.mark.parametrize("turned", [8, 6, 2])
+def test_rope(turned: int) -> None:
+    x, angle = randn(4, 3, 8), randn(4, turned // 2, seed=1) * 5
+    expected = x.double().clone()
+    for n in range(4):
+        for h in range(3):
+            for i in range(turned // 2):
+                first, second = x[n, h, i].double(), x[n, h, i + turned // 2].double()
+                c, s = math.cos(angle[n, i]), math.sin(angle[n, i])
+                expected[n, h, i] = first * c - second * s
+                expected[n, h, i + turned // 2] = second * c + first * s
+    close(ops.rope(x, angle.cos(), angle.sin()), expected)
+
+
+# attention
+
+
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, at: Tensor, key_at: Tensor, form: AttentionForm) -> Tensor:
+    """One sequence: q [T, H, D], k and v [S, G, D]."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    for t in range(len(q)):
+        distance = at[t] - key_at
+        sees = [s for s, d in enumerate(distance.tolist()) if d >= 0 and (form.window is None or d < form.window)]
+        for h in range(form.heads):
+            g = h * form.kv_heads // form.heads
+            scores = torch.stack([q[t, h].double() @ k[s, g].double() * form.scale for s in sees])
+            if form.soft_cap is not None:
+                scores = form.soft_cap * torch.tanh(scores / form.soft_cap)
+            weights = (scores - scores.max()).exp()
+            out[t, h] = (weights / weights.sum()) @ v[sees, g].double()
+    return out.flatten(1)
+
+
+FORMS = [
+    AttentionForm(4, 4, 8, 8**-0.5),
+    AttentionForm(4, 2, 8, 0.7),
+    AttentionForm(4, 1, 8, 0.7, soft_cap=1.5),
+    AttentionForm(4, 2, 8, 0.7, window=3),
+    AttentionForm(4, 2, 8, 0.7, window=1),
+    AttentionForm(4, 2, 8, 0.7, window=100),
+    AttentionForm(6, 2, 8, 0.7, window=4, soft_cap=1.5),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tile", [2, 512])
+def test_attention(form: AttentionForm, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole prompt, the rest of one, one token, a sequence that sits out, and keys with gaps and out of order."""
+    monkeypatch.setattr(ref, "QUERY_TILE", tile)
+    spans = [(0, 7, 7), (4, 9, 9), (11, 12, 12), (3, 3, 3)]
+    at = [torch.arange(first, end) for first, end, _ in spans] + [torch.tensor([6, 9])]
+    key_at = [torch.arange(keys) for *_, keys in spans] + [torch.tensor([9, 0, 6, 2])]
+    q = [randn(len(a), form.heads, 8, seed=i) * 2 for i, a in enumerate(at)]
+    k, v = ([randn(len(a), form.kv_heads, 8, seed=s + i) for i, a in enumerate(key_at)] for s in (10, 20))
+    ours = ops.attention(torch.cat(q), k, v, at, key_at, form)
+    close(ours, torch.cat([naive_attention(*one, form) for one in zip(q, k, v, at, key_at, strict=True)]))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_attention_of_a_sequence_does_not_depend_on_its_neighbours(form: AttentionForm) -> None:
+    at = [torch.arange(5), torch.arange(8)]
+    q = [randn(len(a), form.heads, 8, seed=i) for i, a in enumerate(at)]
+    k, v = ([randn(len(a), form.kv_heads, 8, seed=s + i) for i, a in enumerate(at)] for s in (10, 20))
+    together = ops.attention(torch.cat(q), k, v, at, at, form).split([5, 8])
+    for i, rows in enumerate(together):
+        assert torch.equal(rows, ops.attention(q[i], k[i : i + 1], v[i : i + 1], at[i : i + 1], at[i : i + 1], form))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_attention_in_bfloat16(form: AttentionForm) -> None:
+    at = torch.arange(9)
+    q, k, v = (randn(9, heads, 8, seed=heads).bfloat16() for heads in (form.heads, form.kv_heads, form.kv_heads))
+    ours = ops.attention(q, [k], [v], [at], [at], form)
+    assert ours.dtype == torch.bfloat16
+    close(ours, naive_attention(q, k, v, at, at, form), BFLOAT16)
+
+
+MEMORY = """
+import resource, torch
+from attar.kernels import ref
+from attar.kernels.ops import AttentionForm
+torch.set_num_threads(1)
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+n, form = {n}, AttentionForm(1, 1, 8, 1.0{window})
+q, k, v = (torch.randn(n, 1, 8) for _ in range(3))
+at = torch.arange(n)
+ref.attention(q[:64], [k[:64]], [v[:64]], [at[:64]], [at[:64]], form)
+before = peak()
+with torch.inference_mode():
+    ref.attention(q, [k], [v], [at], [at], form)
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize("window", ["", ", window=64"])
+def test_attention_never_holds_a_square(window: str) -> None:
+    """A mask of 8192 x 8192 would be 64 MiB as booleans and 256 MiB as float32 scores."""
+    unit = 1024 if sys.platform.startswith("linux") else 1  # what ru_maxrss counts in
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY.format(n=8192, window=window)], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) * unit < 32 << 20
+
+
+# activate
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_activate(kind: ops.Activation, gated: bool) -> None:
+    x = randn(4, 12) * 3
+    act = {
+        "silu": lambda t: t / (1 + math.exp(-t)),
+        "gelu": lambda t: t * (1 + math.erf(t / math.sqrt(2))) / 2,
+        "gelu_tanh": lambda t: t * (1 + math.tanh(math.sqrt(2 / math.pi) * (t + 0.044715 * t**3))) / 2,
+        "relu": lambda t: max(t, 0.0),
+    }[kind]
+    wide = x[:, :6] if gated else x
+    expected = torch.tensor([[act(t) for t in row] for row in wide.double().tolist()], dtype=torch.float64)
+    close(ops.activate(x, kind, gated), expected * x[:, 6:].double() if gated else expected)
+
+
+# rows
+
+
+def test_rows_do_not_see_each_other() -> None:
+    """Changing one row of a call leaves every other row as it was."""
+    x = randn(6, 32)
+    other = x.clone()
+    other[2] = randn(32, seed=9) * 100
+    rest = [0, 1, 3, 4, 5]
+    linears = (Linear("w", randn(8, 32, seed=1)),)
+    for op in (
+        lambda rows: ops.norm(rows, None, Norm("rms", torch.ones(32)))[1],
+        lambda rows: ops.norm(rows, None, Norm("layer", torch.ones(32), torch.zeros(32)))[1],
+        lambda rows: ops.linear(rows, linears),
+        lambda rows: ops.activate(rows, "silu", True),
+        lambda rows: ops.rope(rows.view(6, 4, 8), torch.ones(6, 4), torch.ones(6, 4)),
+    ):
+        assert torch.equal(op(x)[rest], op(other)[rest])
+        assert not torch.equal(op(x)[2], op(other)[2])
+
+
+def test_causality() -> None:
+    """Later keys and values change nothing earlier."""
+    form, at = AttentionForm(4, 2, 8, 0.7), torch.arange(10)
+    q, k, v = randn(10, 4, 8), randn(10, 2, 8, seed=1), randn(10, 2, 8, seed=2)
+    k2, v2 = k.clone(), v.clone()
+    k2[6:], v2[6:] = 50.0, -50.0
+    a, b = (ops.attention(q, [keys], [values], [at], [at], form) for keys, values in ((k, v), (k2, v2)))
+    assert torch.equal(a[:6], b[:6])
+    assert not torch.allclose(a[6:], b[6:])
+
+
+# int8 rows
+
+
+def test_quantize_rows_int8_by_hand() -> None:
+    x = torch.tensor([[127.5, -127.5, 0.5, 1.5, 2.5], [0.0] * 5, [-1.0, 0.25, 0.5, -0.75, 1.0]])
+    codes, scale = ref.quantize_rows_int8(x)
+    assert scale[:, 0].tolist() == [1.0, torch.finfo(torch.float32).eps, pytest.approx(1 / 127.5)]
+    assert codes[0].tolist() == [127, -128, 0, 2, 2]  # halves go to the even code, 127.5 to the largest
+    assert codes[1].tolist() == [0] * 5
+    assert (codes * scale - x).abs().max() <= scale.max() / 2 + FLOAT32
+    with pytest.raises(ValueError, match="row 1"):
+        ref.quantize_rows_int8(torch.tensor([[1.0], [math.nan]]))
+
+
+def test_the_door_knows_its_operations() -> None:
+    assert [name for name, _ in ops.candidates("attention")] == ["native", "ref"]
+    assert ops.candidates("norm")[-1] == ("ref", None)
+    with pytest.raises(ValueError, match="unknown op 'atention'"):
+        ops.candidates("atention")
