@@ -1,0 +1,264 @@
+"""Which range to give a grid: observers for activations, seen batch by batch, and a search for weights, held whole.
+
+An observer is asked for one range over everything it saw, for static per-tensor scales:
+
+* `MinMax` takes what occurred, or with `momentum` a moving average of each batch's extremes;
+* `Percentile` gives up the same share of values at either end;
+* `MSE` shrinks the range until the error of rounding what occurred is least;
+* `KL` is the entropy calibration of TensorRT (Migacz, GTC 2017): the cut-off at which the clipped and coarsened
+  distribution of |x| tells least from the true one.
+
+The last three need the distribution, kept as a histogram of magnitudes whose upper end is a power of two. When a larger
+value arrives, the end is doubled and pairs of bins merge exactly, so the histogram depends on which values were seen
+and not on how they were split into batches: a resumed calibration ends with the same scales. A reservoir sample, the
+usual alternative, has neither property without carrying its random state along.
+
+For weights, `mse_range` searches the same shrink factors with one range per group. GPTQ's scale search uses it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from attar.formats.affine import by_scale, min_max, qparams, round_to_grid, to_values
+from attar.formats.packing import row_slices
+from attar.formats.scheme import Grid
+
+FINE_BINS = 1 << 14
+"""Histogram bins where bins stand for values: at least 64 a step of an 8-bit grid."""
+KL_BINS = 2048
+SAME_DIVERGENCE = 1e-10
+"""Divergences in nats closer than this differ by the rounding of float64 sums."""
+
+STEPS, LOWEST, NORM = 40, 0.2, 2.4
+"""Shrink factors 1, 0.98 .. 0.2 and error norm of the MSE search. The norm above 2 is what GPTQ's authors settled on:
+it spares the large weights, which matter more than their number says."""
+
+
+class Observer(Protocol):
+    """Sees tensors, any shape and float dtype, and answers with a range.
+
+    `observe` raises ValueError on a NaN or an infinity, `range` where nothing was observed. `range` is
+    (minimum, maximum), both float32 [1], as `affine.qparams` takes them.
+    """
+
+    def observe(self, x: Tensor) -> None: ...
+
+    def range(self) -> tuple[Tensor, Tensor]: ...
+
+
+class MinMax:
+    """The smallest and largest value; with `momentum` m, extremes move by m of the way towards each batch's own."""
+
+    def __init__(self, momentum: float | None = None) -> None:
+        if momentum is not None and not 0 < momentum <= 1:
+            raise ValueError(f"momentum is above 0 and at most 1, not {momentum}")
+        self._momentum = momentum
+        self._range: tuple[Tensor, Tensor] | None = None
+
+    def observe(self, x: Tensor) -> None:
+        low, high = (extreme.float() for extreme in min_max(x, Grid(granularity="tensor")))
+        if self._range is None:
+            self._range = low, high
+        elif self._momentum is None:
+            self._range = torch.minimum(self._range[0], low), torch.maximum(self._range[1], high)
+        else:
+            self._range = self._range[0].lerp(low, self._momentum), self._range[1].lerp(high, self._momentum)
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        if self._range is None:
+            raise ValueError("no values were observed: calibration reached this layer with no tokens")
+        return self._range
+
+
+class Histogram:
+    """How often each magnitude occurred, for either sign, and the exact extremes."""
+
+    _SMALLEST = -100  # exponent of the upper end to start with: below 2^-100 all is one bin
+
+    def __init__(self, bins: int) -> None:
+        assert bins & (bins - 1) == 0, "bins merge in pairs"
+        self.bins = bins
+        self.exponent = self._SMALLEST  # bins cover |x| < 2^exponent
+        self.counts = torch.zeros((2, bins), dtype=torch.int64)  # of negative values, of the others
+        self._extremes = MinMax()
+
+    @property
+    def width(self) -> float:
+        return 2.0**self.exponent / self.bins
+
+    @property
+    def centres(self) -> Tensor:
+        """The value each bin stands for, from the most negative up, float32 [2 * bins]."""
+        upwards = (torch.arange(self.bins) + 0.5) * self.width
+        return torch.cat([-upwards.flip(0), upwards])
+
+    @property
+    def occurrences(self) -> Tensor:
+        """Counts in the order of `centres`."""
+        return torch.cat([self.counts[0].flip(0), self.counts[1]])
+
+    def observe(self, x: Tensor) -> None:
+        self._extremes.observe(x)
+        low, high = self.range()
+        _, exponent = torch.frexp(torch.maximum(low.abs(), high.abs()))  # magnitudes are below 2^exponent
+        self._widen(int(exponent))
+        flat = x.detach().flatten()
+        for start in range(0, flat.numel(), 1 << 20):  # the indices take eight bytes an element
+            values = flat[start : start + (1 << 20)].to("cpu", torch.float32)
+            index = (values.abs() / self.width).long() + self.bins * (values >= 0)
+            self.counts += torch.bincount(index, minlength=2 * self.bins).view(2, self.bins)
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        low, high = self._extremes.range()
+        return low.cpu(), high.cpu()
+
+    def _widen(self, exponent: int) -> None:
+        while self.exponent < exponent:
+            merged = self.counts.view(2, self.bins // 2, 2).sum(-1)
+            self.counts = torch.nn.functional.pad(merged, (0, self.bins // 2))
+            self.exponent += 1
+
+
+class Percentile:
+    """The range that leaves at most (100 - percentile) % of the values out at either end, to a bin's width.
+
+    Rounded outwards; at 100 it is exactly `MinMax`.
+    """
+
+    def __init__(self, percentile: float = 99.99) -> None:
+        if not 50 < percentile <= 100:
+            raise ValueError(f"a percentile is above 50 and at most 100, not {percentile}")
+        self._outside = 1 - percentile / 100
+        self._histogram = Histogram(FINE_BINS)
+
+    def observe(self, x: Tensor) -> None:
+        self._histogram.observe(x)
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        low, high = self._histogram.range()
+        counts, centres = self._histogram.occurrences, self._histogram.centres
+        spare = self._outside * int(counts.sum())
+        half = self._histogram.width / 2
+        first = int((counts.cumsum(0) > spare).int().argmax())  # the first bin not left out
+        last = counts.numel() - 1 - int((counts.flip(0).cumsum(0) > spare).int().argmax())
+        return torch.maximum(low, centres[first] - half), torch.minimum(high, centres[last] + half)
+
+
+class MSE:
+    """The shrunk range with the least error over all values seen, each taken at its bin's centre."""
+
+    def __init__(self, grid: Grid, steps: int = STEPS, lowest: float = LOWEST, norm: float = 2.0) -> None:
+        self._grid, self._search = grid, (steps, lowest, norm)
+        self._histogram = Histogram(FINE_BINS)
+
+    def observe(self, x: Tensor) -> None:
+        self._histogram.observe(x)
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        low, high = self._histogram.range()
+        seen = self._histogram.occurrences > 0
+        values, mass = self._histogram.centres[seen][None], self._histogram.occurrences[seen][None]
+        return _shrink(values, mass, low, high, self._grid, None, *self._search)
+
+
+class KL:
+    """Entropy calibration for symmetric grids of `bits`; the range is cut to [-t, t], and to what occurred."""
+
+    def __init__(self, bits: int = 8) -> None:
+        self._levels = 1 << (bits - 1)
+        self._histogram = Histogram(KL_BINS)
+
+    def observe(self, x: Tensor) -> None:
+        self._histogram.observe(x)
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        low, high = self._histogram.range()
+        threshold = kl_threshold(self._histogram.counts.sum(0), self._levels) * self._histogram.width
+        return low.clamp(min=-threshold), high.clamp(max=threshold)
+
+
+def kl_threshold(counts: Tensor, levels: int = 128) -> int:
+    """How many of the leading bins to keep, given a histogram of magnitudes `counts` [B], B > levels.
+
+    For each i in levels .. B, P is the first i bins with all mass beyond them added to the last; Q is the first i bins
+    without that mass, averaged over `levels` runs (bin j in run floor(j * levels / i)), each average spread over the
+    bins of its run that are not empty. Returns the i with the least KL(P || Q), both normalised, the smallest of
+    equals (`SAME_DIVERGENCE`). A cut whose last bin is empty but receives outliers has an infinite divergence.
+
+    Everything about a run follows from prefix sums, so that all cuts are scored at once.
+    """
+    histogram = counts.double()
+    cuts = torch.arange(levels, counts.numel() + 1)
+    mass, filled = (torch.nn.functional.pad(each.cumsum(0), (1, 0)) for each in (histogram, (histogram > 0).double()))
+    entropy = torch.nn.functional.pad(torch.special.xlogy(histogram, histogram).cumsum(0), (1, 0))
+
+    kept, last = mass[cuts], histogram[cuts - 1]
+    outliers = mass[-1] - kept
+    total = mass[-1]
+    edges = -(-torch.arange(levels + 1) * cuts[:, None] // levels)  # [cuts, levels + 1]
+    run_mass, run_filled = mass[edges].diff(), filled[edges].diff()
+    log_q = (run_mass / run_filled.clamp(min=1)).log().where(run_mass > 0, 0.0) - kept.log()[:, None]
+    # KL(P || Q) = sum p log p - sum p log q, with the last bin of P holding the outliers as well.
+    p_log_p = entropy[cuts] - torch.special.xlogy(last, last) + torch.special.xlogy(last + outliers, last + outliers)
+    divergence = p_log_p / total - total.log() - ((run_mass * log_q).sum(1) + outliers * log_q[:, -1]) / total
+    divergence[(last == 0) & (outliers > 0)] = torch.inf
+    return int(cuts[divergence <= divergence.min() + SAME_DIVERGENCE][0])
+
+
+def mse_range(
+    weight: Tensor,
+    grid: Grid,
+    scale_dtype: torch.dtype | None = None,
+    *,
+    steps: int = STEPS,
+    lowest: float = LOWEST,
+    norm: float = NORM,
+) -> tuple[Tensor, Tensor]:
+    """The range of each group of `weight` [O, I] whose grid rounds it with the least error: (minimum, maximum).
+
+    Tries (p * min, p * max) for p = 1 down to `lowest` in `steps` steps and keeps the least sum of |error|^norm, the
+    larger p of equals, for every [O, G] (or [1]) on its own. p = 1 is among them, so no group comes out worse than by
+    `min_max`; by its squared error where norm is 2. Errors are those of the codes and scales that `qparams` and
+    `round_to_grid` give, with scales in `scale_dtype`. Raises ValueError as `min_max` and `qparams` do.
+    """
+    low, high = min_max(weight, grid)
+    if low.ndim == 1:
+        return _shrink(weight, None, low, high, grid, scale_dtype, steps, lowest, norm)
+    for part in row_slices(*weight.shape):
+        low[part], high[part] = _shrink(
+            weight[part], None, low[part], high[part], grid, scale_dtype, steps, lowest, norm
+        )
+    return low, high
+
+
+def _shrink(
+    x: Tensor,
+    mass: Tensor | None,
+    low: Tensor,
+    high: Tensor,
+    grid: Grid,
+    scale_dtype: torch.dtype | None,
+    steps: int,
+    lowest: float,
+    norm: float,
+) -> tuple[Tensor, Tensor]:
+    """`mse_range` given the extremes; `mass` counts how often each x [R, C] occurs."""
+    best_low, best_high = low.clone(), high.clone()
+    least = torch.full(low.shape, torch.inf, dtype=torch.float32, device=x.device)
+    for step in range(steps + 1):
+        factor = 1 - (1 - lowest) * step / steps
+        scale, zero = qparams(low * factor, high * factor, grid, scale_dtype)
+        values = to_values(round_to_grid(x, scale, zero, grid), scale, zero)
+        errors = (values.float() - x).abs_().pow_(norm)
+        if mass is not None:
+            errors *= mass
+        error = errors.sum().reshape(1) if low.ndim == 1 else by_scale(errors, low.shape[-1]).sum(-1)
+        better = error < least
+        least = torch.where(better, error, least)
+        best_low = torch.where(better, low * factor, best_low)
+        best_high = torch.where(better, high * factor, best_high)
+    return best_low, best_high

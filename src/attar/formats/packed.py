@@ -1,0 +1,72 @@
+"""A compressed weight is a value: its scheme, its shape, and the named arrays that the scheme declares.
+
+Algorithms choose the value, formats store it, kernels multiply by it. Nothing else about a linear lives here: bias,
+input permutation and activation scales belong to `kernels.operands.Linear`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from attar.formats.scheme import Grid, Kind, Scheme
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTensor:
+    """A weight of `shape` (out, in), stored as the parts that `scheme.parts(shape)` declares.
+
+    Raises ValueError on construction where a part is missing, unknown, or of another dtype or shape.
+    """
+
+    scheme: Scheme
+    shape: tuple[int, int]
+    parts: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        declared = self.scheme.parts(self.shape)
+        if declared.keys() != self.parts.keys():
+            raise ValueError(f"{self.scheme.name} stores {sorted(declared)}, not {sorted(self.parts)}")
+        for name, part in declared.items():
+            tensor = self.parts[name]
+            if tensor.dtype != getattr(torch, part.dtype) or tuple(tensor.shape) != part.shape:
+                raise ValueError(
+                    f"part {name!r} of {self.scheme.name} {self.shape} must be {part.dtype} {part.shape}, "
+                    f"not {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+                )
+
+    @property
+    def bytes(self) -> int:
+        """Stored bytes, which are those of the declared parts."""
+        return sum(t.numel() * t.element_size() for t in self.parts.values())
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.bytes / (self.shape[0] * self.shape[1])
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight as a dense [out, in] tensor of `dtype`."""
+        return codec(self.scheme.weight.kind).dequantize(self, dtype)
+
+
+class Codec(Protocol):
+    """What a module of one codec family offers (`affine`, `floats`)."""
+
+    def dequantize(self, packed: PackedTensor, dtype: torch.dtype) -> Tensor: ...
+
+    def quantize(self, weight: Tensor, scheme: Scheme) -> PackedTensor: ...
+
+    def fake_quantize(self, x: Tensor, grid: Grid, scale: Tensor | None = None) -> Tensor: ...
+
+
+_CODECS: Mapping[Kind, str] = {"int": "affine", "e4m3": "floats", "e5m2": "floats"}
+
+
+def codec(kind: Kind) -> Codec:
+    """The codec module of a kind of number; imported here because codecs themselves build `PackedTensor`s."""
+    return cast(Codec, importlib.import_module(f"attar.formats.{_CODECS[kind]}"))
