@@ -1,0 +1,263 @@
+"""The one decoder: embedding, blocks, final norm, output matrix. A model family is data (`config.py`), never a class.
+
+`build_*` assemble the parts from a source of named weights; building block by block is what lets compression hold one
+block in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from attar.kernels import ops
+from attar.kernels.operands import Linear, Norm
+from attar.kernels.ops import AttentionForm
+from attar.model.cache import KVCache, Step
+from attar.model.config import ModelConfig
+from attar.model.layers import Attention, Block, FeedForward, MixtureOfExperts
+
+
+class Weights(Protocol):
+    """Named weights of a checkpoint, cast to the compute dtype where they are dense."""
+
+    def linear(self, name: str) -> Linear:
+        """The linear of module `name`, its weight [O, I] dense or packed, with its bias where one is stored.
+
+        Weights for which `Names.is_transposed(name)` holds are stored [I, O] and turned here.
+        """
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """The dense tensor stored under `name`, or under another of its `Names.spellings`."""
+        ...
+
+    def has(self, name: str) -> bool:
+        """Whether `tensor(name)` would find one."""
+        ...
+
+
+@dataclass(eq=False)
+class Embedding:
+    """Token table [vocab, I], scaled (Gemma), plus learned positions [P, I] where the family has them."""
+
+    table: Tensor
+    scale: float = 1.0
+    positions: Tensor | None = None
+    offset: int = 0
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        hidden = self.table[ids]
+        if self.scale != 1.0:  # the scale is rounded to the table's dtype, as the families were trained
+            hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype)
+        if self.positions is not None:
+            hidden = hidden + self.positions[positions + self.offset]
+        return hidden
+
+
+@dataclass(eq=False)
+class Decoder:
+    config: ModelConfig
+    embedding: Embedding
+    blocks: list[Block]
+    final_norm: Norm
+    head: Linear
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.table.dtype
+
+    def cache(self, capacity: int, batch: int = 1) -> KVCache:
+        return KVCache(self.config, capacity, batch, self.dtype)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        ids: Tensor,
+        step: Step,
+        rows: Tensor | None = None,
+        watch: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
+        """Logits, float32 [N, vocab], of token ids [N]; of the chosen `rows` only where they are given.
+
+        `watch(i, hidden)` sees the output [N, I] of every block i. Writes to the step's cache and advances it.
+        Raises ValueError where a position lies past a learned position table.
+        """
+        table = self.embedding.positions
+        known, longest = self.config.learned_positions, max(step.horizons)
+        if table is not None and longest > known:
+            raise ValueError(f"the model has {known} learned positions: a length of {longest} is too long")
+        stream, delta = self.embedding.forward(ids, step.positions), None
+        for i, block in enumerate(self.blocks):
+            stream, delta = block.forward(stream, delta, step)
+            if watch is not None:
+                watch(i, stream + delta)
+        if step.cache is not None:
+            step.cache.advance(step.lengths)
+        if rows is not None:
+            stream, delta = stream[rows], None if delta is None else delta[rows]
+        return self.logits(stream, delta)
+
+    def logits(self, stream: Tensor, delta: Tensor | None = None) -> Tensor:
+        return logits(self.config, self.final_norm, self.head, stream, delta)
+
+
+def logits(config: ModelConfig, final_norm: Norm, head: Linear, stream: Tensor, delta: Tensor | None = None) -> Tensor:
+    """Final norm, output matrix and soft cap: hidden states [N, I] to float32 [N, vocab]."""
+    _, x = ops.norm(stream, delta, final_norm)
+    out = ops.linear(x, (head,)).float()
+    cap = config.logit_soft_cap
+    return out if cap is None else cap * torch.tanh(out / cap)
+
+
+def build_norm(config: ModelConfig, weights: Weights, name: str, size: int | None = None) -> Norm:
+    """The norm of module `name` over `size` columns, by default the hidden size."""
+    weight = _expect(weights.tensor(f"{name}.weight"), f"{name}.weight", (size or config.hidden,))
+    if config.norm == "rms":
+        return Norm("rms", weight, None, config.norm_eps, config.norm_offset, name)
+    bias = _expect(weights.tensor(f"{name}.bias"), f"{name}.bias", (size or config.hidden,))
+    return Norm("layer", weight, bias, config.norm_eps, name=name)
+
+
+def build_linear(weights: Weights, name: str, shape: tuple[int, int], bias: bool) -> Linear:
+    """The linear of module `name`. Raises ValueError where it is not [O, I] = `shape` or lacks a bias it must have."""
+    linear = weights.linear(name)
+    if linear.shape != shape:
+        raise ValueError(f"{name}.weight is {list(linear.shape)} in the checkpoint: config.json makes it {list(shape)}")
+    if bias and linear.bias is None:
+        raise ValueError(f"the checkpoint has no {name}.bias, which config.json declares")
+    if linear.bias is not None:
+        _expect(linear.bias, f"{name}.bias", (shape[0],))
+    return linear
+
+
+def _expect(tensor: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} is {list(tensor.shape)} in the checkpoint: config.json makes it {list(shape)}")
+    return tensor
+
+
+def build_embedding(config: ModelConfig, weights: Weights) -> Embedding:
+    names, positions = config.names, None
+    # Checkpoints of tied models store the one matrix under either name.
+    name = names.embed if weights.has(f"{names.embed}.weight") or not config.tied else names.head
+    table = _expect(weights.tensor(f"{name}.weight"), f"{name}.weight", (config.vocab_size, config.hidden))
+    if names.positions is not None:
+        rows = config.learned_positions + config.position_offset
+        at = f"{names.positions}.weight"
+        positions = _expect(weights.tensor(at), at, (rows, config.hidden))
+    return Embedding(table, config.embedding_scale, positions, config.position_offset)
+
+
+def build_head(config: ModelConfig, weights: Weights, embedding: Embedding | None = None) -> Linear:
+    """The output matrix. Of a tied model it is the embedding's own table, unless both are stored and differ."""
+    names, shape = config.names, (config.vocab_size, config.hidden)
+    if not config.tied:
+        return build_linear(weights, names.head, shape, bias=False)
+    table = (embedding or build_embedding(config, weights)).table
+    if weights.has(f"{names.embed}.weight") and weights.has(f"{names.head}.weight"):
+        own = build_linear(weights, names.head, shape, bias=False)
+        if not isinstance(own.weight, Tensor) or not torch.equal(own.weight, table):
+            return own  # trained apart after all: the config is out of date, and transformers 5 does the same
+    return Linear(names.head, table)
+
+
+def build_final_norm(config: ModelConfig, weights: Weights) -> Norm:
+    return build_norm(config, weights, config.names.final_norm)
+
+
+def compressible(config: ModelConfig, layer: int) -> list[str]:
+    """Module names of the block's linears that a recipe may compress: all but the gates of mixtures of experts."""
+    names, at = config.names, config.names.layer.format(i=layer)
+    found = [*names.qkv, names.output]
+    if config.experts is not None and config.is_sparse(layer):
+        within = (*names.expert_gate_up, names.expert_down)
+        found += [f"{names.expert.format(e=e)}.{n}" for e in range(config.experts.count) for n in within]
+        found += [f"{names.shared_expert}.{n}" for n in within] if config.experts.shared else []
+    else:
+        found += [*names.gate_up, names.down]
+    return [f"{at}.{name}" for name in found]
+
+
+def build_block(config: ModelConfig, weights: Weights, layer: int) -> Block:
+    """Block `layer` of the model; nothing else is read. Raises ValueError where a shape contradicts the config."""
+    at = config.names.layer.format(i=layer)
+
+    def norm(name: str | None) -> Norm | None:
+        return None if name is None else build_norm(config, weights, f"{at}.{name}")
+
+    names = config.names
+    return Block(
+        build_norm(config, weights, f"{at}.{names.attention_norm}"),
+        _build_attention(config, weights, layer, at),
+        build_norm(config, weights, f"{at}.{names.feed_forward_norm}"),
+        _build_experts(config, weights, at) if config.is_sparse(layer) else _build_dense(config, weights, at),
+        norm(names.attention_post_norm),
+        norm(names.feed_forward_post_norm),
+    )
+
+
+def _build_attention(config: ModelConfig, weights: Weights, layer: int, at: str) -> Attention:
+    names, hidden, size = config.names, config.hidden, config.head_dim
+    rows = _rows(names.qkv, (config.heads * size, config.kv_heads * size, config.kv_heads * size))
+    qkv = (build_linear(weights, f"{at}.{n}", (o, hidden), config.qkv_bias) for n, o in rows)
+    form = AttentionForm(
+        config.heads, config.kv_heads, size, config.scale, config.windows[layer], config.attention_soft_cap
+    )
+    q_norm = k_norm = None
+    if config.qk_norm:
+        q_norm, k_norm = (build_norm(config, weights, f"{at}.{n}", size) for n in (names.q_norm, names.k_norm))
+    output = build_linear(weights, f"{at}.{names.output}", (hidden, config.heads * size), config.output_bias)
+    return Attention(layer, tuple(qkv), output, form, config.ropes[layer], q_norm, k_norm)
+
+
+def _rows(names: tuple[str, ...], sizes: tuple[int, ...]) -> Iterator[tuple[str, int]]:
+    """Module names with the rows each has: one name for several sizes means that the checkpoint stores them fused."""
+    return zip(names, sizes if len(names) == len(sizes) else (sum(sizes),), strict=True)
+
+
+def _build_feed_forward(
+    config: ModelConfig, weights: Weights, up: tuple[str, ...], down: str, width: int, bias: bool
+) -> FeedForward:
+    rows = _rows(up, (width, width) if config.gated else (width,))
+    ups = (build_linear(weights, name, (o, config.hidden), bias) for name, o in rows)
+    down_ = build_linear(weights, down, (config.hidden, width), bias)
+    return FeedForward(tuple(ups), down_, config.activation, config.gated)
+
+
+def _build_dense(config: ModelConfig, weights: Weights, at: str) -> FeedForward:
+    names = config.names
+    up = tuple(f"{at}.{n}" for n in names.gate_up)
+    return _build_feed_forward(config, weights, up, f"{at}.{names.down}", config.intermediate, config.feed_forward_bias)
+
+
+def _build_experts(config: ModelConfig, weights: Weights, at: str) -> MixtureOfExperts:
+    names, experts = config.names, config.experts
+    assert experts is not None
+
+    def expert(module: str, width: int) -> FeedForward:
+        up = tuple(f"{at}.{module}.{n}" for n in names.expert_gate_up)
+        return _build_feed_forward(config, weights, up, f"{at}.{module}.{names.expert_down}", width, False)
+
+    return MixtureOfExperts(
+        build_linear(weights, f"{at}.{names.router}", (experts.count, config.hidden), False),
+        tuple(expert(names.expert.format(e=e), experts.intermediate) for e in range(experts.count)),
+        experts.top_k,
+        experts.normalise_top_k,
+        expert(names.shared_expert, experts.shared_intermediate) if experts.shared else None,
+        build_linear(weights, f"{at}.{names.shared_gate}", (1, config.hidden), False) if experts.shared else None,
+    )
+
+
+def build(config: ModelConfig, weights: Weights, on_block: Callable[[int, int], None] | None = None) -> Decoder:
+    """The whole decoder. `on_block(done, total)` reports progress."""
+    embedding = build_embedding(config, weights)
+    blocks = []
+    for i in range(config.layers):
+        blocks.append(build_block(config, weights, i))
+        if on_block is not None:
+            on_block(i + 1, config.layers)
+    return Decoder(config, embedding, blocks, build_final_norm(config, weights), build_head(config, weights, embedding))

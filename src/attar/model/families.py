@@ -1,0 +1,590 @@
+"""The model families: each a small reader that turns a checkpoint's config.json into a `ModelConfig`.
+
+A family is its defaults (those of its config class in transformers, for configs leave out what equals them) and the
+handful of fields that set it apart from Llama. Files of transformers 4 and 5 are read alike: `rope_theta` with
+`rope_scaling` or `rope_parameters` (also one for each kind of layer), `torch_dtype` or `dtype`, a nested `text_config`.
+
+What would change the numbers and is not run here (a norm after attention, latent attention, an unknown activation or
+rope) is a ValueError that names the key. Keys that only matter to training are not read.
+
+End-of-text ids: those of generation_config.json where it has any, else those of config.json, as `generate` in
+transformers does; never the union, for chat models narrow or widen the list there on purpose. Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from attar.model.config import Activation, Experts, ModelConfig, Names, RopeKind
+from attar.model.fields import COUNT, EPSILON, LENGTH, SIZE, Fields, nearest
+from attar.model.rope_config import read_gemma3_ropes, read_rope, rope_parameters
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+SLIDING: Mapping[str, bool] = {"full_attention": False, "sliding_attention": True}  # the words of layer_types
+DTYPES: Mapping[str, str] = {d: d for d in ("float32", "float16", "bfloat16")}
+
+UNSUPPORTED: Mapping[str, str] = {
+    "add_cross_attention": "cross-attention",
+    "is_encoder_decoder": "an encoder",
+    "kv_lora_rank": "multi-head latent attention",
+    "per_layer_config": "layers of different shapes",
+    "pruned_heads": "layers with fewer heads than others",
+    "use_bidirectional_attention": "attention to later tokens",
+}
+"""Keys, of any family, that when set ask for what the decoder does not do."""
+
+
+@dataclass(frozen=True)
+class Family:
+    read: Callable[[Fields], ModelConfig]
+    defaults: Mapping[str, object]
+    aliases: Mapping[str, tuple[str, ...]]
+
+
+ARCHITECTURES: dict[str, Family] = {}
+"""Every architecture that config.json may name, filled by the readers below."""
+
+COMMON: Mapping[str, object] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 1.0,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+
+
+Reader = Callable[[Fields], ModelConfig]
+
+
+def family(
+    architecture: str, aliases: Mapping[str, tuple[str, ...]] | None = None, **defaults: object
+) -> Callable[[Reader], Reader]:
+    """Register a reader under its name in config.json, with the values that keys take where they are left out.
+
+    Keys go by their usual names, those of Llama; `aliases` says what this family calls them.
+    """
+
+    def register(read: Reader) -> Reader:
+        ARCHITECTURES[architecture] = Family(read, {**COMMON, **defaults}, aliases or {})
+        return read
+
+    return register
+
+
+def read_config(config: Mapping[str, object], generation: Mapping[str, object] | None = None) -> ModelConfig:
+    """The model that a config.json (and, where there is one, a generation_config.json) describes.
+
+    Raises ValueError for an unknown architecture (with the known ones), for what is not supported, and for values that
+    are missing, of the wrong type, out of bounds or contradictory.
+    """
+    architecture = _architecture(config)
+    found = ARCHITECTURES[architecture]
+    text = Fields(config).inner("text_config")
+    if text is not None:
+        outer = {k: v for k, v in config.items() if k in OUTER and v is not None}
+        config = {**{k: v for k, v in text.items() if k != "tie_word_embeddings"}, **outer}
+    if "dtype" not in config and "torch_dtype" in config:
+        config = {**config, "dtype": config["torch_dtype"]}
+    fields = Fields(config, found.defaults, found.aliases)
+    for key, meaning in UNSUPPORTED.items():
+        if fields.get(key):
+            raise fields.error(key, f"is set: {meaning} is not supported")
+    own = Fields(generation or {}, where="generation_config.json")
+    ids = {
+        key: (own if own.get(key) is not None else fields).integers(key, 0, SIZE)
+        for key in ("bos_token_id", "eos_token_id")
+    }
+    model = found.read(fields)
+    return replace(model, architecture=architecture, bos_ids=ids["bos_token_id"], eos_ids=ids["eos_token_id"])
+
+
+OUTER = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
+"""Keys of the outer object that outweigh those in its text_config; `tie_word_embeddings` counts nowhere else."""
+
+
+def _architecture(config: Mapping[str, object]) -> str:
+    names = Fields(config, {"architectures": []}).items("architectures")
+    for name in names:
+        if isinstance(name, str) and name in ARCHITECTURES:
+            return name
+    known = ", ".join(sorted(ARCHITECTURES))
+    if not names:
+        raise ValueError(f"config.json names no architecture under 'architectures': known are {known}")
+    raise ValueError(f"unknown architecture {names[0]!r}: known are {known}{nearest(str(names[0]), ARCHITECTURES)}")
+
+
+# What families share
+
+
+def _base(f: Fields, rotary: bool = True) -> ModelConfig:
+    """A Llama-like decoder by the usual keys, every layer with full attention and the same rope."""
+    hidden, heads = f.integer("hidden_size"), f.integer("num_attention_heads", high=COUNT)
+    head_dim = f.optional_integer("head_dim", high=COUNT)
+    if head_dim is None:
+        if hidden % heads:
+            raise f.error("num_attention_heads", f"is {heads}, which does not divide hidden_size {hidden}")
+        head_dim = hidden // heads
+    kv_heads = f.optional_integer("num_key_value_heads", high=COUNT) or heads
+    if heads % kv_heads:
+        raise f.error("num_key_value_heads", f"is {kv_heads}, which does not divide num_attention_heads {heads}")
+    layers = f.integer("num_hidden_layers", high=COUNT)
+    rope = read_rope(f, rope_parameters(f), head_dim) if rotary else None
+    return ModelConfig(
+        architecture="",  # `read_config` fills it in
+        vocab_size=f.integer("vocab_size"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=f.integer("intermediate_size"),
+        context=f.integer("max_position_embeddings", high=LENGTH),
+        windows=(None,) * layers,
+        ropes=(rope,) * layers,
+        norm_eps=f.number("rms_norm_eps", high=EPSILON),
+        activation=f.choice("hidden_act", ACTIVATIONS),
+        tied=f.flag("tie_word_embeddings"),
+        dtype=f.choice("dtype", DTYPES),
+    )
+
+
+def _everywhere(f: Fields, layers: int) -> tuple[int | None, ...]:
+    """The same sliding window in every layer, where one is set."""
+    return (f.optional_integer("sliding_window", high=LENGTH),) * layers
+
+
+def _sliding(f: Fields, layers: int, otherwise: Callable[[int], bool]) -> tuple[bool, ...]:
+    """Which layers slide: as `layer_types` says, in older files, `otherwise` by the layer's number."""
+    if f.get("layer_types") is None:
+        return tuple(map(otherwise, range(layers)))
+    return f.words("layer_types", layers, SLIDING)
+
+
+def _windows(f: Fields, sliding: tuple[bool, ...]) -> tuple[int | None, ...]:
+    if not any(sliding):
+        return (None,) * len(sliding)
+    window = f.optional_integer("sliding_window", high=LENGTH)
+    if window is None:
+        raise f.error("sliding_window", "is null, but some layers slide")
+    return tuple(window if slides else None for slides in sliding)
+
+
+def _qwen_windows(f: Fields, layers: int, otherwise: Callable[[int], bool]) -> tuple[int | None, ...]:
+    """Qwen keeps a window in the file that only counts where `use_sliding_window` is set."""
+    used = f.flag("use_sliding_window") and f.get("sliding_window") is not None
+    sliding = _sliding(f, layers, lambda i: used and otherwise(i))
+    if any(sliding) and not used:
+        raise f.error("layer_types", "has sliding layers, but use_sliding_window is false or sliding_window null")
+    return _windows(f, sliding)
+
+
+# The families
+
+
+@family(
+    "LlamaForCausalLM",
+    vocab_size=32000,
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    max_position_embeddings=2048,
+    bos_token_id=1,
+    eos_token_id=2,
+    attention_bias=False,
+    mlp_bias=False,
+)
+def llama(f: Fields) -> ModelConfig:
+    """Llama 2, 3, 3.x and the many that kept its shape."""
+    bias = f.flag("attention_bias")
+    return replace(_base(f), qkv_bias=bias, output_bias=bias, feed_forward_bias=f.flag("mlp_bias"))
+
+
+@family(
+    "MistralForCausalLM",
+    vocab_size=32000,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=131072,
+    sliding_window=4096,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+def mistral(f: Fields) -> ModelConfig:
+    base = _base(f)
+    return replace(base, windows=_everywhere(f, base.layers))
+
+
+@family(
+    "Qwen2ForCausalLM",
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=22016,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=32,
+    max_position_embeddings=32768,
+    use_sliding_window=False,
+    sliding_window=4096,
+    max_window_layers=28,
+)
+def qwen2(f: Fields) -> ModelConfig:
+    """Qwen2 and 2.5: biases on q, k and v alone; where windows are used, in the layers from max_window_layers on."""
+    base = _base(f)
+    first = f.integer("max_window_layers", low=0)
+    return replace(base, qkv_bias=True, windows=_qwen_windows(f, base.layers, lambda i: i >= first))
+
+
+@family(
+    "Qwen3ForCausalLM",
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=22016,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=32,
+    head_dim=128,
+    max_position_embeddings=32768,
+    attention_bias=False,
+    use_sliding_window=False,
+    sliding_window=4096,
+    max_window_layers=28,
+)
+def qwen3(f: Fields) -> ModelConfig:
+    bias = f.flag("attention_bias")
+    return replace(qwen2(f), qk_norm=True, qkv_bias=bias, output_bias=bias)
+
+
+def _gemma(f: Fields, rotary: bool) -> ModelConfig:
+    """What Gemma 2 and 3 share: norms stored less one and on both sides of each part, embeddings scaled."""
+    bias, base = f.flag("attention_bias"), _base(f, rotary)
+    return replace(
+        base,
+        norm_offset=1.0,
+        embedding_scale=math.sqrt(base.hidden),
+        attention_scale=f.number("query_pre_attn_scalar") ** -0.5,
+        logit_soft_cap=f.optional_number("final_logit_softcapping"),
+        qkv_bias=bias,
+        output_bias=bias,
+        names=Names(
+            attention_post_norm="post_attention_layernorm",
+            feed_forward_norm="pre_feedforward_layernorm",
+            feed_forward_post_norm="post_feedforward_layernorm",
+        ),
+    )
+
+
+@family(
+    "Gemma2ForCausalLM",
+    aliases={"hidden_act": ("hidden_activation",)},
+    vocab_size=256000,
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_hidden_layers=26,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=256,
+    hidden_act="gelu_pytorch_tanh",
+    max_position_embeddings=8192,
+    bos_token_id=2,
+    eos_token_id=1,
+    tie_word_embeddings=True,
+    attention_bias=False,
+    query_pre_attn_scalar=256,
+    sliding_window=4096,
+    final_logit_softcapping=30.0,
+    attn_logit_softcapping=50.0,
+)
+def gemma2(f: Fields) -> ModelConfig:
+    """Gemma 2: every other layer slides, the first among them; attention and logits are capped."""
+    base = _gemma(f, rotary=True)
+    sliding = _sliding(f, base.layers, lambda i: i % 2 == 0)
+    return replace(base, windows=_windows(f, sliding), attention_soft_cap=f.optional_number("attn_logit_softcapping"))
+
+
+GEMMA3: Mapping[str, object] = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}
+
+
+@family("Gemma3ForCausalLM", aliases={"hidden_act": ("hidden_activation",)}, **GEMMA3)
+def gemma3(f: Fields) -> ModelConfig:
+    """Gemma 3: sliding and full layers turn by different ropes."""
+    f.only("attn_logit_softcapping", None, "capping attention in Gemma 3 (transformers ignores it)")
+    base = _gemma(f, rotary=False)
+    every = f.integer("sliding_window_pattern")
+    sliding = _sliding(f, base.layers, lambda i: (i + 1) % every != 0)
+    local, full = read_gemma3_ropes(f, base.head_dim)
+    return replace(
+        base,
+        qk_norm=True,
+        windows=_windows(f, sliding),
+        ropes=tuple(local if slides else full for slides in sliding),
+    )
+
+
+@family("Gemma3ForConditionalGeneration", aliases={"hidden_act": ("hidden_activation",)}, **GEMMA3)
+def gemma3_text(f: Fields) -> ModelConfig:
+    """The text part of the Gemma 3 models that also see; the rest of the checkpoint is not read."""
+    f.only("final_logit_softcapping", None, "capping the logits of a Gemma 3 with vision (transformers ignores it)")
+    base = gemma3(f)
+    prefixes = (
+        ("model.", "language_model.model."),
+        ("model.", "model.language_model."),
+        ("lm_head", "language_model.lm_head"),
+    )
+    return replace(base, names=replace(base.names, prefixes=prefixes))
+
+
+@family(
+    "Phi3ForCausalLM",
+    vocab_size=32064,
+    hidden_size=3072,
+    intermediate_size=8192,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    max_position_embeddings=4096,
+    original_max_position_embeddings=4096,
+    rms_norm_eps=1e-5,
+    bos_token_id=1,
+    eos_token_id=32000,
+)
+def phi3(f: Fields) -> ModelConfig:
+    """Phi-3, 3.5 and 4-mini: q, k, v in one matrix, gate and up in another; longrope under three names."""
+    base = _base(f, rotary=False)
+    kinds: Mapping[str, RopeKind] = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
+    rope = read_rope(f, rope_parameters(f), base.head_dim, kinds, partial=True)
+    names = Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
+    return replace(base, ropes=(rope,) * base.layers, windows=_everywhere(f, base.layers), names=names)
+
+
+@family(
+    "OPTForCausalLM",
+    aliases={"intermediate_size": ("ffn_dim",), "hidden_act": ("activation_function",)},
+    vocab_size=50272,
+    hidden_size=768,
+    num_hidden_layers=12,
+    intermediate_size=3072,
+    max_position_embeddings=2048,
+    num_attention_heads=12,
+    hidden_act="relu",
+    bos_token_id=2,
+    eos_token_id=2,
+    enable_bias=True,
+    tie_word_embeddings=True,
+)
+def opt(f: Fields) -> ModelConfig:
+    """OPT: LayerNorm, an un-gated feed-forward, and learned positions whose table begins two rows early."""
+    f.only("do_layer_norm_before", True, "the norm after attention of OPT-350M")
+    f.only("_remove_final_layer_norm", False, "a model without final norm")
+    f.only("layer_norm_elementwise_affine", True, "LayerNorm without weights")
+    base, bias = _base(f, rotary=False), f.flag("enable_bias")
+    f.only("word_embed_proj_dim", base.hidden, "an embedding of another width than the layers (OPT-350M)")
+    return replace(
+        base,
+        norm="layer",
+        norm_eps=1e-5,
+        gated=False,
+        learned_positions=base.context,
+        position_offset=2,
+        qkv_bias=bias,
+        output_bias=bias,
+        feed_forward_bias=bias,
+        names=Names(
+            embed="model.decoder.embed_tokens",
+            positions="model.decoder.embed_positions",
+            layer="model.decoder.layers.{i}",
+            final_norm="model.decoder.final_layer_norm",
+            attention_norm="self_attn_layer_norm",
+            feed_forward_norm="final_layer_norm",
+            output="self_attn.out_proj",
+            gate_up=("fc1",),
+            down="fc2",
+        ),
+    )
+
+
+@family(
+    "GPT2LMHeadModel",
+    aliases={
+        "hidden_size": ("n_embd",),
+        "num_hidden_layers": ("n_layer",),
+        "num_attention_heads": ("n_head",),
+        "max_position_embeddings": ("n_positions",),
+        "intermediate_size": ("n_inner",),
+        "hidden_act": ("activation_function",),
+        "rms_norm_eps": ("layer_norm_epsilon",),
+    },
+    vocab_size=50257,
+    hidden_size=768,
+    num_hidden_layers=12,
+    num_attention_heads=12,
+    max_position_embeddings=1024,
+    hidden_act="gelu_new",
+    rms_norm_eps=1e-5,
+    bos_token_id=50256,
+    eos_token_id=50256,
+    scale_attn_weights=True,
+    tie_word_embeddings=True,
+)
+def gpt2(f: Fields) -> ModelConfig:
+    """GPT-2: like OPT, with weights stored [in, out], q, k and v in one, and four times the width by default."""
+    f.only("scale_attn_by_inverse_layer_idx", False, "attention scaled by the layer's number")
+    if f.get("intermediate_size") is None:
+        f = Fields(f.data, {**f.defaults, "intermediate_size": 4 * f.integer("hidden_size")}, f.aliases)
+    base = _base(f, rotary=False)
+    return replace(
+        base,
+        norm="layer",
+        gated=False,
+        attention_scale=None if f.flag("scale_attn_weights") else 1.0,
+        learned_positions=base.context,
+        qkv_bias=True,
+        output_bias=True,
+        feed_forward_bias=True,
+        names=Names(
+            embed="transformer.wte",
+            positions="transformer.wpe",
+            layer="transformer.h.{i}",
+            final_norm="transformer.ln_f",
+            attention_norm="ln_1",
+            feed_forward_norm="ln_2",
+            qkv=("attn.c_attn",),
+            output="attn.c_proj",
+            gate_up=("mlp.c_fc",),
+            down="mlp.c_proj",
+            transposed=True,
+            prefixes=(("transformer.", ""),),
+        ),
+    )
+
+
+@family(
+    "MixtralForCausalLM",
+    aliases={"num_experts": ("num_local_experts", "num_experts")},
+    vocab_size=32000,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    rope_theta=1e6,
+    bos_token_id=1,
+    eos_token_id=2,
+    num_experts=8,
+    num_experts_per_tok=2,
+)
+def mixtral(f: Fields) -> ModelConfig:
+    base = mistral(f)
+    experts = Experts(f.integer("num_experts", high=COUNT), _top_k(f), base.intermediate, normalise_top_k=True)
+    names = Names(
+        router="block_sparse_moe.gate",
+        expert="block_sparse_moe.experts.{e}",
+        expert_gate_up=("w1", "w3"),
+        expert_down="w2",
+    )
+    return replace(base, experts=experts, names=names)
+
+
+def _top_k(f: Fields) -> int:
+    return f.integer("num_experts_per_tok", high=f.integer("num_experts", high=COUNT))
+
+
+def _qwen_experts(f: Fields, base: ModelConfig, shared: int) -> ModelConfig:
+    """Experts in every `decoder_sparse_step`-th layer, except in those that mlp_only_layers names."""
+    if f.integer("num_experts", low=0, high=COUNT) == 0:
+        return base
+    every, dense = f.integer("decoder_sparse_step"), f.integers("mlp_only_layers", 0, COUNT)
+    experts = Experts(
+        f.integer("num_experts", high=COUNT),
+        _top_k(f),
+        f.integer("moe_intermediate_size"),
+        f.flag("norm_topk_prob"),
+        shared,
+    )
+    sparse = tuple(i not in dense and (i + 1) % every == 0 for i in range(base.layers))
+    return replace(base, experts=experts, sparse=sparse)
+
+
+@family(
+    "Qwen2MoeForCausalLM",
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=5632,
+    num_hidden_layers=24,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    max_position_embeddings=32768,
+    use_sliding_window=False,
+    sliding_window=4096,
+    max_window_layers=28,
+    decoder_sparse_step=1,
+    moe_intermediate_size=1408,
+    shared_expert_intermediate_size=5632,
+    num_experts_per_tok=4,
+    num_experts=60,
+    norm_topk_prob=False,
+    qkv_bias=True,
+)
+def qwen2_moe(f: Fields) -> ModelConfig:
+    """Qwen1.5-MoE and Qwen2-MoE: a shared expert beside the chosen ones; windows, where used, in every other layer."""
+    base, until = _base(f), f.integer("max_window_layers", low=0)
+    windows = _qwen_windows(f, base.layers, lambda i: i % 2 == 0 and i < until)
+    base = replace(base, qkv_bias=f.flag("qkv_bias"), windows=windows)
+    return _qwen_experts(f, base, f.integer("shared_expert_intermediate_size"))
+
+
+@family(
+    "Qwen3MoeForCausalLM",
+    aliases={"num_experts": ("num_local_experts", "num_experts")},
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_hidden_layers=24,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    max_position_embeddings=32768,
+    attention_bias=False,
+    use_sliding_window=False,
+    sliding_window=4096,
+    decoder_sparse_step=1,
+    moe_intermediate_size=768,
+    num_experts_per_tok=8,
+    num_experts=128,
+    norm_topk_prob=False,
+)
+def qwen3_moe(f: Fields) -> ModelConfig:
+    base, bias = _base(f), f.flag("attention_bias")
+    windows = _everywhere(f, base.layers) if f.flag("use_sliding_window") else base.windows
+    return _qwen_experts(f, replace(base, qk_norm=True, qkv_bias=bias, output_bias=bias, windows=windows), shared=0)

@@ -1,0 +1,143 @@
+"""Typed reading of a JSON object that somebody else wrote: every value is checked where it is taken, by name.
+
+A config.json decides how much memory is reserved and which arithmetic runs, so nothing in it is believed: whole numbers
+are whole (and `true` is no number), within bounds that no real model comes near, and numbers are finite. Errors name
+the key and say what would do. Torch-free.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
+
+SIZE = 1 << 24  # hidden sizes, feed-forward widths, vocabularies
+COUNT = 1 << 14  # layers, heads, head sizes, experts
+LENGTH = 1 << 32  # positions
+NUMBER = 1e12  # rotary bases, scales, caps
+EPSILON = 1.0
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """'; did you mean X?' where one of `known` is close to `word`, else nothing."""
+    lower = {k.lower(): k for k in known}
+    near = difflib.get_close_matches(word.lower(), lower, n=2, cutoff=0.75)
+    return f"; did you mean {' or '.join(lower[n] for n in near)}?" if near else ""
+
+
+class Fields:
+    """A JSON object with defaults. `aliases` maps a key to the names it is stored under instead, the first the usual.
+
+    A key that is absent takes its default; null is the same as absent, except to the `optional_` readers, to which it
+    says "none".
+    """
+
+    def __init__(
+        self,
+        data: Mapping[str, object],
+        defaults: Mapping[str, object] | None = None,
+        aliases: Mapping[str, tuple[str, ...]] | None = None,
+        where: str = "config.json",
+    ) -> None:
+        self.data, self.defaults, self.aliases, self.where = data, defaults or {}, aliases or {}, where
+
+    def _find(self, key: str) -> tuple[str, object]:
+        """The name under which it is stored, and the stored or default value (None where there is neither)."""
+        names = self.aliases.get(key, (key,))
+        name = next((n for n in names if n in self.data), names[0])
+        return name, self.data.get(name, self.defaults.get(key))
+
+    def get(self, key: str) -> object:
+        return self._find(key)[1]
+
+    def error(self, key: str, problem: str) -> ValueError:
+        return ValueError(f"{self.where}: {self._find(key)[0]} {problem}")
+
+    def _value(self, key: str) -> object:
+        value = self.get(key)
+        if value is None:
+            value = self.defaults.get(key)
+        if value is None:
+            raise self.error(key, "is missing")
+        return value
+
+    def integer(self, key: str, low: int = 1, high: int = SIZE) -> int:
+        """A whole number in low .. high."""
+        value = self._value(key)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.error(key, f"must be a whole number from {low} to {high}, not {_show(value)}")
+        return value
+
+    def optional_integer(self, key: str, low: int = 1, high: int = SIZE) -> int | None:
+        return None if self.get(key) is None else self.integer(key, low, high)
+
+    def number(self, key: str, low: float = 0.0, high: float = NUMBER) -> float:
+        """A finite number above `low`, at most `high`."""
+        value = self._value(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= high:
+            raise self.error(key, f"must be a number above {low:g}, at most {high:g}, not {_show(value)}")
+        return float(value)
+
+    def optional_number(self, key: str, low: float = 0.0, high: float = NUMBER) -> float | None:
+        return None if self.get(key) is None else self.number(key, low, high)
+
+    def flag(self, key: str) -> bool:
+        value = self._value(key)
+        if not isinstance(value, bool):
+            raise self.error(key, f"must be true or false, not {_show(value)}")
+        return value
+
+    def choice(self, key: str, choices: Mapping[str, T]) -> T:
+        """What `choices` holds for the stored word. Raises ValueError with the words that exist."""
+        value = self._value(key)
+        if not isinstance(value, str) or value not in choices:
+            near = nearest(value, choices) if isinstance(value, str) else ""
+            raise self.error(key, f"is {_show(value)}: supported are {', '.join(choices)}{near}")
+        return choices[value]
+
+    def items(self, key: str, count: int | None = None) -> list[object]:
+        """A list, of `count` entries where that is given."""
+        value = self._value(key)
+        if not isinstance(value, list | tuple) or (count is not None and len(value) != count):
+            raise self.error(key, f"must be a list{'' if count is None else f' of {count}'}, not {_show(value)}")
+        return list(value)
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """`count` finite positive numbers."""
+        values = self.items(key, count)
+        return tuple(Fields({key: v}, where=self.where).number(key) for v in values)
+
+    def words(self, key: str, count: int, choices: Mapping[str, T]) -> tuple[T, ...]:
+        values = self.items(key, count)
+        return tuple(Fields({key: v}, where=self.where).choice(key, choices) for v in values)
+
+    def integers(self, key: str, low: int, high: int) -> tuple[int, ...]:
+        """A whole number or a list of them; null is none."""
+        value = self.get(key)
+        if value is None:
+            return ()
+        values = value if isinstance(value, list | tuple) else [value]
+        return tuple(Fields({key: v}, where=self.where).integer(key, low, high) for v in values)
+
+    def inner(self, key: str) -> Mapping[str, object] | None:
+        """A nested object; null is none."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self.error(key, f"must be an object, not {_show(value)}")
+        return value
+
+    def only(self, key: str, value: object, instead: str) -> None:
+        """Refuse any setting of `key` but `value`: `instead` says what the other setting means."""
+        found = self.get(key)
+        if found is not None and found != value:
+            raise self.error(key, f"is {_show(found)}: {instead} is not supported, only {_show(value)}")
+
+
+def _show(value: object) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

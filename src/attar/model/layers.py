@@ -1,0 +1,136 @@
+"""The parts of a decoder block. Each is plain data and a short `forward` of calls through the kernel door.
+
+The residual stream travels as a pair (stream, delta): a block leaves its last addition to the norm that comes next, so
+that adding and normalising can be one kernel. Legend: N rows, I hidden size, H query heads, G key-value heads, D head
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attar.kernels import ops
+from attar.kernels.operands import Linear, Norm
+from attar.kernels.ops import AttentionForm, Tap
+from attar.model.cache import Step
+from attar.model.config import Activation, Rope
+
+
+@dataclass(eq=False)
+class Attention:
+    layer: int
+    qkv: tuple[Linear, ...]  # three, or one that holds q, k and v in that order of rows
+    output: Linear
+    form: AttentionForm
+    rope: Rope | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+
+    def forward(self, x: Tensor, step: Step, tap: Tap | None = None) -> Tensor:
+        form = self.form
+        heads = ops.linear(x, self.qkv, tap).view(x.shape[0], -1, form.head_dim)
+        q, k, v = heads.split((form.heads, form.kv_heads, form.kv_heads), 1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = ops.norm(q, None, self.q_norm)[1], ops.norm(k, None, self.k_norm)[1]
+        if self.rope is not None:
+            cos, sin = step.rotation(self.rope)
+            q, k = ops.rope(q, cos, sin), ops.rope(k, cos, sin)
+        keys, values, key_positions = step.keep(self.layer, k, v)
+        mixed = ops.attention(q, keys, values, step.split(step.positions), key_positions, form)
+        return ops.linear(mixed, (self.output,), tap)
+
+
+@dataclass(eq=False)
+class FeedForward:
+    up: tuple[Linear, ...]  # (gate, up), one that holds both in that order of rows, or, un-gated, just up
+    down: Linear
+    activation: Activation
+    gated: bool
+
+    def forward(self, x: Tensor, tap: Tap | None = None) -> Tensor:
+        wide = ops.activate(ops.linear(x, self.up, tap), self.activation, self.gated)
+        return ops.linear(wide, (self.down,), tap)
+
+
+@dataclass(eq=False)
+class MixtureOfExperts:
+    router: Linear
+    experts: tuple[FeedForward, ...]
+    top_k: int
+    normalise_top_k: bool
+    shared: FeedForward | None = None
+    shared_gate: Linear | None = None
+
+    def forward(self, x: Tensor, tap: Tap | None = None) -> Tensor:
+        weights, chosen = ops.linear(x, (self.router,), tap).float().softmax(-1).topk(self.top_k, -1)  # [N, top_k]
+        if self.normalise_top_k:
+            weights = weights / weights.sum(-1, keepdim=True)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            rows, rank = (chosen == e).nonzero(as_tuple=True)
+            if len(rows):
+                out[rows] += expert.forward(x[rows], tap) * weights[rows, rank, None].to(x.dtype)
+        if self.shared is not None and self.shared_gate is not None:
+            out = out + self.shared.forward(x, tap) * ops.linear(x, (self.shared_gate,), tap).sigmoid()
+        return out
+
+
+@dataclass(eq=False)
+class Block:
+    attention_norm: Norm
+    attention: Attention
+    feed_forward_norm: Norm
+    feed_forward: FeedForward | MixtureOfExperts
+    attention_post_norm: Norm | None = None
+    feed_forward_post_norm: Norm | None = None
+
+    def forward(
+        self, stream: Tensor, delta: Tensor | None, step: Step, tap: Tap | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(stream, delta) in, both [N, I], to (stream, delta) out; the block's output is their sum."""
+        stream, x = ops.norm(stream, delta, self.attention_norm)
+        delta = self.attention.forward(x, step, tap)
+        if self.attention_post_norm is not None:
+            delta = ops.norm(delta, None, self.attention_post_norm)[1]
+        stream, x = ops.norm(stream, delta, self.feed_forward_norm)
+        delta = self.feed_forward.forward(x, tap)
+        if self.feed_forward_post_norm is not None:
+            delta = ops.norm(delta, None, self.feed_forward_post_norm)[1]
+        return stream, delta
+
+    def run(self, hidden: Tensor, step: Step, tap: Tap | None = None) -> Tensor:
+        """Hidden states in, hidden states out, both [N, I]."""
+        stream, delta = self.forward(hidden, None, step, tap)
+        return stream + delta
+
+    def feed_forwards(self) -> Iterator[FeedForward]:
+        if isinstance(self.feed_forward, FeedForward):
+            yield self.feed_forward
+            return
+        yield from self.feed_forward.experts
+        if self.feed_forward.shared is not None:
+            yield self.feed_forward.shared
+
+    def linears(self) -> Iterator[Linear]:
+        """Every linear of the block, in the order in which a forward pass reads them."""
+        yield from self.attention.qkv
+        yield self.attention.output
+        if isinstance(self.feed_forward, MixtureOfExperts):
+            yield self.feed_forward.router
+        for each in self.feed_forwards():
+            yield from each.up
+            yield each.down
+        if isinstance(self.feed_forward, MixtureOfExperts) and self.feed_forward.shared_gate is not None:
+            yield self.feed_forward.shared_gate
+
+    def norms(self) -> Iterator[Norm]:
+        """Every norm of the block."""
+        attention = self.attention
+        found = (self.attention_norm, self.attention_post_norm, self.feed_forward_norm, self.feed_forward_post_norm)
+        for norm in (*found, attention.q_norm, attention.k_norm):
+            if norm is not None:
+                yield norm

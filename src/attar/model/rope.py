@@ -1,0 +1,66 @@
+"""The angles of rotary embeddings, and the ways in which models stretch them past the context they were trained on.
+
+Two kinds choose their frequencies by how long the sequence is: `dynamic` (NTK-aware, grows with length) and `longrope`
+(one set of factors up to the trained context, another beyond). Keys are rotated when they are written, so a choice that
+changed in mid-sequence would leave old keys turned by other angles. The choice is therefore made once, by the
+*horizon*: the longest length the sequence can reach. One piece, chunks and a cache then give the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from attar.model.config import Rope
+
+
+def frequencies(rope: Rope, horizon: int) -> Tensor:
+    """Radians per position of each rotated pair: float32 [dims / 2]."""
+    half = torch.arange(0, rope.dims, 2, dtype=torch.int64).float() / rope.dims
+    theta = rope.theta
+    if rope.kind == "dynamic" and horizon > rope.original_context:
+        stretch = rope.factor * horizon / rope.original_context - (rope.factor - 1)
+        theta *= stretch ** (rope.dims / (rope.dims - 2))
+    base = 1.0 / theta**half
+    if rope.kind == "linear":
+        return base / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(base, rope)
+    if rope.kind == "yarn":
+        return _yarn(base, rope)
+    if rope.kind == "longrope":
+        factors = rope.long_factor if horizon > rope.original_context else rope.short_factor
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32) * theta**half)
+    return base
+
+
+def _llama3(base: Tensor, rope: Rope) -> Tensor:
+    """Llama 3.1: slow frequencies are divided by the factor, fast ones kept, those between interpolated."""
+    turns = rope.original_context * base / (2 * math.pi)  # whole turns within the trained context
+    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = smooth.clamp(0, 1)
+    return base * smooth + base / rope.factor * (1 - smooth)
+
+
+def _yarn(base: Tensor, rope: Rope) -> Tensor:
+    """YaRN (Peng et al. 2023), NTK-by-parts: a ramp over the pairs between `beta_fast` and `beta_slow` turns."""
+
+    def pair_with(turns: float) -> float:
+        """The (fractional) pair index that makes `turns` whole turns within the trained context."""
+        return rope.dims * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dims - 1)
+    ramp = (torch.arange(rope.dims // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
+    keep = 1 - ramp.clamp(0, 1)
+    return base * keep + base / rope.factor * (1 - keep)
+
+
+def rotation(rope: Rope, positions: Tensor, horizon: int) -> tuple[Tensor, Tensor]:
+    """cos and sin, float32 [N, dims / 2], of positions [N] in sequences that reach `horizon` at the longest."""
+    angle = positions[:, None].float() * frequencies(rope, horizon).to(positions.device)[None, :]
+    return angle.cos() * rope.attention_factor, angle.sin() * rope.attention_factor

@@ -1,0 +1,131 @@
+"""Reads the rope that a config.json describes: `rope_scaling` of transformers 4, `rope_parameters` of transformers 5.
+
+Numbers that follow from others (the attention factors of YaRN and LongRoPE) are computed here as transformers does, so
+that a `Rope` holds every number its arithmetic needs. A key that is not known is an error: each changes the angles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from attar.model.config import Rope, RopeKind
+from attar.model.fields import LENGTH, Fields, nearest
+
+ROPES: Mapping[str, RopeKind] = {
+    "default": "default",
+    "linear": "linear",
+    "dynamic": "dynamic",
+    "llama3": "llama3",
+    "yarn": "yarn",
+    "longrope": "longrope",
+}
+KEYS = frozenset({
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
+    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim",
+    "attention_factor", "short_factor", "long_factor",
+})  # fmt: skip
+KINDS_OF_LAYER = ("full_attention", "sliding_attention")
+
+
+def rope_parameters(f: Fields) -> Fields:
+    """The flat object that describes the rope: `rope_scaling` of older files or `rope_parameters`."""
+    key = "rope_scaling" if f.get("rope_scaling") else "rope_parameters"
+    return _parameters(f, key, f.inner(key) or {})
+
+
+def _parameters(f: Fields, where: str, data: Mapping[str, object]) -> Fields:
+    unknown = sorted(data.keys() - KEYS)
+    if unknown:
+        raise f.error(where, f"has an unsupported key {unknown[0]!r}{nearest(unknown[0], KEYS)}")
+    data = {k: v for k, v in data.items() if v is not None}
+    defaults = {
+        "rope_type": data.get("type", "default"),
+        "rope_theta": f.get("rope_theta"),
+        "partial_rotary_factor": f.get("partial_rotary_factor"),
+        "original_max_position_embeddings": f.get("max_position_embeddings"),
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": True,
+    }
+    outer = f.get("original_max_position_embeddings")  # Phi-3 states it beside the object, and that counts
+    if outer is not None:
+        data["original_max_position_embeddings"] = outer
+    return Fields(data, defaults, where=f"{f.where}: {where}")
+
+
+def read_rope(
+    f: Fields, p: Fields, head_dim: int, kinds: Mapping[str, RopeKind] = ROPES, partial: bool = False
+) -> Rope:
+    """The rope that parameters `p` describe; numbers that follow from others are computed as transformers does."""
+    kind, theta, share = p.choice("rope_type", kinds), p.number("rope_theta", low=1.0), 1.0
+    if partial:
+        share = p.number("partial_rotary_factor", high=1.0)
+    else:
+        p.only("partial_rotary_factor", 1.0, "rotating a part of each head in this family")
+    dims = int(head_dim * share)
+    if dims < 2 or dims % 2:
+        raise p.error("partial_rotary_factor", f"and head size {head_dim} leave {dims} rotary columns: must be even")
+    rope = Rope(theta, dims, kind)
+    if kind == "default":
+        return rope
+    context = f.integer("max_position_embeddings", high=LENGTH)
+    if kind == "dynamic":  # stretches from the declared context, whatever the original one was
+        if dims == 2:
+            raise p.error("rope_type", "is dynamic, which needs more than two rotary columns")
+        return replace(rope, factor=p.number("factor"), original_context=context)
+    if kind == "linear":
+        return replace(rope, factor=p.number("factor"))
+    original = p.integer("original_max_position_embeddings", low=2, high=LENGTH)
+    if kind == "llama3":
+        low, high = p.number("low_freq_factor"), p.number("high_freq_factor")
+        if low >= high:
+            raise p.error("low_freq_factor", f"is {low:g}: it must be below high_freq_factor {high:g}")
+        return replace(
+            rope, factor=p.number("factor"), original_context=original, low_freq_factor=low, high_freq_factor=high
+        )
+    factor = p.optional_number("factor") or context / original
+    rope = replace(rope, factor=factor, original_context=original)
+    given = p.optional_number("attention_factor")
+    if kind == "yarn":
+        return replace(
+            rope,
+            beta_fast=p.number("beta_fast"),
+            beta_slow=p.number("beta_slow"),
+            truncate=p.flag("truncate"),
+            attention_factor=_yarn_attention(p, factor) if given is None else given,
+        )
+    stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return replace(
+        rope,
+        short_factor=p.numbers("short_factor", dims // 2),
+        long_factor=p.numbers("long_factor", dims // 2),
+        attention_factor=stretched if given is None else given,
+    )
+
+
+def _yarn_attention(p: Fields, factor: float) -> float:
+    """What YaRN multiplies cos and sin by: 0.1 ln(factor) + 1 (Peng et al. 2023, section 3.4), DeepSeek's a ratio."""
+
+    def grown(by: float) -> float:
+        return 0.1 * by * math.log(factor) + 1 if factor > 1 else 1.0
+
+    over, under = (p.optional_number(k, low=-math.ulp(0.0)) for k in ("mscale", "mscale_all_dim"))  # nought: not given
+    return grown(over) / grown(under) if over and under else grown(1.0)
+
+
+def read_gemma3_ropes(f: Fields, head_dim: int) -> tuple[Rope, Rope]:
+    """The ropes of sliding and of full layers. Scaling in the older form is meant for the full ones alone."""
+    given = dict(f.inner("rope_parameters") or {})
+    each = Fields(given, where=f"{f.where}: rope_parameters")
+    unknown = sorted(given.keys() - KINDS_OF_LAYER)
+    if unknown:
+        known = " and ".join(KINDS_OF_LAYER)
+        raise f.error("rope_parameters", f"has {unknown[0]!r}: this family nests its ropes under {known}")
+    local = {"rope_theta": f.number("rope_local_base_freq", low=1.0), **(each.inner("sliding_attention") or {})}
+    full = {**(each.inner("full_attention") or {}), **(f.inner("rope_scaling") or {})}
+    return (
+        read_rope(f, _parameters(f, "rope_parameters", local), head_dim),
+        read_rope(f, _parameters(f, "rope_scaling" if f.get("rope_scaling") else "rope_parameters", full), head_dim),
+    )
