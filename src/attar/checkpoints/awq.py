@@ -1,0 +1,67 @@
+"""Reading AWQ checkpoints in AutoAWQ's "gemm" layout, which is nearly all of them.
+
+A quantized linear is three arrays: `qweight` int32 [I, O/8], `qzeros` int32 [G, O/8], both with eight outputs a word in
+the order (0, 2, 4, 6, 1, 3, 5, 7), and `scales` float16 [G, O]; value = (code - zero) * scale, group after group along
+the input. Groups are always contiguous, and the activation scales that AWQ searches are folded into the weights and
+norms before they are stored, so that a linear needs nothing but its weight.
+
+Which modules are quantized is read off the tensors; the config's `modules_to_not_convert` says the same. Not done: the
+gemv and gemv_fast layouts and MIT's original llm-awq files, which order and pad differently; all are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from attar.checkpoints.folder import Folder
+from attar.checkpoints.gptq import checked_group_size, encode, matrix, scheme
+from attar.checkpoints.safetensors import CheckpointError
+from attar.formats.packing import unpack_awq
+from attar.formats.scheme import Scheme
+from attar.kernels.operands import Linear
+
+
+class Awq:
+    """The quantized modules of an AWQ checkpoint. Raises CheckpointError where its config is not one that is read."""
+
+    def __init__(self, folder: Folder, config: Mapping[str, Any]) -> None:
+        self.folder = folder
+        version = str(config.get("version") or config.get("format") or "gemm").lower()
+        if version != "gemm":
+            raise CheckpointError(
+                f"{folder.path}: AWQ version {version!r}: attar reads 'gemm'; quantize the original model again, or "
+                "look for its gemm build"
+            )
+        bits = config.get("bits", config.get("w_bit"))
+        if bits != 4:
+            raise CheckpointError(f"{folder.path}: AWQ with bits {bits!r}: the gemm layout has 4")
+        if config.get("zero_point", True) is not True:
+            raise CheckpointError(f"{folder.path}: AWQ without zero points is not supported")
+        self.group_size = checked_group_size(folder, config.get("group_size", config.get("q_group_size")))
+
+    def holds(self, module: str) -> bool:
+        return self.folder.has(f"{module}.qweight")
+
+    def shape(self, module: str) -> tuple[int, int]:
+        """(out, in)."""
+        inputs, words = matrix(self.folder, f"{module}.qweight")
+        return words * 8, inputs
+
+    def scheme_of(self, module: str) -> Scheme:
+        return scheme(self.folder, module, self._zero(module), 4, self.group_size)
+
+    def read(self, module: str) -> Linear:
+        """The linear, without its bias. Raises CheckpointError where its arrays do not fit together."""
+        matrix(self.folder, f"{module}.qweight")
+        codes = unpack_awq(self.folder.read(f"{module}.qweight")).t().contiguous()
+        zero = self._zero(module)
+        how = scheme(self.folder, module, zero, 4, self.group_size)
+        return Linear(module, encode(self.folder, module, codes, zero, how))
+
+    def _zero(self, module: str) -> Tensor:
+        """Signed zero points, int8 [G, O]."""
+        matrix(self.folder, f"{module}.qzeros")
+        return unpack_awq(self.folder.read(f"{module}.qzeros"))

@@ -1,0 +1,214 @@
+"""Reading a Hugging Face model folder: config.json, safetensors in one file or in shards, and the files around them.
+
+Everything that could be wrong with the files as files is found when the folder is opened: all headers are read and
+checked against the index before any tensor is, so that a missing shard is not met after hours of work. What the tensors
+mean (families, tied embeddings, quantized layouts) is the business of the readers above.
+
+The index's `total_size` is not compared with anything: writers disagree on what it counts, and every byte is accounted
+for by the shards' own headers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import reprlib
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attar.checkpoints.safetensors import CONVERT, PICKLES, CheckpointError, TensorFile, near, parse_json
+from attar.formats.scheme import Part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_CONFIG = 16_000_000
+MAX_INDEX = 100_000_000
+
+CARRIED = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer.model.v[0-9]*",
+    "tokenizer_config.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "*.tiktoken",
+    "tiktoken.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    *(name + suffix for name in ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY") for suffix in ("", ".txt", ".md")),
+)
+"""What belongs to a model besides its weights and config. A list of what is wanted rather than of what is not: code,
+pickles and optimizer states stay behind without being named."""
+
+
+def read_json(path: Path, limit: int) -> dict[str, Any]:
+    """A JSON object from a file of at most `limit` bytes, decoded strictly. Raises CheckpointError."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: not a regular file")
+    try:
+        with path.open("rb") as file:
+            text = file.read(limit + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(text) > limit:
+        raise CheckpointError(f"{path}: larger than {limit} bytes")
+    value = parse_json(text, path)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+class Folder:
+    """A checkpoint folder whose config is read and whose weight files are open and checked.
+
+    `config` is config.json as a dict; `files` maps each weight file's name to the open file. Raises CheckpointError
+    where the folder is not a model, or its files do not fit together. Reading is thread-safe.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise CheckpointError(f"{self.path}: no such folder")
+        self._refuse_other_kinds()
+        self.config = read_json(self.path / CONFIG, MAX_CONFIG)
+        self.files: dict[str, TensorFile] = {}
+        self._where: dict[str, TensorFile] = {}
+        index = self._index()
+        for shard in [self._single()] if index is None else sorted(set(index.values())):
+            self.files[shard] = TensorFile(self.path / shard)
+        for shard, file in self.files.items():
+            for name in file.names():
+                if index is not None and index.get(name) != shard:
+                    place = f"places it in {index[name]} instead" if name in index else "does not list it"
+                    raise CheckpointError(f"{file.path}: holds tensor {name!r}, but {INDEX} {place}")
+                self._where[name] = file
+        for name, shard in (index or {}).items():
+            if name not in self.files[shard]:
+                raise CheckpointError(
+                    f"{self.path / shard}: has no tensor {reprlib.repr(name)}, which {INDEX} places in it"
+                )
+
+    def names(self) -> tuple[str, ...]:
+        """All tensors' names, file by file, in the order they lie there."""
+        return tuple(self._where)
+
+    def has(self, name: str) -> bool:
+        return name in self._where
+
+    def info(self, name: str) -> Part:
+        """A tensor's torch dtype name and shape. Raises CheckpointError naming near misses."""
+        return self._file(name).info(name)
+
+    def read(self, name: str, out: Tensor | None = None) -> Tensor:
+        """The tensor, in memory of its own or in `out` (contiguous, on the CPU, same dtype and shape)."""
+        return self._file(name).read(name, out)
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows start..stop-1 of the first dimension: [stop - start, ...]."""
+        return self._file(name).read_rows(name, start, stop)
+
+    def carry_files(self) -> tuple[str, ...]:
+        """Every file that an output made from this checkpoint should hold too (tokenizer, templates, generation config,
+        licence), as sorted paths relative to the folder."""
+        found = [p for pattern in ("*", "additional_chat_templates/*") for p in self.path.glob(pattern) if p.is_file()]
+        names = (p.relative_to(self.path).as_posix() for p in found)
+        return tuple(sorted(name for name in names if any(fnmatchcase(name, wanted) for wanted in CARRIED)))
+
+    def source_hashes(self, progress: Callable[[int, int], None] | None = None) -> dict[str, str]:
+        """SHA-256 in hex of config.json, the index and each weight file, by name.
+
+        `progress(done, total)` is called in bytes as the weight files are read, which takes about a second a gigabyte.
+        """
+        hashes = {}
+        for name in (CONFIG, INDEX):
+            if (self.path / name).is_file():
+                hashes[name] = hashlib.sha256((self.path / name).read_bytes()).hexdigest()
+        done, total = 0, sum(file.size for file in self.files.values())
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            if progress is not None:
+                progress(done, total)
+
+        return hashes | {name: file.sha256(advance) for name, file in self.files.items()}
+
+    def close(self) -> None:
+        """Close the weight files now rather than when the folder is dropped."""
+        for file in self.files.values():
+            file.close()
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._where:
+            raise CheckpointError(f"{self.path}: has no tensor {name!r}{near(name, self._where)}")
+        return self._where[name]
+
+    def _refuse_other_kinds(self) -> None:
+        if (self.path / CONFIG).is_file():
+            return
+        if (self.path / "adapter_config.json").is_file():
+            raise CheckpointError(
+                f"{self.path}: an adapter (LoRA), not a model; merge it into its base first, with peft: "
+                "PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(folder)"
+            )
+        inner = sorted(p.parent.name for p in self.path.glob(f"*/{CONFIG}"))[:5]
+        hint = f"; its subfolder {' or '.join(inner)} has one" if inner else ""
+        if not inner and any(self.path.glob("*.gguf")):
+            hint = "; it holds GGUF files, and attar reads the safetensors folder that they were made from"
+        raise CheckpointError(f"{self.path}: no {CONFIG}: not a Hugging Face model folder{hint}")
+
+    def _index(self) -> dict[str, str] | None:
+        """The index's map of tensor to shard, checked; None where there is no index."""
+        path = self.path / INDEX
+        if not path.exists():
+            return None
+        weight_map = read_json(path, MAX_INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{path}: needs a weight_map that lists each tensor with its file")
+        for shard in weight_map.values():
+            # A bare name, because the index comes from strangers and must not reach out of the folder.
+            name = shard if isinstance(shard, str) else ""
+            if not name.endswith(".safetensors") or not name.isprintable() or name[0] == "." or "/" in name:
+                raise CheckpointError(f"{path}: {reprlib.repr(shard)} is not the name of a safetensors file")
+        shards = sorted(set(weight_map.values()))
+        if missing := [shard for shard in shards if not (self.path / shard).exists()]:
+            raise CheckpointError(
+                f"{self.path}: {len(missing)} of {len(shards)} weight files missing: {', '.join(missing[:5])}"
+                f"{', ...' if len(missing) > 5 else ''}; download or copy them again"
+            )
+        if (self.path / SINGLE).exists() and SINGLE not in shards:
+            raise CheckpointError(
+                f"{self.path}: holds both {SINGLE} and {INDEX}, which names other files; remove the one that is stale"
+            )
+        return weight_map
+
+    def _single(self) -> str:
+        """The one weight file of a folder without an index. Old GPTQ checkpoints give it a name of their own."""
+        if (self.path / SINGLE).exists():
+            return SINGLE
+        found = sorted(p.name for p in self.path.glob("*.safetensors"))
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise CheckpointError(f"{self.path}: {len(found)} safetensors files but no {INDEX} to say what is where")
+        pickles = sorted(p.name for p in self.path.iterdir() if p.suffix in PICKLES)
+        if pickles:
+            raise CheckpointError(f"{self.path}: its weights are pickles ({', '.join(pickles[:3])}). {CONVERT}")
+        raise CheckpointError(f"{self.path}: has no safetensors file; download or copy the weights again")

@@ -1,0 +1,156 @@
+"""Reading GPTQ checkpoints, as AutoGPTQ and GPTQModel write them.
+
+A quantized linear is four arrays: `qweight` int32 [I*bits/32, O], packed down the input dimension; `qzeros` int32
+[G, O*bits/32]; `scales` [G, O]; and `g_idx` int32 [I], the group of each input column. Three things go wrong elsewhere:
+
+* `desc_act` quantizes columns in order of activation, so a group's columns lie scattered. They are stored in their
+  natural order with g_idx saying whose they are. Kernels want groups contiguous, so the columns are sorted by group
+  here, once, and the linear gets the permutation that its input needs. Where groups are in order, which g_idx and not
+  the config says, there is none;
+* version 1 of the format ("gptq", the default) stores every zero point minus one, modulo 2^bits; "gptq_v2" stores it;
+* symmetric checkpoints store zero points too. The stored numbers decide: where all are the middle of the range, the
+  weight is read as symmetric.
+
+The minus one of version 1 is undone field by field. GPTQModel subtracts it from whole words; the two differ only where
+a zero point is 0, which borrows from its neighbour in the word, and nothing in the file tells who wrote it.
+
+Not done: Marlin and other layouts made for one kernel, and GPTQModel's `dynamic` with different bits per module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.checkpoints.folder import Folder
+from attar.checkpoints.safetensors import CheckpointError
+from attar.formats import affine
+from attar.formats.packed import PackedTensor
+from attar.formats.packing import unpack_gptq, unpack_words
+from attar.formats.scheme import Grid, Scheme
+from attar.kernels.operands import Linear
+
+BITS = (2, 3, 4, 8)
+FORMATS = ("gptq", "gptq_v2")
+
+
+class Gptq:
+    """The quantized modules of a GPTQ checkpoint. Raises CheckpointError where its config is not one that is read."""
+
+    def __init__(self, folder: Folder, config: Mapping[str, Any]) -> None:
+        self.folder = folder
+        bits = config.get("bits")
+        if type(bits) is not int or bits not in BITS:
+            raise CheckpointError(f"{folder.path}: GPTQ with bits {bits!r}: attar reads 2, 3, 4 and 8")
+        self.bits = bits
+        layout = config.get("checkpoint_format") or config.get("format") or "gptq"
+        if config.get("is_marlin_format"):
+            layout = "marlin"
+        if layout not in FORMATS:
+            raise CheckpointError(f"{folder.path}: GPTQ format {layout!r}: attar reads {' and '.join(FORMATS)}")
+        self.stored_minus = 1 if layout == "gptq" else 0
+        self.group_size = checked_group_size(folder, config.get("group_size"))
+        if any(not str(pattern).startswith("-:") for pattern in config.get("dynamic") or ()):
+            raise CheckpointError(f"{folder.path}: GPTQ with `dynamic` settings that differ by module is not supported")
+
+    def holds(self, module: str) -> bool:
+        return self.folder.has(f"{module}.qweight")
+
+    def shape(self, module: str) -> tuple[int, int]:
+        """(out, in)."""
+        words, outputs = matrix(self.folder, f"{module}.qweight")
+        return outputs, words * 32 // self.bits
+
+    def scheme_of(self, module: str) -> Scheme:
+        return scheme(self.folder, module, self._zero(module), self.bits, self.group_size)
+
+    def read(self, module: str) -> Linear:
+        """The linear, without its bias. Raises CheckpointError where its arrays do not fit together."""
+        inputs = self.shape(module)[1]
+        size = inputs if self.group_size is None else self.group_size
+        codes = unpack_gptq(self.folder.read(f"{module}.qweight"), self.bits)
+        permutation = None
+        if self.folder.has(f"{module}.g_idx"):
+            permutation = by_group(module, self.folder.read(f"{module}.g_idx"), inputs, size)
+        if permutation is not None:
+            codes = codes[:, permutation]
+        zero = self._zero(module)
+        how = scheme(self.folder, module, zero, self.bits, self.group_size)
+        return Linear(module, encode(self.folder, module, codes, zero, how), permutation=permutation)
+
+    def _zero(self, module: str) -> Tensor:
+        """Signed zero points, int8 [G, O]."""
+        outputs, name = self.shape(module)[0], f"{module}.qzeros"
+        half = 1 << (self.bits - 1)
+        matrix(self.folder, name)
+        try:
+            stored = unpack_words(self.folder.read(name), self.bits, outputs).to(torch.int16) + half
+        except ValueError as error:
+            raise CheckpointError(f"{self.folder.path}: {name}: {error}") from None
+        return ((stored + self.stored_minus) % (2 * half) - half).to(torch.int8)
+
+
+def scheme(folder: Folder, module: str, zero: Tensor, bits: int, group_size: int | None) -> Scheme:
+    """How a module with signed zero points [G, O] is stored: symmetric where all are the middle of the range."""
+    grid = Grid("int", bits, not bool(zero.any()), "group" if group_size else "channel", group_size)
+    dtype = folder.info(f"{module}.scales").dtype
+    try:
+        return Scheme(grid).with_scale_dtype(dtype)
+    except ValueError as error:
+        raise CheckpointError(f"{folder.path}: {module}: {error}") from None
+
+
+def encode(folder: Folder, module: str, codes: Tensor, zero: Tensor, how: Scheme) -> PackedTensor:
+    """Signed codes [O, I], signed zero points [G, O] and the module's stored `scales` [G, O] as one value.
+
+    Raises CheckpointError where the three do not fit together.
+    """
+    shape = (codes.shape[0], codes.shape[1])
+    scales = folder.read(f"{module}.scales")
+    try:
+        groups = how.weight.groups(shape[1])
+    except ValueError as error:
+        raise CheckpointError(f"{folder.path}: {module}: {error}") from None
+    if tuple(scales.shape) != (groups, shape[0]) or zero.shape != scales.shape:
+        raise CheckpointError(
+            f"{folder.path}: {module}: a weight {shape} in {groups} groups has {groups} x {shape[0]} scales and zero "
+            f"points, not {tuple(scales.shape)} and {tuple(zero.shape)}"
+        )
+    return affine.encode(
+        codes, scales.t().contiguous(), None if how.weight.symmetric else zero.t().contiguous(), how, shape
+    )
+
+
+def by_group(module: str, g_idx: Tensor, inputs: int, group_size: int) -> Tensor | None:
+    """The order [I] that makes each group's columns contiguous, stable within a group; None where they already are.
+
+    Raises CheckpointError where g_idx does not give every group `group_size` columns.
+    """
+    groups = inputs // group_size
+    if tuple(g_idx.shape) != (inputs,) or g_idx.dtype not in (torch.int32, torch.int64):
+        raise CheckpointError(f"{module}: g_idx must be {inputs} integers, not {g_idx.dtype} {tuple(g_idx.shape)}")
+    index = g_idx.long()
+    if bool((index < 0).any()) or bool((index.bincount(minlength=groups) != group_size).any()):
+        raise CheckpointError(f"{module}: g_idx does not put {group_size} columns into each of {groups} groups")
+    order = index.argsort(stable=True)
+    return None if bool((index[1:] >= index[:-1]).all()) else order
+
+
+def matrix(folder: Folder, name: str) -> tuple[int, int]:
+    """The shape of a stored matrix of int32 words. Raises CheckpointError on anything else."""
+    part = folder.info(name)
+    if part.dtype != "int32" or len(part.shape) != 2:
+        raise CheckpointError(f"{folder.path}: {name} must be an int32 matrix, not {part.dtype} {part.shape}")
+    return part.shape[0], part.shape[1]
+
+
+def checked_group_size(folder: Folder, value: Any) -> int | None:
+    """The config's group_size, None for -1: one group a row."""
+    if value == -1:
+        return None
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"{folder.path}: quantization group_size must be -1 or a positive number, not {value!r}")
+    return value

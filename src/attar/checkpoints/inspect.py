@@ -1,0 +1,92 @@
+"""What a checkpoint is, from its headers alone: architecture, schemes, and the bytes of every tensor."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attar.checkpoints import hf, hub, receipt
+from attar.formats.scheme import Part, Scheme
+from attar.model.decoder import compressible
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What headers tell. `bits_per_weight` is over the linears that a recipe may compress."""
+
+    path: Path
+    architecture: str
+    layers: int
+    context: int
+    parameters: int
+    bits_per_weight: float
+    bytes: int
+    schemes: dict[str, int]
+    tensors: dict[str, Part]
+    receipt: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "path": str(self.path),
+            "architecture": self.architecture,
+            "layers": self.layers,
+            "context": self.context,
+            "parameters": self.parameters,
+            "bits_per_weight": self.bits_per_weight,
+            "bytes": self.bytes,
+            "schemes": self.schemes,
+            "receipt": self.receipt,
+            "tensors": [
+                {"name": name, "dtype": part.dtype, "shape": list(part.shape), "bytes": part.bytes}
+                for name, part in self.tensors.items()
+            ],
+        }
+
+    def table(self) -> str:
+        schemes = ", ".join(f"{name} x {count}" for name, count in self.schemes.items())
+        lines = [
+            f"architecture     {self.architecture}, {self.layers} layers, context {self.context}",
+            f"parameters       {self.parameters:,}",
+            f"linears          {schemes}",
+            f"bits per weight  {self.bits_per_weight:.4g} in the linears of the blocks",
+            f"bytes            {self.bytes:,} in {len(self.tensors)} tensors",
+            f"receipt          {self.receipt}",
+            "",
+        ]
+        width = max(map(len, self.tensors))
+        lines += [
+            f"{n:<{width}}  {p.dtype:<9} {'x'.join(map(str, p.shape)):<14} {p.bytes:>13,}"
+            for n, p in self.tensors.items()
+        ]
+        return "\n".join(lines)
+
+
+def inspect(model: str | Path) -> Inspection:
+    """Read the headers of a model (folder, Hub id or `demo`). Raises CheckpointError as loading would."""
+    path = hub.resolve(model)
+    checkpoint = hf.Checkpoint.open(path)
+    config, folder = checkpoint.config, checkpoint.folder
+    tensors = {name: folder.info(name) for name in folder.names()}
+    found: Counter[str] = Counter()
+    bits = weights = 0
+    belongs = set()
+    for layer in range(config.layers):
+        for module in compressible(config, layer):
+            scheme: Scheme | None = checkpoint.scheme_of(module)
+            rows, columns = checkpoint.linear_shape(module)
+            found[scheme.name if scheme else tensors[f"{checkpoint.stored_name(module)}.weight"].dtype] += 1
+            at = checkpoint.stored_name(module) + "."
+            mine = [name for name in tensors if name.startswith(at) and not name.endswith(".bias")]
+            belongs.update(mine)
+            bits += 8 * sum(tensors[name].bytes for name in mine)
+            weights += rows * columns
+    rest = sum(math.prod(part.shape) for name, part in tensors.items() if name not in belongs)
+    note = receipt.read_receipt(path)
+    return Inspection(
+        path, config.architecture, config.layers, config.context, weights + rest, bits / weights,
+        sum(part.bytes for part in tensors.values()), dict(found), tensors,
+        "no receipt" if note is None else "receipt.json: `attar verify` checks it",
+    )  # fmt: skip

@@ -1,0 +1,214 @@
+"""receipt.json: what was compressed, how, what it cost, and how to check that a copy is still the same.
+
+A receipt holds the hashes of the source and of every file beside it, the recipe, the hash of the calibration tokens,
+the seed, the versions and the two properties of the machine that decide about the last bits (instruction set and
+threads), the error of each layer as stored and had it only been rounded, the bits per weight, the evaluation figures,
+and the probes (`probes.py`). It holds no clock, host, path or duration: the same inputs give the same bytes. The JSON
+is canonical, keys sorted and floats in their shortest form.
+
+A receipt is no signature. Who can change the weights can change the receipt; it finds accidents (a download that ended
+early, a conversion that lost something, a machine whose kernels are wrong), and it says what was done.
+
+Receipts come from strangers like everything in a folder: they are read strictly, and file names in them that would lead
+out of the folder are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from attar.checkpoints.folder import read_json
+from attar.checkpoints.probes import Probes
+from attar.checkpoints.safetensors import CheckpointError
+from attar.model.decoder import Decoder
+from attar.version import __version__
+
+NAME = "receipt.json"
+FORMAT = 1
+MAX_BYTES = 64_000_000
+
+FIGURES = ("ppl", "bits_per_byte", "kl_mean", "kl_p999", "top1", "tokens")
+"""Evaluation figures that every receipt has, null where they were not measured."""
+
+READ = (".safetensors", ".json", ".jinja", ".model", ".tiktoken")
+"""Endings of files that a loader may read: one that appears beside those of the receipt is a difference."""
+
+MISSING = "no receipt: this folder was not made by attar, or its receipt.json was not copied along"
+
+_MACHINE = ("attar", "torch", "python", "instruction_set", "threads")
+_REQUIRED = ("source", "recipe", "calibration", "seed", "versions", "layers", "bits_per_weight", "evaluation", "files")
+
+
+def environment() -> dict[str, Any]:
+    """The versions, and what else decides about the last bits of a result: instruction set and thread count."""
+    return {
+        "attar": __version__,
+        "torch": str(torch.__version__),
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def combined_hash(hashes: Mapping[str, str]) -> str:
+    """One SHA-256 over files' names and hashes, in the order of their names."""
+    lines = "".join(f"{hashes[name]}  {name}\n" for name in sorted(hashes))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def receipt_path(output: Path) -> Path:
+    """Where the receipt of an output lies: in a folder, or beside a file (a GGUF)."""
+    return output / NAME if output.is_dir() else output.with_name(f"{output.name}.{NAME}")
+
+
+def write(
+    output: Path,
+    about: Mapping[str, Any],
+    source_files: Mapping[str, str],
+    layers: Sequence[Mapping[str, Any]],
+    bits_per_weight: float,
+    evaluation: Mapping[str, Any] | None,
+    probes: Mapping[str, Any],
+) -> Path:
+    """Write the receipt of `output`, whose other files must all be in place, and return its path.
+
+    `about` is `environment()` together with `recipe` (a dict), `calibration` (the token hash or None) and `seed`; keys
+    beyond those are kept. `source_files` maps the source's files to their SHA-256. Raises ValueError where a figure is
+    not finite.
+    """
+    path = receipt_path(output)
+    value = {key: about[key] for key in about if key not in _MACHINE} | {
+        "format": FORMAT,
+        "versions": {key: about[key] for key in _MACHINE},
+        "source": {"files": dict(source_files), "sha256": combined_hash(source_files)},
+        "layers": [dict(layer) for layer in layers],
+        "bits_per_weight": bits_per_weight,
+        "evaluation": dict.fromkeys(FIGURES) | dict(evaluation or {}),
+        "files": {name: sha256(output_file(output, name)) for name in _files(output)},
+        "probes": probes,
+    }
+    text = json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    return path
+
+
+@dataclass(frozen=True, eq=False)
+class Receipt:
+    """A receipt that was read. `value` is the whole JSON object."""
+
+    value: Mapping[str, Any]
+    files: Mapping[str, str]
+    probes: Probes
+
+
+def read_receipt(output: Path) -> Receipt | None:
+    """The receipt of a folder (or GGUF file), None where it has none. Raises CheckpointError where it is damaged."""
+    path = receipt_path(output)
+    if not path.is_file():
+        return None
+    value = read_json(path, MAX_BYTES)
+    if value.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path}: its format is {value.get('format')!r}, not {FORMAT}: use another version of attar"
+        )
+    missing = [key for key in _REQUIRED if key not in value]
+    if missing:
+        raise CheckpointError(f"{path}: the receipt is damaged: it lacks {', '.join(missing)}")
+    files = value["files"]
+    if not isinstance(files, dict) or not all(_is_plain(n) and isinstance(h, str) for n, h in files.items()):
+        raise CheckpointError(f"{path}: the receipt is damaged: `files` must map names within the folder to hashes")
+    return Receipt(value, files, Probes.parse(value.get("probes"), str(path)))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`first_divergence` names the file or the module that differs first, None where nothing does."""
+
+    ok: bool
+    first_divergence: str | None
+    detail: str
+
+    @property
+    def sentence(self) -> str:
+        """For people."""
+        return f"ok: {self.detail}" if self.ok else f"failed: {self.detail}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"ok": self.ok, "first_divergence": self.first_divergence, "detail": self.detail}
+
+
+def verify(
+    output: Path,
+    decoder: Decoder | Callable[[], Decoder] | None,
+    *,
+    hashes: bool = True,
+    probes: Literal["all", "one", "none"] = "all",
+) -> Verdict:
+    """Check an output against its receipt: first the hashes of its files, then the probes on this machine's kernels.
+
+    `decoder` is the loaded output, or a function that loads it, which is called once the hashes are found right.
+    Raises CheckpointError where the receipt is damaged or of another model.
+    """
+    receipt = read_receipt(output)
+    if receipt is None:
+        return Verdict(False, None, MISSING)
+    if hashes and (verdict := _verify_files(output, receipt)) is not None:
+        return verdict
+    done = [f"{len(receipt.files)} files have the hashes of the receipt"] if hashes else []
+    if probes != "none":
+        assert decoder is not None, "probes need the model"
+        count = 1 if probes == "one" else len(receipt.probes.prompts)
+        found = receipt.probes.replay(decoder if isinstance(decoder, Decoder) else decoder(), count)
+        if found is not None:
+            return Verdict(False, found.where, str(found))
+        done.append(f"{count} probe{'s' * (count > 1)} of {len(receipt.probes.prompts)} replayed within the noise")
+    return Verdict(True, None, "; ".join(done))
+
+
+def _verify_files(output: Path, receipt: Receipt) -> Verdict | None:
+    for name in sorted(receipt.files):
+        path = output_file(output, name)
+        if not path.is_file():
+            return Verdict(False, name, f"{name} is in the receipt, but not in the folder")
+        if sha256(path) != receipt.files[name]:
+            return Verdict(False, name, f"{name} is not the file that was written: its SHA-256 is not the receipt's")
+    for name in _files(output):
+        if name not in receipt.files and name.endswith(READ):
+            return Verdict(False, name, f"{name} was added to the folder: the receipt does not know it")
+    return None
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def output_file(output: Path, name: str) -> Path:
+    return output / name if output.is_dir() else output
+
+
+def _files(output: Path) -> list[str]:
+    """Names of an output's files, relative to its folder and sorted, but for receipts and what hides behind a dot."""
+    if not output.is_dir():
+        return [output.name]
+    found = (path.relative_to(output) for path in output.rglob("*") if path.is_file())
+    return sorted(f.as_posix() for f in found if f.as_posix() != NAME and not any(p.startswith(".") for p in f.parts))
+
+
+def _is_plain(name: object) -> bool:
+    """Whether a file's name stays within the folder."""
+    return isinstance(name, str) and name.isprintable() and all(p not in ("", ".", "..") for p in name.split("/"))

@@ -1,0 +1,337 @@
+"""Reading one safetensors file: our own strict header parser, and plain reads instead of a memory map.
+
+A safetensors file is eight bytes of little-endian length, that many bytes of JSON, and the tensors back to back. The
+JSON comes from strangers, so nothing in it is believed before it is checked: every key once, every number an integer,
+every tensor exactly as long as its dtype and shape say, and the tensors tiling the data without overlap, hole or rest.
+The `safetensors` package is laxer (a key given twice wins silently, any name passes); it is the oracle of the tests and
+nothing more. What is stricter here than there: duplicate and unknown keys, names that are empty, do not print or hold a
+`..` component, more than `MAX_TENSORS` tensors or `MAX_RANK` dimensions, and dtypes that attar has no use for. Laxer is
+one thing: -0 passes for 0.
+
+Tensors are read with `pread` into memory of their own. A map would be shorter, but a file that somebody truncates turns
+a map into SIGBUS, which ends the process; a short read is an error with a name. `pread` has no file position, so that
+threads may read at the same time. Nothing here imports torch before a tensor is read: listing a checkpoint is quick.
+
+Not done: big-endian hosts, and the sub-byte dtypes of the format.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import difflib
+import hashlib
+import json
+import math
+import os
+import reprlib
+import stat
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from attar.formats.scheme import Part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_HEADER = 100_000_000
+MAX_TENSORS = 100_000
+MAX_RANK = 16
+MAX_NAME = 1024
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+DTYPES: Mapping[str, str] = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+}
+"""Names of dtypes: safetensors' -> torch's."""
+
+_CHUNK = 1 << 22
+_MARKS_PER_TENSOR = 16  # braces, brackets and commas that one tensor's entry may need
+
+CONVERT = (
+    "attar never opens pickles, because opening one can run code that it carries. If you trust the source, convert it: "
+    "python -c \"from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; s, d = 'SOURCE', 'CONVERTED'; "
+    'M.from_pretrained(s).save_pretrained(d); T.from_pretrained(s).save_pretrained(d)"'
+)
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used as it is; the message names the file and says what to do."""
+
+
+def parse_json(text: bytes | bytearray, where: str | Path) -> Any:
+    """Decode JSON strictly: UTF-8, no byte-order mark, no key twice, finite numbers, no trailing text.
+
+    Raises CheckpointError beginning with `where`.
+    """
+    try:
+        return json.loads(
+            text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_not_finite, parse_float=_finite
+        )
+    except RecursionError:
+        raise CheckpointError(f"{where}: the JSON is nested too deeply") from None
+    except ValueError as error:  # includes bad UTF-8, bad syntax, and integers of thousands of digits
+        raise CheckpointError(f"{where}: not valid JSON: {error}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"key {reprlib.repr(twice)} is given twice")
+    return result
+
+
+def _not_finite(word: str) -> float:
+    raise ValueError(f"{word} is not a JSON number")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{reprlib.repr(digits)} is out of range")
+    return value
+
+
+def check_name(name: str) -> str | None:
+    """What is wrong with a tensor's name, or None. Names end up in messages, receipts and file names of other tools."""
+    if not name:
+        return "an empty name"
+    if not name.isprintable():  # controls, bidirectional marks, lone surrogates
+        return f"a name with characters that do not print: {reprlib.repr(name)}"
+    if len(name.encode()) > MAX_NAME:
+        return f"a name longer than {MAX_NAME} bytes: {reprlib.repr(name)}"
+    if name.startswith("/") or ".." in name.split("/"):
+        return f"a name that looks like a path out of the folder: {reprlib.repr(name)}"
+    return None
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """'; did you mean ...?' with the names most like `name`, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+class Slot(NamedTuple):
+    """Where a tensor lies: its dtype and shape, and the bytes [begin, end) counted from the start of the data."""
+
+    part: Part
+    begin: int
+    end: int
+
+
+def parse_header(
+    header: bytes | bytearray, data_bytes: int, where: str | Path
+) -> tuple[dict[str, Slot], dict[str, str]]:
+    """Check a header and return its tensors, in order of their offsets, and its metadata.
+
+    `header` is the JSON as stored, padding included; `data_bytes` is the size of what follows it in the file. Raises
+    CheckpointError naming the tensor.
+    """
+    if header[:1] != b"{":
+        raise CheckpointError(f"{where}: the header does not begin with '{{': not a safetensors file")
+    # Counted before parsing, so that 100 MB of "[[],[]," cannot become gigabytes of objects.
+    if sum(map(header.count, (b"{", b"[", b","))) > _MARKS_PER_TENSOR * MAX_TENSORS:
+        raise CheckpointError(f"{where}: the header declares more than the {MAX_TENSORS} tensors that attar accepts")
+    raw = parse_json(header, f"{where}: header")
+    metadata = raw.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{where}: __metadata__ must map strings to strings")
+    if len(raw) > MAX_TENSORS:
+        raise CheckpointError(f"{where}: {len(raw)} tensors; attar accepts {MAX_TENSORS} in a file")
+    slots = {name: _slot(name, entry, where) for name, entry in raw.items()}
+    ordered = dict(sorted(slots.items(), key=lambda item: item[1][1:]))
+    at = 0
+    for name, slot in ordered.items():
+        if slot.begin != at:
+            what = "overlaps the one before it" if slot.begin < at else f"leaves a hole of {slot.begin - at} bytes"
+            raise CheckpointError(f"{where}: tensor {name!r} {what} (begins at {slot.begin}, not {at})")
+        at = slot.end
+    if data_bytes < at:
+        raise CheckpointError(
+            f"{where}: truncated: expected {at} bytes of tensors, the file has {data_bytes}; download or copy it again"
+        )
+    if data_bytes > at:
+        raise CheckpointError(f"{where}: {data_bytes - at} bytes after the last tensor; download or copy it again")
+    return ordered, metadata
+
+
+def _slot(name: str, entry: Any, where: str | Path) -> Slot:
+    def bad(what: str) -> CheckpointError:
+        return CheckpointError(f"{where}: tensor {name!r}: {what}")
+
+    if problem := check_name(name):
+        raise CheckpointError(f"{where}: a tensor has {problem}")
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise bad(f"must have dtype, shape and data_offsets and nothing else, not {reprlib.repr(entry)}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise bad(f"dtype {reprlib.repr(dtype)} is unknown: attar reads {', '.join(DTYPES)}")
+    if not isinstance(shape, list) or len(shape) > MAX_RANK:
+        raise bad(f"shape {reprlib.repr(shape)} must be a list of at most {MAX_RANK} sizes")
+    # type() rather than isinstance: JSON's true is an int to Python.
+    if not all(type(size) is int and size >= 0 for size in shape) or math.prod(max(s, 1) for s in shape) >= 2**60:
+        raise bad(f"shape {reprlib.repr(shape)} must hold sizes of 0 or more, and fewer than 2^60 elements in all")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(at) is int and at >= 0 for at in offsets):
+        raise bad(f"data_offsets {reprlib.repr(offsets)} must be two integers of 0 or more")
+    part, (begin, end) = Part(DTYPES[dtype], tuple(shape)), offsets
+    if end - begin != part.bytes:
+        raise bad(f"{dtype} {shape} takes {part.bytes} bytes, but its data_offsets {offsets} span {end - begin}")
+    return Slot(part, begin, end)
+
+
+_FOREIGN: tuple[tuple[bytes, str], ...] = (
+    (b"version https://git-lfs", "is a Git LFS pointer, not the file itself; fetch it with: git lfs pull"),
+    (b"PK\x03\x04", f"is a zip archive, as torch.save writes, not safetensors. {CONVERT}"),
+    *((bytes((0x80, protocol)), f"is a Python pickle, not safetensors. {CONVERT}") for protocol in (2, 3, 4, 5)),
+    (b"\x7fELF", "is an ELF program, not safetensors; get the file from its source again"),
+    (b"GGUF", "is a GGUF file, not safetensors; give the folder with the safetensors files of the model"),
+    (b"\x93NUMPY", "is a NumPy array, not safetensors"),
+    (b"\x89HDF", "is an HDF5 file, not safetensors"),
+    (b"{", "is JSON text, not safetensors (an index, or a server's error message saved as a file?)"),
+)
+
+
+def _foreign(prefix: bytes) -> str | None:
+    if prefix.lstrip()[:5].lower() in (b"<!doc", b"<html", b"<?xml"):
+        return "is a web page, not safetensors (a login or error page saved as a file?); download it again"
+    return next((sentence for magic, sentence in _FOREIGN if prefix.startswith(magic)), None)
+
+
+def byte_view(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor of any dtype, writable, without a copy. The tensor must outlive the view."""
+    assert tensor.is_contiguous()
+    assert tensor.device.type == "cpu"
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())) if size else memoryview(b"")
+
+
+class TensorFile:
+    """One open safetensors file whose header has been checked. Reading is thread-safe.
+
+    Raises CheckpointError where the file is missing, not a regular file (links are followed: the Hub's cache is made of
+    them), truncated, of another format, or malformed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if self.path.suffix in PICKLES:
+            raise CheckpointError(f"{self.path}: not safetensors. {CONVERT}")
+        try:
+            # O_NONBLOCK: opening a pipe must not wait for its writer.
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path}: cannot be opened: {getattr(error, 'strerror', error)}") from error
+        self.close = weakref.finalize(self, os.close, self._fd)
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise CheckpointError(f"{self.path}: not a regular file")
+        self.size = status.st_size
+        try:
+            self._data, self._slots, self.metadata = self._open()
+        except CheckpointError:
+            self.close()
+            raise
+
+    def _open(self) -> tuple[int, dict[str, Slot], dict[str, str]]:
+        prefix = bytearray(min(64, self.size))
+        self._fill(memoryview(prefix), 0)
+        length = int.from_bytes(prefix[:8], "little")
+        if self.size < 8 or length > min(MAX_HEADER, self.size - 8) or prefix[8:9] != b"{":
+            if foreign := _foreign(bytes(prefix)):
+                raise CheckpointError(f"{self.path} {foreign}")
+            if self.size < 8:
+                raise CheckpointError(f"{self.path}: truncated: {self.size} bytes; download or copy it again")
+            if length > MAX_HEADER:
+                raise CheckpointError(
+                    f"{self.path}: not a safetensors file: its first 8 bytes would mean a header of {length} bytes"
+                )
+            if length > self.size - 8:
+                raise CheckpointError(
+                    f"{self.path}: truncated: expected {length} bytes of header, the file has {self.size - 8}; "
+                    "download or copy it again"
+                )
+        header = bytearray(length)
+        self._fill(memoryview(header), 8)
+        slots, metadata = parse_header(header, self.size - 8 - length, self.path)
+        return 8 + length, slots, metadata
+
+    def names(self) -> tuple[str, ...]:
+        """The tensors' names, in the order they lie in the file."""
+        return tuple(self._slots)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._slots
+
+    def info(self, name: str) -> Part:
+        """A tensor's torch dtype name and shape. Raises CheckpointError naming near misses."""
+        return self._slot(name).part
+
+    def read(self, name: str, out: Tensor | None = None) -> Tensor:
+        """The tensor, in memory of its own or in `out` (contiguous, on the CPU, same dtype and shape)."""
+        slot = self._slot(name)
+        return self._read(slot.part, self._data + slot.begin, out)
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows start..stop-1 of the first dimension: [stop - start, ...]. For tables too large to hold whole."""
+        slot = self._slot(name)
+        shape = slot.part.shape
+        assert len(shape) > 0, name
+        assert 0 <= start <= stop <= shape[0], (name, shape, start, stop)
+        row = Part(slot.part.dtype, shape[1:])
+        return self._read(
+            Part(row.dtype, (stop - start, *row.shape)), self._data + slot.begin + start * row.bytes, None
+        )
+
+    def sha256(self, progress: Callable[[int], None] | None = None) -> str:
+        """The whole file's SHA-256 in hex; `progress` is called with the size of each chunk once it is hashed."""
+        digest, at = hashlib.sha256(), 0
+        buffer = memoryview(bytearray(min(_CHUNK, self.size)))
+        while at < self.size:
+            chunk = buffer[: self.size - at]
+            self._fill(chunk, at)
+            digest.update(chunk)
+            at += len(chunk)
+            if progress is not None:
+                progress(len(chunk))
+        return digest.hexdigest()
+
+    def _slot(self, name: str) -> Slot:
+        if name not in self._slots:
+            raise CheckpointError(f"{self.path}: has no tensor {name!r}{near(name, self._slots)}")
+        return self._slots[name]
+
+    def _read(self, part: Part, offset: int, out: Tensor | None) -> Tensor:
+        import torch
+
+        dtype = getattr(torch, part.dtype)
+        if out is None:
+            out = torch.empty(part.shape, dtype=dtype)
+        assert (out.dtype, tuple(out.shape)) == (dtype, part.shape), (out.dtype, out.shape, part)
+        self._fill(byte_view(out), offset)
+        return out
+
+    def _fill(self, view: memoryview, offset: int) -> None:
+        """Read exactly len(view) bytes from `offset`. One call moves 2 GiB at most, hence the loop."""
+        while len(view):
+            try:
+                count = os.preadv(self._fd, [view], offset)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: reading failed at byte {offset}: {error.strerror}") from error
+            if count == 0:
+                raise CheckpointError(f"{self.path}: the file shrank while it was read; copy it again")
+            view, offset = view[count:], offset + count

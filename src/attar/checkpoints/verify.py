@@ -1,0 +1,28 @@
+"""`attar verify`: a model as a user names it, against its receipt, on this machine's kernels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from attar.checkpoints import hf, hub, receipt
+from attar.checkpoints.receipt import Verdict
+
+
+def verify(
+    model: str | os.PathLike[str],
+    *,
+    hashes: bool = True,
+    dtype: str = "float32",
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Verdict:
+    """Check a folder, Hub id or `demo`: every hash unless `hashes` is false, then every probe, computed in `dtype`.
+
+    The model is loaded only once its hashes are found right. `progress(stage, done, total)` tells of the loading.
+    Raises ValueError where the model cannot be loaded or its receipt is damaged.
+    """
+    path, computed = hub.resolve(model), hf.compute_dtype(dtype)
+    told = progress or (lambda stage, done, total: None)
+    return receipt.verify(
+        path, lambda: hf.load(path, computed, lambda done, total: told("loading", done, total)), hashes=hashes
+    )

@@ -1,0 +1,350 @@
+"""Writing safetensors: files are laid out first, and tensors written at their offsets.
+
+What a checkpoint will hold, and how many bytes each tensor takes, follows from the schemes before any weight is read.
+So all headers are written and all space is reserved at the start (`posix_fallocate` reports a full disk before the
+hours of work, not after), tensors may arrive in any order, and a killed run goes on where it stopped. The bytes are
+deterministic: the same parts in the same order give the same files.
+
+`atomic_folder` makes the output folder absent or complete: work happens in a hidden sibling, which is renamed into
+place once everything is on disk. The sibling is kept when a run fails, so that the next one can resume.
+
+Within a file tensors lie by falling element size, so that each is aligned to its elements: readers that map the file
+need that. Plain writes are used rather than a map, which a full disk would turn into SIGBUS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attar.checkpoints.folder import CONFIG, INDEX, SINGLE
+from attar.checkpoints.safetensors import DTYPES, MAX_TENSORS, CheckpointError, Slot, byte_view, check_name
+from attar.formats.scheme import ITEM_BITS, Part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_SHARD = 5_000_000_000
+_SAFETENSORS = {torch_name: name for name, torch_name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """One safetensors file before it exists: its name, where each tensor lies in its data, and its first bytes."""
+
+    name: str
+    slots: Mapping[str, Slot]
+    header: bytes  # length field included
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+        return len(self.header) + max((slot.end for slot in self.slots.values()), default=0)
+
+
+def plan_files(parts: Mapping[str, Part], max_shard_bytes: int = MAX_SHARD) -> list[FilePlan]:
+    """Lay out tensors, in the order given, into files of at most `max_shard_bytes` of data each (a larger tensor has a
+    file of its own). Raises ValueError for a name or dtype that a safetensors file cannot hold."""
+    shards: list[dict[str, Part]] = [{}]
+    used = 0
+    for name, part in parts.items():
+        if problem := check_name(name):
+            raise ValueError(f"a tensor cannot be written under {problem}")
+        if part.dtype not in _SAFETENSORS:
+            raise ValueError(f"tensor {name!r}: safetensors has no dtype {part.dtype}")
+        if shards[-1] and (used + part.bytes > max_shard_bytes or len(shards[-1]) == MAX_TENSORS):
+            shards.append({})
+            used = 0
+        shards[-1][name] = part
+        used += part.bytes
+    if len(shards) == 1:
+        return [_plan_file(SINGLE, shards[0])]
+    return [_plan_file(f"model-{i:05}-of-{len(shards):05}.safetensors", shard) for i, shard in enumerate(shards, 1)]
+
+
+def _plan_file(file: str, parts: Mapping[str, Part]) -> FilePlan:
+    slots: dict[str, Slot] = {}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, part in sorted(parts.items(), key=lambda item: -ITEM_BITS[item[1].dtype]):  # stable
+        slots[name] = Slot(part, at, at + part.bytes)
+        entries[name] = {
+            "dtype": _SAFETENSORS[part.dtype],
+            "shape": list(part.shape),
+            "data_offsets": [at, at + part.bytes],
+        }
+        at += part.bytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8
+    return FilePlan(file, slots, len(text).to_bytes(8, "little") + text)
+
+
+def index_json(plans: Iterable[FilePlan]) -> bytes:
+    """The model.safetensors.index.json of several files."""
+    weight_map = {name: plan.name for plan in plans for name in plan.slots}
+    total = sum(slot.part.bytes for plan in plans for slot in plan.slots.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def require_free(path: str | os.PathLike[str], needed: int) -> None:
+    """Raise CheckpointError unless the disk that holds `path` (which need not exist yet) has `needed` bytes free."""
+    place = Path(path).absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise CheckpointError(
+            f"{place}: {needed / 1e9:.3g} GB are needed and {free / 1e9:.3g} GB are free; free some space, or choose "
+            "an output on another disk"
+        )
+
+
+def _disk_error(path: Path, error: OSError) -> CheckpointError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return CheckpointError(
+            f"{path}: no room for it ({error.strerror}); free some space, or choose an output on another disk; what is "
+            "done already is kept"
+        )
+    return CheckpointError(f"{path}: cannot be written: {error.strerror}")
+
+
+class ShardWriter:
+    """The open files of one checkpoint in `folder`, all space reserved, to be filled tensor by tensor in any order.
+
+    `written` are the names that an earlier, interrupted run is known to have on disk (it called `sync` before it noted
+    them): their files are kept and go on, and must have the very header of the plan. A file without any of them is made
+    anew. Writing a tensor again replaces it. Raises CheckpointError on a full disk or where a file is not as planned.
+    Use as a context manager: leaving it closes the files, finished or not.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], plans: Iterable[FilePlan], written: Iterable[str] = ()) -> None:
+        self.folder = Path(folder)
+        self.plans = list(plans)
+        self.written = set(written)
+        self._home = {name: plan for plan in self.plans for name in plan.slots}
+        if unknown := self.written - self._home.keys():
+            raise CheckpointError(f"{self.folder}: tensor {min(unknown)!r} is not in the plan; start again")
+        self._fds: dict[str, int] = {}
+        kept = [plan for plan in self.plans if not self.written.isdisjoint(plan.slots)]
+        new = [plan for plan in self.plans if self.written.isdisjoint(plan.slots)]
+        try:
+            for plan in kept:
+                self._reopen(plan)
+            for plan in new:
+                self._create(plan)
+        except BaseException:
+            self.close()
+            for plan in new:  # reserved space is of no use to anyone
+                (self.folder / plan.name).unlink(missing_ok=True)
+            raise
+
+    def _create(self, plan: FilePlan) -> None:
+        fd = self._open(plan, os.O_CREAT | os.O_TRUNC)
+        try:
+            os.posix_fallocate(fd, 0, plan.size)
+            _pwrite(fd, memoryview(plan.header), 0)
+        except OSError as error:
+            raise _disk_error(self.folder / plan.name, error) from error
+
+    def _reopen(self, plan: FilePlan) -> None:
+        fd = self._open(plan, 0)
+        if os.fstat(fd).st_size != plan.size or os.pread(fd, len(plan.header), 0) != plan.header:
+            raise CheckpointError(f"{self.folder / plan.name}: not the file that was begun; remove it and start again")
+
+    def _open(self, plan: FilePlan, flags: int) -> int:
+        try:
+            fd = os.open(self.folder / plan.name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
+        except OSError as error:
+            raise _disk_error(self.folder / plan.name, error) from error
+        self._fds[plan.name] = fd
+        return fd
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Store one tensor, of the planned dtype and shape."""
+        self.write_rows(name, [tensor])
+
+    def write_rows(self, name: str, blocks: Iterable[Tensor]) -> None:
+        """Store one tensor given as consecutive blocks of its rows, for tables too large to hold whole."""
+        plan = self._home[name]
+        slot = plan.slots[name]
+        at = begin = len(plan.header) + slot.begin
+        self.written.discard(name)  # until it is whole again
+        for block in blocks:
+            found = Part(str(block.dtype).removeprefix("torch."), tuple(block.shape))
+            fits = found.dtype == slot.part.dtype and found.shape[1:] == slot.part.shape[1:]
+            if not fits or at + found.bytes > begin + slot.part.bytes:
+                raise ValueError(f"tensor {name!r} was planned as {slot.part}, not {found}")
+            block = block.detach().cpu().contiguous()
+            try:
+                _pwrite(self._fds[plan.name], byte_view(block), at)
+            except OSError as error:
+                raise _disk_error(self.folder / plan.name, error) from error
+            at += found.bytes
+        if at != begin + slot.part.bytes:
+            raise ValueError(f"tensor {name!r}: {at - begin} of {slot.part.bytes} bytes given")
+        self.written.add(name)
+
+    def sync(self) -> None:
+        """Force what was written to disk. Only after this may a state file say that it is there."""
+        for name, fd in self._fds.items():
+            try:
+                os.fsync(fd)
+            except OSError as error:
+                raise _disk_error(self.folder / name, error) from error
+
+    def finish(self) -> None:
+        """Check that every tensor was written, add the index where there are several files, sync and close."""
+        if missing := sorted(self._home.keys() - self.written):
+            raise ValueError(f"{len(missing)} tensors were never written: {', '.join(missing[:5])}")
+        if len(self.plans) > 1:
+            try:
+                (self.folder / INDEX).write_bytes(index_json(self.plans))
+            except OSError as error:
+                raise _disk_error(self.folder / INDEX, error) from error
+        self.sync()
+        self.close()
+
+    def close(self) -> None:
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _pwrite(fd: int, view: memoryview, offset: int) -> None:
+    while len(view):
+        count = os.pwrite(fd, view, offset)
+        view, offset = view[count:], offset + count
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where an output folder grows: `out` becomes the folder; `state` is the run's own and is removed at the end."""
+
+    out: Path
+    state: Path
+
+
+@contextlib.contextmanager
+def atomic_folder(dst: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Workspace]:
+    """Grow the folder `dst` in a hidden sibling, `.{name}.attar-partial`, and rename it into place at the end.
+
+    After an exception or a kill the sibling stays, and the next call with the same `dst` finds `out` and `state` as
+    they were left. An existing `dst` is an error unless `overwrite`, which replaces it only once the new folder is
+    complete, and only if it is a model folder or empty. Raises CheckpointError for these, and where another process is
+    at work on the same output.
+    """
+    target = Path(os.path.realpath(dst))
+    partial = target.parent / f".{target.name}.attar-partial"
+    work, old = Workspace(partial / "out", partial / "state"), partial / "old"
+    _check_target(target, overwrite)
+    lock = _lock(partial, target)
+    try:
+        if old.exists() and not target.exists():  # killed between the two renames of `_replace`
+            old.rename(target)
+        if not work.out.exists():  # killed after them: what is left describes a finished run
+            _remove(old, work.state)
+        _check_target(target, overwrite)  # again: the holder of the lock before us may have made it
+        work.out.mkdir(exist_ok=True)
+        work.state.mkdir(exist_ok=True)
+        yield work
+        _sync_tree(work.out)
+        _replace(work.out, target, old, overwrite)
+        _remove(old, work.state)
+        _give_up_lock(partial)
+    except BaseException:
+        if not any(partial.glob("*/*")):  # nothing to resume: leave no trace
+            _remove(work.out, work.state)
+            _give_up_lock(partial)
+        raise
+    finally:
+        os.close(lock)
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    if not target.exists():
+        return
+    if not overwrite:
+        raise CheckpointError(f"{target} exists and is kept; choose another output, or pass --overwrite")
+    if not target.is_dir():
+        raise CheckpointError(f"{target} is a file and is kept; choose another output")
+    if any(target.iterdir()) and not (target / CONFIG).is_file():
+        raise CheckpointError(f"{target} is no model folder and is kept; choose another output or remove it yourself")
+
+
+def _lock(partial: Path, target: Path) -> int:
+    """Take the lock of a partial folder: a descriptor that holds it until it is closed (or the process dies)."""
+    while True:
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            fd = os.open(partial / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except FileNotFoundError:  # its holder has just finished and removed the folder
+            continue
+        except OSError as error:
+            raise _disk_error(target, error) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise CheckpointError(
+                f"{target}: another process is writing it; wait for it, or choose another output"
+            ) from None
+        # The holder before us may have removed the file between our open and our lock.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(fd), os.stat(partial / "lock")):
+                return fd
+        os.close(fd)
+
+
+def _replace(out: Path, target: Path, old: Path, overwrite: bool) -> None:
+    try:
+        if overwrite and target.exists():
+            target.rename(old)
+        out.rename(target)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target}: the finished folder {out} cannot be renamed to it: {error.strerror}"
+        ) from error
+    _sync_path(target.parent)
+
+
+def _remove(*folders: Path) -> None:
+    for folder in folders:
+        if folder.exists():
+            shutil.rmtree(folder)
+
+
+def _give_up_lock(partial: Path) -> None:
+    (partial / "lock").unlink()
+    with contextlib.suppress(OSError):  # not empty: another process has taken it over already
+        partial.rmdir()
+
+
+def _sync_tree(folder: Path) -> None:
+    for place, _, files in os.walk(folder):
+        for name in files:
+            _sync_path(Path(place, name))
+        _sync_path(Path(place))
+
+
+def _sync_path(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        raise _disk_error(path, error) from error
+    finally:
+        os.close(fd)

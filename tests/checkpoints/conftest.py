@@ -1,0 +1,85 @@
+"""A tiny random Llama, and ways to store it and to run it, by transformers and by us."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+class Tiny:
+    """Two layers, grouped queries, an output matrix of its own, random norms; logits of std about 1."""
+
+    ids = torch.randint(0, 96, (24,), generator=torch.Generator().manual_seed(7))
+
+    def __init__(self) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=96,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            tie_word_embeddings=False,
+        )
+        generator = torch.Generator().manual_seed(0)
+        self.model = LlamaForCausalLM(config).eval()
+        for name, parameter in self.model.named_parameters():
+            offset, scale = (1.0, 0.2) if "norm" in name else (0.0, 0.15)
+            parameter.data = offset + scale * torch.randn(parameter.shape, generator=generator)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {**self.model.config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+    @property
+    def linears(self) -> dict[str, torch.nn.Linear]:
+        """Those of the blocks, by name."""
+        modules = {name: m for name, m in self.model.named_modules() if isinstance(m, torch.nn.Linear)}
+        modules.pop("lm_head")
+        return modules
+
+    def write(self, folder: Path, tensors: Mapping[str, Tensor] | None = None, **config: Any) -> Path:
+        """A checkpoint of one file: this model's, but for what is given; a key of None is left out."""
+        folder.mkdir(exist_ok=True)
+        merged = {key: value for key, value in {**self.config, **config}.items() if value is not None}
+        (folder / "config.json").write_text(json.dumps(merged))
+        kept = self.tensors if tensors is None else tensors
+        save_file({name: tensor.contiguous() for name, tensor in kept.items()}, folder / "model.safetensors")
+        return folder
+
+    def their_logits(self, model: Any = None) -> Tensor:
+        with torch.no_grad():
+            logits: Tensor = (model or self.model)(self.ids[None]).logits[0].float()
+        return logits
+
+    def our_logits(self, folder: Path) -> Tensor:
+        from attar.checkpoints import hf
+        from attar.model.cache import Step
+
+        return hf.load(folder, torch.float32).forward(self.ids, Step((len(self.ids),), len(self.ids)))
+
+    @staticmethod
+    def difference(ours: Tensor, theirs: Tensor) -> float:
+        """The largest difference, over the range of the logits."""
+        assert ours.shape == theirs.shape
+        assert theirs.std() > 0.5
+        return float((ours - theirs).abs().max() / (theirs.max() - theirs.min()))
+
+
+@pytest.fixture
+def tiny() -> Tiny:
+    return Tiny()

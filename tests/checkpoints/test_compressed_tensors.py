@@ -1,0 +1,345 @@
+"""compressed-tensors: their files read by us, our files read by them, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+    apply_quantization_config,
+)
+from compressed_tensors.quantization.utils import calculate_qparams
+from torch import Tensor
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+from attar.checkpoints import hf
+from attar.checkpoints.compressed_tensors import CompressedTensors, declared, parts_of, pattern, quantization_config
+from attar.checkpoints.folder import Folder
+from attar.checkpoints.safetensors import CheckpointError
+from attar.formats import affine
+from attar.formats.packed import PackedTensor, codec
+from attar.formats.scheme import Part, Scheme
+
+# transformers warns that dequantize=True overrides the file's setting, which is why it is given.
+pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
+
+WEIGHT_ONLY = 1e-4  # of the logit range, both in float32
+ACTIVATIONS = 5e-3  # an input on the edge between two codes may fall either way, and then moves by a step
+
+THEIRS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
+    "w4a16": ({"num_bits": 4, "strategy": "group", "group_size": 32}, None, "w4g32"),
+    "w4a16 asym": ({"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}, None, "w4g32-asym"),
+    "w3a16": ({"num_bits": 3, "strategy": "group", "group_size": 16}, None, "w3g16"),
+    "w8a16": ({"num_bits": 8, "strategy": "channel"}, None, "w8"),
+    "w8a16 asym": ({"num_bits": 8, "strategy": "channel", "symmetric": False}, None, "w8-asym"),
+    "w8a8": ({"num_bits": 8, "strategy": "channel"}, {"num_bits": 8, "strategy": "token", "dynamic": True}, "w8a8"),
+    "fp8": (
+        {"num_bits": 8, "type": "float", "strategy": "channel"},
+        {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+        "fp8",
+    ),
+    "fp8 static": (
+        {"num_bits": 8, "type": "float", "strategy": "tensor"},
+        {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False},
+        "fp8-tensor-static",
+    ),
+}
+
+
+def save_theirs(tiny: Any, folder: Path, groups: dict[str, QuantizationScheme], ignore: list[str]) -> Path:
+    """Quantize, compress and save with compressed-tensors' own code, scales from minimum and maximum."""
+    model = tiny.model
+    config = QuantizationConfig(
+        config_groups=groups, ignore=ignore, quantization_status=QuantizationStatus.FROZEN, format="pack-quantized"
+    )
+    apply_quantization_config(model, config, show_progress=False)
+    for module in model.modules():
+        scheme = getattr(module, "quantization_scheme", None)
+        if scheme is None:
+            continue
+        weight, args = module.weight.data, scheme.weights
+        if args.strategy == "tensor":
+            low, high = weight.min().reshape(1), weight.max().reshape(1)
+        else:
+            blocks = weight.unflatten(-1, (-1, args.group_size or weight.shape[-1]))
+            low, high = blocks.amin(-1), blocks.amax(-1)
+        scale, zero = calculate_qparams(low, high, args)
+        module.weight_scale.data.copy_(scale)
+        module.weight_zero_point.data.copy_(zero)
+        if scheme.input_activations is not None and not scheme.input_activations.dynamic:
+            module.input_scale.data.fill_(0.01)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(str(folder))
+    return folder
+
+
+def load_theirs(folder: Path, scheme: str = "") -> Any:
+    """Their model. Packed asymmetric files, their own too, only load with dequantize=True: otherwise compressed-tensors
+    0.20 expects their zero points unpacked."""
+    asymmetric = scheme.endswith("-asym")
+    how = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if asymmetric else {}
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **how)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    return model.eval()
+
+
+def weights_of(model: Any, modules: Iterable[str]) -> dict[str, Tensor]:
+    """Their dense weights; a first forward pass decompresses them."""
+    return {name: model.get_submodule(name).weight.data for name in modules}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_their_files_give_their_weights_and_logits(name: str, tiny: Any, tmp_path: Path) -> None:
+    weights, inputs, ours_called = THEIRS[name]
+    group = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
+    folder = save_theirs(tiny, tmp_path / "theirs", {"group_0": group}, ["lm_head"])
+    theirs = load_theirs(folder, ours_called)
+    logits = tiny.their_logits(theirs)
+    checkpoint = hf.Checkpoint.open(folder)
+    for module, weight in weights_of(theirs, tiny.linears).items():
+        packed = checkpoint.linear(module).weight
+        assert isinstance(packed, PackedTensor)
+        assert packed.scheme.name == ours_called
+        assert checkpoint.scheme_of(module) == packed.scheme
+        assert torch.equal(packed.dequantize(torch.float32), weight), module
+    tolerance = WEIGHT_ONLY if inputs is None else ACTIVATIONS
+    assert tiny.difference(tiny.our_logits(folder), logits) <= tolerance
+
+
+def test_several_groups_and_ignored_modules(tiny: Any, tmp_path: Path) -> None:
+    """Names win over patterns, and patterns over class names; formats may differ by group."""
+    four = {"num_bits": 4, "strategy": "group", "group_size": 32}
+    eight = {"num_bits": 8, "strategy": "channel"}
+    dynamic = {"num_bits": 8, "strategy": "token", "dynamic": True}
+    groups = {
+        "group_0": QuantizationScheme(targets=["Linear"], weights=four),
+        "group_1": QuantizationScheme(targets=["re:.*mlp.*"], weights=eight, input_activations=dynamic),
+        "group_2": QuantizationScheme(targets=["model.layers.0.mlp.up_proj"], weights=eight),
+    }
+    folder = save_theirs(tiny, tmp_path / "theirs", groups, ["lm_head", "re:.*layers.1.*o_proj$"])
+    checkpoint = hf.Checkpoint.open(folder)
+    names = {module: checkpoint.scheme_of(module) for module in tiny.linears}
+    found = {module: scheme.name if scheme else None for module, scheme in names.items()}
+    assert found["model.layers.0.self_attn.q_proj"] == "w4g32"
+    assert found["model.layers.1.self_attn.o_proj"] is None
+    assert found["model.layers.0.mlp.up_proj"] == "w8"
+    assert found["model.layers.1.mlp.up_proj"] == "w8a8"
+    assert checkpoint.scheme_of("lm_head") is None
+    theirs = load_theirs(folder)
+    assert tiny.difference(tiny.our_logits(folder), tiny.their_logits(theirs)) <= ACTIVATIONS
+
+
+def write_ours(tiny: Any, folder: Path, schemes: dict[str, Scheme]) -> tuple[Path, dict[str, PackedTensor]]:
+    """A checkpoint as the pipeline would write it, plain rounding to nearest."""
+    tensors, stored, packed = tiny.tensors, {}, {}
+    for name, scheme in schemes.items():
+        weight = tensors.pop(f"{name}.weight")
+        packed[name] = codec(scheme.weight.kind).quantize(weight, scheme)
+        parts = parts_of(name, packed[name], torch.tensor([0.02]) if scheme.static else None)
+        shapes = {key: Part(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for key, t in parts.items()}
+        assert shapes == declared(name, scheme, packed[name].shape)
+        stored |= parts
+    ignored = ["lm_head", *(name for name in tiny.linears if name not in schemes)]
+    config = quantization_config(schemes, ignored)
+    return tiny.write(folder, {**tensors, **stored}, quantization_config=config), packed
+
+
+OURS = [
+    "w4g32", "w4g32-asym", "w3g32", "w3g16-asym", "w2g16", "w5g32", "w8", "w8-asym", "w4", "w4-tensor", "w8a8",
+    "w8a8-tensor", "w8a8-atensor", "w8a8-static", "fp8", "fp8-static", "fp8-weight", "w4a8g32",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_files_load_in_transformers(name: str, tiny: Any, tmp_path: Path) -> None:
+    scheme = Scheme.parse(name)
+    folder, packed = write_ours(tiny, tmp_path / "ours", dict.fromkeys(tiny.linears, scheme))
+    theirs = load_theirs(folder, name)
+    logits = tiny.their_logits(theirs)
+    for module, weight in weights_of(theirs, packed).items():
+        assert torch.equal(packed[module].dequantize(torch.float32), weight), module
+    again = hf.Checkpoint.open(folder)
+    assert {again.scheme_of(module) for module in packed} == {scheme}
+    tolerance = WEIGHT_ONLY if scheme.activation is None else ACTIVATIONS
+    assert tiny.difference(tiny.our_logits(folder), logits) <= tolerance
+
+
+def test_our_mixed_files_load_in_transformers(tiny: Any, tmp_path: Path) -> None:
+    """Three schemes of two formats, and a linear left dense."""
+    names = list(tiny.linears)
+    schemes = {name: Scheme.parse(("w4g32", "w8", "w8a8")[i % 3]) for i, name in enumerate(names[:-1])}
+    folder, packed = write_ours(tiny, tmp_path / "ours", schemes)
+    theirs = load_theirs(folder)
+    logits = tiny.their_logits(theirs)
+    assert {name for name, m in theirs.named_modules() if hasattr(m, "quantization_scheme")} == packed.keys()
+    for module, weight in weights_of(theirs, packed).items():
+        assert torch.equal(packed[module].dequantize(torch.float32), weight), module
+    again = hf.Checkpoint.open(folder)
+    assert {module: again.scheme_of(module) for module in schemes} == schemes
+    assert tiny.difference(tiny.our_logits(folder), logits) <= ACTIVATIONS
+
+
+def test_one_scheme_targets_the_class_and_several_name_modules() -> None:
+    four, eight = Scheme.parse("w4g128"), Scheme.parse("w8a8")
+    one = quantization_config({"a": four, "b": four}, ["lm_head"])
+    assert one["config_groups"]["group_0"]["targets"] == ["Linear"]
+    assert (one["format"], one["ignore"]) == ("pack-quantized", ["lm_head"])
+    two = quantization_config({"a": four, "b": eight, "c": four}, [])
+    assert [g["targets"] for g in two["config_groups"].values()] == [["a", "c"], ["b"]]
+    assert [g["format"] for g in two["config_groups"].values()] == ["pack-quantized", "int-quantized"]
+    assert two["format"] == "mixed-precision"
+
+
+def test_e5m2_has_no_place() -> None:
+    with pytest.raises(ValueError, match="no place for fp8-e5m2"):
+        quantization_config({"a": Scheme.parse("fp8-e5m2")}, [])
+
+
+# Reading one module
+
+
+GROUP = {
+    "targets": ["Linear"],
+    "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True},
+}
+
+
+def config(group: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    groups = {"group_0": GROUP if group is None else {**GROUP, **group}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups, **more}
+
+
+def module(tiny: Any, folder: Path, scheme: str = "w4g32", **extra: Tensor) -> tuple[Folder, PackedTensor]:
+    generator = torch.Generator().manual_seed(3)
+    packed = codec("int").quantize(torch.randn(16, 96, generator=generator), Scheme.parse(scheme))
+    tensors = parts_of("m", packed) | {f"m.{name}": tensor for name, tensor in extra.items()}
+    return Folder(tiny.write(folder, tensors)), packed
+
+
+def test_reordered_columns_are_sorted_by_group(tiny: Any, tmp_path: Path) -> None:
+    """g_idx says the group of each stored column: dequantize column by column and compare what the linear computes."""
+    g_idx = (torch.arange(96) // 32)[torch.randperm(96, generator=torch.Generator().manual_seed(5))]
+    folder, packed = module(tiny, tmp_path, weight_g_idx=g_idx.int())
+    linear = CompressedTensors(folder, config()).read("m")
+    assert linear.permutation is not None
+    codes, scale, _ = affine.decode(packed)
+    expected = torch.stack([codes[:, i] * scale[:, g_idx[i]] for i in range(96)], 1)
+    assert isinstance(linear.weight, PackedTensor)
+    assert torch.equal(linear.weight.dequantize(torch.float32), expected[:, linear.permutation])
+
+
+@pytest.mark.parametrize("g_idx", [torch.full((96,), -1), torch.arange(96) // 32])
+def test_g_idx_that_says_nothing_new_is_dropped(g_idx: Tensor, tiny: Any, tmp_path: Path) -> None:
+    folder, packed = module(tiny, tmp_path, weight_g_idx=g_idx.int())
+    linear = CompressedTensors(folder, config()).read("m")
+    assert linear.permutation is None
+    assert isinstance(linear.weight, PackedTensor)
+    assert torch.equal(linear.weight.dequantize(), packed.dequantize())
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        (config(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is set"),
+        (config(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config is set"),
+        (config(transform_config={"config_groups": {}}), "transform_config is set"),
+        (config(format="nvfp4-pack-quantized"), "'nvfp4-pack-quantized' is not one that attar reads: pack-quantized"),
+        (config({"format": "marlin-24"}), "marlin-24"),
+        (config({"output_activations": {"num_bits": 8}}), "output_activations is set"),
+        (config({"weights": None}), "needs weights"),
+        (config({"weights": {**GROUP["weights"], "strategy": "block"}}), "strategy 'block'"),
+        (config({"weights": {**GROUP["weights"], "num_bits": 9}}), "2 to 8 bits, not 9"),
+        (config({"weights": {**GROUP["weights"], "type": "float"}}), "'float' of 4 bits"),
+        (config({"weights": {**GROUP["weights"], "group_size": None}}), "group_size must be a number"),
+        (config({"weights": {**GROUP["weights"], "dynamic": True}}), "weights.dynamic"),
+        (config({"input_activations": {"strategy": "tensor", "symmetric": False}}), "static zero point"),
+        (config({"input_activations": {"strategy": "tensor_group", "dynamic": "local"}}), "dynamic true or false"),
+        (config({"targets": "Linear"}), "must be an object with targets"),
+        (config(config_groups={}), "needs config_groups"),
+    ],
+)
+def test_what_is_not_read_is_refused(changed: dict[str, Any], words: str, tiny: Any, tmp_path: Path) -> None:
+    folder, _ = module(tiny, tmp_path)
+    with pytest.raises(CheckpointError, match=words):
+        CompressedTensors(folder, changed)
+
+
+def test_settings_that_say_nothing_are_accepted(tiny: Any, tmp_path: Path) -> None:
+    folder, _ = module(tiny, tmp_path)
+    empty = config(sparsity_config={}, transform_config={}, kv_cache_scheme=None, ignore=["lm_head"])
+    assert CompressedTensors(folder, empty).scheme_of("m").name == "w4g32"
+
+
+def test_a_module_that_no_group_covers(tiny: Any, tmp_path: Path) -> None:
+    folder, _ = module(tiny, tmp_path)
+    with pytest.raises(CheckpointError, match=r"m is stored quantized, but no target .* matches it: re:\.\*mlp"):
+        CompressedTensors(folder, config({"targets": ["re:.*mlp"]})).read("m")
+
+
+@pytest.mark.parametrize(
+    "part, value, words",
+    [
+        ("weight_scale", torch.ones(16, 2), "m: part 'scale' of w4g32"),
+        ("weight_packed", torch.zeros(16, 11, dtype=torch.int32), "m: part 'codes' of w4g32"),
+        ("weight_scale", torch.ones(16, 3, dtype=torch.float64), "m: scales are float32"),
+        ("weight_shape", torch.tensor([16, 96, 1]), "not a matrix"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(part: str, value: Tensor, words: str, tiny: Any, tmp_path: Path) -> None:
+    folder, _ = module(tiny, tmp_path, **{part: value})
+    with pytest.raises(CheckpointError, match=words):
+        CompressedTensors(folder, config()).read("m")
+
+
+def test_a_missing_part_is_named(tiny: Any, tmp_path: Path) -> None:
+    folder, _ = module(tiny, tmp_path)
+    asymmetric = config({"weights": {**GROUP["weights"], "symmetric": False}})
+    with pytest.raises(CheckpointError, match=r"no tensor 'm\.weight_zero_point'"):
+        CompressedTensors(folder, asymmetric).read("m")
+
+
+# Patterns
+
+
+@pytest.mark.parametrize(
+    "text, name",
+    [
+        (r".*lm_head", "lm_head"),
+        (r".*mlp.gate$", "model.layers.3.mlp.gate"),
+        (r"visual.*", "visual.blocks.0.attn.qkv"),
+        (r"model\.layers\.(0|1|2)\..*(q|k|v)_proj", "model.layers.2.self_attn.q_proj"),
+        (r"(?:.*\.)?lm_head", "model.lm_head"),
+        (r".*layers\.\d+\.mlp\.experts\.\d+\.(gate|up)_proj.*$", "model.layers.0.mlp.experts.7.up_proj"),
+        (r"[^)]+\)*x", "abc)x"),
+    ],
+)
+def test_patterns_of_real_files_are_accepted(text: str, name: str) -> None:
+    assert pattern(text, "here").match(name)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (r"(a+)+$", "repeats a group"),
+        (r"(a|a)*$", "repeats a group"),
+        (r"(?:a|a){2,50}$", "repeats a group"),
+        (r".*.*.*.*.*=x", "more than 4 repetitions"),
+        (r"(a)\1", "refers back"),
+        (r"(?P<x>a)(?P=x)", "groups that begin with"),
+        ("a" * 257, "longer than 256"),
+        (r"*a", "not a regular expression"),
+    ],
+)
+def test_patterns_that_could_be_slow_are_refused(text: str, words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        pattern(text, "here")

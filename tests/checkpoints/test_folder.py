@@ -1,0 +1,261 @@
+"""Model folders: shards against their index, what is carried to an output, and what is refused with which words."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch as oracle
+import torch
+
+from attar.checkpoints.folder import INDEX, Folder
+from attar.checkpoints.safetensors import CheckpointError
+from attar.formats.scheme import Part
+
+A, B = {"a": torch.arange(6.0).view(3, 2)}, {"b": torch.ones(4, dtype=torch.bfloat16), "c": torch.zeros(())}
+SHARDS = {"model-00001-of-00002.safetensors": A, "model-00002-of-00002.safetensors": B}
+ONE, TWO = SHARDS
+WEIGHT_MAP = {name: shard for shard, tensors in SHARDS.items() for name in tensors}
+
+
+def single(folder: Path, config: str = '{"model_type": "llama"}') -> Path:
+    (folder / "config.json").write_text(config)
+    oracle.save_file({**A, **B}, folder / "model.safetensors")
+    return folder
+
+
+def sharded(folder: Path, weight_map: Any = WEIGHT_MAP, **extra: Any) -> Path:
+    (folder / "config.json").write_text("{}")
+    for shard, tensors in SHARDS.items():
+        oracle.save_file(tensors, folder / shard)
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map, **extra}))
+    return folder
+
+
+@pytest.mark.parametrize("make", [single, sharded])
+def test_tensors_are_found_in_whichever_file_holds_them(make: Any, tmp_path: Path) -> None:
+    folder = Folder(make(tmp_path))
+    assert set(folder.names()) == {"a", "b", "c"}
+    assert folder.has("b")
+    assert not folder.has("d")
+    assert folder.info("b") == Part("bfloat16", (4,))
+    for name, tensor in {**A, **B}.items():
+        assert torch.equal(folder.read(name), tensor)
+    assert torch.equal(folder.read_rows("a", 1, 3), A["a"][1:3])
+    out = torch.empty(3, 2)
+    assert folder.read("a", out) is out
+    assert torch.equal(out, A["a"])
+
+
+def test_the_hub_caches_links_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshots" / "1234").mkdir(parents=True)
+    for file in list(sharded(tmp_path).glob("*.*")):
+        file.rename(tmp_path / "blobs" / file.name)
+        (tmp_path / "snapshots" / "1234" / file.name).symlink_to(Path("../../blobs", file.name))
+    assert torch.equal(Folder(tmp_path / "snapshots" / "1234").read("a"), A["a"])
+
+
+def test_a_single_file_may_have_a_name_of_its_own(tmp_path: Path) -> None:
+    (single(tmp_path) / "model.safetensors").rename(tmp_path / "gptq_model-4bit-128g.safetensors")
+    folder = Folder(tmp_path)
+    assert list(folder.files) == ["gptq_model-4bit-128g.safetensors"]
+    oracle.save_file(A, tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointError, match=r"2 safetensors files but no model\.safetensors\.index\.json"):
+        Folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "words"),
+    [
+        ({**WEIGHT_MAP, "d": "model-00003-of-00003.safetensors"}, r"1 of 3 weight files missing: model-00003-of-00003"),
+        (
+            {**WEIGHT_MAP, "d": ONE},
+            r"model-00001.*has no tensor 'd', which model\.safetensors\.index\.json places in it",
+        ),
+        ({k: v for k, v in WEIGHT_MAP.items() if k != "c"}, r"holds tensor 'c', but .* does not list it"),
+        ({**WEIGHT_MAP, "c": ONE}, r"model-00002.*holds tensor 'c', but .* places it in model-00001"),
+        ({**WEIGHT_MAP, "d": "../x.safetensors"}, "is not the name of a safetensors file"),
+        ({**WEIGHT_MAP, "d": "/x.safetensors"}, "is not the name of a safetensors file"),
+        ({**WEIGHT_MAP, "d": ".x.safetensors"}, "is not the name of a safetensors file"),
+        ({**WEIGHT_MAP, "d": "sub/x.safetensors"}, "is not the name of a safetensors file"),
+        ({**WEIGHT_MAP, "d": "x\n.safetensors"}, "is not the name of a safetensors file"),
+        ({**WEIGHT_MAP, "d": "pytorch_model.bin"}, "is not the name of a safetensors file"),
+        ({**WEIGHT_MAP, "d": ""}, "is not the name of a safetensors file"),
+        ({**WEIGHT_MAP, "d": None}, "is not the name of a safetensors file"),
+        ({**WEIGHT_MAP, "d": ["x.safetensors"]}, "is not the name of a safetensors file"),
+        ({**WEIGHT_MAP, "d": INDEX}, "is not the name of a safetensors file"),
+        ({}, "needs a weight_map"),
+        ([], "needs a weight_map"),
+        (None, "needs a weight_map"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_shards_is_refused(weight_map: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        Folder(sharded(tmp_path, weight_map))
+
+
+def test_the_same_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    oracle.save_file({**B, "a": A["a"]}, sharded(tmp_path) / TWO)
+    with pytest.raises(CheckpointError, match=r"holds tensor 'a', but .* places it in model-00001"):
+        Folder(tmp_path)
+
+
+def test_a_truncated_shard_is_found_at_opening(tmp_path: Path) -> None:
+    os.truncate(sharded(tmp_path) / TWO, (tmp_path / TWO).stat().st_size - 1)
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors: truncated: expected 12 bytes"):
+        Folder(tmp_path)
+
+
+def test_a_large_index_is_read_and_a_wrong_total_is_no_matter(tmp_path: Path) -> None:
+    weight_map = {**WEIGHT_MAP, **{f"d{i}": ONE for i in range(100_000)}}
+    with pytest.raises(CheckpointError, match="has no tensor 'd0'"):
+        Folder(sharded(tmp_path, weight_map))
+    assert Folder(sharded(tmp_path, metadata={"total_size": -1})).has("a")
+
+
+def test_two_answers_to_where_the_weights_are_is_an_error(tmp_path: Path) -> None:
+    single(sharded(tmp_path))
+    with pytest.raises(CheckpointError, match="remove the one that is stale"):
+        Folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"", "not valid JSON"),
+        (b"[]", "must hold a JSON object, not list"),
+        (b'"x"', "must hold a JSON object, not str"),
+        (b"{", "not valid JSON"),
+        (b'{"a":1,"a":2}', "'a' is given twice"),
+        (b'{"a":{"b":1,"b":1}}', "'b' is given twice"),
+        (b'{"a":NaN}', "NaN is not a JSON number"),
+        (b'{"a":-Infinity}', "-Infinity is not a JSON number"),
+        (b'{"a":1e999}', "out of range"),
+        (b'\xef\xbb\xbf{"a":1}', "not valid JSON"),
+        (b'{"a":"\xff"}', "not valid JSON"),
+        (b'{"a":1} x', "not valid JSON"),
+        (b"{'a':1}", "not valid JSON"),
+        (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+        (b'{"a":' + b"9" * 5000 + b"}", "not valid JSON"),
+        (b" " * 16_000_001, "larger than 16000000 bytes"),
+    ],
+)
+def test_a_config_that_is_not_strict_json_is_refused(text: bytes, words: str, tmp_path: Path) -> None:
+    (single(tmp_path) / "config.json").write_bytes(text)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        Folder(tmp_path)
+    assert str(caught.value).startswith(str(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "last.ckpt"])
+def test_pickles_are_refused_with_a_recipe_and_not_opened(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_bytes(b"cos\nsystem\n(S'touch canary'\ntR.")
+    with pytest.raises(CheckpointError, match=r"its weights are pickles .*save_pretrained"):
+        Folder(tmp_path)
+    assert not Path("canary").exists()
+
+
+def test_other_kinds_of_folder_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        Folder(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match=r"no config\.json: not a Hugging Face model folder$"):
+        Folder(tmp_path)
+    (tmp_path / "x.gguf").touch()
+    with pytest.raises(CheckpointError, match="it holds GGUF files"):
+        Folder(tmp_path)
+    (tmp_path / "checkpoint-500").mkdir()
+    single(tmp_path / "checkpoint-500")
+    with pytest.raises(CheckpointError, match="its subfolder checkpoint-500 has one"):
+        Folder(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"an adapter .LoRA., not a model; merge it"):
+        Folder(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="has no safetensors file; download or copy"):
+        Folder(tmp_path)
+
+
+def test_an_unknown_tensor_offers_the_nearest(tmp_path: Path) -> None:
+    oracle.save_file({"model.norm.weight": torch.ones(2)}, single(tmp_path) / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"has no tensor 'norm\.weight'; did you mean 'model\.norm\.weight'"):
+        Folder(tmp_path).read("norm.weight")
+
+
+def test_what_belongs_to_the_model_is_carried_and_nothing_else(tmp_path: Path) -> None:
+    wanted = {
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer.model.v3",
+        "tokenizer_config.json",
+        "vocab.json",
+        "merges.txt",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "additional_chat_templates/tools.jinja",
+        "generation_config.json",
+        "preprocessor_config.json",
+        "qwen.tiktoken",
+        "LICENSE",
+        "NOTICE.txt",
+    }
+    left = {
+        "modeling_llama.py",
+        "pytorch_model.bin",
+        "optimizer.pt",
+        "training_args.bin",
+        "README.md",
+        "recipe.yaml",
+        "receipt.json",
+        "trainer_state.json",
+        "tokenizer.model.py",
+        "LICENSE.py",
+        ".env",
+        "original/tokenizer.model",
+        "additional_chat_templates/x.py",
+        "quantize_config.json",
+    }
+    single(tmp_path)
+    for name in wanted | left:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    (tmp_path / "vocab.txt").mkdir()  # a folder of a file's name
+    assert Folder(tmp_path).carry_files() == tuple(sorted(wanted))
+
+
+def test_hashes_are_of_the_files_and_progress_reaches_the_end(tmp_path: Path) -> None:
+    seen = list[tuple[int, int]]()
+    hashes = Folder(sharded(tmp_path)).source_hashes(lambda done, total: seen.append((done, total)))
+    assert list(hashes) == ["config.json", INDEX, ONE, TWO]
+    for name, digest in hashes.items():
+        assert digest == hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+    total = sum((tmp_path / name).stat().st_size for name in SHARDS)
+    assert seen[-1] == (total, total)
+    assert seen == sorted(seen)
+
+
+def test_a_pipe_in_place_of_a_file_does_not_hang(tmp_path: Path) -> None:
+    os.mkfifo(sharded(tmp_path) / "pipe")
+    for name in (INDEX, ONE, "config.json"):
+        os.replace(tmp_path / name, tmp_path / "kept")
+        os.link(tmp_path / "pipe", tmp_path / name)
+        with pytest.raises(CheckpointError, match=r"not a regular file|no config"):
+            Folder(tmp_path)
+        os.replace(tmp_path / "kept", tmp_path / name)
+
+
+def test_a_trained_checkpoint_opens(shared: Path) -> None:
+    path = shared / "models" / "TinyStories-656K"
+    if not path.is_dir():
+        pytest.skip("the shared models are not at hand")
+    folder, expected = Folder(path), oracle.load_file(path / "model.safetensors")
+    assert set(folder.names()) == set(expected)
+    assert all(torch.equal(folder.read(name), tensor) for name, tensor in expected.items())
+    assert "tokenizer.json" in folder.carry_files()

@@ -1,0 +1,185 @@
+"""Probes: their random numbers are fixed, a replay passes on the same weights in other company and dtype, and damage is
+named where it is."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from attar.checkpoints import probes
+from attar.checkpoints.probes import Probes, make_probes
+from attar.checkpoints.safetensors import CheckpointError
+from attar.model.decoder import Decoder
+
+Make = Callable[..., Decoder]
+LAYERS = 3
+SAME_MACHINE = 1e-8  # nine digits are stored
+
+
+def module(decoder: Decoder, layer: int, name: str) -> str:
+    return f"{decoder.config.names.layer.format(i=layer)}.{name}"
+
+
+def test_random_numbers_are_fixed_for_good(tiny_decoder: Make) -> None:
+    """They must be those of every earlier and later version: receipts hold what was made of them."""
+    assert probes.prompts(tiny_decoder(0).config, 0)[0, :6].tolist() == [1, 23, 10, 54, 48, 26]
+    assert probes._signs(probes._SIGNS, 0, 2, 8).tolist() == [[-1, 1, 1, -1, 1, 1, 1, -1], [1, -1, -1, -1, 1, -1, 1, 1]]
+    assert abs(probes._signs(probes._SIGNS, 5, 16, 4096).mean().item()) < 0.01
+
+
+def test_a_projection_keeps_the_norm_on_average() -> None:
+    hidden = torch.randn(400, 64, generator=torch.Generator().manual_seed(0))
+    kept = probes.project(1, hidden).square().mean() / hidden.square().mean()
+    assert kept.item() == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("scheme", [None, "w4g32", "w8a8", "w8a8-atensor"])
+def test_replay_on_the_same_machine(tiny_decoder: Make, scheme: str | None) -> None:
+    made = make_probes(tiny_decoder(0, scheme=scheme), seed=7)
+    assert json.loads(json.dumps(made, allow_nan=False)) == made == make_probes(tiny_decoder(0, scheme=scheme), seed=7)
+    assert len(made["prompts"]) == 8
+    assert {len(p["tokens"]) for p in made["prompts"]} == {16}
+    assert {len(p["top"]) for p in made["prompts"]} == {8}
+    assert all(len(p["layers"]) == LAYERS and len(p["layers"][0]) == 16 for p in made["prompts"])
+    rounded = scheme is not None and "a8" in scheme
+    assert (made["noise"]["exact"] is None) == rounded
+    assert (made["noise"]["int8_activations"] is None) == (not rounded)
+    assert made["noise"]["cuda"] is None
+    decoder, read = tiny_decoder(0, scheme=scheme), Probes.parse(made, "here")
+    assert read.replay(decoder) is None
+    path = "int8_activations" if rounded else "exact"
+    noise = read.noise[path]
+    assert noise is not None
+    for _, found in list(probes._differences(decoder, read.prompts[3], path, noise))[:LAYERS]:
+        assert found.difference < SAME_MACHINE
+
+
+def test_the_largest_logits_are_those_of_the_last_position(tiny_decoder: Make) -> None:
+    from attar.model.cache import Step
+
+    decoder = tiny_decoder(0)
+    for probe in make_probes(decoder, 0)["prompts"]:
+        last = decoder.forward(torch.tensor(probe["tokens"]), Step((16,), 16))[-1].topk(8)
+        assert [i for i, _ in probe["top"]] == last.indices.tolist()
+        assert [x for _, x in probe["top"]] == pytest.approx(last.values.tolist(), rel=1e-4)
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("name", ["self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj"])
+@pytest.mark.parametrize("count", [1, None])
+def test_a_scaled_weight_is_found_in_its_layer(tiny_decoder: Make, layer: int, name: str, count: int | None) -> None:
+    good = tiny_decoder(0, scheme="w4g32")
+    read = Probes.parse(make_probes(good, 0), "here")
+    for linear in good.blocks[layer].linears():
+        if linear.name == module(good, layer, name):
+            linear.dense = 1.1 * linear.weight.dequantize()  # type: ignore[union-attr]
+    found = read.replay(good, count)
+    assert found is not None
+    assert found.where == f"model.layers.{layer}"
+    assert found.difference > 10 * found.allowed
+
+
+def test_one_scaled_element_is_found(tiny_decoder: Make) -> None:
+    decoder = tiny_decoder(0)
+    read = Probes.parse(make_probes(decoder, 0), "here")
+    weight = decoder.blocks[1].attention.output.weight
+    assert isinstance(weight, torch.Tensor)
+    weight.view(-1)[weight.abs().argmax()] *= 1.1
+    found = read.replay(decoder)
+    assert found is not None
+    assert found.where == "model.layers.1"
+
+
+def test_damage_behind_the_blocks_is_named(tiny_decoder: Make) -> None:
+    decoder = tiny_decoder(0)
+    read = Probes.parse(make_probes(decoder, 0), "here")
+    decoder.final_norm.weight[::2] *= 1.1
+    found = read.replay(decoder)
+    assert found is not None
+    assert found.where == "lm_head"
+    decoder.final_norm.weight[0] = torch.nan
+    assert read.replay(decoder) is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_replay_in_half_precision(tiny_decoder: Make, dtype: torch.dtype) -> None:
+    whole = tiny_decoder(0)
+    read = Probes.parse(make_probes(whole, 0), "here")
+    half = cast(whole, dtype)
+    assert half.dtype == dtype
+    assert read.replay(half) is None
+    half.blocks[1].attention.output.weight *= -1  # type: ignore[operator, assignment]
+    found = read.replay(half)
+    assert found is not None
+    assert found.where == "model.layers.1"
+
+
+def cast(decoder: Decoder, dtype: torch.dtype) -> Decoder:
+    decoder = copy.deepcopy(decoder)
+    decoder.embedding.table = decoder.head.weight = decoder.embedding.table.to(dtype)
+    norms = [decoder.final_norm]
+    for block in decoder.blocks:
+        norms += [block.attention_norm, block.feed_forward_norm]
+        for linear in block.linears():
+            linear.weight = linear.weight.to(dtype)  # type: ignore[union-attr]
+    for norm in norms:
+        norm.weight = norm.weight.to(dtype)
+    return decoder
+
+
+def test_rounding_noise_is_measured(tiny_decoder: Make) -> None:
+    """The floor is what a shaken copy shows: some units in the last place, and with rounded activations far more."""
+    exact = make_probes(tiny_decoder(0), 0)["noise"]["exact"]
+    rounded = make_probes(tiny_decoder(0, scheme="w8a8"), 0)["noise"]["int8_activations"]
+    assert all(1e-7 < level < 1e-5 for level in exact["layers"])
+    assert 1e-7 < exact["head"] < 1e-5
+    assert 1e-4 < max(rounded["layers"]) < 0.3
+
+
+def test_nan_is_named_when_probes_are_made(tiny_decoder: Make) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    with pytest.raises(ValueError, match=r"model\.layers\.1 holds a NaN"):
+        make_probes(tiny_decoder(0, tensors={name: torch.full((64, 128), torch.nan)}), 0)
+
+
+def test_probes_of_another_model_are_refused(tiny_decoder: Make) -> None:
+    read = Probes.parse(make_probes(tiny_decoder(0), 0), "here")
+    with pytest.raises(CheckpointError, match="other layers or another vocabulary"):
+        read.replay(tiny_decoder(0, layers=2))
+    with pytest.raises(CheckpointError, match="other layers or another vocabulary"):
+        read.replay(tiny_decoder(0, vocab=20))
+    with pytest.raises(CheckpointError, match="no noise floor for the int8_activations"):
+        read.replay(tiny_decoder(0, scheme="w8a8"))
+
+
+def test_damaged_probes_are_refused(tiny_decoder: Make) -> None:
+    made = make_probes(tiny_decoder(0, layers=1), 0)
+
+    def spoil(change: Callable[[Any], object]) -> Any:
+        copied = copy.deepcopy(made)
+        change(copied)
+        return copied
+
+    for bad in (
+        None,
+        {},
+        [],
+        {"prompts": [], "noise": {}},
+        spoil(lambda p: p["prompts"][0].pop("top")),
+        spoil(lambda p: p["prompts"][0].update(tokens=[-1])),
+        spoil(lambda p: p["prompts"][0].update(tokens=[1.5])),
+        spoil(lambda p: p["prompts"][0].update(tokens=[True])),
+        spoil(lambda p: p["prompts"][0].update(top=[[1, "2"]])),
+        spoil(lambda p: p["prompts"][0].update(top=[])),
+        spoil(lambda p: p["prompts"][0]["layers"].append([0.0] * 16)),
+        spoil(lambda p: p["prompts"][0]["layers"][0].pop()),
+        spoil(lambda p: p["noise"]["exact"]["layers"].append(0.0)),
+        spoil(lambda p: p.update(noise=7)),
+    ):
+        with pytest.raises(CheckpointError, match="here: the probes are damaged"):
+            Probes.parse(bad, "here")
