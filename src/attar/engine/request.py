@@ -1,0 +1,154 @@
+"""What a caller asks for and what comes back: `SamplingParams` and `Completion`. Plain values, no torch.
+
+Ranges follow OpenAI's API where it has the parameter and vLLM's where it has not. Every value is checked when it is
+made, so that the sampler can trust it: a bool is no integer, NaN is no number, and an error names the range.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length"]
+
+MAX_STOPS = 16
+MAX_STOP_BYTES = 256
+MAX_LOGPROBS = 20
+MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens. The defaults sample from the model's own distribution.
+
+    The order in which they act, and the formulas, are in `engine/sampler.py`.
+
+    max_tokens: at most so many new tokens, >= 1.
+    temperature: >= 0; 0 takes the most likely token, after penalties.
+    top_k: keep the k most likely tokens; 0 keeps all.
+    top_p: keep the fewest most likely tokens whose probabilities sum to at least this; in (0, 1], 1 keeps all.
+    min_p: keep tokens at least this likely compared with the most likely one; in [0, 1], 0 keeps all.
+    repetition_penalty: > 0; above 1 makes tokens of prompt and output less likely (1 is off).
+    presence_penalty, frequency_penalty: in [-2, 2]; subtracted from the logits of tokens of the output, once, or once
+        per occurrence.
+    stop: strings that end the text, a string or several; they are not part of it. At most 16 of 256 UTF-8 bytes.
+    stop_token_ids: tokens that end it, besides the model's own EOS tokens.
+    ignore_eos: generate past the model's EOS tokens.
+    seed: 0 to 2^64 - 1; the same seed gives the same text, whatever else runs. None draws one (see `seeded`).
+    logprobs: None for none; k for each token's log probability and those of the k most likely ones, k <= 20.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _integer("max_tokens", self.max_tokens, 1)
+        _number("temperature", self.temperature, 0.0)
+        _integer("top_k", self.top_k, 0)
+        _number("top_p", self.top_p, 0.0, 1.0, above=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, above=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+        if self.seed is not None:
+            _integer("seed", self.seed, 0, MAX_SEED)
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        # Lists are welcome and kept as tuples: the value is frozen, hashable, and the caller's list may change.
+        object.__setattr__(self, "stop", _stops(self.stop))
+        object.__setattr__(self, "stop_token_ids", _stop_tokens(self.stop_token_ids))
+
+    def seeded(self) -> SamplingParams:
+        """These parameters with a seed: their own, or one from the operating system. Called once per request."""
+        if self.seed is not None:
+            return self
+        return replace(self, seed=int.from_bytes(os.urandom(8), "little"))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural log probability of one generated token under the model itself, before penalties, temperature and filters.
+
+    `top` holds the k most likely tokens with theirs, best first, equals in order of id.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The answer to one prompt.
+
+    `finish_reason` is `stop` (an EOS or stop token, or a stop string) or `length` (max_tokens, or the context is full).
+    `token_ids` include the token that ended the text; `text` does not show it. `seed` is the one that was used.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    prompt_token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    seed: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def _integer(name: str, value: object, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer, not {value!r}")
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"{name} must be {_range(low, high, above=False)}, not {value}")
+
+
+def _number(name: str, value: object, low: float, high: float | None = None, above: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, not {value!r}")
+    if value < low or (above and value == low) or (high is not None and value > high):
+        raise ValueError(f"{name} must be {_range(low, high, above)}, not {value}")
+
+
+def _range(low: float, high: float | None, above: bool) -> str:
+    lower = f"above {low:g}" if above else f"at least {low:g}"
+    return lower if high is None else f"{lower} and at most {high:g}"
+
+
+def _stops(stop: object) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(strings, Sequence) or not all(isinstance(text, str) for text in strings):
+        raise ValueError(f"stop must be a string or a list of strings, not {stop!r}")
+    if len(strings) > MAX_STOPS:
+        raise ValueError(f"at most {MAX_STOPS} stop strings, not {len(strings)}")
+    for text in strings:
+        if not text:
+            raise ValueError("a stop string must not be empty")
+        if len(text.encode("utf-8", "surrogatepass")) > MAX_STOP_BYTES:
+            raise ValueError(f"a stop string may have {MAX_STOP_BYTES} bytes: {text[:20]!r}... is longer")
+    return tuple(strings)
+
+
+def _stop_tokens(tokens: object) -> tuple[int, ...]:
+    if isinstance(tokens, str) or not isinstance(tokens, Sequence):
+        raise ValueError(f"stop_token_ids must be a list of token ids, not {tokens!r}")
+    for token in tokens:
+        _integer("a stop token id", token, 0)
+    return tuple(tokens)

@@ -1,0 +1,157 @@
+"""The process that renders chat templates: reads requests on stdin, writes answers on stdout, until stdin ends.
+
+Started by `template.py` in a bare Python: it imports the standard library and jinja2, and nothing else. Templates come
+with models, from strangers. The sandboxed environment keeps them from Python's internals; the limits below keep them
+from the machine's memory, processor and files. A template that passes a limit costs this process, and nothing else.
+
+Once the limits are set no file can be opened, so modules that jinja2 and the codecs load at first use are loaded early.
+On macOS, which does not enforce RLIMIT_AS, memory is bounded only by the deadline.
+
+Frames both ways: 4 bytes of length, big-endian, then the body. Request: JSON. Answer, in UTF-8: `+` and the
+text, `-` and one sentence, or `!` and one sentence and the end of this process.
+"""
+
+from __future__ import annotations
+
+import datetime
+import encodings.unicode_escape
+import json
+import math
+import pprint
+import resource
+import sys
+import unicodedata
+from collections import OrderedDict
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.debug
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+IMPORTED_EARLY = (encodings.unicode_escape, jinja2.debug, pprint, unicodedata)
+
+EXTRA_MEMORY = 256 << 20  # bytes of address space above what the idle process has
+CPU_SECONDS = 1  # at least; up to one more, as the limit counts whole seconds
+MAX_OUTPUT = 4 << 20  # bytes of UTF-8
+MAX_MESSAGE = 300  # characters of an error
+KEPT_TEMPLATES = 8
+
+
+class Generation(Extension):
+    """`{% generation %}` marks what an assistant wrote, for training. Here its content is rendered as if unmarked."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which touching a forbidden attribute is an error at once rather than an undefined value."""
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        raise SecurityError(f"the attribute {attribute!r} of {type(obj).__name__} is not for templates")
+
+
+class TooLong(Exception):
+    """The rendered text passed MAX_OUTPUT."""
+
+
+def make_environment() -> Sandbox:
+    """Jinja as transformers sets it up for chat templates, less the globals that no template needs."""
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
+    for unused in ("lipsum", "cycler", "joiner"):
+        del environment.globals[unused]
+    environment.globals["raise_exception"] = raise_exception
+    environment.filters["tojson"] = to_json
+    return environment
+
+
+def raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """JSON as text, without the HTML escapes of Jinja's own filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def render(template: jinja2.Template, request: dict[str, Any]) -> bytes:
+    day = datetime.datetime.fromisoformat(request["date"])
+    pieces: list[bytes] = []
+    size = 0
+    for piece in template.generate(**request["variables"], strftime_now=day.strftime):
+        pieces.append(piece.encode())
+        size += len(pieces[-1])
+        if size > MAX_OUTPUT:
+            raise TooLong
+    return b"".join(pieces)
+
+
+def answer(environment: Sandbox, known: OrderedDict[str, jinja2.Template], body: bytes) -> bytes:
+    try:
+        request = json.loads(body)
+        source = request["template"]
+        if source not in known:
+            known[source] = environment.from_string(source)
+            if len(known) > KEPT_TEMPLATES:
+                known.popitem(last=False)
+        known.move_to_end(source)
+        return b"+" + render(known[source], request)
+    except TooLong:
+        return b"-the chat template writes more than %d MiB" % (MAX_OUTPUT >> 20)
+    except RecursionError:
+        return b"-the chat template is nested too deeply"
+    except UnicodeEncodeError:
+        return b"-the chat template writes text with a lone surrogate, which is not Unicode"
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a template provokes is the template's error
+        # An OSError (some filters and codecs would load a file) names paths of this machine.
+        words = "it may not open files" if isinstance(error, OSError) else " ".join(str(error)[:MAX_MESSAGE].split())
+        place = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        return b"-" + f"the chat template failed: {type(error).__name__}: {words}{place}".encode("utf-8", "replace")
+
+
+def limit_resources() -> None:
+    """Once, after everything is imported: little more memory, no new files or sockets, nothing left behind."""
+    limits = {resource.RLIMIT_NOFILE: 3, resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
+    if sys.platform == "linux":
+        with open("/proc/self/statm") as statm:
+            limits[resource.RLIMIT_AS] = int(statm.read().split()[0]) * resource.getpagesize() + EXTRA_MEMORY
+    for what, limit in limits.items():
+        resource.setrlimit(what, (limit, limit))
+
+
+def allow_more_cpu() -> None:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = math.ceil(usage.ru_utime + usage.ru_stime) + CPU_SECONDS
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def send(body: bytes) -> None:
+    sys.stdout.buffer.write(len(body).to_bytes(4, "big") + body)
+    sys.stdout.buffer.flush()
+
+
+def main() -> None:
+    environment = make_environment()
+    known: OrderedDict[str, jinja2.Template] = OrderedDict()
+    limit_resources()
+    send(b"+")
+    while header := sys.stdin.buffer.read(4):
+        body = sys.stdin.buffer.read(int.from_bytes(header, "big"))
+        allow_more_cpu()
+        try:
+            reply = answer(environment, known, body)
+        except MemoryError:
+            send(b"!the chat template needs more than %d MiB of memory" % (EXTRA_MEMORY >> 20))
+            return  # memory that failed once is not to be trusted: a fresh process is
+        send(reply)

@@ -1,0 +1,223 @@
+"""Tokenizers that ship without a `tokenizer.json`, rebuilt for the `tokenizers` library.
+
+Three older shapes are met in checkpoints: `vocab.json` + `merges.txt` (GPT-2, OPT, Qwen2), a `tokenizer.model` of
+tiktoken ranks (Llama 3), and a `tokenizer.model` of sentencepiece BPE (Llama 2, Mistral, Gemma). All three are
+byte-pair encodings, so each becomes the same thing: a vocabulary, an ordered list of merges, and the text splitting
+around them.
+
+A rank file and a sentencepiece file store no merges, only pieces in order of preference. The merges follow: every way
+to cut a piece into two pieces is a merge, ordered by the preference of the whole, then by its halves. The sentencepiece
+file is a protobuf; the few fields needed are read by hand, which saves a dependency that is otherwise unused. Unigram
+models and models with a character map are refused: no decoder here was trained with one.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+Piece = TypeVar("Piece", str, bytes)
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2_SPLIT = _WORDS % r"\p{N}"
+LLAMA3_SPLIT = _WORDS % r"\p{N}{1,3}"
+"""How text is cut before merging: as in GPT-4's splitting, with digits one by one (Qwen2) or in threes (Llama 3)."""
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # sentencepiece's piece types
+_BPE = 2  # sentencepiece's model types: 1 is unigram
+
+
+def bytes_to_chars() -> dict[int, str]:
+    """The 256 printable characters by which byte-level BPE writes bytes (GPT-2): themselves, or 256, 257, ..."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+def from_merges(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
+    """Byte-level BPE of `vocab.json` and `merges.txt`, split Qwen2's way if that is its class, else GPT-2's."""
+    vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+    lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+    try:
+        pairs = [_pair(*line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    except TypeError as error:
+        raise ValueError(f"{folder / 'merges.txt'}: a line must hold two pieces with one space between them") from error
+    try:
+        model = models.BPE(vocab, pairs, fuse_unk=False)
+    except Exception as error:  # the library raises bare Exception, for a merge of pieces that the vocabulary lacks
+        raise ValueError(f"{folder / 'merges.txt'} does not belong to its vocab.json: {error}") from error
+    prefix = bool(config.get("add_prefix_space", False))
+    if str(config.get("tokenizer_class", "")).startswith("Qwen2"):
+        return _byte_level(model, QWEN2_SPLIT, prefix, normalizers.NFC())
+    return _byte_level(model, None, prefix, None)
+
+
+def from_model_file(path: Path) -> Tokenizer:
+    """A `tokenizer.model`, of tiktoken ranks (lines of base64 and rank) or sentencepiece, told apart by content."""
+    data = path.read_bytes()
+    first, _, rank = data.split(b"\n", 1)[0].partition(b" ")
+    if first and rank.strip().isdigit():
+        return _from_ranks(path, data)
+    return _from_sentencepiece(path, data)
+
+
+def add_special(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
+    """Register the added tokens that `tokenizer_config.json` lists, in the order of their ids."""
+    listed = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    tokens = [AddedToken(entry["content"], **{flag: bool(entry.get(flag)) for flag in flags}) for _, entry in listed]
+    tokenizer.add_tokens(tokens)
+    for (expected, entry), token in zip(listed, tokens, strict=True):
+        if tokenizer.token_to_id(token.content) != int(expected):
+            raise ValueError(f"added token {entry['content']!r} cannot get the id {expected}: the vocabulary has a gap")
+
+
+def prepend_bos(tokenizer: Tokenizer, bos: str) -> None:
+    """Make `encode` put the BOS token first."""
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+    )
+
+
+def _pair(left: str, right: str) -> tuple[str, str]:
+    return left, right
+
+
+def _byte_level(
+    model: models.BPE, split: str | None, prefix: bool, normalizer: normalizers.Normalizer | None
+) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=split is None)
+    if split is None:
+        tokenizer.pre_tokenizer = to_bytes
+    else:
+        words = pre_tokenizers.Split(Regex(split), behavior="isolated", invert=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _merges(ranks: Mapping[Piece, float], ids: Mapping[Piece, int]) -> list[tuple[Piece, Piece]]:
+    """Every cut of a piece into two, ordered by the rank (low is early) of the whole, then by the ids of the halves.
+
+    Llama 2 gives all its runs of spaces one score: there the order of the halves alone decides.
+    """
+    found = []
+    for piece, rank in ranks.items():
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in ranks and right in ranks:
+                found.append((rank, ids[left], ids[right], left, right))
+    found.sort()
+    return [(left, right) for *_, left, right in found]
+
+
+def _from_ranks(path: Path, data: bytes) -> Tokenizer:
+    """Llama 3: ranks are ids; a word that is a piece is taken whole, without merging (tiktoken's rule)."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(data.splitlines(), 1):
+        try:
+            encoded, rank = line.split()
+            ranks[base64.b64decode(encoded, validate=True)] = int(rank)
+        except ValueError as error:  # binascii.Error is one
+            raise ValueError(f"{path}: line {number} is not a base64 piece and its rank") from error
+    chars = bytes_to_chars()
+
+    def spell(piece: bytes) -> str:
+        return "".join(chars[byte] for byte in piece)
+
+    vocab = {spell(piece): rank for piece, rank in ranks.items()}
+    merges = [(spell(left), spell(right)) for left, right in _merges(ranks, ranks)]
+    return _byte_level(models.BPE(vocab, merges, fuse_unk=False, ignore_merges=True), LLAMA3_SPLIT, False, None)
+
+
+def _from_sentencepiece(path: Path, data: bytes) -> Tokenizer:
+    """Llama 2 and kin: spaces become U+2581, unknown characters become byte pieces."""
+    pieces: list[tuple[str, float, int]] = []
+    model_type, dummy_prefix, byte_fallback = 1, True, False  # protobuf defaults of these fields
+    extra_whitespace, charsmap = True, b""
+    try:
+        for field, value in _fields(data):
+            if field == 1:
+                piece = dict(_fields(value))
+                score = struct.unpack("<f", piece[2])[0] if 2 in piece else 0.0
+                pieces.append((piece[1].decode(), score, piece.get(3, _NORMAL)))
+            elif field == 2:
+                trainer = dict(_fields(value))
+                model_type, byte_fallback = trainer.get(3, model_type), bool(trainer.get(35, byte_fallback))
+            elif field == 3:
+                spec = dict(_fields(value))
+                charsmap = spec.get(2, charsmap)
+                dummy_prefix, extra_whitespace = bool(spec.get(3, True)), bool(spec.get(4, True))
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error) as error:
+        raise ValueError(f"{path} is neither a sentencepiece model nor a tiktoken rank file") from error
+    if model_type != _BPE or charsmap or extra_whitespace or not pieces:
+        raise ValueError(
+            f"{path}: only sentencepiece BPE models without text normalization are read directly; convert it once with "
+            "transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes a tokenizer.json "
+            "(transformers needs the `sentencepiece` package for this)"
+        )
+    vocab = {text: index for index, (text, _, _) in enumerate(pieces)}
+    ranks = {text: -score for text, score, kind in pieces if kind in (_NORMAL, _USER_DEFINED, _UNUSED)}
+    unknown = next((text for text, _, kind in pieces if kind == _UNKNOWN), None)
+    model = models.BPE(vocab, _merges(ranks, vocab), unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback)
+    tokenizer = Tokenizer(model)
+    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁")] * dummy_prefix + spaces)
+    strip = [decoders.Strip(" ", 1, 0)] if dummy_prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    control = [text for text, _, kind in pieces if kind in (_CONTROL, _UNKNOWN)]
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in control])
+    whole = [text for text, _, kind in pieces if kind == _USER_DEFINED]
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in whole])
+    return tokenizer
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """(field number, value) of one protobuf message: int for varints, bytes for everything else."""
+    at = 0
+    while at < len(message):
+        key, at = _varint(message, at)
+        kind = key & 7
+        if kind == 0:
+            value, at = _varint(message, at)
+            yield key >> 3, value
+            continue
+        if kind == 2:
+            size, at = _varint(message, at)
+        else:
+            size = {1: 8, 5: 4}[kind]
+        if at + size > len(message):
+            raise ValueError("a field is longer than its message")
+        yield key >> 3, message[at : at + size]
+        at += size
+
+
+def _varint(message: Sequence[int], at: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = message[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+    raise ValueError("a varint is longer than ten bytes")

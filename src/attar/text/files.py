@@ -1,0 +1,37 @@
+"""Texts as users hand them over: a UTF-8 file, or one JSON object a line with the text under `text`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a file; of a .jsonl file, its objects' `text` one after another, a blank line between.
+
+    Raises ValueError where the file is missing, no UTF-8, empty, or a line holds no text.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    try:
+        content = path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: byte {error.start} does not decode") from None
+    if path.suffix == ".jsonl":
+        content = "\n\n".join(
+            _text_of(line, path, number) for number, line in enumerate(content.splitlines(), 1) if line
+        )
+    if not content.strip():
+        raise ValueError(f"{path} is empty")
+    return content
+
+
+def _text_of(line: str, path: Path, number: int) -> str:
+    try:
+        value = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        value = None
+    if not isinstance(value, str):
+        raise ValueError(f"{path}, line {number}: expected a JSON object with a string under `text`")
+    return value

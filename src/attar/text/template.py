@@ -1,0 +1,186 @@
+"""Chat templates: messages to prompt text, as transformers' `apply_chat_template`, but safely.
+
+A chat template is a program that comes with a model. Jinja's sandbox keeps it from Python's internals but not from the
+machine: one expression can ask for gigabytes, or for hours inside a single C call that no Python signal interrupts; its
+maintainers say to set limits in the operating system (pallets/jinja#2149). So templates are rendered by another
+process, `_render_child.py`, under limits on memory, processor time, files and output, and this module kills it at a
+deadline. One such process serves all renders, since starting Python costs a hundred times more than a render; after
+any failure of its own it is replaced. It shares no memory with the caller; only JSON and text pass between them.
+
+The date a template may print (`strftime_now`) is an argument with a constant default: the same messages give the same
+prompt on any day.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+MAX_TEMPLATE = 1 << 20  # bytes
+MAX_REQUEST = 16 << 20  # bytes: messages, tools and the template, as JSON
+MAX_ANSWER = (4 << 20) + 1
+RENDER_SECONDS = 1.2  # of wall time; a render takes about a millisecond
+START_SECONDS = 60.0  # importing jinja2 on a busy machine
+DEFAULT_DATE = datetime.date(2024, 7, 26)
+"""The date Llama 3's own template falls back to."""
+
+
+class TemplateError(ValueError):
+    """A template could not be rendered: one sentence, fit for showing."""
+
+
+def render_chat(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    bos_token: str | None,
+    eos_token: str | None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    date: datetime.date = DEFAULT_DATE,
+    **extra: Any,
+) -> str:
+    """The prompt text of a conversation.
+
+    messages: mappings with a "role" and, mostly, "content"; plain JSON values. tools: JSON schemas. extra: further
+    variables for the template, such as `enable_thinking`. A special token that is None stays undefined.
+
+    Raises TemplateError for a template that fails, raises an error of its own, or asks for too much (1 MiB of template,
+    4 MiB of text, 256 MiB of memory, 1.2 s), and for messages that are not JSON. Thread-safe; renders wait for each
+    other.
+    """
+    if len(template) > MAX_TEMPLATE or len(template.encode("utf-8", "surrogatepass")) > MAX_TEMPLATE:
+        raise TemplateError(f"the chat template is larger than {MAX_TEMPLATE >> 20} MiB")
+    variables = {
+        "messages": [_message(message) for message in messages],
+        "tools": None if tools is None else [dict(tool) for tool in tools],
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+        **{name: token for name, token in (("bos_token", bos_token), ("eos_token", eos_token)) if token is not None},
+        **extra,
+    }
+    try:
+        content = {"template": template, "variables": variables, "date": date.isoformat()}
+        request = json.dumps(content, ensure_ascii=False).encode()  # refuses lone surrogates
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TemplateError(f"messages, tools and template variables must be plain JSON values: {error}") from error
+    if len(request) > MAX_REQUEST:
+        raise TemplateError(f"the conversation is larger than {MAX_REQUEST >> 20} MiB")
+    return _renderer.render(request)
+
+
+def _message(message: object) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise TemplateError('each message must be a mapping with a "role": {"role": "user", "content": "Hello"}')
+    return dict(message)
+
+
+class _Renderer:
+    """Owns the child process: started at first need, replaced after it was killed, closed at exit."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """In a forked process: the child belongs to the parent, whose answers must not be read here."""
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def render(self, request: bytes) -> str:
+        with self._lock:
+            if self._child is None or self._child.poll() is not None:
+                self.close()
+                self._child = _start()
+            reply = b"!"
+            try:
+                reply = _ask(self._child, request, RENDER_SECONDS)
+            finally:
+                if reply[:1] == b"!":  # also at Ctrl-C: an answer nobody took must not be the next one's
+                    self.close()
+        text = reply[1:].decode("utf-8", "replace")
+        if reply[:1] != b"+":
+            raise TemplateError(text)
+        return text
+
+    def close(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.communicate()
+            self._child = None
+
+
+def _start() -> subprocess.Popen[bytes]:
+    # No site-packages and no environment: nothing runs before the child's own first line, and it knows no secrets.
+    # Some Pythons find their own library only by LD_LIBRARY_PATH.
+    program = "import sys; sys.path += sys.argv[1:]; import _render_child; _render_child.main()"
+    child = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", program, *_jinja_folders(), str(Path(__file__).parent)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"},
+        start_new_session=True,  # Ctrl-C in a terminal is for the caller
+    )
+    _ask(child, None, START_SECONDS)
+    return child
+
+
+def _jinja_folders() -> list[str]:
+    """The folders that hold jinja2 and markupsafe, for a Python that knows no site-packages."""
+    folders: dict[str, None] = {}
+    for name in ("jinja2", "markupsafe"):
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            raise TemplateError(f"chat templates need the package {name}: pip install jinja2")
+        folders[str(Path(spec.origin).parents[1])] = None
+    return list(folders)
+
+
+def _ask(child: subprocess.Popen[bytes], request: bytes | None, seconds: float) -> bytes:
+    """Send a request, if any, and read one answer. At the deadline the child is killed, which ends the wait."""
+    stdin, stdout = child.stdin, child.stdout
+    assert stdin is not None
+    assert stdout is not None
+    timer = threading.Timer(seconds, child.kill)
+    timer.start()
+    try:
+        if request is not None:
+            stdin.write(len(request).to_bytes(4, "big") + request)
+            stdin.flush()
+        size = int.from_bytes(_read(stdout, 4), "big")
+        if not 0 < size <= MAX_ANSWER:
+            raise EOFError
+        return _read(stdout, size)
+    except (EOFError, BrokenPipeError) as error:
+        child.kill()
+        raise TemplateError(_cause(child.wait(), seconds)) from error
+    finally:
+        timer.cancel()
+
+
+def _read(stream: IO[bytes], size: int) -> bytes:
+    data = stream.read(size)
+    if len(data) < size:
+        raise EOFError
+    return data
+
+
+def _cause(status: int, seconds: float) -> str:
+    if status in (-signal.SIGKILL, -signal.SIGXCPU):
+        return f"the chat template took longer than {seconds:g} s"
+    return f"the chat template crashed its process (status {status})"
+
+
+_renderer = _Renderer()
+atexit.register(_renderer.close)
+os.register_at_fork(after_in_child=_renderer.forget)

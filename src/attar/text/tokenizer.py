@@ -1,0 +1,235 @@
+"""Text to token ids and back, with the `tokenizers` library and the small files that stand beside a checkpoint.
+
+Encoding is the library's. Two questions about it have a fixed answer here. A `tokenizer.json` defines its tokenizer, as
+it stands: its own post-processor decides about BOS, whatever `add_bos_token` says, as in transformers 5. (For
+`LlamaTokenizer` transformers 5 rebuilds the rest of the pipeline, which changes text that begins with a space or
+follows a special token; here both are as the file, and sentencepiece, have them.) A rendered chat template is encoded
+with nothing added, because templates write their own BOS.
+
+Decoding is ours: every token is a run of bytes (`id_to_bytes`), text is those bytes read as UTF-8. So a stream and a
+whole decode agree by construction, whichever way characters are split over tokens. It differs from the library's in one
+corner: where sentencepiece byte pieces (`<0xE2>`) form invalid UTF-8, the library turns the whole run of them, valid
+characters included, into one U+FFFD per byte; here only the invalid bytes are replaced (one U+FFFD per maximal subpart,
+Unicode 15 section 3.9, as byte-level BPE does).
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from attar.text import convert
+
+MISSING = (
+    "{folder} has no tokenizer: neither tokenizer.json, nor vocab.json with merges.txt, nor tokenizer.model. "
+    "Copy these files from the original model, or pass token ids instead of text"
+)
+
+
+class Tokenizer:
+    """One model's tokenizer, its special tokens and its chat templates.
+
+    `bos_id` and `eos_id` are None where the model declares none. `vocab_size` counts added tokens; a model's embedding
+    may have more rows, and the ids beyond decode to nothing.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+    ) -> None:
+        backend.no_truncation()  # both are left over from training in some published files
+        backend.no_padding()
+        self._backend = backend
+        self._bytes: dict[int, bytes] = {}
+        self._byte_of, self.strips_leading_space = _decoding(backend)
+        self.bos_token, self.eos_token = bos_token, eos_token
+        self.bos_id = None if bos_token is None else self._known(bos_token)
+        self.eos_id = None if eos_token is None else self._known(eos_token)
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.chat_templates: dict[str, str] = dict(chat_templates or {})
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """The tokenizer of a checkpoint folder. ValueError says what is missing or malformed, naming the file."""
+        config = _read_json(folder / "tokenizer_config.json")
+        special = _read_json(folder / "special_tokens_map.json") | config  # the config wins, as in transformers
+        bos, eos = _content(special.get("bos_token")), _content(special.get("eos_token"))
+        if (folder / "tokenizer.json").is_file():
+            try:
+                backend = Backend.from_file(str(folder / "tokenizer.json"))
+            except Exception as error:  # the library raises bare Exception
+                raise ValueError(f"{folder / 'tokenizer.json'} is not a tokenizer: {error}") from error
+        elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+            backend = convert.from_merges(folder, config)
+            if not special and backend.token_to_id("<|endoftext|>") is not None:
+                bos = eos = "<|endoftext|>"  # GPT-2 itself was published as these two files alone
+        elif (folder / "tokenizer.model").is_file():
+            backend = convert.from_model_file(folder / "tokenizer.model")
+        else:
+            raise ValueError(MISSING.format(folder=folder))
+        if not (folder / "tokenizer.json").is_file():
+            convert.add_special(backend, config)
+            backend.add_special_tokens([token for token in (bos, eos) if token is not None])
+            # A tokenizer.model belongs to a Llama-like model, which begins with BOS unless told otherwise.
+            if config.get("add_bos_token", not (folder / "vocab.json").is_file()) and bos is not None:
+                convert.prepend_bos(backend, bos)
+        return cls(backend, bos, eos, _chat_templates(folder, config))
+
+    @property
+    def added_bos(self) -> int | None:
+        """The BOS token where the tokenizer itself puts it in front of a text, else None."""
+        return self.bos_id if self.bos_id is not None and self.encode("a")[:1] == [self.bos_id] else None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; with `add_special_tokens`, what the model's own post-processor adds (often BOS).
+
+        Special tokens written in the text become special tokens. ValueError for a lone surrogate, which is not text.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the text holds a lone surrogate (no Unicode) at character {error.start}") from error
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_chat(self, rendered: str) -> list[int]:
+        """Token ids of a rendered chat template. Nothing is added: it wrote its own BOS, or means to have none."""
+        return self.encode(rendered, add_special_tokens=False)
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids. Bytes that are not UTF-8 become U+FFFD."""
+        text = b"".join(self._shown(index, skip_special_tokens) for index in ids).decode("utf-8", "replace")
+        return text.removeprefix(" ") if self.strips_leading_space else text
+
+    def id_to_bytes(self, index: int) -> bytes:
+        """The bytes one token stands for, a sentencepiece word's leading space included; empty for an unknown id."""
+        known = self._bytes.get(index)
+        if known is None:
+            token = self._backend.id_to_token(index) if 0 <= index < 2**32 else None
+            known = self._bytes[index] = b"" if token is None else _spell(token, self._byte_of)
+        return known
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of one whole token, None when the vocabulary has none such."""
+        index: int | None = self._backend.token_to_id(token)
+        return index
+
+    def chat_template(self, tools: bool = False) -> str:
+        """The model's template: the one named `tool_use` where tools are given and it exists. ValueError when none."""
+        names = ["tool_use", "default"] if tools else ["default"]
+        for name in names:
+            if name in self.chat_templates:
+                return self.chat_templates[name]
+        if self.chat_templates:
+            raise ValueError(f"no default chat template; this model has: {', '.join(sorted(self.chat_templates))}")
+        raise ValueError("this model has no chat template: use generate with a plain prompt, or pass a template")
+
+    def _shown(self, index: int, skip_special_tokens: bool) -> bytes:
+        return b"" if skip_special_tokens and index in self.special_ids else self.id_to_bytes(index)
+
+    def _known(self, token: str) -> int:
+        index = self.token_to_id(token)
+        if index is None:
+            raise ValueError(f"special token {token!r} is not in the vocabulary: these files do not belong together")
+        return index
+
+
+class Detokenizer:
+    """Text of tokens as they arrive, never half a character.
+
+    The pieces from `push` and the last one from `flush`, joined, are what `decode(prompt_ids + ids)` adds to the
+    prompt's own text. Without a prompt that is `decode(ids)`; after one, a sentencepiece word keeps its leading space.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strip_next = tokenizer.strips_leading_space
+        for index in prompt_ids:
+            self.push(index)
+
+    def push(self, index: int) -> str:
+        """Characters that this token completes; empty while one is still open."""
+        return self._stripped(self._utf8.decode(self._tokenizer._shown(index, self._skip)))
+
+    def flush(self) -> str:
+        """The end of the text: U+FFFD if it stops within a character, else empty."""
+        return self._stripped(self._utf8.decode(b"", final=True))
+
+    def _stripped(self, text: str) -> str:
+        if text and self._strip_next:
+            self._strip_next = False
+            return text.removeprefix(" ")
+        return text
+
+
+def _decoding(backend: Backend) -> tuple[dict[str, int] | None, bool]:
+    """How tokens spell bytes: (the byte-level alphabet, or None for sentencepiece; drop the text's first space?)."""
+    decoder = backend.decoder
+    steps = {} if decoder is None else json.loads(decoder.__getstate__())
+    flat = steps.get("decoders", [steps])
+    kinds = [step.get("type") for step in flat]
+    if "ByteLevel" in kinds:
+        return {char: byte for byte, char in convert.bytes_to_chars().items()}, False
+    if "Metaspace" in kinds:
+        return None, flat[kinds.index("Metaspace")].get("prepend_scheme", "always") != "never"
+    if {"type": "Replace", "pattern": {"String": "▁"}, "content": " "} in flat:
+        return None, any(step["type"] == "Strip" and step["content"] == " " and step["start"] for step in flat)
+    raise ValueError(f"unknown text decoder {kinds}: known are byte-level BPE and sentencepiece")
+
+
+def _spell(token: str, byte_of: Mapping[str, int] | None) -> bytes:
+    if byte_of is not None:
+        # Added tokens are plain text; those outside the byte alphabet are recognised by their characters.
+        return bytes(byte_of[char] for char in token) if all(char in byte_of for char in token) else token.encode()
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        digits = token[3:5]
+        if all(digit in "0123456789abcdefABCDEF" for digit in digits):
+            return bytes([int(digits, 16)])
+    return token.replace("▁", " ").encode()
+
+
+def _content(token: Any) -> str | None:
+    """A special token as written in configs: a string, or an object with `content`."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"a special token must be a string, not {text!r}")
+    return text
+
+
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name. `chat_template.jinja` wins, then `chat_template.json`, then `tokenizer_config.json`."""
+    found = config.get("chat_template")
+    found = _read_json(folder / "chat_template.json").get("chat_template", found)
+    if isinstance(found, list):
+        found = {entry["name"]: entry["template"] for entry in found}
+    elif isinstance(found, str):
+        found = {"default": found}
+    templates: dict[str, str] = dict(found or {})
+    if (folder / "chat_template.jinja").is_file():
+        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = path.read_text(encoding="utf-8")
+    return templates
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return value

@@ -1,0 +1,368 @@
+"""Chat templates: the same text as transformers, and no template that can do harm."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
+from transformers import PreTrainedTokenizerFast
+
+from attar.text import template as module
+from attar.text.template import MAX_TEMPLATE, TemplateError, render_chat
+
+SLACK = 2.0  # seconds: a busy machine replacing the child
+RESIDENT_GROWTH = 8 << 20  # bytes
+
+USER = {"role": "user", "content": "  What is <b>2 + 2</b> & why? 'é' 👩\u200d👩\u200d👧\n"}
+REPLY = {"role": "assistant", "content": "Four."}
+SYSTEM = {"role": "system", "content": "Be brief."}
+CONVERSATIONS = {
+    "user": [USER],
+    "system": [SYSTEM, USER],
+    "turns": [USER, REPLY, USER],
+    "all": [SYSTEM, USER, REPLY, USER],
+    "wrong order": [REPLY, USER],
+}
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError)  # what a template may raise, in transformers
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "a < b & 'c'", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+
+
+def oracle(template: str, messages: list[dict[str, Any]], **values: Any) -> str:
+    backend = Backend(models.WordLevel({"x": 0}))  # nothing is encoded with it
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    values.setdefault("add_generation_prompt", True)
+    text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **values)
+    assert isinstance(text, str)
+    return text
+
+
+def ours(template: str, messages: list[dict[str, Any]], **values: Any) -> str:
+    return render_chat(template, messages, bos_token="<s>", eos_token="</s>", **values)
+
+
+def same(template: str, messages: list[dict[str, Any]], **values: Any) -> bool:
+    """Both render the same text (True), or both refuse (False)."""
+    try:
+        expected = oracle(template, messages, **values)
+    except TEMPLATE_ERRORS:
+        with pytest.raises(TemplateError):
+            ours(template, messages, **values)
+        return False
+    assert ours(template, messages, **values) == expected
+    return True
+
+
+def test_published_templates_render_as_in_transformers(shared: Path) -> None:
+    paths = sorted((shared / "tokenizers" / "chat_templates").glob("*.jinja"))
+    assert len(paths) == 18
+    for path in paths:
+        template = path.read_text()
+        rendered = [same(template, messages) for messages in CONVERSATIONS.values()]
+        assert rendered[0], path.name
+        assert same(template, CONVERSATIONS["turns"], add_generation_prompt=False)
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2.5"])
+def test_templates_of_tokenizer_configs(shared: Path, name: str) -> None:
+    config = json.loads((shared / "tokenizers" / name / "tokenizer_config.json").read_text())
+    template = config["chat_template"]
+    call = {"name": "add", "arguments": {"a": 1, "b": "ü<"}}
+    calls = [USER, {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}]
+    calls.append({"role": "tool", "content": "3"})
+    for messages in (*CONVERSATIONS.values(), calls):
+        for tools in (None, TOOLS):
+            same(template, messages, tools=tools, date_string="26 Jul 2024")
+    assert same(template, calls, tools=TOOLS, date_string="26 Jul 2024")
+
+
+FEATURES = [
+    "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+    "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}{{ m.role }}{% endfor %}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ {'b': 1, 'a': '<é>'} | tojson(sort_keys=true) }}",
+    "{{ messages[0].content | trim | upper | replace('A', 'B') }}|{{ messages | length }}",
+    "{{ tools is none }} {{ documents is none }} {{ tools is defined }} {{ missing is defined }} {{ missing }}",
+    "  {% if true %}\n  x\n  {% endif %}\n y \n",
+    "{%- macro show(m) -%}<{{ m.role }}>{%- endmacro -%}{% for m in messages %}{{ show(m) }}{% endfor %}",
+    "{{ messages[-1]['content'].strip().split(' ')[0] }}{{ messages[::-1][0].role }}{{ dict(a=1).a }}",
+    "{{ bos_token + eos_token }}{{ '%s-%05d' | format('a', 42) }}{{ 'x' * 3 }}{{ 'é\\n\\u00e9' }}",
+    "{% if enable_thinking is defined and not enable_thinking %}off{% endif %}",
+    "{{ messages | map(attribute='role') | join }}{{ messages | selectattr('role', 'eq', 'user') | list | count }}",
+    "{{ [1, 2] | pprint }} {{ 'a b' | urlencode }} {{ 'Hi' | indent(2) }} {{ range(3) | list }}",
+    "{{ raise_exception('no ' + messages[0].role) }}",
+]
+
+
+@pytest.mark.parametrize("template", FEATURES)
+def test_features_of_templates_as_in_transformers(template: str) -> None:
+    same(template, CONVERSATIONS["turns"], enable_thinking=False)
+
+
+def test_missing_special_tokens_are_undefined_not_none() -> None:
+    template = "[{{ bos_token }}|{{ eos_token is defined }}]"
+    assert render_chat(template, [USER], bos_token=None, eos_token=None) == "[|False]"
+
+
+def test_the_date_is_the_callers_and_constant_by_default() -> None:
+    template = "{{ strftime_now('%d %b %Y %H:%M') }}"
+    assert ours(template, []) == "26 Jul 2024 00:00"
+    assert ours(template, [], date=datetime.date(2026, 1, 2)) == "02 Jan 2026 00:00"
+
+
+def test_a_templates_own_error_is_told() -> None:
+    with pytest.raises(TemplateError, match="roles must alternate"):
+        ours("{{ raise_exception('roles must alternate') }}", [USER])
+    with pytest.raises(TemplateError, match=r"TemplateSyntaxError.*line 2"):
+        ours("x\n{% for %}", [USER])
+
+
+NO_JSON: list[Any] = [{1, 2}, 1j, b"x", "\ud800"]
+
+
+@pytest.mark.parametrize("value", NO_JSON, ids=repr)
+def test_refuses_what_is_not_json(value: Any) -> None:
+    with pytest.raises(TemplateError, match="plain JSON"):
+        ours("x", [{"role": "user", "content": value}])
+
+
+@pytest.mark.parametrize("message", ["hi", {"content": "hi"}, {"role": 1}, None], ids=repr)
+def test_refuses_what_is_not_a_message(message: Any) -> None:
+    with pytest.raises(TemplateError, match="role"):
+        ours("x", [message])
+
+
+# Hostile templates. All must fail, soon, without the caller's memory growing, and the next render must work.
+
+_WALKS = [
+    "{{ ''.__class__ }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ ().__class__.__bases__[0] }}",
+    "{{ ''|attr('__class__') }}",
+    "{{ ''['__class__'] }}",
+    "{{ ''['__cl' ~ 'ass__'] }}",
+    "{{ ''['%c%cclass%c%c'|format(95, 95, 95, 95)] }}",
+    "{{ ''['\\x5f\\x5fclass\\x5f\\x5f'] }}",
+    "{{ [''] | map(attribute='__class__') | list }}",
+    "{{ messages.__class__ }}",
+    "{{ messages[0].__init__.__globals__ }}",
+    "{{ lipsum.__globals__['os'].popen('id').read() }}",
+    "{{ lipsum(n=5) }}",
+    "{{ cycler.__init__.__globals__.os }}",
+    "{{ cycler('a').next() }}",
+    "{{ joiner.__init__.__globals__ }}",
+    "{{ joiner(',')() }}",
+    "{{ namespace.__init__.__globals__ }}",
+    "{{ namespace.__class__ }}",
+    "{{ dict.__base__.__subclasses__() }}",
+    "{{ dict.mro() }}",
+    "{{ range.__class__ }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ strftime_now.__self__ }}",
+    "{{ self.__init__ }}",
+    "{{ self._TemplateReference__context }}",
+    "{{ loop.__class__ }}",
+    "{% for x in [1] %}{{ loop._iterator.gi_frame }}{{ loop.__class__ }}{% endfor %}",
+    "{% macro m() %}{% endmacro %}{{ m.__init__.__globals__ }}",
+    "{% macro m() %}{% endmacro %}{{ m._func }}",
+    "{{ '{0.__class__}'.format('') }}",
+    "{{ '{0.__class__.__mro__}'.format_map({'0': 1}) }}",
+    "{{ ('{0.__class' ~ '__}').format(1) }}",
+    "{{ ''.format.__self__.__class__ }}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update({'role': 'x'}) }}",
+    "{% set ns = namespace() %}{% set ns.__class__ = 1 %}{{ ns.__class__ }}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}{{ os }}",
+    "{% from 'os' import system %}",
+    "{% extends 'base' %}",
+    "{{ 'a'.encode().decode('zlib') }}",
+    "{{ eval('1') }}",
+    "{{ __import__('os') }}",
+]
+_BIG = [
+    "{{ range(10**9) | list }}",
+    "{{ 'A' * 10**9 }}",
+    "{{ ['A'] * 10**9 }}",
+    "{{ 'A'.ljust(10**9) }}",
+    "{{ 'A'.center(10**9) }}",
+    "{{ 'A'.zfill(10**9) }}",
+    "{{ 'A' | center(10**9) }}",
+    "{{ '%1000000000d' | format(1) }}",
+    "{{ '{:1000000000d}'.format(1) }}",
+    "{{ [1] | tojson(indent=10**9) }}",
+    "{{ 'a,' | indent(10**9, true) }}",
+    "{% set ns = namespace(s='AAAAAAAA') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
+    "{% for i in range(9999) %}{{ 'A' * 1000 }}{% endfor %}",
+    "{{ 'é' * (3 * 2**20) }}",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+    "{{ " + "-" * 30_000 + "1 }}",
+    "{{ [" * 3000,
+    "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
+    "{{ x" + ".y" * 3000 + " }}",
+    "{{ undefined.chain.of.names }}",
+    "{{ raise_exception('no ' * 10**6) }}",
+    "{% for i in range(9) %}{{ raise_exception(i) }}{% endfor %}",
+    "{{ '\\ud800' }}",
+    "A" * (MAX_TEMPLATE + 1),
+    "é" * (MAX_TEMPLATE // 2 + 1),
+    "{{ 2**(2**30) }}",
+]
+_SLOW = [
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ (10**10000000) | string }}",
+    "{{ (7**9000000) * (7**9000000) // 3 }}",
+    "{% for a in range(99999) %}{% set b = range(99999) | list %}{% endfor %}",
+    "{{ range(99999) | map('string') | join(',') | list | sort | unique | list | length }}" * 200,
+]
+
+
+def _refused(attack: str, seconds: float) -> str:
+    before = _resident()
+    start = time.perf_counter()
+    with pytest.raises(TemplateError) as caught:
+        ours(attack, [USER])
+    assert time.perf_counter() - start < seconds + SLACK
+    assert _resident() - before < RESIDENT_GROWTH
+    assert ours("{{ messages[0].role }}", [USER]) == "user"
+    sentence = str(caught.value)
+    assert 0 < len(sentence) < 500
+    assert "\n" not in sentence
+    assert "/" not in sentence.replace("/etc/passwd", "").replace("'/'", ""), "a path of this machine"
+    return sentence
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("attack", [*_WALKS, *_BIG], ids=lambda attack: attack[:40])
+def test_refuses_hostile_templates(attack: str) -> None:
+    _refused(attack, module.RENDER_SECONDS)
+
+
+@pytest.mark.parametrize("attack", _SLOW, ids=lambda attack: attack[:40])
+def test_refuses_endless_templates(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "RENDER_SECONDS", 0.3)
+        with pytest.raises(TemplateError, match=r"longer than 0\.3 s"):
+            ours(attack, [USER])
+    assert ours("{{ messages[0].role }}", [USER]) == "user"
+
+
+@pytest.mark.parametrize(
+    ("attack", "sentence"),
+    [
+        ("{{ 'A' * 10**9 }}", "needs more than 256 MiB of memory"),
+        ("{% for i in range(4200) %}{{ 'A' * 1000 }}{% endfor %}", "writes more than 4 MiB"),
+        ("A" * (MAX_TEMPLATE + 1), "larger than 1 MiB"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "nested too deeply"),
+        ("{{ 'a'.encode().decode('zlib') }}", "may not open files"),
+    ],
+)
+def test_the_limit_is_named(attack: str, sentence: str) -> None:
+    assert sentence in _refused(attack, module.RENDER_SECONDS)
+
+
+def test_text_up_to_the_limit_passes() -> None:
+    assert len(ours("{% for i in range(4194) %}{{ 'A' * 1000 }}{% endfor %}", [])) == 4_194_000
+
+
+def test_state_does_not_pass_from_one_render_to_the_next() -> None:
+    ours("{% set x = 'secret' %}{% set ns = namespace(y='secret') %}{{ x }}{{ messages[0].content }}", [USER])
+    assert ours("[{{ x }}{{ ns }}{{ messages | length }}]", []) == "[0]"
+
+
+def test_processor_time_is_limited_without_the_parents_deadline() -> None:
+    """The child must not outlive a parent that died while it was busy."""
+    child = module._start()
+    body = json.dumps({"template": _SLOW[0], "variables": {}, "date": "2024-07-26"}).encode()
+    assert child.stdin is not None
+    child.stdin.write(len(body).to_bytes(4, "big") + body)
+    child.stdin.flush()
+    assert child.wait(timeout=60) == -signal.SIGXCPU
+    child.communicate()
+
+
+def test_the_child_ends_with_its_input() -> None:
+    child = module._start()
+    child.communicate()
+    assert child.returncode == 0
+
+
+def test_the_child_can_open_no_file_and_sees_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTAR_SECRET", "canary")
+    child = module._start()
+    environment = Path(f"/proc/{child.pid}/environ").read_bytes()
+    limits = Path(f"/proc/{child.pid}/limits").read_text()
+    child.kill()
+    child.communicate()
+    assert b"canary" not in environment
+    rows = {line[:26].strip(): line[26:].split()[:2] for line in limits.splitlines()[1:]}
+    assert rows["Max open files"] == ["3", "3"]
+    assert rows["Max file size"] == ["0", "0"]
+    assert int(rows["Max address space"][1]) < 1 << 30
+
+
+def test_a_killed_child_is_replaced() -> None:
+    assert ours("a", []) == "a"
+    child = module._renderer._child
+    assert child is not None
+    child.kill()
+    child.wait()
+    assert ours("b", []) == "b"
+
+
+def test_threads_get_their_own_answers() -> None:
+    answers: dict[int, str] = {}
+
+    def work(number: int) -> None:
+        answers[number] = ours("{{ messages[0].content }}", [{"role": "user", "content": str(number)}])
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {number: str(number) for number in range(16)}
+
+
+def test_a_forked_process_does_not_read_the_parents_answers() -> None:
+    assert ours("a", []) == "a"
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:  # the child reports and leaves without running the test session's own exit
+        try:
+            os.write(write, ours("b", []).encode())
+            module._renderer.close()
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as answer:
+        assert answer.read() == b"b"
+    os.waitpid(pid, 0)
+    assert ours("c", []) == "c"
+
+
+def test_a_large_conversation_passes() -> None:
+    long = "é" * (1 << 20)
+    assert len(ours("{{ messages[0].content }}", [{"role": "user", "content": long}])) == 1 << 20
+    with pytest.raises(TemplateError, match="16 MiB"):
+        ours("x", [{"role": "user", "content": long * 9}])
