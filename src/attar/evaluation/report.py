@@ -1,0 +1,110 @@
+"""`attar.evaluate`: from what a user calls a model and a text to the figures of `metrics.measure`.
+
+The tokenizer is the model's own. The token put in front of each window is the one that the tokenizer itself would put
+in front of a text; where it adds none, there is none, and the first token of the text is not predicted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from attar.checkpoints import hf, hub
+from attar.metrics.measure import Report, measure
+from attar.model.decoder import Decoder
+from attar.text.files import read_text
+from attar.text.tokenizer import Tokenizer
+
+Model = str | os.PathLike[str] | Decoder
+"""A folder, a Hub id, `demo`, or a decoder that is loaded already."""
+
+Progress = Callable[[str, int, int], None]
+"""progress(stage, done, total): blocks while loading, tokens while evaluating."""
+
+
+def evaluate(
+    model: Model,
+    *,
+    against: Model | None = None,
+    text: str | Path | None = None,
+    tokens: Sequence[Sequence[int]] | None = None,
+    tokenizer: Tokenizer | None = None,
+    context: int | None = None,
+    stride: int | None = None,
+    max_tokens: int | None = None,
+    dtype: str = "float32",
+    progress: Progress | None = None,
+) -> Report:
+    """Measure a model on a text, or on token sequences taken as they are; where `against` is given, also against it.
+
+    `text` is the text itself as a str, or a file as a Path (UTF-8; or .jsonl, with the text under `text`). `max_tokens`
+    ends it early (for `tokens`: ends with whole sequences). A decoder given as `model` has no tokenizer of its own:
+    `tokenizer` stands in. `context` and `stride` are explained in `metrics.perplexity`. Both models compute in `dtype`;
+    one that is loaded already computes in its own.
+
+    Raises ValueError for an empty text or one of fewer than two tokens, models of different vocabularies, logits that
+    are not finite, and models that cannot be loaded.
+    """
+    if (text is None) == (tokens is None):
+        raise ValueError("give what to evaluate on: either a text or token ids")
+    computed = hf.compute_dtype(dtype)
+    if max_tokens is not None and max_tokens < 2:
+        raise ValueError(f"max_tokens is {max_tokens}: at least 2 tokens are needed")
+    content = None if text is None else _content(text)
+    told = progress or (lambda stage, done, total: None)
+    folder = None if isinstance(model, Decoder) else hub.resolve(model)
+    if tokenizer is None and folder is not None and (content is not None or _has_tokenizer(folder)):
+        tokenizer = Tokenizer.load(folder)
+    bos = None
+    ids: list[list[int]]
+    if content is not None:
+        if tokenizer is None:
+            raise ValueError("a loaded decoder has no tokenizer: pass one, or token ids instead of a text")
+        ids = [tokenizer.encode(content, add_special_tokens=False)[:max_tokens]]
+        bos = tokenizer.added_bos
+    else:
+        ids = _first_tokens(tokens or [], max_tokens)
+    return measure(
+        _load(model, folder, computed, told),
+        ids,
+        base=None if against is None else _load(against, None, computed, told),
+        bos=bos,
+        context=context,
+        stride=stride,
+        bytes_of=tokenizer,
+        progress=lambda done, total: told("evaluating", done, total),
+    )
+
+
+def _content(text: str | Path) -> str:
+    """The text itself, or what is in the file. Raises ValueError where there is none."""
+    if isinstance(text, Path):
+        return read_text(text)
+    if len(text) < 256 and "\n" not in text and "\0" not in text and Path(text).is_file():
+        raise ValueError(f"{text!r} is the name of a file, given as the text itself: pass Path({text!r})")
+    if not text.strip():
+        raise ValueError("the text is empty")
+    return text
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
+def _first_tokens(sequences: Sequence[Sequence[int]], max_tokens: int | None) -> list[list[int]]:
+    """As many whole sequences as `max_tokens` allows, at least one."""
+    kept: list[list[int]] = []
+    for sequence in sequences:
+        if kept and max_tokens is not None and sum(map(len, kept)) + len(sequence) > max_tokens:
+            break
+        kept.append(list(sequence))
+    return kept
+
+
+def _load(model: Model, folder: Path | None, dtype: torch.dtype | None, progress: Progress) -> Decoder:
+    if isinstance(model, Decoder):
+        return model
+    return hf.load(folder or hub.resolve(model), dtype, lambda done, total: progress("loading", done, total))

@@ -1,0 +1,48 @@
+"""How far a compressed model's predictions are from its base's: KL divergence and top-1 agreement.
+
+Perplexity averages over tokens that got likelier and tokens that got less likely, so that damage can hide in it. The
+divergence KL(base || model) = sum_v p(v) (log p(v) - log q(v)) cannot be negative at any position: nothing cancels. It
+is taken over the whole vocabulary in float64, because truncated or quantized base logits leave a floor of their own
+(5e-4 and more in common tools); here the floor is exactly zero: a model against itself gives 0.0 at every position.
+
+Legend: T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attar.metrics.perplexity import in_rows
+
+
+class Comparison(NamedTuple):
+    """One number a position, [T] each; losses and divergence in nats and float64."""
+
+    nll: Tensor
+    base_nll: Tensor
+    kl: Tensor
+    agree: Tensor  # bool: the likeliest token is the same
+
+
+def compare(base: Tensor, model: Tensor, targets: Tensor) -> Comparison:
+    """Everything that is measured at positions with float32 logits base, model [T, V] and targets [T], in one pass.
+
+    Rows are widened to float64 a few at a time, so the extra memory does not grow with T.
+    """
+    assert base.shape == model.shape, (base.shape, model.shape)
+    runs = zip(in_rows(base), in_rows(model), in_rows(targets, base.shape[1]), strict=True)
+    return Comparison(*(torch.cat(column) for column in zip(*(_compare(*run) for run in runs), strict=True)))
+
+
+def _compare(base: Tensor, model: Tensor, targets: Tensor) -> Comparison:
+    log_p, log_q = base.double().log_softmax(-1), model.double().log_softmax(-1)
+    at = targets[:, None]
+    return Comparison(
+        -log_q.gather(1, at)[:, 0],
+        -log_p.gather(1, at)[:, 0],
+        (log_p.exp() * (log_p - log_q)).sum(-1),
+        base.argmax(-1) == model.argmax(-1),
+    )

@@ -1,0 +1,162 @@
+"""`measure`: decoders and token ids in, a `Report` out. What `compress` writes into receipts and `eval` prints.
+
+The report carries its protocol with it, because a perplexity without one compares with nothing. Windows are at most
+2048 tokens by default, whatever the model could take: attention's cost grows with the square, and figures of different
+models are then at least cut alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from attar.metrics.bootstrap import LEVEL, RESAMPLES, SEED, Interval
+from attar.metrics.perplexity import Window, plan_windows
+from attar.metrics.streaming import Measurement, Progress, decoder_logits, stream
+from attar.model.decoder import Decoder
+from attar.text.tokenizer import Tokenizer
+
+CONTEXT = 2048
+
+SHOWN = ("ppl", "bits_per_byte", "ppl_base", "ppl_ratio", "kl_mean", "kl_p50", "kl_p99", "kl_p999", "kl_max", "top1")
+"""The figures of a report, in the order they are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """How a text was cut; `bos` is the token put in front of every window, None where there was none."""
+
+    context: int
+    stride: int
+    bos: int | None
+    windows: int
+
+    def to_dict(self) -> dict[str, Any]:
+        every = "every token once" if self.bos is not None else "every token once but the first of each text"
+        past = "" if self.stride == self.context else ", by the first window that holds it"
+        return {
+            "context": self.context,
+            "stride": self.stride,
+            "bos": self.bos,
+            "windows": self.windows,
+            "counted": every + past,
+            "intervals": f"{LEVEL:.0%} bootstrap over windows, {RESAMPLES} resamples, seed {SEED}",
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """The figures of a measurement with their intervals, by the names in `SHOWN`; those that were not measured are
+    absent. `bytes` are the bytes of the counted tokens, None where the tokenizer was not at hand."""
+
+    measurement: Measurement
+    figures: Mapping[str, Interval]
+    protocol: Protocol
+    bytes: int | None
+
+    @property
+    def tokens(self) -> int:
+        return self.measurement.tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: every name in `SHOWN` with its value, or None where it was not measured (or is past float64's end);
+        `tokens`, `bytes`, `intervals` (name to [low, high] or None) and `protocol`."""
+        shown = {name: self.figures.get(name) for name in SHOWN}
+        return {
+            **{name: None if figure is None else _finite(figure.value) for name, figure in shown.items()},
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+            "intervals": {name: None if figure is None else _pair(figure) for name, figure in shown.items()},
+            "protocol": self.protocol.to_dict(),
+        }
+
+    def table(self) -> str:
+        """For people: a line for each figure, and the protocol below."""
+        names = {"ppl": "perplexity", "top1": "top-1 agreement", "bits_per_byte": "bits per byte"}
+        lines = []
+        for name in SHOWN:
+            if (figure := self.figures.get(name)) is not None:
+                pair = "" if figure.low is None else f"  [{figure.low:.4g}, {figure.high:.4g}]"
+                lines.append(f"{names.get(name, name.replace('_', ' ')):<16} {figure.value:>10.5g}{pair}")
+        protocol = self.protocol
+        bos = "no BOS" if protocol.bos is None else f"BOS {protocol.bos} first"
+        lines.append(
+            f"{self.tokens} tokens in {protocol.windows} windows of {protocol.context}, stride {protocol.stride}, "
+            f"{bos}; {protocol.to_dict()['counted']}"
+        )
+        return "\n".join(lines)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _pair(figure: Interval) -> list[float] | None:
+    if figure.low is None or figure.high is None or not math.isfinite(figure.high):
+        return None
+    return [figure.low, figure.high]
+
+
+def measure(
+    model: Decoder,
+    ids: Sequence[int] | Sequence[Sequence[int]],
+    *,
+    base: Decoder | None = None,
+    bos: int | None = None,
+    context: int | None = None,
+    stride: int | None = None,
+    bytes_of: Tokenizer | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Perplexity of `model` on token ids, and its divergence from `base`.
+
+    `ids` is one text's tokens, or several sequences that are cut each for itself. `context` defaults to what both
+    models support, at most 2048; `stride` to `context`. `bytes_of` tells how many bytes each token stands for (special
+    tokens: none), which gives bits per byte.
+
+    Raises ValueError for fewer than two tokens, ids outside the vocabulary, a context that a model does not support,
+    two models of different vocabularies, and logits that are not finite.
+    """
+    config = model.config
+    if base is not None and base.config.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"the models have vocabularies of {config.vocab_size} and {base.config.vocab_size} tokens: "
+            "a divergence needs one vocabulary, so compare a model with the one it was made from"
+        )
+    supported = min(config.context, config.context if base is None else base.config.context)
+    context = min(supported, CONTEXT) if context is None else context
+    if context > supported:
+        raise ValueError(f"a context of {context} is longer than the {supported} positions that the model supports")
+    stride = context if stride is None else stride
+    windows: list[Window] = []
+    for sequence in _sequences(ids):
+        outside = next((i for i in sequence if not 0 <= i < config.vocab_size), None)
+        if outside is not None:
+            raise ValueError(f"token id {outside} lies outside the vocabulary of {config.vocab_size}")
+        windows += plan_windows(sequence, context, stride, bos)
+    measurement = stream(decoder_logits(model), windows, None if base is None else decoder_logits(base), progress)
+    figures = measurement.figures()
+    loss = figures.pop("nll")
+    size = None if bytes_of is None else _bytes(bytes_of, windows)
+    if size:
+        per_byte = measurement.tokens / size / math.log(2)
+        figures["bits_per_byte"] = loss.map(lambda nats: nats * per_byte)
+    return Report(measurement, figures, Protocol(context, stride, bos, len(windows)), size)
+
+
+def _sequences(ids: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
+    if not ids:
+        raise ValueError("there is nothing to measure on: the text is empty")
+    flat = [i for i in ids if isinstance(i, int)]
+    nested = [list(i) for i in ids if not isinstance(i, int)]
+    if flat and nested:
+        raise ValueError("token ids are one list of ids or a list of such lists, not both")
+    return nested or [flat]
+
+
+def _bytes(tokenizer: Tokenizer, windows: Sequence[Window]) -> int:
+    counted = chain.from_iterable(w.counted for w in windows)
+    return sum(len(tokenizer.id_to_bytes(i)) for i in counted if i not in tokenizer.special_ids)

@@ -1,0 +1,149 @@
+"""The loop of every measurement: one model or two side by side, window by window, a run of rows at a time.
+
+Base logits are never stored. Each model runs a window's blocks once and keeps the hidden states; then the output matrix
+of both is applied to the same few rows at a time, compared, and forgotten. So the memory beyond the two models is two
+sheets of `LOGITS_AT_ONCE` numbers, whatever the vocabulary and the length of the text. What stays is one number a token
+and figure.
+
+Legend: N counted tokens of all windows, T positions of a window, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attar.metrics import bootstrap
+from attar.metrics.bootstrap import Floats, Interval, Ints
+from attar.metrics.divergence import compare
+from attar.metrics.perplexity import Window, nll
+from attar.model.cache import Step
+from attar.model.decoder import Decoder
+
+LOGITS_AT_ONCE = 1 << 24
+
+Logits = Callable[[Tensor, int], Iterator[Tensor]]
+"""A model as this loop sees it: from token ids [T] and a first position, the float32 logits [t, V] of the positions
+from there on, a run of rows at a time. Models that are compared yield runs of the same lengths."""
+
+Progress = Callable[[int, int], None]
+"""progress(done, total), in tokens."""
+
+
+@dataclass(frozen=True, eq=False)
+class Measurement:
+    """What was measured at each counted token: arrays [N]. `window` numbers the tokens' windows from 0.
+
+    The last three are None where there was no base model; `agree` is 1 where both models' likeliest token is the same.
+    """
+
+    window: Ints
+    nll: Floats
+    base_nll: Floats | None = None
+    kl: Floats | None = None
+    agree: Floats | None = None
+
+    @property
+    def tokens(self) -> int:
+        return len(self.nll)
+
+    @property
+    def kl_windows(self) -> Floats:
+        """KL summed over each window's tokens, [W]: what `bootstrap.paired_bootstrap_ratio` compares."""
+        assert self.kl is not None
+        return bootstrap.per_window(self.kl, self.window)
+
+    def figures(self, seed: int = bootstrap.SEED) -> dict[str, Interval]:
+        """Each figure with its interval: `nll` (nats a token) and `ppl`; against a base also `ppl_base`, `ppl_ratio`
+        (paired), `kl_mean`, `kl_p50`, `kl_p99`, `kl_p999`, `top1`, and `kl_max`, which has no interval because a
+        bootstrap says nothing of a maximum."""
+        loss = bootstrap.mean(self.nll, self.window, seed)
+        figures = {"nll": loss, "ppl": loss.map(exp)}
+        if self.base_nll is None or self.kl is None or self.agree is None:
+            return figures
+        return figures | {
+            "ppl_base": bootstrap.mean(self.base_nll, self.window, seed).map(exp),
+            "ppl_ratio": bootstrap.mean(self.nll - self.base_nll, self.window, seed).map(exp),
+            "kl_mean": bootstrap.mean(self.kl, self.window, seed),
+            "kl_p50": bootstrap.quantile(self.kl, self.window, 0.5, seed),
+            "kl_p99": bootstrap.quantile(self.kl, self.window, 0.99, seed),
+            "kl_p999": bootstrap.quantile(self.kl, self.window, 0.999, seed),
+            "kl_max": Interval(float(self.kl.max()), None, None),
+            "top1": bootstrap.mean(self.agree, self.window, seed),
+        }
+
+
+def exp(x: float) -> float:
+    """e^x, infinite where float64 ends: the perplexity of a thoroughly broken model."""
+    return math.exp(x) if x < 709 else math.inf
+
+
+def decoder_logits(decoder: Decoder) -> Logits:
+    """A decoder as `stream` wants it: the blocks once a window, the output matrix by runs of rows."""
+    at_once = max(1, LOGITS_AT_ONCE // decoder.config.vocab_size)
+    last = decoder.config.layers - 1
+
+    def run(ids: Tensor, first: int) -> Iterator[Tensor]:
+        kept: list[Tensor] = []
+
+        def watch(layer: int, hidden: Tensor) -> None:
+            if layer == last:
+                kept.append(hidden[first:])
+
+        decoder.forward(ids, Step((len(ids),), len(ids)), torch.tensor([len(ids) - 1]), watch)
+        for rows in kept.pop().split(at_once):
+            with torch.inference_mode():  # entered anew each time: a generator that yields inside would leave it on
+                logits = decoder.logits(rows)
+            yield logits
+
+    return run
+
+
+def stream(
+    model: Logits, windows: Sequence[Window], base: Logits | None = None, progress: Progress | None = None
+) -> Measurement:
+    """Run all windows.
+
+    Raises ValueError naming the model, the window and the position where a model's logits are not finite.
+    """
+    total = sum(len(w.counted) for w in windows)
+    done = 0
+    columns: list[list[Floats]] = [[] for _ in range(1 if base is None else 4)]
+    for number, window in enumerate(windows):
+        ids, targets = torch.tensor(window.inputs), torch.tensor(window.counted)
+        runs = model(ids, window.first)
+        base_runs = repeat(None) if base is None else base(ids, window.first)
+        at = 0
+        for run, base_run in zip(runs, base_runs, strict=base is not None):
+            wanted = targets[at : at + len(run)]
+            _refuse_nan(run, "model", number, window.first + at)
+            if base_run is None:
+                results: tuple[Tensor, ...] = (nll(run, wanted),)
+            else:
+                _refuse_nan(base_run, "base model", number, window.first + at)
+                results = compare(base_run, run, wanted)
+            for column, values in zip(columns, results, strict=True):
+                column.append(values.double().numpy())
+            at += len(run)
+        assert at == len(targets), (at, len(targets))
+        done += at
+        if progress is not None:
+            progress(done, total)
+    of = np.repeat(np.arange(len(windows), dtype=np.int64), [len(w.counted) for w in windows])
+    return Measurement(of, *(np.concatenate(column) for column in columns))
+
+
+def _refuse_nan(logits: Tensor, name: str, window: int, position: int) -> None:
+    finite = logits.isfinite().all(-1)
+    if not finite.all():
+        at = position + int((~finite).nonzero()[0, 0])
+        raise ValueError(
+            f"the logits of the {name} hold a NaN or an infinity at position {at} of window {window}: "
+            "its weights are damaged, or its values overflow the dtype it runs in"
+        )

@@ -1,0 +1,107 @@
+"""`attar.evaluate` from what a user passes: folders, decoders, texts, files, ids, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from attar.evaluation.report import evaluate
+from attar.model.decoder import Decoder
+from attar.text.tokenizer import Tokenizer
+
+Make = Callable[..., Decoder]
+STORY = "Once upon a time there was a little girl who liked to play in the garden. One day she found a red ball."
+LOSS = 1e-5
+
+
+@pytest.fixture(scope="module")
+def letters() -> Tokenizer:
+    """One token a letter; a post-processor that adds BOS."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, processors
+
+    vocabulary = {"<s>": 0, "<unk>": 1} | {chr(97 + i): 2 + i for i in range(26)}
+    backend = Backend(models.WordLevel(vocabulary, "<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>"])
+    backend.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 0)])
+    return Tokenizer(backend, "<s>", None)
+
+
+def test_a_folder_and_a_text(stories: Path) -> None:
+    """TinyStories: perplexity of a story equals transformers', window by window with the tokenizer's BOS in front."""
+    transformers = pytest.importorskip("transformers")
+    told: list[tuple[str, int, int]] = []
+    report = evaluate(str(stories), against=stories, text=STORY, context=16, progress=lambda *seen: told.append(seen))
+    assert {stage for stage, _, _ in told} == {"loading", "evaluating"}
+    assert told[-1] == ("evaluating", report.tokens, report.tokens)
+    tokenizer = Tokenizer.load(stories)
+    bos = tokenizer.added_bos
+    ids = tokenizer.encode(STORY, add_special_tokens=False)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(stories, dtype=torch.float32).eval()
+    total = 0.0
+    starts = range(0, len(ids), 16) if bos is not None else range(1, len(ids), 16)
+    for start in starts:
+        wanted = ids[start : start + 16]
+        inputs = [bos, *wanted[:-1]] if bos is not None else ids[start - 1 : start + 15][: len(wanted)]
+        with torch.no_grad():
+            logits = peer(torch.tensor([inputs])).logits[0]
+        total += torch.nn.functional.cross_entropy(logits.double(), torch.tensor(wanted), reduction="sum").item()
+    assert report.tokens == len(ids) - (bos is None)
+    loss = torch.tensor(total / report.tokens).exp().item()
+    assert report.to_dict()["ppl"] == pytest.approx(loss, rel=LOSS * 10)
+    assert report.to_dict()["kl_mean"] == 0.0
+    assert report.to_dict()["top1"] == 1.0
+    assert report.bytes == pytest.approx(len(STORY), abs=2)
+
+
+def test_a_decoder_and_a_file(tiny_decoder: Make, letters: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("thequickbrownfox")
+    report = evaluate(tiny_decoder(0, vocab=28), text=tmp_path / "text.txt", tokenizer=letters, context=8)
+    assert report.tokens == 16
+    assert report.protocol.bos == 0
+    assert report.bytes == 16
+    assert evaluate(tiny_decoder(0, vocab=28), text="thequick", tokenizer=letters, max_tokens=5).tokens == 5
+
+
+def test_token_sequences_are_taken_as_they_are(tiny_decoder: Make) -> None:
+    model = tiny_decoder(0)
+    report = evaluate(model, against=tiny_decoder(1), tokens=[[1, 2, 3], [4, 5, 6], [7, 8, 9]], max_tokens=7)
+    assert report.tokens == 4  # two whole sequences
+    assert report.protocol.bos is None
+    assert report.bytes is None
+    assert report.to_dict()["kl_mean"] > 0
+
+
+def test_input_that_is_refused(tiny_decoder: Make, letters: Tokenizer, tmp_path: Path) -> None:
+    model = tiny_decoder(0, vocab=28)
+    with pytest.raises(ValueError, match="either a text or token ids"):
+        evaluate(model)
+    with pytest.raises(ValueError, match="empty"):
+        evaluate(model, text=" \n", tokenizer=letters)
+    with pytest.raises(ValueError, match="empty"):
+        evaluate(model, tokens=[])
+    with pytest.raises(ValueError, match="1 token: at least 2"):
+        evaluate(model, text="a", tokenizer=letters)
+    with pytest.raises(ValueError, match="no tokenizer: pass one"):
+        evaluate(model, text="abc")
+    with pytest.raises(ValueError, match="vocabularies of 28 and 97"):
+        evaluate(model, against=tiny_decoder(0), tokens=[[1, 2, 3]])
+    with pytest.raises(ValueError, match="unknown dtype"):
+        evaluate(model, tokens=[[1, 2]], dtype="float8")
+    with pytest.raises(ValueError, match="at least 2 tokens"):
+        evaluate(model, tokens=[[1, 2]], max_tokens=1)
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "binary.txt").write_bytes(b"abc\xff")
+    with pytest.raises(ValueError, match=r"empty\.txt is empty"):
+        evaluate(model, text=tmp_path / "empty.txt", tokenizer=letters)
+    with pytest.raises(ValueError, match=r"not UTF-8 text: byte 3"):
+        evaluate(model, text=tmp_path / "binary.txt", tokenizer=letters)
+    with pytest.raises(ValueError, match="no such file"):
+        evaluate(model, text=tmp_path / "absent.txt", tokenizer=letters)
+    with pytest.raises(ValueError, match="name of a file, given as the text itself"):
+        evaluate(model, text=str(tmp_path / "binary.txt"), tokenizer=letters)
