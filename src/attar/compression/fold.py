@@ -1,0 +1,70 @@
+"""Per-channel scales that change no output: divide what feeds a group of linears, multiply their columns.
+
+y = (x diag(s)^-1) (diag(s) W^T) for any s > 0 (SmoothQuant, eq. 3). SmoothQuant and AWQ differ only in how they choose
+s; where the division goes is the same for both, and is decided by what produces x:
+
+* a norm, before q/k/v and before gate/up: its weight and bias are divided (`into_norm`);
+* a linear whose output columns are x's columns, up before down (the gate is multiplied in afterwards) and v before o
+  where every query head has its own value head: its rows and bias are divided (`into_rows`).
+
+Under grouped-query attention one row of v feeds several columns of o, which would have to share one scale: not done.
+
+The arithmetic is float32 and the results go back to the dtype they came in. Dividing a bfloat16 norm rounds it, so
+`into_norm` returns the scales that the *rounded* norm stands for, and columns multiplied by those leave the function
+as exact as the weights' own dtype allows. Tensors are replaced, never written to: they may be views of a mapped file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from attar.formats.packed import PackedTensor
+from attar.kernels.operands import Linear, Norm
+
+
+def dense_weight(linear: Linear) -> Tensor:
+    """The weight [O, I] of a linear that is not compressed yet. Raises ValueError on one that is."""
+    if isinstance(linear.weight, PackedTensor):
+        raise ValueError(f"{linear.name} is compressed already: start from the original checkpoint")
+    return linear.weight
+
+
+def into_norm(norm: Norm, scales: Tensor) -> Tensor:
+    """Divide the norm's outputs by `scales` [I]; returns the scales [I], float32, that the linears must take up.
+
+    They differ from `scales` by the rounding of the norm's dtype, and are 1 where the norm's weight is zero. Raises
+    ValueError where the dtype cannot hold the quotient.
+    """
+    original = norm.weight.float() + norm.offset
+    stored = (original / scales - norm.offset).to(norm.weight.dtype)
+    divided = stored.float() + norm.offset
+    exact = torch.where((original == 0) | (divided == 0), 1.0, original / divided)
+    keep = (original != 0) & (divided == 0)
+    stored = torch.where(keep, norm.weight, stored)
+    if not stored.isfinite().all():
+        raise ValueError(f"scales from {scales.min():.3g} to {scales.max():.3g} overflow a {norm.weight.dtype} norm")
+    norm.weight = stored
+    if norm.bias is not None:
+        norm.bias = (norm.bias.float() / exact).to(norm.bias.dtype)
+    return exact
+
+
+def into_rows(linear: Linear, scales: Tensor) -> Tensor:
+    """Divide the outputs of a dense linear by `scales` [O]; returns the scales [O], float32, for its consumers."""
+    weight = dense_weight(linear)
+    linear.weight = (weight.float() / scales[:, None]).to(weight.dtype)
+    if linear.bias is not None:
+        linear.bias = (linear.bias.float() / scales).to(linear.bias.dtype)
+    linear.dense = None
+    return scales.float()
+
+
+def into_columns(linears: Iterable[Linear], scales: Tensor) -> None:
+    """Multiply the input columns of dense linears by `scales` [I]."""
+    for linear in linears:
+        weight = dense_weight(linear)
+        linear.weight = (weight.float() * scales).to(weight.dtype)
+        linear.dense = None

@@ -1,0 +1,300 @@
+"""What a recipe does to one block: capture inputs, transform, round. The solvers know tensors; this file knows blocks.
+
+Two ways to group a block's linears matter, and they differ only in mixtures of experts:
+
+* `input_groups`: linears that read the very same rows. They share a Hessian and an activation scale.
+* `folds`: a producer (norm or linear) and everything that reads its output. A scale divided out of the producer must be
+  multiplied into all of them: with experts, that is every expert, the shared one, and both gates.
+
+Every linear ends with a `Record` of what rounding did to it: the relative squared error of its output on calibration
+rows (of its weight, where the recipe reads no calibration data), beside what plain rounding would have done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attar.compression import awq, fold, gptq, rtn, smoothquant
+from attar.compression.calibrate import HiddenStates
+from attar.compression.recipe import Awq, Gptq, Recipe, Rtn, SmoothQuant
+from attar.formats import affine
+from attar.formats.packed import PackedTensor
+from attar.formats.scheme import Scheme
+from attar.kernels.operands import Linear, Norm
+from attar.model.cache import Step
+from attar.model.layers import Block, MixtureOfExperts
+
+SEARCH_ROWS = 4096  # rows on which AWQ compares block outputs
+ERROR_ROWS = 512  # rows on which a linear's error is reported where no Hessian is at hand
+
+
+@dataclass(frozen=True)
+class Record:
+    """The relative squared error of one linear: as stored, and had it been rounded to nearest."""
+
+    name: str
+    scheme: str
+    measure: str  # "output" on calibration rows, or "weight"
+    error: float
+    rtn_error: float
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A producer, all its readers, and the part of the block whose output shows what rounding the readers costs."""
+
+    before: Norm | Linear
+    linears: tuple[Linear, ...]
+    run: Callable[[Tensor, Step], Tensor]
+
+
+def input_groups(block: Block) -> Iterator[tuple[Linear, ...]]:
+    """The linears that a recipe may compress, grouped by the rows they read, in order of execution."""
+    yield block.attention.qkv
+    yield (block.attention.output,)
+    for each in block.feed_forwards():
+        yield each.up
+        yield (each.down,)
+
+
+def folds(block: Block) -> list[Fold]:
+    """Every place of the block where a per-channel scale can move without changing what the block computes."""
+    attention, mlp = block.attention, block.feed_forward
+    found = [Fold(block.attention_norm, attention.qkv, attention.forward)]
+    if len(attention.qkv) == 3 and awq.foldable(attention.qkv[2], attention.output):
+        found.append(_through(attention.qkv[2], attention.output))
+    readers = [linear for each in block.feed_forwards() for linear in each.up]
+    if isinstance(mlp, MixtureOfExperts):
+        readers += [mlp.router] + ([mlp.shared_gate] if mlp.shared_gate is not None else [])
+    found.append(Fold(block.feed_forward_norm, tuple(readers), lambda x, step: mlp.forward(x)))
+    # Through the gate's product the scale of `up` passes; through an activation it would not.
+    found += [_through(each.up[1], each.down) for each in block.feed_forwards() if each.gated and len(each.up) == 2]
+    return found
+
+
+def _through(before: Linear, after: Linear) -> Fold:
+    def run(x: Tensor, step: Step) -> Tensor:
+        return x @ fold.dense_weight(after).to(x.dtype).T
+
+    return Fold(before, (after,), run)
+
+
+class BlockWork:
+    """One block on its way through a recipe. `run` leaves its linears packed and its norms folded."""
+
+    def __init__(
+        self,
+        block: Block,
+        hidden: HiddenStates | None,
+        recipe: Recipe,
+        schemes: Mapping[str, Scheme | None],
+        architecture: str,
+    ) -> None:
+        self.block, self.recipe, self.architecture = block, recipe, architecture
+        self._hidden, self._schemes = hidden, schemes
+        self._rtn_errors: dict[str, float] = {}
+
+    def run(self) -> list[Record]:
+        """Run the recipe. Raises ValueError naming the linear where a value is not finite or a solver gives up."""
+        compressed = [pair for _, members in self._groups() for pair in members]
+        for linear, _ in compressed:
+            if not fold.dense_weight(linear).isfinite().all():
+                raise ValueError(f"{linear.name}.weight holds a NaN or an infinity")
+        transforms = self.recipe.passes[:-1]
+        if transforms:
+            self._remember_rtn()
+        for each in transforms:
+            if isinstance(each, SmoothQuant):
+                self._smooth(each)
+            elif isinstance(each, Awq):
+                self._awq(each)
+        if any(scheme.static for _, scheme in compressed):
+            self._fix_activation_scales()
+        rounding = self.recipe.rounding
+        return self._gptq(rounding) if isinstance(rounding, Gptq) else self._rtn(rounding)
+
+    # --- inputs -------------------------------------------------------------------------------------------------------
+
+    def _scheme(self, linear: Linear) -> Scheme | None:
+        return self._schemes.get(linear.name)
+
+    def _groups(self) -> Iterator[tuple[str, list[tuple[Linear, Scheme]]]]:
+        """The linears to compress with their schemes, by input group, under the name of the group's first linear."""
+        for group in input_groups(self.block):
+            members = [(each, scheme) for each in group if (scheme := self._scheme(each)) is not None]
+            if members:
+                yield group[0].name, members
+
+    def _watch(self, watchers: Mapping[str, Callable[[Tensor], None]], rows: int | None = None) -> None:
+        """Run the block over the calibration states, or their first `rows`; each watcher sees its linear's inputs."""
+        assert self._hidden is not None, "recipes that read inputs are given calibration data"
+
+        def tap(linear: Linear, x: Tensor) -> None:
+            if linear.name in watchers:
+                try:
+                    watchers[linear.name](x)
+                except ValueError as error:
+                    raise ValueError(f"the input of {linear.name}: {error}") from None
+
+        seen = 0
+        for batch in self._hidden.batches():
+            self.block.run(self._hidden.read(batch), self._hidden.step(batch), tap)
+            seen += len(batch) * self._hidden.shape[1]
+            if rows is not None and seen >= rows:
+                return
+
+    def _inputs(self, names: Sequence[str], rows: int) -> dict[str, Tensor]:
+        """The first `rows` input rows of each named linear, [<= rows, I]."""
+        kept: dict[str, list[Tensor]] = {name: [] for name in names}
+
+        def keep(pieces: list[Tensor]) -> Callable[[Tensor], None]:
+            return lambda x: pieces.append(x.clone()) if sum(map(len, pieces)) < rows else None
+
+        self._watch({name: keep(pieces) for name, pieces in kept.items()}, rows)
+        for name, pieces in kept.items():
+            if not pieces:
+                raise ValueError(f"no calibration token reached {name}: give more calibration text")
+        return {name: torch.cat(pieces)[:rows] for name, pieces in kept.items()}
+
+    # --- transforms ---------------------------------------------------------------------------------------------------
+
+    def _smooth(self, options: SmoothQuant) -> None:
+        alpha = smoothquant.alpha_for(self.architecture) if options.alpha is None else options.alpha
+        places = [each for each in folds(self.block) if isinstance(each.before, Norm)]
+        largest = {each.linears[-1].name: smoothquant.AbsMax(each.linears[-1].shape[1]) for each in places}
+        self._watch({name: statistic.add for name, statistic in largest.items()})
+        for each in places:
+            assert isinstance(each.before, Norm)
+            smoothquant.smooth(each.before, each.linears, largest[each.linears[-1].name].value, alpha)
+
+    def _awq(self, options: Awq) -> None:
+        assert self._hidden is not None
+        places = folds(self.block)
+        # The last reader sees every row: in a mixture of experts it is a gate.
+        readers = [each.linears[-1].name for each in places]
+        means = {each.linears[-1].name: awq.MeanAbs(each.linears[-1].shape[1]) for each in places}
+        self._watch({name: statistic.add for name, statistic in means.items()})
+        length = self._hidden.shape[1]
+        sequences = max(1, min(self._hidden.shape[0], SEARCH_ROWS // length))
+        inputs = self._inputs(readers, sequences * length)
+        for each, name in zip(places, readers, strict=True):
+            schemes = [self._scheme(linear) for linear in each.linears]
+            if not any(schemes):
+                continue
+            x = inputs[name]
+            step = Step((length,) * (len(x) // length), length) if len(x) % length == 0 else Step((len(x),), len(x))
+            reference = each.run(x, step)
+
+            def loss(
+                weights: list[Tensor],
+                each: Fold = each,
+                x: Tensor = x,
+                step: Step = step,
+                reference: Tensor = reference,
+            ) -> float:
+                kept = [fold.dense_weight(linear) for linear in each.linears]
+                for linear, weight in zip(each.linears, weights, strict=True):
+                    linear.weight = weight
+                out = each.run(x, step)
+                for linear, weight in zip(each.linears, kept, strict=True):
+                    linear.weight = weight
+                return float((out - reference).double().square().mean())
+
+            weights = [fold.dense_weight(linear) for linear in each.linears]
+            found = awq.search_scales(weights, schemes, means[name].value, loss, points=options.points)
+            if found.alpha > 0:
+                awq.apply(each.before, each.linears, found.scales)
+        if options.clip:
+            self._clip()
+
+    def _clip(self) -> None:
+        queries_and_keys = {each.name for each in self.block.attention.qkv[:2]}
+        groups = list(self._groups())
+        inputs = self._inputs([name for name, _ in groups], awq.CLIP_TOKENS)
+        for name, members in groups:
+            for linear, scheme in members:
+                if linear.name not in queries_and_keys:
+                    linear.weight = awq.clip(fold.dense_weight(linear), inputs[name], scheme)
+
+    def _fix_activation_scales(self) -> None:
+        """Static schemes: one scale for all tokens, from the largest |x| that calibration saw."""
+        largest = {name: smoothquant.AbsMax(members[0][0].shape[1]) for name, members in self._groups()}
+        self._watch({name: statistic.add for name, statistic in largest.items()})
+        for name, members in self._groups():
+            peak = largest[name].value.amax().reshape(1)
+            for linear, scheme in members:
+                if scheme.static and scheme.activation is not None:
+                    linear.activation_scale = affine.qparams(-peak, peak, scheme.activation)[0]
+
+    # --- rounding -----------------------------------------------------------------------------------------------------
+
+    def _remember_rtn(self) -> None:
+        groups = list(self._groups())
+        inputs = self._inputs([name for name, _ in groups], ERROR_ROWS)
+        for name, members in groups:
+            for linear, scheme in members:
+                with _naming(linear):
+                    weight = fold.dense_weight(linear)
+                    self._rtn_errors[linear.name] = output_error(inputs[name], weight, rtn.solve(weight, scheme))
+
+    def _rtn(self, options: Rtn) -> list[Record]:
+        groups, records = list(self._groups()), []
+        inputs = self._inputs([name for name, _ in groups], ERROR_ROWS) if self._rtn_errors else {}
+        for name, members in groups:
+            for linear, scheme in members:
+                weight = fold.dense_weight(linear)
+                with _naming(linear):
+                    packed = rtn.solve(weight, scheme, scale_search=options.scale_search)
+                if inputs:
+                    error = output_error(inputs[name], weight, packed)
+                    record = Record(linear.name, scheme.name, "output", error, self._rtn_errors[linear.name])
+                else:
+                    error = relative(packed.dequantize() - weight.float(), weight.float())
+                    record = Record(linear.name, scheme.name, "weight", error, error)
+                records.append(record)
+                linear.weight = packed
+        return records
+
+    def _gptq(self, options: Gptq) -> list[Record]:
+        hessians = {name: gptq.Hessian(members[0][0].shape[1]) for name, members in self._groups()}
+        self._watch({name: hessian.add for name, hessian in hessians.items()})
+        records = []
+        for name, members in self._groups():
+            with _naming(members[0][0]):
+                prepared = gptq.prepare(hessians.pop(name), options.damping, options.order)
+            for linear, scheme in members:
+                with _naming(linear):
+                    found = gptq.solve(
+                        fold.dense_weight(linear), prepared, scheme,
+                        block=options.block, scale_search=options.scale_search,
+                    )  # fmt: skip
+                rtn_error = self._rtn_errors.get(linear.name, found.rtn_error)
+                records.append(Record(linear.name, scheme.name, "output", found.error, rtn_error))
+                linear.weight = found.packed
+            del prepared  # before the next group's factor is made
+        return records
+
+
+def output_error(x: Tensor, weight: Tensor, packed: PackedTensor) -> float:
+    """|x (W' - W)^T|^2 / |x W^T|^2 of rows x [N, I]."""
+    weight = weight.float()
+    return relative(x @ (packed.dequantize() - weight).T, x @ weight.T)
+
+
+def relative(difference: Tensor, whole: Tensor) -> float:
+    total = float(whole.double().square().sum())
+    return float(difference.double().square().sum()) / total if total else 0.0
+
+
+@contextmanager
+def _naming(linear: Linear) -> Iterator[None]:
+    """Put the linear's name in front of what went wrong in it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{linear.name}: {error}") from None

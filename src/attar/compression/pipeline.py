@@ -1,0 +1,251 @@
+"""`compress`: a checkpoint in, a smaller one out, with a receipt of what it cost.
+
+The walk goes block by block with one block in memory: read it, run the recipe on it, write it at its place in the
+output, and run it again, now compressed, so that the next block is calibrated on what it will really see. Output files
+are laid out before the first block, because their sizes follow from the schemes alone.
+
+A killed run resumes. Its state on disk is one number, the blocks done, beside the hidden states that enter the next
+block and the records gathered so far; tensors reach the disk before the number does. Everything random is drawn from
+counters, so the bytes are those of an uninterrupted run, given the same torch build, instruction set and thread count.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.checkpoints import hf, hub, receipt
+from attar.checkpoints.probes import ProbeRun
+from attar.checkpoints.writer import MAX_SHARD, ShardWriter, atomic_folder, plan_files, require_free
+from attar.compression import calibrate
+from attar.compression.calibrate import Calibration, HiddenStates
+from attar.compression.output import Output, model_card
+from attar.compression.passes import BlockWork, Record
+from attar.compression.recipe import Recipe, Rtn
+from attar.compression.state import RunState
+from attar.metrics.measure import measure
+from attar.model.decoder import build_block, build_embedding, build_final_norm, build_head, logits
+from attar.text.files import read_text
+from attar.text.tokenizer import Tokenizer
+
+Progress = Callable[[str, int, int], None]
+"""progress(stage, done, total)"""
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """What `compress` did. `cost` holds the evaluation figures, None where no text was given."""
+
+    path: Path
+    recipe: str
+    bits_per_weight: float  # stored bits of the compressed linears over their weights
+    bytes: int  # of all weight files
+    source_bytes: int
+    seconds: float
+    records: tuple[Record, ...]
+    cost: Mapping[str, Any] | None
+
+    def to_dict(self) -> dict[str, Any]:
+        figures = dict(self.cost or {})
+        return {
+            "path": str(self.path),
+            "recipe": self.recipe,
+            "bits_per_weight": self.bits_per_weight,
+            "bytes": self.bytes,
+            "source_bytes": self.source_bytes,
+            "seconds": round(self.seconds, 3),
+            "kl_mean": figures.get("kl_mean"),
+            "evaluation": self.cost,
+            "layers": [asdict(record) for record in self.records],
+        }
+
+
+def compress(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    recipe: str | Path | Recipe = "gptq-w4g128",
+    calibration: Calibration | None = None,
+    evaluation: str | Path | None = None,
+    samples: int = 128,
+    length: int = 512,
+    seed: int = 0,
+    calib_memory: int = 2 << 30,
+    max_shard_bytes: int = MAX_SHARD,
+    eval_tokens: int | None = None,
+    overwrite: bool = False,
+    resume: bool = True,
+    progress: Progress | None = None,
+) -> Compressed:
+    """Compress the checkpoint `src` (folder, Hub id or `demo`) into the folder `dst`.
+
+    `recipe` is a name such as `gptq-w4g128`, a YAML file, or a Recipe. `calibration` is a text file, token ids [S][L],
+    or `self` for text sampled from the model; recipes that only round need none. `evaluation` is a held-out text file
+    on which the cost is measured. At most `calib_memory` bytes of calibration activations are held in memory. A killed
+    run resumes, unless `resume` is false.
+
+    Raises ValueError (CheckpointError among them) for anything a user can mend: an unknown recipe word, a group size
+    that does not divide, an existing output, a full disk, a NaN in a named layer.
+    """
+    began = time.monotonic()
+    report = progress or (lambda stage, done, total: None)
+    plan = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+    checkpoint = hf.Checkpoint.open(hub.resolve(src))
+    output = Output(checkpoint, plan)
+    tokenizer = _tokenizer(checkpoint.folder.path, calibration, evaluation)
+    needs_inputs = not isinstance(plan.passes[0], Rtn) or any(s.static for s in output.schemes.values() if s)
+    if needs_inputs and calibration is None:
+        raise ValueError(f"{plan.name} needs calibration: give a text file, or `self` to sample it from the model")
+    held_out = read_text(evaluation) if evaluation is not None else None
+    files = plan_files(output.layout, max_shard_bytes)
+
+    with atomic_folder(dst, overwrite) as work:
+        hashes = checkpoint.folder.source_hashes(lambda done, total: report("hashing", done, total))
+        source_hash = receipt.combined_hash(hashes)
+        ids = None
+        if needs_inputs and calibration is not None:
+            drawn = work.state / f"self-{source_hash[:16]}-{samples}x{length}-{seed}.i32"
+            amount = calibrate.Amount(samples, length, seed)
+            ids = calibrate.tokens(
+                calibration, checkpoint, tokenizer, amount, drawn, lambda done, total: report("sampling", done, total)
+            )
+        about = receipt.environment() | {
+            "source": source_hash,
+            "recipe": plan.to_dict(),
+            "calibration": None if ids is None else calibrate.token_hash(ids),
+            "seed": seed,
+            "shard": max_shard_bytes,
+        }
+        state = RunState.open(work.state, about, resume)
+        hidden_bytes = 0 if ids is None else 2 * 4 * ids.numel() * checkpoint.config.hidden
+        if not state.blocks_done:
+            require_free(work.out, sum(f.size for f in files) + hidden_bytes)
+        with ShardWriter(work.out, files, output.written(state.blocks_done)) as writer:
+            walk = Walk(checkpoint, output, plan, writer, state, ids, calib_memory, seed)
+            probes = walk.run(report)
+            output.copy_rest(writer, report)
+            writer.finish()
+        output.write_config(work.out)
+        cost = None
+        if held_out is not None:
+            assert tokenizer is not None
+            cost = measure(
+                hf.load(work.out, torch.float32),
+                tokenizer.encode(held_out, add_special_tokens=False)[:eval_tokens],
+                base=hf.load(checkpoint.folder.path, torch.float32),
+                bos=tokenizer.added_bos,
+                bytes_of=tokenizer,
+                progress=lambda done, total: report("evaluating", done, total),
+            ).to_dict()
+        result = Compressed(
+            Path(dst),
+            plan.name,
+            output.bits_per_weight,
+            sum(f.size for f in files),
+            sum(f.size for f in checkpoint.folder.files.values()),
+            time.monotonic() - began,
+            tuple(state.records),
+            cost,
+        )
+        card = model_card(plan.name, result.bits_per_weight, result.bytes, cost)
+        (work.out / "README.md").write_text(card)
+        receipt.write(work.out, about, hashes, [asdict(r) for r in state.records], output.bits_per_weight, cost, probes)
+    return result
+
+
+def _tokenizer(folder: Path, calibration: Calibration | None, evaluation: str | Path | None) -> Tokenizer | None:
+    """Only a text needs the tokenizer: ids and `self` do without."""
+    text_calibration = isinstance(calibration, str | Path) and str(calibration) != calibrate.SELF
+    return Tokenizer.load(folder) if text_calibration or evaluation is not None else None
+
+
+class Walk:
+    """The block walk: the calibration states and the probes go through the blocks, each compressed on the way."""
+
+    def __init__(
+        self,
+        checkpoint: hf.Checkpoint,
+        output: Output,
+        recipe: Recipe,
+        writer: ShardWriter,
+        state: RunState,
+        ids: Tensor | None,
+        memory: int,
+        seed: int,
+    ) -> None:
+        self.checkpoint, self.output, self.recipe = checkpoint, output, recipe
+        self.writer, self.state = writer, state
+        self.config = checkpoint.config
+        # Two files in turn: block i reads number i % 2 and writes the other.
+        self.streams: list[tuple[HiddenStates, HiddenStates]] = []
+        self.probes = ProbeRun(self.config, seed)
+        sources = [self.probes.ids] if ids is None else [self.probes.ids, ids]
+        for name, tokens, limit in zip(("probe", "calibration"), sources, (1 << 20, memory), strict=False):
+            shape = (*tokens.shape, self.config.hidden)
+            files = [HiddenStates(state.folder / f"{name}-{i}.f32", shape, limit // 2) for i in range(2)]
+            self.streams.append((files[0], files[1]))
+        if not state.blocks_done:
+            self._embed(sources)
+
+    def run(self, report: Progress) -> dict[str, Any]:
+        """Compress all blocks that are not done; returns the finished probes."""
+        report("blocks", self.state.blocks_done, self.config.layers)
+        for layer in range(self.state.blocks_done, self.config.layers):
+            self._block(layer)
+            report("blocks", layer + 1, self.config.layers)
+        return self._finish_probes()
+
+    def _embed(self, sources: list[Tensor]) -> None:
+        """Hidden states that enter the first block; only the rows of the table that are needed are read."""
+        for (first, _), tokens in zip(self.streams, sources, strict=True):
+            used, place = torch.unique(tokens, return_inverse=True)
+            needed = replace(self.config, vocab_size=len(used))
+            embedding = build_embedding(needed, self.checkpoint.rows(used))
+            for batch in first.batches():
+                step = first.step(batch)
+                rows = place[batch.start : batch.stop].reshape(-1)
+                first.write(batch, embedding.forward(rows, step.positions).float())
+            first.settle()
+
+    @torch.inference_mode()
+    def _block(self, layer: int) -> None:
+        block = build_block(self.config, self.checkpoint, layer)
+        inputs = self.streams[1][layer % 2] if len(self.streams) > 1 else None
+        work = BlockWork(block, inputs, self.recipe, self.output.schemes, self.config.architecture)
+        records = work.run()
+        self.output.write_block(self.writer, block, layer)
+        for source, target in ((pair[layer % 2], pair[1 - layer % 2]) for pair in self.streams[1:]):
+            for batch in source.batches():
+                out = block.run(source.read(batch), source.step(batch))
+                if not out.isfinite().all():
+                    raise ValueError(f"the output of block {layer} holds a NaN or an infinity")
+                target.write(batch, out)
+            target.settle()
+        rows = self.probes.run(layer, block, self._probe_rows(layer))
+        self._set_probe_rows(layer + 1, rows)
+        self.writer.sync()
+        self.state.finish_block(layer, records, self.probes.observe(layer, block, rows))
+
+    def _probe_rows(self, layer: int) -> Tensor:
+        """The probes' hidden states that enter block `layer`."""
+        stream = self.streams[0][layer % 2]
+        return stream.read(range(stream.shape[0]))
+
+    def _set_probe_rows(self, layer: int, rows: Tensor) -> None:
+        stream = self.streams[0][layer % 2]
+        stream.write(range(stream.shape[0]), rows)
+        stream.settle()
+
+    @torch.inference_mode()
+    def _finish_probes(self) -> dict[str, Any]:
+        rows = self._probe_rows(self.config.layers)
+        last = rows.view(*self.probes.ids.shape, -1)[:, -1]
+        head = build_head(self.config, self.checkpoint)
+        norm = build_final_norm(self.config, self.checkpoint)
+        return self.probes.finish(self.state.observed, logits(self.config, norm, head, last))

@@ -1,0 +1,50 @@
+"""Round to nearest: no statistic, and a solve that is the codec's own.
+
+Rounding every weight independently is what the other methods are measured against, and at 8 bits often all that is
+needed. With min-max scales it is bit for bit compressed-tensors' quantization of the weight. The one choice it has is
+the range: `mse` shrinks that of each group where this lowers the group's rounding error.
+
+The step of a float8 grid shrinks with the value, so a narrower range gains nothing but clipping: float8 ranges are
+min-max under either search.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attar.compression.recipe import ScaleSearch
+from attar.formats import affine, observers
+from attar.formats.packed import PackedTensor, codec
+from attar.formats.packing import row_slices
+from attar.formats.scheme import Grid, Scheme
+
+
+def solve(weight: Tensor, scheme: Scheme, *, scale_search: ScaleSearch = "minmax") -> PackedTensor:
+    """The weight [O, I], any float dtype, rounded to nearest.
+
+    Raises ValueError on a NaN or an infinity, where the group size does not divide I, and where a scale overflows.
+    """
+    if scale_search == "minmax" or scheme.weight.kind != "int":
+        return codec(scheme.weight.kind).quantize(weight, scheme)
+    grid = scheme.weight
+    scale, zero = group_scales(weight.float(), grid, getattr(torch, scheme.scale_dtype), scale_search)
+    codes = torch.empty(weight.shape, dtype=torch.int8)
+    for part in row_slices(*weight.shape):
+        one = (scale, zero) if scale.ndim == 1 else (scale[part], None if zero is None else zero[part])
+        codes[part] = affine.round_to_grid(weight[part].float(), *one, grid)
+    return affine.encode(codes, scale, zero, scheme, (weight.shape[0], weight.shape[1]))
+
+
+def group_scales(
+    weight: Tensor, grid: Grid, scale_dtype: torch.dtype, search: ScaleSearch
+) -> tuple[Tensor, Tensor | None]:
+    """Scale, rounded to `scale_dtype`, and zero point of every part of a weight [O, I] that shares one.
+
+    Shapes are `affine.qparams`': [O, G], or [1] for the whole tensor.
+    """
+    if search == "mse" and grid.kind == "int":
+        low, high = observers.mse_range(weight, grid, scale_dtype)
+    else:
+        low, high = affine.min_max(weight, grid)
+    return affine.qparams(low, high, grid, scale_dtype)

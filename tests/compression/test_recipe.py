@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from attar.compression.recipe import Awq, Gptq, Override, Recipe, Rtn, SmoothQuant
+from attar.formats.scheme import Scheme
+
+SHAPES = {
+    "model.layers.0.self_attn.q_proj": (256, 256),
+    "model.layers.0.mlp.down_proj": (256, 768),
+    "model.layers.1.mlp.down_proj": (256, 768),
+    "model.layers.1.mlp.gate": (8, 256),
+    "lm_head": (4096, 256),
+}
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "passes", "scheme"),
+    [
+        ("rtn-w4g128", (Rtn(),), "w4g128"),
+        ("awq-w3g64", (Awq(), Rtn()), "w3g64"),
+        ("gptq-w4g128", (Gptq(),), "w4g128"),
+        ("gptq-w4g128-asym", (Gptq(),), "w4g128-asym"),
+        ("awq+gptq-w4g64", (Awq(), Gptq()), "w4g64"),
+        ("smoothquant-w8a8", (SmoothQuant(), Rtn()), "w8a8"),
+        ("smoothquant+rtn-w8a8", (SmoothQuant(), Rtn()), "w8a8"),
+        ("smoothquant-w8a8-o1", (SmoothQuant(), Rtn()), "w8a8"),
+        ("smoothquant-w8a8-o2", (SmoothQuant(), Rtn()), "w8a8-atensor"),
+        ("smoothquant+gptq-w8a8-o3", (SmoothQuant(), Gptq()), "w8a8-static"),
+        ("gptq-fp8", (Gptq(),), "fp8"),
+    ],
+)
+def test_a_name_says_passes_and_scheme(name: str, passes: tuple[object, ...], scheme: str) -> None:
+    recipe = Recipe.load(name)
+    assert recipe.passes == passes
+    assert recipe.scheme == Scheme.parse(scheme)
+    assert Recipe.load(recipe.name) == recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("gtpq-w4g128", "did you mean gptq"),
+        ("gptq-w4g12x", "did you mean w4g128"),
+        ("gptq", "did you mean gptq-w4g128"),
+        ("w4g128", "did you mean rtn-w4g128"),
+        ("zzz-w4g128", "known are awq, gptq, rtn, smoothquant"),
+        ("gptq-w9g128", "2 to 8 bits"),
+        ("gptq+rtn-w4", "comes last"),
+        ("awq+awq-w4", "twice"),
+        ("gptq+awq-w4", "comes last"),
+        ("", "method"),
+    ],
+)
+def test_unknown_words_offer_the_nearest(name: str, hint: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Recipe.load(name)
+    assert hint in str(caught.value)
+
+
+def test_a_file_sets_options_overrides_and_keep(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        """
+        recipe: smoothquant+gptq-w8a8
+        alpha: 0.75
+        damping: 0.02
+        order: natural
+        overrides:
+          - {match: "model.layers.0.*", scheme: keep}
+          - {match: "*.down_proj", scheme: w8}
+        keep: ["lm_head", "*.gate"]
+        """,
+    )
+    recipe = Recipe.load(path)
+    assert recipe.passes == (SmoothQuant(alpha=0.75), Gptq(damping=0.02, order="natural"))
+    assert recipe.overrides == (Override("model.layers.0.*", None), Override("*.down_proj", Scheme.parse("w8")))
+    assert recipe.schemes(SHAPES) == {
+        "model.layers.0.self_attn.q_proj": None,
+        "model.layers.0.mlp.down_proj": None,  # the first match decides
+        "model.layers.1.mlp.down_proj": Scheme.parse("w8"),
+        "model.layers.1.mlp.gate": None,
+        "lm_head": None,
+    }
+
+
+def test_output_matrix_and_routers_stay_unless_overridden() -> None:
+    recipe = Recipe.load("rtn-w4g128")
+    chosen = recipe.schemes(SHAPES)
+    assert [name for name, scheme in chosen.items() if scheme is None] == ["model.layers.1.mlp.gate", "lm_head"]
+    recipe = Recipe.from_dict({"recipe": "rtn-w4g128", "overrides": [{"match": "lm_head", "scheme": "w8"}]})
+    assert recipe.scheme_for("lm_head") == Scheme.parse("w8")
+
+
+def test_a_pattern_that_matches_nothing_is_an_error() -> None:
+    recipe = Recipe.from_dict({"recipe": "rtn-w4g128", "overrides": [{"match": "lm_haed", "scheme": "w8"}]})
+    with pytest.raises(ValueError, match="did you mean lm_head"):
+        recipe.schemes(SHAPES)
+
+
+def test_a_group_that_does_not_divide_names_the_linear() -> None:
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.down_proj: group size 512 does not divide 768"):
+        Recipe.load("rtn-w4g512").schemes({"model.layers.0.mlp.down_proj": (256, 768)})
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("recipe: gptq-w4g128\ndampning: 0.1", "did you mean damping"),
+        ("recipe: awq-w4g128\ndamping: 0.1", "damping is an option of gptq"),
+        ("recipe: gptq-w4g128\ndamping: lots", "damping is a number"),
+        ("recipe: gptq-w4g128\nblock: true", "block is a whole number"),
+        ("recipe: gptq-w4g128\norder: actorder", "order is one of natural, activation"),
+        ("recipe: smoothquant-w8a8\nalpha: 1.5", "alpha is a number from 0 to 1"),
+        ("recipe: awq-w4\nclip: 1", "clip is true or false"),
+        ("recipe: gptq-w4\noverrides: {match: a, scheme: w8}", "list of entries"),
+        ("recipe: gptq-w4\noverrides: [{match: a, shceme: w8}]", "did you mean scheme"),
+        ("recipe: gptq-w4\noverrides: [{match: a}]", "needs both"),
+        ("recipe: gptq-w4\noverrides: [{match: a, scheme: w4g12x}]", "did you mean w4g128"),
+        ("recipe: gptq-w4\nkeep: lm_head", "keep is a list"),
+        ("- gptq-w4", "mapping with a name"),
+        ("recipe: 4", "mapping with a name"),
+        ("recipe: [", "not valid YAML"),
+        ("recipe: " + "[" * 30_000, "not valid YAML"),
+        ("!!python/object/apply:os.system [true]", "not valid YAML"),
+        ("# " + "x" * 70_000, "at most 65536 bytes"),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_path_and_a_hint(tmp_path: Path, text: str, hint: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ValueError) as caught:
+        Recipe.load(path)
+    assert hint in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Recipe.load(tmp_path / "none.yaml")
+
+
+def test_the_dict_is_canonical(tmp_path: Path) -> None:
+    plain = Recipe.load("smoothquant-w8a8").to_dict()
+    assert plain == Recipe.load("smoothquant+rtn-w8a8-o1").to_dict()
+    assert (
+        plain == Recipe.load(write(tmp_path, "recipe: smoothquant-w8a8\noverrides: []\nscale_search: minmax")).to_dict()
+    )
+    assert json.loads(json.dumps(plain)) == plain
+    changed = Recipe.load(write(tmp_path, "recipe: smoothquant-w8a8\nalpha: 0.5"))
+    assert changed.to_dict() != plain
