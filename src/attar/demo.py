@@ -1,0 +1,58 @@
+"""`attar demo`: the whole path on the embedded model, with no data and no network.
+
+Calibration text is sampled from the model itself, and so is the text the cost is measured on, with another seed: a text
+that the model finds likely, which calibration never saw.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attar import LLM, SamplingParams
+from attar.checkpoints import hf, hub
+from attar.compression import calibrate
+from attar.compression.pipeline import Progress, compress
+from attar.evaluation.report import evaluate
+from attar.evaluation.table import Row, cost_table
+
+ORIGINAL = "bf16"
+RECIPES = ("rtn-w4g128", "awq-w4g128", "gptq-w4g128")
+PROMPT = "It was a dark and stormy night, and"
+GREEDY = SamplingParams(max_tokens=48, temperature=0.0)
+CALIBRATION = calibrate.Amount(128, 512, seed=0)
+HELD_OUT = calibrate.Amount(64, 512, seed=1)
+
+
+def demonstrate(folder: Path | None, progress: Progress) -> dict[str, Any]:
+    """Compress the embedded model with each of `RECIPES`, print the cost table and a text before and after."""
+    source = hub.resolve("demo")
+    decoder = hf.load(source, torch.float32)
+
+    def sample(stage: str, amount: calibrate.Amount) -> list[list[int]]:
+        return calibrate.sample_from(decoder, amount, progress=lambda d, t: progress(stage, d, t)).tolist()
+
+    calibration, held_out = sample("sampling", CALIBRATION), sample("sampling test", HELD_OUT)
+    rows, texts = [], {}
+    with nullcontext(folder) if folder is not None else tempfile.TemporaryDirectory() as place:
+        for name in (ORIGINAL, *RECIPES):
+            path = source if name == ORIGINAL else Path(place) / name
+            if name != ORIGINAL:
+                compress(source, path, recipe=name, calibration=calibration, overwrite=True, progress=progress)
+            report = evaluate(path, against=None if name == ORIGINAL else decoder, tokens=held_out, progress=progress)
+            llm = LLM(path)
+            llm.generate(PROMPT, GREEDY)  # once to warm up
+            began = time.perf_counter()
+            written = llm.generate(PROMPT, GREEDY)[0]
+            rate = len(written.token_ids) / (time.perf_counter() - began)
+            rows.append(Row.of(name, path, report, rate))
+            texts[name] = written.text
+    print(cost_table(rows))
+    for name, text in texts.items():
+        print(f"\n{name}:\n{PROMPT}{text}")
+    return {"models": [row.to_dict() for row in rows], "texts": texts}
