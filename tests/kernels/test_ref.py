@@ -13,8 +13,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from attar.kernels import ops, ref
-from attar.kernels.operands import Linear, Norm
-from attar.kernels.ops import AttentionForm
+from attar.kernels.operands import AttentionForm, Linear, Norm
 
 FLOAT32 = 2e-6  # of values around 1, sums of a few hundred terms
 BFLOAT16 = 2**-7  # two roundings to 8 bits
@@ -176,7 +175,7 @@ def test_attention_in_bfloat16(form: AttentionForm) -> None:
 MEMORY = """
 import resource, torch
 from attar.kernels import ref
-from attar.kernels.ops import AttentionForm
+from attar.kernels.operands import AttentionForm
 torch.set_num_threads(1)
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

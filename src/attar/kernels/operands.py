@@ -1,16 +1,19 @@
-"""What the operations of `ops.py` take: a `Linear` and a `Norm`, described by data.
+"""What the operations of `ops.py` take, described by data: a `Linear`, a `Norm`, the form of an attention.
 
 Shapes: N rows (tokens), I input columns, O output columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
 
 from attar.formats.packed import PackedTensor
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
 @dataclass(eq=False)
@@ -48,3 +51,19 @@ class Norm:
     eps: float = 1e-6
     offset: float = 0.0
     name: str = ""  # the module's name in the checkpoint
+
+
+@dataclass(frozen=True)
+class AttentionForm:
+    """What distinguishes one attention from another. Default: the feature is off."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None  # a query sees the last `window` keys, itself among them
+    soft_cap: float | None = None  # scores become cap * tanh(score / cap)
+
+
+Tap = Callable[[Linear, Tensor], None]
+"""Sees a linear and the rows [N, I] it is about to read: calibration's one window into the model."""

@@ -15,36 +15,17 @@ engine therefore runs one sequence a call until the native kernels, which do pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from attar import env
 from attar.kernels import native, ref
-from attar.kernels.operands import Linear, Norm
-
-Tap = Callable[[Linear, Tensor], None]
-"""Sees a linear and the rows [N, I] it is about to read: calibration's one window into the model."""
-
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+from attar.kernels.operands import Activation, AttentionForm, Linear, Norm, Tap
 
 OPS = ("norm", "linear", "rope", "attention", "activate", "quantize_rows_int8")
-
-
-@dataclass(frozen=True)
-class AttentionForm:
-    """What distinguishes one attention from another. Default: the feature is off."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-    window: int | None = None  # a query sees the last `window` keys, itself among them
-    soft_cap: float | None = None  # scores become cap * tanh(score / cap)
 
 
 def candidates(op: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[tuple[str, str | None]]:

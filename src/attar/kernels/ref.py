@@ -7,7 +7,6 @@ reference is slow only once; the kernels that multiply by packed weights directl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +14,7 @@ from torch import Tensor
 
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Grid
-from attar.kernels.operands import Linear, Norm
-
-if TYPE_CHECKING:
-    from attar.kernels.ops import Activation, AttentionForm
+from attar.kernels.operands import Activation, AttentionForm, Linear, Norm
 
 QUERY_TILE = 512  # queries that share one mask: memory grows with the keys, not with their square
 INT8_HALF_RANGE = 127.5  # (2^8 - 1) / 2: a symmetric scale is max|x| over it

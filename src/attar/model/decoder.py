@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from attar.kernels import ops
-from attar.kernels.operands import Linear, Norm
-from attar.kernels.ops import AttentionForm
+from attar.kernels.operands import AttentionForm, Linear, Norm
 from attar.model.cache import KVCache, Step
 from attar.model.config import ModelConfig
 from attar.model.layers import Attention, Block, FeedForward, MixtureOfExperts

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from attar.kernels import ops
-from attar.kernels.operands import Linear, Norm
-from attar.kernels.ops import AttentionForm, Tap
+from attar.kernels.operands import AttentionForm, Linear, Norm, Tap
 from attar.model.cache import Step
 from attar.model.config import Activation, Rope
 
