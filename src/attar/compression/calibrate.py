@@ -32,6 +32,7 @@ Calibration = str | Path | Sequence[Sequence[int]]
 
 SELF = "self"
 
+CACHE_BYTES = 256 << 20  # of keys and values while sampling
 ROWS_AT_ONCE = 2048  # rows of one forward call: enough to keep the cores busy, few enough to keep temporaries small
 
 
@@ -126,14 +127,14 @@ def sample_from(
     """Draw sequences from the model itself: int64 [samples, length].
 
     Each begins with BOS, or with a random token where the model has none, and takes its random numbers from a counter
-    keyed by (seed, sequence), so a sequence does not depend on how many others are drawn.
+    keyed by (seed, sequence).
     """
     config, samples, length = decoder.config, amount.samples, amount.length
     noise = torch.from_numpy(np.stack([_uniforms(amount.seed, s, length) for s in range(samples)]))
     first = [config.bos_ids[0]] * samples if config.bos_ids else (noise[:, 0] * config.vocab_size).long().tolist()
     ids = torch.zeros(samples, length, dtype=torch.int64)
     ids[:, 0] = torch.tensor(first)
-    at_once = 32
+    at_once = max(1, CACHE_BYTES // (8 * length * config.layers * config.kv_heads * config.head_dim))
     for begin in range(0, samples, at_once):
         rows = slice(begin, min(begin + at_once, samples))
         batch = rows.stop - rows.start

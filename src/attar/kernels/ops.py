@@ -73,8 +73,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def attention(
     q: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
+    keys: Sequence[Tensor] | Tensor,
+    values: Sequence[Tensor] | Tensor,
     query_positions: Sequence[Tensor],
     key_positions: Sequence[Tensor],
     form: AttentionForm,
@@ -82,7 +82,8 @@ def attention(
     """Causal attention of queries [N, H, D] with each sequence's keys and values [S, G, D]: [N, H * D].
 
     A query at position p sees the keys at positions <= p and, with a window w, > p - w. Key positions are data, not
-    implied by the slot. Query head h reads key-value head h * G // H.
+    implied by the slot. Query head h reads key-value head h * G // H. Where all B sequences have the same positions,
+    keys and values may come as one tensor [B, S, G, D] each.
     """
     return ref.attention(q, keys, values, query_positions, key_positions, form)
 

@@ -79,29 +79,35 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def attention(
     q: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
+    keys: Sequence[Tensor] | Tensor,
+    values: Sequence[Tensor] | Tensor,
     query_positions: Sequence[Tensor],
     key_positions: Sequence[Tensor],
     form: AttentionForm,
 ) -> Tensor:
-    outputs = []
-    start = 0
-    for k, v, at, key_at in zip(keys, values, query_positions, key_positions, strict=True):
-        one = q[start : start + len(at)]
-        start += len(at)
-        if form.soft_cap is None and _is_triangle(at, key_at, form.window):
-            outputs.append(_attend(one, k, v, None, form))
-            continue
-        for first in range(0, len(at), QUERY_TILE):
-            rows = slice(first, first + QUERY_TILE)
-            mask = visible(at[rows], key_at, form.window)
-            seen = mask.any(0)
-            if seen.all():
-                outputs.append(_attend(one[rows], k, v, mask, form))
-            else:
-                outputs.append(_attend(one[rows], k[seen], v[seen], mask[:, seen], form))
+    if isinstance(keys, Tensor) and isinstance(values, Tensor):
+        alike = q.unflatten(0, (len(keys), -1))
+        return _attend_tiled(alike, keys, values, query_positions[0], key_positions[0], form).reshape(q.shape[0], -1)
+    queries = q.split([len(at) for at in query_positions])
+    pieces = zip(queries, keys, values, query_positions, key_positions, strict=True)
+    outputs = [_attend_tiled(one[None], k[None], v[None], at, key_at, form)[0] for one, k, v, at, key_at in pieces]
     return torch.cat(outputs).reshape(q.shape[0], -1)
+
+
+def _attend_tiled(q: Tensor, k: Tensor, v: Tensor, at: Tensor, key_at: Tensor, form: AttentionForm) -> Tensor:
+    """Sequences of the same positions, q [B, T, H, D], k and v [B, S, G, D], to [B, T, H, D], in memory O(T + S)."""
+    if form.soft_cap is None and _is_triangle(at, key_at, form.window):
+        return _attend(q, k, v, None, form)
+    outputs = []
+    for first in range(0, max(1, len(at)), QUERY_TILE):
+        rows = slice(first, first + QUERY_TILE)
+        mask = visible(at[rows], key_at, form.window)
+        seen = mask.any(0)
+        if seen.all():
+            outputs.append(_attend(q[:, rows], k, v, mask, form))
+        else:
+            outputs.append(_attend(q[:, rows], k[:, seen], v[:, seen], mask[:, seen], form))
+    return torch.cat(outputs, 1)
 
 
 def visible(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
@@ -118,19 +124,19 @@ def _is_triangle(at: Tensor, key_at: Tensor, window: int | None) -> bool:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: AttentionForm) -> Tensor:
-    """One sequence: q [T, H, D], k and v [S, G, D] to [T, H, D], by a mask [T, S] or, without, the lower triangle."""
-    q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+    """As `_attend_tiled`, by a mask [T, S] or, without, the lower triangle."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if form.soft_cap is None:
         grouped, scale = form.heads != form.kv_heads, form.scale
         out = F.scaled_dot_product_attention(
-            q[None], k[None], v[None], attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
         )
-        return out[0].transpose(0, 1)
+        return out.transpose(1, 2)
     assert mask is not None
-    k, v = (t.repeat_interleave(form.heads // form.kv_heads, 0) for t in (k, v))
-    scores = form.soft_cap * torch.tanh((q.float() @ k.float().transpose(1, 2)) * form.scale / form.soft_cap)
+    k, v = (t.repeat_interleave(form.heads // form.kv_heads, 1) for t in (k, v))
+    scores = form.soft_cap * torch.tanh((q.float() @ k.float().transpose(2, 3)) * form.scale / form.soft_cap)
     weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(q.dtype)
-    return (weights @ v).transpose(0, 1)
+    return (weights @ v).transpose(1, 2)
 
 
 def activate(x: Tensor, kind: Activation, gated: bool) -> Tensor:

@@ -92,16 +92,31 @@ class Step:
         """Rows [N, ...] as one tensor per sequence."""
         return list(rows.split(self.lengths))
 
-    def keep(self, layer: int, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Write rows k, v [N, G, D] to the cache; return each sequence's keys, values and key positions so far."""
+    @property
+    def alike(self) -> bool:
+        """Whether all sequences have the same positions, so that they can be computed as one batch."""
+        return len(set(self.starts)) == len(set(self.lengths)) == 1
+
+    def keep(
+        self, layer: int, k: Tensor, v: Tensor
+    ) -> tuple[list[Tensor] | Tensor, list[Tensor] | Tensor, list[Tensor]]:
+        """Write rows k, v [N, G, D] to the cache; return each sequence's keys, values and key positions so far.
+
+        Keys and values of sequences that are `alike` come as one tensor [B, S, G, D].
+        """
         if self.cache is None:
-            return self.split(k), self.split(v), self.split(self.positions)
-        keys, values, positions = [], [], []
+            positions = self.split(self.positions)
+            if self.alike:
+                batch = (len(self.lengths), -1)
+                return k.unflatten(0, batch), v.unflatten(0, batch), positions
+            return self.split(k), self.split(v), positions
+        ends = [first + n for first, n in zip(self.starts, self.lengths, strict=True)]
+        all_keys, all_values = self.cache.keys[layer], self.cache.values[layer]
         for s, (k_new, v_new) in enumerate(zip(self.split(k), self.split(v), strict=True)):
-            first, end = self.starts[s], self.starts[s] + self.lengths[s]
-            self.cache.keys[layer][s, first:end] = k_new
-            self.cache.values[layer][s, first:end] = v_new
-            keys.append(self.cache.keys[layer][s, :end])
-            values.append(self.cache.values[layer][s, :end])
-            positions.append(self.cache.positions[:end])
+            all_keys[s, self.starts[s] : ends[s]] = k_new
+            all_values[s, self.starts[s] : ends[s]] = v_new
+        positions = [self.cache.positions[:end] for end in ends]
+        if self.alike:
+            return all_keys[:, : ends[0]], all_values[:, : ends[0]], positions
+        keys, values = ([t[s, :end] for s, end in enumerate(ends)] for t in (all_keys, all_values))
         return keys, values, positions
