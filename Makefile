@@ -10,13 +10,15 @@ INSTALL := $(PIP) install --quiet --constraint constraints-cpu.txt
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints-cpu.txt src/attar/version.py $(wildcard src/attar/csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint bench-compressors clean
 
 help:
 	@echo "make demo    compress the embedded model, print what it cost, generate text before and after"
 	@echo "make test    everything that must pass: lint, then the tests"
 	@echo "make lint    ruff, mypy, import floors"
-	@echo "make clean   remove .venv, the build folder of the extension, and caches"
+	@echo "make bench-compressors"
+	@echo "             KL beside llm-compressor's, set up in .venv-peers (or PEERS=<an environment that has it>)"
+	@echo "make clean   remove .venv, .venv-peers, the build folder of the extension, and caches"
 
 demo: $(VENV)/.installed
 	@$(BIN)/attar demo
@@ -30,6 +32,17 @@ lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+# The peers pin other versions of what attar uses, so they have an environment of their own.
+bench-compressors: $(VENV)/.installed $(if $(PEERS),,.venv-peers/.installed)
+	@$(BIN)/python bench/compressors.py --peers $(or $(PEERS),.venv-peers)/bin/python $(BENCH)
+
+.venv-peers/.installed: bench/peers/requirements.txt | $(BIN)/python
+	@echo "setting up .venv-peers: some minutes the first time"
+	@$(BIN)/python -m venv --clear .venv-peers
+	@.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --constraint $< torch
+	@.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "attar needs Python 3.11 or newer, and $(PYTHON) is %s: name another with make PYTHON=..." % sys.version.split()[0])'
@@ -50,4 +63,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build/cp3* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-peers build/cp3* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

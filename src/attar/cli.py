@@ -1,13 +1,20 @@
 """The command line: one table of subcommands, each importing only what it runs.
 
 Rules for all of them: results on stdout, everything else on stderr; with `--json` the last line of stdout is one JSON
-object; exit status 0 for success, 1 where a check failed, 2 for bad usage or input, 130 after Ctrl-C.
+object; exit status 0 for success, 1 where a check failed, 2 for bad usage or input, 130 after Ctrl-C, 141 where the
+reader of stdout has left (as other tools under `| head`). What a user can mend is one sentence on stderr, and leaves no
+JSON; whatever else goes wrong is a bug, and keeps its traceback.
+
+Help is plain text: boxes drawn around it break in narrow terminals and logs.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -18,7 +25,10 @@ import typer
 
 from attar.version import __version__
 
-CHECK_FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+CHECK_FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
+
+NO_RECEIPT = "no receipt: nothing says what this checkpoint should compute, so no probe is replayed"
+RESUME = "the same command goes on after the last finished block; --restart begins anew"
 
 app = typer.Typer(
     name="attar",
@@ -26,12 +36,14 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Model = Annotated[str, typer.Argument(help="A local folder, a Hub id such as org/name[@revision], or `demo`.")]
+MODEL = "A local folder, a Hub id such as org/name[@revision], or `demo`, the embedded model."
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
 
 
 class Dtype(StrEnum):
@@ -48,12 +60,16 @@ NoVerify = Annotated[bool, typer.Option("--no-verify", help="Skip the probe that
 @app.command()
 def compress(
     source: Model,
-    output: Annotated[Path, typer.Argument(help="The folder to write. It is absent or complete, never half-written.")],
+    output: Annotated[
+        Path,
+        typer.Argument(metavar="OUTPUT", help="The folder to write. It is absent or complete, never half-written."),
+    ],
     recipe: Annotated[
         str, typer.Option(help="method[+method]-scheme, such as gptq-w4g128, or a YAML file with overrides.")
     ] = "gptq-w4g128",
     calib: Annotated[
-        str | None, typer.Option(help="Calibration text (.txt, .jsonl), or `self`: text sampled from the model.")
+        str | None,
+        typer.Option(help="Calibration text (.txt, .jsonl), or `self`: sampled from the model; rtn needs none."),
     ] = None,
     evaluation: Annotated[
         Path | None, typer.Option("--eval", help="Held-out text: measure the cost on it and write it into the receipt.")
@@ -73,8 +89,11 @@ def compress(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Compress a checkpoint; the output loads in any engine that reads compressed-tensors, and says what it cost."""
-    with errors(), progress(quiet) as bar:
+    """Compress a checkpoint, and say what that cost.
+
+    The output loads in whatever reads compressed-tensors. A run that was stopped resumes: give the same command again.
+    """
+    with errors(after_interrupt=RESUME), progress(quiet) as bar:
         from attar.compression.pipeline import compress as run
         from attar.evaluation.table import Row, cost_table
 
@@ -84,8 +103,15 @@ def compress(
             eval_tokens=eval_tokens, overwrite=overwrite, resume=not restart, progress=bar,
         )  # fmt: skip
         bar.close()
-        print(cost_table([Row(done.recipe, done.bytes, done.bits_per_weight, done.cost)]))
-        print(f"{done.path}: {done.bytes / done.source_bytes:.1%} of {done.source_bytes:,} bytes, {done.seconds:.1f} s")
+        original = {"ppl": (done.cost or {}).get("ppl_base")}
+        print(cost_table([
+            Row("original", done.source_bytes, None, original),
+            Row(done.recipe, done.bytes, done.bits_per_weight, done.cost),
+        ]))  # fmt: skip
+        share = done.bytes / done.source_bytes
+        print(f"{done.path}: {done.bytes:,} bytes, {share:.1%} of the original's, in {done.seconds:.1f} s")
+        for sentence in done.notes:
+            tell(sentence)
         emit(as_json, done.to_dict())
 
 
@@ -103,7 +129,11 @@ def evaluate(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Perplexity of a model on a text and, against its original, KL divergence and top-1 agreement, with intervals."""
+    """Measure a model on a text, and against its original.
+
+    Perplexity; with --against also KL divergence and top-1 agreement; all with 95 % intervals. The protocol is that of
+    `compress --eval`, so the figures compare.
+    """
     with errors(), progress(quiet) as bar:
         from attar.evaluation.report import evaluate as run
 
@@ -121,13 +151,17 @@ def evaluate(
 @app.command()
 def generate(
     model: Model,
-    prompt: Annotated[str | None, typer.Option(help="The text to continue; default: read from stdin.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="The text to continue; default: stdin, less its last line break.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Draw among the k likeliest; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw among the likeliest that hold this much probability.")] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw among the likeliest that hold this much probability; in (0, 1].")
+    ] = 1.0,
     min_p: Annotated[
-        float, typer.Option(help="Drop tokens below this fraction of the likeliest one's probability.")
+        float, typer.Option(help="Drop tokens below this fraction of the likeliest one's probability; in [0, 1].")
     ] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens seen before become less likely.")] = 1.0,
     presence_penalty: Annotated[
@@ -144,7 +178,11 @@ def generate(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Continue a prompt. The text streams to stdout as it is made."""
+    """Continue a prompt.
+
+    The text streams to stdout as it is made. Options are as given here: of the model's generation_config.json only the
+    tokens that end a text are taken, never a temperature or filter.
+    """
     with errors(), progress(quiet) as bar:
         from attar.engine.llm import LLM
         from attar.engine.request import SamplingParams
@@ -155,9 +193,11 @@ def generate(
             frequency_penalty=frequency_penalty, stop=tuple(stop or ()), seed=seed, logprobs=logprobs,
         )  # fmt: skip
         if prompt is None:
-            prompt = sys.stdin.read()
+            prompt = read_stdin()
         llm = LLM(model, dtype=dtype.value, verify=not no_verify, progress=bar)
         bar.close()
+        if llm.receipt is None:
+            tell(NO_RECEIPT)
         stream = llm.stream(prompt, params)
         try:
             while True:
@@ -172,15 +212,20 @@ def chat(
     model: Model,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one answer at most.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.7,
-    top_p: Annotated[float, typer.Option()] = 1.0,
-    seed: Annotated[int | None, typer.Option(min=0)] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.7,
+    top_p: Annotated[
+        float, typer.Option(help="Draw among the likeliest that hold this much probability; in (0, 1].")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Makes a drawn answer repeatable.")] = None,
     dtype: ComputeDtype = Dtype.float32,
     no_verify: NoVerify = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Talk to a model, turn by turn, through its own chat template. An empty line or Ctrl-D ends."""
+    """Talk to a model through its own chat template.
+
+    One line is one turn; an empty line or Ctrl-D ends. With stdin piped, each of its lines is a turn.
+    """
     with errors(), progress(quiet) as bar:
         from attar.engine.llm import LLM
         from attar.engine.request import SamplingParams
@@ -188,6 +233,9 @@ def chat(
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
         llm = LLM(model, dtype=dtype.value, verify=not no_verify, progress=bar)
         bar.close()
+        if llm.receipt is None:
+            tell(NO_RECEIPT)
+        llm.tokenizer.chat_template()  # a model that cannot chat says so before the first turn
         messages = [{"role": "system", "content": system}] if system else []
         while True:
             try:
@@ -208,11 +256,16 @@ def chat(
 
 @app.command()
 def inspect(model: Model, as_json: Json = False) -> None:
-    """What a checkpoint is: architecture, scheme, size to the byte, and every tensor. Reads headers only."""
+    """Show what a checkpoint is, from its headers.
+
+    Architecture, schemes, bits per weight, size to the byte, and every tensor. No weight is read.
+    """
     with errors():
         from attar.checkpoints.inspect import inspect as run
 
         found = run(model)
+        if not found.receipt:
+            tell("no receipt: this folder was not made by attar, or its receipt.json was not copied along")
         print(found.table())
         emit(as_json, found.to_dict())
 
@@ -225,21 +278,29 @@ def verify(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Check a compressed folder against its receipt: every hash, and every probe on this machine's kernels."""
+    """Check a compressed folder against its receipt.
+
+    Every hash, then every probe on this machine's kernels; where one differs, the first file or layer that does is
+    named, and the exit status is 1.
+    """
     with errors(), progress(quiet) as bar:
         from attar.checkpoints.verify import verify as run
 
         verdict = run(model, hashes=not no_hashes, dtype=dtype.value, progress=bar)
         bar.close()
-        print(verdict.detail)
+        if verdict.ok:
+            print(verdict.sentence)
         emit(as_json, verdict.to_dict())
         if not verdict.ok:
-            raise typer.Exit(CHECK_FAILED)
+            fail(verdict.sentence, CHECK_FAILED)
 
 
 @app.command()
 def doctor(as_json: Json = False) -> None:
-    """Versions, instruction sets, threads, and which kernel each operation would choose here, and why."""
+    """Show versions, instruction sets, threads and kernels.
+
+    For each operation, which kernel would run here, and what speaks against the others.
+    """
     with errors():
         from attar.doctor import examine, to_text
 
@@ -256,11 +317,17 @@ def demo(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Compress the embedded model with each method, print what it cost, and generate before and after."""
+    """Compress the embedded model with each method.
+
+    Prints what that cost, and a text generated before and after. Needs neither data nor network.
+    """
     with errors(), progress(quiet) as bar:
         from attar.demo import demonstrate
 
-        emit(as_json, demonstrate(folder, bar))
+        shown = demonstrate(folder, bar)
+        bar.close()
+        print(shown.text())
+        emit(as_json, shown.to_dict())
 
 
 def version(show: bool) -> None:
@@ -273,12 +340,26 @@ def version(show: bool) -> None:
 def main(
     _: Annotated[bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    pass
+    # Models write any character, and not every terminal can show it: better a `?` than no text.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def emit(as_json: bool, value: dict[str, Any]) -> None:
+    """The JSON object, in ASCII, so that neither the locale nor an exotic line separator can break it."""
     if as_json:
-        print(json.dumps(value, allow_nan=False, ensure_ascii=False))
+        print(json.dumps(value, allow_nan=False))
+
+
+def read_stdin() -> str:
+    """A prompt from stdin, less one line break at its end, which shells add."""
+    if sys.stdin.isatty():
+        tell("reading the prompt from stdin; Ctrl-D ends it")
+    try:
+        text = sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"stdin is not UTF-8 text: byte {error.start} does not decode") from None
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def parse_bytes(text: str) -> int:
@@ -296,50 +377,101 @@ def parse_bytes(text: str) -> int:
 
 
 @contextmanager
-def errors() -> Iterator[None]:
-    """Turn what a user can mend into one sentence on stderr and exit status 2."""
+def errors(after_interrupt: str | None = None) -> Iterator[None]:
+    """Turn what a user can mend into one sentence on stderr and an exit status.
+
+    `after_interrupt` says what a user can do after Ctrl-C, where there is something.
+    """
     try:
         yield
+        sys.stdout.flush()
     except KeyboardInterrupt:
-        fail("interrupted; nothing finished is lost: the same command goes on where it stopped", INTERRUPTED)
+        fail("interrupted" + (f": {after_interrupt}" if after_interrupt else ""), INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+        raise typer.Exit(PIPE_CLOSED) from None
     except (ValueError, OSError) as error:
-        fail(str(error), BAD_INPUT)
+        from attar.checkpoints.safetensors import VerificationError
+
+        fail(_sentence(error), CHECK_FAILED if isinstance(error, VerificationError) else BAD_INPUT)
+    except (MemoryError, RuntimeError) as error:
+        # torch has no class of its own for running out of memory on a CPU.
+        if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        fail("out of memory: close other programs, or take a smaller model, batch or --calib-memory", BAD_INPUT)
+
+
+def _sentence(error: ValueError | OSError) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror.lower()}" if error.filename is not None else error.strerror.lower()
+    return " ".join(str(error).split("\n"))
+
+
+def tell(sentence: str) -> None:
+    print(f"attar: {sentence}", file=sys.stderr)
 
 
 def fail(sentence: str, status: int) -> NoReturn:
-    print(f"attar: {sentence}", file=sys.stderr)
+    sys.stdout.flush()  # in the order in which they were said
+    tell(sentence)
     raise typer.Exit(status)
 
 
 class Progress:
-    """Named stages with a bar and the time left, on stderr; silent where stderr is no terminal and on `--quiet`."""
+    """Named stages and the time left, on stderr: bars on a terminal, elsewhere a line every half minute."""
+
+    LINE_SECONDS = 30.0
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
-        self._bar: Any = None
+        self._bars: Any = None
         self._tasks: dict[str, Any] = {}
+        self._stage = ""
+        self._start = (0.0, 0)  # of the stage: time, and what was done by then
+        self._told = time.monotonic()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if self._quiet:
             return
-        if self._bar is None:
+        if sys.stderr.isatty():
+            self._draw(stage, done, total)
+        else:
+            self._log(stage, done, total)
+
+    def _draw(self, stage: str, done: int, total: int) -> None:
+        if self._bars is None:
             from rich import progress
             from rich.console import Console
 
-            self._bar = progress.Progress(
-                progress.TextColumn("{task.description:<14}"), progress.BarColumn(), progress.MofNCompleteColumn(),
+            self._bars = progress.Progress(
+                progress.TextColumn("{task.description:<14}"), progress.BarColumn(), progress.TaskProgressColumn(),
                 progress.TimeElapsedColumn(), progress.TextColumn("left"), progress.TimeRemainingColumn(),
-                console=Console(stderr=True), transient=True,
+                console=Console(stderr=True), transient=True, redirect_stdout=False,
+                speed_estimate_period=1e9,  # a block may take minutes: the speed is that of the whole stage
             )  # fmt: skip
-            self._bar.start()
+            self._bars.start()
         if stage not in self._tasks:
-            self._tasks[stage] = self._bar.add_task(stage, total=total)
-        self._bar.update(self._tasks[stage], completed=done, total=total)
+            self._tasks[stage] = self._bars.add_task(stage, total=total)
+        task = self._tasks[stage]
+        if done < self._bars.tasks[task].completed:
+            self._bars.reset(task, total=total)  # the stage begins again, for another model
+        self._bars.update(task, completed=done, total=total)
+
+    def _log(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if stage != self._stage or done < self._start[1]:
+            self._stage, self._start = stage, (now, done)
+        if now - self._told < self.LINE_SECONDS:
+            return
+        self._told = now
+        since, before = self._start
+        left = f", {(now - since) / (done - before) * (total - done):.0f} s left" if done > before else ""
+        print(f"{stage}: {done} of {total}{left}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar, self._tasks = None, {}
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars, self._tasks = None, {}
 
 
 @contextmanager

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,31 @@ ORIGINAL = "bf16"
 RECIPES = ("rtn-w4g128", "awq-w4g128", "gptq-w4g128")
 PROMPT = "It was a dark and stormy night, and"
 GREEDY = SamplingParams(max_tokens=48, temperature=0.0)
-CALIBRATION = calibrate.Amount(128, 512, seed=0)
-HELD_OUT = calibrate.Amount(64, 512, seed=1)
+CALIBRATION = calibrate.Amount(64, 512, seed=0)
+HELD_OUT = calibrate.Amount(32, 512, seed=1)
 
 
-def demonstrate(folder: Path | None, progress: Progress) -> dict[str, Any]:
-    """Compress the embedded model with each of `RECIPES`, print the cost table and a text before and after."""
+@dataclass(frozen=True)
+class Demonstration:
+    """What each model cost, and what it writes after `PROMPT`."""
+
+    rows: Sequence[Row]
+    texts: Mapping[str, str]
+
+    def text(self) -> str:
+        """For people."""
+        written = [f"\n{name}:\n{PROMPT}{text}" for name, text in self.texts.items()]
+        return "\n".join([cost_table(self.rows), *written])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"models": [row.to_dict() for row in self.rows], "prompt": PROMPT, "texts": dict(self.texts)}
+
+
+def demonstrate(folder: Path | None, progress: Progress) -> Demonstration:
+    """Compress the embedded model with each of `RECIPES`, measure each, and let each continue `PROMPT`.
+
+    The compressed models are left in `folder`, where models that an earlier call left there are replaced.
+    """
     source = hub.resolve("demo")
     decoder = hf.load(source, torch.float32)
 
@@ -52,7 +73,4 @@ def demonstrate(folder: Path | None, progress: Progress) -> dict[str, Any]:
             rate = len(written.token_ids) / (time.perf_counter() - began)
             rows.append(Row.of(name, path, report, rate))
             texts[name] = written.text
-    print(cost_table(rows))
-    for name, text in texts.items():
-        print(f"\n{name}:\n{PROMPT}{text}")
-    return {"models": [row.to_dict() for row in rows], "texts": texts}
+    return Demonstration(rows, texts)

@@ -29,8 +29,7 @@ def test_table() -> None:
 def test_row_of_a_checkpoint(stories: Path) -> None:
     row = Row.of("bf16", stories)
     assert row.bits_per_weight in (16, 32)
-    assert row.bytes is not None
-    assert 0 < (stories / "model.safetensors").stat().st_size - row.bytes < 10_000  # the header
+    assert row.bytes == (stories / "model.safetensors").stat().st_size
     assert cost_table([row]).splitlines()[0].split() == ["model", "size", "bits/weight"]
     assert row.to_dict()["figures"] is None
 

@@ -140,7 +140,7 @@ class Checkpoint:
         return quantized.scheme_of(module) if quantized is not None and quantized.holds(module) else None
 
     def rows(self, ids: Tensor) -> Weights:
-        """The same weights, but with no more of the embedding than its rows `ids` [R]: a table [R, I]."""
+        """The same weights, but with no more of the embedding and the output matrix than their rows `ids` [R]."""
         return _Rows(self, ids)
 
     # Opening
@@ -224,11 +224,14 @@ class _Outline:
 
 
 class _Rows:
-    """A checkpoint's weights with only some rows of the embedding, whichever end's name it is stored under."""
+    """A checkpoint's weights with only some rows of the embedding and of the output matrix: tables [R, I]."""
 
     def __init__(self, checkpoint: Checkpoint, ids: Tensor) -> None:
-        self.checkpoint, self.ids = checkpoint, ids.tolist()
-        self.linear, self.has = checkpoint.linear, checkpoint.has
+        self.checkpoint, self.ids, self.has = checkpoint, ids.tolist(), checkpoint.has
+
+    def linear(self, name: str) -> Linear:
+        is_table = name == self.checkpoint.config.names.head
+        return Linear(name, self.tensor(f"{name}.weight")) if is_table else self.checkpoint.linear(name)
 
     def tensor(self, name: str) -> Tensor:
         checkpoint, names = self.checkpoint, self.checkpoint.config.names
@@ -236,8 +239,11 @@ class _Rows:
             return checkpoint.tensor(name)
         part, stored = checkpoint._dense_part(name), checkpoint.stored_name(name)
         table = torch.empty((len(self.ids), *part.shape[1:]), dtype=checkpoint.dtype)
-        for at, row in enumerate(self.ids):
-            table[at] = checkpoint.folder.read_rows(stored, row, row + 1)[0]
+        start = 0
+        for end in range(1, len(self.ids) + 1):
+            if end == len(self.ids) or self.ids[end] != self.ids[end - 1] + 1:  # neighbours are read together
+                table[start:end] = checkpoint.folder.read_rows(stored, self.ids[start], self.ids[end - 1] + 1)
+                start = end
         return table
 
 

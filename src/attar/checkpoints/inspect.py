@@ -15,7 +15,8 @@ from attar.model.decoder import compressible
 
 @dataclass(frozen=True)
 class Inspection:
-    """What headers tell. `bits_per_weight` is over the linears that a recipe may compress."""
+    """What headers tell. `bits_per_weight` is over the linears that a recipe may compress; `bytes` are those of the
+    weight files on disk, which besides the tensors hold a header each. Tensors are in the order of their layers."""
 
     path: Path
     architecture: str
@@ -26,7 +27,7 @@ class Inspection:
     bytes: int
     schemes: dict[str, int]
     tensors: dict[str, Part]
-    receipt: str
+    receipt: bool
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -37,6 +38,7 @@ class Inspection:
             "parameters": self.parameters,
             "bits_per_weight": self.bits_per_weight,
             "bytes": self.bytes,
+            "tensor_bytes": sum(part.bytes for part in self.tensors.values()),
             "schemes": self.schemes,
             "receipt": self.receipt,
             "tensors": [
@@ -52,8 +54,8 @@ class Inspection:
             f"parameters       {self.parameters:,}",
             f"linears          {schemes}",
             f"bits per weight  {self.bits_per_weight:.4g} in the linears of the blocks",
-            f"bytes            {self.bytes:,} in {len(self.tensors)} tensors",
-            f"receipt          {self.receipt}",
+            f"bytes            {self.bytes:,}, in {len(self.tensors)} tensors",
+            f"receipt          {'receipt.json: `attar verify` checks it' if self.receipt else 'no receipt'}",
             "",
         ]
         width = max(map(len, self.tensors))
@@ -69,7 +71,7 @@ def inspect(model: str | Path) -> Inspection:
     path = hub.resolve(model)
     checkpoint = hf.Checkpoint.open(path)
     config, folder = checkpoint.config, checkpoint.folder
-    tensors = {name: folder.info(name) for name in folder.names()}
+    tensors = {name: folder.info(name) for name in sorted(folder.names(), key=_natural)}
     found: Counter[str] = Counter()
     bits = weights = 0
     belongs = set()
@@ -84,9 +86,12 @@ def inspect(model: str | Path) -> Inspection:
             bits += 8 * sum(tensors[name].bytes for name in mine)
             weights += rows * columns
     rest = sum(math.prod(part.shape) for name, part in tensors.items() if name not in belongs)
-    note = receipt.read_receipt(path)
     return Inspection(
         path, config.architecture, config.layers, config.context, weights + rest, bits / weights,
-        sum(part.bytes for part in tensors.values()), dict(found), tensors,
-        "no receipt" if note is None else "receipt.json: `attar verify` checks it",
+        sum(file.size for file in folder.files.values()), dict(found), tensors, receipt.read_receipt(path) is not None,
     )  # fmt: skip
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key that puts layer 10 after layer 9."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]

@@ -14,8 +14,8 @@ Products of unrounded activations pass the shaking on as it is, so a block's flo
 amplify it to the size of the rounding itself (a value that crosses a border moves by a whole step), in some block or
 other: their floor is the largest of all blocks, and their probes see only damage that exceeds it.
 
-The blocks are walked once, one at a time, with all prompts: compression probes its output while it writes it. Each
-prompt runs in a call of its own, as in a replay: a scale taken over a whole call would mix the prompts.
+The blocks are walked once, one at a time, with all prompts: compression probes its output while it writes it. Where a
+block rounds its inputs by a scale taken over a whole call, each prompt has a call of its own, as in a replay.
 
 Legend: P prompts, L tokens of a prompt, I hidden size, M projections.
 """
@@ -85,6 +85,13 @@ def rounds_activations(block: Block) -> bool:
     return any(isinstance(w, PackedTensor) and w.scheme.activation is not None for w in weights)
 
 
+def _scales_over_calls(block: Block) -> bool:
+    """Whether any linear of the block takes the scale of its input from all rows of the call."""
+    weights = (each.weight for each in block.linears() if each.activation_scale is None)
+    grids = (w.scheme.activation for w in weights if isinstance(w, PackedTensor))
+    return any(grid is not None and grid.granularity == "tensor" for grid in grids)
+
+
 def _difference(found: Tensor, stored: Tensor) -> float:
     """The largest difference of a row [.., M] relative to the stored row's norm; infinite where it is not finite."""
     if not found.isfinite().all():
@@ -117,8 +124,9 @@ class ProbeRun:
         calm, shaken = rows.chunk(2)
         signs = _signs(_SHAKES, layer, *shaken.shape)
         rows = torch.cat((calm, (shaken.double() * (1 + SHAKE * signs)).to(rows.dtype)))
-        step = Step((LENGTH,), LENGTH)
-        return torch.cat([block.run(prompt, step) for prompt in rows.split(LENGTH)])
+        together = 1 if _scales_over_calls(block) else len(rows) // LENGTH
+        step = Step((LENGTH,) * together, LENGTH)
+        return torch.cat([block.run(some, step) for some in rows.split(together * LENGTH)])
 
     def observe(self, layer: int, block: Block, rows: Tensor) -> dict[str, Any]:
         """What is kept of block `layer`, given its output rows [2 P * L, I].

@@ -72,6 +72,10 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used as it is; the message names the file and says what to do."""
 
 
+class VerificationError(CheckpointError):
+    """A checkpoint that can be read, and does not compute what its receipt says."""
+
+
 def parse_json(text: bytes | bytearray, where: str | Path) -> Any:
     """Decode JSON strictly: UTF-8, no byte-order mark, no key twice, finite numbers, no trailing text.
 

@@ -108,8 +108,16 @@ def require_free(path: str | os.PathLike[str], needed: int) -> None:
         )
 
 
+def allocated(*folders: Path) -> int:
+    """Bytes on disk that the files directly in `folders` take, reserved ones included."""
+    return sum(512 * path.stat().st_blocks for folder in folders for path in folder.iterdir())
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def _disk_error(path: Path, error: OSError) -> CheckpointError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno in _FULL:
         return CheckpointError(
             f"{path}: no room for it ({error.strerror}); free some space, or choose an output on another disk; what is "
             "done already is kept"
@@ -244,8 +252,8 @@ def atomic_folder(dst: str | os.PathLike[str], overwrite: bool = False) -> Itera
 
     After an exception or a kill the sibling stays, and the next call with the same `dst` finds `out` and `state` as
     they were left. An existing `dst` is an error unless `overwrite`, which replaces it only once the new folder is
-    complete, and only if it is a model folder or empty. Raises CheckpointError for these, and where another process is
-    at work on the same output.
+    complete, and only if it is a model folder or empty. Raises CheckpointError for these, where another process is at
+    work on the same output, and where whatever the body writes finds the disk full.
     """
     target = Path(os.path.realpath(dst))
     partial = target.parent / f".{target.name}.attar-partial"
@@ -265,10 +273,12 @@ def atomic_folder(dst: str | os.PathLike[str], overwrite: bool = False) -> Itera
         _replace(work.out, target, old, overwrite)
         _remove(old, work.state)
         _give_up_lock(partial)
-    except BaseException:
+    except BaseException as error:
         if not any(partial.glob("*/*")):  # nothing to resume: leave no trace
             _remove(work.out, work.state)
             _give_up_lock(partial)
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise _disk_error(target, error) from error
         raise
     finally:
         os.close(lock)
@@ -290,6 +300,9 @@ def _lock(partial: Path, target: Path) -> int:
     while True:
         try:
             partial.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _disk_error(target, error) from error
+        try:
             fd = os.open(partial / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:  # its holder has just finished and removed the folder
             continue

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from attar.compression import fold
 from attar.formats.packed import codec
+from attar.formats.packing import row_slices
 from attar.formats.scheme import Scheme
 from attar.kernels.operands import Linear, Norm
 
@@ -82,7 +83,13 @@ def scales_from(stat: Tensor, alpha: float) -> Tensor:
 
 def scaled_rounding(weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
     """Q(W diag(s)) diag(s)^-1 for a weight [O, I]: what the linear computes with, seen from its unscaled input."""
-    return (_rounded((weight.float() * scales).to(weight.dtype), scheme) / scales).to(weight.dtype)
+    found = torch.empty_like(weight)
+    rows, columns = weight.shape
+    whole = scheme.weight.granularity == "tensor"  # then all rows share a scale
+    for part in [slice(0, rows)] if whole else row_slices(rows, columns):
+        scaled = (weight[part].float() * scales).to(weight.dtype)
+        found[part] = _rounded(scaled, scheme) / scales
+    return found
 
 
 def search_scales(
@@ -103,8 +110,9 @@ def search_scales(
     tried: list[float] = []
     for i in range(points):
         s = scales_from(stat, i / (points - 1))
-        rounded = [w if q is None else scaled_rounding(w, s, q) for w, q in zip(weights, schemes, strict=True)]
-        tried.append(loss(rounded))
+        pairs = zip(weights, schemes, strict=True)
+        # No name for the list: the candidates are gone before the next ones are made.
+        tried.append(loss([w if q is None else scaled_rounding(w, s, q) for w, q in pairs]))
         if not tried[-1] < float("inf"):
             raise ValueError(
                 f"the block's output error is {tried[-1]} at alpha {i / (points - 1):.3f}: its inputs overflow"
@@ -145,7 +153,10 @@ def clip(weight: Tensor, x: Tensor, scheme: Scheme) -> Tensor:
     factors = torch.stack([torch.linalg.qr(part, mode="r").R for part in x.chunk(groups, 1)])  # [G, K, g]
     # A scale shared by all rows cannot be judged by some of them.
     step = rows if scheme.weight.granularity == "tensor" else max(1, CHUNK_ELEMENTS // columns)
-    return torch.cat([_clip_rows(part, x, factors, scheme) for part in weight.split(step)])
+    clipped = torch.empty_like(weight)
+    for part, into in zip(weight.split(step), clipped.split(step), strict=True):
+        into.copy_(_clip_rows(part, x, factors, scheme))
+    return clipped
 
 
 def _clip_rows(weight: Tensor, x: Tensor, factors: Tensor, scheme: Scheme) -> Tensor:

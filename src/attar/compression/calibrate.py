@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ Calibration = str | Path | Sequence[Sequence[int]]
 SELF = "self"
 
 CACHE_BYTES = 256 << 20  # of keys and values while sampling
-ROWS_AT_ONCE = 2048  # rows of one forward call: enough to keep the cores busy, few enough to keep temporaries small
+ROWS_AT_ONCE = 1024  # rows of one forward call: enough to keep the cores busy, few enough to keep temporaries small
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def tokens(
         return torch.from_numpy(np.fromfile(drawn, dtype="<i4").astype(np.int64)).view(shape)
     found = sample_from(hf.load(checkpoint.folder.path, torch.float32), amount, progress=progress)
     temporary = drawn.with_suffix(".tmp")
-    found.numpy().astype("<i4").tofile(temporary)
+    temporary.write_bytes(found.numpy().astype("<i4").tobytes())
     temporary.replace(drawn)
     return found
 
@@ -162,7 +163,7 @@ class HiddenStates:
         self.path, self.shape = path, shape
         self._row_bytes = shape[1] * shape[2] * 4
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.ftruncate(self._file, shape[0] * self._row_bytes)
+        os.posix_fallocate(self._file, 0, shape[0] * self._row_bytes)
         self._held: dict[int, Tensor] | None = {} if shape[0] * self._row_bytes <= memory else None
 
     def batches(self) -> Iterator[range]:
@@ -179,22 +180,14 @@ class HiddenStates:
         if self._held is not None and all(s in self._held for s in batch):
             return torch.cat([self._held[s] for s in batch])
         out = torch.empty(len(batch) * self.shape[1], self.shape[2])
-        view, at = byte_view(out), 0
-        while at < len(view):
-            got = os.preadv(self._file, [view[at:]], batch.start * self._row_bytes + at)
-            if got == 0:
-                raise ValueError(
-                    f"{self.path} is shorter than it was written: the disk or the folder was tampered with"
-                )
-            at += got
+        if not _read(self._file, out, batch.start * self._row_bytes):
+            raise ValueError(f"{self.path} is shorter than it was written: the disk or the folder was tampered with")
         if self._held is not None:
             self._held.update(zip(batch, out.split(self.shape[1]), strict=True))
         return out
 
     def write(self, batch: range, rows: Tensor) -> None:
-        data, at = byte_view(rows.contiguous()), 0
-        while at < len(data):
-            at += os.pwrite(self._file, data[at:], batch.start * self._row_bytes + at)
+        _write(self._file, rows.contiguous(), batch.start * self._row_bytes)
         if self._held is not None:
             self._held.update(zip(batch, rows.split(self.shape[1]), strict=True))
 
@@ -205,3 +198,53 @@ class HiddenStates:
     def close(self) -> None:
         os.close(self._file)
         self._held = None
+
+
+class Rows:
+    """At most `limit` rows of `columns` float32, appended as they come and read again and again: a file without a name.
+
+    What a search reads for every candidate would take more memory than the block; from the page cache it costs little.
+    """
+
+    def __init__(self, folder: Path, limit: int, columns: int) -> None:
+        self.columns, self._limit, self._count = columns, limit, 0
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+
+    def __len__(self) -> int:
+        return self._count
+
+    def append(self, x: Tensor) -> None:
+        """Take in rows x [N, columns], as many as there is room for."""
+        x = x[: self._limit - self._count].float().contiguous()
+        _write(self._file.fileno(), x, self._count * self.columns * 4)
+        self._count += len(x)
+
+    def batches(self, size: int) -> Iterator[range]:
+        return (range(start, min(start + size, self._count)) for start in range(0, self._count, size))
+
+    def read(self, some: range) -> Tensor:
+        """Rows [len(some), columns]."""
+        out = torch.empty(len(some), self.columns)
+        whole = _read(self._file.fileno(), out, some.start * self.columns * 4)
+        assert whole, "nobody else can reach the file"
+        return out
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _read(file: int, out: Tensor, offset: int) -> bool:
+    """Fill `out` from a file; false where the file ends before."""
+    view, at = byte_view(out), 0
+    while at < len(view):
+        got = os.preadv(file, [view[at:]], offset + at)
+        if got == 0:
+            return False
+        at += got
+    return True
+
+
+def _write(file: int, rows: Tensor, offset: int) -> None:
+    data, at = byte_view(rows), 0
+    while at < len(data):
+        at += os.pwrite(file, data[at:], offset + at)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from attar.formats.packed import PackedTensor
+from attar.formats.packing import row_slices
 from attar.kernels.operands import Linear, Norm
 
 
@@ -55,7 +56,10 @@ def into_norm(norm: Norm, scales: Tensor) -> Tensor:
 def into_rows(linear: Linear, scales: Tensor) -> Tensor:
     """Divide the outputs of a dense linear by `scales` [O]; returns the scales [O], float32, for its consumers."""
     weight = dense_weight(linear)
-    linear.weight = (weight.float() / scales[:, None]).to(weight.dtype)
+    divided = torch.empty_like(weight)
+    for part in row_slices(*weight.shape):
+        divided[part] = weight[part].float() / scales[part, None]
+    linear.weight = divided
     if linear.bias is not None:
         linear.bias = (linear.bias.float() / scales).to(linear.bias.dtype)
     linear.dense = None
@@ -66,5 +70,8 @@ def into_columns(linears: Iterable[Linear], scales: Tensor) -> None:
     """Multiply the input columns of dense linears by `scales` [I]."""
     for linear in linears:
         weight = dense_weight(linear)
-        linear.weight = (weight.float() * scales).to(weight.dtype)
+        multiplied = torch.empty_like(weight)
+        for part in row_slices(*weight.shape):
+            multiplied[part] = weight[part].float() * scales
+        linear.weight = multiplied
         linear.dense = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from attar.kernels.operands import Linear
 from attar.model.decoder import compressible
 from attar.model.layers import Block
 
-COPY_BYTES = 64 << 20  # of a table copied at once
+COPY_BYTES = 16 << 20  # of a table copied at once
 
 
 class Output:
@@ -69,6 +69,7 @@ class Output:
                 if tensor.startswith(prefix):
                     self._in_block |= dict.fromkeys(parts, layer)
         self.bits_per_weight = 8 * packed_bytes / weights
+        self.notes = _notes(config.names.transposed, self.schemes.values())
 
     def written(self, blocks_done: int) -> list[str]:
         """The tensors that are on disk once so many blocks are done."""
@@ -139,7 +140,24 @@ class Output:
         return [self.checkpoint.stored_name(name) for name in found]
 
 
-def model_card(recipe: str, bits_per_weight: float, size: int, cost: Mapping[str, Any] | None) -> str:
+def _notes(transposed: bool, schemes: Iterable[Scheme | None]) -> tuple[str, ...]:
+    """What whoever loads the output elsewhere must know, a sentence each."""
+    if transposed:
+        return (
+            "It loads in attar only: transformers, which keeps these weights in Conv1D modules, passes the packed ones "
+            "over and starts from random ones.",
+        )
+    if any(s is not None and s.layout == "packed" and not s.weight.symmetric for s in schemes):
+        return (
+            "attar and vLLM read it; transformers 5.23 needs "
+            "`quantization_config=CompressedTensorsConfig(dequantize=True)` for its packed zero points.",
+        )
+    return ()
+
+
+def model_card(
+    recipe: str, bits_per_weight: float, size: int, cost: Mapping[str, Any] | None, notes: Sequence[str] = ()
+) -> str:
     """README.md of a compressed folder: what it is, how to run it, and what the compression cost."""
     measured = "Not measured: `attar eval` does, against the original."
     if cost is not None:
@@ -148,10 +166,11 @@ def model_card(recipe: str, bits_per_weight: float, size: int, cost: Mapping[str
         measured = "| measure | value |\n|---|---|\n" + "\n".join(
             f"| {label} | {cost[key]:.6g} |" for label, key in rows
         )
+    readers = " ".join(notes) or "attar, transformers and vLLM read it."
     return (
         "---\nlibrary_name: transformers\ntags: [attar, compressed-tensors]\n---\n\n# Compressed with attar\n\n"
         f"Recipe `{recipe}`: {bits_per_weight:.3f} bits per weight in the compressed linears, {size:,} bytes of\n"
-        "weights. Stored as compressed-tensors: attar, transformers and vLLM read it. `receipt.json` holds the\n"
-        "recipe, hashes and probes; `attar verify` checks them on your machine.\n\n"
+        f"weights. Stored as compressed-tensors. {readers}\n\n"
+        "`receipt.json` holds the recipe, hashes and probes; `attar verify` checks them on your machine.\n\n"
         f"## What it cost\n\nAgainst the original, on held-out text:\n\n{measured}\n"
     )

@@ -12,25 +12,31 @@ rows (of its weight, where the recipe reads no calibration data), beside what pl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from attar.compression import awq, fold, gptq, rtn, smoothquant
-from attar.compression.calibrate import HiddenStates
+from attar.compression.calibrate import HiddenStates, Rows
+from attar.compression.memory import give_back
 from attar.compression.recipe import Awq, Gptq, Recipe, Rtn, SmoothQuant
 from attar.formats import affine
 from attar.formats.packed import PackedTensor
+from attar.formats.packing import row_slices
 from attar.formats.scheme import Scheme
+from attar.kernels import ops
 from attar.kernels.operands import Linear, Norm
 from attar.model.cache import Step
 from attar.model.layers import Block, MixtureOfExperts
 
 SEARCH_ROWS = 4096  # rows on which AWQ compares block outputs
+SEARCH_AT_ONCE = 512  # of them in one call
 ERROR_ROWS = 512  # rows on which a linear's error is reported where no Hessian is at hand
+HESSIANS = 2.5  # how many of a block's widest Hessian, its factor included, are in memory at once
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,7 @@ class Fold:
     before: Norm | Linear
     linears: tuple[Linear, ...]
     run: Callable[[Tensor, Step], Tensor]
+    mixes: bool = False  # whether a row of `run` depends on the others of its sequence
 
 
 def input_groups(block: Block) -> Iterator[tuple[Linear, ...]]:
@@ -65,7 +72,7 @@ def input_groups(block: Block) -> Iterator[tuple[Linear, ...]]:
 def folds(block: Block) -> list[Fold]:
     """Every place of the block where a per-channel scale can move without changing what the block computes."""
     attention, mlp = block.attention, block.feed_forward
-    found = [Fold(block.attention_norm, attention.qkv, attention.forward)]
+    found = [Fold(block.attention_norm, attention.qkv, attention.forward, mixes=True)]
     if len(attention.qkv) == 3 and awq.foldable(attention.qkv[2], attention.output):
         found.append(_through(attention.qkv[2], attention.output))
     readers = [linear for each in block.feed_forwards() for linear in each.up]
@@ -78,10 +85,7 @@ def folds(block: Block) -> list[Fold]:
 
 
 def _through(before: Linear, after: Linear) -> Fold:
-    def run(x: Tensor, step: Step) -> Tensor:
-        return x @ fold.dense_weight(after).to(x.dtype).T
-
-    return Fold(before, (after,), run)
+    return Fold(before, (after,), lambda x, step: ops.linear(x, (after,)))
 
 
 class BlockWork:
@@ -103,7 +107,8 @@ class BlockWork:
         """Run the recipe. Raises ValueError naming the linear where a value is not finite or a solver gives up."""
         compressed = [pair for _, members in self._groups() for pair in members]
         for linear, _ in compressed:
-            if not fold.dense_weight(linear).isfinite().all():
+            weight = fold.dense_weight(linear)
+            if not all(weight[rows].isfinite().all() for rows in row_slices(*linear.shape)):
                 raise ValueError(f"{linear.name}.weight holds a NaN or an infinity")
         transforms = self.recipe.passes[:-1]
         if transforms:
@@ -176,41 +181,58 @@ class BlockWork:
         assert self._hidden is not None
         places = folds(self.block)
         # The last reader sees every row: in a mixture of experts it is a gate.
-        readers = [each.linears[-1].name for each in places]
         means = {each.linears[-1].name: awq.MeanAbs(each.linears[-1].shape[1]) for each in places}
         self._watch({name: statistic.add for name, statistic in means.items()})
         length = self._hidden.shape[1]
-        sequences = max(1, min(self._hidden.shape[0], SEARCH_ROWS // length))
-        inputs = self._inputs(readers, sequences * length)
-        for each, name in zip(places, readers, strict=True):
-            schemes = [self._scheme(linear) for linear in each.linears]
-            if not any(schemes):
-                continue
-            x = inputs[name]
-            step = Step((length,) * (len(x) // length), length) if len(x) % length == 0 else Step((len(x),), len(x))
-            reference = each.run(x, step)
-
-            def loss(
-                weights: list[Tensor],
-                each: Fold = each,
-                x: Tensor = x,
-                step: Step = step,
-                reference: Tensor = reference,
-            ) -> float:
-                kept = [fold.dense_weight(linear) for linear in each.linears]
-                for linear, weight in zip(each.linears, weights, strict=True):
-                    linear.weight = weight
-                out = each.run(x, step)
-                for linear, weight in zip(each.linears, kept, strict=True):
-                    linear.weight = weight
-                return float((out - reference).double().square().mean())
-
-            weights = [fold.dense_weight(linear) for linear in each.linears]
-            found = awq.search_scales(weights, schemes, means[name].value, loss, points=options.points)
-            if found.alpha > 0:
-                awq.apply(each.before, each.linears, found.scales)
+        rows = length * max(1, min(self._hidden.shape[0], SEARCH_ROWS // length))
+        with ExitStack() as stack:
+            inputs = {
+                linear.name: stack.enter_context(closing(Rows(self._hidden.path.parent, rows, linear.shape[1])))
+                for linear in (each.linears[-1] for each in places)
+            }
+            self._watch({name: store.append for name, store in inputs.items()}, rows)
+            for each in places:
+                name = each.linears[-1].name
+                if any(self._scheme(linear) for linear in each.linears):
+                    self._search(each, inputs[name], means[name].value, options.points)
         if options.clip:
             self._clip()
+
+    def _search(self, place: Fold, inputs: Rows, mean: Tensor, points: int) -> None:
+        """Find the scales of one place of the block, given its inputs, and fold them in."""
+        assert self._hidden is not None
+        if not len(inputs):
+            raise ValueError(f"no calibration token reached {place.linears[-1].name}: give more calibration text")
+        linears, length = place.linears, self._hidden.shape[1]
+        size = length * max(1, SEARCH_AT_ONCE // length) if place.mixes else SEARCH_AT_ONCE
+
+        def outputs() -> Iterator[Tensor]:
+            for some in inputs.batches(size):
+                step = Step((length,) * (len(some) // length), length) if place.mixes else Step((len(some),), len(some))
+                yield place.run(inputs.read(some), step)
+
+        # Whatever the place is, its outputs are added to the residual stream.
+        with closing(Rows(self._hidden.path.parent, len(inputs), self._hidden.shape[2])) as reference:
+            for out in outputs():
+                reference.append(out)
+
+            def loss(weights: list[Tensor]) -> float:
+                kept = [fold.dense_weight(linear) for linear in linears]
+                for linear, weight in zip(linears, weights, strict=True):
+                    linear.weight = weight
+                total = 0.0
+                for some, out in zip(inputs.batches(size), outputs(), strict=True):
+                    total += float((out - reference.read(some)).double().square().sum())
+                for linear, weight in zip(linears, kept, strict=True):
+                    linear.weight = weight
+                return total / (len(inputs) * reference.columns)
+
+            weights = [fold.dense_weight(linear) for linear in linears]
+            found = awq.search_scales(weights, [self._scheme(each) for each in linears], mean, loss, points=points)
+        del weights
+        if found.alpha > 0:
+            awq.apply(place.before, linears, found.scales)
+        give_back()
 
     def _clip(self) -> None:
         queries_and_keys = {each.name for each in self.block.attention.qkv[:2]}
@@ -254,41 +276,85 @@ class BlockWork:
                     error = output_error(inputs[name], weight, packed)
                     record = Record(linear.name, scheme.name, "output", error, self._rtn_errors[linear.name])
                 else:
-                    error = relative(packed.dequantize() - weight.float(), weight.float())
+                    error = weight_error(weight, packed)
                     record = Record(linear.name, scheme.name, "weight", error, error)
                 records.append(record)
                 linear.weight = packed
+            give_back()
         return records
 
     def _gptq(self, options: Gptq) -> list[Record]:
-        hessians = {name: gptq.Hessian(members[0][0].shape[1]) for name, members in self._groups()}
-        self._watch({name: hessian.add for name, hessian in hessians.items()})
         records = []
-        for name, members in self._groups():
-            with _naming(members[0][0]):
-                prepared = gptq.prepare(hessians.pop(name), options.damping, options.order)
-            for linear, scheme in members:
-                with _naming(linear):
-                    found = gptq.solve(
-                        fold.dense_weight(linear), prepared, scheme,
-                        block=options.block, scale_search=options.scale_search,
-                    )  # fmt: skip
-                rtn_error = self._rtn_errors.get(linear.name, found.rtn_error)
-                records.append(Record(linear.name, scheme.name, "output", found.error, rtn_error))
-                linear.weight = found.packed
-            del prepared  # before the next group's factor is made
+        solved: list[tuple[Linear, PackedTensor]] = []
+        waves = list(self._waves())
+        for number, wave in enumerate(waves, 1):
+            hessians = {name: gptq.Hessian(members[0][0].shape[1]) for name, members in wave}
+            self._watch({name: hessian.add for name, hessian in hessians.items()})
+            for name, members in wave:
+                with _naming(members[0][0]):
+                    prepared = gptq.prepare(hessians.pop(name), options.damping, options.order)
+                for linear, scheme in members:
+                    with _naming(linear):
+                        found = gptq.solve(
+                            fold.dense_weight(linear), prepared, scheme,
+                            block=options.block, scale_search=options.scale_search,
+                        )  # fmt: skip
+                    rtn_error = self._rtn_errors.get(linear.name, found.rtn_error)
+                    records.append(Record(linear.name, scheme.name, "output", found.error, rtn_error))
+                    solved.append((linear, found.packed))
+                    if number == len(waves):  # nobody needs the block as it was any more
+                        _install(solved)
+                del prepared  # before the next group's factor is made
+                give_back()
         return records
+
+    def _waves(self) -> Iterator[list[tuple[str, list[tuple[Linear, Scheme]]]]]:
+        """The groups, in order, in runs whose Hessians are in memory together; every run costs a pass over the block.
+
+        A run takes as much as `HESSIANS` of the widest and half the block in bf16. Dense families need one run; only
+        mixtures of experts, where each expert has its own, need more.
+        """
+        groups = list(self._groups())
+        room = HESSIANS * max((members[0][0].shape[1] ** 2 for _, members in groups), default=0)
+        room += sum(math.prod(linear.shape) for linear in self.block.linears()) / 4  # in float32 numbers
+        wave: list[tuple[str, list[tuple[Linear, Scheme]]]] = []
+        for group in groups:
+            if wave and _most([members[0][0].shape[1] ** 2 for _, members in (*wave, group)]) > room:
+                yield wave
+                wave = []
+            wave.append(group)
+        if wave:
+            yield wave
+
+
+def _install(solved: list[tuple[Linear, PackedTensor]]) -> None:
+    for linear, packed in solved:
+        linear.weight = packed
+    solved.clear()
+
+
+def _most(sizes: Sequence[int]) -> int:
+    """The most numbers in memory while each of the Hessians in turn is factored, solved with and dropped."""
+    return max(sum(sizes[i:]) + size for i, size in enumerate(sizes))
 
 
 def output_error(x: Tensor, weight: Tensor, packed: PackedTensor) -> float:
     """|x (W' - W)^T|^2 / |x W^T|^2 of rows x [N, I]."""
-    weight = weight.float()
-    return relative(x @ (packed.dequantize() - weight).T, x @ weight.T)
+    return _relative(lambda part: x @ part.T, weight, packed)
 
 
-def relative(difference: Tensor, whole: Tensor) -> float:
-    total = float(whole.double().square().sum())
-    return float(difference.double().square().sum()) / total if total else 0.0
+def weight_error(weight: Tensor, packed: PackedTensor) -> float:
+    """|W' - W|^2 / |W|^2."""
+    return _relative(lambda part: part, weight, packed)
+
+
+def _relative(see: Callable[[Tensor], Tensor], weight: Tensor, packed: PackedTensor) -> float:
+    wrong = whole = 0.0
+    for rows in row_slices(*weight.shape):
+        part = weight[rows].float()
+        whole += float(see(part).double().square().sum())
+        wrong += float(see(packed.dequantize(rows=rows) - part).double().square().sum())
+    return wrong / whole if whole else 0.0
 
 
 @contextmanager

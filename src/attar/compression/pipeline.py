@@ -22,9 +22,10 @@ from torch import Tensor
 
 from attar.checkpoints import hf, hub, receipt
 from attar.checkpoints.probes import ProbeRun
-from attar.checkpoints.writer import MAX_SHARD, ShardWriter, atomic_folder, plan_files, require_free
+from attar.checkpoints.writer import MAX_SHARD, ShardWriter, allocated, atomic_folder, plan_files, require_free
 from attar.compression import calibrate
 from attar.compression.calibrate import Calibration, HiddenStates
+from attar.compression.memory import give_back
 from attar.compression.output import Output, model_card
 from attar.compression.passes import BlockWork, Record
 from attar.compression.recipe import Recipe, Rtn
@@ -33,6 +34,8 @@ from attar.metrics.measure import measure
 from attar.model.decoder import build_block, build_embedding, build_final_norm, build_head, logits
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
+
+HEAD_ROWS = 4096  # of the output matrix, in memory at once
 
 Progress = Callable[[str, int, int], None]
 """progress(stage, done, total)"""
@@ -50,6 +53,7 @@ class Compressed:
     seconds: float
     records: tuple[Record, ...]
     cost: Mapping[str, Any] | None
+    notes: tuple[str, ...]  # what whoever loads it elsewhere must know
 
     def to_dict(self) -> dict[str, Any]:
         figures = dict(self.cost or {})
@@ -63,6 +67,7 @@ class Compressed:
             "kl_mean": figures.get("kl_mean"),
             "evaluation": self.cost,
             "layers": [asdict(record) for record in self.records],
+            "notes": list(self.notes),
         }
 
 
@@ -96,13 +101,21 @@ def compress(
     began = time.monotonic()
     report = progress or (lambda stage, done, total: None)
     plan = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
-    checkpoint = hf.Checkpoint.open(hub.resolve(src))
+    source = hub.resolve(src)
+    if source.resolve().is_relative_to(Path(dst).resolve()):
+        raise ValueError(f"{dst} would replace the model that it is made from: choose another output")
+    checkpoint = hf.Checkpoint.open(source)
     output = Output(checkpoint, plan)
     tokenizer = _tokenizer(checkpoint.folder.path, calibration, evaluation)
     needs_inputs = not isinstance(plan.passes[0], Rtn) or any(s.static for s in output.schemes.values() if s)
     if needs_inputs and calibration is None:
         raise ValueError(f"{plan.name} needs calibration: give a text file, or `self` to sample it from the model")
-    held_out = read_text(evaluation) if evaluation is not None else None
+    held_out = None
+    if evaluation is not None:
+        assert tokenizer is not None
+        held_out = tokenizer.encode(read_text(evaluation), add_special_tokens=False)[:eval_tokens]
+        if len(held_out) < 2:
+            raise ValueError(f"{evaluation} has {len(held_out)} token: at least 2 are needed to measure on")
     files = plan_files(output.layout, max_shard_bytes)
 
     with atomic_folder(dst, overwrite) as work:
@@ -125,7 +138,8 @@ def compress(
         state = RunState.open(work.state, about, resume)
         hidden_bytes = 0 if ids is None else 2 * 4 * ids.numel() * checkpoint.config.hidden
         if not state.blocks_done:
-            require_free(work.out, sum(f.size for f in files) + hidden_bytes)
+            needed = sum(f.size for f in files) + hidden_bytes
+            require_free(work.out, needed - allocated(work.out, work.state))  # a killed run may have reserved it
         with ShardWriter(work.out, files, output.written(state.blocks_done)) as writer:
             walk = Walk(checkpoint, output, plan, writer, state, ids, calib_memory, seed)
             probes = walk.run(report)
@@ -137,7 +151,7 @@ def compress(
             assert tokenizer is not None
             cost = measure(
                 hf.load(work.out, torch.float32),
-                tokenizer.encode(held_out, add_special_tokens=False)[:eval_tokens],
+                held_out,
                 base=hf.load(checkpoint.folder.path, torch.float32),
                 bos=tokenizer.added_bos,
                 bytes_of=tokenizer,
@@ -152,8 +166,9 @@ def compress(
             time.monotonic() - began,
             tuple(state.records),
             cost,
+            output.notes,
         )
-        card = model_card(plan.name, result.bits_per_weight, result.bytes, cost)
+        card = model_card(plan.name, result.bits_per_weight, result.bytes, cost, output.notes)
         (work.out / "README.md").write_text(card)
         receipt.write(work.out, about, hashes, [asdict(r) for r in state.records], output.bits_per_weight, cost, probes)
     return result
@@ -194,12 +209,17 @@ class Walk:
             self._embed(sources)
 
     def run(self, report: Progress) -> dict[str, Any]:
-        """Compress all blocks that are not done; returns the finished probes."""
-        report("blocks", self.state.blocks_done, self.config.layers)
-        for layer in range(self.state.blocks_done, self.config.layers):
-            self._block(layer)
-            report("blocks", layer + 1, self.config.layers)
-        return self._finish_probes()
+        """Compress all blocks that are not done; returns the finished probes. To be called once."""
+        try:
+            report("blocks", self.state.blocks_done, self.config.layers)
+            for layer in range(self.state.blocks_done, self.config.layers):
+                self._block(layer)
+                give_back()
+                report("blocks", layer + 1, self.config.layers)
+            return self._finish_probes()
+        finally:
+            for stream in (each for pair in self.streams for each in pair):
+                stream.close()
 
     def _embed(self, sources: list[Tensor]) -> None:
         """Hidden states that enter the first block; only the rows of the table that are needed are read."""
@@ -216,17 +236,20 @@ class Walk:
     @torch.inference_mode()
     def _block(self, layer: int) -> None:
         block = build_block(self.config, self.checkpoint, layer)
+        for linear in block.linears():
+            linear.keep_dense = False  # its float32 copies would take four times the block
         inputs = self.streams[1][layer % 2] if len(self.streams) > 1 else None
         work = BlockWork(block, inputs, self.recipe, self.output.schemes, self.config.architecture)
         records = work.run()
         self.output.write_block(self.writer, block, layer)
-        for source, target in ((pair[layer % 2], pair[1 - layer % 2]) for pair in self.streams[1:]):
-            for batch in source.batches():
-                out = block.run(source.read(batch), source.step(batch))
+        if inputs is not None and layer + 1 < self.config.layers:
+            outputs = self.streams[1][1 - layer % 2]
+            for batch in inputs.batches():
+                out = block.run(inputs.read(batch), inputs.step(batch))
                 if not out.isfinite().all():
                     raise ValueError(f"the output of block {layer} holds a NaN or an infinity")
-                target.write(batch, out)
-            target.settle()
+                outputs.write(batch, out)
+            outputs.settle()
         rows = self.probes.run(layer, block, self._probe_rows(layer))
         self._set_probe_rows(layer + 1, rows)
         self.writer.sync()
@@ -246,6 +269,8 @@ class Walk:
     def _finish_probes(self) -> dict[str, Any]:
         rows = self._probe_rows(self.config.layers)
         last = rows.view(*self.probes.ids.shape, -1)[:, -1]
-        head = build_head(self.config, self.checkpoint)
-        norm = build_final_norm(self.config, self.checkpoint)
-        return self.probes.finish(self.state.observed, logits(self.config, norm, head, last))
+        norm, found = build_final_norm(self.config, self.checkpoint), []
+        for ids in torch.arange(self.config.vocab_size).split(HEAD_ROWS):
+            head = build_head(replace(self.config, vocab_size=len(ids)), self.checkpoint.rows(ids))
+            found.append(logits(self.config, norm, head, last))
+        return self.probes.finish(self.state.observed, torch.cat(found, -1))

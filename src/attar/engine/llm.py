@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints import hf, hub, receipt
+from attar.checkpoints.safetensors import VerificationError
 from attar.engine.request import Completion, FinishReason, SamplingParams, TokenLogprob
 from attar.engine.sampler import BadLogits, Sampler, sample
 from attar.engine.stops import StopChecker
@@ -36,7 +37,7 @@ class LLM:
 
     On loading, one probe of the checkpoint's receipt is replayed, unless `verify` is false: a checkpoint that does not
     compute what it did when it was made is refused. `dtype` is what the products are computed in. Raises ValueError
-    where the model cannot be loaded or fails its probe.
+    where the model cannot be loaded, VerificationError (a ValueError) where it fails its probe.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class LLM:
         if verify and self.receipt is not None:
             verdict = receipt.verify(self.path, self.decoder, hashes=False, probes="one")
             if not verdict.ok:
-                raise ValueError(
+                raise VerificationError(
                     f"{self.path} does not compute what its receipt says: it diverges at {verdict.first_divergence}. "
                     "`attar verify` checks the files; --no-verify loads it all the same"
                 )

@@ -40,10 +40,10 @@ def evaluate(
 ) -> Report:
     """Measure a model on a text, or on token sequences taken as they are; where `against` is given, also against it.
 
-    `text` is the text itself as a str, or a file as a Path (UTF-8; or .jsonl, with the text under `text`). `max_tokens`
-    ends it early (for `tokens`: ends with whole sequences). A decoder given as `model` has no tokenizer of its own:
-    `tokenizer` stands in. `context` and `stride` are explained in `metrics.perplexity`. Both models compute in `dtype`;
-    one that is loaded already computes in its own.
+    `text` names a file (UTF-8; or .jsonl, with the text under `text`). `max_tokens` ends it early (for `tokens`: ends
+    with whole sequences). A decoder given as `model` has no tokenizer of its own: `tokenizer` stands in. `context` and
+    `stride` are explained in `metrics.perplexity`. Both models compute in `dtype`; one that is loaded already computes
+    in its own.
 
     Raises ValueError for an empty text or one of fewer than two tokens, models of different vocabularies, logits that
     are not finite, and models that cannot be loaded.
@@ -53,7 +53,7 @@ def evaluate(
     computed = hf.compute_dtype(dtype)
     if max_tokens is not None and max_tokens < 2:
         raise ValueError(f"max_tokens is {max_tokens}: at least 2 tokens are needed")
-    content = None if text is None else _content(text)
+    content = None if text is None else read_text(text)
     told = progress or (lambda stage, done, total: None)
     folder = None if isinstance(model, Decoder) else hub.resolve(model)
     if tokenizer is None and folder is not None and (content is not None or _has_tokenizer(folder)):
@@ -77,17 +77,6 @@ def evaluate(
         bytes_of=tokenizer,
         progress=lambda done, total: told("evaluating", done, total),
     )
-
-
-def _content(text: str | Path) -> str:
-    """The text itself, or what is in the file. Raises ValueError where there is none."""
-    if isinstance(text, Path):
-        return read_text(text)
-    if len(text) < 256 and "\n" not in text and "\0" not in text and Path(text).is_file():
-        raise ValueError(f"{text!r} is the name of a file, given as the text itself: pass Path({text!r})")
-    if not text.strip():
-        raise ValueError("the text is empty")
-    return text
 
 
 def _has_tokenizer(folder: Path) -> bool:

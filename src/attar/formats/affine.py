@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attar.formats.packed import PackedTensor
+from attar.formats.packed import ALL, PackedTensor
 from attar.formats.packing import pack_words, row_slices, unpack_words
 from attar.formats.scheme import Grid, Scheme
 
@@ -135,17 +135,17 @@ def decode(packed: PackedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
     return codes, packed.parts["scale"], _zero(packed)
 
 
-def dequantize(packed: PackedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weight [O, I] in `dtype`: (code - zero) * scale.
+def dequantize(packed: PackedTensor, dtype: torch.dtype = torch.float32, rows: slice = ALL) -> Tensor:
+    """The weight [O, I] in `dtype`, or some of its rows: (code - zero) * scale.
 
     Computed in the wider of `dtype` and the scale's dtype. In the scale's own dtype the values are those that
     compressed-tensors gives, bit for bit: integer and product fit float32's 24 bits, so either way rounds once.
     """
-    (rows, columns), grid = packed.shape, packed.scheme.weight
-    scale, zero, stored = packed.parts["scale"], _zero(packed), packed.parts["codes"]
+    columns, grid, stored = packed.shape[1], packed.scheme.weight, packed.parts["codes"][rows]
+    scale, zero = _rows(packed.parts["scale"], _zero(packed), rows)
     wide = scale.to(torch.promote_types(dtype, scale.dtype))
-    weight = torch.empty((rows, columns), dtype=dtype, device=stored.device)
-    for part in row_slices(rows, columns):
+    weight = torch.empty((len(stored), columns), dtype=dtype, device=stored.device)
+    for part in row_slices(*weight.shape):
         codes = stored[part]
         if packed.scheme.layout == "packed":
             codes = unpack_words(codes, grid.bits, columns)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from attar.formats.affine import by_scale, min_max, qparams, to_values
-from attar.formats.packed import PackedTensor
+from attar.formats.packed import ALL, PackedTensor
 from attar.formats.packing import row_slices
 from attar.formats.scheme import FLOAT8, Grid, Scheme
 
@@ -94,12 +94,12 @@ def quantize(weight: Tensor, scheme: Scheme) -> PackedTensor:
     return PackedTensor(scheme, (weight.shape[0], weight.shape[1]), {"codes": codes, "scale": scale})
 
 
-def dequantize(packed: PackedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weight [O, I] in `dtype`: code * scale, computed in the wider of `dtype` and the scale's dtype."""
-    codes, scale = packed.parts["codes"], packed.parts["scale"]
+def dequantize(packed: PackedTensor, dtype: torch.dtype = torch.float32, rows: slice = ALL) -> Tensor:
+    """The weight [O, I] in `dtype`, or some of its rows: code * scale, computed in the wider of the two dtypes."""
+    codes, scale = packed.parts["codes"][rows], _rows(packed.parts["scale"], rows)
     wide = scale.to(torch.promote_types(dtype, scale.dtype))
-    weight = torch.empty(packed.shape, dtype=dtype, device=codes.device)
-    for part in row_slices(*packed.shape):
+    weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    for part in row_slices(*weight.shape):
         weight[part] = to_values(codes[part], _rows(wide, part), None)
     return weight
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from attar.formats.scheme import Grid, Kind, Scheme
 
+ALL = slice(None)
+
 
 @dataclass(frozen=True, eq=False)
 class PackedTensor:
@@ -49,15 +51,15 @@ class PackedTensor:
     def bits_per_weight(self) -> float:
         return 8 * self.bytes / (self.shape[0] * self.shape[1])
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight as a dense [out, in] tensor of `dtype`."""
-        return codec(self.scheme.weight.kind).dequantize(self, dtype)
+    def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice = ALL) -> Tensor:
+        """The weight, or some of its rows, as a dense [out, in] tensor of `dtype`."""
+        return codec(self.scheme.weight.kind).dequantize(self, dtype, rows)
 
 
 class Codec(Protocol):
     """What a module of one codec family offers (`affine`, `floats`)."""
 
-    def dequantize(self, packed: PackedTensor, dtype: torch.dtype) -> Tensor: ...
+    def dequantize(self, packed: PackedTensor, dtype: torch.dtype, rows: slice) -> Tensor: ...
 
     def quantize(self, weight: Tensor, scheme: Scheme) -> PackedTensor: ...
 

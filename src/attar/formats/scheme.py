@@ -188,7 +188,7 @@ class Scheme:
     def parse(name: str) -> Scheme:
         """Read a scheme's short name. Raises ValueError naming the forms that exist."""
         match = re.fullmatch(
-            r"(?:w(?P<bits>\d)(?:a(?P<abits>8))?|(?P<fp8>fp8)(?P<e5m2>-e5m2)?)(?:g(?P<group>\d+))?"
+            r"(?:w(?P<bits>\d)(?:a(?P<abits>8))?|(?P<fp8>fp8)(?P<e5m2>-e5m2)?)(?:g(?P<group>[1-9]\d*))?"
             r"(?P<tensor>-tensor)?(?P<asym>-asym)?(?P<wonly>-weight)?(?P<act>-static|-atensor)?",
             name,
         )

@@ -35,6 +35,7 @@ class Linear:
     activation_scale: Tensor | None = None  # [1], float32
     dense: Tensor | None = field(default=None, repr=False)
     """Filled by the reference backend on first use: the dequantized weight in the dtype it computes in."""
+    keep_dense: bool = True  # whether it may be filled: no where memory is short and calls are few and large
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -1,12 +1,14 @@
 """The reference of every operation in `ops.py`: readable PyTorch, any device, the oracle of every test.
 
 It favours being obviously right. A packed weight is dequantized on first use and kept (`Linear.dense`), so that the
-reference is slow only once; the kernels that multiply by packed weights directly replace it behind the same door.
+reference is slow only once; the kernels that multiply by packed weights directly replace it behind the same door. Where
+it may not be kept (`Linear.keep_dense`), and where a dense weight is stored in another dtype than the rows, a few rows
+of the weight at a time take the dtype of the product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,7 @@ from attar.formats.scheme import Grid
 from attar.kernels.operands import Activation, AttentionForm, Linear, Norm
 
 QUERY_TILE = 512  # queries that share one mask: memory grows with the keys, not with their square
+WEIGHTS_AT_ONCE = 1 << 21  # enough for a product at full speed
 INT8_HALF_RANGE = 127.5  # (2^8 - 1) / 2: a symmetric scale is max|x| over it
 
 
@@ -32,13 +35,21 @@ def norm(stream: Tensor, delta: Tensor | None, spec: Norm) -> tuple[Tensor, Tens
     return stream, x.to(stream.dtype) * spec.weight
 
 
-def dense(each: Linear, dtype: torch.dtype) -> Tensor:
-    """The weight [O, I] of a linear in `dtype`, dequantized once and kept."""
-    if not isinstance(each.weight, PackedTensor):
-        return each.weight.to(dtype)
-    if each.dense is None or each.dense.dtype != dtype:
-        each.dense = each.weight.dequantize(dtype)
-    return each.dense
+def dense(each: Linear, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """The weight [O, I] of a linear in `dtype`, whole where it is at hand or kept, else some rows at a time."""
+    weight = each.weight
+    if isinstance(weight, PackedTensor):
+        if each.keep_dense and (each.dense is None or each.dense.dtype != dtype):
+            each.dense = weight.dequantize(dtype)
+        if each.dense is not None:
+            weight = each.dense
+    if isinstance(weight, Tensor) and weight.dtype == dtype:
+        yield slice(0, weight.shape[0]), weight
+        return
+    step = max(1, WEIGHTS_AT_ONCE // weight.shape[1])
+    for start in range(0, weight.shape[0], step):
+        rows = slice(start, min(start + step, weight.shape[0]))
+        yield rows, weight[rows].to(dtype) if isinstance(weight, Tensor) else weight.dequantize(dtype, rows)
 
 
 def rounded_input(x: Tensor, each: Linear) -> Tensor:
@@ -59,14 +70,19 @@ def activation_grid(each: Linear) -> Grid | None:
 
 def linear(x: Tensor, linears: Sequence[Linear]) -> Tensor:
     shared: dict[tuple[object, ...], Tensor] = {}
-    outputs = []
+    out, at = x.new_empty((len(x), sum(each.shape[0] for each in linears))), 0
     for each in linears:
         key = (id(each.permutation), id(each.input_scale), id(each.activation_scale), activation_grid(each))
         if key not in shared:
             shared[key] = rounded_input(x, each)
-        bias = None if each.bias is None else each.bias.to(x.dtype)
-        outputs.append(F.linear(shared[key], dense(each, x.dtype), bias))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+        for rows, weight in dense(each, x.dtype):
+            target = out[:, at + rows.start : at + rows.stop]
+            if each.bias is None:
+                torch.mm(shared[key], weight.T, out=target)
+            else:
+                torch.addmm(each.bias[rows].to(x.dtype), shared[key], weight.T, out=target)
+        at += each.shape[0]
+    return out
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -147,7 +163,7 @@ def activate(x: Tensor, kind: Activation, gated: bool) -> Tensor:
         a = F.relu(a)
     else:
         a = F.gelu(a, approximate="tanh" if kind == "gelu_tanh" else "none")
-    return a if b is None else a * b
+    return a if b is None else a.mul_(b)
 
 
 def quantize_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ def read_text(path: str | Path) -> str:
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path}: no such file")
+        raise ValueError(f"{path} is a folder: name a text file" if path.is_dir() else f"{path}: no such file")
     try:
         content = path.read_bytes().decode()
     except UnicodeDecodeError as error:

@@ -1,0 +1,36 @@
+"""`attar demo` on a sliver of its text: every model is measured, and leaves what it should where it was asked to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from attar import demo
+from attar.cli import app
+from attar.compression.calibrate import Amount
+from attar.engine.request import SamplingParams
+
+
+def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "CALIBRATION", Amount(2, 32, seed=0))
+    monkeypatch.setattr(demo, "HELD_OUT", Amount(2, 32, seed=1))
+    monkeypatch.setattr(demo, "GREEDY", SamplingParams(max_tokens=4, temperature=0.0))
+    monkeypatch.setattr(demo, "RECIPES", ("rtn-w4g128", "gptq-w4g128"))
+    result = CliRunner().invoke(app, ["demo", "--folder", str(tmp_path), "--json"])
+    assert result.exit_code == 0, result.output
+    shown = json.loads(result.stdout.splitlines()[-1])
+    original, *compressed = shown["models"]
+    assert original["name"] == demo.ORIGINAL
+    assert original["bits_per_weight"] == 16
+    assert [model["name"] for model in compressed] == list(demo.RECIPES)
+    for model in compressed:
+        assert model["figures"]["kl_mean"] > 0
+        assert model["bytes"] < original["bytes"] / 2
+        assert model["tokens_per_second"] > 0
+        assert (tmp_path / model["name"] / "receipt.json").is_file()
+    assert set(shown["texts"]) == {demo.ORIGINAL, *demo.RECIPES}
+    assert result.stdout.splitlines()[0].split()[0] == "model"
+    assert f"gptq-w4g128:\n{demo.PROMPT}{shown['texts']['gptq-w4g128']}" in result.stdout
