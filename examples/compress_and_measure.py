@@ -8,11 +8,11 @@ from attar import SamplingParams
 from attar.evaluation.table import Row, cost_table
 
 MODEL = "demo"  # a folder or a Hub id does as well
-RECIPES = ("rtn-w4g128", "gptq-w4g128", "gptq-w3g64")
+RECIPES = ("rtn-w3g64", "rtn-w4g128", "gptq-w4g128")
 
 llm = attar.LLM(MODEL)
 held_out = [
-    llm.generate("The", SamplingParams(max_tokens=128, seed=seed, ignore_eos=True))[0].token_ids for seed in range(4)
+    llm.generate("The", SamplingParams(max_tokens=64, seed=seed, ignore_eos=True))[0].token_ids for seed in range(4)
 ]
 rows = []
 with TemporaryDirectory() as folder:

@@ -118,6 +118,7 @@ def test_generate(out: str) -> None:
     done = last_json(result)
     assert {"text", "token_ids", "finish_reason"} <= done.keys()
     assert 1 <= len(done["token_ids"]) <= 8
+    assert len(last_json(attar(*args, "--ignore-eos", "--json"))["token_ids"]) == 8
     assert result.stdout.startswith(done["text"] + "\n")
     assert result.stderr == ""
     piped = attar(*args[:2], *args[4:], stdin="Once upon a time\n")
@@ -176,7 +177,7 @@ def test_verify(out: str) -> None:
 def test_doctor() -> None:
     result = attar("doctor", "--json")
     assert {"versions", "cpu", "threads", "kernels"} <= last_json(result).keys()
-    assert "torch" in result.stdout.splitlines()[1:10][2]
+    assert result.stdout.startswith("versions\n")
 
 
 # Receipts
@@ -312,7 +313,7 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("eval ./tiny --text heldout.txt", ("has no tokenizer",)),
     # generate and chat
     ("generate ./model --prompt a --temperature -1", ("0",)),
-    ("generate ./model --prompt a --temperature nan", ("finite",)),
+    ("generate ./model --prompt a --temperature inf", ("finite",)),
     ("generate ./model --prompt a --top-p 2", ("top_p must be above 0 and at most 1",)),
     ("generate ./model --prompt a --top-k -1", ("0",)),
     ("generate ./model --prompt a --min-p 1.5", ("min_p",)),
@@ -376,13 +377,22 @@ def test_ctrl_c(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
 # What an output says about itself
 
 
-def test_gpt2_outputs_say_that_only_attar_loads_them(place: Path, tmp_path: Path) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
+def test_gpt2_outputs_say_that_only_attar_loads_them(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
 
-    torch.manual_seed(0)
-    GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2)).save_pretrained(
-        tmp_path / "gpt2"
-    )
+    hidden = 32
+    norms = [f"{at}.{part}" for at in ("h.0.ln_1", "h.0.ln_2", "ln_f") for part in ("weight", "bias")]
+    tensors = {"wte.weight": torch.randn(64, hidden), "wpe.weight": torch.randn(32, hidden)}
+    tensors |= {name: torch.ones(hidden) for name in norms}
+    for name, times in (("attn.c_attn", 3), ("attn.c_proj", 1), ("mlp.c_fc", 4)):
+        tensors |= {f"h.0.{name}.weight": torch.randn(hidden, times * hidden)}
+        tensors |= {f"h.0.{name}.bias": torch.zeros(times * hidden)}
+    tensors |= {"h.0.mlp.c_proj.weight": torch.randn(4 * hidden, hidden), "h.0.mlp.c_proj.bias": torch.zeros(hidden)}
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 64, "n_positions": 32,
+              "n_embd": hidden, "n_layer": 1, "n_head": 2}  # fmt: skip
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "gpt2" / "model.safetensors")
     result = attar("compress", str(tmp_path / "gpt2"), str(tmp_path / "out"), "--recipe", "rtn-w4g32", "--json")
     assert last_json(result)["notes"] != []
     assert "loads in attar only" in result.stderr
@@ -403,6 +413,13 @@ def test_overwrite_replaces(tmp_path: Path) -> None:
     second = last_json(attar("compress", "./model", new, "--recipe", "rtn-w3g128", "--overwrite", "--json"))
     assert second["bytes"] < first["bytes"]
     assert last_json(attar("inspect", new, "--json"))["bytes"] == second["bytes"]
+
+
+def test_a_terminal_that_cannot_show_a_character_shows_the_rest(tmp_path: Path) -> None:
+    arguments = ["compress", "./model", str(tmp_path / "óut"), "--recipe", "rtn-w4g128", "--json"]
+    result = CliRunner(charset="ascii").invoke(app, arguments)
+    assert "?ut: " in result.stdout
+    assert last_json(result)["path"] == arguments[2]
 
 
 @pytest.mark.parametrize(
@@ -500,18 +517,8 @@ def test_a_reader_of_stdout_that_leaves_ends_the_run_quietly() -> None:
     assert "no receipt" in done.stderr
 
 
-def test_an_ascii_terminal_shows_what_it_can() -> None:
-    env = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C", "COLUMNS": "20"}
-    done = process("generate", "demo", "--prompt", "“", "--max-tokens", "4", "--temperature", "0", "--json", env=env)
-    assert done.returncode == 0, done.stderr
-    assert len(json.loads(done.stdout.splitlines()[-1])["token_ids"]) > 0
-    done = process("inspect", "./módel", env=env)
-    assert done.returncode == BAD_INPUT
-    assert "Traceback" not in done.stderr
-
-
 def test_an_interrupt_in_the_middle_of_a_text() -> None:
-    command = [*ATTAR, "generate", "demo", "--prompt", "The", "--max-tokens", "500", "--seed", "1", "--quiet"]
+    command = [*ATTAR, "generate", "demo", "--prompt", "The", "--max-tokens", "500", "--ignore-eos", "--quiet"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
         assert running.stdout is not None
         assert running.stdout.read(1)

@@ -18,7 +18,7 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "CALIBRATION", Amount(2, 32, seed=0))
     monkeypatch.setattr(demo, "HELD_OUT", Amount(2, 32, seed=1))
     monkeypatch.setattr(demo, "GREEDY", SamplingParams(max_tokens=4, temperature=0.0))
-    monkeypatch.setattr(demo, "RECIPES", ("rtn-w4g128", "gptq-w4g128"))
+    monkeypatch.setattr(demo, "RECIPES", ("rtn-w4g128", "smoothquant-w8a8"))  # the quickest
     result = CliRunner().invoke(app, ["demo", "--folder", str(tmp_path), "--json"])
     assert result.exit_code == 0, result.output
     shown = json.loads(result.stdout.splitlines()[-1])
@@ -28,9 +28,9 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [model["name"] for model in compressed] == list(demo.RECIPES)
     for model in compressed:
         assert model["figures"]["kl_mean"] > 0
-        assert model["bytes"] < original["bytes"] / 2
+        assert model["bytes"] < original["bytes"]
         assert model["tokens_per_second"] > 0
         assert (tmp_path / model["name"] / "receipt.json").is_file()
     assert set(shown["texts"]) == {demo.ORIGINAL, *demo.RECIPES}
     assert result.stdout.splitlines()[0].split()[0] == "model"
-    assert f"gptq-w4g128:\n{demo.PROMPT}{shown['texts']['gptq-w4g128']}" in result.stdout
+    assert f"rtn-w4g128:\n{demo.PROMPT}{shown['texts']['rtn-w4g128']}" in result.stdout

@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -169,6 +169,9 @@ def generate(
     ] = 0.0,
     frequency_penalty: Annotated[float, typer.Option(help="The same, once for each time it was generated.")] = 0.0,
     stop: Annotated[list[str] | None, typer.Option(help="End at this text, which is not printed. Repeatable.")] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on past the tokens that end a text, to --max-tokens.")
+    ] = False,
     seed: Annotated[int | None, typer.Option(min=0, help="Makes a drawn text repeatable.")] = None,
     logprobs: Annotated[
         int | None, typer.Option(min=0, help="Also report the log-probabilities of the k likeliest.")
@@ -190,7 +193,8 @@ def generate(
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty, stop=tuple(stop or ()), seed=seed, logprobs=logprobs,
+            frequency_penalty=frequency_penalty, stop=tuple(stop or ()), ignore_eos=ignore_eos, seed=seed,
+            logprobs=logprobs,
         )  # fmt: skip
         if prompt is None:
             prompt = read_stdin()
@@ -236,6 +240,9 @@ def chat(
         if llm.receipt is None:
             tell(NO_RECEIPT)
         llm.tokenizer.chat_template()  # a model that cannot chat says so before the first turn
+        if sys.stdin.isatty():
+            with suppress(ImportError):
+                import readline  # noqa: F401 - arrow keys and history in input()
         messages = [{"role": "system", "content": system}] if system else []
         while True:
             try:

@@ -269,8 +269,9 @@ class Walk:
     def _finish_probes(self) -> dict[str, Any]:
         rows = self._probe_rows(self.config.layers)
         last = rows.view(*self.probes.ids.shape, -1)[:, -1]
-        norm, found = build_final_norm(self.config, self.checkpoint), []
+        norm = build_final_norm(self.config, self.checkpoint)
+        found = torch.empty(len(last), self.config.vocab_size)
         for ids in torch.arange(self.config.vocab_size).split(HEAD_ROWS):
             head = build_head(replace(self.config, vocab_size=len(ids)), self.checkpoint.rows(ids))
-            found.append(logits(self.config, norm, head, last))
-        return self.probes.finish(self.state.observed, torch.cat(found, -1))
+            found[:, ids] = logits(self.config, norm, head, last)
+        return self.probes.finish(self.state.observed, found)
