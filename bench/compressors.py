@@ -15,9 +15,11 @@ The status is 1 unless RTN stores the same codes and scales, and both orders of 
 `TOLERANCE` times the peer's KL. The rows of AWQ and of scales by MSE only report: there the two sides search different
 grids by design.
 
-What an interval does not show: GPTQ feeds each rounding error back, so activations that differ in their last bits (the
-peer calibrates a bfloat16 model in bfloat16, attar in float32) end in other codes of the same quality. Another
-calibration seed moves the ratio too; `--seed` says by how much.
+What an interval does not show: GPTQ feeds each rounding error back, so a small difference ends in many other codes.
+Where codes differ, another calibration seed moves the ratio by more than the interval over windows says. That matters
+for `gptq-natural`, where attar sets a group's scales when the sweep reaches it and the peer before the sweep: on
+TinyStories-656K single seeds fall on both sides of `TOLERANCE` (docs/LOG.md, "Peers"). A verdict on that row needs
+several `--seed`s.
 """
 
 from __future__ import annotations
@@ -112,9 +114,10 @@ def main() -> None:
 def compare(source: Path, label: str, place: Path, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
     """Compress with both sides, score both, print the table: what goes into the JSON, and the peer's versions."""
     place.mkdir(parents=True, exist_ok=True)
+    checkpoint = hf.Checkpoint.open(source)
+    weights = receipt.combined_hash(checkpoint.folder.source_hashes())
     decoder = hf.load(source, torch.float32)
     calibration, held_out = texts(source, decoder, args)
-    checkpoint = hf.Checkpoint.open(source)
     group = group_size(checkpoint)
     print(
         f"{label}, w4g{group}: calibrated on {len(calibration)} sequences of {len(calibration[0])} tokens, "
@@ -150,7 +153,8 @@ def compare(source: Path, label: str, place: Path, args: argparse.Namespace) -> 
             flush=True,
         )
     print()
-    weights = receipt.combined_hash(checkpoint.folder.source_hashes())
+    if weights != receipt.combined_hash(hf.Checkpoint.open(source).folder.source_hashes()):
+        raise SystemExit(f"{label} changed on disk while it was being measured: run again")
     return {"source": weights, "group": group, "seed": args.seed, "rows": rows}, versions
 
 

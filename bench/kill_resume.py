@@ -4,9 +4,9 @@
 
 The embedded model is compressed once without interruption, which gives the bytes to expect and the seconds a run takes.
 Then runs are killed (SIGKILL, so that nothing can be tidied up) at moments drawn uniformly over that time, from the
-first line of `compress` to its last, and started again with the same arguments; a third of them is killed again. For
-each kill the table shows the blocks that the state on disk vouched for, the block with which the next run began, and
-the seconds of work since the last finished block, which are all that is done twice.
+first line of `compress` to its last, and started again with the same arguments; half of them are killed again, over the
+time that is left. For each kill the table shows the blocks that the state on disk vouched for, the block with which the
+next run began, and the seconds of work since the last finished block, which are all that is done twice.
 
 What must hold, and is checked: the output folder is absent until it is complete, a run begins where the state on disk
 says, and all finished folders have one SHA-256 over the names and bytes of all their files.
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BLOCKS = 6  # of the embedded model
-KILLED_AGAIN = 1 / 3
+KILLED_AGAIN = 1 / 2
 
 CHILD = """
 import json, sys, torch, attar
@@ -114,7 +114,7 @@ class Bench:
             found = json.loads(state.read_bytes())["blocks_done"] if state.exists() else 0
             child, log = self._start(out)
             began = time.time()
-            moment = rng.uniform(0, seconds)
+            moment = rng.uniform(0, seconds * (BLOCKS - found) / BLOCKS)
             try:
                 if child.wait(moment if kill_next else None):
                     raise SystemExit(f"run {run} failed with status {child.returncode}")
