@@ -34,6 +34,7 @@ SMALLEST = 1e-4  # of a scale before normalisation: channels that are silent in 
 CLIP_STEPS = 10  # ratios 1, 0.95 .. 0.55
 CLIP_STEP = 0.05
 CLIP_TOKENS = 512
+ROWS_AT_ONCE = 128
 CHUNK_ELEMENTS = 1 << 20  # weights clipped at a time
 
 
@@ -46,7 +47,8 @@ class MeanAbs:
 
     def add(self, x: Tensor) -> None:
         """Take in rows x [N, I]. Raises ValueError on a NaN or an infinity."""
-        total = x.abs().sum(0, dtype=torch.float64)
+        # In parts, because a sum in float64 begins with a copy in float64.
+        total = sum((part.abs().sum(0, dtype=torch.float64) for part in x.split(ROWS_AT_ONCE)), torch.zeros(()))
         if not total.isfinite().all():
             raise ValueError(f"input channel {int((~total.isfinite()).nonzero()[0])} holds a NaN or an infinity")
         self.total += total

@@ -24,6 +24,7 @@ from torch import Tensor
 from attar.checkpoints import hf
 from attar.checkpoints.safetensors import byte_view
 from attar.model.cache import Step
+from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
@@ -34,7 +35,9 @@ Calibration = str | Path | Sequence[Sequence[int]]
 SELF = "self"
 
 CACHE_BYTES = 256 << 20  # of keys and values while sampling
-ROWS_AT_ONCE = 1024  # rows of one forward call: enough to keep the cores busy, few enough to keep temporaries small
+ROWS_AT_ONCE = 2048  # rows of one forward call at most: enough to keep the cores busy
+WIDEST = 32 << 20  # bytes of its widest activation at most, unless one sequence has more
+IN_A_BLOCK = 2 * WIDEST  # what the activations of one forward call take together
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +159,17 @@ def _uniforms(seed: int, sequence: int, count: int) -> np.ndarray[tuple[int], np
     return (np.asarray(raw) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def rows_at_once(config: ModelConfig) -> int:
+    """Rows that one forward call of a block may have."""
+    wide = config.intermediate * (2 if config.gated else 1)
+    return max(1, min(ROWS_AT_ONCE, WIDEST // (4 * wide)))
+
+
 class HiddenStates:
     """The hidden states [S, L, I], float32, of all calibration sequences, in a file and, if they fit, in memory."""
 
-    def __init__(self, path: Path, shape: tuple[int, int, int], memory: int) -> None:
-        self.path, self.shape = path, shape
+    def __init__(self, path: Path, shape: tuple[int, int, int], memory: int, rows_at_once: int = ROWS_AT_ONCE) -> None:
+        self.path, self.shape, self.rows_at_once = path, shape, rows_at_once
         self._row_bytes = shape[1] * shape[2] * 4
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.posix_fallocate(self._file, 0, shape[0] * self._row_bytes)
@@ -168,7 +177,7 @@ class HiddenStates:
 
     def batches(self) -> Iterator[range]:
         """Sequences in the runs of one forward call."""
-        size = max(1, ROWS_AT_ONCE // self.shape[1])
+        size = max(1, self.rows_at_once // self.shape[1])
         for start in range(0, self.shape[0], size):
             yield range(start, min(start + size, self.shape[0]))
 

@@ -1,18 +1,44 @@
-"""Giving freed memory back to the system.
+"""Keeping the memory of a walk to what it uses.
 
-glibc keeps what is freed in blocks below 32 MB for later use, in pieces that seldom fit the next tensor: over a block's
-work, hundreds of megabytes that nobody uses. `malloc_trim` hands back every free page. It takes milliseconds, so it is
-called between steps of the work, not within them; other C libraries return pages by themselves or have no such call.
+glibc keeps freed blocks of up to 32 MB for later use, and before 2.38 it seldom finds an aligned block among them even
+where one of the very size is free: the walk's heap grows to twice what is in it. While a walk runs, blocks beyond
+`LARGE` are therefore taken from the system and given back to it one by one, which costs some percent of the time, and
+`give_back` returns what smaller ones have left, between the steps of the work. C libraries without these calls are left
+as they are.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+LARGE = 3 << 20  # above the float32 slices that codecs work in
+USUAL = 32 << 20  # where glibc's own threshold ends up in any process that frees tensors
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
+
+_libc = ctypes.CDLL(None)
+_mallopt, _malloc_trim = (getattr(_libc, name, None) for name in ("mallopt", "malloc_trim"))
+
+
+@contextmanager
+def large_blocks_apart() -> Iterator[None]:
+    """Within, what is freed of large tensors goes back to the system at once. Holds for the whole process."""
+    _large(LARGE)
+    try:
+        yield
+    finally:
+        _large(USUAL)
+        give_back()
+
+
+def _large(size: int) -> None:
+    if _mallopt is not None:
+        _mallopt(_MMAP_THRESHOLD, size)
+        _mallopt(_TRIM_THRESHOLD, 2 * size)  # what glibc itself keeps at the end of the heap, given that threshold
 
 
 def give_back() -> None:
-    """Return free pages of the heap to the system, where the C library can."""
-    if _trim is not None:
-        _trim(0)
+    """Return free pages of the heap to the system. Takes milliseconds."""
+    if _malloc_trim is not None:
+        _malloc_trim(0)

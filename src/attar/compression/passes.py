@@ -34,7 +34,6 @@ from attar.model.cache import Step
 from attar.model.layers import Block, MixtureOfExperts
 
 SEARCH_ROWS = 4096  # rows on which AWQ compares block outputs
-SEARCH_AT_ONCE = 512  # of them in one call
 ERROR_ROWS = 512  # rows on which a linear's error is reported where no Hessian is at hand
 HESSIANS = 2.5  # how many of a block's widest Hessian, its factor included, are in memory at once
 
@@ -158,13 +157,13 @@ class BlockWork:
         kept: dict[str, list[Tensor]] = {name: [] for name in names}
 
         def keep(pieces: list[Tensor]) -> Callable[[Tensor], None]:
-            return lambda x: pieces.append(x.clone()) if sum(map(len, pieces)) < rows else None
+            return lambda x: pieces.append(x[: rows - sum(map(len, pieces))].clone())
 
         self._watch({name: keep(pieces) for name, pieces in kept.items()}, rows)
         for name, pieces in kept.items():
             if not pieces:
                 raise ValueError(f"no calibration token reached {name}: give more calibration text")
-        return {name: torch.cat(pieces)[:rows] for name, pieces in kept.items()}
+        return {name: torch.cat(pieces) for name, pieces in kept.items()}
 
     # --- transforms ---------------------------------------------------------------------------------------------------
 
@@ -204,7 +203,9 @@ class BlockWork:
         if not len(inputs):
             raise ValueError(f"no calibration token reached {place.linears[-1].name}: give more calibration text")
         linears, length = place.linears, self._hidden.shape[1]
-        size = length * max(1, SEARCH_AT_ONCE // length) if place.mixes else SEARCH_AT_ONCE
+        size = self._hidden.rows_at_once
+        if place.mixes:
+            size = length * max(1, size // length)
 
         def outputs() -> Iterator[Tensor]:
             for some in inputs.batches(size):
@@ -220,6 +221,7 @@ class BlockWork:
                 kept = [fold.dense_weight(linear) for linear in linears]
                 for linear, weight in zip(linears, weights, strict=True):
                     linear.weight = weight
+                give_back()  # what making the candidates took
                 total = 0.0
                 for some, out in zip(inputs.batches(size), outputs(), strict=True):
                     total += float((out - reference.read(some)).double().square().sum())

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints import hf, hub, receipt
-from attar.checkpoints.probes import ProbeRun
+from attar.checkpoints.probes import LENGTH, PROMPTS, ProbeRun
 from attar.checkpoints.writer import MAX_SHARD, ShardWriter, allocated, atomic_folder, plan_files, require_free
 from attar.compression import calibrate
 from attar.compression.calibrate import Calibration, HiddenStates
-from attar.compression.memory import give_back
+from attar.compression.memory import give_back, large_blocks_apart
 from attar.compression.output import Output, model_card
 from attar.compression.passes import BlockWork, Record
 from attar.compression.recipe import Recipe, Rtn
@@ -118,7 +118,7 @@ def compress(
             raise ValueError(f"{evaluation} has {len(held_out)} token: at least 2 are needed to measure on")
     files = plan_files(output.layout, max_shard_bytes)
 
-    with atomic_folder(dst, overwrite) as work:
+    with atomic_folder(dst, overwrite) as work, large_blocks_apart():
         hashes = checkpoint.folder.source_hashes(lambda done, total: report("hashing", done, total))
         source_hash = receipt.combined_hash(hashes)
         ids = None
@@ -136,7 +136,8 @@ def compress(
             "shard": max_shard_bytes,
         }
         state = RunState.open(work.state, about, resume)
-        hidden_bytes = 0 if ids is None else 2 * 4 * ids.numel() * checkpoint.config.hidden
+        tokens = 2 * PROMPTS * LENGTH + (0 if ids is None else ids.numel())
+        hidden_bytes = 2 * 4 * tokens * checkpoint.config.hidden
         if not state.blocks_done:
             needed = sum(f.size for f in files) + hidden_bytes
             require_free(work.out, needed - allocated(work.out, work.state))  # a killed run may have reserved it
@@ -201,9 +202,10 @@ class Walk:
         self.streams: list[tuple[HiddenStates, HiddenStates]] = []
         self.probes = ProbeRun(self.config, seed)
         sources = [self.probes.ids] if ids is None else [self.probes.ids, ids]
-        for name, tokens, limit in zip(("probe", "calibration"), sources, (1 << 20, memory), strict=False):
+        spare, rows = memory - calibrate.IN_A_BLOCK, calibrate.rows_at_once(self.config)
+        for name, tokens, limit in zip(("probe", "calibration"), sources, (1 << 20, spare), strict=False):
             shape = (*tokens.shape, self.config.hidden)
-            files = [HiddenStates(state.folder / f"{name}-{i}.f32", shape, limit // 2) for i in range(2)]
+            files = [HiddenStates(state.folder / f"{name}-{i}.f32", shape, limit // 2, rows) for i in range(2)]
             self.streams.append((files[0], files[1]))
         if not state.blocks_done:
             self._embed(sources)

@@ -135,7 +135,9 @@ def decode(packed: PackedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
     return codes, packed.parts["scale"], _zero(packed)
 
 
-def dequantize(packed: PackedTensor, dtype: torch.dtype = torch.float32, rows: slice = ALL) -> Tensor:
+def dequantize(
+    packed: PackedTensor, dtype: torch.dtype = torch.float32, rows: slice = ALL, out: Tensor | None = None
+) -> Tensor:
     """The weight [O, I] in `dtype`, or some of its rows: (code - zero) * scale.
 
     Computed in the wider of `dtype` and the scale's dtype. In the scale's own dtype the values are those that
@@ -144,7 +146,7 @@ def dequantize(packed: PackedTensor, dtype: torch.dtype = torch.float32, rows: s
     columns, grid, stored = packed.shape[1], packed.scheme.weight, packed.parts["codes"][rows]
     scale, zero = _rows(packed.parts["scale"], _zero(packed), rows)
     wide = scale.to(torch.promote_types(dtype, scale.dtype))
-    weight = torch.empty((len(stored), columns), dtype=dtype, device=stored.device)
+    weight = torch.empty((len(stored), columns), dtype=dtype, device=stored.device) if out is None else out
     for part in row_slices(*weight.shape):
         codes = stored[part]
         if packed.scheme.layout == "packed":

@@ -94,11 +94,13 @@ def quantize(weight: Tensor, scheme: Scheme) -> PackedTensor:
     return PackedTensor(scheme, (weight.shape[0], weight.shape[1]), {"codes": codes, "scale": scale})
 
 
-def dequantize(packed: PackedTensor, dtype: torch.dtype = torch.float32, rows: slice = ALL) -> Tensor:
+def dequantize(
+    packed: PackedTensor, dtype: torch.dtype = torch.float32, rows: slice = ALL, out: Tensor | None = None
+) -> Tensor:
     """The weight [O, I] in `dtype`, or some of its rows: code * scale, computed in the wider of the two dtypes."""
     codes, scale = packed.parts["codes"][rows], _rows(packed.parts["scale"], rows)
     wide = scale.to(torch.promote_types(dtype, scale.dtype))
-    weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    weight = torch.empty(codes.shape, dtype=dtype, device=codes.device) if out is None else out
     for part in row_slices(*weight.shape):
         weight[part] = to_values(codes[part], _rows(wide, part), None)
     return weight

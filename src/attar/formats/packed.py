@@ -51,15 +51,15 @@ class PackedTensor:
     def bits_per_weight(self) -> float:
         return 8 * self.bytes / (self.shape[0] * self.shape[1])
 
-    def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice = ALL) -> Tensor:
-        """The weight, or some of its rows, as a dense [out, in] tensor of `dtype`."""
-        return codec(self.scheme.weight.kind).dequantize(self, dtype, rows)
+    def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice = ALL, out: Tensor | None = None) -> Tensor:
+        """The weight, or some of its rows, as a dense [out, in] tensor of `dtype`: new memory, or `out`."""
+        return codec(self.scheme.weight.kind).dequantize(self, dtype, rows, out)
 
 
 class Codec(Protocol):
     """What a module of one codec family offers (`affine`, `floats`)."""
 
-    def dequantize(self, packed: PackedTensor, dtype: torch.dtype, rows: slice) -> Tensor: ...
+    def dequantize(self, packed: PackedTensor, dtype: torch.dtype, rows: slice, out: Tensor | None) -> Tensor: ...
 
     def quantize(self, weight: Tensor, scheme: Scheme) -> PackedTensor: ...
 

@@ -13,7 +13,7 @@ their difference, the only thing arithmetic sees, is what it was.
 
 All work is done on bytes, not words: since words are little-endian, the dense order is also dense over bytes, so b
 bytes hold 8 values (fewer where b and 8 share a factor) and each value is an OR of at most two shifted bytes. uint8
-arithmetic wraps, which is just what the shifts want. Rows go in slices of about a million elements: what is needed
+arithmetic wraps, which is just what the shifts want. Rows go in slices of half a million elements: what is needed
 beside the result stays small and in cache.
 """
 
@@ -29,13 +29,13 @@ from torch import Tensor
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Output column, of eight, that nibble i of an AWQ word holds."""
 
-_SLICE = 1 << 20
+_SLICE = 1 << 19
 
 assert sys.byteorder == "little", "bit orders here are those of little-endian machines"
 
 
 def row_slices(rows: int, columns: int) -> Iterator[slice]:
-    """Slices that cover `rows` in order, each of about a million elements and at least one row."""
+    """Slices that cover `rows` in order, each of about half a million elements and at least one row."""
     step = max(1, _SLICE // max(1, columns))
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 

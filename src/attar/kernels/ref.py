@@ -35,9 +35,12 @@ def norm(stream: Tensor, delta: Tensor | None, spec: Norm) -> tuple[Tensor, Tens
     return stream, x.to(stream.dtype) * spec.weight
 
 
-def dense(each: Linear, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """The weight [O, I] of a linear in `dtype`, whole where it is at hand or kept, else some rows at a time."""
-    weight = each.weight
+def dense(each: Linear, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """The weight [O, I] in the dtype of x, whole where it is at hand or kept, else some rows at a time.
+
+    Such rows lie where those before them lay.
+    """
+    weight, dtype = each.weight, x.dtype
     if isinstance(weight, PackedTensor):
         if each.keep_dense and (each.dense is None or each.dense.dtype != dtype):
             each.dense = weight.dequantize(dtype)
@@ -47,9 +50,11 @@ def dense(each: Linear, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         yield slice(0, weight.shape[0]), weight
         return
     step = max(1, WEIGHTS_AT_ONCE // weight.shape[1])
+    buffer = x.new_empty((min(step, weight.shape[0]), weight.shape[1]))
     for start in range(0, weight.shape[0], step):
         rows = slice(start, min(start + step, weight.shape[0]))
-        yield rows, weight[rows].to(dtype) if isinstance(weight, Tensor) else weight.dequantize(dtype, rows)
+        part = buffer[: rows.stop - start]
+        yield rows, part.copy_(weight[rows]) if isinstance(weight, Tensor) else weight.dequantize(dtype, rows, part)
 
 
 def rounded_input(x: Tensor, each: Linear) -> Tensor:
@@ -75,7 +80,7 @@ def linear(x: Tensor, linears: Sequence[Linear]) -> Tensor:
         key = (id(each.permutation), id(each.input_scale), id(each.activation_scale), activation_grid(each))
         if key not in shared:
             shared[key] = rounded_input(x, each)
-        for rows, weight in dense(each, x.dtype):
+        for rows, weight in dense(each, x):
             target = out[:, at + rows.start : at + rows.stop]
             if each.bias is None:
                 torch.mm(shared[key], weight.T, out=target)
