@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from attar import doctor, env
-from attar.kernels import native, ops
+from attar.kernels import ops
+from attar.kernels.native import extension
 from attar.version import __version__
 
 
@@ -33,8 +34,8 @@ def test_a_package_that_is_absent_is_null(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_cpu_and_threads(report: doctor.Report) -> None:
-    assert report["cpu"]["features"] == native.features()
-    assert report["cpu"]["level"] == native.cpu_level()
+    assert report["cpu"]["features"] == extension.features()
+    assert report["cpu"]["level"] == extension.cpu_level()
     assert report["threads"]["torch"] == torch.get_num_threads()
     assert report["devices"][0]["name"] == "cpu"
 

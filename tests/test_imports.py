@@ -81,8 +81,8 @@ def test_the_torch_free_island_stays_so_when_run(module: str) -> None:
 
 def test_only_kernels_native_imports_the_extension_and_imports_torch_first() -> None:
     users = [path.relative_to(PACKAGE).as_posix() for path in FILES if "attar._native" in imported(path)]
-    assert users == ["kernels/native.py"]
-    names = imported(PACKAGE / "kernels" / "native.py")
+    assert users == ["kernels/native/extension.py"]
+    names = imported(PACKAGE / "kernels" / "native" / "extension.py")
     assert names.index("torch") < names.index("attar._native")
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from attar import env
-from attar.kernels import native, ops
+from attar.kernels import ops
+from attar.kernels.native import extension
 from attar.version import __version__
 
 PACKAGES = ("torch", "numpy", "tokenizers", "huggingface_hub", "jinja2", "transformers", "compressed-tensors")
@@ -94,16 +95,16 @@ def _versions() -> dict[str, str | None]:
 def _cpu() -> dict[str, Any]:
     return {
         "architecture": platform.machine(),
-        "features": dict(native.features()),
-        "level": native.cpu_level() if native.loaded() else None,
+        "features": dict(extension.features()),
+        "level": extension.cpu_level() if extension.loaded() else None,
     }
 
 
 def _threads() -> dict[str, Any]:
     return {
-        "physical_cores": native.physical_cores(),
+        "physical_cores": extension.physical_cores(),
         "torch": torch.get_num_threads(),
-        "openmp": native.openmp(),
+        "openmp": extension.openmp(),
         "openmp_runtimes": openmp_runtimes(),
     }
 

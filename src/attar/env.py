@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 PREFIX = "ATTAR_"
 
-Cpu = Literal["portable", "avx2", "avx512"]
+Cpu = Literal["portable", "neon", "avx2", "avxvnni", "avx512", "amx"]
 Kernels = Literal["ref"]
 
 

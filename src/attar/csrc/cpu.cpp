@@ -6,6 +6,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
@@ -14,7 +18,7 @@
 namespace attar {
 namespace {
 
-const char* const NAMES[] = {"portable", "avx2", "avx512"};  // in the order of Level
+const char* const NAMES[] = {"portable", "neon", "avx2", "avxvnni", "avx512", "amx"};  // in the order of Level
 
 #if defined(__x86_64__)
 Cpuid read_cpuid() {
@@ -25,6 +29,7 @@ Cpuid read_cpuid() {
         const std::uint32_t subleaves = eax;
         words.leaf7_ebx = ebx;
         words.leaf7_ecx = ecx;
+        words.leaf7_edx = edx;
         if (subleaves >= 1 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx)) words.leaf7_1_eax = eax;
     }
     if (words.leaf1_ecx >> 27 & 1) {  // OSXSAVE: without it XGETBV itself is an illegal instruction
@@ -35,6 +40,16 @@ Cpuid read_cpuid() {
     return words;
 }
 #endif
+
+// Linux saves the 8 KiB of tiles only for a process that has asked for them, and answers whether it may have them.
+bool tiles_granted() {
+#if defined(__x86_64__) && defined(__linux__)
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+    return false;
+#endif
+}
 
 bool has_all(const Features& features, std::initializer_list<const char*> names) {
     return std::all_of(names.begin(), names.end(), [&](const char* name) {
@@ -50,6 +65,7 @@ Features decode(const Cpuid& words) {
     const bool saved = bit(words.leaf1_ecx, 27);                                                // OSXSAVE
     const bool ymm = saved && bit(words.leaf1_ecx, 28) && (words.xcr0 & 0x06) == 0x06;          // AVX; XMM, YMM
     const bool zmm = ymm && bit(words.leaf7_ebx, 16) && (words.xcr0 & 0xe6) == 0xe6;            // and masks, ZMM
+    const bool tiles = zmm && (words.xcr0 & 0x60000) == 0x60000;  // tile configuration and data
     return {
         {"sse4_2", bit(words.leaf1_ecx, 20)},
         {"fma", ymm && bit(words.leaf1_ecx, 12)},
@@ -62,6 +78,8 @@ Features decode(const Cpuid& words) {
         {"avx512vl", zmm && bit(words.leaf7_ebx, 31)},
         {"avx512_vnni", zmm && bit(words.leaf7_ecx, 11)},
         {"avx512_bf16", zmm && bit(words.leaf7_1_eax, 5)},
+        {"amx_tile", tiles && bit(words.leaf7_edx, 24)},
+        {"amx_int8", tiles && bit(words.leaf7_edx, 25)},
     };
 }
 
@@ -82,9 +100,14 @@ const Features& features() {
 const std::vector<std::string>& levels() {
     static const std::vector<std::string> found = [] {
         std::vector<std::string> names{"portable"};
-        if (has_all(features(), {"avx2", "fma", "f16c"})) names.push_back("avx2");
-        if (names.size() == 2 && has_all(features(), {"avx512f", "avx512bw", "avx512dq", "avx512vl"}))
-            names.push_back("avx512");
+        const bool avx2 = has_all(features(), {"avx2", "fma", "f16c"});
+        const bool avx512 =
+            avx2 && has_all(features(), {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"});
+        if (has_all(features(), {"neon", "dotprod"})) names.push_back("neon");
+        if (avx2) names.push_back("avx2");
+        if (avx2 && has_all(features(), {"avx_vnni"})) names.push_back("avxvnni");
+        if (avx512) names.push_back("avx512");
+        if (avx512 && has_all(features(), {"amx_tile", "amx_int8"}) && tiles_granted()) names.push_back("amx");
         return names;
     }();
     return found;

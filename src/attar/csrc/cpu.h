@@ -3,9 +3,9 @@
 // A feature counts only if the processor has it and the operating system saves its registers (XGETBV): a virtual
 // machine may offer AVX-512 to a kernel that does not, and an instruction on such a register would end the process.
 //
-// Kernels come in levels, each a superset of the one before. Only the functions of a level are compiled for it (target
-// attributes, not flags of a whole file): with flags, an inline function of the standard library compiled for AVX-512
-// could be the copy that the linker keeps for everybody.
+// Kernels come in levels, each a superset of the one before (for_levels.h compiles them): `avxvnni` is AVX2 with the dot
+// products of four bytes, `avx512` has them too, `amx` adds tiles of int8 products, which Linux grants to a process that
+// asks for them, and `neon` is 64-bit Arm with dot products.
 #pragma once
 
 #include <cstdint>
@@ -22,17 +22,18 @@ struct Cpuid {
     std::uint32_t leaf1_ecx = 0;
     std::uint32_t leaf7_ebx = 0;
     std::uint32_t leaf7_ecx = 0;
+    std::uint32_t leaf7_edx = 0;
     std::uint32_t leaf7_1_eax = 0;
     std::uint64_t xcr0 = 0;
 };
 
-enum class Level { portable, avx2, avx512 };
+enum class Level { portable, neon, avx2, avxvnni, avx512, amx };
 
 // Pure, so that a test can ask about processors it does not have.
 Features decode(const Cpuid& words);
 
-// Of this machine. On x86: sse4_2 avx2 fma f16c avx_vnni avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16; on
-// 64-bit Arm Linux: neon dotprod; nothing elsewhere.
+// Of this machine. On x86: sse4_2 avx2 fma f16c avx_vnni avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16
+// amx_tile amx_int8; on 64-bit Arm Linux: neon dotprod; nothing elsewhere.
 const Features& features();
 
 // Those this machine runs, lowest first; `portable` always is.

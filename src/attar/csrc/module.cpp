@@ -1,6 +1,6 @@
 // The Python face of the CPU kernels.
 //
-// Tensors arrive as addresses: `kernels/native.py`, the only caller, has checked device, dtype, layout and shape, and an
+// Tensors arrive as addresses: `kernels/native/`, the only caller, has checked device, dtype, layout and shape, and an
 // integer costs 10 ns where an array object costs microseconds. This extension knows nothing of torch and is built
 // without it. Kernels run with the GIL released.
 
@@ -39,9 +39,11 @@ NB_MODULE(_native, module) {
     module.def("levels", &attar::levels, "Kernel levels this machine runs, lowest first.");
     module.def(
         "decode_cpuid",
-        [](std::uint32_t leaf1_ecx, std::uint32_t leaf7_ebx, std::uint32_t leaf7_ecx, std::uint32_t leaf7_1_eax,
-           std::uint64_t xcr0) { return attar::decode({leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf7_1_eax, xcr0}); },
-        "leaf1_ecx"_a, "leaf7_ebx"_a, "leaf7_ecx"_a, "leaf7_1_eax"_a, "xcr0"_a,
+        [](std::uint32_t leaf1_ecx, std::uint32_t leaf7_ebx, std::uint32_t leaf7_ecx, std::uint32_t leaf7_edx,
+           std::uint32_t leaf7_1_eax, std::uint64_t xcr0) {
+            return attar::decode({leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf7_edx, leaf7_1_eax, xcr0});
+        },
+        "leaf1_ecx"_a, "leaf7_ebx"_a, "leaf7_ecx"_a, "leaf7_edx"_a, "leaf7_1_eax"_a, "xcr0"_a,
         "What `features` says of a processor with these CPUID words.");
     module.def("quantize_rows_int8_float32", &quantize_rows_int8<float>, "x"_a, "rows"_a, "columns"_a, "codes"_a,
                "scales"_a, "level"_a, "The first row that is not finite, or -1.");

@@ -1,7 +1,7 @@
 """The one door to every kernel: the operations a decoder is made of. These docstrings are the specification.
 
 Each operation exists first in `ref.py`, readable PyTorch and the oracle of every test, then, where it pays, as C++ for
-CPUs (`native.py`). The door takes the first backend that gives no reason against; `ATTAR_KERNELS=ref` forces the
+CPUs (`native/`). The door takes the first backend that gives no reason against; `ATTAR_KERNELS=ref` forces the
 oracle. `candidates` shows the choice with every reason, which is what `attar doctor` prints.
 
 Rows are tokens, of any number of sequences, one after another: no operation knows of padding. The residual is added
@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from attar import env
-from attar.kernels import native, ref
+from attar.kernels import ref
+from attar.kernels.native import extension, quantize
 from attar.kernels.operands import Activation, AttentionForm, Linear, Norm, Tap
 
 OPS = ("norm", "linear", "rope", "attention", "activate", "quantize_rows_int8")
@@ -33,13 +34,15 @@ def candidates(op: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
     forced = env.get().kernels
     if op not in OPS:
         raise ValueError(f"unknown op {op!r}: known are {', '.join(OPS)}")
-    against_native = "ATTAR_KERNELS=ref forces the reference" if forced == "ref" else native.supports(op, device, dtype)
-    return [("native", against_native), ("ref", None)]
+    against_native = (
+        "ATTAR_KERNELS=ref forces the reference" if forced == "ref" else extension.supports(op, device, dtype)
+    )
+    return [("native", against), ("ref", None)]
 
 
 def _backend(op: str, x: Tensor) -> ModuleType:
     name = next(name for name, reason in candidates(op, x.device.type, x.dtype) if reason is None)
-    return {"native": native, "ref": ref}[name]
+    return {"native": quantize, "ref": ref}[name]
 
 
 def norm(stream: Tensor, delta: Tensor | None, spec: Norm) -> tuple[Tensor, Tensor]:

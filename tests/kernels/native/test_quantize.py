@@ -5,12 +5,8 @@ Every test runs at every instruction set level of the machine: they must agree t
 
 from __future__ import annotations
 
-import ast
 import math
 import struct
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attar import _native, env
-from attar.kernels import native, ref
+from attar import _native
+from attar.kernels import ref
+from attar.kernels.native import quantize as native
 
 LEVELS = _native.levels()
 DTYPES = [torch.float32, torch.bfloat16]
@@ -149,130 +146,3 @@ def test_no_rows_and_rows_that_are_not_contiguous() -> None:
     assert (codes.shape, scale.shape) == ((0, 5), (0, 1))
     x = torch.randn(8, 40, generator=torch.Generator().manual_seed(2)).T[::2]  # [20, 8]
     assert_same(native.quantize_rows_int8(x), ref.quantize_rows_int8(x))
-
-
-def test_supports_gives_the_reason_against() -> None:
-    op = "quantize_rows_int8"
-    assert native.supports(op, "cpu", torch.float32) is None
-    assert native.supports(op, "cpu", torch.bfloat16) is None
-    assert native.supports(op, "cuda", torch.float32) == "is for cpu tensors, not cuda"
-    assert native.supports(op, "cpu", torch.float16) == "takes float32 or bfloat16 rows, not float16"
-    assert native.supports("fly", "cpu", torch.float32) == "has no CPU kernel"
-
-
-def test_without_the_extension_the_reason_is_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_unavailable", "the compiled extension does not load (No module named 'x')")
-    assert "does not load" in str(native.supports("quantize_rows_int8", "cpu", torch.float32))
-    assert native.features() == {}
-    assert not native.openmp()
-
-
-# ---- levels
-
-
-def test_the_level_is_the_highest_unless_a_flag_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chosen(flags: env.Env) -> str:
-        monkeypatch.setattr(env, "get", lambda: flags)
-        native.cpu_level.cache_clear()
-        try:
-            return native.cpu_level()
-        finally:
-            native.cpu_level.cache_clear()
-
-    assert chosen(env.Env()) == LEVELS[-1]
-    assert chosen(env.Env(cpu="portable")) == "portable"
-    monkeypatch.setattr(_native, "levels", lambda: ["portable", "avx2"])
-    assert chosen(env.Env()) == "avx2"
-    with pytest.raises(ValueError, match="ATTAR_CPU=avx512, but this machine runs only portable, avx2"):
-        chosen(env.Env(cpu="avx512"))
-
-
-def test_the_extension_itself_refuses_unknown_levels_and_impossible_shapes() -> None:
-    x, codes, scale = torch.ones(2, 4), torch.empty(2, 4, dtype=torch.int8), torch.empty(2, 1)
-
-    def call(rows: int, columns: int, level: str) -> int:
-        return _native.quantize_rows_int8_float32(
-            x.data_ptr(), rows, columns, codes.data_ptr(), scale.data_ptr(), level
-        )
-
-    assert call(2, 4, "portable") == -1
-    with pytest.raises(ValueError, match="unknown kernel level sse"):
-        call(2, 4, "sse")
-    for rows, columns in [(-1, 4), (2, 0), (2, -4), (2**62, 4), (2**31, 2**32)]:
-        with pytest.raises(ValueError, match="impossible shape"):
-            call(rows, columns, "portable")
-
-
-ALL_BITS = 0xFFFFFFFF
-YMM, ZMM = 0x06, 0xE6
-
-
-def test_a_feature_counts_only_where_the_system_saves_its_registers() -> None:
-    def found(leaf1_ecx: int, xcr0: int) -> set[str]:
-        words = _native.decode_cpuid(leaf1_ecx, ALL_BITS, ALL_BITS, ALL_BITS, xcr0)
-        return {name for name, present in words.items() if present}
-
-    avx2 = {"avx2", "fma", "f16c", "avx_vnni"}
-    avx512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16"}
-    assert found(ALL_BITS, ZMM) == {"sse4_2"} | avx2 | avx512
-    assert found(ALL_BITS, YMM) == {"sse4_2"} | avx2
-    assert found(ALL_BITS, ZMM & ~0x80) == {"sse4_2"} | avx2  # the upper 16 registers are not saved
-    assert found(ALL_BITS, 0x02) == {"sse4_2"}
-    assert found(ALL_BITS & ~(1 << 27), ZMM) == {"sse4_2"}  # no OSXSAVE: XCR0 means nothing
-    assert found(0, 0) == set()
-
-
-def test_features_agree_with_what_linux_says() -> None:
-    try:
-        info = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        pytest.skip("no /proc/cpuinfo to compare with")
-    flags = next((set(line.split()) for line in info.splitlines() if line.startswith("flags")), None)
-    if flags is None:
-        pytest.skip("/proc/cpuinfo names no x86 flags")
-    assert native.features() == {name: name in flags for name in native.features()}
-
-
-# ---- threads
-
-
-def test_physical_cores_counts_hyper_threads_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for cpu, siblings in {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}.items():
-        folder = tmp_path / f"cpu{cpu}" / "topology"
-        folder.mkdir(parents=True)
-        (folder / "thread_siblings_list").write_text(siblings + "\n")
-
-    def cores(allowed: set[int]) -> int:
-        monkeypatch.setattr("os.sched_getaffinity", lambda _: allowed, raising=False)
-        return native.physical_cores(tmp_path)
-
-    assert cores({0, 1, 2, 3}) == 2
-    assert cores({0, 2}) == 1
-    assert cores({1, 2}) == 2
-    assert cores({0, 9}) == 2  # cpu9 is not described: fall back on logical processors
-
-
-def test_torch_and_the_kernels_share_one_openmp_runtime() -> None:
-    code = (
-        "import torch\n"
-        "from attar import doctor\n"
-        "from attar.kernels import native\n"
-        "torch.set_num_threads(2)\n"
-        "x = torch.ones(64, 1024)\n"
-        "native.quantize_rows_int8(x); (x @ x.T)\n"
-        "print(native.openmp(), doctor.openmp_runtimes())"
-    )
-    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    if out[0] == "False":
-        pytest.skip("built without OpenMP")
-    assert out[1] in ("1", "None")
-
-
-def test_the_stub_names_what_the_extension_has() -> None:
-    stub = Path(native.__file__).parents[1] / "_native.pyi"
-    declared = {
-        node.name if isinstance(node, ast.FunctionDef) else ast.unparse(node.target)
-        for node in ast.parse(stub.read_text()).body
-        if isinstance(node, ast.FunctionDef | ast.AnnAssign)
-    }
-    assert declared == {name for name in dir(_native) if not name.startswith("_")}

@@ -1,26 +1,25 @@
-"""The CPU backend: operations of `ops.py` that exist as C++, checked here and called by address.
+"""The compiled extension: loading it, what of it this machine can run, and the one way to call it.
 
-This is the only module that imports the extension, and it imports torch first: both then share one OpenMP runtime, so
-one pool of threads that `torch.set_num_threads` sizes. Where the extension does not load, the module still does, and
+The modules of this room are the CPU backend: operations of `ops.py` that exist as C++, checked here and called by
+address. This module alone imports the extension, and it imports torch first: both then share one OpenMP runtime, so one
+pool of threads that `torch.set_num_threads` sizes. Where the extension does not load, the modules still do, and
 `supports` gives the reason, which `attar doctor` shows.
-
-Shapes: N rows, I input columns.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from attar import env
 
 try:
-    from attar import _native
+    from attar import _native as library
 
     _unavailable: str | None = None
 except ImportError as error:
@@ -48,7 +47,7 @@ def cpu_level() -> str:
 
     Raises ValueError where `ATTAR_CPU` asks for one that this machine cannot run.
     """
-    available = _native.levels()
+    available = library.levels()
     forced = env.get().cpu
     if forced is not None and forced not in available:
         raise ValueError(
@@ -64,12 +63,12 @@ def loaded() -> bool:
 
 def features() -> Mapping[str, bool]:
     """Instruction sets that the processor has and the operating system supports; empty without the extension."""
-    return _native.features() if loaded() else {}
+    return library.features() if loaded() else {}
 
 
 def openmp() -> bool:
     """Whether the kernels were built to run on several threads."""
-    return loaded() and _native.openmp
+    return loaded() and library.openmp
 
 
 def physical_cores(topology: Path = Path("/sys/devices/system/cpu")) -> int:
@@ -87,19 +86,6 @@ def physical_cores(topology: Path = Path("/sys/devices/system/cpu")) -> int:
         return len(allowed)
 
 
-def quantize_rows_int8(x: Tensor, level: str | None = None) -> tuple[Tensor, Tensor]:
-    """`ops.quantize_rows_int8` for rows that `supports` accepts: x [N, I] to (codes [N, I], scale [N, 1]).
-
-    Bit-identical to the reference at every level, for any thread count. `level` is for tests.
-    """
-    assert x.ndim == 2, x.shape
-    assert supports("quantize_rows_int8", x.device.type, x.dtype) is None
-    x = x.contiguous()
-    codes = torch.empty(x.shape, dtype=torch.int8)  # [N, I]
-    scale = torch.empty((x.shape[0], 1), dtype=torch.float32)
-    kernel = _native.quantize_rows_int8_float32 if x.dtype == torch.float32 else _native.quantize_rows_int8_bfloat16
-    rows, columns = x.shape
-    bad = kernel(x.data_ptr(), rows, columns, codes.data_ptr(), scale.data_ptr(), level or cpu_level())
-    if bad >= 0:
-        raise ValueError(f"row {bad} holds a NaN or an infinity: it cannot be quantized")
-    return codes, scale
+def call(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function of the extension."""
+    return function(*args)

@@ -1,0 +1,85 @@
+// Compiles the kernels of one file, ATTAR_KERNELS, once for every level: each copy in a namespace of the level's name,
+// with simd.inl before it. The including file sits in namespace attar, and picks a copy at run time by `ATTAR_PICK`.
+//
+// Only functions defined between the pragmas may use a level's instructions. With compiler flags instead, an inline
+// function of the standard library compiled for AVX-512 could be the copy that the linker keeps for everybody.
+
+#if !defined(ATTAR_KERNELS)
+#error "define ATTAR_KERNELS, the file of kernels"
+#endif
+
+namespace portable {
+#define ATTAR_LEVEL ATTAR_PORTABLE
+#include "simd.inl"
+#include ATTAR_KERNELS
+#undef ATTAR_LEVEL
+}  // namespace portable
+
+#if defined(__x86_64__)
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+namespace avx2 {
+#define ATTAR_LEVEL ATTAR_AVX2
+#include "simd.inl"
+#include ATTAR_KERNELS
+#undef ATTAR_LEVEL
+}  // namespace avx2
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,avxvnni")
+namespace avxvnni {
+#define ATTAR_LEVEL ATTAR_AVXVNNI
+#include "simd.inl"
+#include ATTAR_KERNELS
+#undef ATTAR_LEVEL
+}  // namespace avxvnni
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,prefer-vector-width=512")
+namespace avx512 {
+#define ATTAR_LEVEL ATTAR_AVX512
+#include "simd.inl"
+#include ATTAR_KERNELS
+#undef ATTAR_LEVEL
+}  // namespace avx512
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,amx-tile,amx-int8,prefer-vector-width=512")
+namespace amx {
+#define ATTAR_LEVEL ATTAR_AMX
+#include "simd.inl"
+#include ATTAR_KERNELS
+#undef ATTAR_LEVEL
+}  // namespace amx
+#pragma GCC pop_options
+
+#define ATTAR_PICK(level, name)                       \
+    ((level) == Level::amx       ? amx::name          \
+     : (level) == Level::avx512  ? avx512::name       \
+     : (level) == Level::avxvnni ? avxvnni::name      \
+     : (level) == Level::avx2    ? avx2::name         \
+                                 : portable::name)
+
+#elif defined(__aarch64__)
+
+#pragma GCC push_options
+#pragma GCC target("arch=armv8.2-a+dotprod")
+namespace neon {
+#define ATTAR_LEVEL ATTAR_NEON
+#include "simd.inl"
+#include ATTAR_KERNELS
+#undef ATTAR_LEVEL
+}  // namespace neon
+#pragma GCC pop_options
+
+#define ATTAR_PICK(level, name) ((level) == Level::neon ? neon::name : portable::name)
+
+#else
+
+#define ATTAR_PICK(level, name) (static_cast<void>(level), portable::name)
+
+#endif

@@ -1,0 +1,59 @@
+// What simd.inl and for_levels.h need once: intrinsics, numbers of the levels, 16-bit floats.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+// Each x86 level is a superset of the ones below it.
+#define ATTAR_PORTABLE 0
+#define ATTAR_NEON 1
+#define ATTAR_AVX2 2
+#define ATTAR_AVXVNNI 3
+#define ATTAR_AVX512 4
+#define ATTAR_AMX 5
+
+#define ATTAR_INLINE static inline __attribute__((always_inline))
+
+namespace attar {
+
+struct Bfloat16 {
+    std::uint16_t bits;
+};
+struct Float16 {
+    std::uint16_t bits;
+};
+
+inline float to_float(float value) { return value; }
+
+inline float to_float(Bfloat16 value) {
+    const std::uint32_t bits = std::uint32_t{value.bits} << 16;
+    float out;
+    std::memcpy(&out, &bits, sizeof out);
+    return out;
+}
+
+inline float to_float(Float16 value) {
+    const std::uint32_t sign = std::uint32_t{value.bits & 0x8000u} << 16;
+    const std::uint32_t exponent = value.bits >> 10 & 0x1f, fraction = value.bits & 0x3ff;
+    float magnitude;
+    if (exponent == 0) {
+        magnitude = static_cast<float>(fraction) * 0x1p-24f;
+    } else {
+        const std::uint32_t bits = (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13;
+        std::memcpy(&magnitude, &bits, sizeof magnitude);
+    }
+    std::uint32_t bits;
+    std::memcpy(&bits, &magnitude, sizeof bits);
+    bits |= sign;
+    std::memcpy(&magnitude, &bits, sizeof bits);
+    return magnitude;
+}
+
+}  // namespace attar

@@ -1,0 +1,272 @@
+// Sixteen lanes at whatever width the level has: the one vector type that kernels are written in.
+//
+// Included once a level by for_levels.h, inside the level's namespace, with ATTAR_LEVEL set; hence no include guard and
+// no #include. A lane count that does not change with the level is what lets every level share one memory layout and
+// one order of float operations, so that a test can compare levels bit for bit.
+//
+// Plain arithmetic is the compiler's vector extension; only what it has no operator for is an intrinsic.
+
+#if ATTAR_LEVEL >= ATTAR_AVX512
+constexpr int WIDTH = 16;
+#elif ATTAR_LEVEL >= ATTAR_AVX2
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+constexpr int PIECES = 16 / WIDTH;
+
+typedef float FloatPiece __attribute__((vector_size(4 * WIDTH)));
+typedef std::int32_t IntPiece __attribute__((vector_size(4 * WIDTH)));
+typedef std::uint32_t WordPiece __attribute__((vector_size(4 * WIDTH)));
+
+struct Floats {  // 16 float32
+    FloatPiece piece[PIECES];
+};
+struct Ints {  // 16 int32, or 64 bytes
+    IntPiece piece[PIECES];
+};
+
+#define ATTAR_EACH _Pragma("GCC unroll 4") for (int p = 0; p < PIECES; ++p)
+
+ATTAR_INLINE Floats load(const float* from) {
+    Floats out;
+    std::memcpy(&out, from, sizeof out);
+    return out;
+}
+ATTAR_INLINE void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
+ATTAR_INLINE Ints load_bytes(const void* from) {
+    Ints out;
+    std::memcpy(&out, from, sizeof out);
+    return out;
+}
+ATTAR_INLINE void store_bytes(void* to, Ints value) { std::memcpy(to, &value, sizeof value); }
+
+ATTAR_INLINE Floats all(float value) {
+    Floats out;
+    ATTAR_EACH out.piece[p] = FloatPiece{} + value;
+    return out;
+}
+ATTAR_INLINE Ints all(std::int32_t value) {
+    Ints out;
+    ATTAR_EACH out.piece[p] = IntPiece{} + value;
+    return out;
+}
+
+ATTAR_INLINE Floats operator+(Floats a, Floats b) {
+    ATTAR_EACH a.piece[p] += b.piece[p];
+    return a;
+}
+ATTAR_INLINE Floats operator-(Floats a, Floats b) {
+    ATTAR_EACH a.piece[p] -= b.piece[p];
+    return a;
+}
+ATTAR_INLINE Floats operator*(Floats a, Floats b) {
+    ATTAR_EACH a.piece[p] *= b.piece[p];
+    return a;
+}
+ATTAR_INLINE Floats operator/(Floats a, Floats b) {
+    ATTAR_EACH a.piece[p] /= b.piece[p];
+    return a;
+}
+ATTAR_INLINE Ints operator+(Ints a, Ints b) {
+    ATTAR_EACH a.piece[p] += b.piece[p];
+    return a;
+}
+ATTAR_INLINE Ints operator-(Ints a, Ints b) {
+    ATTAR_EACH a.piece[p] -= b.piece[p];
+    return a;
+}
+ATTAR_INLINE Ints operator*(Ints a, Ints b) {
+    ATTAR_EACH a.piece[p] *= b.piece[p];
+    return a;
+}
+ATTAR_INLINE Ints operator&(Ints a, Ints b) {
+    ATTAR_EACH a.piece[p] &= b.piece[p];
+    return a;
+}
+ATTAR_INLINE Ints operator|(Ints a, Ints b) {
+    ATTAR_EACH a.piece[p] |= b.piece[p];
+    return a;
+}
+ATTAR_INLINE Ints shift_right(Ints a, int bits) {  // zeros come in
+    ATTAR_EACH a.piece[p] = (IntPiece)((WordPiece)a.piece[p] >> bits);
+    return a;
+}
+ATTAR_INLINE Ints shift_left(Ints a, int bits) {
+    ATTAR_EACH a.piece[p] = (IntPiece)((WordPiece)a.piece[p] << bits);
+    return a;
+}
+ATTAR_INLINE Ints bits_of(Floats a) {
+    Ints out;
+    ATTAR_EACH out.piece[p] = (IntPiece)a.piece[p];
+    return out;
+}
+ATTAR_INLINE Floats from_bits(Ints a) {
+    Floats out;
+    ATTAR_EACH out.piece[p] = (FloatPiece)a.piece[p];
+    return out;
+}
+ATTAR_INLINE Floats to_floats(Ints a) {
+    Floats out;
+    ATTAR_EACH out.piece[p] = __builtin_convertvector(a.piece[p], FloatPiece);
+    return out;
+}
+// Lanes of `a` where it is greater, else of `b`: a NaN in `a` is lost, one in `b` stays.
+ATTAR_INLINE Floats max(Floats a, Floats b) {
+    ATTAR_EACH {
+        const IntPiece greater = a.piece[p] > b.piece[p];
+        a.piece[p] = (FloatPiece)((greater & (IntPiece)a.piece[p]) | (~greater & (IntPiece)b.piece[p]));
+    }
+    return a;
+}
+ATTAR_INLINE Ints max(Ints a, Ints b) {
+    ATTAR_EACH {
+        const IntPiece greater = a.piece[p] > b.piece[p];
+        a.piece[p] = (greater & a.piece[p]) | (~greater & b.piece[p]);
+    }
+    return a;
+}
+
+// a * b + c, rounded once at every level: the portable one calls the C library, slowly and exactly.
+ATTAR_INLINE Floats fma(Floats a, Floats b, Floats c) {
+    ATTAR_EACH {
+#if ATTAR_LEVEL >= ATTAR_AVX512
+        c.piece[p] = (FloatPiece)_mm512_fmadd_ps((__m512)a.piece[p], (__m512)b.piece[p], (__m512)c.piece[p]);
+#elif ATTAR_LEVEL >= ATTAR_AVX2
+        c.piece[p] = (FloatPiece)_mm256_fmadd_ps((__m256)a.piece[p], (__m256)b.piece[p], (__m256)c.piece[p]);
+#elif defined(__aarch64__)
+        c.piece[p] = (FloatPiece)vfmaq_f32((float32x4_t)c.piece[p], (float32x4_t)a.piece[p], (float32x4_t)b.piece[p]);
+#else
+        for (int i = 0; i < WIDTH; ++i) c.piece[p][i] = std::fma(a.piece[p][i], b.piece[p][i], c.piece[p][i]);
+#endif
+    }
+    return c;
+}
+
+// The sum of the lanes, in one order at every level: halves are folded onto each other, 16 to 8 to 4 to 2 to 1.
+ATTAR_INLINE float sum(Floats a) {
+    float lane[16];
+    store(lane, a);
+    for (int half = 8; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
+    return lane[0];
+}
+ATTAR_INLINE float largest(Floats a) {
+    float lane[16], most;
+    store(lane, a);
+    most = lane[0];
+    for (int i = 1; i < 16; ++i) most = lane[i] > most ? lane[i] : most;
+    return most;
+}
+
+// 16 numbers of a storage type as floats.
+ATTAR_INLINE Floats load_as_floats(const float* from) { return load(from); }
+ATTAR_INLINE Floats load_as_floats(const Bfloat16* from) {
+    typedef std::uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
+    Floats out;
+    ATTAR_EACH {
+        Halves raw;
+        std::memcpy(&raw, from + p * WIDTH, sizeof raw);
+        out.piece[p] = (FloatPiece)(__builtin_convertvector(raw, WordPiece) << 16);
+    }
+    return out;
+}
+ATTAR_INLINE Floats load_as_floats(const Float16* from) {
+    Floats out;
+    ATTAR_EACH {
+#if ATTAR_LEVEL >= ATTAR_AVX512
+        __m256i raw;
+        std::memcpy(&raw, from, sizeof raw);
+        out.piece[p] = (FloatPiece)_mm512_cvtph_ps(raw);
+#elif ATTAR_LEVEL >= ATTAR_AVX2
+        __m128i raw;
+        std::memcpy(&raw, from + p * WIDTH, sizeof raw);
+        out.piece[p] = (FloatPiece)_mm256_cvtph_ps(raw);
+#else
+        for (int i = 0; i < WIDTH; ++i) out.piece[p][i] = to_float(from[p * WIDTH + i]);
+#endif
+    }
+    return out;
+}
+ATTAR_INLINE Ints load_as_ints(const std::int8_t* from) {
+    typedef std::int8_t Bytes __attribute__((vector_size(WIDTH)));
+    Ints out;
+    ATTAR_EACH {
+        Bytes raw;
+        std::memcpy(&raw, from + p * WIDTH, sizeof raw);
+        out.piece[p] = __builtin_convertvector(raw, IntPiece);
+    }
+    return out;
+}
+ATTAR_INLINE Ints load_as_ints(const std::uint8_t* from) {
+    typedef std::uint8_t Bytes __attribute__((vector_size(WIDTH)));
+    Ints out;
+    ATTAR_EACH {
+        Bytes raw;
+        std::memcpy(&raw, from + p * WIDTH, sizeof raw);
+        out.piece[p] = __builtin_convertvector(raw, IntPiece);
+    }
+    return out;
+}
+ATTAR_INLINE Floats load_as_floats(const std::int8_t* from) { return to_floats(load_as_ints(from)); }
+
+// acc[lane] += sum over j < 4 of code[4 lane + j] * x[j]: 64 unsigned codes, four signed bytes x for all lanes.
+// `codes` below 128 only; `dot4_wide` takes them all.
+ATTAR_INLINE Ints dot4(Ints acc, Ints codes, std::int32_t x) {
+    ATTAR_EACH {
+#if ATTAR_LEVEL >= ATTAR_AVX512
+        acc.piece[p] = (IntPiece)_mm512_dpbusd_epi32((__m512i)acc.piece[p], (__m512i)codes.piece[p], _mm512_set1_epi32(x));
+#elif ATTAR_LEVEL >= ATTAR_AVXVNNI
+        acc.piece[p] =
+            (IntPiece)_mm256_dpbusd_avx_epi32((__m256i)acc.piece[p], (__m256i)codes.piece[p], _mm256_set1_epi32(x));
+#elif ATTAR_LEVEL >= ATTAR_AVX2
+        const __m256i pairs = _mm256_maddubs_epi16((__m256i)codes.piece[p], _mm256_set1_epi32(x));  // at most 2 * 127 * 128
+        acc.piece[p] += (IntPiece)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#elif ATTAR_LEVEL == ATTAR_NEON
+        acc.piece[p] = (IntPiece)vdotq_s32((int32x4_t)acc.piece[p], (int8x16_t)codes.piece[p],
+                                           vreinterpretq_s8_s32(vdupq_n_s32(x)));
+#else
+        for (int i = 0; i < WIDTH; ++i) {
+            const WordPiece words = (WordPiece)codes.piece[p];
+            for (int j = 0; j < 4; ++j)
+                acc.piece[p][i] += static_cast<std::int32_t>(words[i] >> 8 * j & 0xff) *
+                                   static_cast<std::int8_t>(static_cast<std::uint32_t>(x) >> 8 * j & 0xff);
+        }
+#endif
+    }
+    return acc;
+}
+ATTAR_INLINE Ints dot4_wide(Ints acc, Ints codes, std::int32_t x) {
+#if ATTAR_LEVEL == ATTAR_AVX2 || ATTAR_LEVEL == ATTAR_NEON  // pairs of products may pass int16; codes may pass int8
+    const Ints low = dot4(all(0), codes & all(0x0f0f0f0f), x);
+    const Ints high = dot4(all(0), shift_right(codes, 4) & all(0x0f0f0f0f), x);
+    return acc + low + shift_left(high, 4);
+#else
+    return dot4(acc, codes, x);
+#endif
+}
+
+// e^x within 2 units in the last place, the same bits at every level; below -87 it is 0, and e^-inf is 0. Not for NaN.
+ATTAR_INLINE Floats exp(Floats x) {
+    const Floats rounder = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer, half to even
+    const Floats bounded = max(x, all(-87.0f));
+    const Floats n = fma(bounded, all(1.44269504088896341f), rounder) - rounder;
+    Floats r = fma(n, all(-0.693145751953125f), bounded);     // x - n ln 2, with ln 2 in two parts
+    r = fma(n, all(-1.42860682030941723e-6f), r);             // |r| <= ln 2 / 2
+    Floats y = all(1.9875691500e-4f);
+    y = fma(y, r, all(1.3981999507e-3f));
+    y = fma(y, r, all(8.3334519073e-3f));
+    y = fma(y, r, all(4.1665795894e-2f));
+    y = fma(y, r, all(1.6666665459e-1f));
+    y = fma(y, r, all(5.0000001201e-1f));
+    y = fma(y, r * r, r) + all(1.0f);
+    Ints exponent;
+    ATTAR_EACH exponent.piece[p] = __builtin_convertvector(n.piece[p], IntPiece);
+    const Floats value = from_bits(bits_of(y) + shift_left(exponent, 23));
+    Floats out;
+    ATTAR_EACH {
+        const IntPiece kept = x.piece[p] > FloatPiece{} - 87.0f;
+        out.piece[p] = (FloatPiece)(kept & (IntPiece)value.piece[p]);
+    }
+    return out;
+}
