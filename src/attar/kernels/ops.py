@@ -34,9 +34,7 @@ def candidates(op: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
     forced = env.get().kernels
     if op not in OPS:
         raise ValueError(f"unknown op {op!r}: known are {', '.join(OPS)}")
-    against_native = (
-        "ATTAR_KERNELS=ref forces the reference" if forced == "ref" else extension.supports(op, device, dtype)
-    )
+    against = "ATTAR_KERNELS=ref forces the reference" if forced == "ref" else extension.supports(op, device, dtype)
     return [("native", against), ("ref", None)]
 
 
