@@ -11,15 +11,14 @@ Tokens are sampled from the model itself, calibration and held-out text with dif
 of a `--text`, the first half calibrates and the second is held out. The models are the embedded one and, where the
 test data is at hand, TinyStories-656K.
 
-The status is 1 unless RTN stores the same codes and scales, and both orders of GPTQ on min-max scales come to at most
-`TOLERANCE` times the peer's KL. The rows of AWQ and of scales by MSE only report: there the two sides search different
-grids by design.
+The status is 1 unless RTN stores the same codes and scales, and both orders of GPTQ on min-max scales, which are set
+before the sweep on both sides, come to at most `TOLERANCE` times the peer's KL. The other rows only report, since there
+the two sides differ by design: in the grid that MSE and AWQ search, and, in `gptq-dynamic`, in when scales are set
+(attar's when the sweep reaches the group, the peer's before).
 
 What an interval does not show: GPTQ feeds each rounding error back, so a small difference ends in many other codes.
-Where codes differ, another calibration seed moves the ratio by more than the interval over windows says. That matters
-for `gptq-natural`, where attar sets a group's scales when the sweep reaches it and the peer before the sweep: on
-TinyStories-656K single seeds fall on both sides of `TOLERANCE` (docs/LOG.md, "Peers"). A verdict on that row needs
-several `--seed`s.
+Where codes differ, another calibration seed moves the ratio by more than the interval over windows says (docs/LOG.md,
+"Peers"): a verdict on such a row needs several `--seed`s.
 """
 
 from __future__ import annotations
@@ -62,28 +61,36 @@ TOLERANCE = 1.03
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: a recipe of attar's with its options, and the peer's job that should do the same."""
+    """One comparison: a recipe of attar's with its options, and the job of the peer's that it stands beside."""
 
     name: str
     method: str
     options: Mapping[str, Any]
-    job: Mapping[str, Any]
+    job: str
     must: str  # "equal", "near", or "" where the row only reports
 
 
-def gptq(name: str, ours: tuple[str, str], theirs: tuple[str | None, str], must: str) -> Row:
-    """A row of GPTQ from each side's words for the order of columns and for how scales are found."""
-    common = {"damping": DAMPING}
-    options = {"block": BLOCK, "order": ours[0], "scale_search": ours[1], **common}
-    return Row(name, "gptq", options, {"block_size": BLOCK, "order": theirs[0], "observer": theirs[1], **common}, must)
+def gptq(name: str, order: str, search: str, job: str, must: str, **options: bool) -> Row:
+    common = {"block": BLOCK, "damping": DAMPING, "order": order, "scale_search": search}
+    return Row(name, "gptq", common | options, job, must)
 
 
+MINMAX, MSE = {"observer": "memoryless_minmax"}, {"observer": "memoryless_mse"}
+GPTQ = {"method": "gptq", "block_size": BLOCK, "damping": DAMPING}
+JOBS: Mapping[str, Mapping[str, Any]] = {
+    "rtn": {"method": "rtn", **MINMAX},
+    "gptq": {**GPTQ, "order": "static", **MINMAX},  # activation order, with static groups
+    "gptq-natural": {**GPTQ, "order": None, **MINMAX},
+    "gptq-mse": {**GPTQ, "order": "static", **MSE},
+    "awq": {"method": "awq", **MINMAX},
+}
 ROWS = (
-    Row("rtn", "rtn", {}, {"observer": "memoryless_minmax"}, "equal"),
-    gptq("gptq", ("activation", "minmax"), ("static", "memoryless_minmax"), "near"),
-    gptq("gptq-natural", ("natural", "minmax"), (None, "memoryless_minmax"), "near"),
-    gptq("gptq-mse", ("activation", "mse"), ("static", "memoryless_mse"), ""),
-    Row("awq", "awq", {}, {"observer": "memoryless_minmax"}, ""),
+    Row("rtn", "rtn", {}, "rtn", "equal"),
+    gptq("gptq", "activation", "minmax", "gptq", "near"),
+    gptq("gptq-natural", "natural", "minmax", "gptq-natural", "near"),
+    gptq("gptq-dynamic", "natural", "minmax", "gptq-natural", "", static_groups=False),
+    gptq("gptq-mse", "activation", "mse", "gptq-mse", ""),  # attar's default
+    Row("awq", "awq", {}, "awq", ""),
 )
 
 
@@ -127,7 +134,7 @@ def compare(source: Path, label: str, place: Path, args: argparse.Namespace) -> 
     print(f"{'':<14}{'attar':>10}{'peer':>10}{'ratio':>9}{'95 % interval':>18}{'codes':>9}{'attar s':>9}{'peer s':>8}")
     rows = {}
     for row in ROWS:
-        ours, theirs = place / f"attar-{row.name}", place / f"peer-{row.name}"
+        ours, theirs = place / f"attar-{row.name}", place / f"peer-{row.job}"
         recipe = Recipe.from_dict({"recipe": f"{row.method}-w4g{group}", **row.options})
         done = attar.compress(source, ours, recipe=recipe, calibration=calibration, overwrite=True, resume=False)
         a, b = (evaluate(path, against=decoder, tokens=held_out) for path in (ours, theirs))
@@ -142,13 +149,13 @@ def compare(source: Path, label: str, place: Path, args: argparse.Namespace) -> 
             "same_codes": codes,
             "same_scales": scales,
             "seconds": round(done.seconds, 3),
-            "seconds_peer": seconds[row.name],
+            "seconds_peer": seconds[row.job],
             "must": row.must,
             "holds": holds(row.must, ratio.value, codes, scales),
         }
         print(
             f"{row.name:<14}{kl:>10.6f}{kl_peer:>10.6f}{ratio.value:>9.4f}{f'[{ratio.low:.4f}, {ratio.high:.4f}]':>18}"
-            f"{codes:>9.2%}{done.seconds:>9.1f}{seconds[row.name]:>8.1f}"
+            f"{codes:>9.2%}{done.seconds:>9.1f}{seconds[row.job]:>8.1f}"
             + ("" if rows[row.name]["holds"] else f"  FAILS: must be {row.must}"),
             flush=True,
         )
@@ -184,10 +191,9 @@ def linears(checkpoint: hf.Checkpoint) -> list[str]:
 def run_peer(
     python: Path, source: Path, tokens: Sequence[Sequence[int]], group: int, place: Path
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """All rows in one process of the peers' environment: seconds by row, and versions."""
+    """All jobs in one process of the peers' environment: seconds by job, and versions."""
     jobs = [
-        {"name": row.name, "out": str(place / f"peer-{row.name}"), "method": row.method, "group_size": group, **row.job}
-        for row in ROWS
+        {"name": name, "out": str(place / f"peer-{name}"), "group_size": group, **job} for name, job in JOBS.items()
     ]
     file, log = place / "jobs.json", place / "peer.log"
     file.write_text(json.dumps({"model": str(source), "tokens": tokens, "jobs": jobs}))

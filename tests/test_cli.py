@@ -4,7 +4,6 @@ can make. Most of it runs in this process; what belongs to a process (imports, p
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import shlex
@@ -20,7 +19,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from attar.cli import BAD_INPUT, CHECK_FAILED, INTERRUPTED, PIPE_CLOSED, Progress, app, parse_bytes
+from attar.cli import app
+from attar.terminal import BAD_INPUT, CHECK_FAILED, INTERRUPTED, PIPE_CLOSED
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ("compress", "eval", "generate", "chat", "inspect", "verify", "doctor", "demo")
@@ -45,8 +45,8 @@ def last_json(result: Result) -> dict[str, Any]:
     return value
 
 
-def refused(result: Result, status: int, *words: str) -> None:
-    """One sentence on stderr that has the words, no JSON, no traceback."""
+def refused(result: Result, status: int, *words: str, as_json: bool = False) -> None:
+    """One sentence on stderr that has the words, the same in JSON if that was asked for, no traceback."""
     assert result.exit_code == status, result.output
     assert isinstance(result.exception, SystemExit)
     lines = [line for line in result.stderr.splitlines() if "no receipt: nothing" not in line]
@@ -54,7 +54,12 @@ def refused(result: Result, status: int, *words: str) -> None:
     assert lines[-1].startswith(("attar: ", "Error: "))
     for word in words:
         assert word in lines[-1]
-    assert "{" not in result.stdout
+    if as_json:
+        said = json.loads(result.stdout.splitlines()[-1])
+        assert said == {"error": said["error"]}
+        assert said["error"] in lines[-1]
+    else:
+        assert "{" not in result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -241,6 +246,8 @@ def wrong(place: Path, tiny: Path) -> None:
     (place / "bad.yaml").write_text("recipe: gptq-w4g128\ndampin: 0.1\n")
     (place / "broken.yaml").write_text("recipe: [\n")
     shutil.copytree(tiny, place / "tiny")
+    shutil.copytree(tiny, place / "linked")
+    (place / "linked" / "tokenizer.json").symlink_to("../model/tokenizer.json")
     for name in ("truncated", "pickle", "unknown", "json", "sharded", "dumb"):
         shutil.copytree(place / "model", place / name)
     with (place / "truncated" / "model.safetensors").open("r+b") as file:
@@ -265,6 +272,8 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("eval ./model --txt heldout.txt", ("No such option", "--text")),
     # models
     ("inspect ./mdel", ("no model folder", "did you mean 'model'")),
+    ("inspect ''", ("the model's name is empty",)),
+    ("eval ./model --against '' --text heldout.txt", ("the model's name is empty",)),
     ("inspect text.txt", ("is a file", "give the folder")),
     ("inspect .", ("no config.json",)),
     ("inspect truncated", ("truncated", "download or copy it again")),
@@ -277,6 +286,8 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("compress ./model ./out --recipe rtn-w4g128", ("exists and is kept", "--overwrite")),
     ("compress ./model ./model --recipe rtn-w4g128 --overwrite", ("would replace the model",)),
     ("compress ./model . --recipe rtn-w4g128 --overwrite", ("would replace the model",)),
+    ("compress ./model '' --recipe rtn-w4g128 --overwrite", ("the output's name is empty",)),
+    ("compress ./linked ./new --recipe rtn-w4g128", ("tokenizer.json: a link out of the folder",)),
     ("compress ./tiny text.txt --recipe rtn-w4g128 --overwrite", ("is a file and is kept",)),
     ("compress ./model text.txt/new --recipe rtn-w4g128", ("cannot be written",)),
     ("compress ./out ./new --recipe rtn-w4g128", ("compressed already",)),
@@ -288,11 +299,14 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("compress ./model ./new --recipe rtn-w4g0", ("unknown scheme 'w4g0'",)),
     ("compress ./model ./new --recipe rtn-w4g96", ("q_proj: group size 96 does not divide 256", "128")),
     ("compress ./model ./new --recipe absent.yaml", ("absent.yaml: no such file",)),
+    ("compress ./model ./new --recipe baad.yaml", ("no such file", "did you mean 'bad.yaml'")),
     ("compress ./model ./new --recipe bad.yaml", ("unknown key 'dampin'", "damping")),
     ("compress ./model ./new --recipe broken.yaml", ("broken.yaml is not valid YAML",)),
     ("compress ./model ./new --calib empty.txt", ("empty.txt is empty",)),
     ("compress ./model ./new --calib binary.txt", ("not UTF-8 text: byte 3",)),
     ("compress ./model ./new --calib absent.txt", ("absent.txt: no such file",)),
+    ("compress ./model ./new --calib ''", ("name of a text file is empty",)),
+    ("compress ./model ./new --calib texts.txt", ("texts.txt: no such file", "did you mean 'text.txt'")),
     ("compress ./model ./new --calib model", ("model is a folder",)),
     ("compress ./model ./new --calib one.txt", ("at least 2",)),
     ("compress ./model ./new --calib text.txt --length 513", ("context of 512",)),
@@ -332,7 +346,7 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
 @pytest.mark.usefixtures("wrong", "out")
 @pytest.mark.parametrize("command, words", MISTAKES, ids=[command for command, _ in MISTAKES])
 def test_a_mistake_gets_one_sentence(command: str, words: tuple[str, ...], place: Path) -> None:
-    refused(attar(command, "--json"), BAD_INPUT, *words)
+    refused(attar(command, "--json"), BAD_INPUT, *words, as_json=True)
     assert not (place / "new").exists()
     assert not list(place.glob(".*")), "a run that never began leaves nothing behind"
 
@@ -369,8 +383,8 @@ def test_ctrl_c(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("attar.compression.pipeline.compress", interrupted)
     monkeypatch.setattr("attar.evaluation.report.evaluate", interrupted)
-    result = attar(command)
-    refused(result, INTERRUPTED, "interrupted")
+    result = attar(command, "--json")
+    refused(result, INTERRUPTED, "interrupted", as_json=True)
     assert ("--restart" in result.stderr) == command.startswith("compress")
 
 
@@ -420,56 +434,6 @@ def test_a_terminal_that_cannot_show_a_character_shows_the_rest(tmp_path: Path) 
     result = CliRunner(charset="ascii").invoke(app, arguments)
     assert "?ut: " in result.stdout
     assert last_json(result)["path"] == arguments[2]
-
-
-@pytest.mark.parametrize(
-    "text, size", [("0", 0), ("1e3", 1000), ("5GB", 5 * 10**9), ("2 GiB", 2 << 30), ("512mib", 512 << 20), ("7b", 7)]
-)
-def test_sizes(text: str, size: int) -> None:
-    assert parse_bytes(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "1 TB", "-1", "nan", "inf", "1e30"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ValueError, match="size"):
-        parse_bytes(text)
-
-
-# Progress
-
-
-def test_progress_off_a_terminal_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = Progress(quiet=False)
-    bar("blocks", 1, 4)
-    assert capsys.readouterr().err == "", "too early to tell"
-    bar.LINE_SECONDS = 0
-    bar("blocks", 3, 4)
-    assert capsys.readouterr().err == "blocks: 3 of 4, 0 s left\n"
-    bar("evaluating", 10, 20)
-    assert capsys.readouterr().err == "evaluating: 10 of 20\n", "no speed is known yet"
-    quiet = Progress(quiet=True)
-    quiet.LINE_SECONDS = 0
-    quiet("blocks", 1, 4)
-    assert capsys.readouterr().err == ""
-
-
-def test_progress_on_a_terminal_leaves_stdout_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    screen = Terminal()
-    monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setenv("TERM", "xterm")
-    stdout = sys.stdout
-    bar = Progress(quiet=False)
-    bar("blocks", 2, 4)
-    assert sys.stdout is stdout
-    bar("blocks", 4, 4)
-    bar("blocks", 1, 4)  # the next model
-    bar.close()
-    assert "blocks" in screen.getvalue()
-    assert "left" in screen.getvalue()
 
 
 # Processes

@@ -1,37 +1,40 @@
 """The command line: one table of subcommands, each importing only what it runs.
 
-Rules for all of them: results on stdout, everything else on stderr; with `--json` the last line of stdout is one JSON
-object; exit status 0 for success, 1 where a check failed, 2 for bad usage or input, 130 after Ctrl-C, 141 where the
-reader of stdout has left (as other tools under `| head`). What a user can mend is one sentence on stderr, and leaves no
-JSON; whatever else goes wrong is a bug, and keeps its traceback.
-
-Help is plain text: boxes drawn around it break in narrow terminals and logs.
+What all of them share (exit statuses, JSON, errors in one sentence, progress) is `terminal.py`'s. Help is plain text:
+boxes drawn around it break in narrow terminals and logs.
 """
 
 from __future__ import annotations
 
 import io
-import json
-import os
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
 import typer
 
+from attar.terminal import (
+    CHECK_FAILED,
+    Commands,
+    emit,
+    errors,
+    fail,
+    parse_bytes,
+    print_pieces,
+    progress,
+    read_stdin,
+    tell,
+)
 from attar.version import __version__
-
-CHECK_FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 
 NO_RECEIPT = "no receipt: nothing says what this checkpoint should compute, so no probe is replayed"
 RESUME = "the same command goes on after the last finished block; --restart begins anew"
 
 app = typer.Typer(
     name="attar",
+    cls=Commands,
     help="Make a language model small, prove what that cost, and generate from it.",
     no_args_is_help=True,
     add_completion=False,
@@ -61,7 +64,7 @@ NoVerify = Annotated[bool, typer.Option("--no-verify", help="Skip the probe that
 def compress(
     source: Model,
     output: Annotated[
-        Path,
+        str,
         typer.Argument(metavar="OUTPUT", help="The folder to write. It is absent or complete, never half-written."),
     ],
     recipe: Annotated[
@@ -93,7 +96,7 @@ def compress(
 
     The output loads in whatever reads compressed-tensors. A run that was stopped resumes: give the same command again.
     """
-    with errors(after_interrupt=RESUME), progress(quiet) as bar:
+    with errors(as_json, after_interrupt=RESUME), progress(quiet) as bar:
         from attar.compression.pipeline import compress as run
         from attar.evaluation.table import Row, cost_table
 
@@ -134,7 +137,7 @@ def evaluate(
     Perplexity; with --against also KL divergence and top-1 agreement; all with 95 % intervals. The protocol is that of
     `compress --eval`, so the figures compare.
     """
-    with errors(), progress(quiet) as bar:
+    with errors(as_json), progress(quiet) as bar:
         from attar.evaluation.report import evaluate as run
 
         if text is None:
@@ -186,7 +189,7 @@ def generate(
     The text streams to stdout as it is made. Options are as given here: of the model's generation_config.json only the
     tokens that end a text are taken, never a temperature or filter.
     """
-    with errors(), progress(quiet) as bar:
+    with errors(as_json), progress(quiet) as bar:
         from attar.engine.llm import LLM
         from attar.engine.request import SamplingParams
 
@@ -202,13 +205,8 @@ def generate(
         bar.close()
         if llm.receipt is None:
             tell(NO_RECEIPT)
-        stream = llm.stream(prompt, params)
-        try:
-            while True:
-                print(next(stream), end="", flush=True)
-        except StopIteration as end:
-            print()
-            emit(as_json, end.value.to_dict())
+        done = print_pieces(llm.stream(prompt, params))
+        emit(as_json, done.to_dict())
 
 
 @app.command()
@@ -230,7 +228,7 @@ def chat(
 
     One line is one turn; an empty line or Ctrl-D ends. With stdin piped, each of its lines is a turn.
     """
-    with errors(), progress(quiet) as bar:
+    with errors(as_json), progress(quiet) as bar:
         from attar.engine.llm import LLM
         from attar.engine.request import SamplingParams
 
@@ -252,12 +250,8 @@ def chat(
             if not said.strip():
                 break
             messages.append({"role": "user", "content": said})
-            answer = ""
-            for piece in llm.stream_chat(messages, params):
-                answer += piece
-                print(piece, end="", flush=True)
-            print()
-            messages.append({"role": "assistant", "content": answer})
+            answer = print_pieces(llm.stream_chat(messages, params))
+            messages.append({"role": "assistant", "content": answer.text})
         emit(as_json, {"messages": messages})
 
 
@@ -267,7 +261,7 @@ def inspect(model: Model, as_json: Json = False) -> None:
 
     Architecture, schemes, bits per weight, size to the byte, and every tensor. No weight is read.
     """
-    with errors():
+    with errors(as_json):
         from attar.checkpoints.inspect import inspect as run
 
         found = run(model)
@@ -290,7 +284,7 @@ def verify(
     Every hash, then every probe on this machine's kernels; where one differs, the first file or layer that does is
     named, and the exit status is 1.
     """
-    with errors(), progress(quiet) as bar:
+    with errors(as_json), progress(quiet) as bar:
         from attar.checkpoints.verify import verify as run
 
         verdict = run(model, hashes=not no_hashes, dtype=dtype.value, progress=bar)
@@ -308,7 +302,7 @@ def doctor(as_json: Json = False) -> None:
 
     For each operation, which kernel would run here, and what speaks against the others.
     """
-    with errors():
+    with errors(as_json):
         from attar.doctor import examine, to_text
 
         found = examine()
@@ -328,7 +322,7 @@ def demo(
 
     Prints what that cost, and a text generated before and after. Needs neither data nor network.
     """
-    with errors(), progress(quiet) as bar:
+    with errors(as_json), progress(quiet) as bar:
         from attar.demo import demonstrate
 
         shown = demonstrate(folder, bar)
@@ -350,141 +344,3 @@ def main(
     # Models write any character, and not every terminal can show it: better a `?` than no text.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-
-
-def emit(as_json: bool, value: dict[str, Any]) -> None:
-    """The JSON object, in ASCII, so that neither the locale nor an exotic line separator can break it."""
-    if as_json:
-        print(json.dumps(value, allow_nan=False))
-
-
-def read_stdin() -> str:
-    """A prompt from stdin, less one line break at its end, which shells add."""
-    if sys.stdin.isatty():
-        tell("reading the prompt from stdin; Ctrl-D ends it")
-    try:
-        text = sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"stdin is not UTF-8 text: byte {error.start} does not decode") from None
-    return text.removesuffix("\n").removesuffix("\r")
-
-
-def parse_bytes(text: str) -> int:
-    """A size such as 512MiB, 5GB or 1e9 in bytes. Raises ValueError naming the units."""
-    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-    number = text.rstrip("BbKkMmGgIi ")
-    unit = text[len(number) :].strip().upper()
-    try:
-        size = float(number) * units[unit]
-    except (ValueError, KeyError):
-        raise ValueError(f"{text!r} is not a size: write it like 512MiB, 2GiB or 5GB") from None
-    if not 0 <= size < 2**63:
-        raise ValueError(f"{text!r} is not a size a machine could have")
-    return int(size)
-
-
-@contextmanager
-def errors(after_interrupt: str | None = None) -> Iterator[None]:
-    """Turn what a user can mend into one sentence on stderr and an exit status.
-
-    `after_interrupt` says what a user can do after Ctrl-C, where there is something.
-    """
-    try:
-        yield
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        fail("interrupted" + (f": {after_interrupt}" if after_interrupt else ""), INTERRUPTED)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
-        raise typer.Exit(PIPE_CLOSED) from None
-    except (ValueError, OSError) as error:
-        from attar.checkpoints.safetensors import VerificationError
-
-        fail(_sentence(error), CHECK_FAILED if isinstance(error, VerificationError) else BAD_INPUT)
-    except (MemoryError, RuntimeError) as error:
-        # torch has no class of its own for running out of memory on a CPU.
-        if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
-            raise
-        fail("out of memory: close other programs, or take a smaller model, batch or --calib-memory", BAD_INPUT)
-
-
-def _sentence(error: ValueError | OSError) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror.lower()}" if error.filename is not None else error.strerror.lower()
-    return " ".join(str(error).split("\n"))
-
-
-def tell(sentence: str) -> None:
-    print(f"attar: {sentence}", file=sys.stderr)
-
-
-def fail(sentence: str, status: int) -> NoReturn:
-    sys.stdout.flush()  # in the order in which they were said
-    tell(sentence)
-    raise typer.Exit(status)
-
-
-class Progress:
-    """Named stages and the time left, on stderr: bars on a terminal, elsewhere a line every half minute."""
-
-    LINE_SECONDS = 30.0
-
-    def __init__(self, quiet: bool) -> None:
-        self._quiet = quiet
-        self._bars: Any = None
-        self._tasks: dict[str, Any] = {}
-        self._stage = ""
-        self._start = (0.0, 0)  # of the stage: time, and what was done by then
-        self._told = time.monotonic()
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if self._quiet:
-            return
-        if sys.stderr.isatty():
-            self._draw(stage, done, total)
-        else:
-            self._log(stage, done, total)
-
-    def _draw(self, stage: str, done: int, total: int) -> None:
-        if self._bars is None:
-            from rich import progress
-            from rich.console import Console
-
-            self._bars = progress.Progress(
-                progress.TextColumn("{task.description:<14}"), progress.BarColumn(), progress.TaskProgressColumn(),
-                progress.TimeElapsedColumn(), progress.TextColumn("left"), progress.TimeRemainingColumn(),
-                console=Console(stderr=True), transient=True, redirect_stdout=False,
-                speed_estimate_period=1e9,  # a block may take minutes: the speed is that of the whole stage
-            )  # fmt: skip
-            self._bars.start()
-        if stage not in self._tasks:
-            self._tasks[stage] = self._bars.add_task(stage, total=total)
-        task = self._tasks[stage]
-        if done < self._bars.tasks[task].completed:
-            self._bars.reset(task, total=total)  # the stage begins again, for another model
-        self._bars.update(task, completed=done, total=total)
-
-    def _log(self, stage: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if stage != self._stage or done < self._start[1]:
-            self._stage, self._start = stage, (now, done)
-        if now - self._told < self.LINE_SECONDS:
-            return
-        self._told = now
-        since, before = self._start
-        left = f", {(now - since) / (done - before) * (total - done):.0f} s left" if done > before else ""
-        print(f"{stage}: {done} of {total}{left}", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        if self._bars is not None:
-            self._bars.stop()
-            self._bars, self._tasks = None, {}
-
-
-@contextmanager
-def progress(quiet: bool) -> Iterator[Progress]:
-    bar = Progress(quiet)
-    try:
-        yield bar
-    finally:
-        bar.close()

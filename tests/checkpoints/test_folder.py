@@ -230,6 +230,34 @@ def test_what_belongs_to_the_model_is_carried_and_nothing_else(tmp_path: Path) -
     assert Folder(tmp_path).carry_files() == tuple(sorted(wanted))
 
 
+def test_a_link_out_of_the_folder_is_not_carried(tmp_path: Path) -> None:
+    """Or what lies behind it, a private key perhaps, would be published with the output."""
+    (tmp_path / "secret").write_text("x")
+    for name, target in (("tokenizer.json", "../secret"), ("additional_chat_templates/a.jinja", "../../secret")):
+        folder = tmp_path / name.replace("/", "-")
+        folder.mkdir()
+        single(folder)
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).symlink_to(target)
+        with pytest.raises(CheckpointError, match=f"{name}: a link out of the folder, to .*secret: put a copy"):
+            Folder(folder).carry_files()
+
+
+def test_links_within_a_model_are_carried(tmp_path: Path) -> None:
+    """The folder's own, whatever it is reached through, and those of the Hub's cache."""
+    folder = tmp_path / "models--a--b" / "snapshots" / "0a1b"
+    folder.mkdir(parents=True)
+    single(folder)
+    (folder / "LICENSE.md").write_text("x")
+    (folder / "LICENSE").symlink_to("LICENSE.md")
+    (folder.parent.parent / "blobs").mkdir()
+    (folder.parent.parent / "blobs" / "77").write_text("x")
+    (folder / "tokenizer.json").symlink_to("../../blobs/77")
+    (tmp_path / "link").symlink_to(folder)
+    for path in (folder, tmp_path / "link"):
+        assert Folder(path).carry_files() == ("LICENSE", "LICENSE.md", "tokenizer.json")
+
+
 def test_hashes_are_of_the_files_and_progress_reaches_the_end(tmp_path: Path) -> None:
     seen = list[tuple[int, int]]()
     hashes = Folder(sharded(tmp_path)).source_hashes(lambda done, total: seen.append((done, total)))

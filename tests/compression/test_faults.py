@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from attar.checkpoints.safetensors import CheckpointError
-from attar.cli import INTERRUPTED
 from attar.compression.pipeline import compress
+from attar.terminal import INTERRUPTED
 
 Ids = list[list[int]]
 
@@ -82,6 +82,44 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
         yield Disk(path)
     finally:
         subprocess.run(["umount", path], check=True)
+
+
+@pytest.mark.parametrize("recipe", ["rtn-w4g32", RECIPE])
+def test_what_is_asked_for_is_what_the_walk_reserves(
+    recipe: str, tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the byte, the probes' hidden states included: also a recipe that calibrates on nothing has those."""
+    ids = None if recipe.startswith("rtn") else calibration
+    with pytest.raises(InterruptedError):
+        compress(tiny, tmp_path / "seen", recipe=recipe, calibration=ids, progress=Begun(then_stop=True))
+    partial = tmp_path / ".seen.attar-partial"
+    reserved = [*partial.glob("out/*.safetensors"), *partial.glob("state/*.f32")]
+    assert len(reserved) == (3 if ids is None else 5), "the weights, and each stream in two files"
+    needed = sum(path.stat().st_size for path in reserved)
+
+    class Usage:
+        free = needed - 1
+
+    monkeypatch.setattr("attar.checkpoints.writer.shutil.disk_usage", lambda path: Usage)
+    with pytest.raises(CheckpointError, match="are needed"):
+        compress(tiny, tmp_path / "out", recipe=recipe, calibration=ids)
+    Usage.free = needed
+    compress(tiny, tmp_path / "out", recipe=recipe, calibration=ids)
+
+
+def test_tokens_drawn_before_do_not_count_as_room(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stay beside what is still to be reserved."""
+    asked: list[int] = []
+    monkeypatch.setattr("attar.compression.pipeline.require_free", lambda path, needed: asked.append(needed))
+    for _ in range(2):
+        with pytest.raises(InterruptedError):
+            compress(
+                tiny, tmp_path / "out", recipe="gptq-w4g32", calibration="self", samples=2, length=8,
+                progress=Begun(then_stop=True),
+            )  # fmt: skip
+        for path in [*tmp_path.glob(".out.*/out/*"), *tmp_path.glob(".out.*/state/*.f32")]:
+            path.unlink()
+    assert asked[0] == asked[1] > 0
 
 
 # No room for the names of the first files; for all files; for the rows that AWQ searches on.

@@ -19,6 +19,9 @@ from attar.formats.scheme import Scheme
 
 ERROR_TOLERANCE = 1e-4  # relative, of float32 errors against float64 ones
 
+SWEEPS: list[tuple[Order, bool]] = [("natural", True), ("natural", False), ("activation", True)]
+"""Order of columns, and whether groups are static."""
+
 
 def problem(seed: int, rows: int = 16, columns: int = 16, tokens: int = 256) -> tuple[Tensor, Tensor]:
     """A weight [O, I] and correlated inputs [N, I], float64."""
@@ -43,16 +46,19 @@ def solve(
     search: ScaleSearch = "minmax",
     block: int = 128,
     damping: float = 0.01,
+    static: bool = True,
 ) -> gptq.GptqResult:
     prepared = gptq.prepare(hessian(x, weight.dtype), damping, order)
-    return gptq.solve(weight, prepared, Scheme.parse(name), block=block, scale_search=search)
+    return gptq.solve(weight, prepared, Scheme.parse(name), block=block, scale_search=search, static_groups=static)
 
 
 def codes_of(packed: PackedTensor) -> Tensor:
     return affine.decode(packed)[0] if packed.scheme.weight.kind == "int" else packed.parts["codes"].float()
 
 
-def obq(weight: Tensor, h: Tensor, scheme: Scheme, order: Order, search: ScaleSearch, damping: float) -> Tensor:
+def obq(
+    weight: Tensor, h: Tensor, scheme: Scheme, order: Order, static: bool, search: ScaleSearch, damping: float
+) -> Tensor:
     """Codes by the definition: after each column, all others move, and the inverse loses that column."""
     grid, columns = scheme.weight, weight.shape[1]
     group = columns // grid.groups(columns)
@@ -62,7 +68,7 @@ def obq(weight: Tensor, h: Tensor, scheme: Scheme, order: Order, search: ScaleSe
     sweep = range(columns) if order == "natural" else h.diagonal().argsort(descending=True).tolist()
     codes = torch.empty(weight.shape, dtype=torch.int8)
     for k in sweep:
-        if order == "natural" and group < columns and k % group == 0:
+        if not static and group < columns and k % group == 0:
             whole = replace(grid, granularity="channel", group_size=None)
             one, shift = rtn.group_scales(w[:, k : k + group], whole, torch.float32, search)
             scale[:, k // group] = one[:, 0]
@@ -77,34 +83,48 @@ def obq(weight: Tensor, h: Tensor, scheme: Scheme, order: Order, search: ScaleSe
     return codes
 
 
-@pytest.mark.parametrize("order", ["natural", "activation"])
+@pytest.mark.parametrize(("order", "static"), SWEEPS)
 @pytest.mark.parametrize("name", ["w4g4", "w3g8-asym", "w4", "w2g16"])
 @pytest.mark.parametrize("search", ["minmax", "mse"])
-def test_codes_are_those_of_obq(name: str, order: Order, search: ScaleSearch) -> None:
+def test_codes_are_those_of_obq(name: str, order: Order, static: bool, search: ScaleSearch) -> None:
     weight, x = problem(seed=1)
-    found = solve(weight, x, name, order, search, block=8)
-    expected = obq(weight, hessian(x).mean, Scheme.parse(name), order, search, damping=0.01)
+    found = solve(weight, x, name, order, search, block=8, static=static)
+    expected = obq(weight, hessian(x).mean, Scheme.parse(name), order, static, search, damping=0.01)
     assert torch.equal(codes_of(found.packed), expected)
 
 
-@pytest.mark.parametrize("order", ["natural", "activation"])
+@pytest.mark.parametrize("search", ["minmax", "mse"])
+def test_static_groups_have_the_scales_of_rounding_to_nearest(search: ScaleSearch) -> None:
+    weight, x = problem(seed=1)
+    plain = rtn.solve(weight.float(), Scheme.parse("w4g4"), scale_search=search).parts["scale"]
+    before, after = (
+        solve(weight.float(), x.float(), "w4g4", "natural", search, static=static).packed.parts["scale"]
+        for static in (True, False)
+    )
+    assert torch.equal(before, plain)
+    assert torch.equal(after[:, 0], plain[:, 0])
+    assert not torch.equal(after, plain)
+
+
+@pytest.mark.parametrize(("order", "static"), SWEEPS)
 @pytest.mark.parametrize("name", ["w4g8", "w4", "w3g32-asym", "w4-tensor"])
-def test_the_block_size_changes_nothing(name: str, order: Order) -> None:
+def test_the_block_size_changes_nothing(name: str, order: Order, static: bool) -> None:
     weight, x = problem(seed=2, columns=64)
-    codes = [codes_of(solve(weight, x, name, order, block=block).packed) for block in (1, 8, 24, 128)]
+    codes = [codes_of(solve(weight, x, name, order, block=block, static=static).packed) for block in (1, 8, 24, 128)]
     assert all(torch.equal(codes[0], other) for other in codes[1:])
 
 
-@pytest.mark.parametrize("order", ["natural", "activation"])
+@pytest.mark.parametrize(("order", "static"), SWEEPS)
 @pytest.mark.parametrize("name", ["w4g16", "w3g16-asym", "w8a8", "w5-tensor-asym", "fp8", "fp8-e5m2", "fp8g16-weight"])
 @pytest.mark.parametrize("scale_dtype", ["float32", "bfloat16"])
-def test_independent_inputs_leave_rounding_to_nearest(name: str, order: Order, scale_dtype: str) -> None:
+def test_independent_inputs_leave_rounding_to_nearest(name: str, order: Order, static: bool, scale_dtype: str) -> None:
     """With H = 1 there is nothing to make up for: what remains is the codec, so the arithmetic of both must agree."""
     weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(3))
     scheme = Scheme.parse(name).with_scale_dtype(scale_dtype)
     identity = Hessian(64)
     identity.mean, identity.tokens = torch.eye(64), 64
-    found = gptq.solve(weight, gptq.prepare(identity, order=order), scheme, scale_search="minmax")
+    prepared = gptq.prepare(identity, order=order)
+    found = gptq.solve(weight, prepared, scheme, scale_search="minmax", static_groups=static)
     expected = codec(scheme.weight.kind).quantize(weight, scheme)
     for part, tensor in expected.parts.items():
         assert torch.equal(found.packed.parts[part], tensor), part
@@ -115,12 +135,14 @@ def test_independent_inputs_leave_rounding_to_nearest(name: str, order: Order, s
 @given(
     seed=st.integers(0, 2**31),
     name=st.sampled_from(["w4g64", "w3g32", "w4g16-asym", "w2g64", "w4", "fp8"]),
-    order=st.sampled_from(["natural", "activation"]),
+    sweep=st.sampled_from(SWEEPS),
     search=st.sampled_from(["minmax", "mse"]),
 )
-def test_it_costs_no_more_than_rounding_to_nearest(seed: int, name: str, order: Order, search: ScaleSearch) -> None:
+def test_it_costs_no_more_than_rounding_to_nearest(
+    seed: int, name: str, sweep: tuple[Order, bool], search: ScaleSearch
+) -> None:
     weight, x = problem(seed, columns=64)
-    found = solve(weight.float(), x.float(), name, order, search)
+    found = solve(weight.float(), x.float(), name, sweep[0], search, static=sweep[1])
     assert found.error <= found.rtn_error
 
 
@@ -152,12 +174,12 @@ def test_damping_is_relative() -> None:
     )
 
 
-@pytest.mark.parametrize("order", ["natural", "activation"])
+@pytest.mark.parametrize(("order", "static"), SWEEPS)
 @pytest.mark.parametrize("name", ["w4g8", "w4g8-asym", "fp8"])
-def test_columns_without_input_become_zero(name: str, order: Order) -> None:
+def test_columns_without_input_become_zero(name: str, order: Order, static: bool) -> None:
     weight, x = problem(seed=7)
     x[:, [0, 5, 15]] = 0
-    found = solve(weight, x, name, order)
+    found = solve(weight, x, name, order, static=static)
     dense = found.packed.dequantize()
     assert not dense[:, [0, 5, 15]].any()
     assert dense[:, [1, 6, 14]].any(0).all()

@@ -75,6 +75,7 @@ def test_a_file_sets_options_overrides_and_keep(tmp_path: Path) -> None:
         alpha: 0.75
         damping: 0.02
         order: natural
+        static_groups: false
         overrides:
           - {match: "model.layers.0.*", scheme: keep}
           - {match: "*.down_proj", scheme: w8}
@@ -82,7 +83,7 @@ def test_a_file_sets_options_overrides_and_keep(tmp_path: Path) -> None:
         """,
     )
     recipe = Recipe.load(path)
-    assert recipe.passes == (SmoothQuant(alpha=0.75), Gptq(damping=0.02, order="natural"))
+    assert recipe.passes == (SmoothQuant(alpha=0.75), Gptq(damping=0.02, order="natural", static_groups=False))
     assert recipe.overrides == (Override("model.layers.0.*", None), Override("*.down_proj", Scheme.parse("w8")))
     assert recipe.schemes(SHAPES) == {
         "model.layers.0.self_attn.q_proj": None,
@@ -120,6 +121,8 @@ def test_a_group_that_does_not_divide_names_the_linear() -> None:
         ("recipe: gptq-w4g128\ndamping: lots", "damping is a number"),
         ("recipe: gptq-w4g128\nblock: true", "block is a whole number"),
         ("recipe: gptq-w4g128\norder: actorder", "order is one of natural, activation"),
+        ("recipe: gptq-w4g128\nstatic_groups: 1", "static_groups is true or false"),
+        ("recipe: gptq-w4g128\nstatic_groups: false", "needs order: natural"),
         ("recipe: smoothquant-w8a8\nalpha: 1.5", "alpha is a number from 0 to 1"),
         ("recipe: awq-w4\nclip: 1", "clip is true or false"),
         ("recipe: gptq-w4\noverrides: {match: a, scheme: w8}", "list of entries"),
@@ -144,7 +147,7 @@ def test_a_bad_file_is_refused_with_its_path_and_a_hint(tmp_path: Path, text: st
 
 
 def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ValueError, match="no such file"):
         Recipe.load(tmp_path / "none.yaml")
 
 

@@ -126,10 +126,24 @@ class Folder:
 
     def carry_files(self) -> tuple[str, ...]:
         """Every file that an output made from this checkpoint should hold too (tokenizer, templates, generation config,
-        licence), as sorted paths relative to the folder."""
+        licence), as sorted paths relative to the folder.
+
+        Raises CheckpointError where one is a link out of the folder: a copy of it would carry whatever the link names,
+        be it a private file, into an output that people publish. Only the Hub's cache is made of such links.
+        """
         found = [p for pattern in ("*", "additional_chat_templates/*") for p in self.path.glob(pattern) if p.is_file()]
-        names = (p.relative_to(self.path).as_posix() for p in found)
-        return tuple(sorted(name for name in names if any(fnmatchcase(name, wanted) for wanted in CARRIED)))
+        by_name = {p.relative_to(self.path).as_posix(): p for p in found}
+        names = sorted(name for name in by_name if any(fnmatchcase(name, wanted) for wanted in CARRIED))
+        root = self.path.resolve()
+        homes = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+        for name in names:
+            target = by_name[name].resolve()
+            if not any(target.is_relative_to(home) for home in homes):
+                raise CheckpointError(
+                    f"{self.path / name}: a link out of the folder, to {target}: put a copy in its place if that file "
+                    "belongs to the model"
+                )
+        return tuple(names)
 
     def source_hashes(self, progress: Callable[[int, int], None] | None = None) -> dict[str, str]:
         """SHA-256 in hex of config.json, the index and each weight file, by name.

@@ -34,6 +34,8 @@ def resolve(model: str | os.PathLike[str], *, revision: str | None = None, offli
     model = os.fspath(model)
     if model == DEMO:
         return embedded()
+    if not model:  # an unset variable of a shell, which Path would take for the current folder
+        raise CheckpointError("the model's name is empty: give a folder, a Hub id (org/name) or `demo`")
     path = Path(model).expanduser()
     if path.is_dir():
         return path

@@ -108,9 +108,9 @@ def require_free(path: str | os.PathLike[str], needed: int) -> None:
         )
 
 
-def allocated(*folders: Path) -> int:
-    """Bytes on disk that the files directly in `folders` take, reserved ones included."""
-    return sum(512 * path.stat().st_blocks for folder in folders for path in folder.iterdir())
+def allocated(paths: Iterable[Path]) -> int:
+    """Bytes on disk that those of the files that exist take, reserved ones included."""
+    return sum(512 * path.stat().st_blocks for path in paths if path.exists())
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

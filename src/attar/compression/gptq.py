@@ -17,10 +17,11 @@ block only [block, O] is touched. Arithmetic is done in the dtype of H: float32,
 Where peers go wrong, or differ:
 
 * damping is a fraction of the *mean diagonal* of H, not an absolute number;
-* scales belong to a (row, input group). In natural order they are set when the sweep reaches the group, from weights
-  that hold all updates so far, those of columns in the same block too (the authors' code misses these);
-* in activation order, columns go by falling H_kk, and scales are set before, from the original weights and the original
-  groups (static groups), so that what is stored needs no permutation;
+* scales belong to a (row, input group), and are set before the sweep from the original weights (static groups): columns
+  may then go by falling H_kk (activation order) and what is stored needs no permutation;
+* in natural order they may instead be set when the sweep reaches the group (`static_groups` false), from weights that
+  hold all updates so far, those of columns in the same block too (the authors' code misses these). That is the paper's
+  way, and gains nothing that could be measured (docs/LOG.md, "When GPTQ sets its scales");
 * scales are rounded to the dtype they are stored in before a code is chosen, so codes are right for what is stored;
 * a column whose input was always zero gets weight zero;
 * where H cannot be factored, this raises. It never falls back to rounding.
@@ -140,13 +141,20 @@ def prepare(hessian: Hessian, damping: float = 0.01, order: Order = "activation"
 
 
 def solve(
-    weight: Tensor, prepared: Prepared, scheme: Scheme, *, block: int = 128, scale_search: ScaleSearch = "mse"
+    weight: Tensor,
+    prepared: Prepared,
+    scheme: Scheme,
+    *,
+    block: int = 128,
+    scale_search: ScaleSearch = "mse",
+    static_groups: bool = True,
 ) -> GptqResult:
     """Compress a weight [O, I] of any float dtype whose inputs are those that `prepared` knows.
 
-    `block` sets how many columns share one product with all before them: speed, not results. Groups in natural order
-    are their own blocks. Raises ValueError as `affine.min_max` and `affine.qparams` do.
+    `block` sets how many columns share one product with all before them: speed, not results. Groups that are not static
+    are their own blocks; only natural order has them. Raises ValueError as `affine.min_max` and `affine.qparams` do.
     """
+    assert static_groups or prepared.order == "natural", "activation order visits groups in pieces"
     rows, columns = weight.shape
     hessian, sweep, dtype = prepared.hessian, prepared.sweep, prepared.hessian.dtype
     grid, groups = scheme.weight, scheme.weight.groups(columns)
@@ -154,7 +162,7 @@ def solve(
 
     scale, zero, work, energy, rtn_damage = _begin(weight, prepared, scheme, scale_search)
     codes = torch.empty((columns, rows), dtype=_code_dtype(grid), device=weight.device)  # [I, O], in original order
-    dynamic = prepared.order == "natural" and groups > 1
+    dynamic = not static_groups and groups > 1
     step = group if dynamic else block
     places = sweep.tolist()
     for start in range(0, columns, step):

@@ -300,6 +300,7 @@ class BlockWork:
                         found = gptq.solve(
                             fold.dense_weight(linear), prepared, scheme,
                             block=options.block, scale_search=options.scale_search,
+                            static_groups=options.static_groups,
                         )  # fmt: skip
                     rtn_error = self._rtn_errors.get(linear.name, found.rtn_error)
                     records.append(Record(linear.name, scheme.name, "output", found.error, rtn_error))

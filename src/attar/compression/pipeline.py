@@ -102,6 +102,8 @@ def compress(
     report = progress or (lambda stage, done, total: None)
     plan = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
     source = hub.resolve(src)
+    if not str(dst):  # an unset variable of a shell, which Path would take for the current folder
+        raise ValueError("the output's name is empty: give a folder to write")
     if source.resolve().is_relative_to(Path(dst).resolve()):
         raise ValueError(f"{dst} would replace the model that it is made from: choose another output")
     checkpoint = hf.Checkpoint.open(source)
@@ -136,11 +138,11 @@ def compress(
             "shard": max_shard_bytes,
         }
         state = RunState.open(work.state, about, resume)
-        tokens = 2 * PROMPTS * LENGTH + (0 if ids is None else ids.numel())
-        hidden_bytes = 2 * 4 * tokens * checkpoint.config.hidden
         if not state.blocks_done:
-            needed = sum(f.size for f in files) + hidden_bytes
-            require_free(work.out, needed - allocated(work.out, work.state))  # a killed run may have reserved it
+            tokens = 2 * PROMPTS * LENGTH + (0 if ids is None else ids.numel())  # of the probes, and to calibrate on
+            needed = sum(f.size for f in files) + 2 * 4 * tokens * checkpoint.config.hidden
+            had = [*(work.out / f.name for f in files), *work.state.glob("*.f32")]  # by a killed run, and used again
+            require_free(work.out, needed - allocated(had))
         with ShardWriter(work.out, files, output.written(state.blocks_done)) as writer:
             walk = Walk(checkpoint, output, plan, writer, state, ids, calib_memory, seed)
             probes = walk.run(report)

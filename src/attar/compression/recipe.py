@@ -32,6 +32,7 @@ from typing import Any, ClassVar, Literal
 import yaml
 
 from attar.formats.scheme import Scheme
+from attar.text.files import neighbours
 
 ScaleSearch = Literal["minmax", "mse"]
 Order = Literal["natural", "activation"]
@@ -73,8 +74,7 @@ class Awq:
 
     def __post_init__(self) -> None:
         _whole("points", self.points, 2)
-        if not isinstance(self.clip, bool):
-            raise ValueError(f"clip is true or false, not {self.clip!r}")
+        _truth("clip", self.clip)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +97,18 @@ class Gptq:
     damping: float = 0.01  # fraction of the Hessian's mean diagonal that is added to the diagonal
     order: Order = "activation"
     scale_search: ScaleSearch = "mse"
+    static_groups: bool = True  # scales are set before the sweep; false: when it reaches the group, in natural order
 
     def __post_init__(self) -> None:
         _whole("block", self.block, 1)
         _number("damping", self.damping, 0, 1)
         _word("order", self.order, ("natural", "activation"))
         _word("scale_search", self.scale_search, ("minmax", "mse"))
+        _truth("static_groups", self.static_groups)
+        if not self.static_groups and self.order == "activation":
+            raise ValueError(
+                "static_groups: false needs order: natural, since activation order visits groups in pieces"
+            )
 
 
 Pass = SmoothQuant | Awq | Rtn | Gptq
@@ -187,10 +193,12 @@ class Recipe:
     def load(name_or_path: str | Path) -> Recipe:
         """Read a recipe's short name, or the YAML file at a path that ends in .yaml or .yml.
 
-        Raises ValueError on anything unknown, naming what is near; FileNotFoundError where the file does not exist.
+        Raises ValueError on anything unknown, naming what is near, and where the file does not exist.
         """
         if Path(name_or_path).suffix in (".yaml", ".yml"):
             path = Path(name_or_path)
+            if not path.exists():
+                raise ValueError(f"{path}: no such file{neighbours(path)}")
             with path.open("rb") as file:
                 text = file.read(MAX_FILE_BYTES + 1)
             if len(text) > MAX_FILE_BYTES:
@@ -288,6 +296,11 @@ def _number(name: str, value: object, low: float, high: float) -> None:
 def _whole(name: str, value: object, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"{name} is a whole number of at least {low}, not {value!r}")
+
+
+def _truth(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is true or false, not {value!r}")
 
 
 def _word(name: str, value: object, known: Sequence[str]) -> None:

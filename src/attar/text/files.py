@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from pathlib import Path
 
@@ -11,9 +12,13 @@ def read_text(path: str | Path) -> str:
 
     Raises ValueError where the file is missing, no UTF-8, empty, or a line holds no text.
     """
+    if not str(path):
+        raise ValueError("the name of a text file is empty")
     path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"{path} is a folder: name a text file" if path.is_dir() else f"{path}: no such file")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: name a text file")
+    if not path.exists():
+        raise ValueError(f"{path}: no such file{neighbours(path)}")
     try:
         content = path.read_bytes().decode()
     except UnicodeDecodeError as error:
@@ -25,6 +30,16 @@ def read_text(path: str | Path) -> str:
     if not content.strip():
         raise ValueError(f"{path} is empty")
     return content
+
+
+def neighbours(path: Path) -> str:
+    """Files next to `path` with names like its own, as the end of a sentence."""
+    try:
+        names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(path.name, names, n=3)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def _text_of(line: str, path: Path, number: int) -> str:
