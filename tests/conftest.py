@@ -84,6 +84,9 @@ def tiny_decoder() -> Callable[..., Decoder]:
             }[name.split(".")[-2]]
             return torch.randn(shape, generator=numbers) / (1 if "embed" in name else shape[1] ** 0.5)
 
+        dtype = torch.float32
+        matrix = tensor
+
         def linear(self, name: str) -> Linear:
             weight = self.tensor(f"{name}.weight")
             return Linear(name, weight if self.scheme is None else codec("int").quantize(weight, self.scheme))

@@ -1,3 +1,5 @@
+from typing import overload
+
 openmp: bool
 
 def features() -> dict[str, bool]: ...
@@ -7,3 +9,82 @@ def decode_cpuid(
 ) -> dict[str, bool]: ...
 def quantize_rows_int8_float32(x: int, rows: int, columns: int, codes: int, scales: int, level: str) -> int: ...
 def quantize_rows_int8_bfloat16(x: int, rows: int, columns: int, codes: int, scales: int, level: str) -> int: ...
+
+class Arena:
+    def __init__(self) -> None: ...
+    @property
+    def bytes(self) -> int: ...
+
+class Matrix:
+    @property
+    def rows(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+
+class Factors: ...
+
+def pack_codes(
+    arena: Arena,
+    codes: int,
+    plain: bool,
+    rows: int,
+    columns: int,
+    bits: int,
+    group: int,
+    scales: int,
+    scale_number: str,
+    zeros: int,
+) -> Matrix: ...
+def pack_dense(arena: Arena, weights: int, rows: int, columns: int, number: str) -> Matrix: ...
+def factors(
+    weights: list[tuple[Matrix, int]],
+    first: int,
+    width: int,
+    integer: bool,
+    activation_group: int,
+    fixed_scale: float,
+    order: int,
+    divisor: int,
+) -> Factors: ...
+def linear(factors: Factors, x: int, rows: int, out: int, level: str) -> None: ...
+def many_rows(level: str) -> int: ...
+def set_many_rows(level: str, rows: int) -> None: ...
+
+class Table:
+    @overload
+    def __init__(self, dense: int, count: int, columns: int, number: str) -> None: ...
+    @overload
+    def __init__(self, packed: Matrix) -> None: ...
+
+def embed(
+    table: Table, ids: int, rows: int, scale: float, position_table: Table | None, positions: int, offset: int, out: int
+) -> None: ...
+def norm(
+    kind: str,
+    stream: int,
+    delta: int,
+    rows: int,
+    columns: int,
+    weight: int,
+    bias: int,
+    eps: float,
+    offset: float,
+    sum: int,
+    out: int,
+    level: str,
+) -> None: ...
+def activate(kind: str, gated: bool, x: int, rows: int, columns: int, out: int, level: str) -> None: ...
+def attention(
+    stored: str, keys: int, values: int, key_scales: int, value_scales: int, blocks: int, block: int, kv_heads: int,
+    head_dim: int, q: int, rows: int, heads: int, sequences: int, row_starts: int, lengths: int, tables: int,
+    width: int, positions: int, key_positions: int, tree: int, tree_size: int, window: int, scale: float,
+    soft_cap: float, out: int, mass: int, level: str,
+) -> None: ...
+def write_kv(
+    stored: str, keys: int, values: int, key_scales: int, value_scales: int, blocks: int, block: int, kv_heads: int,
+    head_dim: int, q: int, k: int, v: int, q_stride: int, k_stride: int, v_stride: int, rows: int, heads: int,
+    q_norm: int, k_norm: int, eps: float, offset: float, cos: int, sin: int, angles: int, turned: int, angle: int,
+    slots: int, q_out: int, level: str,
+) -> None: ...

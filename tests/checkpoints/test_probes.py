@@ -121,7 +121,8 @@ def test_replay_in_half_precision(tiny_decoder: Make, dtype: torch.dtype) -> Non
 
 def cast(decoder: Decoder, dtype: torch.dtype) -> Decoder:
     decoder = copy.deepcopy(decoder)
-    decoder.embedding.table = decoder.head.weight = decoder.embedding.table.to(dtype)
+    decoder.embedding.table = decoder.head.weight = decoder.embedding.table.to(dtype)  # type: ignore[union-attr]
+    decoder.embedding.dtype = dtype
     norms = [decoder.final_norm]
     for block in decoder.blocks:
         norms += [block.attention_norm, block.feed_forward_norm]

@@ -20,7 +20,9 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from attar.kernels import ops
 from attar.kernels.operands import Linear
+from attar.kernels.ops import Store
 from attar.model.cache import KVCache, Step
 from attar.model.config import ModelConfig, Names, Rope
 from attar.model.decoder import Decoder, build
@@ -127,6 +129,9 @@ class Stored:
         assert found is not None, name
         return self.tensors[found]
 
+    dtype = torch.float32
+    matrix = tensor
+
     def linear(self, name: str) -> Linear:
         weight = self.tensor(f"{name}.weight")
         bias = self.tensor(f"{name}.bias") if self.has(f"{name}.bias") else None
@@ -141,9 +146,11 @@ class Oracle:
     ids: tuple[Tensor, Tensor]  # a long and a short sequence
     logits: tuple[Tensor, Tensor]
 
-    def decoder(self, config: ModelConfig | None = None, tensors: dict[str, Tensor] | None = None) -> Decoder:
+    def decoder(
+        self, config: ModelConfig | None = None, tensors: dict[str, Tensor] | None = None, store: Store | None = None
+    ) -> Decoder:
         config = config or self.config
-        return build(config, Stored(config.names, self.tensors if tensors is None else tensors))
+        return build(config, Stored(config.names, self.tensors if tensors is None else tensors), store=store)
 
 
 def make(family: str, settings: dict[str, Any]) -> Any:
@@ -223,6 +230,21 @@ def test_logits_equal_transformers(case: str) -> None:
     long, theirs = o.ids[0], o.logits[0]
     assert difference(in_pieces(decoder, long, [1] * LONG), theirs) <= EQUAL, "token by token"
     assert difference(in_pieces(decoder, long, [5, 1, 17, LONG - 23]), theirs) <= EQUAL, "in chunks"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_native_kernels_give_the_same_logits_in_the_same_bits(case: str) -> None:
+    o = oracle(case)
+    store = ops.store()
+    if store is None:
+        pytest.skip("the native kernels are off or do not load")
+    decoder = o.decoder(store=store)
+    assert store.refused == {}
+    long, theirs = o.ids[0], o.logits[0]
+    whole = in_pieces(decoder, long, [LONG])
+    assert difference(whole, theirs) <= EQUAL
+    for pieces in ([1] * LONG, [5, 1, 17, LONG - 23]):
+        assert difference(in_pieces(decoder, long, pieces), theirs) <= EQUAL
 
 
 @pytest.mark.parametrize("case", CASES)

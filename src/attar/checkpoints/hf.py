@@ -30,6 +30,7 @@ from attar.checkpoints.gptq import Gptq
 from attar.checkpoints.safetensors import CheckpointError, near
 from attar.formats.scheme import Part, Scheme
 from attar.kernels.operands import Linear
+from attar.kernels.ops import Store
 from attar.model import decoder
 from attar.model.config import ModelConfig, Names
 from attar.model.decoder import Decoder, Weights
@@ -71,7 +72,7 @@ class Checkpoint:
     Nothing is read before it is asked for.
     """
 
-    def __init__(self, folder: Folder, config: ModelConfig, dtype: torch.dtype | None) -> None:
+    def __init__(self, folder: Folder, config: ModelConfig, dtype: torch.dtype | None, as_stored: bool = False) -> None:
         self.folder = folder
         self.config = config
         self._renames = _renames(folder, config.names)
@@ -79,10 +80,12 @@ class Checkpoint:
         if self._tied_by_omission():
             self.config = replace(config, tied=True)
         self.dtype = self._own_dtype() if dtype is None else dtype
+        self.as_stored = as_stored
 
     @classmethod
-    def open(cls, path: Path, dtype: torch.dtype | None = None) -> Self:
-        """Open a model folder to compute in `dtype`; None: the dtype its embedding is stored in.
+    def open(cls, path: Path, dtype: torch.dtype | None = None, *, as_stored: bool = False) -> Self:
+        """Open a model folder to compute in `dtype`; None: the dtype its embedding is stored in. `as_stored` leaves
+        dense matrices in the dtype of the files, for kernels that read it.
 
         Raises CheckpointError where the folder is not a checkpoint of a known architecture and format, lacks a tensor,
         or holds one of another shape than its config says. No weight is read.
@@ -93,7 +96,7 @@ class Checkpoint:
             config = read_config(folder.config, generation)
         except ValueError as error:
             raise CheckpointError(f"{path / CONFIG}: {error}") from None
-        checkpoint = cls(folder, config, dtype)
+        checkpoint = cls(folder, config, dtype, as_stored)
         checkpoint._check()
         return checkpoint
 
@@ -106,7 +109,7 @@ class Checkpoint:
             linear = self._quantized.read(module)
             linear.name = name
         else:
-            weight = self.tensor(f"{name}.weight")
+            weight = self.matrix(f"{name}.weight")
             linear = Linear(name, weight.t().contiguous() if self.config.names.is_transposed(name) else weight)
         if self.has(f"{name}.bias"):
             linear.bias = self.tensor(f"{name}.bias")
@@ -116,6 +119,12 @@ class Checkpoint:
         """The dense tensor `name` in `dtype`. Raises CheckpointError where it is missing or stores no real numbers."""
         self._dense_part(name)
         return self.folder.read(self.stored_name(name)).to(self.dtype)
+
+    def matrix(self, name: str) -> Tensor:
+        """As `tensor`, but in the dtype of the files where the checkpoint was opened `as_stored`."""
+        if not self.as_stored or self._dense_part(name).dtype == "float64":
+            return self.tensor(name)
+        return self.folder.read(self.stored_name(name))
 
     def has(self, name: str) -> bool:
         return self.folder.has(self.stored_name(name))
@@ -216,8 +225,15 @@ class _Outline:
             raise CheckpointError(f"{checkpoint.folder.path}: {module}.weight is {list(weight.shape)}, not a matrix")
         return Linear(name, weight, self.tensor(f"{name}.bias") if self.has(f"{name}.bias") else None)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.checkpoint.dtype
+
     def tensor(self, name: str) -> Tensor:
         return torch.empty(self.checkpoint._dense_part(name).shape, device="meta")
+
+    def matrix(self, name: str) -> Tensor:
+        return self.tensor(name)
 
     def has(self, name: str) -> bool:
         return self.checkpoint.has(name)
@@ -232,6 +248,13 @@ class _Rows:
     def linear(self, name: str) -> Linear:
         is_table = name == self.checkpoint.config.names.head
         return Linear(name, self.tensor(f"{name}.weight")) if is_table else self.checkpoint.linear(name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.checkpoint.dtype
+
+    def matrix(self, name: str) -> Tensor:
+        return self.tensor(name)
 
     def tensor(self, name: str) -> Tensor:
         checkpoint, names = self.checkpoint, self.checkpoint.config.names
@@ -262,11 +285,20 @@ def compute_dtype(name: str) -> torch.dtype | None:
     return DTYPES[name]
 
 
-def load(path: Path, dtype: torch.dtype | None = None, progress: Callable[[int, int], None] | None = None) -> Decoder:
-    """The whole model of a folder, ready to run. `progress(done, total)` counts blocks. Raises as `Checkpoint.open`."""
-    checkpoint = Checkpoint.open(path, dtype)
+def load(
+    path: Path,
+    dtype: torch.dtype | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    store: Store | None = None,
+) -> Decoder:
+    """The whole model of a folder, ready to run. `progress(done, total)` counts blocks. Raises as `Checkpoint.open`.
+
+    With a `store` the weights are laid out for the native kernels, which compute in float32 whatever is stored.
+    """
+    assert store is None or dtype == torch.float32, "the native kernels compute in float32"
+    checkpoint = Checkpoint.open(path, dtype, as_stored=store is not None)
     try:
-        return decoder.build(checkpoint.config, checkpoint, progress)
+        return decoder.build(checkpoint.config, checkpoint, progress, store)
     except CheckpointError:
         raise
     except ValueError as error:

@@ -30,6 +30,7 @@ def dense_weight(linear: Linear) -> Tensor:
     """The weight [O, I] of a linear that is not compressed yet. Raises ValueError on one that is."""
     if isinstance(linear.weight, PackedTensor):
         raise ValueError(f"{linear.name} is compressed already: start from the original checkpoint")
+    assert isinstance(linear.weight, Tensor)
     return linear.weight
 
 

@@ -32,7 +32,8 @@ COPY_BYTES = 16 << 20  # of a table copied at once
 class Output:
     """Names, schemes and sizes of the output of one recipe on one checkpoint.
 
-    Raises ValueError where the source is compressed already, a group size does not divide, or nothing would change.
+    Raises ValueError where the source is compressed already, a group size does not divide, nothing would change, or a
+    file that belongs beside the weights is a link out of the source.
     """
 
     def __init__(self, checkpoint: Checkpoint, recipe: Recipe) -> None:
@@ -40,6 +41,7 @@ class Output:
         if "quantization_config" in folder.config:
             raise ValueError(f"{folder.path} is compressed already: start from the original checkpoint")
         self.checkpoint = checkpoint
+        self.carried = folder.carry_files()
         modules = [name for layer in range(config.layers) for name in compressible(config, layer)]
         stored = {f"{checkpoint.stored_name(name)}.weight": name for name in modules}
         shapes = {}
@@ -69,7 +71,7 @@ class Output:
                 if tensor.startswith(prefix):
                     self._in_block |= dict.fromkeys(parts, layer)
         self.bits_per_weight = 8 * packed_bytes / weights
-        self.notes = _notes(config.names.transposed, self.schemes.values())
+        self.notes = _notes(config.names.transposed, config.experts is not None, self.schemes.values())
 
     def written(self, blocks_done: int) -> list[str]:
         """The tensors that are on disk once so many blocks are done."""
@@ -97,6 +99,7 @@ class Output:
         if isinstance(linear.weight, PackedTensor):
             yield from compressed_tensors.parts_of(module, linear.weight, linear.activation_scale).items()
         else:
+            assert isinstance(linear.weight, Tensor)
             transposed = self.checkpoint.config.names.is_transposed(linear.name)
             yield f"{module}.weight", linear.weight.T if transposed else linear.weight
 
@@ -124,7 +127,7 @@ class Output:
             [name for name, scheme in schemes.items() if scheme is None] + self._other_linears(),
         )
         (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-        for name in self.checkpoint.folder.carry_files():
+        for name in self.carried:
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(self.checkpoint.folder.path / name, folder / name)
 
@@ -140,14 +143,21 @@ class Output:
         return [self.checkpoint.stored_name(name) for name in found]
 
 
-def _notes(transposed: bool, schemes: Iterable[Scheme | None]) -> tuple[str, ...]:
+def _notes(transposed: bool, experts: bool, schemes: Iterable[Scheme | None]) -> tuple[str, ...]:
     """What whoever loads the output elsewhere must know, a sentence each."""
     if transposed:
         return (
             "It loads in attar only: transformers, which keeps these weights in Conv1D modules, passes the packed ones "
             "over and starts from random ones.",
         )
-    if any(s is not None and s.layout == "packed" and not s.weight.symmetric for s in schemes):
+    stored = [scheme for scheme in schemes if scheme is not None]
+    asymmetric = any(scheme.layout == "packed" and not scheme.weight.symmetric for scheme in stored)
+    if experts and (asymmetric or any(scheme.activation is not None for scheme in stored)):
+        return (
+            "It loads in attar; transformers 5.23, which fuses the experts of a mixture, refuses theirs in W8A8 and "
+            "with packed zero points, and does not round the activations of FP8.",
+        )
+    if asymmetric:
         return (
             "attar and vLLM read it; transformers 5.23 needs "
             "`quantization_config=CompressedTensorsConfig(dequantize=True)` for its packed zero points.",

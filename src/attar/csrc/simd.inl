@@ -43,7 +43,7 @@ ATTAR_INLINE void store_bytes(void* to, Ints value) { std::memcpy(to, &value, si
 
 ATTAR_INLINE Floats all(float value) {
     Floats out;
-    ATTAR_EACH out.piece[p] = FloatPiece{} + value;
+    ATTAR_EACH out.piece[p] = value - FloatPiece{};  // x - 0 is x, also where x is -0: it compiles to a broadcast
     return out;
 }
 ATTAR_INLINE Ints all(std::int32_t value) {
@@ -86,6 +86,12 @@ ATTAR_INLINE Ints operator&(Ints a, Ints b) {
 }
 ATTAR_INLINE Ints operator|(Ints a, Ints b) {
     ATTAR_EACH a.piece[p] |= b.piece[p];
+    return a;
+}
+// Bytes of `a` less those of `b`, each modulo 256.
+ATTAR_INLINE Ints minus_bytes(Ints a, Ints b) {
+    typedef std::uint8_t BytePiece __attribute__((vector_size(4 * WIDTH)));
+    ATTAR_EACH a.piece[p] = (IntPiece)((BytePiece)a.piece[p] - (BytePiece)b.piece[p]);
     return a;
 }
 ATTAR_INLINE Ints shift_right(Ints a, int bits) {  // zeros come in
@@ -144,6 +150,33 @@ ATTAR_INLINE Floats fma(Floats a, Floats b, Floats c) {
 }
 
 // The sum of the lanes, in one order at every level: halves are folded onto each other, 16 to 8 to 4 to 2 to 1.
+#if ATTAR_LEVEL >= ATTAR_AVX2
+ATTAR_INLINE void eight_and_eight(Floats a, __m256* low, __m256* high) {
+#if ATTAR_LEVEL >= ATTAR_AVX512
+    *low = _mm512_castps512_ps256((__m512)a.piece[0]);
+    *high = _mm512_extractf32x8_ps((__m512)a.piece[0], 1);
+#else
+    *low = (__m256)a.piece[0];
+    *high = (__m256)a.piece[1];
+#endif
+}
+ATTAR_INLINE float sum(Floats a) {
+    __m256 low, high;
+    eight_and_eight(a, &low, &high);
+    const __m256 eight = low + high;
+    const __m128 four = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
+    const __m128 two = four + _mm_movehl_ps(four, four);
+    return two[0] + two[1];
+}
+ATTAR_INLINE float largest(Floats a) {
+    __m256 low, high;
+    eight_and_eight(a, &low, &high);
+    const __m256 eight = _mm256_max_ps(low, high);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return two[0] > two[1] ? two[0] : two[1];
+}
+#else
 ATTAR_INLINE float sum(Floats a) {
     float lane[16];
     store(lane, a);
@@ -151,13 +184,13 @@ ATTAR_INLINE float sum(Floats a) {
         for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
     return lane[0];
 }
-ATTAR_INLINE float largest(Floats a) {
-    float lane[16], most;
+ATTAR_INLINE float largest(Floats a) {  // NaN aside
+    float lane[16];
     store(lane, a);
-    most = lane[0];
-    for (int i = 1; i < 16; ++i) most = lane[i] > most ? lane[i] : most;
-    return most;
+    for (int i = 1; i < 16; ++i) lane[0] = lane[i] > lane[0] ? lane[i] : lane[0];
+    return lane[0];
 }
+#endif
 
 // 16 numbers of a storage type as floats.
 ATTAR_INLINE Floats load_as_floats(const float* from) { return load(from); }
@@ -246,10 +279,11 @@ ATTAR_INLINE Ints dot4_wide(Ints acc, Ints codes, std::int32_t x) {
 #endif
 }
 
-// e^x within 2 units in the last place, the same bits at every level; below -87 it is 0, and e^-inf is 0. Not for NaN.
+// e^x within 2 units in the last place, the same bits at every level; below -87 it is 0, e^-inf too, and above
+// 88 it is e^88. Not for NaN.
 ATTAR_INLINE Floats exp(Floats x) {
     const Floats rounder = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer, half to even
-    const Floats bounded = max(x, all(-87.0f));
+    const Floats bounded = all(0.0f) - max(all(0.0f) - max(x, all(-87.0f)), all(-88.0f));
     const Floats n = fma(bounded, all(1.44269504088896341f), rounder) - rounder;
     Floats r = fma(n, all(-0.693145751953125f), bounded);     // x - n ln 2, with ln 2 in two parts
     r = fma(n, all(-1.42860682030941723e-6f), r);             // |r| <= ln 2 / 2

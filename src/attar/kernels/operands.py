@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -16,9 +16,22 @@ from attar.formats.packed import PackedTensor
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
+@runtime_checkable
+class Prepared(Protocol):
+    """A weight in the layout of a backend, which alone can read it."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def read_bytes(self) -> int:
+        """What one product reads."""
+        ...
+
+
 @dataclass(eq=False)
 class Linear:
-    """y = x' W^T + b with W a dense tensor [O, I] or a PackedTensor of that shape.
+    """y = x' W^T + b with W a dense tensor [O, I], or a PackedTensor or a prepared weight of that shape.
 
     x' is x with, in this order: columns taken in the order of `permutation` (a GPTQ checkpoint with desc_act stores its
     columns sorted by group); divided by `input_scale`; rounded to the scheme's activation grid, by the fixed
@@ -28,7 +41,7 @@ class Linear:
     """
 
     name: str
-    weight: Tensor | PackedTensor
+    weight: Tensor | PackedTensor | Prepared
     bias: Tensor | None = None  # [O]
     permutation: Tensor | None = None  # [I] int64
     input_scale: Tensor | None = None  # [I]
@@ -52,6 +65,7 @@ class Norm:
     eps: float = 1e-6
     offset: float = 0.0
     name: str = ""  # the module's name in the checkpoint
+    prepared: bool = False  # whether it is a native model's: weight and bias are then contiguous float32
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Keys and values of the sequences in flight, and the `Step` that says which rows of a call belong to whom.
 
-The cache is contiguous per sequence and layer, in the compute dtype, sized once. Keys are stored rotated, with their
-positions beside them as data: a paged or an evicting cache changes what is stored here and nothing in the decoder.
+A cache is pages (`kernels.pages`): blocks of slots that a sequence's row of the block table names. Here each sequence
+has its blocks from the start, side by side; an engine that hands them out as sequences grow changes the table and
+nothing else. Keys are stored rotated.
 """
 
 from __future__ import annotations
@@ -11,12 +12,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from attar.kernels.pages import Pages, Placement, Rotation
 from attar.model.config import ModelConfig, Rope
-from attar.model.rope import rotation
+from attar.model.rope import rotation, table
+
+BLOCK = 64  # slots: a head's keys of a block are then 4 KiB or more, which memory delivers at full speed
 
 
 class KVCache:
-    """Room for `batch` sequences of up to `capacity` positions each."""
+    """Room for `batch` sequences of up to `capacity` positions each, kept as float32, bfloat16 or int8.
+
+    int8 has one scale per token and head, a quarter of float32's bytes (and 4 bytes a head). Raises ValueError on other
+    dtypes, and where a block is no multiple of 16 slots.
+    """
 
     def __init__(
         self,
@@ -25,13 +33,33 @@ class KVCache:
         batch: int = 1,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
+        block: int = BLOCK,
     ) -> None:
-        shape = (batch, capacity, config.kv_heads, config.head_dim)
+        width = -(-capacity // block)
         self.capacity = capacity
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
-        self.positions = torch.arange(capacity, device=device)
+        self.block = block
+        self.tables = torch.arange(batch * width, dtype=torch.int32, device=device).view(batch, width)  # [batch, width]
+        self.layers = [
+            Pages.zeros(batch * width, block, config.kv_heads, config.head_dim, dtype, device)
+            for _ in range(config.layers)
+        ]
         self.filled = [0] * batch
+
+    def place(self, lengths: tuple[int, ...]) -> Placement:
+        """Where the next `lengths[s]` rows of each sequence s go, and what they can see."""
+        device, ends = self.tables.device, [first + n for first, n in zip(self.filled, lengths, strict=True)]
+        pieces = [torch.arange(first, end) for first, end in zip(self.filled, ends, strict=True)]
+        slots = [
+            t[at // self.block] * self.block + at % self.block for t, at in zip(self.tables.long(), pieces, strict=True)
+        ]
+        starts = torch.tensor([0, *lengths]).cumsum(0)
+        return Placement(
+            row_starts=starts.to(device, torch.int32),
+            lengths=torch.tensor(ends, dtype=torch.int32, device=device),
+            tables=self.tables,
+            positions=torch.cat(pieces).to(device, torch.int32),
+            slots=torch.cat(slots).to(device),
+        )
 
     def advance(self, lengths: tuple[int, ...]) -> None:
         """Count the rows of a finished step as part of their sequences."""
@@ -57,9 +85,9 @@ class Step:
     lengths: tuple[int, ...]
     horizon: int | tuple[int, ...]
     cache: KVCache | None = None
-    starts: tuple[int, ...] = field(init=False)
-    positions: Tensor = field(init=False)  # [N]
-    _rotations: dict[Rope, tuple[Tensor, Tensor]] = field(init=False, default_factory=dict, repr=False, compare=False)
+    positions: Tensor = field(init=False)  # [N] int32
+    place: Placement | None = field(init=False)  # with a cache
+    _rotations: dict[Rope, Rotation] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         starts = (0,) * len(self.lengths) if self.cache is None else tuple(self.cache.filled)
@@ -69,54 +97,38 @@ class Step:
             raise ValueError(f"the KV cache holds {self.cache.capacity} positions: {over} too few for this step")
         past = (end > horizon for end, horizon in zip(ends, self.horizons, strict=True))
         assert not any(past), "a sequence runs past the horizon that fixed its rotary angles"
-        object.__setattr__(self, "starts", starts)
-        pieces = [torch.arange(first, end) for first, end in zip(starts, ends, strict=True)]
-        object.__setattr__(self, "positions", torch.cat(pieces))
+        place = None if self.cache is None else self.cache.place(self.lengths)
+        own = torch.cat([torch.arange(n, dtype=torch.int32) for n in self.lengths])
+        object.__setattr__(self, "place", place)
+        object.__setattr__(self, "positions", own if place is None else place.positions)
 
     @property
     def horizons(self) -> tuple[int, ...]:
         return self.horizon if isinstance(self.horizon, tuple) else (self.horizon,) * len(self.lengths)
 
-    def rotation(self, rope: Rope) -> tuple[Tensor, Tensor]:
-        """cos and sin of this step's rows, each [N, dims / 2]; layers that share a rope share them."""
+    def rotation(self, rope: Rope) -> Rotation:
+        """The angles of this step's rows; layers that share a rope share them."""
         if rope not in self._rotations:
-            if rope.grows and len(set(self.horizons)) > 1:
-                pieces = zip(self.split(self.positions), self.horizons, strict=True)
-                cos, sin = zip(*(rotation(rope, at, horizon) for at, horizon in pieces), strict=True)
-                self._rotations[rope] = torch.cat(cos), torch.cat(sin)
-            else:
-                self._rotations[rope] = rotation(rope, self.positions, max(self.horizons))
+            self._rotations[rope] = self._rotation(rope)
         return self._rotations[rope]
+
+    def _rotation(self, rope: Rope) -> Rotation:
+        if rope.grows and len(set(self.horizons)) > 1:  # sequences turn by angles of their own
+            pieces = zip(self.split(self.positions), self.horizons, strict=True)
+            cos, sin = zip(*(rotation(rope, at, horizon) for at, horizon in pieces), strict=True)
+            return Rotation(torch.cat(cos), torch.cat(sin), torch.arange(len(self.positions), dtype=torch.int32))
+        return Rotation(*table(rope, max(self.horizons)), self.positions)
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """Rows [N, ...] as one tensor per sequence."""
         return list(rows.split(self.lengths))
 
-    @property
-    def alike(self) -> bool:
-        """Whether all sequences have the same positions, so that they can be computed as one batch."""
-        return len(set(self.starts)) == len(set(self.lengths)) == 1
+    def whole(self, k: Tensor, v: Tensor) -> tuple[list[Tensor] | Tensor, list[Tensor] | Tensor]:
+        """Without a cache: each sequence's keys and values of k, v [N, G, D].
 
-    def keep(
-        self, layer: int, k: Tensor, v: Tensor
-    ) -> tuple[list[Tensor] | Tensor, list[Tensor] | Tensor, list[Tensor]]:
-        """Write rows k, v [N, G, D] to the cache; return each sequence's keys, values and key positions so far.
-
-        Keys and values of sequences that are `alike` come as one tensor [B, S, G, D].
+        Where all sequences are of one length, so that they can be computed as one batch, one tensor [B, S, G, D] each.
         """
-        if self.cache is None:
-            positions = self.split(self.positions)
-            if self.alike:
-                batch = (len(self.lengths), -1)
-                return k.unflatten(0, batch), v.unflatten(0, batch), positions
-            return self.split(k), self.split(v), positions
-        ends = [first + n for first, n in zip(self.starts, self.lengths, strict=True)]
-        all_keys, all_values = self.cache.keys[layer], self.cache.values[layer]
-        for s, (k_new, v_new) in enumerate(zip(self.split(k), self.split(v), strict=True)):
-            all_keys[s, self.starts[s] : ends[s]] = k_new
-            all_values[s, self.starts[s] : ends[s]] = v_new
-        positions = [self.cache.positions[:end] for end in ends]
-        if self.alike:
-            return all_keys[:, : ends[0]], all_values[:, : ends[0]], positions
-        keys, values = ([t[s, :end] for s, end in enumerate(ends)] for t in (all_keys, all_values))
-        return keys, values, positions
+        if len(set(self.lengths)) == 1:
+            batch = (len(self.lengths), -1)
+            return k.unflatten(0, batch), v.unflatten(0, batch)
+        return self.split(k), self.split(v)

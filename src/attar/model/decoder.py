@@ -14,14 +14,24 @@ import torch
 from torch import Tensor
 
 from attar.kernels import ops
-from attar.kernels.operands import AttentionForm, Linear, Norm
+from attar.kernels.operands import AttentionForm, Linear, Norm, Prepared
+from attar.kernels.ops import Store, Table
 from attar.model.cache import KVCache, Step
 from attar.model.config import ModelConfig
 from attar.model.layers import Attention, Block, FeedForward, MixtureOfExperts
 
 
 class Weights(Protocol):
-    """Named weights of a checkpoint, cast to the compute dtype where they are dense."""
+    """Named weights of a checkpoint. Dense ones are in the compute dtype, but for matrices, which may be as stored."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in."""
+        ...
+
+    def matrix(self, name: str) -> Tensor:
+        """As `tensor`, of a table or a weight that kernels can read in the dtype it is stored in."""
+        ...
 
     def linear(self, name: str) -> Linear:
         """The linear of module `name`, its weight [O, I] dense or packed, with its bias where one is stored.
@@ -43,18 +53,14 @@ class Weights(Protocol):
 class Embedding:
     """Token table [vocab, I], scaled (Gemma), plus learned positions [P, I] where the family has them."""
 
-    table: Tensor
+    table: Tensor | Table
+    dtype: torch.dtype  # of its rows
     scale: float = 1.0
     positions: Tensor | None = None
     offset: int = 0
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        hidden = self.table[ids]
-        if self.scale != 1.0:  # the scale is rounded to the table's dtype, as the families were trained
-            hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype)
-        if self.positions is not None:
-            hidden = hidden + self.positions[positions + self.offset]
-        return hidden
+        return ops.embed(self.table, ids, self.dtype, self.scale, self.positions, positions, self.offset)
 
 
 @dataclass(eq=False)
@@ -64,13 +70,16 @@ class Decoder:
     blocks: list[Block]
     final_norm: Norm
     head: Linear
+    store: Store | None = None  # where its weights are laid out for the native kernels
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding.table.dtype
+        return self.embedding.dtype
 
-    def cache(self, capacity: int, batch: int = 1) -> KVCache:
-        return KVCache(self.config, capacity, batch, self.dtype)
+    def cache(self, capacity: int, batch: int = 1, dtype: torch.dtype | None = None) -> KVCache:
+        """Room for keys and values, in float32, bfloat16 or int8: without `dtype`, the first that loses nothing."""
+        lossless = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
+        return KVCache(self.config, capacity, batch, dtype or lossless)
 
     @torch.inference_mode()
     def forward(
@@ -143,12 +152,12 @@ def build_embedding(config: ModelConfig, weights: Weights) -> Embedding:
     names, positions = config.names, None
     # Checkpoints of tied models store the one matrix under either name.
     name = names.embed if weights.has(f"{names.embed}.weight") or not config.tied else names.head
-    table = _expect(weights.tensor(f"{name}.weight"), f"{name}.weight", (config.vocab_size, config.hidden))
+    table = _expect(weights.matrix(f"{name}.weight"), f"{name}.weight", (config.vocab_size, config.hidden))
     if names.positions is not None:
         rows = config.learned_positions + config.position_offset
         at = f"{names.positions}.weight"
         positions = _expect(weights.tensor(at), at, (rows, config.hidden))
-    return Embedding(table, config.embedding_scale, positions, config.position_offset)
+    return Embedding(table, weights.dtype, config.embedding_scale, positions, config.position_offset)
 
 
 def build_head(config: ModelConfig, weights: Weights, embedding: Embedding | None = None) -> Linear:
@@ -157,6 +166,7 @@ def build_head(config: ModelConfig, weights: Weights, embedding: Embedding | Non
     if not config.tied:
         return build_linear(weights, names.head, shape, bias=False)
     table = (embedding or build_embedding(config, weights)).table
+    assert isinstance(table, Tensor)
     if weights.has(f"{names.embed}.weight") and weights.has(f"{names.head}.weight"):
         own = build_linear(weights, names.head, shape, bias=False)
         if not isinstance(own.weight, Tensor) or not torch.equal(own.weight, table):
@@ -251,12 +261,30 @@ def _build_experts(config: ModelConfig, weights: Weights, at: str) -> MixtureOfE
     )
 
 
-def build(config: ModelConfig, weights: Weights, on_block: Callable[[int, int], None] | None = None) -> Decoder:
-    """The whole decoder. `on_block(done, total)` reports progress."""
+def build(
+    config: ModelConfig,
+    weights: Weights,
+    on_block: Callable[[int, int], None] | None = None,
+    store: Store | None = None,
+) -> Decoder:
+    """The whole decoder, its weights in `store` where one is given. `on_block(done, total)` reports progress."""
     embedding = build_embedding(config, weights)
+    head, final_norm = build_head(config, weights, embedding), build_final_norm(config, weights)
+    if store is not None:
+        tied = head.weight is embedding.table
+        store.take(head)
+        store.take_norm(final_norm)
+        assert isinstance(embedding.table, Tensor)
+        embedding.table = store.table(head.weight if tied and isinstance(head.weight, Prepared) else embedding.table)
     blocks = []
     for i in range(config.layers):
-        blocks.append(build_block(config, weights, i))
+        block = build_block(config, weights, i)
+        if store is not None:
+            for linear in block.linears():
+                store.take(linear)
+            for norm in block.norms():
+                store.take_norm(norm)
+        blocks.append(block)
         if on_block is not None:
             on_block(i + 1, config.layers)
-    return Decoder(config, embedding, blocks, build_final_norm(config, weights), build_head(config, weights, embedding))
+    return Decoder(config, embedding, blocks, final_norm, head, store)

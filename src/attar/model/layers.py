@@ -33,13 +33,20 @@ class Attention:
         form = self.form
         heads = ops.linear(x, self.qkv, tap).view(x.shape[0], -1, form.head_dim)
         q, k, v = heads.split((form.heads, form.kv_heads, form.kv_heads), 1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = ops.norm(q, None, self.q_norm)[1], ops.norm(k, None, self.k_norm)[1]
-        if self.rope is not None:
-            cos, sin = step.rotation(self.rope)
-            q, k = ops.rope(q, cos, sin), ops.rope(k, cos, sin)
-        keys, values, key_positions = step.keep(self.layer, k, v)
-        mixed = ops.attention(q, keys, values, step.split(step.positions), key_positions, form)
+        rotation = None if self.rope is None else step.rotation(self.rope)
+        if step.cache is not None and step.place is not None:
+            pages = step.cache.layers[self.layer]
+            q = ops.write_kv(q, k, v, pages, step.place, rotation, self.q_norm, self.k_norm)
+            mixed, _ = ops.paged_attention(q, pages, step.place, form)
+        else:
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = ops.norm(q, None, self.q_norm)[1], ops.norm(k, None, self.k_norm)[1]
+            if rotation is not None:
+                cos, sin = rotation.cos[rotation.rows], rotation.sin[rotation.rows]
+                q, k = ops.rope(q, cos, sin), ops.rope(k, cos, sin)
+            keys, values = step.whole(k, v)
+            positions = step.split(step.positions)
+            mixed = ops.attention(q, keys, values, positions, positions, form)
         return ops.linear(mixed, (self.output,), tap)
 
 
@@ -51,7 +58,7 @@ class FeedForward:
     gated: bool
 
     def forward(self, x: Tensor, tap: Tap | None = None) -> Tensor:
-        wide = ops.activate(ops.linear(x, self.up, tap), self.activation, self.gated)
+        wide = ops.activate(ops.linear(x, self.up, tap), self.activation, self.gated, self.down)
         return ops.linear(wide, (self.down,), tap)
 
 

@@ -8,12 +8,15 @@ changed in mid-sequence would leave old keys turned by other angles. The choice 
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 from torch import Tensor
 
 from attar.model.config import Rope
+
+TABLE_ROWS = 256  # positions whose angles are computed at once
 
 
 def frequencies(rope: Rope, horizon: int) -> Tensor:
@@ -64,3 +67,21 @@ def rotation(rope: Rope, positions: Tensor, horizon: int) -> tuple[Tensor, Tenso
     """cos and sin, float32 [N, dims / 2], of positions [N] in sequences that reach `horizon` at the longest."""
     angle = positions[:, None].float() * frequencies(rope, horizon).to(positions.device)[None, :]
     return angle.cos() * rope.attention_factor, angle.sin() * rope.attention_factor
+
+
+def table(rope: Rope, horizon: int) -> tuple[Tensor, Tensor]:
+    """cos and sin, float32 [positions, dims / 2], of every position below `horizon`, and of some beyond.
+
+    Callers share the tensors: they are read only.
+    """
+    rows = -(-horizon // TABLE_ROWS)
+    return _table(rope, (1 << (rows - 1).bit_length()) * TABLE_ROWS, horizon if rope.grows else 0)
+
+
+@functools.lru_cache(maxsize=8)
+def _table(rope: Rope, rows: int, horizon: int) -> tuple[Tensor, Tensor]:
+    """`table`, kept. Every piece has the same shape, so a number does not depend on how torch shares out the work."""
+    with torch.inference_mode(False):
+        pieces = [rotation(rope, torch.arange(at, at + TABLE_ROWS), horizon) for at in range(0, rows, TABLE_ROWS)]
+        cos, sin = zip(*pieces, strict=True)
+        return torch.cat(cos), torch.cat(sin)

@@ -143,8 +143,8 @@ def test_torch_and_the_kernels_share_one_openmp_runtime() -> None:
 def test_the_stub_names_what_the_extension_has() -> None:
     stub = Path(extension.__file__).parents[2] / "_native.pyi"
     declared = {
-        node.name if isinstance(node, ast.FunctionDef) else ast.unparse(node.target)
+        ast.unparse(node.target) if isinstance(node, ast.AnnAssign) else node.name
         for node in ast.parse(stub.read_text()).body
-        if isinstance(node, ast.FunctionDef | ast.AnnAssign)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AnnAssign)
     }
     assert declared == {name for name in dir(_native) if not name.startswith("_")}

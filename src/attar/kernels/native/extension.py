@@ -10,22 +10,49 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attar import env
 
-try:
-    from attar import _native as library
+if TYPE_CHECKING:
+    from attar._native import Arena as Arena
+    from attar._native import Factors as Factors
+    from attar._native import Matrix as Matrix
 
+library: Any
+"""The extension itself, for the modules of this room; None where it does not load."""
+
+try:
+    from attar import _native
+
+    library = _native
     _unavailable: str | None = None
 except ImportError as error:
+    library = None
     _unavailable = f"the compiled extension does not load ({error}); `pip install .` builds it"
 
-_DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {"quantize_rows_int8": (torch.float32, torch.bfloat16)}
+
+def number_name(dtype: torch.dtype) -> str:
+    """What the extension calls a dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+_DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {
+    "embed": (torch.float32,),
+    "norm": (torch.float32,),
+    "linear": (torch.float32,),
+    "activate": (torch.float32,),
+    "quantize_rows_int8": (torch.float32, torch.bfloat16),
+    "write_kv": (torch.float32,),
+    "paged_attention": (torch.float32,),
+}
 """The operations that exist in C++, and the rows they take."""
 
 
@@ -86,6 +113,65 @@ def physical_cores(topology: Path = Path("/sys/devices/system/cpu")) -> int:
         return len(allowed)
 
 
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+class Recording:
+    """Native calls in the order they were made, and the tensors whose addresses they hold."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.tensors: list[Tensor] = []
+
+    def replay(self) -> None:
+        """Make every call again, on the same memory."""
+        for function, args in self.calls:
+            function(*args)
+
+
+_recording: Recording | None = None
+
+
+@contextmanager
+def record() -> Iterator[Recording]:
+    """Note every native call that this thread makes: the CPU's analogue of capturing a CUDA graph.
+
+    What a step computes by other means, a torch operation, would be missing from the replay: it is an error.
+    """
+    global _recording
+    assert _recording is None, "recordings do not nest"
+    _recording = recording = Recording()
+    try:
+        with _OnlyViews():  # type: ignore[no-untyped-call]
+            yield recording
+    finally:
+        _recording = None
+
+
+class _OnlyViews(TorchDispatchMode):
+    """Refuses operations that compute, so that none is lost from a recording."""
+
+    ALLOWED = frozenset(
+        {"empty", "view", "slice", "split", "split_with_sizes", "select", "unsqueeze", "_unsafe_view", "detach"}
+    )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in self.ALLOWED:
+            raise RuntimeError(f"{name} is computed by torch, so a recorded step would lose it")
+        return func(*args, **(kwargs or {}))
+
+
 def call(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function of the extension."""
+    """Call a function of the extension; every hot call goes through here, so that a step can be recorded."""
+    if _recording is not None:
+        _recording.calls.append((function, args))
     return function(*args)
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Uninitialised memory for a result, which a recording keeps."""
+    out = torch.empty(shape, dtype=dtype)
+    if _recording is not None:
+        _recording.tensors.append(out)
+    return out

@@ -1,0 +1,475 @@
+// Attention over pages (the layout is drawn in attention.h): FlashAttention's online softmax (Dao et al. 2022) over fixed
+// splits of the slots, which also is flash-decoding where one query has many slots.
+//
+// Batch invariance. The slots of a sequence are cut at multiples of SPLIT, counted from its start. A split gives a row
+// its greatest score m, the sum l of its weights and the weighted sum o of values; what the splits give is merged in
+// their order, by one formula. Nothing of this depends on the rows beside it, on how a prompt was cut into calls, on which
+// blocks hold the slots or on threads: where a row does not see a slot, its weight is an exact zero, and a split that it
+// does not see is not merged at all. Each score and each output is one chain of multiply-adds in the order of its index,
+// however many of them the micro-kernels hold at once, so the levels agree to the bit as well.
+//
+// Pages of int8 are multiplied as integers. The query, and of each split the softmax weights (times the values' scales),
+// become numbers of two bytes, 128 high + low, so that two dot products of bytes do what four multiply-adds and two
+// conversions did: a core that converts to float first falls behind its memory from four queries a head on. Sums of
+// integers are exact, in any order. The rounding to 1/16256 of the row's largest is well below the pages' own, 1/127.
+//
+// Memory. The working set is a tile a thread. Where there are fewer tiles than threads want, tiles are cut along the
+// splits, and each split's (m, l, o) is kept until it is merged: fewer than 4 tiles a thread, O(slots) altogether.
+
+#include "attention.h"
+
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <stdexcept>
+#include <vector>
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+#include "simd.h"
+
+namespace attar {
+namespace {
+
+constexpr int SPLIT = 512;                      // slots
+constexpr int STRIDE = SPLIT + 16;              // floats from a row of scores to the next: no power of two
+constexpr int BYTE_STRIDE = SPLIT + 64;
+constexpr int TILE = 48;                        // rows, that is pairs (query, head)
+constexpr int FEW = 8;                          // rows that are bound by memory
+constexpr float ROUNDER = 12582912.0f;          // 1.5 * 2^23: adding it rounds to the nearest integer, half to even
+constexpr float TWO_BYTES = 16256.0f;           // 127 * 128: the largest number that `split_in_bytes` makes
+constexpr float TINY = 1e-30f;                  // weights and queries below it are zero, whose inverse would overflow
+constexpr float HIDDEN = -3e38f;                // the score of a slot that is not seen: finite, so that NaN can be told
+constexpr std::int32_t EMPTY = std::numeric_limits<std::int32_t>::max();  // a position that no query sees
+constexpr std::int64_t MOST_COLUMNS = 512;      // of a head: integer sums stay within 31 bits
+constexpr std::int64_t SERIAL_BELOW = 1 << 18;  // multiply-adds; a parallel region costs about as much as this many
+constexpr std::int64_t SERIAL_WRITES = 1 << 15;  // elements
+
+
+constexpr std::int32_t LANES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+struct Sizes {
+    std::int64_t kv_heads, head_dim, padded, block;
+    std::int64_t key_run, value_run;  // elements of a run of 16 slots of one head
+};
+
+struct Tile {
+    std::int64_t sequence, head;          // the key-value head
+    std::int64_t first_row, own_rows;     // of the sequence
+    std::int64_t first_pair, heads_each;  // pair = row of the sequence * heads_each + query head of the group
+    int rows;
+    std::int64_t from, to;         // splits
+    std::int32_t oldest, newest;   // positions that some row sees lie between
+    std::int32_t last_oldest, first_newest;  // positions that every row sees lie between
+    const std::uint8_t* tree;      // of the sequence
+    std::int64_t part_at;          // where the parts of its splits lie, or -1: they are merged at once
+    // Buffers of the thread.
+    void* q;  // floats [TILE, D], or bytes [TILE, 2, padded]
+    std::int64_t q_stride;
+    float *q_scale, *scores, *part, *out, *top, *total, *weight_scale;
+    std::int32_t *q_bias, *weight_bias;
+    std::int8_t* weights;
+};
+
+inline std::int32_t oldest_seen(std::int32_t position, std::int64_t window) {
+    return window == 0 || position < window ? 0 : static_cast<std::int32_t>(position - window + 1);
+}
+
+#define ATTAR_KERNELS "attention.inl"
+#include "for_levels.h"
+
+[[noreturn]] void refuse(const char* why) { throw std::invalid_argument(why); }
+
+int thread_count() {
+#if defined(_OPENMP)
+    return omp_get_max_threads();
+#else
+    return 1;
+#endif
+}
+int thread_number() {
+#if defined(_OPENMP)
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
+// Memory that a calling thread keeps from call to call, for fresh pages cost more than what is computed on them.
+class Buffer {
+   public:
+    unsigned char* at_least(std::size_t bytes) {
+        if (bytes > size_) {
+            memory_.reset();
+            memory_ = std::make_unique<unsigned char[]>(bytes + 64);
+            size_ = bytes;
+        }
+        return memory_.get() + (64 - reinterpret_cast<std::uintptr_t>(memory_.get()) % 64);
+    }
+
+   private:
+    std::unique_ptr<unsigned char[]> memory_;
+    std::size_t size_ = 0;
+};
+
+Sizes checked_sizes(const Pages& pages) {
+    const bool quantized = pages.stored == Stored::int8;
+    if (pages.head_dim < 1 || pages.head_dim > MOST_COLUMNS) refuse("heads of 1 to 512 columns are supported");
+    if (pages.kv_heads < 1 || pages.kv_heads > 1 << 16) refuse("impossible number of key-value heads");
+    if (pages.block < 16 || pages.block % 16 != 0 || pages.block > 1 << 16)
+        refuse("a block holds a multiple of 16 slots");
+    const std::int64_t padded = (pages.head_dim + 15) / 16 * 16;
+    const std::int64_t most = std::numeric_limits<std::int64_t>::max() / 4 / padded / pages.kv_heads / pages.block;
+    if (pages.blocks < 0 || pages.blocks > std::min<std::int64_t>(most, EMPTY)) refuse("impossible number of blocks");
+    if (quantized != (pages.key_scales != nullptr) || quantized != (pages.value_scales != nullptr))
+        refuse("int8 pages, and no others, have scales");
+    const std::int64_t key_run = quantized ? (pages.head_dim + 3) / 4 * 64 : pages.head_dim * 16;
+    return {pages.kv_heads, pages.head_dim, padded, pages.block, key_run, padded * 16};
+}
+
+void check(const Attention& a, const Pages& pages) {
+    if (a.rows < 0 || a.sequences < 0 || a.width < 0 || a.rows > EMPTY || a.sequences > EMPTY || a.width > EMPTY)
+        refuse("impossible shape of rows or block tables");
+    if (a.heads < 1 || a.heads > 1 << 16 || a.heads % pages.kv_heads != 0)
+        refuse("query heads are not a multiple of the key-value heads");
+    if (a.window < 0) refuse("a window is at least 1");
+    if (a.width * pages.block > EMPTY) refuse("a block table reaches past 2^31 slots");
+    if (a.tree != nullptr && a.key_positions != nullptr) refuse("a tree mask wants positions implied by the slots");
+    if (a.row_starts[0] != 0 || a.row_starts[a.sequences] != a.rows) refuse("row_starts do not cover the rows");
+    std::int64_t branches = 0;
+    for (std::int64_t b = 0; b < a.sequences; ++b) {
+        const std::int64_t own = std::int64_t{a.row_starts[b + 1]} - a.row_starts[b], length = a.lengths[b];
+        if (own < 0) refuse("row_starts decrease");
+        branches += own * own;
+        if (length < own) refuse("a sequence has more rows than filled slots");
+        if (length > a.width * pages.block) refuse("a length lies beyond its block table");
+        for (std::int64_t i = 0; i * pages.block < length; ++i) {
+            const std::int64_t block = a.tables[b * a.width + i];
+            if (block < 0 || block >= pages.blocks) refuse("a block table names a block that does not exist");
+        }
+    }
+    if (a.tree != nullptr && a.tree_size != branches) refuse("tree masks are not [T, T] for every sequence's T rows");
+    for (std::int64_t n = 0; n < a.rows; ++n)
+        if (a.positions[n] < 0 || a.positions[n] == EMPTY) refuse("a position lies outside 0 .. 2^31 - 2");
+}
+
+// The tiles of a call, without buffers, sequence by sequence and head by head.
+std::vector<Tile> tiles_of(const Attention& a, const Pages& pages) {
+    std::vector<Tile> tiles;
+    const std::uint8_t* tree = a.tree;
+    for (std::int64_t b = 0; b < a.sequences; ++b) {
+        Tile tile{};
+        tile.sequence = b;
+        tile.first_row = a.row_starts[b];
+        tile.own_rows = a.row_starts[b + 1] - tile.first_row;
+        tile.heads_each = a.heads / pages.kv_heads;
+        tile.tree = tree;
+        tile.part_at = -1;
+        if (tree != nullptr) tree += tile.own_rows * tile.own_rows;
+        const std::int64_t pairs = tile.own_rows * tile.heads_each;
+        for (tile.head = 0; tile.head < pages.kv_heads; ++tile.head) {
+            for (tile.first_pair = 0; tile.first_pair < pairs; tile.first_pair += TILE) {
+                tile.rows = static_cast<int>(std::min<std::int64_t>(TILE, pairs - tile.first_pair));
+                const std::int64_t first = tile.first_row + tile.first_pair / tile.heads_each;
+                const std::int64_t last = tile.first_row + (tile.first_pair + tile.rows - 1) / tile.heads_each;
+                const auto [low, high] = std::minmax_element(a.positions + first, a.positions + last + 1);
+                tile.oldest = oldest_seen(*low, a.window);
+                tile.newest = *high;
+                tile.last_oldest = oldest_seen(*high, a.window);
+                tile.first_newest = *low;
+                const bool implied = a.key_positions == nullptr;
+                const std::int64_t length = a.lengths[b];
+                const std::int64_t end = implied && tree == nullptr ? std::min<std::int64_t>(length, *high + 1) : length;
+                tile.to = (end + SPLIT - 1) / SPLIT;
+                tile.from = std::min<std::int64_t>(tile.to, implied ? tile.oldest / SPLIT : 0);
+                tiles.push_back(tile);
+            }
+        }
+    }
+    return tiles;
+}
+
+// A thread's buffers, carved from one piece of memory.
+class Bench {
+   public:
+    explicit Bench(const Sizes& sizes)
+        : sizes_(sizes),
+          bytes_(static_cast<std::size_t>(TILE) *
+                     (4 * STRIDE + 2 * BYTE_STRIDE + 4 * 3 * static_cast<std::size_t>(sizes.padded) + 4 * 4 + 4 * 4) +
+                 64 * 16) {}
+
+    std::size_t bytes() const { return (bytes_ + 4095) / 4096 * 4096; }
+
+    void lay(Tile& tile, unsigned char* at, Stored stored) const {
+        const auto take = [&at](std::size_t bytes) {
+            unsigned char* found = at;
+            at += (bytes + 63) / 64 * 64;
+            return found;
+        };
+        const std::size_t row = sizeof(float) * TILE, columns = static_cast<std::size_t>(sizes_.padded);
+        tile.q = take(row * columns);
+        tile.q_stride = stored == Stored::int8 ? sizes_.padded : sizes_.head_dim;
+        tile.part = reinterpret_cast<float*>(take(row * columns));
+        tile.out = reinterpret_cast<float*>(take(row * columns));
+        tile.scores = reinterpret_cast<float*>(take(row * STRIDE));
+        tile.weights = reinterpret_cast<std::int8_t*>(take(TILE * 2 * BYTE_STRIDE));
+        for (float** each : {&tile.q_scale, &tile.top, &tile.total, &tile.weight_scale})
+            *each = reinterpret_cast<float*>(take(row));
+        for (std::int32_t** each : {&tile.q_bias, &tile.weight_bias})
+            *each = reinterpret_cast<std::int32_t*>(take(2 * row));
+    }
+
+   private:
+    Sizes sizes_;
+    std::size_t bytes_;
+};
+
+template <class T>
+void run(const Attention& a, const Pages& pages, const Sizes& sizes, Level level) {
+    const auto attend = ATTAR_PICK(level, attend<T>);
+    const auto add_mass = ATTAR_PICK(level, add_mass<T>);
+    const auto begin = ATTAR_PICK(level, begin);
+    const auto merge = ATTAR_PICK(level, merge);
+    const auto finish = ATTAR_PICK(level, finish);
+
+    std::vector<Tile> tiles = tiles_of(a, pages);
+    std::int64_t splits = 0, work = 0;
+    for (const Tile& tile : tiles) {
+        splits += tile.to - tile.from;
+        work += (tile.to - tile.from) * SPLIT * tile.rows * sizes.padded * 2;
+    }
+    const int threads = work < SERIAL_BELOW ? 1 : thread_count();
+    const std::int64_t count = static_cast<std::int64_t>(tiles.size());
+
+    // Pieces of work: whole tiles, or, where these are too few, some splits of one.
+    struct Piece {
+        std::int64_t tile, from, to;
+    };
+    std::vector<Piece> pieces;
+    const bool cut = threads > 1 && count < 4 * threads;
+    const std::int64_t step = cut ? std::max<std::int64_t>(1, splits / (8 * threads)) : splits;
+    const std::int64_t record = 2 + sizes.padded;
+    std::int64_t kept = 0;
+    for (std::int64_t i = 0; i < count; ++i) {
+        Tile& tile = tiles[i];
+        if (tile.to - tile.from <= step) {
+            pieces.push_back({i, tile.from, tile.to});
+            continue;
+        }
+        tile.part_at = kept;
+        kept += (tile.to - tile.from) * tile.rows * record;
+        for (std::int64_t from = tile.from; from < tile.to; from += step)
+            pieces.push_back({i, from, std::min(tile.to, from + step)});
+    }
+
+    static thread_local Buffer bench_memory, part_memory, end_memory;
+    const Bench bench(sizes);
+    unsigned char* const benches = bench_memory.at_least(bench.bytes() * static_cast<std::size_t>(threads));
+    float* const parts = reinterpret_cast<float*>(part_memory.at_least(sizeof(float) * static_cast<std::size_t>(kept)));
+    float* ends = nullptr;
+    if (a.mass != nullptr)
+        ends = reinterpret_cast<float*>(end_memory.at_least(sizeof(float) * 2 * static_cast<std::size_t>(a.rows * a.heads)));
+    const auto laid = [&](std::int64_t i) {
+        Tile tile = tiles[i];
+        bench.lay(tile, benches + bench.bytes() * static_cast<std::size_t>(thread_number()), pages.stored);
+        return tile;
+    };
+
+    const std::int64_t many = static_cast<std::int64_t>(pieces.size());
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+    for (std::int64_t i = many - 1; i >= 0; --i) {  // the last see the most slots: they are begun first
+        const Piece& piece = pieces[i];
+        Tile tile = laid(piece.tile);
+        if (tile.part_at < 0) {
+            begin(sizes, tile);
+            attend(a, pages, sizes, tile, piece.from, piece.to, nullptr);
+            finish(a, sizes, tile, ends);
+        } else {
+            attend(a, pages, sizes, tile, piece.from, piece.to,
+                   parts + tile.part_at + (piece.from - tile.from) * tile.rows * record);
+        }
+    }
+    if (kept > 0) {
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+        for (std::int64_t i = 0; i < count; ++i) {
+            if (tiles[i].part_at < 0) continue;
+            Tile tile = laid(i);
+            begin(sizes, tile);
+            merge(sizes, tile, tile.to - tile.from, parts + tile.part_at);
+            finish(a, sizes, tile, ends);
+        }
+    }
+    if (a.mass == nullptr) return;
+
+    // The weights again, now that their sums are known. A piece is the slots of one split of one head, whose tiles stand
+    // in line: each slot's mass is added up in the order of the rows.
+    const std::int64_t reach = a.width * pages.block;
+    std::fill(a.mass, a.mass + a.sequences * pages.kv_heads * reach, 0.0f);
+    std::vector<std::pair<std::int64_t, std::int64_t>> heads;  // tiles from .. to
+    for (std::int64_t i = 0; i < count; ++i) {
+        if (tiles[i].first_pair == 0) heads.push_back({i, i});
+        heads.back().second = i + 1;
+    }
+    const std::int64_t most = (reach + SPLIT - 1) / SPLIT, total = static_cast<std::int64_t>(heads.size()) * most;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+    for (std::int64_t i = 0; i < total; ++i) {
+        const auto [from, to] = heads[i / most];
+        const std::int64_t split = i % most;
+        float* mass = a.mass + (tiles[from].sequence * pages.kv_heads + tiles[from].head) * reach;
+        for (std::int64_t t = from; t < to; ++t) {
+            Tile tile = laid(t);
+            if (split >= tile.from && split < tile.to) add_mass(a, pages, sizes, tile, split, ends, mass);
+        }
+    }
+}
+
+template <class T>
+void write(const Write& w, const Pages& pages, const Sizes& sizes, Level level) {
+    const auto write_row = ATTAR_PICK(level, write_row<T>);
+    const std::int64_t elements = w.rows * (w.heads + 2 * sizes.kv_heads) * sizes.head_dim;
+#pragma omp parallel for schedule(static) if (w.rows > 1 && elements >= SERIAL_WRITES)
+    for (std::int64_t row = 0; row < w.rows; ++row) {
+        alignas(64) float x[MOST_COLUMNS];
+        alignas(64) std::int8_t codes[MOST_COLUMNS];
+        write_row(w, pages, sizes, row, x, codes);
+    }
+}
+
+}  // namespace
+
+void attention(const Attention& what, const Pages& pages, Level level) {
+    const Sizes sizes = checked_sizes(pages);
+    check(what, pages);
+    if (pages.stored == Stored::float32) return run<float>(what, pages, sizes, level);
+    if (pages.stored == Stored::bfloat16) return run<Bfloat16>(what, pages, sizes, level);
+    run<std::int8_t>(what, pages, sizes, level);
+}
+
+void write_kv(const Write& what, const Pages& pages, Level level) {
+    const Sizes sizes = checked_sizes(pages);
+    if (what.rows < 0 || what.rows > EMPTY || what.heads < 1 || what.heads > 1 << 16) refuse("impossible shape of rows");
+    if (what.q_stride < what.heads * sizes.head_dim || what.k_stride < sizes.kv_heads * sizes.head_dim ||
+        what.v_stride < sizes.kv_heads * sizes.head_dim)
+        refuse("rows of heads overlap");
+    if ((what.q_norm == nullptr) != (what.k_norm == nullptr)) refuse("queries and keys are normed both or neither");
+    if ((what.cos == nullptr) != (what.sin == nullptr) || (what.cos == nullptr) != (what.angle == nullptr))
+        refuse("a rotation has cos, sin and angles");
+    if (what.cos != nullptr && (what.turned < 2 || what.turned % 2 != 0 || what.turned > sizes.head_dim))
+        refuse("an even number of columns turns, no more than a head has");
+    for (std::int64_t n = 0; n < what.rows; ++n) {
+        if (what.slots[n] < 0 || what.slots[n] >= pages.blocks * pages.block) refuse("a slot lies outside the pages");
+        if (what.cos != nullptr && (what.angle[n] < 0 || what.angle[n] >= what.angles))
+            refuse("a position lies outside the table of angles");
+    }
+    if (pages.stored == Stored::float32) return write<float>(what, pages, sizes, level);
+    if (pages.stored == Stored::bfloat16) return write<Bfloat16>(what, pages, sizes, level);
+    write<std::int8_t>(what, pages, sizes, level);
+}
+
+// ---- the Python face: addresses and sizes, as in module.cpp
+
+namespace {
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+template <class T>
+T* at(std::uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+Pages pages_of(const std::string& stored, std::uintptr_t keys, std::uintptr_t values, std::uintptr_t key_scales,
+               std::uintptr_t value_scales, std::int64_t blocks, std::int64_t block, std::int64_t kv_heads,
+               std::int64_t head_dim) {
+    const Stored kind = stored == "float32"    ? Stored::float32
+                        : stored == "bfloat16" ? Stored::bfloat16
+                        : stored == "int8"     ? Stored::int8
+                                               : throw std::invalid_argument("pages cannot store " + stored);
+    return {kind,   at<void>(keys), at<void>(values), at<float>(key_scales), at<float>(value_scales),
+            blocks, block,          kv_heads,         head_dim};
+}
+
+#define ATTAR_PAGES                                                                                               \
+    const std::string &stored, std::uintptr_t keys, std::uintptr_t values, std::uintptr_t key_scales,             \
+        std::uintptr_t value_scales, std::int64_t blocks, std::int64_t block, std::int64_t kv_heads, std::int64_t head_dim
+#define ATTAR_PAGE_ARGUMENTS                                                                                     \
+    "stored"_a, "keys"_a, "values"_a, "key_scales"_a, "value_scales"_a, "blocks"_a, "block"_a, "kv_heads"_a, \
+        "head_dim"_a
+
+void bound_attention(ATTAR_PAGES, std::uintptr_t q, std::int64_t rows, std::int64_t heads, std::int64_t sequences,
+                     std::uintptr_t row_starts, std::uintptr_t lengths, std::uintptr_t tables, std::int64_t width,
+                     std::uintptr_t positions, std::uintptr_t key_positions, std::uintptr_t tree, std::int64_t tree_size, std::int64_t window,
+                     float scale, float soft_cap, std::uintptr_t out, std::uintptr_t mass, const std::string& level) {
+    const Pages pages =
+        pages_of(stored, keys, values, key_scales, value_scales, blocks, block, kv_heads, head_dim);
+    const Attention what{at<const float>(q),
+                         rows,
+                         heads,
+                         sequences,
+                         at<const std::int32_t>(row_starts),
+                         at<const std::int32_t>(lengths),
+                         at<const std::int32_t>(tables),
+                         width,
+                         at<const std::int32_t>(positions),
+                         at<const std::int32_t>(key_positions),
+                         at<const std::uint8_t>(tree),
+                         tree_size,
+                         window,
+                         scale,
+                         soft_cap,
+                         at<float>(out),
+                         at<float>(mass)};
+    const Level checked = level_of(level);
+    const nb::gil_scoped_release unlocked;
+    attention(what, pages, checked);
+}
+
+void bound_write_kv(ATTAR_PAGES, std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::int64_t q_stride,
+                    std::int64_t k_stride, std::int64_t v_stride, std::int64_t rows, std::int64_t heads,
+                    std::uintptr_t q_norm, std::uintptr_t k_norm, float eps, float offset, std::uintptr_t cos,
+                    std::uintptr_t sin, std::int64_t angles, std::int64_t turned, std::uintptr_t angle,
+                    std::uintptr_t slots, std::uintptr_t q_out, const std::string& level) {
+    const Pages pages =
+        pages_of(stored, keys, values, key_scales, value_scales, blocks, block, kv_heads, head_dim);
+    const Write what{at<const float>(q),
+                     at<const float>(k),
+                     at<const float>(v),
+                     q_stride,
+                     k_stride,
+                     v_stride,
+                     rows,
+                     heads,
+                     at<const float>(q_norm),
+                     at<const float>(k_norm),
+                     eps,
+                     offset,
+                     at<const float>(cos),
+                     at<const float>(sin),
+                     angles,
+                     turned,
+                     at<const std::int32_t>(angle),
+                     at<const std::int64_t>(slots),
+                     at<float>(q_out)};
+    const Level checked = level_of(level);
+    const nb::gil_scoped_release unlocked;
+    write_kv(what, pages, checked);
+}
+
+}  // namespace
+
+void bind_attention(nb::module_& module) {
+    module.def("attention", &bound_attention, ATTAR_PAGE_ARGUMENTS, "q"_a, "rows"_a, "heads"_a, "sequences"_a,
+               "row_starts"_a, "lengths"_a, "tables"_a, "width"_a, "positions"_a, "key_positions"_a, "tree"_a, "tree_size"_a,
+               "window"_a, "scale"_a, "soft_cap"_a, "out"_a, "mass"_a, "level"_a,
+               "Attention of float32 rows over pages; addresses of what is absent are 0.");
+    module.def("write_kv", &bound_write_kv, ATTAR_PAGE_ARGUMENTS, "q"_a, "k"_a, "v"_a, "q_stride"_a, "k_stride"_a,
+               "v_stride"_a, "rows"_a, "heads"_a, "q_norm"_a, "k_norm"_a, "eps"_a, "offset"_a, "cos"_a, "sin"_a,
+               "angles"_a, "turned"_a, "angle"_a, "slots"_a, "q_out"_a, "level"_a,
+               "Norm and rotate queries and keys; write keys and values into pages.");
+}
+
+}  // namespace attar

@@ -1,0 +1,67 @@
+// Attention over keys and values kept in blocks ("pages"), and the writing of them. Shapes: N rows of all B sequences of
+// a call, one sequence after another; H query heads, G key-value heads, D head size, P = D rounded up to 16.
+//
+// Where a slot lies. A slot is one token's place: number `slot % block` of block `slot / block`. J is 1 for pages of
+// floats and 4 for pages of int8, as many neighbours as the dot product of the type takes at once.
+//   keys    [blocks, G, block / 16, ceil(D / J), 16, J]: runs of 16 slots, a vector lane a slot
+//   values  [blocks, G, block / J, P, J]: a vector lane a column; columns from D on are never looked at
+//   scales  [blocks, G, block], float32, of keys and of values, where the pages are int8: value = code * scale
+// A slot that was never written must hold finite floats, such as zeros: it is multiplied by zero.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+
+#include "cpu.h"
+
+namespace attar {
+
+enum class Stored { float32, bfloat16, int8 };
+
+struct Pages {
+    Stored stored;
+    void* keys;
+    void* values;
+    float* key_scales;  // null unless int8
+    float* value_scales;
+    std::int64_t blocks, block, kv_heads, head_dim;
+};
+
+struct Attention {
+    const float* q;  // [N, H, D]
+    std::int64_t rows, heads, sequences;
+    const std::int32_t* row_starts;     // [B + 1]: the rows of sequence b are row_starts[b] .. row_starts[b + 1]
+    const std::int32_t* lengths;        // [B]: slots filled, those of its own rows, the last ones, among them
+    const std::int32_t* tables;         // [B, width]: which blocks hold the slots
+    std::int64_t width;
+    const std::int32_t* positions;      // [N]
+    const std::int32_t* key_positions;  // [blocks, block], negative where empty; null: the slot's index in its sequence
+    const std::uint8_t* tree;           // the masks [T, T] among a sequence's own T rows, one after another; or null
+    std::int64_t tree_size;             // its bytes
+    std::int64_t window;                // keys a query sees, itself among them; 0: all
+    float scale, soft_cap;              // soft_cap 0: none
+    float* out;                         // [N, H, D]
+    float* mass;                        // [B, G, width * block]: what each slot received; or null
+};
+
+struct Write {
+    const float *q, *k, *v;                            // rows of heads [H, D], [G, D], [G, D]
+    std::int64_t q_stride, k_stride, v_stride;         // elements from row to row
+    std::int64_t rows, heads;
+    const float *q_norm, *k_norm;                      // RMSNorm weights [D], or null
+    float eps, offset;                                 // of these norms; the offset is added to the weight
+    const float *cos, *sin;                            // [angles, turned / 2], or null
+    std::int64_t angles, turned;
+    const std::int32_t* angle;                         // [N]: which row of cos and sin
+    const std::int64_t* slots;                         // [N]: block number * block + place in it
+    float* q_out;                                      // [N, H, D]
+};
+
+// Both throw std::invalid_argument, before any page is read or written, where a number leads out of its array.
+void attention(const Attention& what, const Pages& pages, Level level);
+void write_kv(const Write& what, const Pages& pages, Level level);
+
+void bind_attention(nanobind::module_& module);
+
+}  // namespace attar

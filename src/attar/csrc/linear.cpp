@@ -1,0 +1,216 @@
+// Rows times packed weights.
+//
+// Order. Whatever the number of rows, threads or chunks, an output is made by the same float operations:
+//
+//     for each part (the columns that share both scales), in index order:
+//         value = float(sum of int8 activation codes times (weight code - zero))     exact: integers of 32 bits
+//         value = value * activation scale of the group                              only where rows are scaled by group
+//         total = fma(value, weight scale, total)
+//     out = total * activation scale of the row                                      only where rows are scaled whole
+//     out = out + bias
+//
+// Integers may be summed in any order, so every level and every path gives the same bits. In float32 products the value
+// is a chain of fma over the columns in index order, starting from zero; dense weights are one group without a scale.
+//
+// Three ways to work. A few integer rows: codes are unpacked in registers, and the speed is that of reading them. Many:
+// a group of 64 output columns is unpacked once to a buffer in the first-level cache and multiplied with all rows of a
+// chunk, by AMX tiles where there are, else 4 rows by 64 columns in registers. Float32: the same panels, as floats.
+
+#include "linear.h"
+
+#include <algorithm>
+#include <cfloat>
+#include <cstdlib>
+#include <limits>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+#include "simd.h"
+
+namespace attar {
+namespace {
+
+// Buffers of one thread, kept from call to call; they grow to what the largest call of the process needs.
+class Scratch {
+   public:
+    std::uint8_t* at(int index, std::int64_t bytes) {
+        Buffer& buffer = buffers_[index];
+        if (bytes > buffer.size) {
+            buffer.memory.reset(static_cast<std::uint8_t*>(::operator new(static_cast<std::size_t>(bytes), ALIGNMENT)));
+            buffer.size = bytes;
+        }
+        return buffer.memory.get();
+    }
+
+   private:
+    static constexpr std::align_val_t ALIGNMENT{64};
+    struct Free {
+        void operator()(std::uint8_t* memory) const { ::operator delete(memory, ALIGNMENT); }
+    };
+    struct Buffer {
+        std::unique_ptr<std::uint8_t, Free> memory;
+        std::int64_t size = 0;
+    };
+    Buffer buffers_[3];
+};
+
+#define ATTAR_KERNELS "linear.inl"
+#include "for_levels.h"
+
+thread_local Scratch of_thread;   // of the thread that works on a panel
+thread_local Scratch of_caller;   // of the thread that calls: what all threads of the call share
+
+constexpr std::int64_t CHUNK_BYTES = std::int64_t{1} << 20;  // of int8 rows that share an unpacked panel
+constexpr std::int64_t LARGEST_CHUNK = 512;                  // rows
+constexpr std::int64_t FLOAT_CHUNK = 96;                     // rows, a multiple of those in registers
+constexpr std::int64_t PANEL = 4;                            // blocks
+constexpr std::int64_t SERIAL_BELOW = 1 << 15;               // multiplications; a parallel region costs a microsecond
+constexpr std::int64_t MOST = std::numeric_limits<std::int64_t>::max() / 1024;
+
+// Measured by bench/kernels.py.
+std::int64_t crossover[] = {5, 5, 5, 5, 5, 3};  // by Level
+
+std::int64_t threads() {
+#if defined(_OPENMP)
+    return omp_get_max_threads();
+#else
+    return 1;
+#endif
+}
+
+// Block `index` of all factors, counted through: (factor, block within it).
+struct Place {
+    const Factor* factor;
+    std::int64_t block;
+};
+Place find(const Factors& factors, std::int64_t index, std::int64_t unit) {
+    for (const Factor& factor : factors.factors) {
+        const std::int64_t count = (factor.matrix->blocks() + unit - 1) / unit;
+        if (index < count) return {&factor, index * unit};
+        index -= count;
+    }
+    return {nullptr, 0};
+}
+std::int64_t count(const Factors& factors, std::int64_t unit) {
+    std::int64_t total = 0;
+    for (const Factor& factor : factors.factors) total += (factor.matrix->blocks() + unit - 1) / unit;
+    return total;
+}
+
+void prepare(const Factors& factors, const float* x, float* out) {
+    for (std::int64_t i = 0; i < factors.columns; ++i) {
+        const float value = factors.order ? x[factors.order[i]] : x[i];
+        out[i] = factors.divisor ? value / factors.divisor[i] : value;
+    }
+}
+
+QuantizedRows quantize(const Factors& factors, const float* x, std::int64_t rows, Level level) {
+    const Matrix& first = *factors.factors.front().matrix;
+    const std::int64_t columns = factors.columns, tile = std::min<std::int64_t>(rows, 16);
+    QuantizedRows out{};
+    out.rows = rows, out.columns = columns, out.steps = (columns + 63) / 64, out.tile = tile;
+    out.group = factors.activation_group;
+    out.scales_a_row = out.group ? (columns + out.group - 1) / out.group : 1;
+    out.part = out.group ? std::min(out.group, first.group) : first.group, out.parts = (out.group ? columns : first.padded) / out.part;
+    const std::int64_t padded_rows = (rows + tile - 1) / tile * tile;
+    out.codes = reinterpret_cast<std::int8_t*>(of_caller.at(0, padded_rows * out.steps * 64));
+    out.scales = reinterpret_cast<float*>(of_caller.at(1, rows * out.scales_a_row * 4));
+    out.sums = reinterpret_cast<std::int32_t*>(of_caller.at(2, rows * out.parts * 4));
+    const auto into = ATTAR_PICK(level, quantize_into);
+    const bool prepared = factors.order || factors.divisor;
+#pragma omp parallel for schedule(static) if (rows > 1 && rows * columns >= SERIAL_BELOW)
+    for (std::int64_t r = 0; r < rows; ++r) {
+        const float* from = x + r * columns;
+        if (prepared) {
+            auto* room = reinterpret_cast<float*>(of_thread.at(0, columns * 4));
+            prepare(factors, from, room);
+            from = room;
+        }
+        into(out, r, from, factors.fixed_scale);
+    }
+    return out;
+}
+
+}  // namespace
+
+std::int64_t many_rows(Level level) { return crossover[static_cast<int>(level)]; }
+void set_many_rows(Level level, std::int64_t rows) { crossover[static_cast<int>(level)] = rows; }
+
+void Factors::check() const {
+    if (factors.empty()) throw std::invalid_argument("no weights to multiply by");
+    const Matrix& first = *factors.front().matrix;
+    for (const Factor& factor : factors) {
+        const Matrix& m = *factor.matrix;
+        if (m.columns != columns) throw std::invalid_argument("weights of one call have the same input columns");
+        if (factor.offset < 0 || factor.offset > width - m.rows) throw std::invalid_argument("an output out of its row");
+        if (!integer) continue;
+        if (m.number != Number::codes) throw std::invalid_argument("integer products take weights that are codes");
+        if (m.group != first.group || m.padded != first.padded)
+            throw std::invalid_argument("integer products of one call have weights of the same groups");
+    }
+    const std::int64_t g = activation_group;
+    if (g < 0 || (g && (!integer || g % RUN || columns % g || (g % first.group && first.group % g))))
+        throw std::invalid_argument("a group of activations is a multiple of 32 columns that divides or is divided by the weights'");
+    for (std::int64_t i = 0; order && i < columns; ++i)
+        if (order[i] < 0 || order[i] >= columns) throw std::invalid_argument("the order of columns names one that is not there");
+}
+
+void linear(const Factors& factors, const float* x, std::int64_t rows, float* out, Level level) {
+    if (rows < 0 || rows > MOST / std::max(factors.columns, factors.width))
+        throw std::invalid_argument("impossible number of rows");
+    if (rows == 0) return;
+    const std::int64_t width = factors.width;
+    const bool parallel = rows * factors.columns * width >= SERIAL_BELOW * 8;
+    if (factors.integer && rows < many_rows(level)) {
+        const QuantizedRows quantized = quantize(factors, x, rows, level);
+        const auto few = ATTAR_PICK(level, integer_few);
+        const std::int64_t blocks = count(factors, 1), workers = parallel ? threads() : 1;
+#pragma omp parallel for schedule(static) num_threads(static_cast<int>(workers)) if (workers > 1)
+        for (std::int64_t worker = 0; worker < workers; ++worker) {
+            std::int64_t at = blocks * worker / workers;
+            const std::int64_t end = blocks * (worker + 1) / workers;
+            while (at < end) {
+                const Place place = find(factors, at, 1);
+                const std::int64_t stop = std::min(place.factor->matrix->blocks(), place.block + end - at);
+                few(*place.factor, quantized, place.block, stop, out, width);
+                at += stop - place.block;
+            }
+        }
+        return;
+    }
+    const std::int64_t panels = count(factors, PANEL);
+    if (factors.integer) {
+        const QuantizedRows quantized = quantize(factors, x, rows, level);
+        const auto many = ATTAR_PICK(level, integer_many);
+        const std::int64_t fit = CHUNK_BYTES / (quantized.steps * 64) / 32 * 32;
+        const std::int64_t chunk = std::min(std::clamp<std::int64_t>(fit, 32, LARGEST_CHUNK), rows);
+        const std::int64_t chunks = (rows + chunk - 1) / chunk;
+#pragma omp parallel for schedule(dynamic, 1) if (parallel)
+        for (std::int64_t item = 0; item < chunks * panels; ++item) {
+            const Place place = find(factors, item % panels, PANEL);
+            const std::int64_t row = item / panels * chunk;
+            many(*place.factor, quantized, row, std::min(chunk, rows - row), place.block, out, width, of_thread);
+        }
+        return;
+    }
+    const auto panel = ATTAR_PICK(level, float_panel);
+    if (factors.order || factors.divisor) {
+        auto* room = reinterpret_cast<float*>(of_caller.at(0, rows * factors.columns * 4));
+        for (std::int64_t r = 0; r < rows; ++r) prepare(factors, x + r * factors.columns, room + r * factors.columns);
+        x = room;
+    }
+    const std::int64_t chunk = std::min(FLOAT_CHUNK, rows), chunks = (rows + chunk - 1) / chunk;
+#pragma omp parallel for schedule(dynamic, 1) if (parallel)
+    for (std::int64_t item = 0; item < chunks * panels; ++item) {
+        const Place place = find(factors, item % panels, PANEL);
+        const std::int64_t row = item / panels * chunk;
+        panel(*place.factor, x, factors.columns, row, std::min(chunk, rows - row), place.block, out, width, of_thread);
+    }
+}
+
+}  // namespace attar

@@ -1,0 +1,61 @@
+// Products of rows with weights in kernel layout; the specification is `linear` of kernels/ops.py.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "cpu.h"
+#include "matrix.h"
+
+namespace attar {
+
+// Rows quantized to int8, in tiles of `tile` rows (16, or all rows where they are fewer): step s of 64 columns of tile t
+// is `tile` times 64 bytes at ((t * steps) + s) * tile * 64, so that a tile of 16 is what one AMX load takes. Columns past
+// the last are zero; what rows past the last hold does not matter.
+struct QuantizedRows {
+    std::int64_t rows, columns, steps, tile;
+    std::int64_t group;         // columns that share a scale; 0: the whole row
+    std::int64_t scales_a_row;  // 1, or columns / group
+    std::int64_t part, parts;   // columns that share both an activation's and a weight's scale; of those a row
+    std::int8_t* codes;
+    float* scales;       // [rows, scales_a_row]
+    std::int32_t* sums;  // [rows, parts]: of codes
+
+    std::int8_t* at(std::int64_t row, std::int64_t step) const {
+        return codes + (row / tile * steps + step) * tile * 64 + row % tile * 64;
+    }
+};
+
+// One of the weights that multiply the same rows: its columns of the output begin at `offset`.
+struct Factor {
+    std::shared_ptr<Matrix> matrix;
+    const float* bias;  // [rows of the matrix], or null
+    std::int64_t offset;
+};
+
+// Weights whose products with the same rows are made in one call, all of one form.
+struct Factors {
+    std::vector<Factor> factors;
+    std::int64_t columns = 0;  // of the input
+    std::int64_t width = 0;    // of the output: the sum of their rows
+    // How rows are rounded before the product. `integer`: to int8 with one scale per row (activation_group 0) or per
+    // group of columns. Otherwise not at all.
+    bool integer = false;
+    std::int64_t activation_group = 0;
+    float fixed_scale = 0;                // of a static scheme; 0: the scale comes from the row
+    const std::int64_t* order = nullptr;  // [columns]: x[order[i]] is column i, or null
+    const float* divisor = nullptr;       // [columns], or null
+
+    // Throws std::invalid_argument where the weights do not share columns, groups and what else a call needs.
+    void check() const;
+};
+
+// x [rows, columns] to out [rows, width], contiguous. Throws std::invalid_argument on impossible counts.
+void linear(const Factors& factors, const float* x, std::int64_t rows, float* out, Level level);
+
+// Rows of integer factors from which panels are unpacked once for many rows; below, codes are unpacked in registers.
+std::int64_t many_rows(Level level);
+void set_many_rows(Level level, std::int64_t rows);  // for measuring the crossover
+
+}  // namespace attar

@@ -1,0 +1,583 @@
+// Kernels of linear.cpp. The order of float operations is the same in all of them: see "Order" there.
+
+// ---- unpacking: a run of 32 columns to eight vectors of four columns each
+
+template <int BITS>
+ATTAR_INLINE void unpack_run(const std::uint8_t* from, Ints* v) {
+    if constexpr (BITS == 8) {
+        for (int i = 0; i < 8; ++i) v[i] = load_bytes(from + 64 * i);
+        return;
+    }
+    constexpr int TWOS = BITS & 4 ? 4 : 0, ONES = TWOS + (BITS & 2 ? 2 : 0);  // chunks before those planes
+    if constexpr ((BITS & 4) != 0) {
+        const Ints mask = all(0x0f0f0f0f);
+#pragma GCC unroll 4
+        for (int n = 0; n < 4; ++n) {
+            const Ints chunk = load_bytes(from + 64 * n);
+            v[2 * n] = chunk & mask;
+            v[2 * n + 1] = shift_right(chunk, 4) & mask;
+        }
+    }
+    if constexpr ((BITS & 2) != 0) {
+        const Ints mask = all(0x03030303);
+#pragma GCC unroll 2
+        for (int n = 0; n < 2; ++n) {
+            const Ints chunk = load_bytes(from + 64 * (TWOS + n));
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) {
+                const Ints two = shift_right(chunk, 2 * i) & mask;
+                v[4 * n + i] = BITS & 4 ? v[4 * n + i] | shift_left(two, 4) : two;
+            }
+        }
+    }
+    if constexpr ((BITS & 1) != 0) {
+        const Ints mask = all(0x01010101);
+        const Ints chunk = load_bytes(from + 64 * ONES);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) v[i] = v[i] | shift_left(shift_right(chunk, i) & mask, BITS - 1);
+    }
+}
+
+ATTAR_INLINE Floats scales_at(const Matrix& m, std::int64_t block, std::int64_t group) {
+    const std::int64_t at = (block * m.groups + group) * LANES;
+    if (m.scale_number == Number::bfloat16) return load_as_floats(reinterpret_cast<const Bfloat16*>(m.scales) + at);
+    if (m.scale_number == Number::float16) return load_as_floats(reinterpret_cast<const Float16*>(m.scales) + at);
+    return load(reinterpret_cast<const float*>(m.scales) + at);
+}
+
+ATTAR_INLINE Ints zeros_at(const Matrix& m, std::int64_t block, std::int64_t group) {
+    return load_as_ints(m.zeros + (block * m.groups + group) * LANES);
+}
+
+ATTAR_INLINE std::int32_t four_bytes(const std::int8_t* from) {
+    std::int32_t out;
+    std::memcpy(&out, from, sizeof out);
+    return out;
+}
+
+template <int BITS>
+ATTAR_INLINE Ints multiply4(Ints acc, Ints codes, std::int32_t x) {
+    return BITS == 8 ? dot4_wide(acc, codes, x) : dot4(acc, codes, x);
+}
+
+// What ends every path: the scale of a row, its bias, and the lanes that exist.
+ATTAR_INLINE void finish(Floats acc, const Factor& factor, std::int64_t block, const float* row_scale, float* out) {
+    if (row_scale) acc = acc * all(*row_scale);
+    const std::int64_t first = block * LANES, lanes = factor.matrix->rows - first;
+    out += factor.offset + first;
+    if (lanes >= LANES) {
+        if (factor.bias) acc = acc + load(factor.bias + first);
+        store(out, acc);
+        return;
+    }
+    float lane[16];
+    store(lane, acc);
+    for (std::int64_t i = 0; i < lanes; ++i) out[i] = factor.bias ? lane[i] + factor.bias[first + i] : lane[i];
+}
+
+// ---- integer products, few rows: codes are unpacked in registers
+
+template <int BITS, int ROWS>
+static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64_t row, std::int64_t first,
+                        std::int64_t last, float* out, std::int64_t width) {
+    const Matrix& m = *factor.matrix;
+    const std::int64_t runs = x.part / RUN, per_weight = m.group / x.part, step_bytes = x.tile * 64;
+    const std::int64_t per_activation = x.group ? x.group / x.part : 1;
+    const std::int8_t* base[ROWS];
+    for (int r = 0; r < ROWS; ++r) base[r] = x.at(row + r, 0);
+    for (std::int64_t block = first; block < last; ++block) {
+        const std::uint8_t* codes = m.block(block);
+        Floats total[ROWS];
+        for (int r = 0; r < ROWS; ++r) total[r] = all(0.0f);
+        std::int64_t run = 0;
+        for (std::int64_t part = 0; part < x.parts; ++part) {
+            const std::int64_t group = part / per_weight;
+            Ints acc[ROWS][2];
+            for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = all(0);
+            for (const std::int64_t end = run + runs; run < end; ++run, codes += 64 * BITS) {
+                Ints v[8];
+                unpack_run<BITS>(codes, v);
+                const std::int64_t offset = run / 2 * step_bytes + run % 2 * RUN;
+#pragma GCC unroll 8
+                for (int i = 0; i < 8; ++i)
+#pragma GCC unroll 4
+                    for (int r = 0; r < ROWS; ++r)
+                        acc[r][i % 2] = multiply4<BITS>(acc[r][i % 2], v[i], four_bytes(base[r] + offset + 4 * i));
+            }
+            const Floats scale = scales_at(m, block, group);
+            const Ints zero = m.zeros ? zeros_at(m, block, group) : all(m.middle());
+            for (int r = 0; r < ROWS; ++r) {
+                const Ints sum = acc[r][0] + acc[r][1] - zero * all(x.sums[(row + r) * x.parts + part]);
+                Floats value = to_floats(sum);
+                if (x.group) value = value * all(x.scales[(row + r) * x.scales_a_row + part / per_activation]);
+                total[r] = fma(value, scale, total[r]);
+            }
+        }
+        for (int r = 0; r < ROWS; ++r)
+            finish(total[r], factor, block, x.group ? nullptr : x.scales + row + r, out + (row + r) * width);
+    }
+}
+
+template <int BITS>
+static void few_rows(const Factor& factor, const QuantizedRows& x, std::int64_t first, std::int64_t last, float* out,
+                     std::int64_t width) {
+    constexpr int ROWS = ATTAR_LEVEL >= ATTAR_AVX512 ? 4 : ATTAR_LEVEL >= ATTAR_AVX2 ? 2 : 1;  // what registers hold
+    // All rows of a stretch of blocks that fits the first-level cache, before the next stretch is read.
+    const std::int64_t stretch = std::max<std::int64_t>(1, (std::int64_t{32} << 10) / factor.matrix->block_bytes);
+    for (std::int64_t from = first; from < last; from += stretch) {
+        const std::int64_t to = std::min(last, from + stretch);
+        std::int64_t row = 0;
+        for (; row + ROWS <= x.rows; row += ROWS) few_rows_of<BITS, ROWS>(factor, x, row, from, to, out, width);
+        for (; row < x.rows; ++row) few_rows_of<BITS, 1>(factor, x, row, from, to, out, width);
+    }
+}
+
+static void integer_few(const Factor& factor, const QuantizedRows& x, std::int64_t first, std::int64_t last, float* out,
+                        std::int64_t width) {
+    switch (factor.matrix->bits) {
+        case 2: return few_rows<2>(factor, x, first, last, out, width);
+        case 3: return few_rows<3>(factor, x, first, last, out, width);
+        case 4: return few_rows<4>(factor, x, first, last, out, width);
+        case 5: return few_rows<5>(factor, x, first, last, out, width);
+        case 6: return few_rows<6>(factor, x, first, last, out, width);
+        case 7: return few_rows<7>(factor, x, first, last, out, width);
+        default: return few_rows<8>(factor, x, first, last, out, width);
+    }
+}
+
+// ---- integer products, many rows: a panel of four blocks is unpacked once, to a buffer that stays in cache
+
+// Tiles multiply signed bytes, so where they do, the zero point is subtracted while unpacking. Codes of 8 bits are not
+// unpacked: they are read where they lie, and the zero point comes off the sum.
+constexpr bool SIGNED = ATTAR_LEVEL == ATTAR_AMX;
+
+ATTAR_INLINE Ints zero_of(const Matrix& m, std::int64_t block, std::int64_t group) {
+    return m.zeros ? zeros_at(m, block, group) : all(m.middle());
+}
+
+// Columns [from, from + columns) of `blocks` blocks from `first` on, [block][columns / 4][64 bytes].
+template <int BITS>
+static void unpack_panel_of(const Matrix& m, std::int64_t first, std::int64_t blocks, std::int64_t from,
+                            std::int64_t columns, std::uint8_t* out) {
+    for (std::int64_t b = 0; b < blocks; ++b) {
+        const std::uint8_t* codes = m.block(first + b) + from / RUN * 64 * BITS;
+        for (std::int64_t k = from; k < from + columns;) {
+            const Ints zero = zero_of(m, first + b, k / m.group) * all(0x01010101);
+            for (const std::int64_t end = std::min(from + columns, (k / m.group + 1) * m.group); k < end; k += RUN) {
+                Ints v[8];
+                unpack_run<BITS>(codes, v);
+#pragma GCC unroll 8
+                for (int i = 0; i < 8; ++i) store_bytes(out + 64 * i, SIGNED ? minus_bytes(v[i], zero) : v[i]);
+                codes += 64 * BITS;
+                out += RUN * LANES;
+            }
+        }
+    }
+}
+
+static void unpack_panel(const Matrix& m, std::int64_t first, std::int64_t blocks, std::int64_t from,
+                         std::int64_t columns, std::uint8_t* out) {
+    switch (m.bits) {
+        case 2: return unpack_panel_of<2>(m, first, blocks, from, columns, out);
+        case 3: return unpack_panel_of<3>(m, first, blocks, from, columns, out);
+        case 4: return unpack_panel_of<4>(m, first, blocks, from, columns, out);
+        case 5: return unpack_panel_of<5>(m, first, blocks, from, columns, out);
+        case 6: return unpack_panel_of<6>(m, first, blocks, from, columns, out);
+        default: return unpack_panel_of<7>(m, first, blocks, from, columns, out);
+    }
+}
+
+// One part of the columns of one panel: `add_part` adds its products with rows row .. row + rows - 1 (a multiple of the
+// tile to begin with) to `total` [rows, 64].
+struct Part {
+    const Matrix& matrix;
+    const QuantizedRows& x;
+    std::int64_t block, blocks;    // the panel: its first block, and how many
+    std::int64_t index;            // of the part
+    std::int64_t group;            // of weights, that it lies in
+    const std::uint8_t* codes[4];  // of each block of the panel
+};
+
+// total [rows, 64] of a block += float(sums [rows, 16], less the zero term) * scales.
+template <bool ZERO, bool GROUPED>
+ATTAR_INLINE void add_sums_of(const std::int32_t* sums, std::int64_t rows, Floats scale, Ints zero,
+                              const std::int32_t* row_sums, std::int64_t parts, const float* row_scales,
+                              std::int64_t row_scales_apart, float* total) {
+    for (std::int64_t r = 0; r < rows; ++r) {
+        Ints sum = load_bytes(sums + r * LANES);
+        if (ZERO) sum = sum - zero * all(row_sums[r * parts]);
+        Floats value = to_floats(sum);
+        if (GROUPED) value = value * all(row_scales[r * row_scales_apart]);
+        store(total + r * 64, fma(value, scale, load(total + r * 64)));
+    }
+}
+
+static void add_sums(const Part& p, const std::int32_t* sums, std::int64_t row, std::int64_t rows, std::int64_t block,
+                     float* total) {
+    const QuantizedRows& x = p.x;
+    const Floats scale = scales_at(p.matrix, p.block + block, p.group);
+    const Ints zero = zero_of(p.matrix, p.block + block, p.group);
+    const std::int32_t* row_sums = x.sums + row * x.parts + p.index;
+    const float* row_scales = x.group ? x.scales + row * x.scales_a_row + p.index * x.part / x.group : nullptr;
+    total += block * LANES;
+    const std::int64_t parts = x.parts, apart = x.scales_a_row;
+    const bool subtracted = SIGNED && p.matrix.bits < 8;
+    if (subtracted && !row_scales && rows == 16)
+        add_sums_of<false, false>(sums, 16, scale, zero, row_sums, parts, row_scales, apart, total);
+    else if (subtracted && !row_scales)
+        add_sums_of<false, false>(sums, rows, scale, zero, row_sums, parts, row_scales, apart, total);
+    else if (subtracted)
+        add_sums_of<false, true>(sums, rows, scale, zero, row_sums, parts, row_scales, apart, total);
+    else if (!row_scales)
+        add_sums_of<true, false>(sums, rows, scale, zero, row_sums, parts, row_scales, apart, total);
+    else
+        add_sums_of<true, true>(sums, rows, scale, zero, row_sums, parts, row_scales, apart, total);
+}
+
+#if ATTAR_LEVEL == ATTAR_AMX
+
+// The compiler's own tile macros do not say that they read memory, so that stores could sink below them.
+#define ATTAR_TILE_LOAD(tile, from) \
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"(std::int64_t{64}) : "memory")
+#define ATTAR_TILE_STORE(tile, to) \
+    __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"(std::int64_t{64}) : "memory")
+#define ATTAR_TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
+#define ATTAR_TILE_MULTIPLY(sum, x, codes)                                                    \
+    do {                                                                                      \
+        if (UNSIGNED)                                                                         \
+            __asm__ volatile("tdpbsud %%tmm" #codes ", %%tmm" #x ", %%tmm" #sum ::);          \
+        else                                                                                  \
+            __asm__ volatile("tdpbssd %%tmm" #codes ", %%tmm" #x ", %%tmm" #sum ::);          \
+    } while (false)
+
+struct alignas(64) TileShapes {
+    std::uint8_t palette = 1, start = 0, reserved[14] = {};
+    std::uint16_t bytes[16] = {};
+    std::uint8_t rows[16] = {};
+};
+
+// Tiles 0 to 3 are sums, 4 and 5 rows of activations, 6 and 7 codes; `columns` of input, 32 or 64, a step.
+static void begin_tiles(std::int64_t rows, std::int64_t columns) {
+    TileShapes shapes;
+    for (int t = 0; t < 8; ++t) {
+        const bool codes = t >= 6, activations = t == 4 || t == 5;
+        shapes.rows[t] = static_cast<std::uint8_t>(codes ? columns / 4 : rows);
+        shapes.bytes[t] = static_cast<std::uint16_t>(activations ? columns : 64);
+    }
+    __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
+}
+static void end_tiles() { __asm__ volatile("tilerelease" ::); }
+
+// Two tiles of rows by two blocks at a time. Their sums are scaled while the next four tiles are being multiplied.
+template <bool UNSIGNED>
+static void add_part_of(const Part& p, std::int64_t row, std::int64_t rows, float* total) {
+    alignas(64) std::int32_t sums[2][4][256];
+    const QuantizedRows& x = p.x;
+    const std::int64_t columns = x.part % 64 ? 32 : 64, steps = x.part / columns, tile_rows = x.tile;
+    const std::int64_t tile_bytes = tile_rows * 64, start = p.index * x.part, last = (row + rows + tile_rows - 1) / tile_rows;
+    const std::int64_t end = row + rows;
+    struct {
+        std::int64_t tile, block;
+        bool two_tiles, two_blocks;
+    } before{-1, 0, false, false};
+    int buffer = 0;
+    const auto scale = [&](int from) {
+        const std::int64_t first = before.tile * tile_rows;
+        for (int t = 0; t <= before.two_tiles; ++t)
+            for (int b = 0; b <= before.two_blocks; ++b) {
+                const std::int64_t at = first + t * tile_rows;
+                add_sums(p, sums[from][2 * t + b], at, std::min(tile_rows, end - at), before.block + b,
+                         total + (at - row) * 64);
+            }
+    };
+    for (std::int64_t tile = row / tile_rows; tile < last; tile += 2) {
+        const bool two_tiles = tile + 1 < last;
+        for (std::int64_t b = 0; b < p.blocks; b += 2) {
+            const bool two_blocks = b + 1 < p.blocks;
+            ATTAR_TILE_ZERO(0);
+            ATTAR_TILE_ZERO(1);
+            ATTAR_TILE_ZERO(2);
+            ATTAR_TILE_ZERO(3);
+            for (std::int64_t s = 0; s < steps; ++s) {
+                const std::int64_t column = start + s * columns;
+                const std::int8_t* from = x.codes + (tile * x.steps + column / 64) * tile_bytes + column % 64;
+                ATTAR_TILE_LOAD(6, p.codes[b] + s * columns * LANES);
+                ATTAR_TILE_LOAD(4, from);
+                ATTAR_TILE_MULTIPLY(0, 4, 6);
+                if (two_blocks) {
+                    ATTAR_TILE_LOAD(7, p.codes[b + 1] + s * columns * LANES);
+                    ATTAR_TILE_MULTIPLY(1, 4, 7);
+                }
+                if (two_tiles) {
+                    ATTAR_TILE_LOAD(5, from + x.steps * tile_bytes);
+                    ATTAR_TILE_MULTIPLY(2, 5, 6);
+                    if (two_blocks) ATTAR_TILE_MULTIPLY(3, 5, 7);
+                }
+            }
+            if (before.tile >= 0) scale(1 - buffer);
+            ATTAR_TILE_STORE(0, sums[buffer][0]);
+            if (two_blocks) ATTAR_TILE_STORE(1, sums[buffer][1]);
+            if (two_tiles) ATTAR_TILE_STORE(2, sums[buffer][2]);
+            if (two_tiles && two_blocks) ATTAR_TILE_STORE(3, sums[buffer][3]);
+            before = {tile, b, two_tiles, two_blocks};
+            buffer = 1 - buffer;
+        }
+    }
+    scale(1 - buffer);
+}
+
+static void add_part(const Part& p, std::int64_t row, std::int64_t rows, float* total) {
+    if (p.matrix.bits == 8)
+        add_part_of<true>(p, row, rows, total);
+    else
+        add_part_of<false>(p, row, rows, total);
+}
+
+#else
+
+static void begin_tiles(std::int64_t, std::int64_t) {}
+static void end_tiles() {}
+
+template <bool WIDE, int ROWS>
+static void add_part_rows(const Part& p, std::int64_t row, float* total) {
+    const QuantizedRows& x = p.x;
+    const std::int64_t start = p.index * x.part, step_bytes = x.tile * 64;
+    Ints acc[ROWS][4];
+    const std::int8_t* base[ROWS];
+    for (int r = 0; r < ROWS; ++r) {
+        base[r] = x.at(row + r, 0);
+        for (int b = 0; b < 4; ++b) acc[r][b] = all(0);
+    }
+    const std::uint8_t* codes[4];
+    for (int b = 0; b < 4; ++b) codes[b] = p.codes[b < p.blocks ? b : 0];
+    for (std::int64_t k = 0; k < x.part; k += 4) {
+        const std::int64_t column = start + k, offset = column / 64 * step_bytes + column % 64;
+        Ints v[4];
+#pragma GCC unroll 4
+        for (int b = 0; b < 4; ++b) v[b] = load_bytes(codes[b] + k * LANES);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r) {
+            const std::int32_t four = four_bytes(base[r] + offset);
+#pragma GCC unroll 4
+            for (int b = 0; b < 4; ++b) acc[r][b] = WIDE ? dot4_wide(acc[r][b], v[b], four) : dot4(acc[r][b], v[b], four);
+        }
+    }
+    std::int32_t sums[ROWS * LANES];
+    for (std::int64_t b = 0; b < p.blocks; ++b) {
+        for (int r = 0; r < ROWS; ++r) store_bytes(sums + r * LANES, acc[r][b]);
+        add_sums(p, sums, row, ROWS, b, total);
+    }
+}
+
+static void add_part(const Part& p, std::int64_t row, std::int64_t rows, float* total) {
+    constexpr int ROWS = ATTAR_LEVEL >= ATTAR_AVX512 ? 4 : 1;  // as many as the registers hold
+    const bool wide = p.matrix.bits == 8;
+    std::int64_t r = 0;
+    for (; r + ROWS <= rows; r += ROWS) {
+        if (wide)
+            add_part_rows<true, ROWS>(p, row + r, total + r * 64);
+        else
+            add_part_rows<false, ROWS>(p, row + r, total + r * 64);
+    }
+    for (; r < rows; ++r) {
+        if (wide)
+            add_part_rows<true, 1>(p, row + r, total + r * 64);
+        else
+            add_part_rows<false, 1>(p, row + r, total + r * 64);
+    }
+}
+
+#endif
+
+// Rows row .. row + rows - 1 (row a multiple of the tile) of the panel of up to four blocks from `first` on. For more
+// than SHARE rows the panel is unpacked whole, to the second-level cache; sums and one part of it stay in the first.
+static void integer_many(const Factor& factor, const QuantizedRows& x, std::int64_t row, std::int64_t rows,
+                         std::int64_t first, float* out, std::int64_t width, Scratch& scratch) {
+    constexpr std::int64_t SHARE = 64;
+    const Matrix& m = *factor.matrix;
+    const std::int64_t blocks = std::min<std::int64_t>(4, m.blocks() - first), columns = x.part * x.parts;
+    const bool packed = m.bits < 8, whole = packed && rows > SHARE;
+    std::uint8_t* unpacked = packed ? scratch.at(1, 64 * (whole ? columns : x.part)) : nullptr;
+    auto* total = reinterpret_cast<float*>(scratch.at(0, SHARE * 64 * 4));
+    if (whole) unpack_panel(m, first, blocks, 0, columns, unpacked);
+    begin_tiles(x.tile, x.part % 64 ? 32 : 64);
+    for (std::int64_t at = row; at < row + rows; at += SHARE) {
+        const std::int64_t count = std::min(SHARE, row + rows - at);
+        std::memset(total, 0, static_cast<std::size_t>(count * 64 * 4));
+        for (std::int64_t part = 0; part < x.parts; ++part) {
+            const std::int64_t from = part * x.part;
+            Part p{m, x, first, blocks, part, from / m.group, {}};
+            if (packed && !whole) unpack_panel(m, first, blocks, from, x.part, unpacked);
+            for (std::int64_t b = 0; b < blocks; ++b)
+                p.codes[b] = !packed ? m.block(first + b) + from * LANES
+                             : whole ? unpacked + (b * columns + from) * LANES
+                                     : unpacked + b * x.part * LANES;
+            add_part(p, at, count, total);
+        }
+        for (std::int64_t r = 0; r < count; ++r)
+            for (std::int64_t b = 0; b < blocks; ++b)
+                finish(load(total + r * 64 + b * LANES), factor, first + b, x.group ? nullptr : x.scales + at + r,
+                       out + (at + r) * width);
+    }
+    end_tiles();
+}
+
+// ---- products in float32: dense weights, and codes times rows that are not rounded
+
+// Columns [k, k + count) of a block as floats [count, 16]: numbers, or codes less their zero point.
+template <int BITS>
+static void codes_as_floats(const Matrix& m, std::int64_t block, std::int64_t k, std::int64_t count, float* out) {
+    const std::int64_t g = k / m.group;
+    const Floats zero = to_floats(m.zeros ? zeros_at(m, block, g) : all(m.middle()));
+    const std::uint8_t* codes = m.block(block) + k / RUN * 64 * BITS;
+    for (std::int64_t run = 0; run < count / RUN; ++run, codes += 64 * BITS) {
+        Ints v[8];
+        unpack_run<BITS>(codes, v);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i)
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j, out += LANES) store(out, to_floats(shift_right(v[i], 8 * j) & all(0xff)) - zero);
+    }
+}
+
+template <class T>
+static void numbers_as_floats(const Matrix& m, std::int64_t block, std::int64_t k, std::int64_t count, float* out) {
+    const T* from = reinterpret_cast<const T*>(m.block(block)) + k * LANES;
+    for (std::int64_t i = 0; i < count; ++i) store(out + i * LANES, load_as_floats(from + i * LANES));
+}
+
+static void as_floats(const Matrix& m, std::int64_t block, std::int64_t k, std::int64_t count, float* out) {
+    switch (m.number) {
+        case Number::float32: return numbers_as_floats<float>(m, block, k, count, out);
+        case Number::float16: return numbers_as_floats<Float16>(m, block, k, count, out);
+        case Number::bfloat16: return numbers_as_floats<Bfloat16>(m, block, k, count, out);
+        case Number::codes: break;
+    }
+    switch (m.bits) {
+        case 2: return codes_as_floats<2>(m, block, k, count, out);
+        case 3: return codes_as_floats<3>(m, block, k, count, out);
+        case 4: return codes_as_floats<4>(m, block, k, count, out);
+        case 5: return codes_as_floats<5>(m, block, k, count, out);
+        case 6: return codes_as_floats<6>(m, block, k, count, out);
+        case 7: return codes_as_floats<7>(m, block, k, count, out);
+        default: return codes_as_floats<8>(m, block, k, count, out);
+    }
+}
+
+// acc [ROWS, 64] += x [ROWS, count] times weights [4 blocks][count, 16], column by column.
+template <int ROWS>
+static void add_columns(const float* x, std::int64_t stride, const float* weights, std::int64_t count, float* acc) {
+    Floats total[ROWS][4];
+    for (int r = 0; r < ROWS; ++r)
+        for (int b = 0; b < 4; ++b) total[r][b] = load(acc + r * 64 + b * LANES);
+    for (std::int64_t k = 0; k < count; ++k) {
+        Floats w[4];
+#pragma GCC unroll 4
+        for (int b = 0; b < 4; ++b) w[b] = load(weights + (b * count + k) * LANES);
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; ++r) {
+            const Floats value = all(x[r * stride + k]);
+#pragma GCC unroll 4
+            for (int b = 0; b < 4; ++b) total[r][b] = fma(value, w[b], total[r][b]);
+        }
+    }
+    for (int r = 0; r < ROWS; ++r)
+        for (int b = 0; b < 4; ++b) store(acc + r * 64 + b * LANES, total[r][b]);
+}
+
+static void float_panel(const Factor& factor, const float* x, std::int64_t stride, std::int64_t row, std::int64_t rows,
+                        std::int64_t first, float* out, std::int64_t width, Scratch& scratch) {
+    constexpr int ROWS = ATTAR_LEVEL >= ATTAR_AVX512 ? 6 : 1;
+    constexpr std::int64_t AT_ONCE = 128;  // columns: 32 KiB of floats
+    const Matrix& m = *factor.matrix;
+    const bool codes = m.number == Number::codes;
+    const std::int64_t blocks = std::min<std::int64_t>(4, m.blocks() - first), bytes = rows * 64 * 4;
+    auto* acc = reinterpret_cast<float*>(scratch.at(0, bytes));
+    auto* total = codes ? reinterpret_cast<float*>(scratch.at(2, bytes)) : acc;
+    auto* weights = reinterpret_cast<float*>(scratch.at(1, 4 * AT_ONCE * LANES * 4));
+    std::memset(acc, 0, static_cast<std::size_t>(bytes));
+    if (codes) std::memset(total, 0, static_cast<std::size_t>(bytes));
+    for (std::int64_t k = 0; k < m.padded;) {
+        const std::int64_t end = (k / m.group + 1) * m.group, count = std::min(AT_ONCE, end - k);
+        for (std::int64_t b = 0; b < 4; ++b) as_floats(m, first + std::min(b, blocks - 1), k, count, weights + b * count * LANES);
+        const std::int64_t real = std::min(count, m.columns - k);  // x has no padding
+        if (real < count) {
+            for (std::int64_t b = 1; b < 4; ++b)
+                std::memmove(weights + b * real * LANES, weights + b * count * LANES, static_cast<std::size_t>(real * LANES * 4));
+        }
+        const float* from = x + row * stride + k;
+        std::int64_t r = 0;
+        if (real > 0) {
+            for (; r + ROWS <= rows; r += ROWS) add_columns<ROWS>(from + r * stride, stride, weights, real, acc + r * 64);
+            for (; r < rows; ++r) add_columns<1>(from + r * stride, stride, weights, real, acc + r * 64);
+        }
+        k += count;
+        if (codes && k == end)
+            for (std::int64_t b = 0; b < blocks; ++b) {
+                const Floats scale = scales_at(m, first + b, (k - 1) / m.group);
+                for (std::int64_t i = 0; i < rows; ++i) {
+                    const std::int64_t at = i * 64 + b * LANES;
+                    store(total + at, fma(load(acc + at), scale, load(total + at)));
+                    store(acc + at, all(0.0f));
+                }
+            }
+    }
+    for (std::int64_t r = 0; r < rows; ++r)
+        for (std::int64_t b = 0; b < blocks; ++b)
+            finish(load(total + r * 64 + b * LANES), factor, first + b, nullptr, out + (row + r) * width);
+}
+
+// ---- rows to int8
+
+// x [columns] to row `row` of `rows`.
+static void quantize_into(QuantizedRows& rows, std::int64_t row, const float* x, float fixed_scale) {
+    const std::int64_t columns = rows.columns, group = rows.group ? rows.group : columns;
+    const std::int64_t step_bytes = rows.tile * 64;
+    std::int8_t* codes = rows.at(row, 0);
+    // Zero points are subtracted from padding too: what it multiplies must be zero.
+    if (columns % 64) std::memset(rows.at(row, columns / 64) + columns % 64, 0, static_cast<std::size_t>(64 - columns % 64));
+    std::int32_t* sums = rows.sums + row * rows.parts;
+    for (std::int64_t i = 0; i < rows.parts; ++i) sums[i] = 0;
+    for (std::int64_t from = 0, g = 0; from < columns; from += group, ++g) {
+        const std::int64_t to = std::min(columns, from + group);
+        // max|x| over bits without their sign, as integers: NaN and infinity come out on top.
+        Ints most = all(0);
+        std::int64_t whole = from;
+        for (; whole + 16 <= to; whole += 16) most = max(most, bits_of(load(x + whole)) & all(0x7fffffff));
+        std::int32_t lane[16], top = 0;
+        store_bytes(lane, most);
+        for (int i = 0; i < 16; ++i) top = lane[i] > top ? lane[i] : top;
+        for (std::int64_t k = whole; k < to; ++k) {
+            std::int32_t bits;
+            std::memcpy(&bits, x + k, sizeof bits);
+            top = (bits & 0x7fffffff) > top ? bits & 0x7fffffff : top;
+        }
+        float largest;
+        std::memcpy(&largest, &top, sizeof largest);
+        const bool finite = largest <= FLT_MAX;  // else the codes are zero, and the scale makes the outputs NaN
+        float scale = fixed_scale != 0.0f ? fixed_scale : largest / 127.5f;
+        if (scale == 0.0f) scale = FLT_EPSILON;
+        rows.scales[row * rows.scales_a_row + g] = finite ? scale : NAN;
+        const Floats divisor = all(scale), rounder = all(12582912.0f), low = all(-128.0f), high = all(-127.0f);
+        for (std::int64_t k = from; k < to; k += 16) {
+            float tail[16] = {};
+            const bool full = k + 16 <= to;
+            if (!full) std::memcpy(tail, x + k, static_cast<std::size_t>(to - k) * 4);
+            Floats value = (full ? load(x + k) : load(tail)) / divisor;
+            value = all(0.0f) - max(all(0.0f) - max(value, low), high);
+            const Ints code = finite ? bits_of(value + rounder) - bits_of(rounder) : all(0);
+            std::int8_t* out = codes + k / 64 * step_bytes + k % 64;
+            std::int8_t narrow[16];
+            std::int32_t sum = 0;
+#if ATTAR_LEVEL >= ATTAR_AVX512
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(narrow), _mm512_cvtepi32_epi8((__m512i)code.piece[0]));
+            sum = _mm512_reduce_add_epi32((__m512i)code.piece[0]);
+#else
+            store_bytes(lane, code);
+            for (int i = 0; i < 16; ++i) narrow[i] = static_cast<std::int8_t>(lane[i]), sum += lane[i];
+#endif
+            std::memcpy(out, narrow, static_cast<std::size_t>(full ? 16 : to - k));
+            sums[k / rows.part] += sum;
+        }
+    }
+}

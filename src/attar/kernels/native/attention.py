@@ -1,0 +1,134 @@
+"""Attention over pages and the writing of them, natively.
+
+What a tensor is (dtype, shape, strides, device) is checked here, what it holds (block numbers, slots, lengths) in C++
+at every call: both before memory is touched. Shapes as in `kernels.pages`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attar.kernels.native import extension
+from attar.kernels.operands import AttentionForm, Norm
+from attar.kernels.pages import Pages, Placement, Rotation, shapes
+
+
+def write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Pages,
+    place: Placement,
+    rotation: Rotation | None = None,
+    q_norm: Norm | None = None,
+    k_norm: Norm | None = None,
+    out: Tensor | None = None,
+    level: str | None = None,
+) -> Tensor:
+    """`ops.write_kv` of float32 rows; the norms are RMSNorms that differ in nothing but the weight.
+
+    `level` is for tests. Raises ValueError where shapes, dtypes, strides, slots or angles do not fit.
+    """
+    rows, heads, size = q.shape
+    for name, heads_of, count in (("q", q, heads), ("k", k, pages.kv_heads), ("v", v, pages.kv_heads)):
+        _check(name, heads_of, torch.float32, (rows, count, pages.head_dim), rows_apart=True)
+    _check("slots", place.slots, torch.int64, (rows,))
+    out = extension.empty((rows, heads, size)) if out is None else out
+    _check("out", out, torch.float32, (rows, heads, size))
+    eps = offset = 0.0
+    weights = (0, 0)
+    if q_norm is not None and k_norm is not None:
+        if (q_norm.kind, q_norm.eps, q_norm.offset) != ("rms", k_norm.eps, k_norm.offset) or k_norm.kind != "rms":
+            raise ValueError("queries and keys are normed by RMSNorms of one epsilon and one offset")
+        for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
+            _check(name, norm.weight, torch.float32, (size,))
+        eps, offset, weights = q_norm.eps, q_norm.offset, (q_norm.weight.data_ptr(), k_norm.weight.data_ptr())
+    elif q_norm is not None or k_norm is not None:
+        raise ValueError("queries and keys are normed both or neither")
+    angles = turned = 0
+    rotary = (0, 0, 0)
+    if rotation is not None:
+        angles, half = rotation.cos.shape
+        turned = 2 * half
+        _check("cos", rotation.cos, torch.float32, (angles, half))
+        _check("sin", rotation.sin, torch.float32, (angles, half))
+        _check("rows of angles", rotation.rows, torch.int32, (rows,))
+        rotary = (rotation.cos.data_ptr(), rotation.sin.data_ptr(), rotation.rows.data_ptr())
+    extension.call(
+        extension.library.write_kv, *_pages(pages),
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), *(t.stride(0) if rows > 1 else t.shape[1] * size for t in (q, k, v)),
+        rows, heads, *weights, eps, offset, *rotary[:2], angles, turned, rotary[2],
+        place.slots.data_ptr(), out.data_ptr(), level or extension.cpu_level(),
+    )  # fmt: skip
+    return out
+
+
+def paged_attention(
+    q: Tensor,
+    pages: Pages,
+    place: Placement,
+    form: AttentionForm,
+    want_mass: bool = False,
+    out: Tensor | None = None,
+    level: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`ops.paged_attention` of float32 rows. Same bits at every level, for any thread count, batch and chunking.
+
+    `level` is for tests. Raises ValueError where shapes, dtypes, strides, lengths or block tables do not fit.
+    """
+    rows, sequences = q.shape[0], len(place.lengths)
+    if pages.kv_heads != form.kv_heads or pages.head_dim != form.head_dim:
+        raise ValueError(
+            f"the pages hold {pages.kv_heads} heads of {pages.head_dim} columns, not {form.kv_heads} of {form.head_dim}"
+        )
+    _check("q", q, torch.float32, (rows, form.heads, form.head_dim))
+    _check("row_starts", place.row_starts, torch.int32, (sequences + 1,))
+    _check("lengths", place.lengths, torch.int32, (sequences,))
+    _check("positions", place.positions, torch.int32, (rows,))
+    width = place.tables.shape[-1]
+    _check("tables", place.tables, torch.int32, (sequences, width))
+    key_positions = tree = tree_size = 0
+    if place.key_positions is not None:
+        _check("key_positions", place.key_positions, torch.int32, (pages.blocks, pages.block))
+        key_positions = place.key_positions.data_ptr()
+    if place.tree is not None:
+        tree, tree_size = place.tree.data_ptr(), place.tree.numel()
+        _check("tree", place.tree, torch.bool, (tree_size,))
+    if (form.window is not None and form.window < 1) or (form.soft_cap is not None and not form.soft_cap > 0):
+        raise ValueError("a window and a soft cap are greater than zero")
+    out = extension.empty((rows, form.heads * form.head_dim)) if out is None else out
+    _check("out", out, torch.float32, (rows, form.heads * form.head_dim))
+    mass = extension.empty((sequences, form.kv_heads, width * pages.block)) if want_mass else None
+    extension.call(
+        extension.library.attention, *_pages(pages), q.data_ptr(), rows, form.heads, sequences,
+        place.row_starts.data_ptr(), place.lengths.data_ptr(), place.tables.data_ptr(), width,
+        place.positions.data_ptr(), key_positions, tree, tree_size, form.window or 0, form.scale, form.soft_cap or 0.0,
+        out.data_ptr(), 0 if mass is None else mass.data_ptr(), level or extension.cpu_level(),
+    )  # fmt: skip
+    return out, mass
+
+
+def _pages(pages: Pages) -> tuple[str, int, int, int, int, int, int, int, int]:
+    """The pages as the extension takes them."""
+    dtype, sizes = pages.dtype, (pages.blocks, pages.block, pages.kv_heads, pages.head_dim)
+    keys, values = shapes(*sizes, dtype)
+    _check("keys", pages.keys, dtype, keys)
+    _check("values", pages.values, dtype, values)
+    scales = [0, 0]
+    for i, each in enumerate((pages.key_scales, pages.value_scales)):
+        if each is not None:
+            _check("scales", each, torch.float32, (pages.blocks, pages.kv_heads, pages.block))
+            scales[i] = each.data_ptr()
+    name = str(dtype).removeprefix("torch.")
+    return name, pages.keys.data_ptr(), pages.values.data_ptr(), scales[0], scales[1], *sizes
+
+
+def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], rows_apart: bool = False) -> None:
+    """Raise ValueError unless it is a dense tensor of this dtype and shape; its rows may lie apart if so said."""
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape or tensor.device.type != "cpu":
+        raise ValueError(
+            f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}: it must be {dtype} {list(shape)} on cpu"
+        )
+    if not (tensor[0] if rows_apart and len(tensor) else tensor).is_contiguous():
+        raise ValueError(f"{name} has strides {list(tensor.stride())}: it must be contiguous")

@@ -1,0 +1,180 @@
+"""Weights in the layout of the CPU kernels, and products with them.
+
+`prepare` turns a linear's weight, dense or packed, into a `KernelWeight`; the stored form is let go, so a model is in
+memory once. How rows are rounded before a product is settled there too: a scheme with quantized activations says it,
+and for one without, `Activations` does. `docs/numerics.md` draws the layout; `csrc/linear.cpp` states the order of
+float operations, which makes a row's result independent of the rows beside it.
+
+Shapes: N rows, I input columns, O output columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from attar.formats import packing
+from attar.formats.packed import PackedTensor
+from attar.formats.scheme import Scheme
+from attar.kernels.native import extension
+from attar.kernels.native.extension import library
+from attar.kernels.operands import Linear
+
+if TYPE_CHECKING:
+    from attar.kernels.native.extension import Arena, Factors, Matrix
+
+Activations = Literal["exact", "int8", "int8g128", "int8g32"]
+"""How rows meet a packed weight whose scheme leaves them alone: as they are, in float32, or rounded to int8 on the fly
+with one scale a row, or one for every 128 or 32 columns."""
+
+DENSE = (torch.float32, torch.bfloat16, torch.float16)
+RUN = 32  # columns that the layout packs together: a group is a multiple of it, or the whole row
+
+
+@dataclass(eq=False)
+class KernelWeight:
+    """A weight [O, I] that only the native kernels can read."""
+
+    matrix: Matrix
+    scheme: Scheme | None  # None: dense
+    integer: bool  # whether rows are rounded to int8
+    activation_group: int  # columns that share an activation scale; 0: the whole row
+    _plans: dict[tuple[int, ...], list[Factors]] = field(default_factory=dict, repr=False)
+    """For each tuple of linears that this one is the first of: what their products take, one entry a form."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.matrix.rows, self.matrix.columns)
+
+    @property
+    def read_bytes(self) -> int:
+        """What one product reads."""
+        return self.matrix.bytes
+
+
+def against(each: Linear) -> str | None:
+    """The reason why the kernels cannot multiply by this weight, or None where they can."""
+    weight = each.weight
+    if isinstance(weight, KernelWeight):
+        return None
+    if isinstance(weight, Tensor):
+        return None if weight.dtype in DENSE else f"{weight.dtype} weights have no CPU kernel"
+    if not isinstance(weight, PackedTensor):
+        return "is laid out for another device"
+    grid, rounding = weight.scheme.weight, weight.scheme.activation
+    if grid.kind != "int":
+        return f"{grid.kind} weights have no CPU kernel yet"
+    if grid.group_size is not None and grid.group_size % RUN:
+        return f"groups of {grid.group_size} are not a multiple of {RUN}"
+    if rounding is not None and (rounding.kind != "int" or rounding.bits != 8 or not rounding.symmetric):
+        return "activations other than symmetric int8 have no CPU kernel yet"
+    if rounding is not None and rounding.granularity == "tensor" and not weight.scheme.static:
+        return "one activation scale for all rows of a call would tie them to each other"
+    return None
+
+
+def prepare(each: Linear, arena: Arena, activations: Activations = "int8") -> None:
+    """Put the weight into kernel layout, in the memory of `arena`. Raises ValueError where `against` gives a reason."""
+    reason = against(each)
+    if reason is not None:
+        raise ValueError(f"{each.name}: {reason}")
+    weight = each.weight
+    if isinstance(weight, KernelWeight):
+        return
+    if isinstance(weight, PackedTensor):
+        each.weight = _pack(weight, arena, activations)
+    else:
+        assert isinstance(weight, Tensor)
+        dense, (rows, columns) = weight.contiguous(), each.shape
+        matrix = library.pack_dense(arena, dense.data_ptr(), rows, columns, extension.number_name(dense.dtype))
+        each.weight = KernelWeight(matrix, None, False, 0)
+    each.dense = None
+    if each.bias is not None:
+        each.bias = each.bias.float().contiguous()
+    if each.input_scale is not None:
+        each.input_scale = each.input_scale.float().contiguous()
+    if each.permutation is not None:
+        each.permutation = each.permutation.to(torch.int64).contiguous()
+
+
+def _pack(weight: PackedTensor, arena: Arena, activations: Activations) -> KernelWeight:
+    scheme, (rows, columns) = weight.scheme, weight.shape
+    grid, plain = scheme.weight, scheme.layout == "plain"
+    groups = grid.groups(columns)
+    codes, scale = weight.parts["codes"].contiguous(), weight.parts["scale"].expand(rows, groups).contiguous()
+    zero = weight.parts.get("zero")
+    if zero is not None:
+        if zero.dtype == torch.int32:
+            zero = packing.unpack_words(zero.t().contiguous(), grid.bits, rows).t()
+        zero = zero.expand(rows, groups).contiguous()
+    matrix = library.pack_codes(
+        arena, codes.data_ptr(), plain, rows, columns, grid.bits, columns // groups, scale.data_ptr(),
+        extension.number_name(scale.dtype), 0 if zero is None else zero.data_ptr(),
+    )  # fmt: skip
+    if scheme.activation is not None:
+        return KernelWeight(matrix, scheme, True, scheme.activation.group_size or 0)
+    group = int(activations.removeprefix("int8g")) if "g" in activations else 0
+    of_weight = columns // groups
+    if group and (columns % group or max(group, of_weight) % min(group, of_weight)):
+        group = 0 if groups == 1 else of_weight  # the two kinds of groups must nest: the weight's own always do
+    return KernelWeight(matrix, scheme, activations != "exact", group)
+
+
+def linear(x: Tensor, linears: Sequence[Linear], level: str | None = None) -> Tensor:
+    """`ops.linear` for float32 rows x [N, I] and prepared weights. Bit-identical for any N, threads and batch mates."""
+    assert x.ndim == 2, x.shape
+    assert x.dtype == torch.float32, x.dtype
+    assert x.is_contiguous(), x.stride()
+    if x.shape[1] != linears[0].shape[1]:
+        raise ValueError(f"{linears[0].name} takes rows of {linears[0].shape[1]} columns, not {x.shape[1]}")
+    rows, width = x.shape[0], sum(each.shape[0] for each in linears)
+    out = extension.empty((rows, width))
+    for factors in _plan(linears, width):
+        level = level or extension.cpu_level()
+        extension.call(library.linear, factors, x.data_ptr(), rows, out.data_ptr(), level)
+    return out
+
+
+def _plan(linears: Sequence[Linear], width: int) -> list[Factors]:
+    first = linears[0].weight
+    assert isinstance(first, KernelWeight)
+    key = tuple(id(each) for each in linears)
+    if key not in first._plans:
+        plan, at = [], 0
+        for _, run in groupby(linears, _form):
+            members = list(run)
+            plan.append(_factors(members, at, width))
+            at += sum(each.shape[0] for each in members)
+        first._plans[key] = plan
+    return first._plans[key]
+
+
+def _form(each: Linear) -> tuple[object, ...]:
+    """What linears must share for one call."""
+    weight = each.weight
+    assert isinstance(weight, KernelWeight), f"{each.name} is not prepared"
+    group = 0 if weight.scheme is None or not weight.integer else weight.scheme.weight.group_size or each.shape[1]
+    inputs = (each.permutation, each.input_scale, each.activation_scale)
+    return (weight.integer, weight.activation_group, group, *(None if t is None else t.data_ptr() for t in inputs))
+
+
+def _factors(linears: Sequence[Linear], at: int, width: int) -> Factors:
+    one, weight = linears[0], linears[0].weight
+    assert isinstance(weight, KernelWeight)
+    weights = []
+    for each in linears:
+        assert isinstance(each.weight, KernelWeight)
+        weights.append((each.weight.matrix, 0 if each.bias is None else each.bias.data_ptr()))
+    fixed = weight.scheme is not None and weight.scheme.static
+    assert not fixed or one.activation_scale is not None
+    scale = float(one.activation_scale) if fixed and one.activation_scale is not None else 0.0
+    order = 0 if one.permutation is None else one.permutation.data_ptr()
+    divisor = 0 if one.input_scale is None else one.input_scale.data_ptr()
+    group = weight.activation_group
+    made: Factors = library.factors(weights, at, width, weight.integer, group, scale, order, divisor)
+    return made

@@ -1,0 +1,78 @@
+"""Norms, activations and embedding of float32 rows, natively. Shapes: N rows, I columns.
+
+A row's bits depend on that row alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attar.kernels.native import extension
+from attar.kernels.native.extension import library
+from attar.kernels.native.linear import KernelWeight
+from attar.kernels.operands import Activation, Norm, Prepared
+
+
+def norm(stream: Tensor, delta: Tensor | None, spec: Norm, level: str | None = None) -> tuple[Tensor, Tensor]:
+    """`ops.norm` for contiguous float32 rows."""
+    weight, bias = spec.weight, spec.bias
+    assert spec.prepared
+    assert stream.is_contiguous()
+    columns = stream.shape[-1]
+    if weight.numel() != columns or (delta is not None and (delta.shape != stream.shape or not delta.is_contiguous())):
+        raise ValueError(f"{spec.name}: rows of {columns} columns do not fit a norm over {weight.numel()}")
+    out = extension.empty(tuple(stream.shape))
+    total = stream if delta is None else extension.empty(tuple(stream.shape))
+    extension.call(
+        library.norm, spec.kind, stream.data_ptr(), 0 if delta is None else delta.data_ptr(),
+        stream.numel() // columns, columns, weight.data_ptr(), 0 if bias is None else bias.data_ptr(), spec.eps,
+        spec.offset, total.data_ptr(), out.data_ptr(), level or extension.cpu_level(),
+    )  # fmt: skip
+    return total, out
+
+
+def activate(x: Tensor, kind: Activation, gated: bool, level: str | None = None) -> Tensor:
+    """`ops.activate` for contiguous float32 rows."""
+    assert x.is_contiguous()
+    rows, columns = x.shape[0], x.shape[1] // (2 if gated else 1)
+    if gated and x.shape[1] % 2:
+        raise ValueError(f"gated rows have two halves: {x.shape[1]} columns are odd")
+    out = extension.empty((rows, columns))
+    level = level or extension.cpu_level()
+    extension.call(library.activate, kind, gated, x.data_ptr(), rows, columns, out.data_ptr(), level)
+    return out
+
+
+class Table:
+    """The rows of an embedding [vocab, I]: a prepared weight, shared with the output matrix, or dense numbers."""
+
+    def __init__(self, table: Tensor | Prepared) -> None:
+        self.source = table
+        self.shape = (table.shape[0], table.shape[1])
+        if isinstance(table, KernelWeight):
+            self.native = library.Table(table.matrix)
+        else:
+            assert isinstance(table, Tensor)
+            self.source = table = table.contiguous()
+            self.native = library.Table(table.data_ptr(), *self.shape, extension.number_name(table.dtype))
+
+
+def embed(
+    table: Table,
+    ids: Tensor,
+    scale: float,
+    position_table: Tensor | None = None,
+    positions: Tensor | None = None,
+    offset: int = 0,
+) -> Tensor:
+    """`ops.embed`: float32 [N, I]."""
+    assert ids.dtype == torch.int64
+    assert positions is None or positions.dtype == torch.int64
+    out = extension.empty((len(ids), table.shape[1]))
+    of_positions = None if position_table is None else Table(position_table).native
+    at = 0 if positions is None else positions.data_ptr()
+    extension.call(
+        library.embed, table.native, ids.data_ptr(), len(ids), scale, of_positions, at, offset, out.data_ptr()
+    )
+    return out

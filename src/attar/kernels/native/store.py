@@ -1,0 +1,44 @@
+"""A model in the memory of the native kernels: where its parts go when it is loaded, and which of them cannot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, get_args
+
+from torch import Tensor
+
+from attar.kernels.native.extension import library
+from attar.kernels.native.linear import Activations, against, prepare
+from attar.kernels.native.rows import Table
+from attar.kernels.operands import Linear, Norm, Prepared
+
+if TYPE_CHECKING:
+    from attar.kernels.native.extension import Arena
+
+
+class Store:
+    """The weights of one model in kernel layout, in one memory; `activations` rounds rows where a scheme does not."""
+
+    def __init__(self, activations: Activations = "int8") -> None:
+        if activations not in get_args(Activations):
+            raise ValueError(f"activations are {', '.join(get_args(Activations))}, not {activations!r}")
+        self.activations = activations
+        self.arena: Arena = library.Arena()
+        self.refused: dict[str, str] = {}
+        """Why some linears stay with the reference, by name."""
+
+    def take(self, each: Linear) -> None:
+        """Prepare the linear's weight, or note why it cannot be."""
+        reason = against(each)
+        if reason is None:
+            prepare(each, self.arena, self.activations)
+        else:
+            self.refused[each.name] = reason
+
+    def take_norm(self, norm: Norm) -> None:
+        norm.weight = norm.weight.float().contiguous()
+        norm.bias = None if norm.bias is None else norm.bias.float().contiguous()
+        norm.prepared = True
+
+    def table(self, table: Tensor | Prepared) -> Table:
+        """An embedding to read rows of."""
+        return Table(table)
