@@ -10,7 +10,7 @@ INSTALL := $(PIP) install --quiet --constraint constraints-cpu.txt
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints-cpu.txt src/attar/version.py $(wildcard src/attar/csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench-compressors clean
+.PHONY: help demo test lint bench-compressors bench-peers clean
 
 help:
 	@echo "make demo    compress the embedded model, print what it cost, generate text before and after"
@@ -18,7 +18,10 @@ help:
 	@echo "make lint    ruff, mypy, import floors"
 	@echo "make bench-compressors"
 	@echo "             KL beside llm-compressor's, set up in .venv-peers (or PEERS=<an environment that has it>)"
-	@echo "make clean   remove .venv, .venv-peers, the build folder of the extension, and caches"
+	@echo "make bench-peers"
+	@echo "             speed beside llama.cpp's and OpenVINO's, set up in .venv-llamacpp and .venv-openvino"
+	@echo "             (or LLAMACPP=, OPENVINO=<environments that have them>); options go in BENCH="
+	@echo "make clean   remove .venv, the peers' environments and models, the build folder of the extension, and caches"
 
 demo: $(VENV)/.installed
 	@$(BIN)/attar demo
@@ -44,6 +47,29 @@ bench-compressors: $(VENV)/.installed $(if $(PEERS),,.venv-peers/.installed)
 	@.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	@touch $@
 
+bench-peers: $(VENV)/.installed $(if $(LLAMACPP),,.venv-llamacpp/.installed) $(if $(OPENVINO),,.venv-openvino/.installed)
+	@$(BIN)/python bench/engines.py --llamacpp $(or $(LLAMACPP),.venv-llamacpp)/bin/python \
+		--openvino $(or $(OPENVINO),.venv-openvino)/bin/python $(BENCH)
+
+# llama.cpp is built from source, for the very CPU it is measured on. Wheels that pip built before may be for another.
+.venv-llamacpp/.installed: bench/engines/llamacpp.txt bench/engines/tile_config.h | $(BIN)/python
+	@echo "setting up .venv-llamacpp: it is compiled, which takes some minutes"
+	@$(BIN)/python -m venv --clear .venv-llamacpp
+	@CXXFLAGS="-include $(CURDIR)/bench/engines/tile_config.h" CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" \
+		.venv-llamacpp/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir \
+		--no-binary llama-cpp-python --requirement $<
+	@touch $@
+
+# optimum-intel asks for torchvision, which no language model needs: the one that comes may be of another build than torch,
+# and transformers then fails on it.
+.venv-openvino/.installed: bench/engines/openvino.txt | $(BIN)/python
+	@echo "setting up .venv-openvino: some minutes the first time"
+	@$(BIN)/python -m venv --clear .venv-openvino
+	@.venv-openvino/bin/python -m pip install --quiet --disable-pip-version-check --constraint $< torch
+	@.venv-openvino/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@.venv-openvino/bin/python -m pip uninstall --quiet --yes torchvision
+	@touch $@
+
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "attar needs Python 3.11 or newer, and $(PYTHON) is %s: name another with make PYTHON=..." % sys.version.split()[0])'
 	@$(PYTHON) -c 'import pathlib, sys, sysconfig; include = sysconfig.get_path("include"); sys.exit(not pathlib.Path(include, "Python.h").exists() and f"{include}/Python.h is missing: install the headers of Python (python3-dev)")'
@@ -63,4 +89,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-peers build/cp3* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-peers .venv-llamacpp .venv-openvino build/engines build/cp3* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -23,7 +23,7 @@ from attar.cli import app
 from attar.terminal import BAD_INPUT, CHECK_FAILED, INTERRUPTED, PIPE_CLOSED
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("compress", "eval", "generate", "chat", "inspect", "verify", "doctor", "demo")
+COMMANDS = ("compress", "eval", "generate", "chat", "inspect", "verify", "bench", "doctor", "demo")
 ATTAR = [sys.executable, "-m", "attar"]
 TEXT = (ROOT / "LICENSE").read_text()
 
@@ -175,7 +175,12 @@ def test_inspect_orders_layers_as_numbers(tmp_path: Path) -> None:
 
 def test_verify(out: str) -> None:
     result = attar("verify", out, "--json")
-    assert last_json(result) == {"ok": True, "first_divergence": None, "detail": last_json(result)["detail"]}
+    found = last_json(result)
+    assert found == {"ok": True, "first_divergence": None, "detail": found["detail"], "paths": found["paths"]}
+    assert {path: verdict["ok"] for path, verdict in found["paths"].items()} == {
+        "exact": True,
+        "int8_activations": True,
+    }
     assert result.stdout.startswith("ok: ")
 
 
@@ -490,3 +495,13 @@ def test_an_interrupt_in_the_middle_of_a_text() -> None:
         _, stderr = running.communicate(timeout=60)
     assert running.returncode == INTERRUPTED
     assert stderr.decode().splitlines()[-1] == "attar: interrupted"
+
+
+def test_bench_of_a_shape_and_of_a_model() -> None:
+    small = ("--prompt", "16", "--gen", "3", "--json")
+    of_shape = last_json(attar("bench", "--shape", "tiny", *small))
+    assert of_shape["decode_tok_s"] > 0
+    assert of_shape["scheme"] == "w4g128"
+    assert last_json(attar("bench", "demo", *small))["bytes_per_token"] > 11_000_000
+    assert attar("bench", *small).exit_code == 2
+    assert attar("bench", "demo", "--shape", "tiny", *small).exit_code == 2

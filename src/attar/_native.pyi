@@ -14,6 +14,7 @@ class Arena:
     def __init__(self) -> None: ...
     @property
     def bytes(self) -> int: ...
+    def allocate(self, bytes: int) -> int: ...
 
 class Matrix:
     @property
@@ -47,6 +48,7 @@ def factors(
     fixed_scale: float,
     order: int,
     divisor: int,
+    gate: str = "",
 ) -> Factors: ...
 def linear(factors: Factors, x: int, rows: int, out: int, level: str) -> None: ...
 def many_rows(level: str) -> int: ...
@@ -77,14 +79,65 @@ def norm(
 ) -> None: ...
 def activate(kind: str, gated: bool, x: int, rows: int, columns: int, out: int, level: str) -> None: ...
 def attention(
-    stored: str, keys: int, values: int, key_scales: int, value_scales: int, blocks: int, block: int, kv_heads: int,
-    head_dim: int, q: int, rows: int, heads: int, sequences: int, row_starts: int, lengths: int, tables: int,
-    width: int, positions: int, key_positions: int, tree: int, tree_size: int, window: int, scale: float,
-    soft_cap: float, out: int, mass: int, level: str,
+    stored: str,
+    keys: int,
+    values: int,
+    key_scales: int,
+    value_scales: int,
+    blocks: int,
+    block: int,
+    kv_heads: int,
+    head_dim: int,
+    q: int,
+    rows: int,
+    heads: int,
+    sequences: int,
+    row_starts: int,
+    lengths: int,
+    tables: int,
+    width: int,
+    positions: int,
+    key_positions: int,
+    tree: int,
+    tree_size: int,
+    window: int,
+    scale: float,
+    soft_cap: float,
+    out: int,
+    mass: int,
+    level: str,
 ) -> None: ...
 def write_kv(
-    stored: str, keys: int, values: int, key_scales: int, value_scales: int, blocks: int, block: int, kv_heads: int,
-    head_dim: int, q: int, k: int, v: int, q_stride: int, k_stride: int, v_stride: int, rows: int, heads: int,
-    q_norm: int, k_norm: int, eps: float, offset: float, cos: int, sin: int, angles: int, turned: int, angle: int,
-    slots: int, q_out: int, level: str,
+    stored: str,
+    keys: int,
+    values: int,
+    key_scales: int,
+    value_scales: int,
+    blocks: int,
+    block: int,
+    kv_heads: int,
+    head_dim: int,
+    q: int,
+    k: int,
+    v: int,
+    q_stride: int,
+    k_stride: int,
+    v_stride: int,
+    rows: int,
+    heads: int,
+    q_norm: int,
+    k_norm: int,
+    eps: float,
+    offset: float,
+    cos: int,
+    sin: int,
+    angles: int,
+    turned: int,
+    angle: int,
+    slots: int,
+    q_out: int,
+    level: str,
 ) -> None: ...
+def busy_ns() -> int: ...
+def read_all(arena: Arena, memory: int, bytes: int, level: str) -> int: ...
+def multiply_int8(rounds: int, tiles: bool, level: str) -> int: ...

@@ -297,6 +297,41 @@ def verify(
 
 
 @app.command()
+def bench(
+    source: Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL)] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Instead of a model, random weights in the shape of one, such as llama-3.2-1b.")
+    ] = None,
+    scheme: Annotated[str, typer.Option(help="Of a shape: w4g128, w8a8, ... or bf16.")] = "w4g128",
+    head: Annotated[str, typer.Option(help="Of a shape: its output matrix in bf16, int8 or int4.")] = "int8",
+    prompt: Annotated[int, typer.Option(min=16, help="Tokens of each prompt.")] = 512,
+    gen: Annotated[int, typer.Option(min=2, help="Decode steps.")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that decode together.")] = 1,
+    activations: Annotated[
+        str, typer.Option(help="How rows meet packed weights: int8, int8g128, int8g32 or exact.")
+    ] = "int8",
+    as_json: Json = False,
+) -> None:
+    """Measure speed, beside what this machine can do."""
+    with errors(as_json):
+        from attar.checkpoints import hub
+        from attar.engine import speed
+
+        if (source is None) == (shape is None):
+            raise ValueError("name a model or a --shape, one of the two")
+        load = speed.Load(prompt, gen, batch)
+        if shape is not None:
+            name = shape
+            report = speed.run(lambda store: speed.build(name, scheme, head, store), load, activations)
+            report |= {"shape": shape, "scheme": scheme, "head": "bf16" if scheme == "bf16" else head}
+        else:
+            path = hub.resolve(str(source))
+            report = speed.run(lambda store: speed.load(path, store), load, activations)
+        print(speed.to_text(report))
+        emit(as_json, report)
+
+
+@app.command()
 def doctor(as_json: Json = False) -> None:
     """Show versions, instruction sets, threads and kernels.
 

@@ -1,17 +1,18 @@
-// Attention over pages (the layout is drawn in attention.h): FlashAttention's online softmax (Dao et al. 2022) over fixed
-// splits of the slots, which also is flash-decoding where one query has many slots.
+// Attention over pages (the layout is drawn in attention.h): FlashAttention's online softmax (Dao et al. 2022) over
+// fixed splits of the slots, which also is flash-decoding where one query has many slots.
 //
 // Batch invariance. The slots of a sequence are cut at multiples of SPLIT, counted from its start. A split gives a row
 // its greatest score m, the sum l of its weights and the weighted sum o of values; what the splits give is merged in
-// their order, by one formula. Nothing of this depends on the rows beside it, on how a prompt was cut into calls, on which
-// blocks hold the slots or on threads: where a row does not see a slot, its weight is an exact zero, and a split that it
-// does not see is not merged at all. Each score and each output is one chain of multiply-adds in the order of its index,
-// however many of them the micro-kernels hold at once, so the levels agree to the bit as well.
+// their order, by one formula. Nothing of this depends on the rows beside it, on how a prompt was cut into calls, on
+// which blocks hold the slots or on threads: where a row does not see a slot, its weight is an exact zero, and a split
+// that it does not see is not merged at all. Each score and each output is one chain of multiply-adds in the order of
+// its index, however many of them the micro-kernels hold at once, so the levels agree to the bit as well.
 //
-// Pages of int8 are multiplied as integers. The query, and of each split the softmax weights (times the values' scales),
-// become numbers of two bytes, 128 high + low, so that two dot products of bytes do what four multiply-adds and two
-// conversions did: a core that converts to float first falls behind its memory from four queries a head on. Sums of
-// integers are exact, in any order. The rounding to 1/16256 of the row's largest is well below the pages' own, 1/127.
+// Pages of int8 are multiplied as integers. The query, and of each split the softmax weights (times the values'
+// scales), become numbers of two bytes, 128 high + low, so that two dot products of bytes do what four multiply-adds
+// and two conversions did: a core that converts to float first falls behind its memory from four queries a head on.
+// Sums of integers are exact, in any order. The rounding to 1/16256 of the row's largest is well below the pages' own,
+// 1/127.
 //
 // Memory. The working set is a tile a thread. Where there are fewer tiles than threads want, tiles are cut along the
 // splits, and each split's (m, l, o) is kept until it is merged: fewer than 4 tiles a thread, O(slots) altogether.
@@ -30,6 +31,7 @@
 #include <omp.h>
 #endif
 
+#include "python.h"
 #include "simd.h"
 
 namespace attar {
@@ -39,7 +41,7 @@ constexpr int SPLIT = 512;                      // slots
 constexpr int STRIDE = SPLIT + 16;              // floats from a row of scores to the next: no power of two
 constexpr int BYTE_STRIDE = SPLIT + 64;
 constexpr int TILE = 48;                        // rows, that is pairs (query, head)
-constexpr int FEW = 8;                          // rows that are bound by memory
+constexpr int FEW = 8;                          // rows that wait for memory more than they compute
 constexpr float ROUNDER = 12582912.0f;          // 1.5 * 2^23: adding it rounds to the nearest integer, half to even
 constexpr float TWO_BYTES = 16256.0f;           // 127 * 128: the largest number that `split_in_bytes` makes
 constexpr float TINY = 1e-30f;                  // weights and queries below it are zero, whose inverse would overflow
@@ -70,6 +72,7 @@ struct Tile {
     // Buffers of the thread.
     void* q;  // floats [TILE, D], or bytes [TILE, 2, padded]
     std::int64_t q_stride;
+    float* wide;  // four runs of a head
     float *q_scale, *scores, *part, *out, *top, *total, *weight_scale;
     std::int32_t *q_bias, *weight_bias;
     std::int8_t* weights;
@@ -152,7 +155,8 @@ void check(const Attention& a, const Pages& pages) {
             if (block < 0 || block >= pages.blocks) refuse("a block table names a block that does not exist");
         }
     }
-    if (a.tree != nullptr && a.tree_size != branches) refuse("tree masks are not [T, T] for every sequence's T rows");
+    if (a.tree != nullptr && a.tree_size != branches)
+        refuse("tree masks are not [T, T] for every sequence's T rows");
     for (std::int64_t n = 0; n < a.rows; ++n)
         if (a.positions[n] < 0 || a.positions[n] == EMPTY) refuse("a position lies outside 0 .. 2^31 - 2");
 }
@@ -183,7 +187,8 @@ std::vector<Tile> tiles_of(const Attention& a, const Pages& pages) {
                 tile.first_newest = *low;
                 const bool implied = a.key_positions == nullptr;
                 const std::int64_t length = a.lengths[b];
-                const std::int64_t end = implied && tree == nullptr ? std::min<std::int64_t>(length, *high + 1) : length;
+                const bool in_line = implied && tree == nullptr;
+                const std::int64_t end = in_line ? std::min<std::int64_t>(length, std::int64_t{*high} + 1) : length;
                 tile.to = (end + SPLIT - 1) / SPLIT;
                 tile.from = std::min<std::int64_t>(tile.to, implied ? tile.oldest / SPLIT : 0);
                 tiles.push_back(tile);
@@ -200,7 +205,7 @@ class Bench {
         : sizes_(sizes),
           bytes_(static_cast<std::size_t>(TILE) *
                      (4 * STRIDE + 2 * BYTE_STRIDE + 4 * 3 * static_cast<std::size_t>(sizes.padded) + 4 * 4 + 4 * 4) +
-                 64 * 16) {}
+                 4 * 16 * 4 * static_cast<std::size_t>(sizes.padded) + 64 * 16) {}
 
     std::size_t bytes() const { return (bytes_ + 4095) / 4096 * 4096; }
 
@@ -215,6 +220,7 @@ class Bench {
         tile.q_stride = stored == Stored::int8 ? sizes_.padded : sizes_.head_dim;
         tile.part = reinterpret_cast<float*>(take(row * columns));
         tile.out = reinterpret_cast<float*>(take(row * columns));
+        tile.wide = reinterpret_cast<float*>(take(4 * 16 * sizeof(float) * columns));
         tile.scores = reinterpret_cast<float*>(take(row * STRIDE));
         tile.weights = reinterpret_cast<std::int8_t*>(take(TILE * 2 * BYTE_STRIDE));
         for (float** each : {&tile.q_scale, &tile.top, &tile.total, &tile.weight_scale})
@@ -272,7 +278,8 @@ void run(const Attention& a, const Pages& pages, const Sizes& sizes, Level level
     float* const parts = reinterpret_cast<float*>(part_memory.at_least(sizeof(float) * static_cast<std::size_t>(kept)));
     float* ends = nullptr;
     if (a.mass != nullptr)
-        ends = reinterpret_cast<float*>(end_memory.at_least(sizeof(float) * 2 * static_cast<std::size_t>(a.rows * a.heads)));
+        ends = reinterpret_cast<float*>(
+            end_memory.at_least(sizeof(float) * 2 * static_cast<std::size_t>(a.rows * a.heads)));
     const auto laid = [&](std::int64_t i) {
         Tile tile = tiles[i];
         bench.lay(tile, benches + bench.bytes() * static_cast<std::size_t>(thread_number()), pages.stored);
@@ -305,8 +312,8 @@ void run(const Attention& a, const Pages& pages, const Sizes& sizes, Level level
     }
     if (a.mass == nullptr) return;
 
-    // The weights again, now that their sums are known. A piece is the slots of one split of one head, whose tiles stand
-    // in line: each slot's mass is added up in the order of the rows.
+    // The weights again, now that their sums are known. A piece is the slots of one split of one head, whose tiles
+    // stand in line: each slot's mass is added up in the order of the rows.
     const std::int64_t reach = a.width * pages.block;
     std::fill(a.mass, a.mass + a.sequences * pages.kv_heads * reach, 0.0f);
     std::vector<std::pair<std::int64_t, std::int64_t>> heads;  // tiles from .. to
@@ -351,7 +358,8 @@ void attention(const Attention& what, const Pages& pages, Level level) {
 
 void write_kv(const Write& what, const Pages& pages, Level level) {
     const Sizes sizes = checked_sizes(pages);
-    if (what.rows < 0 || what.rows > EMPTY || what.heads < 1 || what.heads > 1 << 16) refuse("impossible shape of rows");
+    if (what.rows < 0 || what.rows > EMPTY || what.heads < 1 || what.heads > 1 << 16)
+        refuse("impossible shape of rows");
     if (what.q_stride < what.heads * sizes.head_dim || what.k_stride < sizes.kv_heads * sizes.head_dim ||
         what.v_stride < sizes.kv_heads * sizes.head_dim)
         refuse("rows of heads overlap");
@@ -395,14 +403,16 @@ Pages pages_of(const std::string& stored, std::uintptr_t keys, std::uintptr_t va
 
 #define ATTAR_PAGES                                                                                               \
     const std::string &stored, std::uintptr_t keys, std::uintptr_t values, std::uintptr_t key_scales,             \
-        std::uintptr_t value_scales, std::int64_t blocks, std::int64_t block, std::int64_t kv_heads, std::int64_t head_dim
+        std::uintptr_t value_scales, std::int64_t blocks, std::int64_t block, std::int64_t kv_heads,       \
+        std::int64_t head_dim
 #define ATTAR_PAGE_ARGUMENTS                                                                                     \
     "stored"_a, "keys"_a, "values"_a, "key_scales"_a, "value_scales"_a, "blocks"_a, "block"_a, "kv_heads"_a, \
         "head_dim"_a
 
 void bound_attention(ATTAR_PAGES, std::uintptr_t q, std::int64_t rows, std::int64_t heads, std::int64_t sequences,
                      std::uintptr_t row_starts, std::uintptr_t lengths, std::uintptr_t tables, std::int64_t width,
-                     std::uintptr_t positions, std::uintptr_t key_positions, std::uintptr_t tree, std::int64_t tree_size, std::int64_t window,
+                     std::uintptr_t positions, std::uintptr_t key_positions, std::uintptr_t tree,
+                     std::int64_t tree_size, std::int64_t window,
                      float scale, float soft_cap, std::uintptr_t out, std::uintptr_t mass, const std::string& level) {
     const Pages pages =
         pages_of(stored, keys, values, key_scales, value_scales, blocks, block, kv_heads, head_dim);
@@ -424,7 +434,7 @@ void bound_attention(ATTAR_PAGES, std::uintptr_t q, std::int64_t rows, std::int6
                          at<float>(out),
                          at<float>(mass)};
     const Level checked = level_of(level);
-    const nb::gil_scoped_release unlocked;
+    const Running kernel;
     attention(what, pages, checked);
 }
 
@@ -455,7 +465,7 @@ void bound_write_kv(ATTAR_PAGES, std::uintptr_t q, std::uintptr_t k, std::uintpt
                      at<const std::int64_t>(slots),
                      at<float>(q_out)};
     const Level checked = level_of(level);
-    const nb::gil_scoped_release unlocked;
+    const Running kernel;
     write_kv(what, pages, checked);
 }
 
@@ -463,7 +473,8 @@ void bound_write_kv(ATTAR_PAGES, std::uintptr_t q, std::uintptr_t k, std::uintpt
 
 void bind_attention(nb::module_& module) {
     module.def("attention", &bound_attention, ATTAR_PAGE_ARGUMENTS, "q"_a, "rows"_a, "heads"_a, "sequences"_a,
-               "row_starts"_a, "lengths"_a, "tables"_a, "width"_a, "positions"_a, "key_positions"_a, "tree"_a, "tree_size"_a,
+               "row_starts"_a, "lengths"_a, "tables"_a, "width"_a, "positions"_a, "key_positions"_a, "tree"_a,
+               "tree_size"_a,
                "window"_a, "scale"_a, "soft_cap"_a, "out"_a, "mass"_a, "level"_a,
                "Attention of float32 rows over pages; addresses of what is absent are 0.");
     module.def("write_kv", &bound_write_kv, ATTAR_PAGE_ARGUMENTS, "q"_a, "k"_a, "v"_a, "q_stride"_a, "k_stride"_a,

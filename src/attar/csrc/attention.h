@@ -1,5 +1,5 @@
-// Attention over keys and values kept in blocks ("pages"), and the writing of them. Shapes: N rows of all B sequences of
-// a call, one sequence after another; H query heads, G key-value heads, D head size, P = D rounded up to 16.
+// Attention over keys and values kept in blocks ("pages"), and the writing of them. Shapes: N rows of all B sequences
+// of a call, one sequence after another; H query heads, G key-value heads, D head size, P = D rounded up to 16.
 //
 // Where a slot lies. A slot is one token's place: number `slot % block` of block `slot / block`. J is 1 for pages of
 // floats and 4 for pages of int8, as many neighbours as the dot product of the type takes at once.

@@ -67,8 +67,8 @@ ATTAR_INLINE Ints unsigned_codes(const std::int8_t* from) {  // 64 codes plus 12
     return out;
 }
 
-// Numbers in two bytes: x = scale * (128 high + low), -127 <= high <= 127, -64 <= low < 64. `count` is a multiple of 16.
-// A dot product with unsigned codes exceeds that with codes by 128 times the sum: hence the biases. Finite x only.
+// Numbers in two bytes: x = scale * (128 high + low), -127 <= high <= 127, -64 <= low < 64. `count` is a multiple of
+// 16. A dot product with unsigned codes exceeds that with codes by 128 times the sum: hence the biases. Finite x only.
 ATTAR_INLINE void split_in_bytes(const float* x, int count, float inverse, std::int8_t* high, std::int8_t* low,
                                  std::int32_t* bias_high, std::int32_t* bias_low) {
     Ints high_sum = all(0), low_sum = all(0);
@@ -86,8 +86,9 @@ ATTAR_INLINE void split_in_bytes(const float* x, int count, float inverse, std::
 }
 
 // Blocks lie scattered, where the processor's own prefetching fails at every one of them, and few rows wait for memory
-// more than they compute. So while such a tile reads keys it asks for the values of the same slots, line by line, and
-// while it reads values for the keys of the next split: two halves of the same size, into the second cache.
+// more than they compute. So such a tile always has lines on their way into the second cache: while it reads keys,
+// those of the values of every other run, the rest while it is at the softmax, and the keys of the next split while it
+// reads values.
 ATTAR_INLINE void ask_for(const void* soon, std::int64_t bytes) {
     __builtin_prefetch(static_cast<const char*>(soon) + bytes, 0, 2);
 }
@@ -248,21 +249,23 @@ struct Seen {
 };
 
 template <class T, int R>
-static void score_rows(const Tile& tile, const Seen<T>& seen, std::int64_t size, int first, int from, int to) {
+static void score_rows(const Tile& tile, const T* const* keys, std::int64_t size, int first, int from, int to) {
     typedef Rows<T> Kind;
     const auto* q = static_cast<const typename Kind::Element*>(tile.q) + first * Kind::PARTS * tile.q_stride;
     const std::int32_t* bias = tile.q_bias + first * Kind::PARTS;
     float* out = tile.scores + first * STRIDE;
     int i = from;
     for (; i + ABREAST <= to; i += ABREAST)
-        score<R, ABREAST>(q, tile.q_stride, bias, tile.q_scale + first, seen.keys + i, size, out + 16 * i, seen.keys[i]);
+        score<R, ABREAST>(q, tile.q_stride, bias, tile.q_scale + first, keys + (i - from), size, out + 16 * i,
+                          keys[i - from]);
     for (; i < to; ++i)
-        score<R, 1>(q, tile.q_stride, bias, tile.q_scale + first, seen.keys + i, size, out + 16 * i, seen.keys[i]);
+        score<R, 1>(q, tile.q_stride, bias, tile.q_scale + first, keys + (i - from), size, out + 16 * i,
+                    keys[i - from]);
 }
 
 template <class T, int R>
-static void mix_rows(const Tile& tile, const Seen<T>& seen, const Seen<T>& next, std::int64_t padded, int first, int from,
-                     int to) {
+static void mix_rows(const Tile& tile, const T* const* runs, const T* const* next, int last, std::int64_t padded,
+                     int first, int from, int to) {
     typedef Rows<T> Kind;
     const std::int32_t* bias = tile.weight_bias + first * Kind::PARTS;
     const float* scale = tile.weight_scale + first;
@@ -274,26 +277,21 @@ static void mix_rows(const Tile& tile, const Seen<T>& seen, const Seen<T>& next,
     weights += 16 * from;
     float* out = tile.part + first * padded;
     const T *values[SPLIT / 16], *soon[SPLIT / 16];
-    const bool ahead = tile.rows <= FEW && to <= next.runs;
-    const int last = to == seen.runs ? seen.last : 16;
     std::int64_t c = 0;
     const auto shift = [&] {
-        for (int i = from; i < to; ++i) {
-            values[i - from] = seen.values[i] + c * (Kind::PARTS == 2 ? 4 : 1);
-            soon[i - from] = ahead ? next.keys[i] + c * (Kind::PARTS == 2 ? 4 : 1) : nullptr;
+        for (int i = 0; i < to - from; ++i) {
+            values[i] = runs[i] + c * (Kind::PARTS == 2 ? 4 : 1);
+            if (next != nullptr) soon[i] = next[i] + c * (Kind::PARTS == 2 ? 4 : 1);
         }
+        return next == nullptr ? nullptr : soon;
     };
-    for (; c + 16 * ABREAST <= padded; c += 16 * ABREAST) {
-        shift();
-        mix<R, ABREAST>(weights, bias, scale, values, to - from, last, padded, out + c, padded, ahead ? soon : nullptr);
-    }
-    for (; c < padded; c += 16) {
-        shift();
-        mix<R, 1>(weights, bias, scale, values, to - from, last, padded, out + c, padded, ahead ? soon : nullptr);
-    }
+    for (; c + 16 * ABREAST <= padded; c += 16 * ABREAST)
+        mix<R, ABREAST>(weights, bias, scale, values, to - from, last, padded, out + c, padded, shift());
+    for (; c < padded; c += 16)
+        mix<R, 1>(weights, bias, scale, values, to - from, last, padded, out + c, padded, shift());
 }
 
-// Calls step<R>(first row) for the rows in groups of nearly equal size, MOST at most.
+// Makes call(R), R a constant, for groups of rows of nearly equal size, MOST at most; `first` is a group's first row.
 #define ATTAR_FOR_ROW_GROUPS(call)                                             \
     for (int first = 0, groups = (tile.rows + Rows<T>::MOST - 1) / Rows<T>::MOST; groups > 0; --groups) { \
         const int count = (tile.rows - first + groups - 1) / groups;           \
@@ -307,6 +305,32 @@ static void mix_rows(const Tile& tile, const Seen<T>& seen, const Seen<T>& next,
         }                                                                      \
         first += count;                                                        \
     }
+
+// Runs from .. to, at `keys`, against all rows of the tile.
+template <class T>
+static void score_runs(const Tile& tile, const T* const* keys, std::int64_t size, int from, int to) {
+#define ATTAR_CALL(R) score_rows<T, R>(tile, keys, size, first, from, to)
+    ATTAR_FOR_ROW_GROUPS(ATTAR_CALL)
+#undef ATTAR_CALL
+}
+template <class T>
+static void mix_runs(const Tile& tile, const T* const* values, const T* const* next, int last, std::int64_t padded,
+                     int from, int to) {
+#define ATTAR_CALL(R) mix_rows<T, R>(tile, values, next, last, padded, first, from, to)
+    ATTAR_FOR_ROW_GROUPS(ATTAR_CALL)
+#undef ATTAR_CALL
+}
+
+// Four runs at most as floats, for many rows: each would convert them again.
+static const float* const* widen(const Bfloat16* const* runs, int count, std::int64_t size, const Tile& tile,
+                                 const float** wide) {
+    for (int i = 0; i < count; ++i) {
+        float* to = tile.wide + i * size;
+        for (std::int64_t at = 0; at < size; at += 16) store(to + at, load_as_floats(runs[i] + at));
+        wide[i] = to;
+    }
+    return wide;
+}
 
 template <class T>
 ATTAR_INLINE const T* run_of(const void* pages, std::int64_t block, std::int64_t head, std::int64_t run,
@@ -366,11 +390,29 @@ static void look(const Attention& what, const Pages& pages, const Sizes& sizes, 
     }
 }
 
-// Scores [runs * 16] of one row, as they come from the micro-kernel, to what the softmax takes: HIDDEN where the row does
-// not see the slot. Returns whether it sees any. `top` is the greatest score, `broken` NaN where one was not finite, or 0.
+// The share of a run's value lines that one of a row's three loops asks for, where it asks for any.
+struct Share {
+    std::int64_t from = 0, to = 0;
+
+    __attribute__((always_inline)) void ask(const void* run, int i) const {
+        if (i % 2 == 0)
+            for (std::int64_t at = from; at < to; at += 64) ask_for(run, at);
+    }
+};
 template <class T>
-static bool hide(const Attention& what, const Tile& tile, const Seen<T>& seen, int row, float* scores, float* top,
-                 float* broken) {
+ATTAR_INLINE Share share(const Tile& tile, const Sizes& sizes, int row, int loop) {
+    if (tile.rows > FEW) return {};
+    const std::int64_t lines = sizes.value_run * static_cast<std::int64_t>(sizeof(T)) / 64;
+    const std::int64_t part = 3 * row + loop, parts = 3 * tile.rows;
+    return {lines * part / parts * 64, lines * (part + 1) / parts * 64};
+}
+
+// Scores [runs * 16] of one row, as they come from the micro-kernel, to what the softmax takes: HIDDEN where the row
+// does not see the slot. Returns whether it sees any. `top` is the greatest score, `broken` NaN where one was not
+// finite, or 0.
+template <class T>
+static bool hide(const Attention& what, const Tile& tile, const Seen<T>& seen, Share share, int row, float* scores,
+                 float* top, float* broken) {
     const std::int64_t query = tile.first_pair + row, t = query / tile.heads_each;
     const std::int32_t at = what.positions[tile.first_row + t];
     const Ints newest = all(at), oldest = all(oldest_seen(at, what.window));
@@ -379,6 +421,7 @@ static bool hide(const Attention& what, const Tile& tile, const Seen<T>& seen, i
     Floats most = all(HIDDEN), wrong = all(0.0f);
     bool sees = false;
     for (int i = 0; i < seen.runs; ++i) {
+        share.ask(seen.values[i], i);
         Floats x = load(scores + 16 * i);
         if constexpr (Rows<T>::PARTS == 2) x = x * load(seen.key_scales[i]);
         if (what.soft_cap != 0.0f) x = all(what.soft_cap) * tanh(x / all(what.soft_cap));
@@ -408,9 +451,11 @@ static bool hide(const Attention& what, const Tile& tile, const Seen<T>& seen, i
 }
 
 // Scores of one row to exp(score - top); returns their sum.
-ATTAR_INLINE float exponentials(float* scores, int runs, float top) {
+template <class T>
+ATTAR_INLINE float exponentials(const Seen<T>& seen, Share share, float* scores, float top) {
     Floats total = all(0.0f);
-    for (int i = 0; i < runs; ++i) {
+    for (int i = 0; i < seen.runs; ++i) {
+        share.ask(seen.values[i], i);
         const Floats x = exp(load(scores + 16 * i) - all(top));
         store(scores + 16 * i, x);
         total = total + x;
@@ -419,9 +464,11 @@ ATTAR_INLINE float exponentials(float* scores, int runs, float top) {
 }
 
 // The value's scale goes into the weight, and the weights of a row into two bytes.
-static void weights_to_bytes(const Tile& tile, const Seen<std::int8_t>& seen, int row, float* weights) {
+static void weights_to_bytes(const Tile& tile, const Seen<std::int8_t>& seen, Share share, int row,
+                             float* weights) {
     Floats most = all(0.0f), broken = all(0.0f);
     for (int i = 0; i < seen.runs; ++i) {
+        share.ask(seen.values[i], i);
         const Floats x = load(weights + 16 * i);
         const Floats scaled = select(is_positive(x), x * load(seen.value_scales[i]), all(0.0f));
         store(weights + 16 * i, scaled);
@@ -466,8 +513,8 @@ static void take_queries(const Attention& what, const Sizes& sizes, Tile& tile) 
     }
 }
 
-// All rows' scores with the runs of a split. Few rows wait for memory, which is read line after line if one run is taken
-// at a time; many rows are to keep the multipliers busy.
+// All rows' scores with the runs of a split. Few rows wait for memory, which is read line after line if one run is
+// taken at a time; many rows are to keep the multipliers busy.
 template <class T>
 static void score_split(const Sizes& sizes, const Tile& tile, const Seen<T>& seen) {
     if (tile.rows <= FEW) {
@@ -475,7 +522,7 @@ static void score_split(const Sizes& sizes, const Tile& tile, const Seen<T>& see
 #define ATTAR_CALL(R) \
     if (tile.rows == R) \
     score<R, 1>(static_cast<const typename Rows<T>::Element*>(tile.q), tile.q_stride, tile.q_bias, tile.q_scale, \
-                seen.keys + run, sizes.head_dim, tile.scores + 16 * run, seen.values[run])
+                seen.keys + run, sizes.head_dim, tile.scores + 16 * run, run % 2 ? seen.values[run] : seen.keys[run])
             ATTAR_CALL(1);
             ATTAR_CALL(2);
             ATTAR_CALL(3);
@@ -490,9 +537,15 @@ static void score_split(const Sizes& sizes, const Tile& tile, const Seen<T>& see
     }
     for (int from = 0; from < seen.runs; from += 4) {  // 64 slots at a time stay in the first cache
         const int to = from + 4 < seen.runs ? from + 4 : seen.runs;
-#define ATTAR_CALL(R) score_rows<T, R>(tile, seen, sizes.head_dim, first, from, to)
-        ATTAR_FOR_ROW_GROUPS(ATTAR_CALL)
-#undef ATTAR_CALL
+        if constexpr (sizeof(T) == 2) {
+            const float* wide[4];
+            if (tile.rows > FEW) {
+                const float* const* keys = widen(seen.keys + from, to - from, sizes.key_run, tile, wide);
+                score_runs(tile, keys, sizes.head_dim, from, to);
+                continue;
+            }
+        }
+        score_runs(tile, seen.keys + from, sizes.head_dim, from, to);
     }
 }
 
@@ -527,18 +580,26 @@ static void attend(const Attention& what, const Pages& pages, const Sizes& sizes
         for (int row = 0; row < tile.rows; ++row) {
             float* scores = tile.scores + row * STRIDE;
             float broken;
-            const bool sees = hide(what, tile, seen, row, scores, m + row, &broken);
-            l[row] = exponentials(scores, seen.runs, sees ? m[row] : 0.0f) + broken;
+            const bool sees = hide(what, tile, seen, share<T>(tile, sizes, row, 0), row, scores, m + row, &broken);
+            l[row] = exponentials(seen, share<T>(tile, sizes, row, 1), scores, sees ? m[row] : 0.0f) + broken;
             if (!sees) m[row] = -INFINITY;
-            if constexpr (Rows<T>::PARTS == 2) weights_to_bytes(tile, seen, row, scores);
+            if constexpr (Rows<T>::PARTS == 2) weights_to_bytes(tile, seen, share<T>(tile, sizes, row, 2), row, scores);
         }
         std::memset(tile.part, 0, sizeof(float) * tile.rows * sizes.padded);
         const int step = Rows<T>::PARTS == 2 ? SPLIT / 16 : 4;  // floats: 64 slots at a time stay in the first cache
         for (int run = 0; run < seen.runs; run += step) {
             const int end = run + step < seen.runs ? run + step : seen.runs;
-#define ATTAR_CALL(R) mix_rows<T, R>(tile, seen, next, sizes.padded, first, run, end)
-            ATTAR_FOR_ROW_GROUPS(ATTAR_CALL)
-#undef ATTAR_CALL
+            const int last = end == seen.runs ? seen.last : 16;
+            if constexpr (sizeof(T) == 2) {
+                const float* wide[4];
+                if (tile.rows > FEW) {
+                    const float* const* values = widen(seen.values + run, end - run, sizes.value_run, tile, wide);
+                    mix_runs<float>(tile, values, nullptr, last, sizes.padded, run, end);
+                    continue;
+                }
+            }
+            const bool ahead = tile.rows <= FEW && end <= next.runs;
+            mix_runs<T>(tile, seen.values + run, ahead ? next.keys + run : nullptr, last, sizes.padded, run, end);
         }
         for (int row = 0; row < tile.rows; ++row) {
             const float* o = tile.part + row * sizes.padded;
@@ -602,8 +663,8 @@ static void add_mass(const Attention& what, const Pages& pages, const Sizes& siz
         const float* end = ends + 2 * ((tile.first_row + t) * what.heads + tile.head * tile.heads_each + h);
         float* scores = tile.scores + row * STRIDE;
         float top, broken;
-        if (!hide(what, tile, seen, row, scores, &top, &broken)) continue;
-        exponentials(scores, seen.runs, end[0]);
+        if (!hide(what, tile, seen, {}, row, scores, &top, &broken)) continue;
+        exponentials(seen, {}, scores, end[0]);
         for (int i = 0; i < seen.runs; ++i) {
             float* to = mass + seen.index[i];
             store(to, load(to) + load(scores + 16 * i) / all(end[1]));

@@ -64,6 +64,7 @@ class Scratch {
 
 thread_local Scratch of_thread;   // of the thread that works on a panel
 thread_local Scratch of_caller;   // of the thread that calls: what all threads of the call share
+thread_local Scratch of_gate;     // of the thread that calls: outputs before they are gated
 
 constexpr std::int64_t CHUNK_BYTES = std::int64_t{1} << 20;  // of int8 rows that share an unpacked panel
 constexpr std::int64_t LARGEST_CHUNK = 512;                  // rows
@@ -117,8 +118,8 @@ QuantizedRows quantize(const Factors& factors, const float* x, std::int64_t rows
     out.group = factors.activation_group;
     out.scales_a_row = out.group ? (columns + out.group - 1) / out.group : 1;
     out.part = out.group ? std::min(out.group, first.group) : first.group, out.parts = (out.group ? columns : first.padded) / out.part;
-    const std::int64_t padded_rows = (rows + tile - 1) / tile * tile;
-    out.codes = reinterpret_cast<std::int8_t*>(of_caller.at(0, padded_rows * out.steps * 64));
+    out.tiles = (rows + tile - 1) / tile;
+    out.codes = reinterpret_cast<std::int8_t*>(of_caller.at(0, out.steps * out.step_bytes()));
     out.scales = reinterpret_cast<float*>(of_caller.at(1, rows * out.scales_a_row * 4));
     out.sums = reinterpret_cast<std::int32_t*>(of_caller.at(2, rows * out.parts * 4));
     const auto into = ATTAR_PICK(level, quantize_into);
@@ -153,6 +154,12 @@ void Factors::check() const {
         if (m.group != first.group || m.padded != first.padded)
             throw std::invalid_argument("integer products of one call have weights of the same groups");
     }
+    if (gate) {
+        const Matrix &a = first, &b = *factors.back().matrix;
+        if (factors.size() != 2 || a.rows != b.rows || width != a.rows || factors.back().offset != 0 ||
+            a.number != b.number || a.bits != b.bits || a.group != b.group)
+            throw std::invalid_argument("gated products take two weights of one shape and form");
+    }
     const std::int64_t g = activation_group;
     if (g < 0 || (g && (!integer || g % RUN || columns % g || (g % first.group && first.group % g))))
         throw std::invalid_argument("a group of activations is a multiple of 32 columns that divides or is divided by the weights'");
@@ -164,6 +171,13 @@ void linear(const Factors& factors, const float* x, std::int64_t rows, float* ou
     if (rows < 0 || rows > MOST / std::max(factors.columns, factors.width))
         throw std::invalid_argument("impossible number of rows");
     if (rows == 0) return;
+    if (factors.gate && (!factors.integer || rows < many_rows(level))) {  // little to win by doing it in one
+        Factors plain = factors;
+        plain.gate = nullptr, plain.width = 2 * factors.width, plain.factors.back().offset = factors.width;
+        auto* wide = reinterpret_cast<float*>(of_gate.at(0, rows * plain.width * 4));
+        linear(plain, x, rows, wide, level);
+        return activate(*factors.gate, true, wide, rows, factors.width, out, level);
+    }
     const std::int64_t width = factors.width;
     const bool parallel = rows * factors.columns * width >= SERIAL_BELOW * 8;
     if (factors.integer && rows < many_rows(level)) {
@@ -183,8 +197,9 @@ void linear(const Factors& factors, const float* x, std::int64_t rows, float* ou
         }
         return;
     }
-    const std::int64_t panels = count(factors, PANEL);
     if (factors.integer) {
+        const std::int64_t unit = factors.gate ? PANEL / 2 : PANEL;
+        const std::int64_t panels = factors.gate ? count(factors, unit) / 2 : count(factors, unit);
         const QuantizedRows quantized = quantize(factors, x, rows, level);
         const auto many = ATTAR_PICK(level, integer_many);
         const std::int64_t fit = CHUNK_BYTES / (quantized.steps * 64) / 32 * 32;
@@ -192,12 +207,13 @@ void linear(const Factors& factors, const float* x, std::int64_t rows, float* ou
         const std::int64_t chunks = (rows + chunk - 1) / chunk;
 #pragma omp parallel for schedule(dynamic, 1) if (parallel)
         for (std::int64_t item = 0; item < chunks * panels; ++item) {
-            const Place place = find(factors, item % panels, PANEL);
+            const Place place = find(factors, item % panels, unit);
             const std::int64_t row = item / panels * chunk;
-            many(*place.factor, quantized, row, std::min(chunk, rows - row), place.block, out, width, of_thread);
+            many(factors, *place.factor, quantized, row, std::min(chunk, rows - row), place.block, out, of_thread);
         }
         return;
     }
+    const std::int64_t panels = count(factors, PANEL);
     const auto panel = ATTAR_PICK(level, float_panel);
     if (factors.order || factors.divisor) {
         auto* room = reinterpret_cast<float*>(of_caller.at(0, rows * factors.columns * 4));

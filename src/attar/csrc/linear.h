@@ -7,14 +7,15 @@
 
 #include "cpu.h"
 #include "matrix.h"
+#include "rows.h"
 
 namespace attar {
 
-// Rows quantized to int8, in tiles of `tile` rows (16, or all rows where they are fewer): step s of 64 columns of tile t
-// is `tile` times 64 bytes at ((t * steps) + s) * tile * 64, so that a tile of 16 is what one AMX load takes. Columns past
-// the last are zero; what rows past the last hold does not matter.
+// Rows quantized to int8, in tiles of `tile` rows (16, or all rows where they are fewer) by 64 columns: tile t of step s
+// is `tile` times 64 bytes at (s * tiles + t) * tile * 64. A tile of 16 is what one AMX load takes, and what a panel of
+// weights meets next lies next. Columns past the last are zero; what rows past the last hold does not matter.
 struct QuantizedRows {
-    std::int64_t rows, columns, steps, tile;
+    std::int64_t rows, columns, steps, tile, tiles;
     std::int64_t group;         // columns that share a scale; 0: the whole row
     std::int64_t scales_a_row;  // 1, or columns / group
     std::int64_t part, parts;   // columns that share both an activation's and a weight's scale; of those a row
@@ -23,8 +24,9 @@ struct QuantizedRows {
     std::int32_t* sums;  // [rows, parts]: of codes
 
     std::int8_t* at(std::int64_t row, std::int64_t step) const {
-        return codes + (row / tile * steps + step) * tile * 64 + row % tile * 64;
+        return codes + (step * tiles + row / tile) * tile * 64 + row % tile * 64;
     }
+    std::int64_t step_bytes() const { return tiles * tile * 64; }
 };
 
 // One of the weights that multiply the same rows: its columns of the output begin at `offset`.
@@ -46,6 +48,9 @@ struct Factors {
     float fixed_scale = 0;                // of a static scheme; 0: the scale comes from the row
     const std::int64_t* order = nullptr;  // [columns]: x[order[i]] is column i, or null
     const float* divisor = nullptr;       // [columns], or null
+
+    // Two weights (a, b) of one shape and form whose outputs become act(a) * b: `width` is then the rows of one.
+    std::shared_ptr<const Activation> gate;
 
     // Throws std::invalid_argument where the weights do not share columns, groups and what else a call needs.
     void check() const;

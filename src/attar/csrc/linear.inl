@@ -1,5 +1,7 @@
 // Kernels of linear.cpp. The order of float operations is the same in all of them: see "Order" there.
 
+#include "activations.inl"
+
 // ---- unpacking: a run of 32 columns to eight vectors of four columns each
 
 template <int BITS>
@@ -60,19 +62,29 @@ ATTAR_INLINE Ints multiply4(Ints acc, Ints codes, std::int32_t x) {
     return BITS == 8 ? dot4_wide(acc, codes, x) : dot4(acc, codes, x);
 }
 
-// What ends every path: the scale of a row, its bias, and the lanes that exist.
-ATTAR_INLINE void finish(Floats acc, const Factor& factor, std::int64_t block, const float* row_scale, float* out) {
+// What ends every path: the scale of a row, and the bias.
+ATTAR_INLINE Floats finished(Floats acc, const Factor& factor, std::int64_t block, const float* row_scale) {
     if (row_scale) acc = acc * all(*row_scale);
+    if (!factor.bias) return acc;
+    const std::int64_t first = block * LANES, lanes = factor.matrix->rows - first;
+    if (lanes >= LANES) return acc + load(factor.bias + first);
+    float bias[16] = {};
+    std::memcpy(bias, factor.bias + first, static_cast<std::size_t>(lanes) * 4);
+    return acc + load(bias);
+}
+
+// The lanes of a block that exist, to their columns of a row of the output.
+ATTAR_INLINE void put(Floats value, const Factor& factor, std::int64_t block, float* out) {
     const std::int64_t first = block * LANES, lanes = factor.matrix->rows - first;
     out += factor.offset + first;
-    if (lanes >= LANES) {
-        if (factor.bias) acc = acc + load(factor.bias + first);
-        store(out, acc);
-        return;
-    }
-    float lane[16];
-    store(lane, acc);
-    for (std::int64_t i = 0; i < lanes; ++i) out[i] = factor.bias ? lane[i] + factor.bias[first + i] : lane[i];
+    if (lanes >= LANES)
+        store(out, value);
+    else
+        std::memcpy(out, &value, static_cast<std::size_t>(lanes) * 4);
+}
+
+ATTAR_INLINE void finish(Floats acc, const Factor& factor, std::int64_t block, const float* row_scale, float* out) {
+    put(finished(acc, factor, block, row_scale), factor, block, out);
 }
 
 // ---- integer products, few rows: codes are unpacked in registers
@@ -81,7 +93,7 @@ template <int BITS, int ROWS>
 static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64_t row, std::int64_t first,
                         std::int64_t last, float* out, std::int64_t width) {
     const Matrix& m = *factor.matrix;
-    const std::int64_t runs = x.part / RUN, per_weight = m.group / x.part, step_bytes = x.tile * 64;
+    const std::int64_t runs = x.part / RUN, per_weight = m.group / x.part, step_bytes = x.step_bytes();
     const std::int64_t per_activation = x.group ? x.group / x.part : 1;
     const std::int8_t* base[ROWS];
     for (int r = 0; r < ROWS; ++r) base[r] = x.at(row + r, 0);
@@ -155,14 +167,23 @@ ATTAR_INLINE Ints zero_of(const Matrix& m, std::int64_t block, std::int64_t grou
     return m.zeros ? zeros_at(m, block, group) : all(m.middle());
 }
 
-// Columns [from, from + columns) of `blocks` blocks from `first` on, [block][columns / 4][64 bytes].
+// Up to four blocks of one matrix, or of two that are gated: two of each then.
+struct Panel {
+    const Factor* factor[4];
+    std::int64_t block[4];
+    std::int64_t blocks;
+
+    const Matrix& matrix(std::int64_t b) const { return *factor[b]->matrix; }
+};
+
+// Columns [from, from + columns) of the blocks of a panel, [block][columns / 4][64 bytes].
 template <int BITS>
-static void unpack_panel_of(const Matrix& m, std::int64_t first, std::int64_t blocks, std::int64_t from,
-                            std::int64_t columns, std::uint8_t* out) {
-    for (std::int64_t b = 0; b < blocks; ++b) {
-        const std::uint8_t* codes = m.block(first + b) + from / RUN * 64 * BITS;
+static void unpack_panel_of(const Panel& panel, std::int64_t from, std::int64_t columns, std::uint8_t* out) {
+    for (std::int64_t b = 0; b < panel.blocks; ++b) {
+        const Matrix& m = panel.matrix(b);
+        const std::uint8_t* codes = m.block(panel.block[b]) + from / RUN * 64 * BITS;
         for (std::int64_t k = from; k < from + columns;) {
-            const Ints zero = zero_of(m, first + b, k / m.group) * all(0x01010101);
+            const Ints zero = zero_of(m, panel.block[b], k / m.group) * all(0x01010101);
             for (const std::int64_t end = std::min(from + columns, (k / m.group + 1) * m.group); k < end; k += RUN) {
                 Ints v[8];
                 unpack_run<BITS>(codes, v);
@@ -175,24 +196,22 @@ static void unpack_panel_of(const Matrix& m, std::int64_t first, std::int64_t bl
     }
 }
 
-static void unpack_panel(const Matrix& m, std::int64_t first, std::int64_t blocks, std::int64_t from,
-                         std::int64_t columns, std::uint8_t* out) {
-    switch (m.bits) {
-        case 2: return unpack_panel_of<2>(m, first, blocks, from, columns, out);
-        case 3: return unpack_panel_of<3>(m, first, blocks, from, columns, out);
-        case 4: return unpack_panel_of<4>(m, first, blocks, from, columns, out);
-        case 5: return unpack_panel_of<5>(m, first, blocks, from, columns, out);
-        case 6: return unpack_panel_of<6>(m, first, blocks, from, columns, out);
-        default: return unpack_panel_of<7>(m, first, blocks, from, columns, out);
+static void unpack_panel(const Panel& panel, std::int64_t from, std::int64_t columns, std::uint8_t* out) {
+    switch (panel.matrix(0).bits) {
+        case 2: return unpack_panel_of<2>(panel, from, columns, out);
+        case 3: return unpack_panel_of<3>(panel, from, columns, out);
+        case 4: return unpack_panel_of<4>(panel, from, columns, out);
+        case 5: return unpack_panel_of<5>(panel, from, columns, out);
+        case 6: return unpack_panel_of<6>(panel, from, columns, out);
+        default: return unpack_panel_of<7>(panel, from, columns, out);
     }
 }
 
 // One part of the columns of one panel: `add_part` adds its products with rows row .. row + rows - 1 (a multiple of the
 // tile to begin with) to `total` [rows, 64].
 struct Part {
-    const Matrix& matrix;
+    const Panel& panel;
     const QuantizedRows& x;
-    std::int64_t block, blocks;    // the panel: its first block, and how many
     std::int64_t index;            // of the part
     std::int64_t group;            // of weights, that it lies in
     const std::uint8_t* codes[4];  // of each block of the panel
@@ -215,13 +234,13 @@ ATTAR_INLINE void add_sums_of(const std::int32_t* sums, std::int64_t rows, Float
 static void add_sums(const Part& p, const std::int32_t* sums, std::int64_t row, std::int64_t rows, std::int64_t block,
                      float* total) {
     const QuantizedRows& x = p.x;
-    const Floats scale = scales_at(p.matrix, p.block + block, p.group);
-    const Ints zero = zero_of(p.matrix, p.block + block, p.group);
+    const Floats scale = scales_at(p.panel.matrix(block), p.panel.block[block], p.group);
+    const Ints zero = zero_of(p.panel.matrix(block), p.panel.block[block], p.group);
     const std::int32_t* row_sums = x.sums + row * x.parts + p.index;
     const float* row_scales = x.group ? x.scales + row * x.scales_a_row + p.index * x.part / x.group : nullptr;
     total += block * LANES;
     const std::int64_t parts = x.parts, apart = x.scales_a_row;
-    const bool subtracted = SIGNED && p.matrix.bits < 8;
+    const bool subtracted = SIGNED && p.panel.matrix(0).bits < 8;
     if (subtracted && !row_scales && rows == 16)
         add_sums_of<false, false>(sums, 16, scale, zero, row_sums, parts, row_scales, apart, total);
     else if (subtracted && !row_scales)
@@ -268,69 +287,81 @@ static void begin_tiles(std::int64_t rows, std::int64_t columns) {
 }
 static void end_tiles() { __asm__ volatile("tilerelease" ::); }
 
-// Two tiles of rows by two blocks at a time. Their sums are scaled while the next four tiles are being multiplied.
-template <bool UNSIGNED>
+// Two tiles of rows by two blocks at a time. The sums of one such quadruple are scaled while the tiles of the next are
+// being multiplied, a tile of sums after each of its first products: the two have execution units of their own.
+// PLAIN: the zero points are off the codes already and a row has one scale, which is left to the end.
+template <bool UNSIGNED, bool PLAIN>
 static void add_part_of(const Part& p, std::int64_t row, std::int64_t rows, float* total) {
     alignas(64) std::int32_t sums[2][4][256];
     const QuantizedRows& x = p.x;
-    const std::int64_t columns = x.part % 64 ? 32 : 64, steps = x.part / columns, tile_rows = x.tile;
-    const std::int64_t tile_bytes = tile_rows * 64, start = p.index * x.part, last = (row + rows + tile_rows - 1) / tile_rows;
-    const std::int64_t end = row + rows;
-    struct {
-        std::int64_t tile, block;
-        bool two_tiles, two_blocks;
-    } before{-1, 0, false, false};
+    const std::int64_t columns = x.part % 64 ? 32 : 64, steps = x.part / columns, height = x.tile;
+    const std::int64_t tile_bytes = height * 64, step_bytes = x.step_bytes(), start = p.index * x.part;
+    const std::int64_t last = (row + rows + height - 1) / height, end = row + rows, blocks = p.panel.blocks;
+    Floats scale[4];
+    for (std::int64_t b = 0; b < blocks; ++b) scale[b] = scales_at(p.panel.matrix(b), p.panel.block[b], p.group);
+    std::int64_t tile_before = -1, block_before = 0, tiles_before = 0, blocks_before = 0;
     int buffer = 0;
-    const auto scale = [&](int from) {
-        const std::int64_t first = before.tile * tile_rows;
-        for (int t = 0; t <= before.two_tiles; ++t)
-            for (int b = 0; b <= before.two_blocks; ++b) {
-                const std::int64_t at = first + t * tile_rows;
-                add_sums(p, sums[from][2 * t + b], at, std::min(tile_rows, end - at), before.block + b,
-                         total + (at - row) * 64);
-            }
+    const auto scale_one = [&](int which, const std::int32_t(*from)[256]) __attribute__((always_inline)) {
+        const int t = which / 2, b = which % 2;
+        if (t >= tiles_before || b >= blocks_before) return;
+        const std::int64_t at = (tile_before + t) * height, block = block_before + b;
+        if (!PLAIN) {
+            add_sums(p, from[which], at, std::min(height, end - at), block, total + (at - row) * 64);
+            return;
+        }
+        const std::int32_t* sum = from[which];
+        float* to = total + (at - row) * 64 + block * LANES;
+        const Floats by = scale[block];
+#pragma GCC unroll 4
+        for (std::int64_t r = 0; r < height; ++r, sum += LANES, to += 64)
+            store(to, fma(to_floats(load_bytes(sum)), by, load(to)));
     };
-    for (std::int64_t tile = row / tile_rows; tile < last; tile += 2) {
+    for (std::int64_t tile = row / height; tile < last; tile += 2) {
         const bool two_tiles = tile + 1 < last;
-        for (std::int64_t b = 0; b < p.blocks; b += 2) {
-            const bool two_blocks = b + 1 < p.blocks;
+        for (std::int64_t b = 0; b < blocks; b += 2) {
+            const bool two_blocks = b + 1 < blocks;
+            const auto* before = sums[1 - buffer];
             ATTAR_TILE_ZERO(0);
             ATTAR_TILE_ZERO(1);
             ATTAR_TILE_ZERO(2);
             ATTAR_TILE_ZERO(3);
-            for (std::int64_t s = 0; s < steps; ++s) {
-                const std::int64_t column = start + s * columns;
-                const std::int8_t* from = x.codes + (tile * x.steps + column / 64) * tile_bytes + column % 64;
+            std::int64_t column = start;
+            for (std::int64_t s = 0; s < steps; ++s, column += columns) {
+                const std::int8_t* from = x.codes + column / 64 * step_bytes + tile * tile_bytes + column % 64;
                 ATTAR_TILE_LOAD(6, p.codes[b] + s * columns * LANES);
                 ATTAR_TILE_LOAD(4, from);
                 ATTAR_TILE_MULTIPLY(0, 4, 6);
+                if (s < 2) scale_one(static_cast<int>(2 * s), before);
                 if (two_blocks) {
                     ATTAR_TILE_LOAD(7, p.codes[b + 1] + s * columns * LANES);
                     ATTAR_TILE_MULTIPLY(1, 4, 7);
                 }
                 if (two_tiles) {
-                    ATTAR_TILE_LOAD(5, from + x.steps * tile_bytes);
+                    ATTAR_TILE_LOAD(5, from + tile_bytes);
                     ATTAR_TILE_MULTIPLY(2, 5, 6);
-                    if (two_blocks) ATTAR_TILE_MULTIPLY(3, 5, 7);
                 }
+                if (s < 2) scale_one(static_cast<int>(2 * s + 1), before);
+                if (two_tiles && two_blocks) ATTAR_TILE_MULTIPLY(3, 5, 7);
             }
-            if (before.tile >= 0) scale(1 - buffer);
+            for (int which = steps < 2 ? 2 : 4; which < 4; ++which) scale_one(which, before);
             ATTAR_TILE_STORE(0, sums[buffer][0]);
             if (two_blocks) ATTAR_TILE_STORE(1, sums[buffer][1]);
             if (two_tiles) ATTAR_TILE_STORE(2, sums[buffer][2]);
             if (two_tiles && two_blocks) ATTAR_TILE_STORE(3, sums[buffer][3]);
-            before = {tile, b, two_tiles, two_blocks};
+            tile_before = tile, block_before = b, tiles_before = 1 + two_tiles, blocks_before = 1 + two_blocks;
             buffer = 1 - buffer;
         }
     }
-    scale(1 - buffer);
+    for (int which = 0; which < 4; ++which) scale_one(which, sums[1 - buffer]);
 }
 
 static void add_part(const Part& p, std::int64_t row, std::int64_t rows, float* total) {
-    if (p.matrix.bits == 8)
-        add_part_of<true>(p, row, rows, total);
+    if (p.panel.matrix(0).bits == 8)
+        add_part_of<true, false>(p, row, rows, total);
+    else if (p.x.group)
+        add_part_of<false, false>(p, row, rows, total);
     else
-        add_part_of<false>(p, row, rows, total);
+        add_part_of<false, true>(p, row, rows, total);
 }
 
 #else
@@ -341,7 +372,7 @@ static void end_tiles() {}
 template <bool WIDE, int ROWS>
 static void add_part_rows(const Part& p, std::int64_t row, float* total) {
     const QuantizedRows& x = p.x;
-    const std::int64_t start = p.index * x.part, step_bytes = x.tile * 64;
+    const std::int64_t start = p.index * x.part, step_bytes = x.step_bytes();
     Ints acc[ROWS][4];
     const std::int8_t* base[ROWS];
     for (int r = 0; r < ROWS; ++r) {
@@ -349,7 +380,7 @@ static void add_part_rows(const Part& p, std::int64_t row, float* total) {
         for (int b = 0; b < 4; ++b) acc[r][b] = all(0);
     }
     const std::uint8_t* codes[4];
-    for (int b = 0; b < 4; ++b) codes[b] = p.codes[b < p.blocks ? b : 0];
+    for (int b = 0; b < 4; ++b) codes[b] = p.codes[b < p.panel.blocks ? b : 0];
     for (std::int64_t k = 0; k < x.part; k += 4) {
         const std::int64_t column = start + k, offset = column / 64 * step_bytes + column % 64;
         Ints v[4];
@@ -363,7 +394,7 @@ static void add_part_rows(const Part& p, std::int64_t row, float* total) {
         }
     }
     std::int32_t sums[ROWS * LANES];
-    for (std::int64_t b = 0; b < p.blocks; ++b) {
+    for (std::int64_t b = 0; b < p.panel.blocks; ++b) {
         for (int r = 0; r < ROWS; ++r) store_bytes(sums + r * LANES, acc[r][b]);
         add_sums(p, sums, row, ROWS, b, total);
     }
@@ -371,7 +402,7 @@ static void add_part_rows(const Part& p, std::int64_t row, float* total) {
 
 static void add_part(const Part& p, std::int64_t row, std::int64_t rows, float* total) {
     constexpr int ROWS = ATTAR_LEVEL >= ATTAR_AVX512 ? 4 : 1;  // as many as the registers hold
-    const bool wide = p.matrix.bits == 8;
+    const bool wide = p.panel.matrix(0).bits == 8;
     std::int64_t r = 0;
     for (; r + ROWS <= rows; r += ROWS) {
         if (wide)
@@ -389,35 +420,50 @@ static void add_part(const Part& p, std::int64_t row, std::int64_t rows, float* 
 
 #endif
 
-// Rows row .. row + rows - 1 (row a multiple of the tile) of the panel of up to four blocks from `first` on. For more
-// than SHARE rows the panel is unpacked whole, to the second-level cache; sums and one part of it stay in the first.
-static void integer_many(const Factor& factor, const QuantizedRows& x, std::int64_t row, std::int64_t rows,
-                         std::int64_t first, float* out, std::int64_t width, Scratch& scratch) {
+// Rows row .. row + rows - 1 (row a multiple of the tile) of a panel: the first four blocks from `first` on, or, gated,
+// two from there and two of the other matrix. For more than SHARE rows the panel is unpacked whole, to the second-level
+// cache; sums and one part of it stay in the first.
+static void integer_many(const Factors& factors, const Factor& factor, const QuantizedRows& x, std::int64_t row,
+                         std::int64_t rows, std::int64_t first, float* out, Scratch& scratch) {
     constexpr std::int64_t SHARE = 64;
     const Matrix& m = *factor.matrix;
-    const std::int64_t blocks = std::min<std::int64_t>(4, m.blocks() - first), columns = x.part * x.parts;
+    const bool gated = factors.gate != nullptr;
+    const std::int64_t count = std::min<std::int64_t>(gated ? 2 : 4, m.blocks() - first), width = factors.width;
+    Panel panel{};
+    for (int source = 0; source <= gated; ++source)
+        for (std::int64_t b = 0; b < count; ++b, ++panel.blocks) {
+            panel.factor[panel.blocks] = source ? &factors.factors.back() : &factor;
+            panel.block[panel.blocks] = first + b;
+        }
+    const std::int64_t blocks = panel.blocks, columns = x.part * x.parts;
     const bool packed = m.bits < 8, whole = packed && rows > SHARE;
     std::uint8_t* unpacked = packed ? scratch.at(1, 64 * (whole ? columns : x.part)) : nullptr;
     auto* total = reinterpret_cast<float*>(scratch.at(0, SHARE * 64 * 4));
-    if (whole) unpack_panel(m, first, blocks, 0, columns, unpacked);
+    for (std::int64_t from = 0; whole && from < columns; from += x.part)
+        unpack_panel(panel, from, x.part, unpacked + from * 64);
     begin_tiles(x.tile, x.part % 64 ? 32 : 64);
     for (std::int64_t at = row; at < row + rows; at += SHARE) {
-        const std::int64_t count = std::min(SHARE, row + rows - at);
-        std::memset(total, 0, static_cast<std::size_t>(count * 64 * 4));
+        const std::int64_t here = std::min(SHARE, row + rows - at);
+        std::memset(total, 0, static_cast<std::size_t>(here * 64 * 4));
         for (std::int64_t part = 0; part < x.parts; ++part) {
             const std::int64_t from = part * x.part;
-            Part p{m, x, first, blocks, part, from / m.group, {}};
-            if (packed && !whole) unpack_panel(m, first, blocks, from, x.part, unpacked);
+            Part p{panel, x, part, from / m.group, {}};
+            if (packed && !whole) unpack_panel(panel, from, x.part, unpacked);
             for (std::int64_t b = 0; b < blocks; ++b)
-                p.codes[b] = !packed ? m.block(first + b) + from * LANES
-                             : whole ? unpacked + (b * columns + from) * LANES
-                                     : unpacked + b * x.part * LANES;
-            add_part(p, at, count, total);
+                p.codes[b] = packed ? unpacked + (whole ? from * 64 : 0) + b * x.part * LANES
+                                    : panel.matrix(b).block(panel.block[b]) + from * LANES;
+            add_part(p, at, here, total);
         }
-        for (std::int64_t r = 0; r < count; ++r)
-            for (std::int64_t b = 0; b < blocks; ++b)
-                finish(load(total + r * 64 + b * LANES), factor, first + b, x.group ? nullptr : x.scales + at + r,
-                       out + (at + r) * width);
+        for (std::int64_t r = 0; r < here; ++r) {
+            const float* scale = x.group ? nullptr : x.scales + at + r;
+            const auto value = [&](std::int64_t b) __attribute__((always_inline)) {
+                return finished(load(total + r * 64 + b * LANES), *panel.factor[b], panel.block[b], scale);
+            };
+            for (std::int64_t b = 0; b < count; ++b) {
+                const Floats made = gated ? activated(*factors.gate, value(b)) * value(count + b) : value(b);
+                put(made, factor, first + b, out + (at + r) * width);
+            }
+        }
     }
     end_tiles();
 }
@@ -532,7 +578,7 @@ static void float_panel(const Factor& factor, const float* x, std::int64_t strid
 // x [columns] to row `row` of `rows`.
 static void quantize_into(QuantizedRows& rows, std::int64_t row, const float* x, float fixed_scale) {
     const std::int64_t columns = rows.columns, group = rows.group ? rows.group : columns;
-    const std::int64_t step_bytes = rows.tile * 64;
+    const std::int64_t step_bytes = rows.step_bytes();
     std::int8_t* codes = rows.at(row, 0);
     // Zero points are subtracted from padding too: what it multiplies must be zero.
     if (columns % 64) std::memset(rows.at(row, columns / 64) + columns % 64, 0, static_cast<std::size_t>(64 - columns % 64));

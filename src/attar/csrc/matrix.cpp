@@ -60,7 +60,8 @@ void check_shape(std::int64_t rows, std::int64_t columns) {
 void unpack_row(const void* codes, bool plain, std::int64_t row, std::int64_t columns, int bits, std::uint8_t* out) {
     if (plain) {
         const auto* from = static_cast<const std::uint8_t*>(codes) + row * columns;
-        for (std::int64_t c = 0; c < columns; ++c) out[c] = from[c] ^ 0x80;
+        const int middle = 1 << (bits - 1), mask = 2 * middle - 1;
+        for (std::int64_t c = 0; c < columns; ++c) out[c] = static_cast<std::uint8_t>((from[c] + middle) & mask);
         return;
     }
     const std::int64_t words = (columns * bits + 31) / 32;
@@ -124,7 +125,7 @@ std::shared_ptr<Matrix> pack_codes(std::shared_ptr<Arena> arena, const void* cod
                                    std::int64_t columns, int bits, std::int64_t group, const void* scales,
                                    Number scale_number, const std::int8_t* zeros) {
     check_shape(rows, columns);
-    if (bits < 2 || bits > 8 || (plain && bits != 8)) throw std::invalid_argument("codes have 2 to 8 bits, plain ones 8");
+    if (bits < 2 || bits > 8) throw std::invalid_argument("codes have 2 to 8 bits");
     if (scale_number == Number::codes) throw std::invalid_argument("scales are floats");
     auto matrix = std::make_shared<Matrix>();
     const bool whole = group == columns;

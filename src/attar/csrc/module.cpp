@@ -13,8 +13,10 @@
 
 #include "attention.h"
 #include "cpu.h"
+#include "limits.h"
 #include "linear.h"
 #include "matrix.h"
+#include "python.h"
 #include "quantize.h"
 #include "rows.h"
 
@@ -27,7 +29,7 @@ template <class T>
 std::int64_t quantize_rows_int8(std::uintptr_t x, std::int64_t rows, std::int64_t columns, std::uintptr_t codes,
                                 std::uintptr_t scales, const std::string& level) {
     const attar::Level checked = attar::level_of(level);
-    const nb::gil_scoped_release unlocked;
+    const attar::Running kernel;
     return attar::quantize_rows_int8(reinterpret_cast<const T*>(x), rows, columns,
                                      reinterpret_cast<std::int8_t*>(codes), reinterpret_cast<float*>(scales), checked);
 }
@@ -44,74 +46,6 @@ attar::Number number_of(const std::string& name) {
     throw std::invalid_argument("numbers are float32, float16 or bfloat16, not " + name);
 }
 
-using MatrixAndBias = std::tuple<std::shared_ptr<attar::Matrix>, std::uintptr_t>;
-
-std::shared_ptr<attar::Factors> make_factors(const std::vector<MatrixAndBias>& weights, std::int64_t first,
-                                             std::int64_t width, bool integer, std::int64_t activation_group,
-                                             float fixed_scale, std::uintptr_t order, std::uintptr_t divisor) {
-    auto out = std::make_shared<attar::Factors>();
-    std::int64_t offset = first;
-    for (const auto& [matrix, bias] : weights) {
-        out->factors.push_back({matrix, address<float>(bias), offset});
-        out->columns = matrix->columns;
-        offset += matrix->rows;
-    }
-    out->width = width, out->integer = integer, out->activation_group = activation_group;
-    out->fixed_scale = fixed_scale, out->order = address<std::int64_t>(order), out->divisor = address<float>(divisor);
-    out->check();
-    return out;
-}
-
-void bind_linear(nb::module_& module) {
-    nb::class_<attar::Arena>(module, "Arena", "Memory of one model's weights, on huge pages.")
-        .def(nb::init<>())
-        .def_prop_ro("bytes", &attar::Arena::bytes);
-    nb::class_<attar::Matrix>(module, "Matrix", "A weight in kernel layout (docs/numerics.md).")
-        .def_ro("rows", &attar::Matrix::rows)
-        .def_ro("columns", &attar::Matrix::columns)
-        .def_prop_ro("bytes", &attar::Matrix::bytes, "What a product reads: codes, scales and zero points.");
-    nb::class_<attar::Factors>(module, "Factors", "Weights that multiply the same rows in one call.");
-    module.def(
-        "pack_codes",
-        [](std::shared_ptr<attar::Arena> arena, std::uintptr_t codes, bool plain, std::int64_t rows,
-           std::int64_t columns, int bits, std::int64_t group, std::uintptr_t scales, const std::string& scale_number,
-           std::uintptr_t zeros) {
-            const attar::Number number = number_of(scale_number);
-            const nb::gil_scoped_release unlocked;
-            return attar::pack_codes(std::move(arena), address<void>(codes), plain, rows, columns, bits, group,
-                                     address<void>(scales), number, address<std::int8_t>(zeros));
-        },
-        "arena"_a, "codes"_a, "plain"_a, "rows"_a, "columns"_a, "bits"_a, "group"_a, "scales"_a, "scale_number"_a,
-        "zeros"_a);
-    module.def(
-        "pack_dense",
-        [](std::shared_ptr<attar::Arena> arena, std::uintptr_t weights, std::int64_t rows, std::int64_t columns,
-           const std::string& number) {
-            const attar::Number kind = number_of(number);
-            const nb::gil_scoped_release unlocked;
-            return attar::pack_dense(std::move(arena), address<void>(weights), rows, columns, kind);
-        },
-        "arena"_a, "weights"_a, "rows"_a, "columns"_a, "number"_a);
-    module.def("factors", &make_factors, "weights"_a, "first"_a, "width"_a, "integer"_a, "activation_group"_a,
-               "fixed_scale"_a, "order"_a, "divisor"_a);
-    module.def(
-        "linear",
-        [](const attar::Factors& factors, std::uintptr_t x, std::int64_t rows, std::uintptr_t out,
-           const std::string& level) {
-            const attar::Level checked = attar::level_of(level);
-            const nb::gil_scoped_release unlocked;
-            attar::linear(factors, address<float>(x), rows, reinterpret_cast<float*>(out), checked);
-        },
-        "factors"_a, "x"_a, "rows"_a, "out"_a, "level"_a);
-    module.def(
-        "many_rows", [](const std::string& level) { return attar::many_rows(attar::level_of(level)); }, "level"_a,
-        "Rows from which integer products unpack weights to a buffer.");
-    module.def(
-        "set_many_rows",
-        [](const std::string& level, std::int64_t rows) { attar::set_many_rows(attar::level_of(level), rows); },
-        "level"_a, "rows"_a);
-}
-
 attar::Norm norm_of(const std::string& name) {
     if (name == "rms") return attar::Norm::rms;
     if (name == "layer") return attar::Norm::layer;
@@ -124,6 +58,103 @@ attar::Activation activation_of(const std::string& name) {
     if (name == "gelu_tanh") return attar::Activation::gelu_tanh;
     if (name == "relu") return attar::Activation::relu;
     throw std::invalid_argument("activations are silu, gelu, gelu_tanh or relu, not " + name);
+}
+
+void bind_limits(nb::module_& module) {
+    module.def("busy_ns", &attar::Running::total_ns, "Nanoseconds that this process has spent in kernels.");
+    module.def(
+        "read_all",
+        [](const attar::Arena& arena, std::uintptr_t memory, std::int64_t bytes, const std::string& level) {
+            const attar::Level checked = attar::level_of(level);
+            static_cast<void>(arena);
+            const attar::Running kernel;
+            return attar::read_all(address<std::uint8_t>(memory), bytes, checked);
+        },
+        "arena"_a, "memory"_a, "bytes"_a, "level"_a, "Read memory of an arena once, on all threads.");
+    module.def(
+        "multiply_int8",
+        [](std::int64_t rounds, bool tiles, const std::string& level) {
+            const attar::Level checked = attar::level_of(level);
+            const attar::Running kernel;
+            return attar::multiply_int8(rounds, tiles, checked);
+        },
+        "rounds"_a, "tiles"_a, "level"_a, "Operations made.");
+}
+
+using MatrixAndBias = std::tuple<std::shared_ptr<attar::Matrix>, std::uintptr_t>;
+
+std::shared_ptr<attar::Factors> make_factors(const std::vector<MatrixAndBias>& weights, std::int64_t first,
+                                             std::int64_t width, bool integer, std::int64_t activation_group,
+                                             float fixed_scale, std::uintptr_t order, std::uintptr_t divisor,
+                                             const std::string& gate) {
+    auto out = std::make_shared<attar::Factors>();
+    std::int64_t offset = first;
+    for (const auto& [matrix, bias] : weights) {
+        out->factors.push_back({matrix, address<float>(bias), offset});
+        out->columns = matrix->columns;
+        if (gate.empty()) offset += matrix->rows;
+    }
+    if (!gate.empty()) out->gate = std::make_shared<const attar::Activation>(activation_of(gate));
+    out->width = width, out->integer = integer, out->activation_group = activation_group;
+    out->fixed_scale = fixed_scale, out->order = address<std::int64_t>(order), out->divisor = address<float>(divisor);
+    out->check();
+    return out;
+}
+
+void bind_linear(nb::module_& module) {
+    nb::class_<attar::Arena>(module, "Arena", "Memory of one model's weights, on huge pages.")
+        .def(nb::init<>())
+        .def_prop_ro("bytes", &attar::Arena::bytes)
+        .def(
+            "allocate",
+            [](attar::Arena& arena, std::int64_t bytes) {
+                return reinterpret_cast<std::uintptr_t>(arena.allocate(bytes));
+            },
+            "bytes"_a, "Address of so many zeros, for as long as the arena lives.");
+    nb::class_<attar::Matrix>(module, "Matrix", "A weight in kernel layout (docs/numerics.md).")
+        .def_ro("rows", &attar::Matrix::rows)
+        .def_ro("columns", &attar::Matrix::columns)
+        .def_prop_ro("bytes", &attar::Matrix::bytes, "What a product reads: codes, scales and zero points.");
+    nb::class_<attar::Factors>(module, "Factors", "Weights that multiply the same rows in one call.");
+    module.def(
+        "pack_codes",
+        [](std::shared_ptr<attar::Arena> arena, std::uintptr_t codes, bool plain, std::int64_t rows,
+           std::int64_t columns, int bits, std::int64_t group, std::uintptr_t scales, const std::string& scale_number,
+           std::uintptr_t zeros) {
+            const attar::Number number = number_of(scale_number);
+            const attar::Running kernel;
+            return attar::pack_codes(std::move(arena), address<void>(codes), plain, rows, columns, bits, group,
+                                     address<void>(scales), number, address<std::int8_t>(zeros));
+        },
+        "arena"_a, "codes"_a, "plain"_a, "rows"_a, "columns"_a, "bits"_a, "group"_a, "scales"_a, "scale_number"_a,
+        "zeros"_a);
+    module.def(
+        "pack_dense",
+        [](std::shared_ptr<attar::Arena> arena, std::uintptr_t weights, std::int64_t rows, std::int64_t columns,
+           const std::string& number) {
+            const attar::Number kind = number_of(number);
+            const attar::Running kernel;
+            return attar::pack_dense(std::move(arena), address<void>(weights), rows, columns, kind);
+        },
+        "arena"_a, "weights"_a, "rows"_a, "columns"_a, "number"_a);
+    module.def("factors", &make_factors, "weights"_a, "first"_a, "width"_a, "integer"_a, "activation_group"_a,
+               "fixed_scale"_a, "order"_a, "divisor"_a, "gate"_a = "");
+    module.def(
+        "linear",
+        [](const attar::Factors& factors, std::uintptr_t x, std::int64_t rows, std::uintptr_t out,
+           const std::string& level) {
+            const attar::Level checked = attar::level_of(level);
+            const attar::Running kernel;
+            attar::linear(factors, address<float>(x), rows, reinterpret_cast<float*>(out), checked);
+        },
+        "factors"_a, "x"_a, "rows"_a, "out"_a, "level"_a);
+    module.def(
+        "many_rows", [](const std::string& level) { return attar::many_rows(attar::level_of(level)); }, "level"_a,
+        "Rows from which integer products unpack weights to a buffer.");
+    module.def(
+        "set_many_rows",
+        [](const std::string& level, std::int64_t rows) { attar::set_many_rows(attar::level_of(level), rows); },
+        "level"_a, "rows"_a);
 }
 
 void bind_rows(nb::module_& module) {
@@ -142,7 +173,7 @@ void bind_rows(nb::module_& module) {
         "embed",
         [](const attar::Table& table, std::uintptr_t ids, std::int64_t rows, float scale,
            const attar::Table* position_table, std::uintptr_t positions, std::int64_t offset, std::uintptr_t out) {
-            const nb::gil_scoped_release unlocked;
+            const attar::Running kernel;
             attar::embed(table, address<std::int64_t>(ids), rows, scale, position_table,
                          address<std::int64_t>(positions), offset, reinterpret_cast<float*>(out));
         },
@@ -154,7 +185,7 @@ void bind_rows(nb::module_& module) {
            std::uintptr_t sum, std::uintptr_t out, const std::string& level) {
             const attar::Norm norm = norm_of(kind);
             const attar::Level checked = attar::level_of(level);
-            const nb::gil_scoped_release unlocked;
+            const attar::Running kernel;
             attar::norm(norm, address<float>(stream), address<float>(delta), rows, columns, address<float>(weight),
                         address<float>(bias), eps, offset, reinterpret_cast<float*>(sum),
                         reinterpret_cast<float*>(out), checked);
@@ -167,7 +198,7 @@ void bind_rows(nb::module_& module) {
            std::uintptr_t out, const std::string& level) {
             const attar::Activation activation = activation_of(kind);
             const attar::Level checked = attar::level_of(level);
-            const nb::gil_scoped_release unlocked;
+            const attar::Running kernel;
             attar::activate(activation, gated, address<float>(x), rows, columns, reinterpret_cast<float*>(out), checked);
         },
         "kind"_a, "gated"_a, "x"_a, "rows"_a, "columns"_a, "out"_a, "level"_a);
@@ -193,6 +224,7 @@ NB_MODULE(_native, module) {
         "leaf1_ecx"_a, "leaf7_ebx"_a, "leaf7_ecx"_a, "leaf7_edx"_a, "leaf7_1_eax"_a, "xcr0"_a,
         "What `features` says of a processor with these CPUID words.");
     attar::bind_attention(module);
+    bind_limits(module);
     bind_linear(module);
     bind_rows(module);
     module.def("quantize_rows_int8_float32", &quantize_rows_int8<float>, "x"_a, "rows"_a, "columns"_a, "codes"_a,

@@ -1,5 +1,7 @@
 // Kernels of rows.cpp.
 
+#include "activations.inl"
+
 static void norm_row(Norm kind, const float* stream, const float* delta, std::int64_t columns, const float* weight,
                      const float* bias, float eps, float offset, float* sum_out, float* out) {
     const std::int64_t whole = columns / 16 * 16;
@@ -34,23 +36,6 @@ static void norm_row(Norm kind, const float* stream, const float* delta, std::in
         const float value = (stream[i] - mean) * scale * (weight[i] + offset);
         out[i] = bias ? value + bias[i] : value;
     }
-}
-
-ATTAR_INLINE Floats activated(Activation kind, Floats x) {
-    const Floats one = all(1.0f);
-    switch (kind) {
-        case Activation::relu: return max(x, all(0.0f));
-        case Activation::silu: return x / (one + exp(all(0.0f) - x));
-        case Activation::gelu_tanh: {  // 0.5 x (1 + tanh y) = x / (1 + e^-2y)
-            const Floats y = x * fma(x * x, all(0.044715f), one) * all(1.5957691216057308f);  // 2 sqrt(2 / pi)
-            return x / (one + exp(all(0.0f) - y));
-        }
-        case Activation::gelu: break;
-    }
-    float lane[16];
-    store(lane, x);
-    for (float& value : lane) value = 0.5f * value * (1.0f + std::erf(value * 0.70710678118654752f));
-    return load(lane);
 }
 
 template <Activation KIND>

@@ -1,8 +1,6 @@
 """`LLM`: a checkpoint that answers. Prompts in, completions out, in this process.
 
-One sequence runs at a time. That is slower than a batch, and it is why a prompt's tokens cannot depend on the prompts
-beside it: the reference kernels do not promise the same bits for another batch. The engine that batches comes with
-kernels that do.
+One sequence runs at a time. That is slower than a batch; the kernels would give a prompt the same tokens in one.
 """
 
 from __future__ import annotations
@@ -17,9 +15,11 @@ from torch import Tensor
 
 from attar.checkpoints import hf, hub, receipt
 from attar.checkpoints.safetensors import VerificationError
+from attar.engine.decoding import Decoding
 from attar.engine.request import Completion, FinishReason, SamplingParams, TokenLogprob
 from attar.engine.sampler import BadLogits, Sampler, sample
 from attar.engine.stops import StopChecker
+from attar.kernels import ops
 from attar.model.cache import KVCache, Step
 from attar.model.decoder import Decoder
 from attar.text.template import render_chat
@@ -36,8 +36,13 @@ class LLM:
     """A model ready to generate. `model` is a folder, a Hub id or `demo`.
 
     On loading, one probe of the checkpoint's receipt is replayed, unless `verify` is false: a checkpoint that does not
-    compute what it did when it was made is refused. `dtype` is what the products are computed in. Raises ValueError
-    where the model cannot be loaded, VerificationError (a ValueError) where it fails its probe.
+    compute what it did when it was made is refused.
+
+    `dtype` is what is computed in: float32 by the native kernels, others by the reference. `activations` says how rows
+    meet weights of a scheme that leaves them alone: rounded to int8 on the fly, with one scale a row (`int8`) or for
+    every 128 or 32 columns (`int8g128`, `int8g32`), or `exact`.
+
+    Raises ValueError where the model cannot be loaded, VerificationError (a ValueError) where it fails its probe.
     """
 
     def __init__(
@@ -45,13 +50,16 @@ class LLM:
         model: str | Path,
         *,
         dtype: str = "float32",
+        activations: str = "int8",
         verify: bool = True,
         progress: Progress | None = None,
     ) -> None:
         self.path = hub.resolve(model)
         report = progress or (lambda stage, done, total: None)
         computed = hf.compute_dtype(dtype)
-        self.decoder: Decoder = hf.load(self.path, computed, lambda done, total: report("loading", done, total))
+        store = ops.store(activations) if computed == torch.float32 else None
+        loading = lambda done, total: report("loading", done, total)  # noqa: E731
+        self.decoder: Decoder = hf.load(self.path, computed, loading, store)
         self.receipt = receipt.read_receipt(self.path)
         if verify and self.receipt is not None:
             verdict = receipt.verify(self.path, self.decoder, hashes=False, probes="one")
@@ -81,7 +89,7 @@ class LLM:
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Logits float32 [N, vocab] of a sequence of N token ids, one row a position."""
         ids = self._checked(token_ids)
-        return self.decoder.forward(torch.tensor(ids), Step((len(ids),), len(ids)))
+        return self.decoder.forward(torch.tensor(ids), Step((len(ids),), len(ids), self.decoder.cache(len(ids))))
 
     def generate(self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | None = None) -> list[Completion]:
         """Continue each prompt (text or token ids); one completion a prompt, in order."""
@@ -128,6 +136,7 @@ class LLM:
         logprobs: list[TokenLogprob] = []
         text = ""
         reason: FinishReason = "length"
+        decoding = Decoding(self.decoder, cache, longest)
         row = self._prefill(ids, cache, longest)
         while True:
             drawn = sample(row, [sampler])[0]
@@ -148,7 +157,7 @@ class LLM:
                 break
             if len(ids) + len(tokens) == longest:
                 break
-            row = self.decoder.forward(torch.tensor([drawn.token_id]), Step((1,), longest, cache))
+            row = decoding.step([drawn.token_id])
         cut = stops.done
         if detokenizer is not None and not cut:
             piece = stops.push(detokenizer.flush()) + stops.flush()

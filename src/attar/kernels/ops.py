@@ -6,7 +6,8 @@ oracle. `candidates` shows the choice with every reason, which is what `attar do
 
 A model is native or it is not: native products read weights in a layout of their own, so a model is loaded into a
 `store` for them, and its norms, activations and embedding go with it. One that is not, such as one being compressed or
-evaluated, is computed by the reference throughout, in torch's arithmetic, which is transformers'.
+evaluated, is computed by the reference, in torch's arithmetic, which is transformers'; only a KV cache of float32 rows
+is native for both.
 
 Rows are tokens, of any number of sequences, one after another: no operation knows of padding. The residual is added
 only by the next `norm`, so projections return plain outputs, where an all-reduce, a post-norm or an adapter has its
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from attar import env
+from attar.formats.packed import PackedTensor
 from attar.kernels import ref, ref_attention
 from attar.kernels.native import attention as native_attention
 from attar.kernels.native import extension, quantize, rows
@@ -47,13 +49,13 @@ def candidates(op: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
     return [("native", against), ("ref", None)]
 
 
-def store(activations: Activations = "int8") -> Store | None:
+def store(activations: str = "int8") -> Store | None:
     """Where a CPU model's weights go to be multiplied natively; None where the reference is what runs."""
     return Store(activations) if candidates("linear")[0][1] is None else None
 
 
 def embed(
-    table: Tensor | Table,
+    table: Tensor | PackedTensor | Table,
     ids: Tensor,
     dtype: torch.dtype,
     scale: float = 1.0,
@@ -65,7 +67,6 @@ def embed(
     have one were trained; plus rows `positions + offset` of a table of learned positions, where there is one."""
     if isinstance(table, Table):
         return rows.embed(table, ids, scale, position_table, positions, offset)
-    assert isinstance(table, Tensor)
     return ref.embed(table, ids, dtype, scale, position_table, positions, offset)
 
 
@@ -168,6 +169,15 @@ def paged_attention(
     if _is_native("paged_attention", q):
         return native_attention.paged_attention(q, pages, place, form, want_mass)
     return ref_attention.paged_attention(q, pages, place, form, want_mass)
+
+
+def feed_forward_in(
+    x: Tensor, up: Sequence[Linear], kind: Activation, gated: bool, reader: Linear, tap: Tap | None = None
+) -> Tensor:
+    """What `reader` multiplies in a feed-forward: `activate` of the products of rows x [N, I] with `up`."""
+    if gated and tap is None and products.gateable(up) and isinstance(reader.weight, products.KernelWeight):
+        return products.gated_linear(x, up, kind)
+    return activate(linear(x, up, tap), kind, gated, reader)
 
 
 def activate(x: Tensor, kind: Activation, gated: bool, reader: Linear) -> Tensor:

@@ -23,7 +23,7 @@ INT8_HALF_RANGE = 127.5  # (2^8 - 1) / 2: a symmetric scale is max|x| over it
 
 
 def embed(
-    table: Tensor,
+    table: Tensor | PackedTensor,
     ids: Tensor,
     dtype: torch.dtype,
     scale: float,
@@ -31,7 +31,10 @@ def embed(
     positions: Tensor | None,
     offset: int,
 ) -> Tensor:
-    hidden = table[ids].to(dtype)
+    if isinstance(table, PackedTensor):
+        hidden = torch.cat([table.dequantize(dtype, slice(i, i + 1)) for i in ids.tolist()] or [torch.empty(0)])
+    else:
+        hidden = table[ids].to(dtype)
     if scale != 1.0:
         hidden = hidden * torch.tensor(scale, dtype=dtype)
     if position_table is not None and positions is not None:

@@ -85,7 +85,7 @@ class Step:
     lengths: tuple[int, ...]
     horizon: int | tuple[int, ...]
     cache: KVCache | None = None
-    positions: Tensor = field(init=False)  # [N] int32
+    positions: Tensor = field(init=False)  # [N] int64
     place: Placement | None = field(init=False)  # with a cache
     _rotations: dict[Rope, Rotation] = field(init=False, default_factory=dict, repr=False, compare=False)
 
@@ -98,9 +98,9 @@ class Step:
         past = (end > horizon for end, horizon in zip(ends, self.horizons, strict=True))
         assert not any(past), "a sequence runs past the horizon that fixed its rotary angles"
         place = None if self.cache is None else self.cache.place(self.lengths)
-        own = torch.cat([torch.arange(n, dtype=torch.int32) for n in self.lengths])
+        own = torch.cat([torch.arange(n) for n in self.lengths])
         object.__setattr__(self, "place", place)
-        object.__setattr__(self, "positions", own if place is None else place.positions)
+        object.__setattr__(self, "positions", own if place is None else place.positions.long())
 
     @property
     def horizons(self) -> tuple[int, ...]:
@@ -117,7 +117,8 @@ class Step:
             pieces = zip(self.split(self.positions), self.horizons, strict=True)
             cos, sin = zip(*(rotation(rope, at, horizon) for at, horizon in pieces), strict=True)
             return Rotation(torch.cat(cos), torch.cat(sin), torch.arange(len(self.positions), dtype=torch.int32))
-        return Rotation(*table(rope, max(self.horizons)), self.positions)
+        rows = self.positions.int() if self.place is None else self.place.positions
+        return Rotation(*table(rope, max(self.horizons)), rows)
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """Rows [N, ...] as one tensor per sequence."""

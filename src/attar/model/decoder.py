@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from attar.formats.packed import PackedTensor
 from attar.kernels import ops
 from attar.kernels.operands import AttentionForm, Linear, Norm, Prepared
 from attar.kernels.ops import Store, Table
@@ -53,7 +54,7 @@ class Weights(Protocol):
 class Embedding:
     """Token table [vocab, I], scaled (Gemma), plus learned positions [P, I] where the family has them."""
 
-    table: Tensor | Table
+    table: Tensor | PackedTensor | Table
     dtype: torch.dtype  # of its rows
     scale: float = 1.0
     positions: Tensor | None = None
@@ -81,6 +82,17 @@ class Decoder:
         lossless = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
         return KVCache(self.config, capacity, batch, dtype or lossless)
 
+    def against_recording(self) -> str | None:
+        """The reason why a step cannot be recorded as native calls and replayed, or None where it can."""
+        if self.store is None:
+            return "the model is not laid out for the native kernels"
+        if self.store.refused:
+            name, reason = next(iter(self.store.refused.items()))
+            return f"{name}: {reason}"
+        if any(isinstance(block.feed_forward, MixtureOfExperts) for block in self.blocks):
+            return "which experts run depends on the token"
+        return None
+
     @torch.inference_mode()
     def forward(
         self,
@@ -94,6 +106,16 @@ class Decoder:
         `watch(i, hidden)` sees the output [N, I] of every block i. Writes to the step's cache and advances it.
         Raises ValueError where a position lies past a learned position table.
         """
+        return soft_capped(self.config, self.run(ids, step, rows, watch))
+
+    def run(
+        self,
+        ids: Tensor,
+        step: Step,
+        rows: Tensor | None = None,
+        watch: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
+        """As `forward`, but the products of the output matrix as they are, before a soft cap."""
         table = self.embedding.positions
         known, longest = self.config.learned_positions, max(step.horizons)
         if table is not None and longest > known:
@@ -107,7 +129,7 @@ class Decoder:
             step.cache.advance(step.lengths)
         if rows is not None:
             stream, delta = stream[rows], None if delta is None else delta[rows]
-        return self.logits(stream, delta)
+        return products(self.final_norm, self.head, stream, delta)
 
     def logits(self, stream: Tensor, delta: Tensor | None = None) -> Tensor:
         return logits(self.config, self.final_norm, self.head, stream, delta)
@@ -115,10 +137,19 @@ class Decoder:
 
 def logits(config: ModelConfig, final_norm: Norm, head: Linear, stream: Tensor, delta: Tensor | None = None) -> Tensor:
     """Final norm, output matrix and soft cap: hidden states [N, I] to float32 [N, vocab]."""
+    return soft_capped(config, products(final_norm, head, stream, delta))
+
+
+def products(final_norm: Norm, head: Linear, stream: Tensor, delta: Tensor | None) -> Tensor:
+    """Final norm and output matrix: hidden states [N, I] to float32 [N, vocab]."""
     _, x = ops.norm(stream, delta, final_norm)
-    out = ops.linear(x, (head,)).float()
+    out = ops.linear(x, (head,))
+    return out if out.dtype == torch.float32 else out.float()
+
+
+def soft_capped(config: ModelConfig, logits: Tensor) -> Tensor:
     cap = config.logit_soft_cap
-    return out if cap is None else cap * torch.tanh(out / cap)
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def build_norm(config: ModelConfig, weights: Weights, name: str, size: int | None = None) -> Norm:
@@ -172,6 +203,17 @@ def build_head(config: ModelConfig, weights: Weights, embedding: Embedding | Non
         if not isinstance(own.weight, Tensor) or not torch.equal(own.weight, table):
             return own  # trained apart after all: the config is out of date, and transformers 5 does the same
     return Linear(names.head, table)
+
+
+def build_ends(config: ModelConfig, weights: Weights) -> tuple[Embedding, Linear]:
+    """Embedding and output matrix. A tied model may store its one matrix packed: then the embedding reads that."""
+    names = config.names
+    if config.tied and not any(weights.has(f"{name}.weight") for name in (names.embed, names.head)):
+        head = build_linear(weights, names.head, (config.vocab_size, config.hidden), bias=False)
+        assert isinstance(head.weight, PackedTensor)
+        return Embedding(head.weight, weights.dtype, config.embedding_scale), head
+    embedding = build_embedding(config, weights)
+    return embedding, build_head(config, weights, embedding)
 
 
 def build_final_norm(config: ModelConfig, weights: Weights) -> Norm:
@@ -268,13 +310,13 @@ def build(
     store: Store | None = None,
 ) -> Decoder:
     """The whole decoder, its weights in `store` where one is given. `on_block(done, total)` reports progress."""
-    embedding = build_embedding(config, weights)
-    head, final_norm = build_head(config, weights, embedding), build_final_norm(config, weights)
+    embedding, head = build_ends(config, weights)
+    final_norm = build_final_norm(config, weights)
     if store is not None:
         tied = head.weight is embedding.table
         store.take(head)
         store.take_norm(final_norm)
-        assert isinstance(embedding.table, Tensor)
+        assert not isinstance(embedding.table, Table)
         embedding.table = store.table(head.weight if tied and isinstance(head.weight, Prepared) else embedding.table)
     blocks = []
     for i in range(config.layers):

@@ -58,7 +58,7 @@ class FeedForward:
     gated: bool
 
     def forward(self, x: Tensor, tap: Tap | None = None) -> Tensor:
-        wide = ops.activate(ops.linear(x, self.up, tap), self.activation, self.gated, self.down)
+        wide = ops.feed_forward_in(x, self.up, self.activation, self.gated, self.down, tap)
         return ops.linear(wide, (self.down,), tap)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attar import env
+from attar.kernels.native.workspace import Workspace
 
 if TYPE_CHECKING:
     from attar._native import Arena as Arena
@@ -130,6 +131,7 @@ class Recording:
 
 
 _recording: Recording | None = None
+_workspace = Workspace()
 
 
 @contextmanager
@@ -152,7 +154,18 @@ class _OnlyViews(TorchDispatchMode):
     """Refuses operations that compute, so that none is lost from a recording."""
 
     ALLOWED = frozenset(
-        {"empty", "view", "slice", "split", "split_with_sizes", "select", "unsqueeze", "_unsafe_view", "detach"}
+        {
+            "empty",
+            "view",
+            "slice",
+            "split",
+            "split_with_sizes",
+            "select",
+            "unsqueeze",
+            "_unsafe_view",
+            "frombuffer",
+            "detach",
+        }
     )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -171,7 +184,7 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     """Uninitialised memory for a result, which a recording keeps."""
-    out = torch.empty(shape, dtype=dtype)
+    out = _workspace.empty(shape, dtype)
     if _recording is not None:
         _recording.tensors.append(out)
     return out

@@ -23,7 +23,7 @@ from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.kernels.native import extension
 from attar.kernels.native.extension import library
-from attar.kernels.operands import Linear
+from attar.kernels.operands import Activation, Linear
 
 if TYPE_CHECKING:
     from attar.kernels.native.extension import Arena, Factors, Matrix
@@ -44,7 +44,7 @@ class KernelWeight:
     scheme: Scheme | None  # None: dense
     integer: bool  # whether rows are rounded to int8
     activation_group: int  # columns that share an activation scale; 0: the whole row
-    _plans: dict[tuple[int, ...], list[Factors]] = field(default_factory=dict, repr=False)
+    _plans: dict[tuple[int | str, ...], list[Factors]] = field(default_factory=dict, repr=False)
     """For each tuple of linears that this one is the first of: what their products take, one entry a form."""
 
     @property
@@ -83,7 +83,11 @@ def prepare(each: Linear, arena: Arena, activations: Activations = "int8") -> No
     reason = against(each)
     if reason is not None:
         raise ValueError(f"{each.name}: {reason}")
-    weight = each.weight
+    weight, (outputs, inputs) = each.weight, each.shape
+    for what, size in (("bias", outputs), ("permutation", inputs), ("input_scale", inputs)):
+        vector = getattr(each, what)
+        if vector is not None and vector.shape != (size,):
+            raise ValueError(f"{each.name}: {what} has shape {tuple(vector.shape)}, not ({size},)")
     if isinstance(weight, KernelWeight):
         return
     if isinstance(weight, PackedTensor):
@@ -127,28 +131,50 @@ def _pack(weight: PackedTensor, arena: Arena, activations: Activations) -> Kerne
 
 def linear(x: Tensor, linears: Sequence[Linear], level: str | None = None) -> Tensor:
     """`ops.linear` for float32 rows x [N, I] and prepared weights. Bit-identical for any N, threads and batch mates."""
+    return _multiply(x, linears, sum(each.shape[0] for each in linears), "", level)
+
+
+def gated_linear(x: Tensor, linears: Sequence[Linear], kind: Activation, level: str | None = None) -> Tensor:
+    """act(a) * b of the products (a, b) of rows x [N, I] with two linears that `gateable` accepts: [N, O].
+
+    The same bits as `activate` behind `linear`, without writing and reading what lies between.
+    """
+    return _multiply(x, linears, linears[0].shape[0], kind, level)
+
+
+def gateable(linears: Sequence[Linear]) -> bool:
+    """Whether these are two prepared weights of one shape and form."""
+    if len(linears) != 2 or not all(isinstance(each.weight, KernelWeight) for each in linears):
+        return False
+    a, b = linears
+    same = (
+        isinstance(a.weight, KernelWeight) and isinstance(b.weight, KernelWeight) and a.weight.scheme == b.weight.scheme
+    )
+    return same and a.shape == b.shape and _form(a) == _form(b)
+
+
+def _multiply(x: Tensor, linears: Sequence[Linear], width: int, gate: str, level: str | None) -> Tensor:
     assert x.ndim == 2, x.shape
     assert x.dtype == torch.float32, x.dtype
     assert x.is_contiguous(), x.stride()
     if x.shape[1] != linears[0].shape[1]:
         raise ValueError(f"{linears[0].name} takes rows of {linears[0].shape[1]} columns, not {x.shape[1]}")
-    rows, width = x.shape[0], sum(each.shape[0] for each in linears)
+    rows, level = x.shape[0], level or extension.cpu_level()
     out = extension.empty((rows, width))
-    for factors in _plan(linears, width):
-        level = level or extension.cpu_level()
+    for factors in _plan(linears, width, gate):
         extension.call(library.linear, factors, x.data_ptr(), rows, out.data_ptr(), level)
     return out
 
 
-def _plan(linears: Sequence[Linear], width: int) -> list[Factors]:
+def _plan(linears: Sequence[Linear], width: int, gate: str) -> list[Factors]:
     first = linears[0].weight
     assert isinstance(first, KernelWeight)
-    key = tuple(id(each) for each in linears)
+    key: tuple[int | str, ...] = (gate, *(id(each) for each in linears))
     if key not in first._plans:
         plan, at = [], 0
         for _, run in groupby(linears, _form):
             members = list(run)
-            plan.append(_factors(members, at, width))
+            plan.append(_factors(members, at, width, gate))
             at += sum(each.shape[0] for each in members)
         first._plans[key] = plan
     return first._plans[key]
@@ -163,7 +189,7 @@ def _form(each: Linear) -> tuple[object, ...]:
     return (weight.integer, weight.activation_group, group, *(None if t is None else t.data_ptr() for t in inputs))
 
 
-def _factors(linears: Sequence[Linear], at: int, width: int) -> Factors:
+def _factors(linears: Sequence[Linear], at: int, width: int, gate: str) -> Factors:
     one, weight = linears[0], linears[0].weight
     assert isinstance(weight, KernelWeight)
     weights = []
@@ -176,5 +202,5 @@ def _factors(linears: Sequence[Linear], at: int, width: int) -> Factors:
     order = 0 if one.permutation is None else one.permutation.data_ptr()
     divisor = 0 if one.input_scale is None else one.input_scale.data_ptr()
     group = weight.activation_group
-    made: Factors = library.factors(weights, at, width, weight.integer, group, scale, order, divisor)
+    made: Factors = library.factors(weights, at, width, weight.integer, group, scale, order, divisor, gate)
     return made

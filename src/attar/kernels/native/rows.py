@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attar.formats.packed import PackedTensor
 from attar.kernels.native import extension
 from attar.kernels.native.extension import library
 from attar.kernels.native.linear import KernelWeight
@@ -20,8 +21,10 @@ def norm(stream: Tensor, delta: Tensor | None, spec: Norm, level: str | None = N
     assert spec.prepared
     assert stream.is_contiguous()
     columns = stream.shape[-1]
-    if weight.numel() != columns or (delta is not None and (delta.shape != stream.shape or not delta.is_contiguous())):
+    if any(each is not None and each.shape != (columns,) for each in (weight, bias)):
         raise ValueError(f"{spec.name}: rows of {columns} columns do not fit a norm over {weight.numel()}")
+    if delta is not None and (delta.shape != stream.shape or not delta.is_contiguous()):
+        raise ValueError(f"{spec.name}: what is added to the stream has its shape and is contiguous")
     out = extension.empty(tuple(stream.shape))
     total = stream if delta is None else extension.empty(tuple(stream.shape))
     extension.call(
@@ -47,14 +50,15 @@ def activate(x: Tensor, kind: Activation, gated: bool, level: str | None = None)
 class Table:
     """The rows of an embedding [vocab, I]: a prepared weight, shared with the output matrix, or dense numbers."""
 
-    def __init__(self, table: Tensor | Prepared) -> None:
+    def __init__(self, table: Tensor | PackedTensor | Prepared) -> None:
         self.source = table
         self.shape = (table.shape[0], table.shape[1])
         if isinstance(table, KernelWeight):
             self.native = library.Table(table.matrix)
         else:
-            assert isinstance(table, Tensor)
-            self.source = table = table.contiguous()
+            dense = table.dequantize() if isinstance(table, PackedTensor) else table
+            assert isinstance(dense, Tensor)
+            self.source = table = dense.contiguous()
             self.native = library.Table(table.data_ptr(), *self.shape, extension.number_name(table.dtype))
 
 
@@ -69,10 +73,13 @@ def embed(
     """`ops.embed`: float32 [N, I]."""
     assert ids.dtype == torch.int64
     assert positions is None or positions.dtype == torch.int64
+    if position_table is not None and (position_table.shape[1] != table.shape[1] or positions is None):
+        raise ValueError("a table of positions has the columns of the embedding, and is read at positions")
+    if positions is not None and positions.shape != ids.shape:
+        raise ValueError(f"{len(positions)} positions do not fit {len(ids)} ids")
     out = extension.empty((len(ids), table.shape[1]))
-    of_positions = None if position_table is None else Table(position_table).native
+    of_positions = None if position_table is None else Table(position_table)  # which holds its memory
     at = 0 if positions is None else positions.data_ptr()
-    extension.call(
-        library.embed, table.native, ids.data_ptr(), len(ids), scale, of_positions, at, offset, out.data_ptr()
-    )
+    second = None if of_positions is None else of_positions.native
+    extension.call(library.embed, table.native, ids.data_ptr(), len(ids), scale, second, at, offset, out.data_ptr())
     return out

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, cast, get_args
 
 from torch import Tensor
 
+from attar.formats.packed import PackedTensor
 from attar.kernels.native.extension import library
 from attar.kernels.native.linear import Activations, against, prepare
 from attar.kernels.native.rows import Table
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
 class Store:
     """The weights of one model in kernel layout, in one memory; `activations` rounds rows where a scheme does not."""
 
-    def __init__(self, activations: Activations = "int8") -> None:
+    def __init__(self, activations: str = "int8") -> None:
         if activations not in get_args(Activations):
             raise ValueError(f"activations are {', '.join(get_args(Activations))}, not {activations!r}")
-        self.activations = activations
+        self.activations = cast(Activations, activations)
         self.arena: Arena = library.Arena()
         self.refused: dict[str, str] = {}
         """Why some linears stay with the reference, by name."""
@@ -39,6 +40,6 @@ class Store:
         norm.bias = None if norm.bias is None else norm.bias.float().contiguous()
         norm.prepared = True
 
-    def table(self, table: Tensor | Prepared) -> Table:
+    def table(self, table: Tensor | PackedTensor | Prepared) -> Table:
         """An embedding to read rows of."""
         return Table(table)

@@ -1,0 +1,60 @@
+// Kernels of limits.cpp.
+
+static std::int32_t read_stretch(const std::uint8_t* from, std::int64_t bytes) {
+    Ints a = all(0), b = a, c = a, d = a;
+    for (std::int64_t i = 0; i < bytes; i += 256) {
+        a = a | load_bytes(from + i);
+        b = b | load_bytes(from + i + 64);
+        c = c | load_bytes(from + i + 128);
+        d = d | load_bytes(from + i + 192);
+    }
+    std::int32_t lane[16], out = 0;
+    store_bytes(lane, (a | b) | (c | d));
+    for (const std::int32_t value : lane) out |= value;
+    return out;
+}
+
+// Twelve sums: more than the latency of a dot product times the number that start in a cycle.
+static std::int64_t dot_products(std::int64_t rounds) {
+    constexpr int SUMS = ATTAR_LEVEL >= ATTAR_AVX512 ? 12 : 6;
+    Ints sum[SUMS];
+#pragma GCC unroll 12
+    for (int j = 0; j < SUMS; ++j) sum[j] = all(j);  // all different, or they would be one
+    Ints codes = all(0x01010101);
+    std::int32_t x = 0x01010101;
+    for (std::int64_t i = 0; i < rounds; ++i) {
+#if defined(__x86_64__) && ATTAR_LEVEL >= ATTAR_AVX2
+        ATTAR_EACH __asm__ volatile("" : "+v"(codes.piece[p]));  // or all rounds would be one
+#else
+        __asm__ volatile("" : "+r"(x));
+#endif
+#pragma GCC unroll 12
+        for (int j = 0; j < SUMS; ++j) sum[j] = dot4(sum[j], codes, x);
+    }
+    Ints total = all(0);
+#pragma GCC unroll 12
+    for (int j = 0; j < SUMS; ++j) total = total + sum[j];
+    std::int32_t lane[16];
+    store_bytes(lane, total);
+    return lane[0] == 1 ? 0 : rounds * SUMS * 64 * 2;  // never 1, which the compiler cannot know
+}
+
+static std::int64_t tile_products(std::int64_t rounds) {
+#if ATTAR_LEVEL == ATTAR_AMX
+    struct alignas(64) {
+        std::uint8_t palette = 1, start = 0, reserved[14] = {};
+        std::uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } shapes;
+    __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
+    for (std::int64_t i = 0; i < rounds; ++i)
+        __asm__ volatile(
+            "tdpbssd %%tmm6, %%tmm4, %%tmm0\n\ttdpbssd %%tmm7, %%tmm4, %%tmm1\n\t"
+            "tdpbssd %%tmm6, %%tmm5, %%tmm2\n\ttdpbssd %%tmm7, %%tmm5, %%tmm3" ::);
+    __asm__ volatile("tilerelease" ::);
+    return rounds * 4 * 16 * 16 * 64 * 2;
+#else
+    static_cast<void>(rounds);
+    return 0;
+#endif
+}

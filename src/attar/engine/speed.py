@@ -1,0 +1,230 @@
+"""How fast a model runs on this machine, beside what the machine could do at best: `attar bench`.
+
+The model is a checkpoint, or only a shape with random weights, whose speed is the same. Every figure is a median or a
+total of this run, and the machine's limits are measured in it too, since a neighbour can halve them.
+
+* prefill: prompt tokens of all sequences over the time to their first new tokens;
+* decode: the tokens of all sequences after that, over their time;
+* bytes per token: weights that one decode step reads, as laid out in memory (the cache is not counted);
+* read fraction: bytes per token times steps a second over the read bandwidth;
+* compute fraction: operations of the linears in prefill over the int8 peak of four-byte dot products, which AMX tiles
+  can pass; `tile_fraction` is over theirs.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.checkpoints import hf
+from attar.engine.decoding import Decoding
+from attar.formats.packed import PackedTensor
+from attar.formats.scheme import Scheme
+from attar.kernels import ops
+from attar.kernels.native import extension, limits
+from attar.kernels.operands import Linear, Prepared
+from attar.kernels.ops import Store
+from attar.model import decoder as model
+from attar.model.cache import Step
+from attar.model.config import ModelConfig
+from attar.model.decoder import Decoder
+from attar.model.shapes import shape
+
+HEADS = {"bf16": None, "int8": "w8", "int4": "w4g128"}
+"""Schemes of the output matrix, and of the embedding that is tied to it."""
+
+WARM_UP = 16  # tokens of the prompt that goes first, untimed but for the first token
+PREFILL_ROWS = 2048  # prompt rows of one call at most
+SEED = 20
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is to be run."""
+
+    prompt: int = 512
+    gen: int = 128
+    batch: int = 1
+
+
+class RandomWeights:
+    """`Weights` of a configuration, made up as they are asked for; codes are random bits, scales keep outputs small."""
+
+    dtype = torch.float32
+
+    def __init__(self, config: ModelConfig, scheme: str, head: str) -> None:
+        if head not in HEADS:
+            raise ValueError(f"unknown head {head!r}: known are {', '.join(HEADS)}")
+        self.config = config
+        self.scheme = None if scheme == "bf16" else Scheme.parse(scheme)
+        self.head = None if HEADS[head] is None else Scheme.parse(str(HEADS[head]))
+        self._numbers = torch.Generator().manual_seed(SEED)
+        if config.experts is not None or config.norm != "rms":
+            raise ValueError("random weights are of dense models with RMSNorm")
+
+    def has(self, name: str) -> bool:
+        names = self.config.names
+        stored = name != f"{names.head}.weight" and (name != f"{names.embed}.weight" or self.head is None)
+        return stored and not name.endswith(".bias")
+
+    def tensor(self, name: str) -> Tensor:
+        return torch.ones(self.config.head_dim if "q_norm" in name or "k_norm" in name else self.config.hidden)
+
+    def matrix(self, name: str) -> Tensor:
+        return self._dense((self.config.vocab_size, self.config.hidden))
+
+    def linear(self, name: str) -> Linear:
+        config, names = self.config, self.config.names
+        q, kv, wide = config.heads * config.head_dim, config.kv_heads * config.head_dim, config.intermediate
+        if name == names.head:
+            return Linear(name, self._weight((config.vocab_size, config.hidden), self.head))
+        inside = name.split(".", len(names.layer.split(".")))[-1]
+        sizes = {names.output: (config.hidden, q), names.down: (config.hidden, wide)}
+        sizes |= dict(zip(names.qkv, ((q, config.hidden), (kv, config.hidden), (kv, config.hidden)), strict=True))
+        sizes |= dict.fromkeys(names.gate_up, (wide, config.hidden))
+        size = sizes[inside]
+        bias = torch.zeros(size[0]) if config.qkv_bias and inside in names.qkv else None
+        return Linear(name, self._weight(size, self.scheme), bias)
+
+    def _weight(self, size: tuple[int, int], scheme: Scheme | None) -> Tensor | PackedTensor:
+        return self._dense(size) if scheme is None else self._packed(size, scheme.with_scale_dtype("float16"))
+
+    def _dense(self, size: tuple[int, int]) -> Tensor:
+        return torch.empty(size, dtype=torch.bfloat16).normal_(0, size[1] ** -0.5, generator=self._numbers)
+
+    def _packed(self, size: tuple[int, int], scheme: Scheme) -> PackedTensor:
+        parts = {}
+        for name, part in scheme.parts(size).items():
+            if name == "shape":
+                parts[name] = torch.tensor(size)
+            elif name == "scale":
+                step = 2.0 / (2**scheme.weight.bits * size[1] ** 0.5)
+                parts[name] = torch.full(part.shape, step, dtype=torch.float16)
+            else:
+                raw = torch.empty(part.bytes // 8 + 1, dtype=torch.int64).random_(generator=self._numbers)
+                flat = raw.view(getattr(torch, part.dtype))
+                parts[name] = flat[: part.bytes // flat.element_size()].view(part.shape).clone()
+        return PackedTensor(scheme, size, parts)
+
+
+def build(name: str, scheme: str, head: str, store: Store) -> Decoder:
+    """A model of a known shape with random weights; a tied embedding is the output matrix, of the head's scheme."""
+    config = shape(name)
+    return model.build(config, RandomWeights(config, scheme, head), None, store)
+
+
+def load(path: Path, store: Store) -> Decoder:
+    return hf.load(path, torch.float32, None, store)
+
+
+def run(make: Callable[[Store], Decoder], load: Load, activations: str = "int8") -> dict[str, Any]:
+    """Measure. Raises ValueError where a setting does not exist, or where nothing can run natively here."""
+    since, floor = time.perf_counter(), _resident()
+    store = ops.store(activations)
+    if store is None:
+        raise ValueError(f"there is nothing to measure: {ops.candidates('linear')[0][1]}")
+    decoder = make(store)
+    loaded = time.perf_counter() - since
+    numbers = torch.Generator().manual_seed(SEED)
+    prompts = torch.randint(0, decoder.config.vocab_size, (load.batch, load.prompt), generator=numbers)
+    _generate(decoder, prompts[:1, :WARM_UP], 2)
+    first = time.perf_counter() - since
+    prefill, steps, busy, recorded = _generate(decoder, prompts, load.gen)
+    limit = limits.measure()
+    linears = [decoder.head, *(linear for block in decoder.blocks for linear in block.linears())]
+    per_token = sum(each.weight.read_bytes for each in linears if isinstance(each.weight, Prepared))
+    work = 2 * sum(each.shape[0] * each.shape[1] for each in linears[1:]) * load.prompt * load.batch
+    decode = statistics.median(steps)
+    return {
+        "prefill_tok_s": load.prompt * load.batch / prefill,
+        "decode_tok_s": load.batch * len(steps) / sum(steps),
+        "step_ms": 1e3 * decode,
+        "bytes_per_token": per_token,
+        "read_gb_s": limit.read_gb_s,
+        "read_fraction": per_token / decode / 1e9 / limit.read_gb_s,
+        "int8_gops": limit.int8_gops,
+        "compute_fraction": work / prefill / 1e9 / limit.int8_gops,
+        "tile_gops": limit.tile_gops,
+        "tile_fraction": None if limit.tile_gops is None else work / prefill / 1e9 / limit.tile_gops,
+        "python_fraction": 1 - busy / sum(steps),
+        "recorded": recorded,
+        "peak_rss_mb": (_peak() - floor) / 1e6,
+        "load_s": loaded,
+        "first_token_s": first,
+        "reference_linears": store.refused,
+        "threads": torch.get_num_threads(),
+        "isa": extension.cpu_level(),
+        "activations": activations,
+        **vars(load),
+    }
+
+
+@torch.inference_mode()
+def _generate(decoder: Decoder, prompts: Tensor, count: int) -> tuple[float, list[float], float, bool]:
+    """Greedy decoding of all prompts: seconds of prefill, of each step, in kernels during the steps, and how."""
+    batch, length = prompts.shape
+    horizon = length + count
+    cache = decoder.cache(horizon, batch)
+    start = time.perf_counter()
+    logits = []
+    for s in range(batch):  # a sequence at a time: a prompt of some hundred tokens keeps the cores busy
+        for at in range(0, length, PREFILL_ROWS):
+            piece = prompts[s, at : at + PREFILL_ROWS]
+            lengths = tuple(len(piece) if s == other else 0 for other in range(batch))
+            last = decoder.forward(piece, Step(lengths, horizon, cache), torch.tensor([len(piece) - 1]))
+            if at + len(piece) == length:
+                logits.append(last)
+    tokens = torch.cat(logits).argmax(-1).tolist()
+    prefill = time.perf_counter() - start
+    decoding = Decoding(decoder, cache, horizon)
+    seconds, before = [], 0
+    for step in range(count):
+        since = time.perf_counter()
+        tokens = decoding.step(tokens).argmax(-1).tolist()
+        if step:  # the first is recorded
+            seconds.append(time.perf_counter() - since)
+        else:
+            before = extension.library.busy_ns()
+    return prefill, seconds, (extension.library.busy_ns() - before) / 1e9, decoding.recorded
+
+
+def to_text(report: dict[str, Any]) -> str:
+    """The report as a page for people."""
+    peak = report["tile_gops"] or report["int8_gops"]
+    fraction = report["compute_fraction"] if report["tile_gops"] is None else report["tile_fraction"]
+    rows = {
+        "prefill": f"{report['prefill_tok_s']:.0f} tokens/s, {fraction:.0%} of the {peak:.0f} GOP/s of int8 here",
+        "decode": f"{report['decode_tok_s']:.1f} tokens/s, {report['read_fraction']:.0%} of the "
+        f"{report['read_gb_s']:.1f} GB/s that memory reads",
+        "weights": f"{report['bytes_per_token'] / 1e6:.0f} MB a step",
+        "Python": f"{report['python_fraction']:.1%} of a step" + ("" if report["recorded"] else " (not recorded)"),
+        "loaded": f"in {report['load_s']:.2f} s, first token after {report['first_token_s']:.2f} s",
+        "memory": f"{report['peak_rss_mb']:.0f} MB at most",
+        "kernels": f"{report['isa']}, {report['threads']} threads, activations {report['activations']}",
+    }
+    refused = [f"  {name} runs on the reference: {reason}" for name, reason in report["reference_linears"].items()]
+    return "\n".join([f"{name:<10}{text}" for name, text in rows.items()] + refused)
+
+
+def _resident() -> int:
+    """Bytes of memory that this process holds now."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return _peak()
+    return pages * resource.getpagesize()
+
+
+def _peak() -> int:
+    """Bytes of memory that this process held at most."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

@@ -1,0 +1,59 @@
+"""What this machine can do at best, measured: the roof that the speed of kernels is set against.
+
+Both figures are of the threads at hand and of the moment: a neighbour on the same memory halves them, so a bench
+measures them in the run that it compares them with.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from attar.kernels.native import extension
+from attar.kernels.native.extension import library
+
+READ = 512 << 20  # bytes: past any cache that is worth the name
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Limits:
+    read_gb_s: float  # reading memory on huge pages, gigabytes (10^9) a second
+    int8_gops: float  # products and sums of int8 by four-byte dot products, 10^9 a second
+    tile_gops: float | None  # the same by AMX tiles, where there are
+
+
+def measure() -> Limits:
+    """Medians of five, some tenths of a second in all."""
+    level = extension.cpu_level()
+    arena = library.Arena()
+    memory = arena.allocate(READ)
+    _fill(memory)
+    return Limits(
+        READ / _median(lambda: library.read_all(arena, memory, READ, level)) / 1e9,
+        _gops(False, "avx512" if level == "amx" else level),
+        _gops(True, level) if level == "amx" else None,
+    )
+
+
+def _fill(memory: int) -> None:
+    """Write every page: what was never written is one page of zeros, and in cache."""
+    ctypes.memset(memory, 1, READ)
+
+
+def _gops(tiles: bool, level: str) -> float:
+    rounds = 1 << 18
+    made = library.multiply_int8(rounds, tiles, level)  # and the processor changes to the speed it keeps up
+    return float(made / _median(lambda: library.multiply_int8(rounds, tiles, level)) / 1e9)
+
+
+def _median(run: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
