@@ -56,7 +56,27 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
-ComputeDtype = Annotated[Dtype, typer.Option("--dtype", help="What to compute in. float32 is the exact path.")]
+ComputeDtype = Annotated[
+    Dtype, typer.Option("--dtype", help="What to compute in: float32 by the kernels of the CPU, bfloat16 by torch.")
+]
+
+
+class Rounding(StrEnum):
+    """How rows meet packed weights whose scheme leaves them alone."""
+
+    int8 = "int8"
+    int8g128 = "int8g128"
+    int8g32 = "int8g32"
+    exact = "exact"
+
+
+Activations = Annotated[
+    Rounding,
+    typer.Option(
+        "--activations",
+        help="How rows meet packed weights: rounded to int8 with one scale a row or 128 or 32 columns, or exact.",
+    ),
+]
 NoVerify = Annotated[bool, typer.Option("--no-verify", help="Skip the probe that is replayed when the model loads.")]
 
 
@@ -180,6 +200,7 @@ def generate(
         int | None, typer.Option(min=0, help="Also report the log-probabilities of the k likeliest.")
     ] = None,
     dtype: ComputeDtype = Dtype.float32,
+    activations: Activations = Rounding.int8,
     no_verify: NoVerify = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -201,7 +222,7 @@ def generate(
         )  # fmt: skip
         if prompt is None:
             prompt = read_stdin()
-        llm = LLM(model, dtype=dtype.value, verify=not no_verify, progress=bar)
+        llm = LLM(model, dtype=dtype.value, activations=activations.value, verify=not no_verify, progress=bar)
         bar.close()
         if llm.receipt is None:
             tell(NO_RECEIPT)
@@ -220,6 +241,7 @@ def chat(
     ] = 1.0,
     seed: Annotated[int | None, typer.Option(min=0, help="Makes a drawn answer repeatable.")] = None,
     dtype: ComputeDtype = Dtype.float32,
+    activations: Activations = Rounding.int8,
     no_verify: NoVerify = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -233,7 +255,7 @@ def chat(
         from attar.engine.request import SamplingParams
 
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-        llm = LLM(model, dtype=dtype.value, verify=not no_verify, progress=bar)
+        llm = LLM(model, dtype=dtype.value, activations=activations.value, verify=not no_verify, progress=bar)
         bar.close()
         if llm.receipt is None:
             tell(NO_RECEIPT)
@@ -307,9 +329,7 @@ def bench(
     prompt: Annotated[int, typer.Option(min=16, help="Tokens of each prompt.")] = 512,
     gen: Annotated[int, typer.Option(min=2, help="Decode steps.")] = 128,
     batch: Annotated[int, typer.Option(min=1, help="Sequences that decode together.")] = 1,
-    activations: Annotated[
-        str, typer.Option(help="How rows meet packed weights: int8, int8g128, int8g32 or exact.")
-    ] = "int8",
+    activations: Activations = Rounding.int8,
     as_json: Json = False,
 ) -> None:
     """Measure speed, beside what this machine can do."""
@@ -322,11 +342,11 @@ def bench(
         load = speed.Load(prompt, gen, batch)
         if shape is not None:
             name = shape
-            report = speed.run(lambda store: speed.build(name, scheme, head, store), load, activations)
+            report = speed.run(lambda store: speed.build(name, scheme, head, store), load, activations.value)
             report |= {"shape": shape, "scheme": scheme, "head": "bf16" if scheme == "bf16" else head}
         else:
             path = hub.resolve(str(source))
-            report = speed.run(lambda store: speed.load(path, store), load, activations)
+            report = speed.run(lambda store: speed.load(path, store), load, activations.value)
         print(speed.to_text(report))
         emit(as_json, report)
 

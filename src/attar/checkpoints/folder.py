@@ -88,6 +88,7 @@ class Folder:
             raise CheckpointError(f"{self.path}: no such folder")
         self._refuse_other_kinds()
         self.config = read_json(self.path / CONFIG, MAX_CONFIG)
+        self.mapped = False  # whether `read` may give tensors on the pages of the files (`TensorFile.map`)
         self.files: dict[str, TensorFile] = {}
         self._where: dict[str, TensorFile] = {}
         index = self._index()
@@ -118,7 +119,7 @@ class Folder:
 
     def read(self, name: str, out: Tensor | None = None) -> Tensor:
         """The tensor, in memory of its own or in `out` (contiguous, on the CPU, same dtype and shape)."""
-        return self._file(name).read(name, out)
+        return self._file(name).map(name) if self.mapped and out is None else self._file(name).read(name, out)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop-1 of the first dimension: [stop - start, ...]."""

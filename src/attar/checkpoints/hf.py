@@ -81,6 +81,7 @@ class Checkpoint:
             self.config = replace(config, tied=True)
         self.dtype = self._own_dtype() if dtype is None else dtype
         self.as_stored = as_stored
+        folder.mapped = as_stored  # whoever lays weights out anew reads each of them once
 
     @classmethod
     def open(cls, path: Path, dtype: torch.dtype | None = None, *, as_stored: bool = False) -> Self:

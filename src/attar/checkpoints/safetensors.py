@@ -22,6 +22,7 @@ import difflib
 import hashlib
 import json
 import math
+import mmap
 import os
 import reprlib
 import stat
@@ -40,6 +41,7 @@ MAX_HEADER = 100_000_000
 MAX_TENSORS = 100_000
 MAX_RANK = 16
 MAX_NAME = 1024
+MAPPED = 1 << 20  # bytes from which mapping pays
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 DTYPES: Mapping[str, str] = {
@@ -289,6 +291,26 @@ class TensorFile:
         """The tensor, in memory of its own or in `out` (contiguous, on the CPU, same dtype and shape)."""
         slot = self._slot(name)
         return self._read(slot.part, self._data + slot.begin, out)
+
+    def map(self, name: str) -> Tensor:
+        """The tensor on the pages of the file itself, for one pass over it: nothing is copied, nothing is zeroed first.
+
+        Writing to it changes a private copy. A file that is cut short while it is mapped ends the process, which
+        `read` would have told in a sentence: map a tensor only for the moment of converting it.
+        """
+        import torch
+
+        slot = self._slot(name)
+        dtype, at, size = getattr(torch, slot.part.dtype), self._data + slot.begin, slot.part.bytes
+        if size < MAPPED or at % dtype.itemsize:
+            return self.read(name)
+        start = at // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        pages = mmap.mmap(self._fd, at - start + size, offset=start, access=mmap.ACCESS_COPY)
+        if hasattr(mmap, "MADV_POPULATE_READ"):
+            pages.madvise(mmap.MADV_POPULATE_READ)
+        return torch.frombuffer(pages, dtype=dtype, count=size // dtype.itemsize, offset=at - start).view(
+            slot.part.shape
+        )
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop-1 of the first dimension: [stop - start, ...]. For tables too large to hold whole."""

@@ -15,6 +15,7 @@ namespace {
 
 constexpr std::size_t HUGE_PAGE = std::size_t{2} << 20, PIECE = std::size_t{32} << 20;
 constexpr std::int64_t MOST = std::int64_t{1} << 40;   // bytes of one matrix: far past any, far from overflow
+constexpr std::int64_t LINE = 64;                      // bytes of a cache line
 constexpr std::int64_t LONGEST_GROUP = std::int64_t{1} << 16;  // its sum of products of 8 by 8 bits fits 32
 
 std::int64_t round_up(std::int64_t value, std::int64_t unit) { return (value + unit - 1) / unit * unit; }
@@ -66,16 +67,72 @@ void unpack_row(const void* codes, bool plain, std::int64_t row, std::int64_t co
     }
     const std::int64_t words = (columns * bits + 31) / 32;
     const auto* from = static_cast<const std::uint8_t*>(codes) + 4 * row * words;
-    if (bits == 4) {
-        for (std::int64_t c = 0; c < columns; ++c) out[c] = from[c / 2] >> 4 * (c % 2) & 0x0f;
-        return;
-    }
     const std::uint32_t mask = (1u << bits) - 1;
     for (std::int64_t c = 0; c < columns; ++c) {
         const std::int64_t bit = c * bits, byte = bit / 8;
         const std::uint32_t low = from[byte], high = byte + 1 < 4 * words ? from[byte + 1] : 0;
         out[c] = static_cast<std::uint8_t>((low | high << 8) >> bit % 8 & mask);
     }
+}
+
+// Nibbles 0 to 7 of a word in the order 0 4 1 5 2 6 3 7.
+std::uint32_t interleave(std::uint32_t word) {
+    const auto spread = [](std::uint32_t half) {
+        half = (half | half << 8) & 0x00ff00ff;
+        return (half | half << 4) & 0x0f0f0f0f;
+    };
+    return spread(word & 0xffff) | spread(word >> 16) << 4;
+}
+
+// A block of 4- or 8-bit codes. A stored word is a word of the block: of 8 bits as it is, of 4 bits with its nibbles
+// interleaved. In a row's last word what lies past the last code becomes zero.
+template <int BITS>
+void pack_words(const std::uint8_t* codes, std::int64_t row_bytes, std::int64_t lanes, std::int64_t columns,
+                std::uint32_t flip, std::uint8_t* out) {
+    const auto word_of = [&](std::int64_t lane, std::int64_t at, std::size_t bytes) {
+        std::uint32_t word = 0;
+        std::memcpy(&word, codes + lane * row_bytes + at, bytes);
+        return word ^ flip;
+    };
+    const std::int64_t whole = columns * BITS / 32 * 4;
+    std::int64_t at = 0;
+    for (; lanes == LANES && at + LINE <= whole; at += LINE) {  // rows may lie 4 KiB apart: each line is fetched once
+        std::uint32_t square[LANES][LINE / 4];
+        for (std::int64_t lane = 0; lane < LANES; ++lane) {
+            std::memcpy(square[lane], codes + lane * row_bytes + at, LINE);
+            for (std::uint32_t& word : square[lane]) word = BITS == 4 ? interleave(word) : word ^ flip;
+        }
+        for (std::int64_t i = 0; i < LINE / 4; ++i, out += 64)
+            for (std::int64_t lane = 0; lane < LANES; ++lane) std::memcpy(out + 4 * lane, &square[lane][i], 4);
+    }
+    for (; at < whole; at += 4, out += 64)
+        for (std::int64_t lane = 0; lane < lanes; ++lane) {
+            const std::uint32_t word = word_of(lane, at, 4), packed = BITS == 4 ? interleave(word) : word;
+            std::memcpy(out + 4 * lane, &packed, 4);
+        }
+    const std::int64_t rest = columns * BITS - whole * 8;  // bits
+    for (std::int64_t lane = 0; rest && lane < lanes; ++lane) {
+        const auto bytes = static_cast<std::size_t>((rest + 7) / 8);
+        const std::uint32_t word = word_of(lane, whole, bytes) & ((1u << rest) - 1);
+        const std::uint32_t packed = BITS == 4 ? interleave(word) : word;
+        std::memcpy(out + 4 * lane, &packed, 4);
+    }
+}
+
+// A block of codes of any width, by way of a byte a code.
+void pack_planes(const void* codes, bool plain, std::int64_t first, std::int64_t lanes, std::int64_t columns,
+                 std::int64_t padded, int bits, std::vector<std::uint8_t>& unpacked, std::uint8_t* out) {
+    std::fill(unpacked.begin(), unpacked.end(), std::uint8_t{0});
+    for (std::int64_t lane = 0; lane < lanes; ++lane)
+        unpack_row(codes, plain, first + lane, columns, bits, unpacked.data() + lane * padded);
+    for (std::int64_t run = 0; run < padded / RUN; ++run, out += 64 * bits)
+        for (std::int64_t lane = 0; lane < LANES; ++lane) {
+            const std::uint8_t* from = unpacked.data() + lane * padded + run * RUN;
+            for (std::int64_t c = 0; c < RUN; ++c)
+                for_planes(bits, lane, c, [&](std::int64_t byte, int shift, int mask, int dropped) {
+                    out[byte] = static_cast<std::uint8_t>(out[byte] | (from[c] >> dropped & mask) << shift);
+                });
+        }
 }
 
 }  // namespace
@@ -141,32 +198,22 @@ std::shared_ptr<Matrix> pack_codes(std::shared_ptr<Arena> arena, const void* cod
     matrix->scales = arena->allocate(blocks * groups * LANES * item);
     matrix->zeros = zeros ? arena->allocate(blocks * groups * LANES) : nullptr;
     matrix->arena = std::move(arena);
+    const std::int64_t row_bytes = plain ? columns : (columns * bits + 31) / 32 * 4;
+    const bool in_words = bits == 8 || (bits == 4 && !plain);
 #pragma omp parallel
     {
-        std::vector<std::uint8_t> unpacked(static_cast<std::size_t>(LANES * padded));
+        std::vector<std::uint8_t> unpacked(static_cast<std::size_t>(in_words ? 0 : LANES * padded));
 #pragma omp for schedule(static)
         for (std::int64_t b = 0; b < blocks; ++b) {
             const std::int64_t lanes = std::min(LANES, rows - b * LANES);
-            std::fill(unpacked.begin(), unpacked.end(), std::uint8_t{0});
-            for (std::int64_t lane = 0; lane < lanes; ++lane)
-                unpack_row(codes, plain, b * LANES + lane, columns, bits, unpacked.data() + lane * padded);
             std::uint8_t* out = matrix->weights + b * matrix->block_bytes;
-            for (std::int64_t run = 0; run < padded / RUN; ++run, out += 64 * bits) {
-                for (std::int64_t lane = 0; lane < LANES; ++lane) {
-                    const std::uint8_t* from = unpacked.data() + lane * padded + run * RUN;
-                    if (bits == 4) {
-                        for (std::int64_t n = 0; n < 4; ++n)
-                            for (std::int64_t j = 0; j < 4; ++j)
-                                out[64 * n + 4 * lane + j] =
-                                    static_cast<std::uint8_t>(from[8 * n + j] | from[8 * n + 4 + j] << 4);
-                        continue;
-                    }
-                    for (std::int64_t c = 0; c < RUN; ++c)
-                        for_planes(bits, lane, c, [&](std::int64_t byte, int shift, int mask, int dropped) {
-                            out[byte] = static_cast<std::uint8_t>(out[byte] | (from[c] >> dropped & mask) << shift);
-                        });
-                }
-            }
+            const auto* from = static_cast<const std::uint8_t*>(codes) + b * LANES * row_bytes;
+            if (in_words && bits == 4)
+                pack_words<4>(from, row_bytes, lanes, columns, 0, out);
+            else if (in_words)
+                pack_words<8>(from, row_bytes, lanes, columns, plain ? 0x80808080u : 0, out);
+            else
+                pack_planes(codes, plain, b * LANES, lanes, columns, padded, bits, unpacked, out);
             for (std::int64_t g = 0; g < groups; ++g)
                 for (std::int64_t lane = 0; lane < lanes; ++lane) {
                     const std::int64_t to = (b * groups + g) * LANES + lane, from = (b * LANES + lane) * groups + g;
@@ -198,7 +245,16 @@ std::shared_ptr<Matrix> pack_dense(std::shared_ptr<Arena> arena, const void* wei
             const std::int64_t lanes = std::min(LANES, rows - b * LANES);
             const T* from = static_cast<const T*>(weights) + b * LANES * columns;
             T* out = reinterpret_cast<T*>(matrix->weights + b * matrix->block_bytes);
-            for (std::int64_t c = 0; c < columns; ++c)
+            constexpr std::int64_t SIDE = LINE / sizeof(T);  // columns at a time
+            std::int64_t c = 0;
+            for (; lanes == LANES && c + SIDE <= columns; c += SIDE) {
+                T square[LANES][SIDE];
+                for (std::int64_t lane = 0; lane < LANES; ++lane)
+                    std::memcpy(square[lane], from + lane * columns + c, sizeof square[lane]);
+                for (std::int64_t i = 0; i < SIDE; ++i)
+                    for (std::int64_t lane = 0; lane < LANES; ++lane) out[(c + i) * LANES + lane] = square[lane][i];
+            }
+            for (; c < columns; ++c)
                 for (std::int64_t lane = 0; lane < lanes; ++lane) out[c * LANES + lane] = from[lane * columns + c];
         }
     };

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from torch import Tensor
 
@@ -34,6 +34,7 @@ class Store:
             prepare(each, self.arena, self.activations)
         else:
             self.refused[each.name] = reason
+            each.weight = _own(each.weight)
 
     def take_norm(self, norm: Norm) -> None:
         norm.weight = norm.weight.float().contiguous()
@@ -42,4 +43,11 @@ class Store:
 
     def table(self, table: Tensor | PackedTensor | Prepared) -> Table:
         """An embedding to read rows of."""
-        return Table(table)
+        return Table(table if isinstance(table, Prepared) else _own(table))
+
+
+def _own(weight: Any) -> Any:
+    """The weight in memory of its own: what is not laid out anew may still lie on the pages of a file."""
+    if isinstance(weight, PackedTensor):
+        return PackedTensor(weight.scheme, weight.shape, {name: part.clone() for name, part in weight.parts.items()})
+    return weight.clone() if isinstance(weight, Tensor) else weight
