@@ -8,6 +8,18 @@
 #error "define ATTAR_KERNELS, the file of kernels"
 #endif
 
+#define ATTAR_PRAGMA(text) _Pragma(#text)
+#if defined(__clang__)  // which knows neither GCC's pragmas nor its choice of a width
+#define ATTAR_WIDE ""
+#define ATTAR_TARGET(features) \
+    ATTAR_PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define ATTAR_TARGET_END ATTAR_PRAGMA(clang attribute pop)
+#else
+#define ATTAR_WIDE ",prefer-vector-width=512"
+#define ATTAR_TARGET(features) ATTAR_PRAGMA(GCC push_options) ATTAR_PRAGMA(GCC target(features))
+#define ATTAR_TARGET_END ATTAR_PRAGMA(GCC pop_options)
+#endif
+
 namespace portable {
 #define ATTAR_LEVEL ATTAR_PORTABLE
 #include "simd.inl"
@@ -17,45 +29,41 @@ namespace portable {
 
 #if defined(__x86_64__)
 
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
+ATTAR_TARGET("avx2,fma,f16c")
 namespace avx2 {
 #define ATTAR_LEVEL ATTAR_AVX2
 #include "simd.inl"
 #include ATTAR_KERNELS
 #undef ATTAR_LEVEL
 }  // namespace avx2
-#pragma GCC pop_options
+ATTAR_TARGET_END
 
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,avxvnni")
+ATTAR_TARGET("avx2,fma,f16c,avxvnni")
 namespace avxvnni {
 #define ATTAR_LEVEL ATTAR_AVXVNNI
 #include "simd.inl"
 #include ATTAR_KERNELS
 #undef ATTAR_LEVEL
 }  // namespace avxvnni
-#pragma GCC pop_options
+ATTAR_TARGET_END
 
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,prefer-vector-width=512")
+ATTAR_TARGET("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni" ATTAR_WIDE)
 namespace avx512 {
 #define ATTAR_LEVEL ATTAR_AVX512
 #include "simd.inl"
 #include ATTAR_KERNELS
 #undef ATTAR_LEVEL
 }  // namespace avx512
-#pragma GCC pop_options
+ATTAR_TARGET_END
 
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,amx-tile,amx-int8,prefer-vector-width=512")
+ATTAR_TARGET("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,amx-tile,amx-int8" ATTAR_WIDE)
 namespace amx {
 #define ATTAR_LEVEL ATTAR_AMX
 #include "simd.inl"
 #include ATTAR_KERNELS
 #undef ATTAR_LEVEL
 }  // namespace amx
-#pragma GCC pop_options
+ATTAR_TARGET_END
 
 #define ATTAR_PICK(level, name)                       \
     ((level) == Level::amx       ? amx::name          \
@@ -66,15 +74,14 @@ namespace amx {
 
 #elif defined(__aarch64__)
 
-#pragma GCC push_options
-#pragma GCC target("arch=armv8.2-a+dotprod")
+ATTAR_TARGET("arch=armv8.2-a+dotprod")
 namespace neon {
 #define ATTAR_LEVEL ATTAR_NEON
 #include "simd.inl"
 #include ATTAR_KERNELS
 #undef ATTAR_LEVEL
 }  // namespace neon
-#pragma GCC pop_options
+ATTAR_TARGET_END
 
 #define ATTAR_PICK(level, name) ((level) == Level::neon ? neon::name : portable::name)
 
@@ -83,3 +90,8 @@ namespace neon {
 #define ATTAR_PICK(level, name) (static_cast<void>(level), portable::name)
 
 #endif
+
+#undef ATTAR_PRAGMA
+#undef ATTAR_WIDE
+#undef ATTAR_TARGET
+#undef ATTAR_TARGET_END

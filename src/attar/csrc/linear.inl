@@ -215,7 +215,6 @@ struct Part {
     std::int64_t index;            // of the part
     std::int64_t group;            // of weights, that it lies in
     const std::uint8_t* codes[4];  // of each block of the panel
-    const std::uint8_t* next;      // the unpacked codes of the part that follows, if it is there to be fetched
 };
 
 // total [rows, 64] of a block += float(sums [rows, 16], less the zero term) * scales.
@@ -288,20 +287,6 @@ static void begin_tiles(std::int64_t rows, std::int64_t columns) {
 }
 static void end_tiles() { __asm__ volatile("tilerelease" ::); }
 
-// A part is used up in less time than the second-level cache takes to deliver the next, whose lines do not follow on one
-// another: each quadruple of tiles asks for a share of them (15 to 20 % of the whole product, at 512 rows).
-ATTAR_INLINE void fetch_share(const Part& p, std::int64_t row, std::int64_t lines_of_rows, std::int64_t share,
-                              std::int64_t shares) {
-    const QuantizedRows& x = p.x;
-    const std::int64_t lines = p.panel.blocks * x.part / 4, next = (p.index + 1) * x.part;
-    for (std::int64_t i = lines * share / shares; i < lines * (share + 1) / shares; ++i) __builtin_prefetch(p.next + 64 * i);
-    for (std::int64_t column = next; column < next + x.part; column += 64) {
-        const std::int8_t* from = x.codes + column / 64 * x.step_bytes() + row * 64;
-        for (std::int64_t i = lines_of_rows * share / shares; i < lines_of_rows * (share + 1) / shares; ++i)
-            __builtin_prefetch(from + 64 * i);
-    }
-}
-
 // Two tiles of rows by two blocks at a time. The sums of one such quadruple are scaled while the tiles of the next are
 // being multiplied, a tile of sums after each of its first products: the two have execution units of their own.
 // PLAIN: the zero points are off the codes already and a row has one scale, which is left to the end.
@@ -315,8 +300,6 @@ static void add_part_of(const Part& p, std::int64_t row, std::int64_t rows, floa
     Floats scale[4];
     for (std::int64_t b = 0; b < blocks; ++b) scale[b] = scales_at(p.panel.matrix(b), p.panel.block[b], p.group);
     std::int64_t tile_before = -1, block_before = 0, tiles_before = 0, blocks_before = 0;
-    const std::int64_t shares = (last - row / height + 1) / 2 * ((blocks + 1) / 2);
-    std::int64_t share = 0;
     int buffer = 0;
     const auto scale_one = [&](int which, const std::int32_t(*from)[256]) __attribute__((always_inline)) {
         const int t = which / 2, b = which % 2;
@@ -338,7 +321,6 @@ static void add_part_of(const Part& p, std::int64_t row, std::int64_t rows, floa
         for (std::int64_t b = 0; b < blocks; b += 2) {
             const bool two_blocks = b + 1 < blocks;
             const auto* before = sums[1 - buffer];
-            if (p.next) fetch_share(p, row, (last - row / height) * height, share++, shares);
             ATTAR_TILE_ZERO(0);
             ATTAR_TILE_ZERO(1);
             ATTAR_TILE_ZERO(2);
@@ -455,6 +437,9 @@ static void integer_many(const Factors& factors, const Factor& factor, const Qua
         }
     const std::int64_t blocks = panel.blocks, columns = x.part * x.parts;
     const bool packed = m.bits < 8, whole = packed && rows > SHARE;
+    // Outputs of a megabyte and more leave the caches before they are read; keeping them there costs a fifth of the time.
+    const bool past_caches = x.rows * width >= (std::int64_t{1} << 18) && width % LANES == 0 &&
+                             factor.offset % LANES == 0 && reinterpret_cast<std::uintptr_t>(out) % 64 == 0;
     std::uint8_t* unpacked = packed ? scratch.at(1, 64 * (whole ? columns : x.part)) : nullptr;
     auto* total = reinterpret_cast<float*>(scratch.at(0, SHARE * 64 * 4));
     for (std::int64_t from = 0; whole && from < columns; from += x.part)
@@ -465,8 +450,7 @@ static void integer_many(const Factors& factors, const Factor& factor, const Qua
         std::memset(total, 0, static_cast<std::size_t>(here * 64 * 4));
         for (std::int64_t part = 0; part < x.parts; ++part) {
             const std::int64_t from = part * x.part;
-            Part p{panel, x, part, from / m.group, {}, nullptr};
-            if (whole && part + 1 < x.parts) p.next = unpacked + (from + x.part) * 64;
+            Part p{panel, x, part, from / m.group, {}};
             if (packed && !whole) unpack_panel(panel, from, x.part, unpacked);
             for (std::int64_t b = 0; b < blocks; ++b)
                 p.codes[b] = packed ? unpacked + (whole ? from * 64 : 0) + b * x.part * LANES
@@ -480,11 +464,16 @@ static void integer_many(const Factors& factors, const Factor& factor, const Qua
             };
             for (std::int64_t b = 0; b < count; ++b) {
                 const Floats made = gated ? activated(*factors.gate, value(b)) * value(count + b) : value(b);
-                put(made, factor, first + b, out + (at + r) * width);
+                float* to = out + (at + r) * width;
+                if (past_caches && (first + b + 1) * LANES <= m.rows)
+                    stream(to + factor.offset + (first + b) * LANES, made);
+                else
+                    put(made, factor, first + b, to);
             }
         }
     }
     end_tiles();
+    settle();
 }
 
 // ---- products in float32: dense weights, and codes times rows that are not rounded

@@ -34,6 +34,20 @@ ATTAR_INLINE Floats load(const float* from) {
     return out;
 }
 ATTAR_INLINE void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
+// To memory past the caches: for results so large that they would only displace what is still needed. `to` lies at a
+// multiple of 64 bytes; `settle` comes before another thread reads.
+ATTAR_INLINE void stream(float* to, Floats value) {
+#if ATTAR_LEVEL >= ATTAR_AVX512
+    _mm512_stream_ps(to, (__m512)value.piece[0]);
+#else
+    store(to, value);
+#endif
+}
+ATTAR_INLINE void settle() {
+#if ATTAR_LEVEL >= ATTAR_AVX512
+    _mm_sfence();
+#endif
+}
 ATTAR_INLINE Ints load_bytes(const void* from) {
     Ints out;
     std::memcpy(&out, from, sizeof out);
@@ -68,16 +82,17 @@ ATTAR_INLINE Floats operator/(Floats a, Floats b) {
     ATTAR_EACH a.piece[p] /= b.piece[p];
     return a;
 }
+// Modulo 2^32: what is not a number may turn into any bits on its way.
 ATTAR_INLINE Ints operator+(Ints a, Ints b) {
-    ATTAR_EACH a.piece[p] += b.piece[p];
+    ATTAR_EACH a.piece[p] = (IntPiece)((WordPiece)a.piece[p] + (WordPiece)b.piece[p]);
     return a;
 }
 ATTAR_INLINE Ints operator-(Ints a, Ints b) {
-    ATTAR_EACH a.piece[p] -= b.piece[p];
+    ATTAR_EACH a.piece[p] = (IntPiece)((WordPiece)a.piece[p] - (WordPiece)b.piece[p]);
     return a;
 }
 ATTAR_INLINE Ints operator*(Ints a, Ints b) {
-    ATTAR_EACH a.piece[p] *= b.piece[p];
+    ATTAR_EACH a.piece[p] = (IntPiece)((WordPiece)a.piece[p] * (WordPiece)b.piece[p]);
     return a;
 }
 ATTAR_INLINE Ints operator&(Ints a, Ints b) {
