@@ -10,12 +10,15 @@ INSTALL := $(PIP) install --quiet --constraint constraints-cpu.txt
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints-cpu.txt src/attar/version.py $(wildcard src/attar/csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench-compressors bench-peers clean
+.PHONY: help demo test lint sanitize neon bench-compressors bench-peers clean
 
 help:
 	@echo "make demo    compress the embedded model, print what it cost, generate text before and after"
 	@echo "make test    everything that must pass: lint, then the tests"
 	@echo "make lint    ruff, mypy, import floors"
+	@echo "make sanitize"
+	@echo "             the kernels' tests on an extension built with AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make neon    the kernels built for 64-bit Arm and run under emulation, where Debian's packages for it are there"
 	@echo "make bench-compressors"
 	@echo "             KL beside llm-compressor's, set up in .venv-peers (or PEERS=<an environment that has it>)"
 	@echo "make bench-peers"
@@ -35,6 +38,12 @@ lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+sanitize: $(VENV)/.installed-dev
+	@tools/sanitize.sh
+
+neon: $(VENV)/.installed-dev
+	@tools/check_neon.sh
 
 # The peers pin other versions of what attar uses, so they have an environment of their own.
 bench-compressors: $(VENV)/.installed $(if $(PEERS),,.venv-peers/.installed)
@@ -89,4 +98,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-peers .venv-llamacpp .venv-openvino build/engines build/cp3* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-peers .venv-llamacpp .venv-openvino build/engines build/sanitize build/neon build/cp3* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

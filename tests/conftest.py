@@ -13,6 +13,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
+    from attar.kernels.ops import Store
     from attar.model.decoder import Decoder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,9 +44,11 @@ def stories(shared: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_decoder() -> Callable[..., Decoder]:
-    """Builds a small Llama of random weights: `tiny_decoder(seed=0, layers=3, vocab=97, scheme=None, tensors=None)`.
+    """Builds a small Llama of random weights:
+    `tiny_decoder(seed=0, layers=3, vocab=97, scheme=None, tensors=None, store=None)`.
 
-    `scheme` names what its linears are quantized to; `tensors` replaces tensors by name.
+    `scheme` names what its linears are quantized to; `tensors` replaces tensors by name; with a `store` the model is
+    laid out for the native kernels.
     """
     from attar.formats.packed import codec
     from attar.formats.scheme import Scheme
@@ -97,12 +100,13 @@ def tiny_decoder() -> Callable[..., Decoder]:
         vocab: int = 97,
         scheme: str | None = None,
         tensors: dict[str, torch.Tensor] | None = None,
+        store: Store | None = None,
     ) -> Decoder:
         config = ModelConfig(
             "LlamaForCausalLM", vocab_size=vocab, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128,
             context=64, windows=(None,) * layers, ropes=(Rope(10000.0, 16),) * layers, tied=True,
         )  # fmt: skip
-        return build(config, Random(config, seed, scheme, tensors or {}))
+        return build(config, Random(config, seed, scheme, tensors or {}), store=store)
 
     return make
 

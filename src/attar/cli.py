@@ -200,7 +200,7 @@ def generate(
         int | None, typer.Option(min=0, help="Also report the log-probabilities of the k likeliest.")
     ] = None,
     dtype: ComputeDtype = Dtype.float32,
-    activations: Activations = Rounding.int8,
+    activations: Activations = Rounding.int8g128,
     no_verify: NoVerify = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -241,7 +241,7 @@ def chat(
     ] = 1.0,
     seed: Annotated[int | None, typer.Option(min=0, help="Makes a drawn answer repeatable.")] = None,
     dtype: ComputeDtype = Dtype.float32,
-    activations: Activations = Rounding.int8,
+    activations: Activations = Rounding.int8g128,
     no_verify: NoVerify = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -329,7 +329,7 @@ def bench(
     prompt: Annotated[int, typer.Option(min=16, help="Tokens of each prompt.")] = 512,
     gen: Annotated[int, typer.Option(min=2, help="Decode steps.")] = 128,
     batch: Annotated[int, typer.Option(min=1, help="Sequences that decode together.")] = 1,
-    activations: Activations = Rounding.int8,
+    activations: Activations = Rounding.int8g128,
     as_json: Json = False,
 ) -> None:
     """Measure speed, beside what this machine can do."""

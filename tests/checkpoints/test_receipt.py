@@ -6,9 +6,9 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,6 +16,10 @@ import torch
 from attar.checkpoints import receipt
 from attar.checkpoints.probes import make_probes
 from attar.checkpoints.safetensors import CheckpointError
+from attar.formats.packed import PackedTensor
+from attar.kernels import ops
+from attar.kernels.native import linear as native
+from attar.kernels.operands import Linear
 from attar.model.decoder import Decoder
 
 Make = Callable[..., Decoder]
@@ -51,7 +55,8 @@ def test_what_it_holds(folder: Path) -> None:
         "format", "source", "recipe", "calibration", "seed", "versions", "layers", "bits_per_weight", "evaluation",
         "files", "probes",
     }  # fmt: skip
-    assert set(value["versions"]) == {"attar", "torch", "python", "instruction_set", "threads"}
+    assert set(value["versions"]) == {"attar", "torch", "python", "instruction_set", "threads", "kernels"}
+    assert value["versions"]["kernels"] == "native"
     assert value["source"] == {"files": SOURCE, "sha256": receipt.combined_hash(SOURCE)}
     assert value["evaluation"] == dict.fromkeys(("ppl", "bits_per_byte", "kl_mean", "kl_p999", "top1", "tokens"))
     assert set(read.files) == {"model.safetensors", "config.json", "sub/x.jinja"}
@@ -86,17 +91,96 @@ def test_verify_a_sound_folder(folder: Path, tiny_decoder: Make) -> None:
         return loaded[0]
 
     verdict = receipt.verify(folder, load)
+    replayed = "8 probes of 8 replayed within the noise"
     assert verdict == receipt.Verdict(
-        True, None, "3 files have the hashes of the receipt; 8 probes of 8 replayed within the noise"
+        True,
+        None,
+        f"3 files have the hashes of the receipt; exact: {replayed}",
+        {"exact": receipt.PathVerdict(True, None, replayed)},
     )
     assert len(loaded) == 1
     assert (
         receipt.verify(folder, tiny_decoder(0), hashes=False, probes="one").detail
-        == "1 probe of 8 replayed within the noise"
+        == "exact: 1 probe of 8 replayed within the noise"
     )
     assert receipt.verify(folder, None, probes="none").ok
     assert verdict.sentence == f"ok: {verdict.detail}"
-    assert verdict.to_dict() == {"ok": True, "first_divergence": None, "detail": verdict.detail}
+    assert verdict.to_dict() == {
+        "ok": True,
+        "first_divergence": None,
+        "detail": verdict.detail,
+        "paths": {"exact": {"ok": True, "first_divergence": None, "detail": replayed}},
+    }
+
+
+@pytest.fixture
+def packed(tmp_path: Path, tiny_decoder: Make) -> Path:
+    """A folder whose receipt is of `tiny_decoder(0, scheme="w4g32")`."""
+    receipt.write(tmp_path, about(), SOURCE, [LAYER], 4.5, None, make_probes(tiny_decoder(0, scheme="w4g32"), 0))
+    return tmp_path
+
+
+@pytest.mark.parametrize("count", ["one", "all"])
+def test_each_kernel_path_has_its_verdict(packed: Path, tiny_decoder: Make, count: Literal["one", "all"]) -> None:
+    rounding = tiny_decoder(0, scheme="w4g32", store=ops.store())
+    verdict = receipt.verify(packed, rounding, probes=count)
+    assert verdict.ok
+    assert {path: found.ok for path, found in verdict.paths.items()} == {"exact": True, "int8_activations": True}
+    assert "exact: " in verdict.detail
+    assert "int8_activations: " in verdict.detail
+    exact = receipt.verify(packed, tiny_decoder(0, scheme="w4g32", store=ops.store("exact")), probes=count)
+    assert {path: found.ok for path, found in exact.paths.items()} == {"exact": True}
+
+
+def test_little_damage_to_a_model_that_rounds_rows_is_named(packed: Path, tiny_decoder: Make) -> None:
+    """The exact path sees it, though the model does not run on it."""
+    decoder = tiny_decoder(0, scheme="w4g32")
+    weight = decoder.blocks[1].attention.output.weight
+    assert isinstance(weight, PackedTensor)
+    weight.parts["scale"].view(-1)[3] *= -1
+    store = ops.store()
+    assert store is not None
+    for linear in (linear for block in decoder.blocks for linear in block.linears()):
+        store.take(linear)
+    verdict = receipt.verify(packed, decoder, hashes=False, probes="one")
+    assert (verdict.ok, verdict.first_divergence) == (False, "model.layers.1")
+    assert verdict.sentence.startswith("failed: on the exact kernels model.layers.1 differs by")
+    assert verdict.paths["exact"].ok is False
+    assert verdict.paths["int8_activations"].ok is True
+
+
+def test_kernels_that_compute_something_else_are_named(
+    packed: Path, tiny_decoder: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounded rows alone: the weights are sound, the kernel that rounds is not."""
+    decoder = tiny_decoder(0, scheme="w4g32", store=ops.store())
+    product = native.linear
+
+    def broken(x: torch.Tensor, linears: Sequence[Linear]) -> torch.Tensor:
+        out, weight = product(x, linears), linears[0].weight
+        assert isinstance(weight, native.KernelWeight)
+        return out.roll(1, 1) if weight.integer else out
+
+    monkeypatch.setattr(native, "linear", broken)
+    verdict = receipt.verify(packed, decoder, hashes=False, probes="one")
+    assert (verdict.ok, verdict.first_divergence) == (False, "model.layers.0")
+    assert verdict.paths["exact"].ok is True
+    assert verdict.sentence.startswith("failed: on the int8_activations kernels")
+
+
+def test_a_path_without_a_floor_is_said_not_to_be_replayed(
+    tmp_path: Path, tiny_decoder: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as where_no_kernels_are:
+        where_no_kernels_are.setattr(ops, "store", lambda form="int8": None)
+        assert receipt.environment()["kernels"] == "ref"
+        receipt.write(tmp_path, about(), SOURCE, [LAYER], 4.5, None, make_probes(tiny_decoder(0, scheme="w4g32"), 0))
+    verdict = receipt.verify(tmp_path, tiny_decoder(0, scheme="w4g32", store=ops.store()))
+    assert verdict.ok
+    assert {path: found.ok for path, found in verdict.paths.items()} == {"exact": True, "int8_activations": None}
+    assert "no noise floor for the int8_activations kernels" in verdict.detail
+    with pytest.raises(CheckpointError, match="no noise floor for the int8_activations kernels"):
+        receipt.verify(tmp_path, tiny_decoder(0, scheme="w8a8"))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "sub/x.jinja"])

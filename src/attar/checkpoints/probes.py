@@ -7,23 +7,36 @@ the logits as the 8 largest. A replay that differs names the first block that do
 the norm of a difference on average (Johnson and Lindenstrauss 1984; Achlioptas 2003), so no damage can hide in a
 direction that was not looked at, short of one in all 16 blind ones.
 
-How much two sound machines differ is measured, not guessed. Next to the prompts run *shaken* copies of them: at each
-block their hidden states are moved by a few units in the last place, as another order of summation would. What comes of
-that is the noise floor. A replay may differ by `MARGIN` times the floor, but never needs to be closer than `LEAST`.
-Products of unrounded activations pass the shaking on as it is, so a block's floor is the largest up to it. Rounded ones
-amplify it to the size of the rounding itself (a value that crosses a border moves by a whole step), in some block or
-other: their floor is the largest of all blocks, and their probes see only damage that exceeds it.
+How much two sound machines differ is measured, not guessed, for each kernel path. Next to the prompts run copies:
+
+* *Shaken* ones: at each block their hidden states are moved by a few units in the last place, as another order of
+  summation would. Products of unrounded activations pass the shaking on as it is: it is the floor of `EXACT`, for a
+  block the largest up to it. Where a scheme rounds activations, it is the floor of `ROUNDED` instead.
+* *Rounded* ones, where this machine has the native kernels: they run through the blocks as those lay them out, with the
+  coarsest rounding that they offer to rows which a scheme leaves alone. Their stream is rounded from the first block
+  on, as in a replay, so differences add up in it as they do there. How far they end up from the prompts, which were not
+  rounded, is the floor of `ROUNDED`. Finer rounding stays below it.
+
+A replay may differ by `MARGIN` times the floor, but never needs to be closer than `LEAST`. Rounding amplifies the last
+place to its own size (a value that crosses a border moves by a whole step), in some block or other: the floor of
+`ROUNDED` is the largest of all blocks. Noting what the rounded copies themselves computed would therefore not make the
+replay sharper: shaken, they move from block 0 on by nearly as much as rounding moved them. So a replay on rounded rows
+sees only damage beyond some percent of a hidden state: kernels that compute something else, shifted codes, a tensor of
+flipped scales. A single flipped scale it does not see; the exact path does. As the native layout of a weight does not
+depend on how rows meet it, a model that rounds them can be replayed on both paths (`unrounded`), and is.
 
 The blocks are walked once, one at a time, with all prompts: compression probes its output while it writes it. Where a
 block rounds its inputs by a scale taken over a whole call, each prompt has a call of its own, as in a replay.
 
-Legend: P prompts, L tokens of a prompt, I hidden size, M projections.
+Legend: P prompts, L tokens of a prompt, C copies of the prompts, I hidden size, M projections.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +46,9 @@ from torch import Tensor
 
 from attar.checkpoints.safetensors import CheckpointError
 from attar.formats.packed import PackedTensor
+from attar.kernels import ops
+from attar.kernels.native.linear import KernelWeight
+from attar.kernels.operands import Linear
 from attar.model.cache import Step
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
@@ -45,11 +61,16 @@ PROJECTIONS = 16
 
 SHAKE = 2.0**-21  # relative: 4 units in the last place of a float32
 MARGIN: Mapping[str, float] = {"exact": 4.0, "int8_activations": 3.0, "cuda": 4.0}
+"""What a replay may differ by, over the floor. Sound replays on rounded rows were seen at up to 1.6."""
 LEAST: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 """Smallest relative difference that counts, by the dtype that a replay computes in."""
 
 EXACT, ROUNDED, CUDA = "exact", "int8_activations", "cuda"
+COARSEST: ops.Activations = "int8"
 
+NO_FLOOR = "the receipt has no noise floor for the {} kernels, which could not run where it was made"
+
+_SHAKEN, _ROUNDED = range(2)  # the copies of the prompts, in order
 _TOKENS, _SIGNS, _SHAKES = range(3)  # what a stream of random words is for
 
 
@@ -79,10 +100,39 @@ def project(layer: int, hidden: Tensor) -> Tensor:
     return hidden.double() @ _signs(_SIGNS, layer, PROJECTIONS, size).T / math.sqrt(size)
 
 
-def rounds_activations(block: Block) -> bool:
-    """Whether any linear of the block rounds its input to a grid."""
-    weights = (each.weight for each in block.linears())
-    return any(isinstance(w, PackedTensor) and w.scheme.activation is not None for w in weights)
+def rounds_activations(linears: Iterable[Linear]) -> bool:
+    """Whether any of the linears rounds its input to a grid: because its scheme says so, or because it was prepared for
+    kernels that do."""
+    weights = (each.weight for each in linears)
+    return any(w.integer if isinstance(w, KernelWeight) else _by_scheme(w) for w in weights)
+
+
+def _by_scheme(weight: object) -> bool:
+    """Whether a weight's scheme has its inputs rounded, whatever kernels multiply by it."""
+    return isinstance(weight, PackedTensor) and weight.scheme.activation is not None
+
+
+def kernel_path(decoder: Decoder) -> str:
+    """Which of the paths that have noise floors of their own the decoder runs on."""
+    linears = (linear for block in decoder.blocks for linear in block.linears())
+    return ROUNDED if rounds_activations((*linears, decoder.head)) else EXACT
+
+
+@contextmanager
+def unrounded(decoder: Decoder) -> Iterator[None]:
+    """Within, rows meet the decoder's prepared weights as they are, unless a scheme says otherwise."""
+    linears = [linear for block in decoder.blocks for linear in block.linears()]
+    changed: list[tuple[Linear, KernelWeight]] = []
+    for each in (*linears, decoder.head):
+        weight = each.weight
+        if isinstance(weight, KernelWeight) and weight.scheme is not None and weight.scheme.activation is None:
+            changed.append((each, weight))
+            each.weight = KernelWeight(weight.matrix, weight.scheme, False, 0)
+    try:
+        yield
+    finally:
+        for each, weight in changed:
+            each.weight = weight
 
 
 def _scales_over_calls(block: Block) -> bool:
@@ -109,50 +159,60 @@ def _digits(values: Tensor, digits: int = 9) -> list[Any]:
 class ProbeRun:
     """The probes of a model whose blocks come one by one.
 
-    `ids` [2 P, L] are the prompts and, after them, the same prompts once more, to be shaken. The caller carries their
-    hidden states [2 P * L, I] from block to block (and over a restart): `run` takes them through a block, `observe`
-    notes its output. What `observe` returns is JSON; all of it, in order, goes to `finish` with the logits.
+    `ids` [C P, L] are the prompts and, after them, their copies: to be shaken and, where there are native kernels, to
+    be rounded. The caller carries their hidden states [C P * L, I] through `run`, block by block (and over a restart).
+    What `run` notes of a block is JSON; all of it, in order, goes to `finish` with the logits.
     """
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
         self.config = config
         self.prompts = prompts(config, seed)
-        self.ids = self.prompts.repeat(2, 1)
+        self.native = ops.store(COARSEST) is not None
+        self.ids = self.prompts.repeat(3 if self.native else 2, 1)
 
-    def run(self, layer: int, block: Block, rows: Tensor) -> Tensor:
-        """Block `layer` over the rows [2 P * L, I] that enter it, the second half moved by `SHAKE` of each value."""
-        calm, shaken = rows.chunk(2)
-        signs = _signs(_SHAKES, layer, *shaken.shape)
-        rows = torch.cat((calm, (shaken.double() * (1 + SHAKE * signs)).to(rows.dtype)))
-        together = 1 if _scales_over_calls(block) else len(rows) // LENGTH
-        step = Step((LENGTH,) * together, LENGTH)
-        return torch.cat([block.run(some, step) for some in rows.split(together * LENGTH)])
+    def run(self, layer: int, block: Block, rows: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """Block `layer` over the rows [C P * L, I] that enter it: (output rows, what is noted of them).
 
-    def observe(self, layer: int, block: Block, rows: Tensor) -> dict[str, Any]:
-        """What is kept of block `layer`, given its output rows [2 P * L, I].
-
-        Raises ValueError naming the block where they are not finite.
+        To be called last of all that is done with the block: its weights end up in the layout of the native kernels.
+        Raises ValueError naming the block where the output is not finite.
         """
+        calm, shaken, *rounded = rows.split(PROMPTS * LENGTH)
+        signs = _signs(_SHAKES, layer, *shaken.shape)
+        shaken = (shaken.double() * (1 + SHAKE * signs)).to(rows.dtype)
+        by_scheme = rounds_activations(block.linears())
+        outputs = [_through(block, torch.cat((calm, shaken)), 1 if _scales_over_calls(block) else 2 * PROMPTS)]
+        if rounded:
+            _lay_out(block)
+            outputs.append(_through(block, rounded[0], 1))  # one by one, for the memory: the bits are the same
+        rows = torch.cat(outputs)
         if not rows.isfinite().all():
             name = self.config.names.layer.format(i=layer)
             raise ValueError(f"the output of {name} holds a NaN or an infinity on the probe prompts")
-        calm, shaken = project(layer, rows.view(2 * PROMPTS, LENGTH, -1)[:, -1]).chunk(2)
-        return {
+        calm, *copies = project(layer, rows.view(len(self.ids), LENGTH, -1)[:, -1]).split(PROMPTS)
+        return rows, {
             "projections": _digits(calm),
-            "noise": _digits(torch.tensor(_difference(shaken, calm)), 3),
-            "rounded": rounds_activations(block),
+            "noise": [_digits(torch.tensor(_difference(each, calm)), 3) for each in copies],
+            "by_scheme": by_scheme,
+            "by_kernels": self.native and rounds_activations(block.linears()),
         }
 
     def finish(self, observed: Sequence[Mapping[str, Any]], logits: Tensor) -> dict[str, Any]:
-        """The probes as they stand in a receipt, from all blocks' observations and the last rows' logits [2 P, V]."""
+        """The probes as they stand in a receipt, from what `run` noted and the last rows' logits [C P, V]."""
         assert len(observed) == self.config.layers
-        calm, shaken = logits.double().chunk(2)
+        calm, *copies = logits.double().split(PROMPTS)
         top = calm.topk(min(TOP, self.config.vocab_size), -1)
-        noise = {
-            "layers": [seen["noise"] for seen in observed],
-            "head": _digits(torch.tensor(_difference(shaken.gather(1, top.indices), top.values)), 3),
-        }
-        rounded = any(seen["rounded"] for seen in observed)
+        heads = [_digits(torch.tensor(_difference(each.gather(1, top.indices), top.values)), 3) for each in copies]
+        by_scheme, by_kernels = (any(seen[key] for seen in observed) for key in ("by_scheme", "by_kernels"))
+
+        def floor(*of: int) -> dict[str, Any] | None:
+            """The largest difference that the copies `of` show; None for none."""
+            if not of:
+                return None
+            return {
+                "layers": [max(seen["noise"][i] for i in of) for seen in observed],
+                "head": max(heads[i] for i in of),
+            }
+
         items = [
             {
                 "tokens": self.prompts[p].tolist(),
@@ -162,20 +222,38 @@ class ProbeRun:
             for p in range(PROMPTS)
         ]
         # A path that this model does not have, or that this machine cannot run, has no floor.
-        paths = {EXACT: None if rounded else noise, ROUNDED: noise if rounded else None, CUDA: None}
+        rounded = ((_SHAKEN,) if by_scheme else ()) + ((_ROUNDED,) if by_kernels else ())
+        paths = {EXACT: None if by_scheme else floor(_SHAKEN), ROUNDED: floor(*rounded), CUDA: None}
         return {"prompts": items, "noise": paths}
+
+
+def _through(block: Block, rows: Tensor, together: int) -> Tensor:
+    """The block over the rows [n L, I] of n prompts, so many of them at a time."""
+    step = Step((LENGTH,) * together, LENGTH)
+    return torch.cat([block.run(some, step) for some in rows.split(together * LENGTH)])
+
+
+def _lay_out(block: Block) -> None:
+    """Move the block's weights into a store of its own, which goes when the block does."""
+    store = ops.store(COARSEST)
+    assert store is not None
+    for linear in block.linears():
+        store.take(linear)
+    for norm in block.norms():
+        store.take_norm(norm)
 
 
 @torch.inference_mode()
 def make_probes(decoder: Decoder, seed: int) -> dict[str, Any]:
-    """Probes of a whole decoder that computes in float32. Reads its blocks once, in order."""
+    """Probes of a whole decoder of the reference that computes in float32. Reads its blocks once, in order."""
     assert decoder.dtype == torch.float32
+    assert decoder.store is None
     run = ProbeRun(decoder.config, seed)
     rows = decoder.embedding.forward(run.ids.flatten(), torch.arange(LENGTH).repeat(len(run.ids)))
     observed = []
     for layer, block in enumerate(decoder.blocks):
-        rows = run.run(layer, block, rows)
-        observed.append(run.observe(layer, block, rows))
+        rows, seen = run.run(layer, copy.deepcopy(block), rows)
+        observed.append(seen)
     return run.finish(observed, decoder.logits(rows[LENGTH - 1 :: LENGTH]))
 
 
@@ -248,10 +326,10 @@ class Probes:
         largest = max(i for p in self.prompts for i in (*p.tokens, *(t for t, _ in p.top)))
         if len(self.prompts[0].layers) != config.layers or largest >= config.vocab_size:
             raise CheckpointError("the receipt's probes are of a model with other layers or another vocabulary")
-        path = ROUNDED if any(rounds_activations(block) for block in decoder.blocks) else EXACT
+        path = kernel_path(decoder)
         noise = self.noise.get(path)
         if noise is None:
-            raise CheckpointError(f"the receipt has no noise floor for the {path} kernels that this model runs on")
+            raise CheckpointError(NO_FLOOR.format(path))
         found: list[tuple[int, Divergence]] = []
         for probe in self.prompts[:count]:
             seen = _differences(decoder, probe, path, noise)
@@ -263,7 +341,7 @@ def _differences(decoder: Decoder, probe: Probe, path: str, noise: Noise) -> Ite
     """Each block's difference in order, then the logits', with its place."""
     config, last = decoder.config, len(probe.tokens) - 1
     seen: list[Tensor] = []
-    step = Step((len(probe.tokens),), len(probe.tokens))
+    step = Step((last + 1,), last + 1, decoder.cache(last + 1))  # with a cache, so that its kernels are replayed too
     rows = torch.tensor([last])
     logits = decoder.forward(
         torch.tensor(probe.tokens), step, rows, lambda layer, hidden: seen.append(project(layer, hidden[rows]))

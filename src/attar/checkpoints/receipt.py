@@ -1,10 +1,10 @@
 """receipt.json: what was compressed, how, what it cost, and how to check that a copy is still the same.
 
 A receipt holds the hashes of the source and of every file beside it, the recipe, the hash of the calibration tokens,
-the seed, the versions and the two properties of the machine that decide about the last bits (instruction set and
-threads), the error of each layer as stored and had it only been rounded, the bits per weight, the evaluation figures,
-and the probes (`probes.py`). It holds no clock, host, path or duration: the same inputs give the same bytes. The JSON
-is canonical, keys sorted and floats in their shortest form.
+the seed, the versions and what of the machine decides about the last bits (instruction set, threads, whether there are
+native kernels), the error of each layer as stored and had it only been rounded, the bits per weight, the evaluation
+figures, and the probes (`probes.py`). It holds no clock, host, path or duration: the same inputs give the same bytes.
+The JSON is canonical, keys sorted and floats in their shortest form.
 
 A receipt is no signature. Who can change the weights can change the receipt; it finds accidents (a download that ended
 early, a conversion that lost something, a machine whose kernels are wrong), and it says what was done.
@@ -20,15 +20,16 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from attar.checkpoints.folder import read_json
-from attar.checkpoints.probes import Probes
+from attar.checkpoints.probes import EXACT, NO_FLOOR, Probes, kernel_path, unrounded
 from attar.checkpoints.safetensors import CheckpointError
+from attar.kernels import ops
 from attar.model.decoder import Decoder
 from attar.version import __version__
 
@@ -44,18 +45,20 @@ READ = (".safetensors", ".json", ".jinja", ".model", ".tiktoken")
 
 MISSING = "no receipt: this folder was not made by attar, or its receipt.json was not copied along"
 
-_MACHINE = ("attar", "torch", "python", "instruction_set", "threads")
+_MACHINE = ("attar", "torch", "python", "instruction_set", "threads", "kernels")
 _REQUIRED = ("source", "recipe", "calibration", "seed", "versions", "layers", "bits_per_weight", "evaluation", "files")
 
 
 def environment() -> dict[str, Any]:
-    """The versions, and what else decides about the last bits of a result: instruction set and thread count."""
+    """The versions, and what else decides about the last bits of a result: the instruction set and thread count of
+    torch's products, and whether there are native kernels, whose rounding the probes measure."""
     return {
         "attar": __version__,
         "torch": str(torch.__version__),
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
+        "kernels": "ref" if ops.store() is None else "native",
     }
 
 
@@ -135,12 +138,26 @@ def read_receipt(output: Path) -> Receipt | None:
 
 
 @dataclass(frozen=True, slots=True)
+class PathVerdict:
+    """What the probes said on one kernel path; `ok` is None where the receipt has no noise floor for it."""
+
+    ok: bool | None
+    first_divergence: str | None
+    detail: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"ok": self.ok, "first_divergence": self.first_divergence, "detail": self.detail}
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
-    """`first_divergence` names the file or the module that differs first, None where nothing does."""
+    """`first_divergence` names the file or the module that differs first, None where nothing does. `paths` holds what
+    was found on each kernel path that a probe was replayed on."""
 
     ok: bool
     first_divergence: str | None
     detail: str
+    paths: Mapping[str, PathVerdict] = field(default_factory=dict)
 
     @property
     def sentence(self) -> str:
@@ -148,7 +165,12 @@ class Verdict:
         return f"ok: {self.detail}" if self.ok else f"failed: {self.detail}"
 
     def to_dict(self) -> dict[str, Any]:
-        return {"ok": self.ok, "first_divergence": self.first_divergence, "detail": self.detail}
+        return {
+            "ok": self.ok,
+            "first_divergence": self.first_divergence,
+            "detail": self.detail,
+            "paths": {path: found.to_dict() for path, found in self.paths.items()},
+        }
 
 
 def verify(
@@ -160,8 +182,9 @@ def verify(
 ) -> Verdict:
     """Check an output against its receipt: first the hashes of its files, then the probes on this machine's kernels.
 
-    `decoder` is the loaded output, or a function that loads it, which is called once the hashes are found right.
-    Raises CheckpointError where the receipt is damaged or of another model.
+    `decoder` is the loaded output, or a function that loads it, which is called once the hashes are found right. Where
+    it rounds rows that its schemes leave alone, it is replayed on exact rows as well. Raises CheckpointError where the
+    receipt is damaged, of another model, or has no noise floor for any path that the decoder can run on.
     """
     receipt = read_receipt(output)
     if receipt is None:
@@ -169,14 +192,40 @@ def verify(
     if hashes and (verdict := _verify_files(output, receipt)) is not None:
         return verdict
     done = [f"{len(receipt.files)} files have the hashes of the receipt"] if hashes else []
-    if probes != "none":
-        assert decoder is not None, "probes need the model"
-        count = 1 if probes == "one" else len(receipt.probes.prompts)
-        found = receipt.probes.replay(decoder if isinstance(decoder, Decoder) else decoder(), count)
-        if found is not None:
-            return Verdict(False, found.where, str(found))
-        done.append(f"{count} probe{'s' * (count > 1)} of {len(receipt.probes.prompts)} replayed within the noise")
-    return Verdict(True, None, "; ".join(done))
+    if probes == "none":
+        return Verdict(True, None, "; ".join(done))
+    assert decoder is not None, "probes need the model"
+    count = 1 if probes == "one" else len(receipt.probes.prompts)
+    paths = _replay(receipt.probes, decoder if isinstance(decoder, Decoder) else decoder(), count)
+    for path, found in paths.items():
+        if found.ok is False:
+            return Verdict(False, found.first_divergence, f"on the {path} kernels {found.detail}", paths)
+    if all(found.ok is None for found in paths.values()):
+        raise CheckpointError("; ".join(found.detail for found in paths.values()))
+    done += [f"{path}: {found.detail}" for path, found in paths.items()]
+    return Verdict(True, None, "; ".join(done), paths)
+
+
+def _replay(probes: Probes, decoder: Decoder, count: int) -> dict[str, PathVerdict]:
+    """The first `count` probes on every path that the decoder can run on, the sharpest first."""
+    paths: dict[str, PathVerdict] = {}
+    own = kernel_path(decoder)
+    with unrounded(decoder):
+        if own != EXACT and kernel_path(decoder) == EXACT:
+            paths[EXACT] = _replay_path(probes, decoder, count)
+    paths[own] = _replay_path(probes, decoder, count)
+    return paths
+
+
+def _replay_path(probes: Probes, decoder: Decoder, count: int) -> PathVerdict:
+    path = kernel_path(decoder)
+    if probes.noise.get(path) is None:
+        return PathVerdict(None, None, NO_FLOOR.format(path))
+    found = probes.replay(decoder, count)
+    if found is not None:
+        return PathVerdict(False, found.where, str(found))
+    said = f"{count} probe{'s' * (count > 1)} of {len(probes.prompts)} replayed within the noise"
+    return PathVerdict(True, None, said)
 
 
 def _verify_files(output: Path, receipt: Receipt) -> Verdict | None:

@@ -13,6 +13,8 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from attar.kernels import ops
+
 LARGE = 3 << 20  # above the float32 slices that codecs work in
 USUAL = 32 << 20  # where glibc's own threshold ends up in any process that frees tensors
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -39,6 +41,7 @@ def _large(size: int) -> None:
 
 
 def give_back() -> None:
-    """Return free pages of the heap to the system. Takes milliseconds."""
+    """Return free pages of the heap, and what kernels keep for results, to the system. Takes milliseconds."""
+    ops.release()
     if _malloc_trim is not None:
         _malloc_trim(0)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints import hf, hub, receipt
-from attar.checkpoints.probes import LENGTH, PROMPTS, ProbeRun
+from attar.checkpoints.probes import ProbeRun
 from attar.checkpoints.writer import MAX_SHARD, ShardWriter, allocated, atomic_folder, plan_files, require_free
 from attar.compression import calibrate
 from attar.compression.calibrate import Calibration, HiddenStates
@@ -138,14 +138,15 @@ def compress(
             "shard": max_shard_bytes,
         }
         state = RunState.open(work.state, about, resume)
+        probes = ProbeRun(checkpoint.config, seed)
         if not state.blocks_done:
-            tokens = 2 * PROMPTS * LENGTH + (0 if ids is None else ids.numel())  # of the probes, and to calibrate on
+            tokens = probes.ids.numel() + (0 if ids is None else ids.numel())
             needed = sum(f.size for f in files) + 2 * 4 * tokens * checkpoint.config.hidden
             had = [*(work.out / f.name for f in files), *work.state.glob("*.f32")]  # by a killed run, and used again
             require_free(work.out, needed - allocated(had))
         with ShardWriter(work.out, files, output.written(state.blocks_done)) as writer:
-            walk = Walk(checkpoint, output, plan, writer, state, ids, calib_memory, seed)
-            probes = walk.run(report)
+            walk = Walk(checkpoint, output, plan, writer, state, ids, calib_memory, probes)
+            probed = walk.run(report)
             output.copy_rest(writer, report)
             writer.finish()
         output.write_config(work.out)
@@ -173,7 +174,7 @@ def compress(
         )
         card = model_card(plan.name, result.bits_per_weight, result.bytes, cost, output.notes)
         (work.out / "README.md").write_text(card)
-        receipt.write(work.out, about, hashes, [asdict(r) for r in state.records], output.bits_per_weight, cost, probes)
+        receipt.write(work.out, about, hashes, [asdict(r) for r in state.records], output.bits_per_weight, cost, probed)
     return result
 
 
@@ -195,14 +196,14 @@ class Walk:
         state: RunState,
         ids: Tensor | None,
         memory: int,
-        seed: int,
+        probes: ProbeRun,
     ) -> None:
         self.checkpoint, self.output, self.recipe = checkpoint, output, recipe
         self.writer, self.state = writer, state
         self.config = checkpoint.config
         # Two files in turn: block i reads number i % 2 and writes the other.
         self.streams: list[tuple[HiddenStates, HiddenStates]] = []
-        self.probes = ProbeRun(self.config, seed)
+        self.probes = probes
         sources = [self.probes.ids] if ids is None else [self.probes.ids, ids]
         spare, rows = memory - calibrate.IN_A_BLOCK, calibrate.rows_at_once(self.config)
         for name, tokens, limit in zip(("probe", "calibration"), sources, (1 << 20, spare), strict=False):
@@ -254,10 +255,10 @@ class Walk:
                     raise ValueError(f"the output of block {layer} holds a NaN or an infinity")
                 outputs.write(batch, out)
             outputs.settle()
-        rows = self.probes.run(layer, block, self._probe_rows(layer))
+        rows, seen = self.probes.run(layer, block, self._probe_rows(layer))
         self._set_probe_rows(layer + 1, rows)
         self.writer.sync()
-        self.state.finish_block(layer, records, self.probes.observe(layer, block, rows))
+        self.state.finish_block(layer, records, seen)
 
     def _probe_rows(self, layer: int) -> Tensor:
         """The probes' hidden states that enter block `layer`."""

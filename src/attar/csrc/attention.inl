@@ -32,10 +32,9 @@ ATTAR_INLINE std::int32_t sum(Ints a) {
 #if ATTAR_LEVEL >= ATTAR_AVX512
     return _mm512_reduce_add_epi32((__m512i)a.piece[0]);
 #else
-    for (int p = 1; p < PIECES; ++p) a.piece[0] += a.piece[p];
-    std::int32_t total = 0;
-    for (int i = 0; i < WIDTH; ++i) total += a.piece[0][i];
-    return total;
+    std::uint32_t total = 0;  // modulo 2^32
+    ATTAR_EACH for (int i = 0; i < WIDTH; ++i) total += static_cast<std::uint32_t>(a.piece[p][i]);
+    return static_cast<std::int32_t>(total);
 #endif
 }
 ATTAR_INLINE bool any(Ints mask) {
@@ -81,8 +80,8 @@ ATTAR_INLINE void split_in_bytes(const float* x, int count, float inverse, std::
         high_sum = high_sum + h;
         low_sum = low_sum + l;
     }
-    *bias_high = -128 * sum(high_sum);
-    *bias_low = -128 * sum(low_sum);
+    *bias_high = sum(all(0) - shift_left(high_sum, 7));
+    *bias_low = sum(all(0) - shift_left(low_sum, 7));
 }
 
 // Blocks lie scattered, where the processor's own prefetching fails at every one of them, and few rows wait for memory

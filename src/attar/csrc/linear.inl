@@ -289,8 +289,8 @@ static void end_tiles() { __asm__ volatile("tilerelease" ::); }
 
 // Two tiles of rows by two blocks at a time. The sums of one such quadruple are scaled while the tiles of the next are
 // being multiplied, a tile of sums after each of its first products: the two have execution units of their own.
-// PLAIN: the zero points are off the codes already and a row has one scale, which is left to the end.
-template <bool UNSIGNED, bool PLAIN>
+// UNSIGNED: codes of 8 bits, whose zero points come off the sums. GROUPED: a row has a scale for every part of columns.
+template <bool UNSIGNED, bool GROUPED>
 static void add_part_of(const Part& p, std::int64_t row, std::int64_t rows, float* total) {
     alignas(64) std::int32_t sums[2][4][256];
     const QuantizedRows& x = p.x;
@@ -299,22 +299,28 @@ static void add_part_of(const Part& p, std::int64_t row, std::int64_t rows, floa
     const std::int64_t last = (row + rows + height - 1) / height, end = row + rows, blocks = p.panel.blocks;
     Floats scale[4];
     for (std::int64_t b = 0; b < blocks; ++b) scale[b] = scales_at(p.panel.matrix(b), p.panel.block[b], p.group);
+    const float* row_scales = GROUPED ? x.scales + p.index * x.part / x.group : nullptr;
     std::int64_t tile_before = -1, block_before = 0, tiles_before = 0, blocks_before = 0;
     int buffer = 0;
     const auto scale_one = [&](int which, const std::int32_t(*from)[256]) __attribute__((always_inline)) {
         const int t = which / 2, b = which % 2;
         if (t >= tiles_before || b >= blocks_before) return;
         const std::int64_t at = (tile_before + t) * height, block = block_before + b;
-        if (!PLAIN) {
-            add_sums(p, from[which], at, std::min(height, end - at), block, total + (at - row) * 64);
+        const std::int64_t count = std::min(height, end - at);
+        if (UNSIGNED) {
+            add_sums(p, from[which], at, count, block, total + (at - row) * 64);
             return;
         }
         const std::int32_t* sum = from[which];
         float* to = total + (at - row) * 64 + block * LANES;
         const Floats by = scale[block];
+        const float* of_row = GROUPED ? row_scales + at * x.scales_a_row : nullptr;
 #pragma GCC unroll 4
-        for (std::int64_t r = 0; r < height; ++r, sum += LANES, to += 64)
-            store(to, fma(to_floats(load_bytes(sum)), by, load(to)));
+        for (std::int64_t r = 0; r < count; ++r, sum += LANES, to += 64) {
+            Floats value = to_floats(load_bytes(sum));
+            if (GROUPED) value = value * all(of_row[r * x.scales_a_row]);
+            store(to, fma(value, by, load(to)));
+        }
     };
     for (std::int64_t tile = row / height; tile < last; tile += 2) {
         const bool two_tiles = tile + 1 < last;
@@ -359,9 +365,9 @@ static void add_part(const Part& p, std::int64_t row, std::int64_t rows, float* 
     if (p.panel.matrix(0).bits == 8)
         add_part_of<true, false>(p, row, rows, total);
     else if (p.x.group)
-        add_part_of<false, false>(p, row, rows, total);
-    else
         add_part_of<false, true>(p, row, rows, total);
+    else
+        add_part_of<false, false>(p, row, rows, total);
 }
 
 #else

@@ -50,7 +50,7 @@ class LLM:
         model: str | Path,
         *,
         dtype: str = "float32",
-        activations: str = "int8",
+        activations: str = "int8g128",
         verify: bool = True,
         progress: Progress | None = None,
     ) -> None:

@@ -126,7 +126,7 @@ def load(path: Path, store: Store) -> Decoder:
     return hf.load(path, torch.float32, None, store)
 
 
-def run(make: Callable[[Store], Decoder], load: Load, activations: str = "int8") -> dict[str, Any]:
+def run(make: Callable[[Store], Decoder], load: Load, activations: str = "int8g128") -> dict[str, Any]:
     """Measure. Raises ValueError where a setting does not exist, or where nothing can run natively here."""
     since, floor = time.perf_counter(), _resident()
     store = ops.store(activations)

@@ -49,9 +49,14 @@ def candidates(op: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
     return [("native", against), ("ref", None)]
 
 
-def store(activations: str = "int8") -> Store | None:
+def store(activations: str = "int8g128") -> Store | None:
     """Where a CPU model's weights go to be multiplied natively; None where the reference is what runs."""
     return Store(activations) if candidates("linear")[0][1] is None else None
+
+
+def release() -> None:
+    """Give back what backends keep for results to come: for whoever is short of memory between models."""
+    extension.release()
 
 
 def embed(

@@ -188,3 +188,8 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     if _recording is not None:
         _recording.tensors.append(out)
     return out
+
+
+def release() -> None:
+    """Give idle memory of results back to the system."""
+    _workspace.free.clear()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Store:
     """The weights of one model in kernel layout, in one memory; `activations` rounds rows where a scheme does not."""
 
-    def __init__(self, activations: str = "int8") -> None:
+    def __init__(self, activations: str = "int8g128") -> None:
         if activations not in get_args(Activations):
             raise ValueError(f"activations are {', '.join(get_args(Activations))}, not {activations!r}")
         self.activations = cast(Activations, activations)

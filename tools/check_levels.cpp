@@ -1,0 +1,221 @@
+// Every kernel at every level of the machine that runs this, beside the portable one: they must agree to the bit. A program
+// of its own, without Python, so that it can be built for another processor and run under an emulator (check_neon.sh);
+// what is right is the business of tests/kernels/, this asks only whether the levels are the same.
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../src/attar/csrc/attention.h"
+#include "../src/attar/csrc/cpu.h"
+#include "../src/attar/csrc/limits.h"
+#include "../src/attar/csrc/linear.h"
+#include "../src/attar/csrc/matrix.h"
+#include "../src/attar/csrc/quantize.h"
+#include "../src/attar/csrc/rows.h"
+
+namespace {
+
+using Bytes = std::vector<std::uint8_t>;
+using Run = std::function<Bytes(attar::Level)>;
+
+std::uint64_t state = 1;
+std::uint32_t random_bits() {  // Knuth's MMIX generator: its upper half is random enough
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return static_cast<std::uint32_t>(state >> 32);
+}
+
+std::vector<float> random_floats(std::int64_t count) {
+    std::vector<float> out(static_cast<std::size_t>(count));
+    for (float& each : out) each = static_cast<float>(static_cast<std::int32_t>(random_bits())) * 0x1p-30f;
+    return out;
+}
+
+template <class T>
+std::vector<T> random_numbers(std::int64_t count, std::uint32_t most) {
+    std::vector<T> out(static_cast<std::size_t>(count));
+    for (T& each : out) each = static_cast<T>(random_bits() % (most + 1));
+    return out;
+}
+
+template <class T>
+Bytes bytes_of(const std::vector<T>& values) {
+    Bytes out(values.size() * sizeof(T));
+    std::memcpy(out.data(), values.data(), out.size());
+    return out;
+}
+
+std::vector<float> poisoned(std::int64_t count) { return std::vector<float>(static_cast<std::size_t>(count), NAN); }
+
+int checks = 0, failures = 0;
+
+void compare(const std::string& what, const Run& run) {
+    const Bytes expected = run(attar::Level::portable);
+    for (const std::string& name : attar::levels()) {
+        ++checks;
+        if (run(attar::level_of(name)) == expected) continue;
+        ++failures;
+        std::printf("%s: %s differs from portable\n", what.c_str(), name.c_str());
+    }
+}
+
+void check_products(const attar::Factors& factors, const std::string& what) {
+    for (const std::int64_t rows : {1, 3, 6, 17, 40}) {
+        const std::vector<float> x = random_floats(rows * factors.columns);
+        compare(what + ", rows " + std::to_string(rows), [&](attar::Level level) {
+            const std::int64_t before = attar::many_rows(level);
+            std::vector<float> few = poisoned(rows * factors.width), many = few;
+            attar::set_many_rows(level, std::int64_t{1} << 40);
+            attar::linear(factors, x.data(), rows, few.data(), level);
+            attar::set_many_rows(level, 0);
+            attar::linear(factors, x.data(), rows, many.data(), level);
+            attar::set_many_rows(level, before);
+            if (std::memcmp(few.data(), many.data(), few.size() * 4) != 0) {
+                ++failures;
+                std::printf("%s: the paths for few and for many rows differ\n", what.c_str());
+            }
+            return bytes_of(few);
+        });
+    }
+}
+
+attar::Factors factors_of(std::shared_ptr<attar::Matrix> matrix, const float* bias, bool integer, std::int64_t group) {
+    attar::Factors out;
+    out.factors.push_back({matrix, bias, 0});
+    out.columns = matrix->columns, out.width = matrix->rows, out.integer = integer, out.activation_group = group;
+    out.check();
+    return out;
+}
+
+void check_linear() {
+    constexpr std::int64_t OUTPUTS = 100;
+    const auto arena = std::make_shared<attar::Arena>();
+    const std::vector<float> bias = random_floats(OUTPUTS);
+    for (int bits = 2; bits <= 8; ++bits)
+        for (const std::int64_t group : {32, 64, 0})
+            for (const bool symmetric : {true, false}) {
+                const std::int64_t columns = group ? 192 : 131, groups = group ? columns / group : 1;
+                const auto codes = random_numbers<std::uint32_t>(OUTPUTS * ((columns * bits + 31) / 32), 0xfffffffe);
+                const auto scales = random_numbers<std::uint16_t>(OUTPUTS * groups, 0x3bff);  // float16 below 1
+                auto zeros = random_numbers<std::int8_t>(OUTPUTS * groups, (1u << bits) - 1);
+                for (std::int8_t& each : zeros) each = static_cast<std::int8_t>(each - (1 << (bits - 1)));
+                const auto matrix = attar::pack_codes(arena, codes.data(), false, OUTPUTS, columns, bits,
+                                                      group ? group : columns, scales.data(), attar::Number::float16,
+                                                      symmetric ? nullptr : zeros.data());
+                const std::string what = "w" + std::to_string(bits) + "g" + std::to_string(group);
+                check_products(factors_of(matrix, bias.data(), true, 0), what + ", int8 rows");
+                if (group) check_products(factors_of(matrix, nullptr, true, 32), what + ", int8g32 rows");
+                check_products(factors_of(matrix, bias.data(), false, 0), what + ", exact rows");
+                attar::Factors gated = factors_of(matrix, nullptr, true, 0);
+                gated.factors.push_back({matrix, bias.data(), 0});
+                gated.gate = std::make_shared<attar::Activation>(attar::Activation::silu);
+                gated.check();
+                check_products(gated, what + ", gated");
+            }
+    for (const attar::Number number : {attar::Number::float32, attar::Number::float16, attar::Number::bfloat16}) {
+        const auto halves = random_numbers<std::uint16_t>(OUTPUTS * 77, 0x3bff);
+        const std::vector<float> floats = random_floats(OUTPUTS * 77);
+        const void* weights = number == attar::Number::float32 ? static_cast<const void*>(floats.data()) : halves.data();
+        const auto matrix = attar::pack_dense(arena, weights, OUTPUTS, 77, number);
+        check_products(factors_of(matrix, bias.data(), false, 0), "dense");
+    }
+}
+
+void check_rows() {
+    for (const std::int64_t columns : {1, 16, 45, 300}) {
+        const std::int64_t rows = 5;
+        const std::vector<float> x = random_floats(rows * columns * 2), weight = random_floats(columns);
+        for (const attar::Norm kind : {attar::Norm::rms, attar::Norm::layer})
+            compare("norm", [&](attar::Level level) {
+                std::vector<float> sum = poisoned(rows * columns), out = sum;
+                attar::norm(kind, x.data(), x.data() + rows * columns, rows, columns, weight.data(), weight.data(),
+                            1e-6f, 1.0f, sum.data(), out.data(), level);
+                return bytes_of(out);
+            });
+        for (const attar::Activation kind : {attar::Activation::silu, attar::Activation::gelu,
+                                             attar::Activation::gelu_tanh, attar::Activation::relu})
+            compare("activate", [&](attar::Level level) {
+                std::vector<float> out = poisoned(rows * columns);
+                attar::activate(kind, true, x.data(), rows, columns, out.data(), level);
+                return bytes_of(out);
+            });
+        compare("quantize_rows_int8", [&](attar::Level level) {
+            std::vector<std::int8_t> codes(static_cast<std::size_t>(rows * columns));
+            std::vector<float> scales(static_cast<std::size_t>(rows));
+            attar::quantize_rows_int8(x.data(), rows, columns, codes.data(), scales.data(), level);
+            return bytes_of(codes);
+        });
+    }
+}
+
+void check_attention() {
+    constexpr std::int64_t BLOCKS = 48, BLOCK = 16, HEADS = 6, KV_HEADS = 2;
+    for (const attar::Stored stored : {attar::Stored::float32, attar::Stored::bfloat16, attar::Stored::int8})
+        for (const std::int64_t size : {16, 40})
+            for (const std::int64_t rows : {1, 20, 700}) {
+                const std::int64_t slots = BLOCKS * BLOCK, padded = (size + 15) / 16 * 16;
+                const std::vector<float> q = random_floats(rows * HEADS * size),
+                                         k = random_floats(slots * KV_HEADS * size),
+                                         v = random_floats(slots * KV_HEADS * size), angles = random_floats(4);
+                const std::vector<std::int32_t> starts{0, static_cast<std::int32_t>(rows)},
+                    lengths{static_cast<std::int32_t>(slots)};
+                std::vector<std::int32_t> tables(BLOCKS), positions, angle(slots, 0);
+                for (std::int32_t i = 0; i < BLOCKS; ++i) tables[i] = (i * 5) % BLOCKS;
+                for (std::int64_t i = slots - rows; i < slots; ++i) positions.push_back(static_cast<std::int32_t>(i));
+                std::vector<std::int64_t> where(slots);
+                for (std::int64_t i = 0; i < slots; ++i) where[i] = i;
+                compare("attention of " + std::to_string(rows) + " rows", [&](attar::Level level) {
+                    const std::size_t bytes = static_cast<std::size_t>(BLOCKS * BLOCK * KV_HEADS * padded * 4);
+                    Bytes keys(bytes), values(bytes);
+                    std::vector<float> key_scales(slots * KV_HEADS), value_scales(slots * KV_HEADS),
+                        turned = poisoned(slots * KV_HEADS * size), out = poisoned(rows * HEADS * size);
+                    const bool scaled = stored == attar::Stored::int8;
+                    const attar::Pages pages{stored, keys.data(), values.data(), scaled ? key_scales.data() : nullptr,
+                                             scaled ? value_scales.data() : nullptr, BLOCKS, BLOCK, KV_HEADS, size};
+                    attar::Write write{};
+                    write.q = k.data(), write.k = k.data(), write.v = v.data();
+                    write.q_stride = write.k_stride = write.v_stride = KV_HEADS * size;
+                    write.rows = slots, write.heads = KV_HEADS, write.eps = 1e-6f;
+                    write.cos = angles.data(), write.sin = angles.data() + 2, write.angles = 1, write.turned = 4;
+                    write.angle = angle.data(), write.slots = where.data(), write.q_out = turned.data();
+                    attar::write_kv(write, pages, level);
+                    attar::Attention what{};
+                    what.q = q.data(), what.rows = rows, what.heads = HEADS, what.sequences = 1;
+                    what.row_starts = starts.data(), what.lengths = lengths.data(), what.tables = tables.data();
+                    what.width = BLOCKS, what.positions = positions.data(), what.scale = 0.2f, what.out = out.data();
+                    attar::attention(what, pages, level);
+                    Bytes found = bytes_of(out);
+                    for (const Bytes& more : {keys, values, bytes_of(turned)})
+                        found.insert(found.end(), more.begin(), more.end());
+                    return found;
+                });
+            }
+}
+
+void check_limits() {
+    for (const std::string& name : attar::levels())
+        if (attar::multiply_int8(100, false, attar::level_of(name)) <= 0) ++failures;
+    const auto arena = std::make_shared<attar::Arena>();
+    std::uint8_t* memory = arena->allocate(8192);
+    memory[5000] = 1;
+    compare("read_all", [&](attar::Level level) { return Bytes{attar::read_all(memory, 8192, level) != 0}; });
+}
+
+}  // namespace
+
+// Usage: check_levels [LEVEL], which the machine must have.
+int main(int count, char** arguments) {
+    if (count > 1) attar::level_of(arguments[1]);  // throws where it is not there
+    check_linear();
+    check_rows();
+    check_attention();
+    check_limits();
+    std::printf("levels");
+    for (const std::string& name : attar::levels()) std::printf(" %s", name.c_str());
+    std::printf(": %d comparisons, %d failed\n", checks, failures);
+    return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+}

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# The extension built with AddressSanitizer and UndefinedBehaviorSanitizer, and the tests of its kernels run on it. A
+# finding ends the run with a report and a failing status.
+#
+# A report goes to the standard error of the process, which pytest must therefore leave alone.
+#
+# Not optimised: with every level inlined into every kernel, optimising instrumented code takes minutes, and the tests are
+# small. Leaks are not looked for, as Python keeps much until it ends.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bin=.venv/bin build=build/sanitize
+"$bin/cmake" -S . -B "$build" -G Ninja --log-level=WARNING -DCMAKE_MAKE_PROGRAM="$PWD/$bin/ninja" \
+    -DPython_EXECUTABLE="$PWD/$bin/python" -Dnanobind_DIR="$("$bin/python" -m nanobind --cmake_dir)" \
+    -DCMAKE_BUILD_TYPE=Debug \
+    -DCMAKE_CXX_FLAGS_DEBUG="-O0 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+"$bin/ninja" -C "$build" --quiet
+compiler=$(sed -n 's/^CMAKE_CXX_COMPILER:[A-Z]*=//p' "$build/CMakeCache.txt")
+# Python itself is not built with the sanitizers, so their runtimes come first of all; and as the extension in use is the
+# installed one, this one is loaded in its place before anything imports it.
+LD_PRELOAD="$("$compiler" -print-file-name=libasan.so) $("$compiler" -print-file-name=libubsan.so)" \
+ASAN_OPTIONS=detect_leaks=0 OMP_WAIT_POLICY=passive "$bin/python" - "$build"/_native*.so "$@" <<'PYTHON'
+import importlib.util
+import sys
+
+import pytest
+import torch
+
+TESTS = "tests/kernels/native"
+ATTENTION = ("tree_of_guesses", "explicit_positions", "sees_nothing", "not_a_number", "write_kv", "refused", "long_decode")
+LEFT_OUT = (
+    "process", "runtime", "compressed_tensors", "memory_does_not",  # other processes, other packages, memory
+    "limits_are_measured", "two_thousand_rows",  # slow, and with nothing that the rest has not
+)  # fmt: skip
+spec = importlib.util.spec_from_file_location("attar._native", sys.argv[1])
+sys.modules["attar._native"] = extension = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(extension)
+torch.set_num_threads(2)
+quick = " or ".join(ATTENTION)
+chosen = f"(not test_attention or {quick}) and not (" + " or ".join(LEFT_OUT) + ")"
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--capture=sys", "-k", chosen, TESTS, *sys.argv[2:]]))
+PYTHON
