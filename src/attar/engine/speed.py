@@ -139,6 +139,7 @@ def run(make: Callable[[Store], Decoder], load: Load, activations: str = "int8g1
     _generate(decoder, prompts[:1, :WARM_UP], 2)
     first = time.perf_counter() - since
     prefill, steps, busy, recorded = _generate(decoder, prompts, load.gen)
+    peak = _peak()  # before the limits take memory of their own
     limit = limits.measure()
     linears = [decoder.head, *(linear for block in decoder.blocks for linear in block.linears())]
     per_token = sum(each.weight.read_bytes for each in linears if isinstance(each.weight, Prepared))
@@ -157,7 +158,7 @@ def run(make: Callable[[Store], Decoder], load: Load, activations: str = "int8g1
         "tile_fraction": None if limit.tile_gops is None else work / prefill / 1e9 / limit.tile_gops,
         "python_fraction": 1 - busy / sum(steps),
         "recorded": recorded,
-        "peak_rss_mb": (_peak() - floor) / 1e6,
+        "peak_rss_mb": (peak - floor) / 1e6,
         "load_s": loaded,
         "first_token_s": first,
         "reference_linears": store.refused,
