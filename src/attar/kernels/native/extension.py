@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from attar import env
 from attar.kernels.native.workspace import Workspace
@@ -144,35 +144,34 @@ def record() -> Iterator[Recording]:
     assert _recording is None, "recordings do not nest"
     _recording = recording = Recording()
     try:
-        with _OnlyViews():  # type: ignore[no-untyped-call]
+        with _OnlyViews():
             yield recording
     finally:
         _recording = None
 
 
-class _OnlyViews(TorchDispatchMode):
-    """Refuses operations that compute, so that none is lost from a recording."""
+class _OnlyViews(TorchFunctionMode):
+    """Refuses operations that compute, so that none is lost from a recording.
 
-    ALLOWED = frozenset(
-        {
-            "empty",
-            "view",
-            "slice",
-            "split",
-            "split_with_sizes",
-            "select",
-            "unsqueeze",
-            "_unsafe_view",
-            "frombuffer",
-            "detach",
-        }
+    A mode of the level below would see every operation, but imports a second's worth of torch's compiler.
+    """
+
+    LOOKS = frozenset(
+        {"__get__", "__len__", "data_ptr", "dim", "empty", "frombuffer", "is_contiguous", "numel", "shape", "size"}
+        | {"split", "stride", "unflatten", "view"}
     )
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name not in self.ALLOWED:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        views = name == "__getitem__" and not any(isinstance(i, Tensor | list) for i in _indices(args[1]))
+        views |= name == "contiguous" and args[0].is_contiguous()
+        if name not in self.LOOKS and not views:
             raise RuntimeError(f"{name} is computed by torch, so a recorded step would lose it")
         return func(*args, **(kwargs or {}))
+
+
+def _indices(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
 
 
 def call(function: Callable[..., Any], *args: Any) -> Any:
