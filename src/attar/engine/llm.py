@@ -6,7 +6,7 @@ One sequence runs at a time. That is slower than a batch; the kernels would give
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,7 @@ class LLM:
         report = progress or (lambda stage, done, total: None)
         computed = hf.compute_dtype(dtype)
         store = ops.store(activations) if computed == torch.float32 else None
-        loading = lambda done, total: report("loading", done, total)  # noqa: E731
-        self.decoder: Decoder = hf.load(self.path, computed, loading, store)
+        self.decoder: Decoder = hf.load(self.path, computed, partial(report, "loading"), store)
         self.receipt = receipt.read_receipt(self.path)
         if verify and self.receipt is not None:
             verdict = receipt.verify(self.path, self.decoder, hashes=False, probes="one")

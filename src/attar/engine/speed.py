@@ -17,6 +17,7 @@ import resource
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from attar.checkpoints import hf
 from attar.engine.decoding import Decoding
+from attar.engine.llm import PREFILL_ROWS
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.kernels import ops
@@ -43,7 +45,6 @@ HEADS = {"bf16": None, "int8": "w8", "int4": "w4g128"}
 """Schemes of the output matrix, and of the embedding that is tied to it."""
 
 WARM_UP = 16  # tokens of the prompt that goes first, untimed but for the first token
-PREFILL_ROWS = 2048  # prompt rows of one call at most
 SEED = 20
 
 
@@ -212,7 +213,8 @@ def to_text(report: dict[str, Any]) -> str:
         "memory": f"{report['peak_rss_mb']:.0f} MB at most",
         "kernels": f"{report['isa']}, {report['threads']} threads, activations {report['activations']}",
     }
-    refused = [f"  {name} runs on the reference: {reason}" for name, reason in report["reference_linears"].items()]
+    reasons = Counter(report["reference_linears"].values())
+    refused = [f"{count} linears run on the reference: {reason}" for reason, count in reasons.items()]
     return "\n".join([f"{name:<10}{text}" for name, text in rows.items()] + refused)
 
 

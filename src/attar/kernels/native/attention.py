@@ -120,8 +120,7 @@ def _pages(pages: Pages) -> tuple[str, int, int, int, int, int, int, int, int]:
         if each is not None:
             _check("scales", each, torch.float32, (pages.blocks, pages.kv_heads, pages.block))
             scales[i] = each.data_ptr()
-    name = str(dtype).removeprefix("torch.")
-    return name, pages.keys.data_ptr(), pages.values.data_ptr(), scales[0], scales[1], *sizes
+    return extension.number_name(dtype), pages.keys.data_ptr(), pages.values.data_ptr(), scales[0], scales[1], *sizes
 
 
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], rows_apart: bool = False) -> None:

@@ -45,8 +45,11 @@ class KernelWeight:
     scheme: Scheme | None  # None: dense
     integer: bool  # whether rows are rounded to int8
     activation_group: int  # columns that share an activation scale; 0: the whole row
-    _plans: dict[tuple[int | str, ...], list[Factors]] = field(default_factory=dict, repr=False)
-    """For each tuple of linears that this one is the first of: what their products take, one entry a form."""
+    _plans: dict[tuple[int | str, ...], tuple[list[Factors], Sequence[Linear]]] = field(
+        default_factory=dict, repr=False
+    )
+    """For each tuple of linears that this one is the first of: what their products take, one entry a form, and the linears
+    themselves, whose memory the products read and whose identity is the key."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -177,8 +180,8 @@ def _plan(linears: Sequence[Linear], width: int, gate: str) -> list[Factors]:
             members = list(run)
             plan.append(_factors(members, at, width, gate))
             at += sum(each.shape[0] for each in members)
-        first._plans[key] = plan
-    return first._plans[key]
+        first._plans[key] = plan, tuple(linears)
+    return first._plans[key][0]
 
 
 def _form(each: Linear) -> tuple[object, ...]:
