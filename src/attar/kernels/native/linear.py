@@ -48,8 +48,8 @@ class KernelWeight:
     _plans: dict[tuple[int | str, ...], tuple[list[Factors], Sequence[Linear]]] = field(
         default_factory=dict, repr=False
     )
-    """For each tuple of linears that this one is the first of: what their products take, one entry a form, and the linears
-    themselves, whose memory the products read and whose identity is the key."""
+    """For each tuple of linears that this one is the first of: what their products take, one entry a form, and the
+    linears themselves, whose memory the products read and whose identity is the key."""
 
     @property
     def shape(self) -> tuple[int, int]:
