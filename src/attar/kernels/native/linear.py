@@ -45,11 +45,8 @@ class KernelWeight:
     scheme: Scheme | None  # None: dense
     integer: bool  # whether rows are rounded to int8
     activation_group: int  # columns that share an activation scale; 0: the whole row
-    _plans: dict[tuple[int | str, ...], tuple[list[Factors], Sequence[Linear]]] = field(
-        default_factory=dict, repr=False
-    )
-    """For each tuple of linears that this one is the first of: what their products take, one entry a form, and the
-    linears themselves, whose memory the products read and whose identity is the key."""
+    _plans: dict[tuple[int | str, ...], list[Factors]] = field(default_factory=dict, repr=False)
+    """For each tuple of linears that this one is the first of: what their products take, one entry a form."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -180,8 +177,8 @@ def _plan(linears: Sequence[Linear], width: int, gate: str) -> list[Factors]:
             members = list(run)
             plan.append(_factors(members, at, width, gate))
             at += sum(each.shape[0] for each in members)
-        first._plans[key] = plan, tuple(linears)
-    return first._plans[key][0]
+        first._plans[key] = plan
+    return first._plans[key]
 
 
 def _form(each: Linear) -> tuple[object, ...]:
