@@ -12,7 +12,7 @@
 // Integers may be summed in any order, so every level and every path gives the same bits. In float32 products the value
 // is a chain of fma over the columns in index order, starting from zero; dense weights are one group without a scale.
 //
-// Three ways to work. A few integer rows: codes are unpacked in registers, and the speed is that of reading them. Many:
+// Three ways to work. A few rows: weights are unpacked in registers, and the speed is that of reading them. Many integer:
 // a group of 64 output columns is unpacked once to a buffer in the first-level cache and multiplied with all rows of a
 // chunk, by AMX tiles where there are, else 4 rows by 64 columns in registers. Float32: the same panels, as floats.
 
@@ -69,6 +69,7 @@ thread_local Scratch of_gate;     // of the thread that calls: outputs before th
 constexpr std::int64_t CHUNK_BYTES = std::int64_t{1} << 20;  // of int8 rows that share an unpacked panel
 constexpr std::int64_t LARGEST_CHUNK = 512;                  // rows
 constexpr std::int64_t FLOAT_CHUNK = 96;                     // rows, a multiple of those in registers
+constexpr std::int64_t MANY_DENSE = 5;                       // rows from which dense weights are converted once for all
 constexpr std::int64_t PANEL = 4;                            // blocks
 constexpr std::int64_t SERIAL_BELOW = 1 << 15;               // multiplications; a parallel region costs a microsecond
 constexpr std::int64_t MOST = std::numeric_limits<std::int64_t>::max() / 1024;
@@ -180,9 +181,8 @@ void linear(const Factors& factors, const float* x, std::int64_t rows, float* ou
     }
     const std::int64_t width = factors.width;
     const bool parallel = rows * factors.columns * width >= SERIAL_BELOW * 8;
-    if (factors.integer && rows < many_rows(level)) {
-        const QuantizedRows quantized = quantize(factors, x, rows, level);
-        const auto few = ATTAR_PICK(level, integer_few);
+    // Each thread its share of the blocks, one stream of memory.
+    const auto each_share = [&](const auto& multiply) {
         const std::int64_t blocks = count(factors, 1), workers = parallel ? threads() : 1;
 #pragma omp parallel for schedule(static) num_threads(static_cast<int>(workers)) if (workers > 1)
         for (std::int64_t worker = 0; worker < workers; ++worker) {
@@ -191,11 +191,17 @@ void linear(const Factors& factors, const float* x, std::int64_t rows, float* ou
             while (at < end) {
                 const Place place = find(factors, at, 1);
                 const std::int64_t stop = std::min(place.factor->matrix->blocks(), place.block + end - at);
-                few(*place.factor, quantized, place.block, stop, out, width);
+                multiply(*place.factor, place.block, stop);
                 at += stop - place.block;
             }
         }
-        return;
+    };
+    if (factors.integer && rows < many_rows(level)) {
+        const QuantizedRows quantized = quantize(factors, x, rows, level);
+        const auto few = ATTAR_PICK(level, integer_few);
+        return each_share([&](const Factor& factor, std::int64_t first, std::int64_t last) {
+            few(factor, quantized, first, last, out, width);
+        });
     }
     if (factors.integer) {
         const std::int64_t unit = factors.gate ? PANEL / 2 : PANEL;
@@ -213,13 +219,22 @@ void linear(const Factors& factors, const float* x, std::int64_t rows, float* ou
         }
         return;
     }
-    const std::int64_t panels = count(factors, PANEL);
-    const auto panel = ATTAR_PICK(level, float_panel);
     if (factors.order || factors.divisor) {
         auto* room = reinterpret_cast<float*>(of_caller.at(0, rows * factors.columns * 4));
         for (std::int64_t r = 0; r < rows; ++r) prepare(factors, x + r * factors.columns, room + r * factors.columns);
         x = room;
     }
+    const bool dense = std::all_of(factors.factors.begin(), factors.factors.end(), [](const Factor& factor) {
+        return factor.matrix->number != Number::codes;
+    });
+    if (dense && rows < MANY_DENSE) {
+        const auto few = ATTAR_PICK(level, float_few);
+        return each_share([&](const Factor& factor, std::int64_t first, std::int64_t last) {
+            few(factor, x, rows, first, last, out, width);
+        });
+    }
+    const std::int64_t panels = count(factors, PANEL);
+    const auto panel = ATTAR_PICK(level, float_panel);
     const std::int64_t chunk = std::min(FLOAT_CHUNK, rows), chunks = (rows + chunk - 1) / chunk;
 #pragma omp parallel for schedule(dynamic, 1) if (parallel)
     for (std::int64_t item = 0; item < chunks * panels; ++item) {

@@ -1,6 +1,7 @@
 // Kernels of linear.cpp. The order of float operations is the same in all of them: see "Order" there.
 
 #include "activations.inl"
+#include "tiles.inl"
 
 // ---- unpacking: a run of 32 columns to eight vectors of four columns each
 
@@ -255,37 +256,22 @@ static void add_sums(const Part& p, const std::int32_t* sums, std::int64_t row, 
 
 #if ATTAR_LEVEL == ATTAR_AMX
 
-// The compiler's own tile macros do not say that they read memory, so that stores could sink below them.
-#define ATTAR_TILE_LOAD(tile, from) \
-    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"(std::int64_t{64}) : "memory")
-#define ATTAR_TILE_STORE(tile, to) \
-    __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"(std::int64_t{64}) : "memory")
-#define ATTAR_TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
-#define ATTAR_TILE_MULTIPLY(sum, x, codes)                                                    \
-    do {                                                                                      \
-        if (UNSIGNED)                                                                         \
-            __asm__ volatile("tdpbsud %%tmm" #codes ", %%tmm" #x ", %%tmm" #sum ::);          \
-        else                                                                                  \
-            __asm__ volatile("tdpbssd %%tmm" #codes ", %%tmm" #x ", %%tmm" #sum ::);          \
+#define ATTAR_TILE_MULTIPLY(sum, x, codes)            \
+    do {                                              \
+        if (UNSIGNED)                                 \
+            ATTAR_TILE_DOT(su, sum, x, codes);        \
+        else                                          \
+            ATTAR_TILE_DOT(ss, sum, x, codes);        \
     } while (false)
-
-struct alignas(64) TileShapes {
-    std::uint8_t palette = 1, start = 0, reserved[14] = {};
-    std::uint16_t bytes[16] = {};
-    std::uint8_t rows[16] = {};
-};
 
 // Tiles 0 to 3 are sums, 4 and 5 rows of activations, 6 and 7 codes; `columns` of input, 32 or 64, a step.
 static void begin_tiles(std::int64_t rows, std::int64_t columns) {
     TileShapes shapes;
-    for (int t = 0; t < 8; ++t) {
-        const bool codes = t >= 6, activations = t == 4 || t == 5;
-        shapes.rows[t] = static_cast<std::uint8_t>(codes ? columns / 4 : rows);
-        shapes.bytes[t] = static_cast<std::uint16_t>(activations ? columns : 64);
-    }
-    __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
+    for (int t = 0; t < 4; ++t) shapes.set(t, rows, 64);
+    for (int t = 4; t < 6; ++t) shapes.set(t, rows, columns);
+    for (int t = 6; t < 8; ++t) shapes.set(t, columns / 4, 64);
+    shapes.use();
 }
-static void end_tiles() { __asm__ volatile("tilerelease" ::); }
 
 // Two tiles of rows by two blocks at a time. The sums of one such quadruple are scaled while the tiles of the next are
 // being multiplied, a tile of sums after each of its first products: the two have execution units of their own.
@@ -334,16 +320,16 @@ static void add_part_of(const Part& p, std::int64_t row, std::int64_t rows, floa
             std::int64_t column = start;
             for (std::int64_t s = 0; s < steps; ++s, column += columns) {
                 const std::int8_t* from = x.codes + column / 64 * step_bytes + tile * tile_bytes + column % 64;
-                ATTAR_TILE_LOAD(6, p.codes[b] + s * columns * LANES);
-                ATTAR_TILE_LOAD(4, from);
+                ATTAR_TILE_LOAD(6, p.codes[b] + s * columns * LANES, 64);
+                ATTAR_TILE_LOAD(4, from, 64);
                 ATTAR_TILE_MULTIPLY(0, 4, 6);
                 if (s < 2) scale_one(static_cast<int>(2 * s), before);
                 if (two_blocks) {
-                    ATTAR_TILE_LOAD(7, p.codes[b + 1] + s * columns * LANES);
+                    ATTAR_TILE_LOAD(7, p.codes[b + 1] + s * columns * LANES, 64);
                     ATTAR_TILE_MULTIPLY(1, 4, 7);
                 }
                 if (two_tiles) {
-                    ATTAR_TILE_LOAD(5, from + tile_bytes);
+                    ATTAR_TILE_LOAD(5, from + tile_bytes, 64);
                     ATTAR_TILE_MULTIPLY(2, 5, 6);
                 }
                 if (s < 2) scale_one(static_cast<int>(2 * s + 1), before);
@@ -585,6 +571,57 @@ static void float_panel(const Factor& factor, const float* x, std::int64_t strid
     for (std::int64_t r = 0; r < rows; ++r)
         for (std::int64_t b = 0; b < blocks; ++b)
             finish(load(total + r * 64 + b * LANES), factor, first + b, nullptr, out + (row + r) * width);
+}
+
+// ---- products in float32, few rows of dense weights: numbers are converted in registers
+
+constexpr int CHAINS = 2;  // blocks at a time: one chain of additions does not fill the multipliers
+
+template <class T, int ROWS>
+static void few_dense_of(const Factor& factor, const float* x, std::int64_t row, std::int64_t first, std::int64_t last,
+                         float* out, std::int64_t width) {
+    const Matrix& m = *factor.matrix;
+    const T* from[CHAINS];
+    for (int b = 0; b < CHAINS; ++b) from[b] = reinterpret_cast<const T*>(m.block(std::min(first + b, last - 1)));
+    Floats total[ROWS][CHAINS];
+    for (int r = 0; r < ROWS; ++r)
+        for (int b = 0; b < CHAINS; ++b) total[r][b] = all(0.0f);
+    x += row * m.columns;
+    for (std::int64_t k = 0; k < m.columns; ++k) {
+        Floats w[CHAINS];
+#pragma GCC unroll 2
+        for (int b = 0; b < CHAINS; ++b) w[b] = load_as_floats(from[b] + k * LANES);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r) {
+            const Floats value = all(x[r * m.columns + k]);
+#pragma GCC unroll 2
+            for (int b = 0; b < CHAINS; ++b) total[r][b] = fma(value, w[b], total[r][b]);
+        }
+    }
+    for (int r = 0; r < ROWS; ++r)
+        for (std::int64_t b = 0; b < last - first; ++b)
+            finish(total[r][b], factor, first + b, nullptr, out + (row + r) * width);
+}
+
+template <class T>
+static void few_dense(const Factor& factor, const float* x, std::int64_t rows, std::int64_t first, std::int64_t last,
+                      float* out, std::int64_t width) {
+    constexpr int ROWS = ATTAR_LEVEL >= ATTAR_AVX512 ? 4 : ATTAR_LEVEL >= ATTAR_AVX2 ? 2 : 1;  // what registers hold
+    for (std::int64_t block = first; block < last; block += CHAINS) {
+        const std::int64_t end = std::min<std::int64_t>(last, block + CHAINS);
+        std::int64_t row = 0;
+        for (; row + ROWS <= rows; row += ROWS) few_dense_of<T, ROWS>(factor, x, row, block, end, out, width);
+        for (; row < rows; ++row) few_dense_of<T, 1>(factor, x, row, block, end, out, width);
+    }
+}
+
+static void float_few(const Factor& factor, const float* x, std::int64_t rows, std::int64_t first, std::int64_t last,
+                      float* out, std::int64_t width) {
+    switch (factor.matrix->number) {
+        case Number::float16: return few_dense<Float16>(factor, x, rows, first, last, out, width);
+        case Number::bfloat16: return few_dense<Bfloat16>(factor, x, rows, first, last, out, width);
+        default: return few_dense<float>(factor, x, rows, first, last, out, width);
+    }
 }
 
 // ---- rows to int8

@@ -137,6 +137,16 @@ void pack_planes(const void* codes, bool plain, std::int64_t first, std::int64_t
 
 }  // namespace
 
+void prefer_huge_pages(const void* start, std::int64_t bytes) {
+#if defined(__linux__)
+    const auto first = (reinterpret_cast<std::uintptr_t>(start) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    const auto end = (reinterpret_cast<std::uintptr_t>(start) + static_cast<std::uintptr_t>(bytes)) / HUGE_PAGE * HUGE_PAGE;
+    if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+#else
+    static_cast<void>(start), static_cast<void>(bytes);
+#endif
+}
+
 Arena::~Arena() {
     for (const Piece& piece : pieces_) {
 #if defined(__linux__)

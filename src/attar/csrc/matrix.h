@@ -57,6 +57,9 @@ class Arena {
     std::mutex lock_;
 };
 
+// Asks that memory not touched yet come in huge pages, where the system has them and whole ones fit.
+void prefer_huge_pages(const void* start, std::int64_t bytes);
+
 struct Matrix {
     std::int64_t rows, columns;       // as the model sees it: outputs, inputs
     Number number;                    // of the weights

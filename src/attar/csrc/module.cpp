@@ -128,6 +128,9 @@ void bind_linear(nb::module_& module) {
         },
         "arena"_a, "codes"_a, "plain"_a, "rows"_a, "columns"_a, "bits"_a, "group"_a, "scales"_a, "scale_number"_a,
         "zeros"_a);
+    module.def("prefer_huge_pages", [](std::uintptr_t start, std::int64_t bytes) {
+        attar::prefer_huge_pages(address<void>(start), bytes);
+    });
     module.def(
         "pack_dense",
         [](std::shared_ptr<attar::Arena> arena, std::uintptr_t weights, std::int64_t rows, std::int64_t columns,

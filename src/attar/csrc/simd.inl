@@ -207,15 +207,23 @@ ATTAR_INLINE float largest(Floats a) {  // NaN aside
 }
 #endif
 
-// 16 numbers of a storage type as floats.
+// 16 numbers of a storage type as floats. Widening is by intrinsics where there are any: GCC 12 turns the vector
+// extension's own conversion into halves that it shuffles together, at a third of the speed.
 ATTAR_INLINE Floats load_as_floats(const float* from) { return load(from); }
 ATTAR_INLINE Floats load_as_floats(const Bfloat16* from) {
-    typedef std::uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
     Floats out;
     ATTAR_EACH {
+#if ATTAR_LEVEL >= ATTAR_AVX512
+        out.piece[p] = (FloatPiece)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
+#elif ATTAR_LEVEL >= ATTAR_AVX2
+        const __m128i raw = _mm_loadu_si128((const __m128i*)(from + p * WIDTH));
+        out.piece[p] = (FloatPiece)_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16);
+#else
+        typedef std::uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
         Halves raw;
         std::memcpy(&raw, from + p * WIDTH, sizeof raw);
         out.piece[p] = (FloatPiece)(__builtin_convertvector(raw, WordPiece) << 16);
+#endif
     }
     return out;
 }
@@ -237,22 +245,34 @@ ATTAR_INLINE Floats load_as_floats(const Float16* from) {
     return out;
 }
 ATTAR_INLINE Ints load_as_ints(const std::int8_t* from) {
-    typedef std::int8_t Bytes __attribute__((vector_size(WIDTH)));
     Ints out;
     ATTAR_EACH {
+#if ATTAR_LEVEL >= ATTAR_AVX512
+        out.piece[p] = (IntPiece)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif ATTAR_LEVEL >= ATTAR_AVX2
+        out.piece[p] = (IntPiece)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(from + p * WIDTH)));
+#else
+        typedef std::int8_t Bytes __attribute__((vector_size(WIDTH)));
         Bytes raw;
         std::memcpy(&raw, from + p * WIDTH, sizeof raw);
         out.piece[p] = __builtin_convertvector(raw, IntPiece);
+#endif
     }
     return out;
 }
 ATTAR_INLINE Ints load_as_ints(const std::uint8_t* from) {
-    typedef std::uint8_t Bytes __attribute__((vector_size(WIDTH)));
     Ints out;
     ATTAR_EACH {
+#if ATTAR_LEVEL >= ATTAR_AVX512
+        out.piece[p] = (IntPiece)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif ATTAR_LEVEL >= ATTAR_AVX2
+        out.piece[p] = (IntPiece)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(from + p * WIDTH)));
+#else
+        typedef std::uint8_t Bytes __attribute__((vector_size(WIDTH)));
         Bytes raw;
         std::memcpy(&raw, from + p * WIDTH, sizeof raw);
         out.piece[p] = __builtin_convertvector(raw, IntPiece);
+#endif
     }
     return out;
 }

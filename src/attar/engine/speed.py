@@ -185,13 +185,13 @@ def _generate(decoder: Decoder, prompts: Tensor, count: int) -> tuple[float, lis
             last = decoder.forward(piece, Step(lengths, horizon, cache), torch.tensor([len(piece) - 1]))
             if at + len(piece) == length:
                 logits.append(last)
-    tokens = torch.cat(logits).argmax(-1).tolist()
+    tokens = ops.argmax(torch.cat(logits)).tolist()
     prefill = time.perf_counter() - start
     decoding = Decoding(decoder, cache, horizon)
     seconds, before = [], 0
     for step in range(count):
         since = time.perf_counter()
-        tokens = decoding.step(tokens).argmax(-1).tolist()
+        tokens = ops.argmax(decoding.step(tokens)).tolist()
         if step:  # the first is recorded
             seconds.append(time.perf_counter() - since)
         else:

@@ -54,6 +54,14 @@ def store(activations: str = "int8g128") -> Store | None:
     return Store(activations) if candidates("linear")[0][1] is None else None
 
 
+def argmax(rows: Tensor) -> Tensor:
+    """The index [B] of the largest number of each row [B, V], of equals the first; of a NaN, where there is one.
+
+    On CPUs by numpy: torch takes 2 ms for a vocabulary of 152,000, a hundred times as long as reading it.
+    """
+    return torch.from_numpy(rows.numpy().argmax(-1)) if rows.device.type == "cpu" else rows.argmax(-1)
+
+
 def release() -> None:
     """Give back what backends keep for results to come: for whoever is short of memory between models."""
     extension.release()

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attar.kernels.native import extension
+
 RUN = 16  # slots that stand side by side in the keys, and columns in the values
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
@@ -42,7 +44,9 @@ class Pages:
         scales = (
             torch.zeros((2, blocks, kv_heads, block), device=device).unbind() if dtype == torch.int8 else (None, None)
         )
-        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape in (keys, values))
+        zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape in (keys, values)]
+        for each in zeros:  # a head's blocks lie apart, one to a small page: walking those costs a third of the speed
+            extension.prefer_huge_pages(each)
         return cls(head_dim, *zeros, *scales)
 
     @property

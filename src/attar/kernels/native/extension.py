@@ -189,6 +189,17 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     return out
 
 
+def busy_seconds() -> float:
+    """Seconds that this process has spent in kernels; 0 without the extension."""
+    return float(library.busy_ns()) / 1e9 if loaded() else 0.0
+
+
+def prefer_huge_pages(tensor: Tensor) -> None:
+    """Ask that a large tensor on the CPU, of zeros that were not touched yet, come in huge pages."""
+    if loaded() and tensor.device.type == "cpu":
+        library.prefer_huge_pages(tensor.data_ptr(), tensor.nbytes)
+
+
 def release() -> None:
     """Give idle memory of results back to the system."""
     _workspace.free.clear()
