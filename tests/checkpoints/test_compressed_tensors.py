@@ -194,6 +194,8 @@ def test_one_scheme_targets_the_class_and_several_name_modules() -> None:
     one = quantization_config({"a": four, "b": four}, ["lm_head"])
     assert one["config_groups"]["group_0"]["targets"] == ["Linear"]
     assert (one["format"], one["ignore"]) == ("pack-quantized", ["lm_head"])
+    table = quantization_config({"a": four, "e": four}, ["lm_head"], ["e"])
+    assert table["config_groups"]["group_0"]["targets"] == ["Linear", "e"], "an embedding is no Linear"
     two = quantization_config({"a": four, "b": eight, "c": four}, [])
     assert [g["targets"] for g in two["config_groups"].values()] == [["a", "c"], ["b"]]
     assert [g["format"] for g in two["config_groups"].values()] == ["pack-quantized", "int-quantized"]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,45 @@ def test_output_matrix_and_routers_stay_unless_overridden() -> None:
     assert recipe.scheme_for("lm_head") == Scheme.parse("w8")
 
 
+@pytest.mark.parametrize(
+    ("head", "scheme"),
+    [("bf16", None), ("keep", None), ("int8", "w8"), ("int4", "w4g128"), ("w3g64-asym", "w3g64-asym"), ("w8", "w8")],
+)
+def test_the_head_is_decided_before_all_else(head: str, scheme: str | None) -> None:
+    recipe = Recipe.from_dict({"recipe": "rtn-w4g128", "head": head})
+    assert recipe.scheme_for("lm_head") == (None if scheme is None else Scheme.parse(scheme))
+    assert recipe.to_dict()["head"] == (scheme or "keep")
+    everything = replace(recipe, overrides=(Override("*", Scheme.parse("w2g64")),), keep=())
+    assert everything.scheme_for("lm_head") == recipe.scheme_for("lm_head")
+    assert {name: s for name, s in recipe.schemes(SHAPES).items() if name != "lm_head"} == {
+        name: s for name, s in Recipe.load("rtn-w4g128").schemes(SHAPES).items() if name != "lm_head"
+    }
+
+
+@pytest.mark.parametrize(
+    ("data", "scheme"),
+    [
+        ({}, None),
+        ({"overrides": [{"match": "*", "scheme": "w8"}]}, "w8"),
+        ({"overrides": [{"match": "model.*", "scheme": "w8"}]}, None),
+        ({"keep": ["*.gate"]}, "w4g128"),
+    ],
+)
+def test_patterns_reach_the_head_like_any_linear(data: dict[str, object], scheme: str | None) -> None:
+    recipe = Recipe.from_dict({"recipe": "rtn-w4g128", **data})
+    assert recipe.head_name == recipe.to_dict()["head"] == (scheme or "keep")
+    found = recipe.schemes(SHAPES)["lm_head"]
+    assert (found.name if found else None) == scheme
+
+
+def test_some_schemes_are_not_for_the_head() -> None:
+    for scheme in ("w8a8", "fp8", "w4-tensor", "w8a8-static"):
+        with pytest.raises(ValueError, match=rf"lm_head: .* not {scheme}$"):
+            Recipe.from_dict({"recipe": "rtn-w4g128", "head": scheme}).schemes(SHAPES)
+    with pytest.raises(ValueError, match=r"lm_head: group size 512 does not divide 256"):
+        Recipe.from_dict({"recipe": "rtn-w4g128", "head": "w4g512"}).schemes(SHAPES)
+
+
 def test_a_pattern_that_matches_nothing_is_an_error() -> None:
     recipe = Recipe.from_dict({"recipe": "rtn-w4g128", "overrides": [{"match": "lm_haed", "scheme": "w8"}]})
     with pytest.raises(ValueError, match="did you mean lm_head"):
@@ -130,6 +170,11 @@ def test_a_group_that_does_not_divide_names_the_linear() -> None:
         ("recipe: gptq-w4\noverrides: [{match: a}]", "needs both"),
         ("recipe: gptq-w4\noverrides: [{match: a, scheme: w4g12x}]", "did you mean w4g128"),
         ("recipe: gptq-w4\nkeep: lm_head", "keep is a list"),
+        ("recipe: gptq-w4\nhead: 8", "head is bf16, int8, int4 or a scheme, not 8"),
+        ("recipe: gptq-w4\nhead: int9", "unknown head 'int9': did you mean int"),
+        ("recipe: gptq-w4\nhaed: int8", "did you mean head"),
+        ("recipe: gptq-w4\nhead: int8\noverrides: [{match: '*', scheme: w8}]", "both decide about lm_head"),
+        ("recipe: gptq-w4\nhead: int8\nkeep: [lm_head]", "both decide about lm_head"),
         ("- gptq-w4", "mapping with a name"),
         ("recipe: 4", "mapping with a name"),
         ("recipe: [", "not valid YAML"),

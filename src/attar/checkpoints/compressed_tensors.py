@@ -269,11 +269,13 @@ def _read_grid(args: Mapping[str, Any], known: Sequence[Granularity], where: str
 # Writing
 
 
-def quantization_config(schemes: Mapping[str, Scheme], ignored: Sequence[str]) -> dict[str, Any]:
+def quantization_config(
+    schemes: Mapping[str, Scheme], ignored: Sequence[str], embeddings: Sequence[str] = ()
+) -> dict[str, Any]:
     """The `quantization_config` of a checkpoint whose modules are stored in `schemes`, by stored module name.
 
-    `ignored` are the linears that stay dense. One scheme targets the class "Linear"; several name their modules. Raises
-    ValueError where a scheme has no place in the format.
+    `ignored` are the linears that stay dense. One scheme targets the class "Linear", and by name those of the modules
+    that are `embeddings`; several name their modules. Raises ValueError where a scheme has no place in the format.
     """
     groups: dict[Scheme, list[str]] = {}
     for module, scheme in schemes.items():
@@ -285,7 +287,7 @@ def quantization_config(schemes: Mapping[str, Scheme], ignored: Sequence[str]) -
         "quantization_status": "compressed",
         "config_groups": {
             f"group_{i}": {
-                "targets": ["Linear"] if len(groups) == 1 else modules,
+                "targets": ["Linear", *embeddings] if len(groups) == 1 else modules,
                 "weights": _args(scheme.weight, dynamic=False),
                 "input_activations": _args(scheme.activation, not scheme.static) if scheme.activation else None,
                 "output_activations": None,

@@ -9,8 +9,8 @@ which runs the very checks of the real build: a tensor that is missing or of ano
 error before the first weight is read, not after hours of work.
 
 Tied embeddings come in four shapes. Only `embed_tokens`, only `lm_head`, or both and equal: the one table serves both
-ends. Both and different although config.json ties them: both are used, as transformers 5 does. Where the config does
-not mention tying, a checkpoint that stores only one of the two is tied.
+ends, also where it is packed. Both and different although config.json ties them: both are used, as transformers 5 does.
+Where the config does not mention tying, a checkpoint that stores only one of the two is tied.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Checkpoint:
 
     def linear(self, name: str) -> Linear:
         """The linear of module `name`: its weight [O, I], dense in `dtype` or packed as stored, and its bias if any."""
-        module = self.stored_name(name)
+        module = self.stored_linear(name)
         if self._quantized is not None and self._quantized.holds(module):
             linear = self._quantized.read(module)
             linear.name = name
@@ -128,7 +128,11 @@ class Checkpoint:
         return self.folder.read(self.stored_name(name))
 
     def has(self, name: str) -> bool:
-        return self.folder.has(self.stored_name(name))
+        """Whether `tensor(name)` finds one, for which the codes of a quantized module do not count."""
+        stored = self.stored_name(name)
+        module, _, part = stored.rpartition(".")
+        codes = part == "weight" and self._quantized is not None and self._quantized.holds(module)
+        return self.folder.has(stored) and not codes
 
     # What writers need
 
@@ -139,13 +143,19 @@ class Checkpoint:
                 return theirs + name.removeprefix(ours)
         return name
 
+    def stored_linear(self, name: str) -> str:
+        """The module under which linear `name` is stored: the packed output matrix of a tied model is its embedding."""
+        names = self.config.names
+        shared = name == names.head and self.config.tied and not self._stored_module(name)
+        return self.stored_name(names.embed if shared else name)
+
     def linear_shape(self, name: str) -> tuple[int, int]:
         """The shape (out, in) of linear `name`, from headers alone."""
         return _Outline(self).linear(name).shape
 
     def scheme_of(self, name: str) -> Scheme | None:
         """How the weight of linear `name` is stored; None where it is dense."""
-        module = self.stored_name(name)
+        module = self.stored_linear(name)
         quantized = self._quantized
         return quantized.scheme_of(module) if quantized is not None and quantized.holds(module) else None
 
@@ -159,7 +169,10 @@ class Checkpoint:
         """Build the model from shapes alone. Raises CheckpointError where a tensor is missing or of another shape."""
         outline, config = _Outline(self), self.config
         try:
-            decoder.build_embedding(config, outline)
+            if decoder.packed_ends(config, outline):
+                decoder.build_ends(config, outline)
+            else:
+                decoder.build_embedding(config, outline)
             for layer in range(config.layers):
                 decoder.build_block(config, outline, layer)
             decoder.build_final_norm(config, outline)
@@ -181,6 +194,8 @@ class Checkpoint:
 
     def _own_dtype(self) -> torch.dtype:
         names = self.config.names
+        if decoder.packed_ends(self.config, self) and (scheme := self.scheme_of(names.head)) is not None:
+            return getattr(torch, scheme.scale_dtype)  # type: ignore[no-any-return]
         table = names.embed if self.has(f"{names.embed}.weight") else names.head
         dtype: torch.dtype = getattr(torch, self._dense_part(f"{table}.weight").dtype)
         return dtype
@@ -215,7 +230,7 @@ class _Outline:
 
     def linear(self, name: str) -> Linear:
         checkpoint, quantized = self.checkpoint, self.checkpoint._quantized
-        module = checkpoint.stored_name(name)
+        module = checkpoint.stored_linear(name)
         if quantized is not None and quantized.holds(module):
             weight = torch.empty(quantized.shape(module), device="meta")
         else:

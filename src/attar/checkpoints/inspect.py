@@ -15,8 +15,9 @@ from attar.model.decoder import compressible
 
 @dataclass(frozen=True)
 class Inspection:
-    """What headers tell. `bits_per_weight` is over the linears that a recipe may compress; `bytes` are those of the
-    weight files on disk, which besides the tensors hold a header each. Tensors are in the order of their layers."""
+    """What headers tell. `bits_per_weight` is over the linears that a recipe may compress, of which the output matrix
+    counts only where it is; `bytes` are those of the weight files on disk, which besides the tensors hold a header
+    each. Tensors are in the order of their layers."""
 
     path: Path
     architecture: str
@@ -53,7 +54,7 @@ class Inspection:
             f"architecture     {self.architecture}, {self.layers} layers, context {self.context}",
             f"parameters       {self.parameters:,}",
             f"linears          {schemes}",
-            f"bits per weight  {self.bits_per_weight:.4g} in the linears of the blocks",
+            f"bits per weight  {self.bits_per_weight:.4g} in the linears",
             f"bytes            {self.bytes:,}, in {len(self.tensors)} tensors",
             f"receipt          {'receipt.json: `attar verify` checks it' if self.receipt else 'no receipt'}",
             "",
@@ -75,16 +76,18 @@ def inspect(model: str | Path) -> Inspection:
     found: Counter[str] = Counter()
     bits = weights = 0
     belongs = set()
-    for layer in range(config.layers):
-        for module in compressible(config, layer):
-            scheme: Scheme | None = checkpoint.scheme_of(module)
-            rows, columns = checkpoint.linear_shape(module)
-            found[scheme.name if scheme else tensors[f"{checkpoint.stored_name(module)}.weight"].dtype] += 1
-            at = checkpoint.stored_name(module) + "."
-            mine = [name for name in tensors if name.startswith(at) and not name.endswith(".bias")]
-            belongs.update(mine)
-            bits += 8 * sum(tensors[name].bytes for name in mine)
-            weights += rows * columns
+    modules = [module for layer in range(config.layers) for module in compressible(config, layer)]
+    if checkpoint.scheme_of(config.names.head) is not None:
+        modules.append(config.names.head)
+    for module in modules:
+        scheme: Scheme | None = checkpoint.scheme_of(module)
+        rows, columns = checkpoint.linear_shape(module)
+        at = checkpoint.stored_linear(module) + "."
+        found[scheme.name if scheme else tensors[f"{at}weight"].dtype] += 1
+        mine = [name for name in tensors if name.startswith(at) and not name.endswith(".bias")]
+        belongs.update(mine)
+        bits += 8 * sum(tensors[name].bytes for name in mine)
+        weights += rows * columns
     rest = sum(math.prod(part.shape) for name, part in tensors.items() if name not in belongs)
     return Inspection(
         path, config.architecture, config.layers, config.context, weights + rest, bits / weights,

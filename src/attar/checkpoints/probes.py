@@ -37,7 +37,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,8 @@ from attar.checkpoints.safetensors import CheckpointError
 from attar.formats.packed import PackedTensor
 from attar.kernels import ops
 from attar.kernels.native.linear import KernelWeight
-from attar.kernels.operands import Linear
+from attar.kernels.operands import Linear, Norm
+from attar.model import decoder as model
 from attar.model.cache import Step
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
@@ -161,7 +162,7 @@ class ProbeRun:
 
     `ids` [C P, L] are the prompts and, after them, their copies: to be shaken and, where there are native kernels, to
     be rounded. The caller carries their hidden states [C P * L, I] through `run`, block by block (and over a restart).
-    What `run` notes of a block is JSON; all of it, in order, goes to `finish` with the logits.
+    What `run` notes of a block is JSON; all of it, in order, goes to `finish` with what `logits` gave.
     """
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
@@ -169,6 +170,7 @@ class ProbeRun:
         self.prompts = prompts(config, seed)
         self.native = ops.store(COARSEST) is not None
         self.ids = self.prompts.repeat(3 if self.native else 2, 1)
+        self._rounds_logits = False
 
     def run(self, layer: int, block: Block, rows: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """Block `layer` over the rows [C P * L, I] that enter it: (output rows, what is noted of them).
@@ -196,6 +198,21 @@ class ProbeRun:
             "by_kernels": self.native and rounds_activations(block.linears()),
         }
 
+    def logits(self, norm: Norm, head: Linear, last: Tensor) -> Tensor:
+        """The logits [C P, O] of the last rows [C P, I] by the output matrix, or by O of its rows, `head`.
+
+        A packed one ends up in the layout of the native kernels, by which the rounded copies meet it.
+        """
+        if not self.native or not isinstance(head.weight, PackedTensor):
+            return model.logits(self.config, norm, head, last)
+        exact = model.logits(self.config, norm, head, last[:-PROMPTS])
+        head.dense = None
+        store = ops.store(COARSEST)
+        assert store is not None
+        store.take(head)
+        self._rounds_logits = rounds_activations((head,))
+        return torch.cat((exact, model.logits(self.config, norm, head, last[-PROMPTS:])))
+
     def finish(self, observed: Sequence[Mapping[str, Any]], logits: Tensor) -> dict[str, Any]:
         """The probes as they stand in a receipt, from what `run` noted and the last rows' logits [C P, V]."""
         assert len(observed) == self.config.layers
@@ -203,6 +220,7 @@ class ProbeRun:
         top = calm.topk(min(TOP, self.config.vocab_size), -1)
         heads = [_digits(torch.tensor(_difference(each.gather(1, top.indices), top.values)), 3) for each in copies]
         by_scheme, by_kernels = (any(seen[key] for seen in observed) for key in ("by_scheme", "by_kernels"))
+        by_kernels = by_kernels or self._rounds_logits
 
         def floor(*of: int) -> dict[str, Any] | None:
             """The largest difference that the copies `of` show; None for none."""
@@ -254,7 +272,7 @@ def make_probes(decoder: Decoder, seed: int) -> dict[str, Any]:
     for layer, block in enumerate(decoder.blocks):
         rows, seen = run.run(layer, copy.deepcopy(block), rows)
         observed.append(seen)
-    return run.finish(observed, decoder.logits(rows[LENGTH - 1 :: LENGTH]))
+    return run.finish(observed, run.logits(decoder.final_norm, replace(decoder.head), rows[LENGTH - 1 :: LENGTH]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,12 @@
 Tensors keep the names, dtypes and order of the source; only a compressed linear's weight becomes the parts its scheme
 declares. Everything that belongs to a block is written when the block is done, since transforms change norms and biases
 too; the rest (embeddings, final norm, output matrix) is copied, large tables by rows.
+
+A recipe may compress the output matrix. That of a tied model is its embedding as well, and is stored once, as the
+embedding: as large as several blocks, a second copy would outweigh what packing gains. compressed-tensors declares
+packed embeddings, but not every reader has them (`_notes` says what which does). Stored as `lm_head`, the one copy
+would be dropped without a word by readers that skip the output matrix of tied models. Where the source stores both
+tables, they stay two.
 """
 
 from __future__ import annotations
@@ -10,16 +16,18 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attar.checkpoints import compressed_tensors
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.writer import ShardWriter
-from attar.compression.recipe import Recipe
+from attar.compression import rtn
+from attar.compression.recipe import HEAD, KEEP, Recipe
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Part, Scheme
 from attar.kernels.operands import Linear
@@ -32,8 +40,8 @@ COPY_BYTES = 16 << 20  # of a table copied at once
 class Output:
     """Names, schemes and sizes of the output of one recipe on one checkpoint.
 
-    Raises ValueError where the source is compressed already, a group size does not divide, nothing would change, or a
-    file that belongs beside the weights is a link out of the source.
+    Raises ValueError where the source is compressed already, a group size does not divide, a scheme has no place in the
+    output's format, nothing would change, or a file that belongs beside the weights is a link out of the source.
     """
 
     def __init__(self, checkpoint: Checkpoint, recipe: Recipe) -> None:
@@ -42,8 +50,12 @@ class Output:
             raise ValueError(f"{folder.path} is compressed already: start from the original checkpoint")
         self.checkpoint = checkpoint
         self.carried = folder.carry_files()
+        self.recipe = recipe
+        ends = [checkpoint.stored_name(name) for name in (config.names.embed, HEAD)]
+        tables = [end for end in ends if folder.has(f"{end}.weight")]
+        self.shared = config.tied and len(tables) == 1  # which then serves both ends
         modules = [name for layer in range(config.layers) for name in compressible(config, layer)]
-        stored = {f"{checkpoint.stored_name(name)}.weight": name for name in modules}
+        stored = {f"{checkpoint.stored_name(name)}.weight": name for name in modules} | {f"{tables[-1]}.weight": HEAD}
         shapes = {}
         for tensor, name in stored.items():
             rows, columns = folder.info(tensor).shape
@@ -54,6 +66,18 @@ class Output:
         }
         if not any(self.schemes.values()):
             raise ValueError(f"recipe {recipe.name} with its overrides compresses nothing")
+        self.head, self.head_shape = self.schemes[HEAD], shapes[HEAD]
+        self.packed_ends = self.shared and self.head is not None
+        self._modules = {name: checkpoint.stored_name(name) for name in self.schemes}  # as the output names them
+        if self.packed_ends:
+            self._modules[HEAD] = ends[0]
+        self._quantization = self._quantization_config()
+        self._head_parts: dict[str, str] = {}  # tensor of each part of a compressed output matrix
+        if self.head is not None:
+            self._head_parts = {
+                part: f"{self._modules[HEAD]}.{compressed_tensors.stored_part(part, self.head)}"
+                for part in self.head.parts(self.head_shape)
+            }
         self.layout: dict[str, Part] = {}
         self._in_block: dict[str, int] = {}  # which block writes a tensor
         layers = {checkpoint.stored_name(config.names.layer.format(i=i)) + ".": i for i in range(config.layers)}
@@ -63,7 +87,7 @@ class Output:
             name = stored.get(tensor, "")
             scheme = self.schemes.get(name)
             if scheme is not None:
-                parts = compressed_tensors.declared(tensor.removesuffix(".weight"), scheme, shapes[name])
+                parts = compressed_tensors.declared(self._modules[name], scheme, shapes[name])
                 packed_bytes += scheme.bytes(shapes[name])
                 weights += math.prod(shapes[name])
             self.layout |= parts
@@ -71,7 +95,8 @@ class Output:
                 if tensor.startswith(prefix):
                     self._in_block |= dict.fromkeys(parts, layer)
         self.bits_per_weight = 8 * packed_bytes / weights
-        self.notes = _notes(config.names.transposed, config.experts is not None, self.schemes.values())
+        used = {scheme for scheme in self.schemes.values() if scheme is not None}
+        self.notes = _notes(config.names.transposed, config.experts is not None, self.packed_ends, used)
 
     def written(self, blocks_done: int) -> list[str]:
         """The tensors that are on disk once so many blocks are done."""
@@ -103,10 +128,37 @@ class Output:
             transposed = self.checkpoint.config.names.is_transposed(linear.name)
             yield f"{module}.weight", linear.weight.T if transposed else linear.weight
 
+    def round_head(self, rows: Tensor) -> PackedTensor:
+        """Rows [R, I] of the output matrix as they are stored. Every row's codes and scales are its own."""
+        assert self.head is not None
+        try:
+            return rtn.solve(rows, self.head, scale_search=self.recipe.rounding.scale_search)
+        except ValueError as error:
+            raise ValueError(f"{HEAD}: {error}") from None
+
+    def write_head(self, writer: ShardWriter, pieces: Iterable[PackedTensor]) -> None:
+        """Write the output matrix, whose rows come in `pieces`, all but the last of a multiple of 32."""
+        assert self.head is not None
+        names = self._head_parts
+        small: dict[str, list[Tensor]] = {part: [] for part in names if part not in ("codes", "shape")}
+
+        def codes() -> Iterator[Tensor]:
+            for piece in pieces:
+                for part, found in small.items():
+                    found.append(piece.parts[part])
+                yield piece.parts["codes"]
+
+        writer.write_rows(names["codes"], codes())
+        for part, found in small.items():
+            writer.write(names[part], torch.cat(found))
+        if "shape" in names:
+            writer.write(names["shape"], torch.tensor(self.head_shape))
+
     def copy_rest(self, writer: ShardWriter, report: Callable[[str, int, int], None]) -> None:
-        """Copy what belongs to no block."""
+        """Copy what belongs to no block and stays as it is."""
         folder = self.checkpoint.folder
-        rest = [name for name in self.layout if name not in self._in_block]
+        done_already = self._in_block.keys() | self._head_parts.values()
+        rest = [name for name in self.layout if name not in done_already]
         for done, name in enumerate(rest, 1):
             part = folder.info(name)
             if part.bytes <= COPY_BYTES or len(part.shape) < 2:
@@ -120,21 +172,27 @@ class Output:
 
     def write_config(self, folder: Path) -> None:
         """config.json with the quantization config, and every file that is carried over as it is."""
-        schemes = {self.checkpoint.stored_name(name): scheme for name, scheme in self.schemes.items()}
         config: dict[str, Any] = dict(self.checkpoint.folder.config)
-        config["quantization_config"] = compressed_tensors.quantization_config(
-            {name: scheme for name, scheme in schemes.items() if scheme is not None},
-            [name for name, scheme in schemes.items() if scheme is None] + self._other_linears(),
-        )
+        if self.head is not None:  # two tables that differ now, or one that is found under no name but its own
+            config["tie_word_embeddings"] = self.shared
+        config["quantization_config"] = self._quantization
         (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
         for name in self.carried:
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(self.checkpoint.folder.path / name, folder / name)
 
+    def _quantization_config(self) -> dict[str, Any]:
+        modules = [(self._modules[name], scheme) for name, scheme in self.schemes.items()]
+        packed = {module: scheme for module, scheme in modules if scheme is not None}
+        dense = [module for module, scheme in modules if scheme is None] + self._other_linears()
+        embeddings = [self._modules[HEAD]] if self.packed_ends else []
+        return compressed_tensors.quantization_config(packed, dense, embeddings)
+
     def _other_linears(self) -> list[str]:
-        """Linears that no recipe compresses: the output matrix, and the gates of mixtures of experts."""
+        """Linears that hold no compressed weight, whatever the recipe: the gates of mixtures of experts, and an output
+        matrix that is stored as the embedding."""
         names, config = self.checkpoint.config.names, self.checkpoint.config
-        found = [names.head]
+        found = [HEAD] if self.packed_ends else []
         for layer in range(config.layers):
             if config.experts is not None and config.is_sparse(layer):
                 at = names.layer.format(i=layer)
@@ -143,20 +201,33 @@ class Output:
         return [self.checkpoint.stored_name(name) for name in found]
 
 
-def _notes(transposed: bool, experts: bool, schemes: Iterable[Scheme | None]) -> tuple[str, ...]:
-    """What whoever loads the output elsewhere must know, a sentence each."""
+def _notes(transposed: bool, experts: bool, packed_ends: bool, used: Collection[Scheme]) -> tuple[str, ...]:
+    """What whoever loads the output elsewhere must know, a sentence each. `used` are the schemes in it; `packed_ends`:
+    whether one packed matrix is both ends of the model."""
     if transposed:
         return (
             "It loads in attar only: transformers, which keeps these weights in Conv1D modules, passes the packed ones "
             "over and starts from random ones.",
         )
-    stored = [scheme for scheme in schemes if scheme is not None]
-    asymmetric = any(scheme.layout == "packed" and not scheme.weight.symmetric for scheme in stored)
-    if experts and (asymmetric or any(scheme.activation is not None for scheme in stored)):
+    asymmetric = any(scheme.layout == "packed" and not scheme.weight.symmetric for scheme in used)
+    if packed_ends:
+        once = (
+            "Its embedding, which is its output matrix too, is stored once and packed: attar reads it, and vLLM if it "
+            "reads packed embeddings of tied models; transformers 5.23 stops"
+        )
+        if len(used) == 1 and not experts:
+            return (f"{once} unless it is given `quantization_config=CompressedTensorsConfig(dequantize=True)`.",)
+        return (
+            f"{once}, and must not be told to dequantize: it would take every matrix for one of the first scheme, and "
+            "answer nonsense.",
+        )
+    if experts and (asymmetric or any(scheme.activation is not None for scheme in used)):
         return (
             "It loads in attar; transformers 5.23, which fuses the experts of a mixture, refuses theirs in W8A8 and "
             "with packed zero points, and does not round the activations of FP8.",
         )
+    if asymmetric and len(used) > 1:
+        return ("attar and vLLM read it; transformers 5.23 has no place for packed zero points beside another scheme.",)
     if asymmetric:
         return (
             "attar and vLLM read it; transformers 5.23 needs "
@@ -166,7 +237,7 @@ def _notes(transposed: bool, experts: bool, schemes: Iterable[Scheme | None]) ->
 
 
 def model_card(
-    recipe: str, bits_per_weight: float, size: int, cost: Mapping[str, Any] | None, notes: Sequence[str] = ()
+    recipe: str, head: str, bits_per_weight: float, size: int, cost: Mapping[str, Any] | None, notes: Sequence[str] = ()
 ) -> str:
     """README.md of a compressed folder: what it is, how to run it, and what the compression cost."""
     measured = "Not measured: `attar eval` does, against the original."
@@ -177,10 +248,11 @@ def model_card(
             f"| {label} | {cost[key]:.6g} |" for label, key in rows
         )
     readers = " ".join(notes) or "attar, transformers and vLLM read it."
+    with_head = "" if head == KEEP else f", the output matrix in `{head}`"
     return (
         "---\nlibrary_name: transformers\ntags: [attar, compressed-tensors]\n---\n\n# Compressed with attar\n\n"
-        f"Recipe `{recipe}`: {bits_per_weight:.3f} bits per weight in the compressed linears, {size:,} bytes of\n"
-        f"weights. Stored as compressed-tensors. {readers}\n\n"
+        f"Recipe `{recipe}`{with_head}: {bits_per_weight:.3f} bits per weight in the compressed linears, {size:,}\n"
+        f"bytes of weights. Stored as compressed-tensors. {readers}\n\n"
         "`receipt.json` holds the recipe, hashes and probes; `attar verify` checks them on your machine.\n\n"
         f"## What it cost\n\nAgainst the original, on held-out text:\n\n{measured}\n"
     )

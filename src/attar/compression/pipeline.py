@@ -12,7 +12,7 @@ counters, so the bytes are those of an uninterrupted run, given the same torch b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,17 @@ from attar.compression import calibrate
 from attar.compression.calibrate import Calibration, HiddenStates
 from attar.compression.memory import give_back, large_blocks_apart
 from attar.compression.output import Output, model_card
-from attar.compression.passes import BlockWork, Record
-from attar.compression.recipe import Recipe, Rtn
+from attar.compression.passes import BlockWork, Record, weight_error
+from attar.compression.recipe import HEAD, Recipe, Rtn, parse_head
 from attar.compression.state import RunState
+from attar.formats.packed import PackedTensor
+from attar.kernels.operands import Linear
 from attar.metrics.measure import measure
-from attar.model.decoder import build_block, build_embedding, build_final_norm, build_head, logits
+from attar.model.decoder import build_block, build_embedding, build_final_norm, build_head
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
 
-HEAD_ROWS = 4096  # of the output matrix, in memory at once
+HEAD_ROWS = 4096  # of the output matrix, in memory at once; zero points are packed 32 rows at a time
 
 Progress = Callable[[str, int, int], None]
 """progress(stage, done, total)"""
@@ -47,6 +49,7 @@ class Compressed:
 
     path: Path
     recipe: str
+    head: str  # the scheme of the output matrix, or `keep`
     bits_per_weight: float  # stored bits of the compressed linears over their weights
     bytes: int  # of all weight files
     source_bytes: int
@@ -60,6 +63,7 @@ class Compressed:
         return {
             "path": str(self.path),
             "recipe": self.recipe,
+            "head": self.head,
             "bits_per_weight": self.bits_per_weight,
             "bytes": self.bytes,
             "source_bytes": self.source_bytes,
@@ -76,6 +80,7 @@ def compress(
     dst: str | Path,
     *,
     recipe: str | Path | Recipe = "gptq-w4g128",
+    head: str | None = None,
     calibration: Calibration | None = None,
     evaluation: str | Path | None = None,
     samples: int = 128,
@@ -90,10 +95,11 @@ def compress(
 ) -> Compressed:
     """Compress the checkpoint `src` (folder, Hub id or `demo`) into the folder `dst`.
 
-    `recipe` is a name such as `gptq-w4g128`, a YAML file, or a Recipe. `calibration` is a text file, token ids [S][L],
-    or `self` for text sampled from the model; recipes that only round need none. `evaluation` is a held-out text file
-    on which the cost is measured. At most `calib_memory` bytes of calibration activations are held in memory. A killed
-    run resumes, unless `resume` is false.
+    `recipe` is a name such as `gptq-w4g128`, a YAML file, or a Recipe. `head` is what the output matrix is stored in,
+    whatever the recipe says of it: `bf16` (as it is), `int8`, `int4`, or a scheme of weights alone. `calibration` is a
+    text file, token ids [S][L], or `self` for text sampled from the model; recipes that only round need none.
+    `evaluation` is a held-out text file on which the cost is measured. At most `calib_memory` bytes of calibration
+    activations are held in memory. A killed run resumes, unless `resume` is false.
 
     Raises ValueError (CheckpointError among them) for anything a user can mend: an unknown recipe word, a group size
     that does not divide, an existing output, a full disk, a NaN in a named layer.
@@ -101,6 +107,8 @@ def compress(
     began = time.monotonic()
     report = progress or (lambda stage, done, total: None)
     plan = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+    if head is not None:
+        plan = replace(plan, head=parse_head(head))
     source = hub.resolve(src)
     if not str(dst):  # an unset variable of a shell, which Path would take for the current folder
         raise ValueError("the output's name is empty: give a folder to write")
@@ -147,6 +155,7 @@ def compress(
         with ShardWriter(work.out, files, output.written(state.blocks_done)) as writer:
             walk = Walk(checkpoint, output, plan, writer, state, ids, calib_memory, probes)
             probed = walk.run(report)
+            records = state.records + walk.head_records
             output.copy_rest(writer, report)
             writer.finish()
         output.write_config(work.out)
@@ -164,17 +173,18 @@ def compress(
         result = Compressed(
             Path(dst),
             plan.name,
+            plan.head_name,
             output.bits_per_weight,
             sum(f.size for f in files),
             sum(f.size for f in checkpoint.folder.files.values()),
             time.monotonic() - began,
-            tuple(state.records),
+            tuple(records),
             cost,
             output.notes,
         )
-        card = model_card(plan.name, result.bits_per_weight, result.bytes, cost, output.notes)
+        card = model_card(plan.name, plan.head_name, result.bits_per_weight, result.bytes, cost, output.notes)
         (work.out / "README.md").write_text(card)
-        receipt.write(work.out, about, hashes, [asdict(r) for r in state.records], output.bits_per_weight, cost, probed)
+        receipt.write(work.out, about, hashes, [asdict(r) for r in records], output.bits_per_weight, cost, probed)
     return result
 
 
@@ -201,6 +211,7 @@ class Walk:
         self.checkpoint, self.output, self.recipe = checkpoint, output, recipe
         self.writer, self.state = writer, state
         self.config = checkpoint.config
+        self.head_records: list[Record] = []  # not part of the state: a resumed run does the output matrix anew
         # Two files in turn: block i reads number i % 2 and writes the other.
         self.streams: list[tuple[HiddenStates, HiddenStates]] = []
         self.probes = probes
@@ -221,7 +232,7 @@ class Walk:
                 self._block(layer)
                 give_back()
                 report("blocks", layer + 1, self.config.layers)
-            return self._finish_probes()
+            return self._finish(report)
         finally:
             for stream in (each for pair in self.streams for each in pair):
                 stream.close()
@@ -232,6 +243,9 @@ class Walk:
             used, place = torch.unique(tokens, return_inverse=True)
             needed = replace(self.config, vocab_size=len(used))
             embedding = build_embedding(needed, self.checkpoint.rows(used))
+            if self.output.packed_ends:
+                assert isinstance(embedding.table, Tensor)
+                embedding.table, embedding.dtype = self.output.round_head(embedding.table), torch.float32
             for batch in first.batches():
                 step = first.step(batch)
                 rows = place[batch.start : batch.stop].reshape(-1)
@@ -271,12 +285,41 @@ class Walk:
         stream.settle()
 
     @torch.inference_mode()
-    def _finish_probes(self) -> dict[str, Any]:
+    def _finish(self, report: Progress) -> dict[str, Any]:
+        """The probes' logits, and the output matrix written if it is compressed: one pass over its rows for both."""
         rows = self._probe_rows(self.config.layers)
         last = rows.view(*self.probes.ids.shape, -1)[:, -1]
         norm = build_final_norm(self.config, self.checkpoint)
         found = torch.empty(len(last), self.config.vocab_size)
-        for ids in torch.arange(self.config.vocab_size).split(HEAD_ROWS):
-            head = build_head(replace(self.config, vocab_size=len(ids)), self.checkpoint.rows(ids))
-            found[:, ids] = logits(self.config, norm, head, last)
+
+        def seen(ids: Tensor, head: Linear) -> None:
+            found[:, ids] = self.probes.logits(norm, head, last)
+            report("output matrix", int(ids[-1]) + 1, self.config.vocab_size)
+
+        if self.output.head is None:
+            for ids, head in self._head():
+                seen(ids, head)
+        else:
+            self.output.write_head(self.writer, self._rounded_head(seen))
         return self.probes.finish(self.state.observed, found)
+
+    def _head(self) -> Iterator[tuple[Tensor, Linear]]:
+        """The output matrix of the source, some rows at a time, with their ids."""
+        for ids in torch.arange(self.config.vocab_size).split(HEAD_ROWS):
+            yield ids, build_head(replace(self.config, vocab_size=len(ids)), self.checkpoint.rows(ids))
+
+    def _rounded_head(self, seen: Callable[[Tensor, Linear], None]) -> Iterator[PackedTensor]:
+        """The same as it is stored, shown to `seen` on the way; at the end, its record."""
+        assert self.output.head is not None
+        wrong = whole = 0.0
+        for ids, head in self._head():
+            weight = head.weight
+            assert isinstance(weight, Tensor)
+            packed = head.weight = self.output.round_head(weight)
+            size = float(torch.linalg.vector_norm(weight, dtype=torch.float64)) ** 2
+            whole += size
+            wrong += size * weight_error(weight, packed)
+            seen(ids, head)
+            yield packed
+        error = wrong / whole if whole else 0.0
+        self.head_records = [Record(HEAD, self.output.head.name, "weight", error, error)]

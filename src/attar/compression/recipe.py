@@ -10,9 +10,14 @@ The same as a YAML file, with the methods' options and per-layer overrides:
 
     recipe: gptq-w4g128
     damping: 0.02
+    head: int8
     overrides:
       - {match: "*.down_proj", scheme: w8}
       - {match: "model.layers.0.*", scheme: keep}
+
+The output matrix, `lm_head`, stays unless `head` (or an override, or a `keep` that leaves it out) says otherwise: bf16
+(as it is), int8, int4, or a scheme of weights alone. It can be larger than several blocks and is never in memory whole:
+it is rounded to nearest, rows after rows, whatever the method, with the method's `scale_search`.
 
 Whatever is unknown in it is an error that offers the nearest names: a misspelt option that is silently ignored costs
 hours. `to_dict` is canonical (two spellings of one recipe give one dict, defaults written out) because the receipt
@@ -37,10 +42,17 @@ from attar.text.files import neighbours
 ScaleSearch = Literal["minmax", "mse"]
 Order = Literal["natural", "activation"]
 
-KEEP = "keep"
+Keep = Literal["keep"]
+KEEP: Keep = "keep"
 """The word that stands where a scheme could, for a linear that stays as it is."""
 
-KEPT = ("lm_head", "*.mlp.gate", "*.block_sparse_moe.gate", "*.shared_expert_gate")
+HEAD = "lm_head"
+"""The output matrix of every family."""
+
+HEADS: Mapping[str, str] = {"bf16": KEEP, "int8": "w8", "int4": "w4g128"}
+"""Short names of what the output matrix can be stored in; bf16 stands for the dtype that it has."""
+
+KEPT = (HEAD, "*.mlp.gate", "*.block_sparse_moe.gate", "*.shared_expert_gate")
 """Kept by default: the output matrix, and the routers of mixtures of experts, tiny matrices whose error picks the wrong
 expert."""
 
@@ -48,6 +60,7 @@ MAX_FILE_BYTES = 64 * 1024
 
 PRESETS: Mapping[str, str] = {"w8a8-o1": "w8a8", "w8a8-o2": "w8a8-atensor", "w8a8-o3": "w8a8-static"}
 
+_KEYS = ("recipe", "overrides", "keep", "head")
 _EXAMPLES = ("rtn-w4g128", "awq-w3g64", "gptq-w4g128", "awq+gptq-w4g128", "smoothquant-w8a8", "smoothquant+gptq-w8a8")
 _SCHEMES = ("w4g128", "w4g64", "w4g32", "w3g128", "w3g64", "w2g64", "w4g128-asym", "w8", "w8a8", "fp8", "fp8-e5m2")
 
@@ -130,18 +143,20 @@ class Override:
 class Recipe:
     """The passes to run, the scheme of every linear they reach, and the linears they leave alone.
 
-    Only linears are ever compressed: embeddings and norms stay, whatever a pattern says. The first override that
-    matches a linear decides; then `keep`; then the default `scheme`.
+    Only linears are ever compressed: embeddings and norms stay, whatever a pattern says, but for an embedding that is
+    the output matrix. The first override that matches a linear decides; then `keep`; then the default `scheme`. Of the
+    output matrix `head` decides before them all, unless it is None.
     """
 
     passes: tuple[Pass, ...]
     scheme: Scheme
     overrides: tuple[Override, ...] = ()
     keep: tuple[str, ...] = KEPT
+    head: Scheme | Keep | None = None
 
     @property
     def name(self) -> str:
-        """The canonical short name; it says nothing of options, overrides and `keep`."""
+        """The canonical short name; it says nothing of options, overrides, `keep` and `head`."""
         methods = [p.method for p in self.passes]
         if len(methods) > 1 and methods[-1] == "rtn":
             methods.pop()
@@ -156,6 +171,8 @@ class Recipe:
 
     def scheme_for(self, module: str) -> Scheme | None:
         """The scheme of the linear with this module name; None where it stays as it is."""
+        if module == HEAD and self.head is not None:
+            return None if self.head == KEEP else self.head
         for override in self.overrides:
             if fnmatch.fnmatchcase(module, override.match):
                 return override.scheme
@@ -165,7 +182,7 @@ class Recipe:
         """The scheme of each linear, given the module name and shape (out, in) of all of them.
 
         Raises ValueError where an override matches no linear, and, naming the linear, where a group size does not
-        divide its columns: both before any work is done.
+        divide its columns or a scheme is not for the output matrix: all before any work is done.
         """
         for override in self.overrides:
             if not any(fnmatch.fnmatchcase(name, override.match) for name in shapes):
@@ -177,6 +194,11 @@ class Recipe:
                     scheme.weight.groups(shapes[name][1])
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from None
+                if name == HEAD and (scheme.activation is not None or scheme.weight.granularity == "tensor"):
+                    raise ValueError(
+                        f"{name}: the output matrix has a scheme of weights alone, with a scale for each row or group, "
+                        f"such as w8 or w4g128, not {scheme.name}"
+                    )
         return chosen
 
     def to_dict(self) -> dict[str, Any]:
@@ -187,7 +209,14 @@ class Recipe:
             "scheme": self.scheme.name,
             "overrides": [{"match": o.match, "scheme": o.scheme.name if o.scheme else KEEP} for o in self.overrides],
             "keep": list(self.keep),
+            "head": self.head_name,
         }
+
+    @property
+    def head_name(self) -> str:
+        """The scheme of the output matrix by name, or `keep`."""
+        scheme = self.scheme_for(HEAD)
+        return KEEP if scheme is None else scheme.name
 
     @staticmethod
     def load(name_or_path: str | Path) -> Recipe:
@@ -217,8 +246,8 @@ class Recipe:
         if not isinstance(data, dict) or not isinstance(data.get("recipe"), str):
             raise ValueError("a recipe file is a mapping with a name under `recipe`, for example recipe: gptq-w4g128")
         recipe = _parse_name(data["recipe"])
-        options = {key: value for key, value in data.items() if key not in ("recipe", "overrides", "keep")}
-        known = {"recipe", "overrides", "keep"}.union(*(_options(p) for p in recipe.passes))
+        options = {key: value for key, value in data.items() if key not in _KEYS}
+        known = set(_KEYS).union(*(_options(p) for p in recipe.passes))
         for key in options:
             if key not in known:
                 owners = [method for method, cls in METHODS.items() if key in _options(cls)]
@@ -237,7 +266,28 @@ class Recipe:
             if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns):
                 raise ValueError("keep is a list of module name patterns, for example [lm_head]")
             recipe = replace(recipe, keep=tuple(patterns))
+        if "head" in data:
+            said = [o.match for o in recipe.overrides] + (list(recipe.keep) if "keep" in data else [])
+            for pattern in said:
+                if fnmatch.fnmatchcase(HEAD, pattern):
+                    raise ValueError(
+                        f"head and the pattern {pattern!r} both decide about {HEAD}: leave one of them out"
+                    )
+            recipe = replace(recipe, head=parse_head(data["head"]))
         return recipe
+
+
+def parse_head(word: object) -> Scheme | Keep:
+    """What a user's word for the output matrix means. Raises ValueError on anything unknown, naming what is near."""
+    if not isinstance(word, str):
+        raise ValueError(f"head is bf16, int8, int4 or a scheme, not {word!r}")
+    name = HEADS.get(word, word)
+    if name == KEEP:
+        return KEEP
+    try:
+        return Scheme.parse(name)
+    except ValueError:
+        raise ValueError(f"unknown head {word!r}{_offer(word, (*HEADS, KEEP, *_SCHEMES))}") from None
 
 
 def _parse_name(name: str) -> Recipe:

@@ -27,13 +27,18 @@ def solve(weight: Tensor, scheme: Scheme, *, scale_search: ScaleSearch = "minmax
     """
     if scale_search == "minmax" or scheme.weight.kind != "int":
         return codec(scheme.weight.kind).quantize(weight, scheme)
-    grid = scheme.weight
-    scale, zero = group_scales(weight.float(), grid, getattr(torch, scheme.scale_dtype), scale_search)
+    grid, scale_dtype = scheme.weight, getattr(torch, scheme.scale_dtype)
+    rows, columns = weight.shape
     codes = torch.empty(weight.shape, dtype=torch.int8)
-    for part in row_slices(*weight.shape):
-        one = (scale, zero) if scale.ndim == 1 else (scale[part], None if zero is None else zero[part])
-        codes[part] = affine.round_to_grid(weight[part].float(), *one, grid)
-    return affine.encode(codes, scale, zero, scheme, (weight.shape[0], weight.shape[1]))
+    parts = [slice(None)] if grid.granularity == "tensor" else list(row_slices(rows, columns))
+    scales, zeros = [], []
+    for part in parts:  # no float32 copy of a matrix that may have the size of a vocabulary
+        some = weight[part].float()
+        scale, zero = group_scales(some, grid, scale_dtype, scale_search)
+        codes[part] = affine.round_to_grid(some, scale, zero, grid)
+        scales.append(scale)
+        zeros += [] if zero is None else [zero]
+    return affine.encode(codes, torch.cat(scales), torch.cat(zeros) if zeros else None, scheme, (rows, columns))
 
 
 def group_scales(
