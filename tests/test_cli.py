@@ -23,7 +23,20 @@ from attar.cli import app
 from attar.terminal import BAD_INPUT, CHECK_FAILED, INTERRUPTED, PIPE_CLOSED
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("compress", "eval", "generate", "chat", "inspect", "verify", "bench", "doctor", "demo")
+COMMANDS = (
+    "compress",
+    "eval",
+    "generate",
+    "chat",
+    "inspect",
+    "verify",
+    "bench",
+    "doctor",
+    "demo",
+    "serve",
+    "plan",
+    "bench-serve",
+)
 ATTAR = [sys.executable, "-m", "attar"]
 TEXT = (ROOT / "LICENSE").read_text()
 
@@ -303,6 +316,9 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("compress ./model ./new --recipe rtn-w9", ("2 to 8 bits",)),
     ("compress ./model ./new --recipe rtn-w4g0", ("unknown scheme 'w4g0'",)),
     ("compress ./model ./new --recipe rtn-w4g96", ("q_proj: group size 96 does not divide 256", "128")),
+    ("compress ./model ./new --recipe rtn-w4g128 --head int9", ("unknown head 'int9'", "int8")),
+    ("compress ./model ./new --recipe rtn-w4g128 --head w4g96", ("lm_head: group size 96 does not divide 256", "128")),
+    ("compress ./model ./new --recipe rtn-w4g128 --head w8a8", ("lm_head", "of weights alone", "not w8a8")),
     ("compress ./model ./new --recipe absent.yaml", ("absent.yaml: no such file",)),
     ("compress ./model ./new --recipe baad.yaml", ("no such file", "did you mean 'bad.yaml'")),
     ("compress ./model ./new --recipe bad.yaml", ("unknown key 'dampin'", "damping")),
@@ -424,6 +440,26 @@ def test_asymmetric_outputs_say_how_transformers_loads_them(tmp_path: Path) -> N
     result = attar("compress", "./model", str(tmp_path / "out"), "--recipe", "rtn-w4g128-asym")
     assert "CompressedTensorsConfig(dequantize=True)" in result.stderr
     assert "CompressedTensorsConfig(dequantize=True)" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_heads_are_in_the_table_and_the_notes(tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    result = attar(
+        "compress", "./model", out, "--recipe", "rtn-w4g128", "--head", "int8", "--eval", "heldout.txt", "--json"
+    )
+    done = last_json(result)
+    assert "rtn-w4g128, head w8 " in result.stdout
+    assert done["head"] == "w8"
+    assert "packed embeddings of tied models" in result.stderr
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert done["notes"][0] in card
+    assert "the output matrix in `w8`" in card
+    assert (
+        last_json(attar("eval", out, "--against", "./model", "--text", "heldout.txt", "--json")) == done["evaluation"]
+    )
+    assert "w8 x 1" in attar("inspect", out).stdout
+    assert last_json(attar("verify", out, "--json"))["ok"] is True
+    assert attar("generate", out, "--prompt", "It was", "--max-tokens", "4").exit_code == 0
 
 
 def test_overwrite_replaces(tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import io
 import sys
 from contextlib import suppress
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from attar import cli_serving
+from attar.options import MODEL, Activations, ComputeDtype, Dtype, Json, Model, NoVerify, Quiet, Rounding
 from attar.terminal import (
     CHECK_FAILED,
     Commands,
@@ -43,42 +44,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-MODEL = "A local folder, a Hub id such as org/name[@revision], or `demo`, the embedded model."
-Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
-
-
-class Dtype(StrEnum):
-    """What the products are computed in."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-ComputeDtype = Annotated[
-    Dtype, typer.Option("--dtype", help="What to compute in: float32 by the kernels of the CPU, bfloat16 by torch.")
-]
-
-
-class Rounding(StrEnum):
-    """How rows meet packed weights whose scheme leaves them alone."""
-
-    int8 = "int8"
-    int8g128 = "int8g128"
-    int8g32 = "int8g32"
-    exact = "exact"
-
-
-Activations = Annotated[
-    Rounding,
-    typer.Option(
-        "--activations",
-        help="How rows meet packed weights: rounded to int8 with one scale a row or 128 or 32 columns, or exact.",
-    ),
-]
-NoVerify = Annotated[bool, typer.Option("--no-verify", help="Skip the probe that is replayed when the model loads.")]
-
 
 @app.command()
 def compress(
@@ -90,6 +55,10 @@ def compress(
     recipe: Annotated[
         str, typer.Option(help="method[+method]-scheme, such as gptq-w4g128, or a YAML file with overrides.")
     ] = "gptq-w4g128",
+    head: Annotated[
+        str | None,
+        typer.Option(help="The output matrix: bf16 (as it is), int8, int4, or a scheme; default: the recipe's, kept."),
+    ] = None,
     calib: Annotated[
         str | None,
         typer.Option(help="Calibration text (.txt, .jsonl), or `self`: sampled from the model; rtn needs none."),
@@ -118,18 +87,20 @@ def compress(
     """
     with errors(as_json, after_interrupt=RESUME), progress(quiet) as bar:
         from attar.compression.pipeline import compress as run
+        from attar.compression.recipe import KEEP
         from attar.evaluation.table import Row, cost_table
 
         done = run(
-            source, output, recipe=recipe, calibration=calib, evaluation=evaluation, samples=samples, length=length,
-            seed=seed, calib_memory=parse_bytes(calib_memory), max_shard_bytes=parse_bytes(max_shard),
+            source, output, recipe=recipe, head=head, calibration=calib, evaluation=evaluation, samples=samples,
+            length=length, seed=seed, calib_memory=parse_bytes(calib_memory), max_shard_bytes=parse_bytes(max_shard),
             eval_tokens=eval_tokens, overwrite=overwrite, resume=not restart, progress=bar,
         )  # fmt: skip
         bar.close()
+        name = done.recipe if done.head == KEEP else f"{done.recipe}, head {done.head}"
         original = {"ppl": (done.cost or {}).get("ppl_base")}
         print(cost_table([
             Row("original", done.source_bytes, None, original),
-            Row(done.recipe, done.bytes, done.bits_per_weight, done.cost),
+            Row(name, done.bytes, done.bits_per_weight, done.cost),
         ]))  # fmt: skip
         share = done.bytes / done.source_bytes
         print(f"{done.path}: {done.bytes:,} bytes, {share:.1%} of the original's, in {done.seconds:.1f} s")
@@ -384,6 +355,10 @@ def demo(
         bar.close()
         print(shown.text())
         emit(as_json, shown.to_dict())
+
+
+for command in (cli_serving.serve, cli_serving.plan, cli_serving.bench_serve):
+    app.command()(command)
 
 
 def version(show: bool) -> None:

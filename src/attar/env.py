@@ -14,7 +14,7 @@ import difflib
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -41,6 +41,13 @@ class Env:
         metadata={
             "doc": "`ref` makes every operation run its readable PyTorch reference. "
             "Default: the first backend with no reason against it."
+        },
+    )
+    api_key: str | None = field(
+        default=None,
+        metadata={
+            "doc": "Key that `attar serve` asks of its clients, 32 characters or more; `--api-key-file` takes several.",
+            "secret": True,
         },
     )
     test_data: Path | None = field(
@@ -83,11 +90,17 @@ def table(flags: Env) -> list[dict[str, str | None]]:
         {
             "name": flag_name(f.name),
             "type": "|".join(get_args(kind)) if get_origin(kind) is Literal else kind.__name__.lower(),
-            "value": None if (value := getattr(flags, f.name)) is None else str(value),
+            "value": _shown(f, getattr(flags, f.name)),
             "doc": f.metadata["doc"],
         }
         for f, kind in zip(fields(Env), _kinds().values(), strict=True)
     ]
+
+
+def _shown(flag: Field[Any], value: object) -> str | None:
+    if value is None:
+        return None
+    return "(set)" if "secret" in flag.metadata else str(value)
 
 
 def _kinds() -> dict[str, Any]:

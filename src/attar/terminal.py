@@ -44,7 +44,7 @@ class Commands(TyperGroup):
 def emit(as_json: bool, value: dict[str, Any]) -> None:
     """The JSON object, in ASCII, so that neither the locale nor an exotic line separator can break it."""
     if as_json:
-        print(json.dumps(value, allow_nan=False))
+        print(json.dumps(value, allow_nan=False), flush=True)
 
 
 def print_pieces(stream: Generator[str, None, Result]) -> Result:

@@ -15,6 +15,7 @@ NAN, INF = float("nan"), float("inf")
 
 ACCEPTED: list[dict[str, Any]] = [
     {},
+    {"max_tokens": 0},
     {"max_tokens": 1},
     {"temperature": 0},
     {"temperature": 1e-300},
@@ -42,8 +43,13 @@ INTEGERS = ("max_tokens", "top_k", "seed", "logprobs")
 REFUSED: list[dict[str, Any]] = [
     *({name: value} for name in NUMBERS for value in (NAN, INF, -INF, "1", True, None, [1.0])),
     *({name: value} for name in INTEGERS for value in (1.0, "1", True, NAN, -1)),
-    {"max_tokens": 0},
     {"max_tokens": None},
+    {"logit_bias": {-1: 1.0}},
+    {"logit_bias": {1: 101.0}},
+    {"logit_bias": {1: NAN}},
+    {"logit_bias": [1]},
+    {"logit_bias": dict.fromkeys(range(1025), 0.0)},
+    {"prompt_logprobs": 21},
     {"temperature": -1e-9},
     {"top_p": 0},
     {"top_p": 1.0000001},

@@ -1,11 +1,14 @@
-"""`LLM`: a checkpoint that answers. Prompts in, completions out, in this process.
+"""`LLM`: a checkpoint that answers. Prompts in, completions out, by an engine in this process.
 
-One sequence runs at a time. That is slower than a batch; the kernels would give a prompt the same tokens in one.
+Prompts of one call run together, up to `TOGETHER` at a time; on CPUs with native kernels each gets the tokens that it
+would get alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -15,21 +18,49 @@ from torch import Tensor
 
 from attar.checkpoints import hf, hub, receipt
 from attar.checkpoints.safetensors import VerificationError
-from attar.engine.decoding import Decoding
+from attar.engine.engine import Engine
+from attar.engine.limits import Limits
+from attar.engine.messages import Delta, Failed, Finished, Submit
 from attar.engine.request import Completion, FinishReason, SamplingParams, TokenLogprob
-from attar.engine.sampler import BadLogits, Sampler, sample
-from attar.engine.stops import StopChecker
 from attar.kernels import ops
-from attar.model.cache import KVCache, Step
+from attar.model.cache import BLOCK, Step
 from attar.model.decoder import Decoder
 from attar.text.template import render_chat
-from attar.text.tokenizer import Detokenizer, Tokenizer
+from attar.text.tokenizer import Tokenizer
 
-PREFILL_ROWS = 2048  # prompt rows of one forward call: bounds the memory of activations
+PREFILL_ROWS = 2048  # rows of one step: bounds the memory of activations
+TOGETHER = 16  # prompts
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 Progress = Callable[[str, int, int], None]
+
+
+@dataclass(eq=False)
+class Answer:
+    """A prompt and what came of it so far."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    tokens: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    reason: FinishReason = "length"
+
+    def __post_init__(self) -> None:
+        self.params = self.params.seeded()
+
+    def take(self, event: Delta | Finished) -> None:
+        if isinstance(event, Finished):
+            self.reason = event.reason
+            return
+        self.tokens += event.token_ids
+        self.text.append(event.text)
+        self.logprobs += event.logprobs or ()
+
+    def completion(self) -> Completion:
+        logprobs = None if self.params.logprobs is None else tuple(self.logprobs)
+        return Completion("".join(self.text), tuple(self.tokens), self.reason, self.prompt, logprobs, self.params.seed)
 
 
 class LLM:
@@ -59,6 +90,8 @@ class LLM:
         computed = hf.compute_dtype(dtype)
         store = ops.store(activations) if computed == torch.float32 else None
         self.decoder: Decoder = hf.load(self.path, computed, partial(report, "loading"), store)
+        self._engine: Engine | None = None
+        self._asked = 0  # requests, for their ids
         self.receipt = receipt.read_receipt(self.path)
         if verify and self.receipt is not None:
             verdict = receipt.verify(self.path, self.decoder, hashes=False, probes="one")
@@ -91,16 +124,25 @@ class LLM:
         return self.decoder.forward(torch.tensor(ids), Step((len(ids),), len(ids), self.decoder.cache(len(ids))))
 
     def generate(self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | None = None) -> list[Completion]:
-        """Continue each prompt (text or token ids); one completion a prompt, in order."""
-        several = [prompts] if _is_prompt(prompts) else list(prompts)
-        return [_drain(self.stream(prompt, params)) for prompt in several]  # type: ignore[arg-type]
+        """Continue each prompt (text or token ids); one completion a prompt, in order. They run together."""
+        several: list[Prompt] = [prompts] if _is_prompt(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
+        answers = [Answer(self._prompt(prompt), params or SamplingParams()) for prompt in several]
+        for _ in self._run(answers):
+            pass
+        return [answer.completion() for answer in answers]
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> Completion:
         """Answer a conversation of {"role", "content"} messages through the model's chat template.
 
         `template` are further variables of the template, such as `tools` or `enable_thinking`.
         """
-        return _drain(self.stream_chat(messages, params, **template))
+        answer = self.stream_chat(messages, params, **template)
+        while True:
+            try:
+                next(answer)
+            except StopIteration as end:
+                completion: Completion = end.value
+                return completion
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
@@ -115,71 +157,57 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[str, None, Completion]:
         """Yield the text piece by piece, never half a character; the generator's return value is the Completion."""
-        params = params or SamplingParams()
+        answer = Answer(self._prompt(prompt), params or SamplingParams())
+        for delta in self._run([answer]):
+            if delta.text:
+                yield delta.text
+        return answer.completion()
+
+    def _prompt(self, prompt: Prompt) -> tuple[int, ...]:
         ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-        return self._run(ids, params)
-
-    def _run(self, ids: list[int], params: SamplingParams) -> Generator[str, None, Completion]:
-        room = self.context - len(ids)
-        if room < 1:
+        if len(ids) >= self.context:
             raise ValueError(f"the prompt has {len(ids)} tokens and the model a context of {self.context}: shorten it")
-        longest = len(ids) + min(params.max_tokens, room)
-        cache = self.decoder.cache(longest)
-        sampler = Sampler(params, ids, self.decoder.config.vocab_size)
-        detokenizer = Detokenizer(self.tokenizer, ids) if self._has_tokenizer else None
-        stops = StopChecker(params.stop)
-        if params.stop and detokenizer is None:
-            raise ValueError(f"{self.path} has no tokenizer: stop strings need one, stop_token_ids do not")
-        ending = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
-        tokens: list[int] = []
-        logprobs: list[TokenLogprob] = []
-        text = ""
-        reason: FinishReason = "length"
-        decoding = Decoding(self.decoder, cache, longest)
-        row = self._prefill(ids, cache, longest)
-        while True:
-            drawn = sample(row, [sampler])[0]
-            if isinstance(drawn, BadLogits):
-                raise drawn
-            tokens.append(drawn.token_id)
-            sampler.commit(drawn.token_id)
-            if drawn.logprobs is not None:
-                logprobs.append(drawn.logprobs)
-            if drawn.token_id in ending:
-                reason = "stop"
-                break
-            if detokenizer is not None and (piece := stops.push(detokenizer.push(drawn.token_id))):
-                text += piece
-                yield piece
-            if stops.done:
-                reason = "stop"
-                break
-            if len(ids) + len(tokens) == longest:
-                break
-            row = decoding.step([drawn.token_id])
-        cut = stops.done
-        if detokenizer is not None and not cut:
-            piece = stops.push(detokenizer.flush()) + stops.flush()
-            reason = "stop" if stops.done else reason
-            if piece:
-                text += piece
-                yield piece
-        return Completion(
-            text,
-            tuple(tokens),
-            reason,
-            tuple(ids),
-            tuple(logprobs) if params.logprobs is not None else None,
-            sampler.seed,
-        )
+        return tuple(ids)
 
-    def _prefill(self, ids: list[int], cache: KVCache, horizon: int) -> Tensor:
-        """Run the prompt; returns the logits [1, vocab] after its last token."""
-        last = torch.empty(0)
-        for start in range(0, len(ids), PREFILL_ROWS):
-            piece = torch.tensor(ids[start : start + PREFILL_ROWS])
-            last = self.decoder.forward(piece, Step((len(piece),), horizon, cache), torch.tensor([len(piece) - 1]))
-        return last
+    def _run(self, answers: Sequence[Answer]) -> Iterator[Delta]:
+        """Run requests to their ends, and yield what they gain. Raises ValueError for one that fails."""
+        if not answers:
+            return
+        engine = self._engine_for(answers)
+        by_id = {f"{self._asked + i}": answer for i, answer in enumerate(answers)}
+        self._asked += len(answers)
+        for id, answer in by_id.items():
+            engine.submit(Submit(id, answer.prompt, answer.params))
+        try:
+            while not engine.idle:
+                for event in engine.step():
+                    if isinstance(event, Failed) and event.id in by_id:
+                        raise ValueError(event.message)
+                    if isinstance(event, Delta | Finished):
+                        by_id[event.id].take(event)
+                    if isinstance(event, Delta):
+                        yield event
+        finally:  # whoever reads may stop early
+            engine.close()
+
+    def _engine_for(self, answers: Sequence[Answer]) -> Engine:
+        """The engine of the last call, if it has room; it remembers beginnings of prompts."""
+        lengths = [min(len(answer.prompt) + answer.params.max_tokens, self.context) for answer in answers]
+        context = max(lengths)
+        blocks = min(len(lengths), TOGETHER) * -(-context // BLOCK)
+        old = self._engine
+        if old is None or old.context < context or old.pool.total < blocks:
+            self._engine = None  # the old one's memory goes first
+            if old is not None:
+                context, blocks = max(context, old.context), max(blocks, old.pool.total)
+                del old
+            limits = Limits(max_running=TOGETHER, max_step_tokens=PREFILL_ROWS, max_waiting=sys.maxsize, headroom=0.0)
+            tokenizer = self.tokenizer if self._has_tokenizer else None
+            self._engine = Engine(
+                self.decoder, tokenizer, blocks=blocks, context=context, limits=limits, eos_ids=self.eos_ids
+            )
+        assert self._engine is not None
+        return self._engine
 
     @cached_property
     def _has_tokenizer(self) -> bool:
@@ -200,12 +228,3 @@ def _is_prompt(value: object) -> bool:
     return isinstance(value, str) or (
         isinstance(value, Sequence) and len(value) > 0 and all(isinstance(i, int) for i in value)
     )
-
-
-def _drain(stream: Generator[str, None, Completion]) -> Completion:
-    while True:
-        try:
-            next(stream)
-        except StopIteration as end:
-            completion: Completion = end.value
-            return completion

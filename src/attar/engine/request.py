@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length"]
@@ -17,6 +17,8 @@ FinishReason = Literal["stop", "length"]
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
 MAX_LOGPROBS = 20
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
 MAX_SEED = 2**64 - 1
 
 
@@ -26,7 +28,7 @@ class SamplingParams:
 
     The order in which they act, and the formulas, are in `engine/sampler.py`.
 
-    max_tokens: at most so many new tokens, >= 1.
+    max_tokens: at most so many new tokens, >= 0.
     temperature: >= 0; 0 takes the most likely token, after penalties.
     top_k: keep the k most likely tokens; 0 keeps all.
     top_p: keep the fewest most likely tokens whose probabilities sum to at least this; in (0, 1], 1 keeps all.
@@ -39,6 +41,8 @@ class SamplingParams:
     ignore_eos: generate past the model's EOS tokens.
     seed: 0 to 2^64 - 1; the same seed gives the same text, whatever else runs. None draws one (see `seeded`).
     logprobs: None for none; k for each token's log probability and those of the k most likely ones, k <= 20.
+    prompt_logprobs: the same for the tokens of the prompt behind its first.
+    logit_bias: numbers in [-100, 100] that are added to the logits of these tokens, 1024 at most.
     """
 
     max_tokens: int = 256
@@ -54,9 +58,11 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        _integer("max_tokens", self.max_tokens, 1)
+        _integer("max_tokens", self.max_tokens, 0)
         _number("temperature", self.temperature, 0.0)
         _integer("top_k", self.top_k, 0)
         _number("top_p", self.top_p, 0.0, 1.0, above=True)
@@ -68,11 +74,13 @@ class SamplingParams:
             raise ValueError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
         if self.seed is not None:
             _integer("seed", self.seed, 0, MAX_SEED)
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         # Lists are welcome and kept as tuples: the value is frozen, hashable, and the caller's list may change.
         object.__setattr__(self, "stop", _stops(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_tokens(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
 
     def seeded(self) -> SamplingParams:
         """These parameters with a seed: their own, or one from the operating system. Called once per request."""
@@ -152,3 +160,14 @@ def _stop_tokens(tokens: object) -> tuple[int, ...]:
     for token in tokens:
         _integer("a stop token id", token, 0)
     return tuple(tokens)
+
+
+def _biases(biases: object) -> dict[int, float]:
+    if not isinstance(biases, Mapping):
+        raise ValueError(f"logit_bias must map token ids to numbers, not {biases!r}")
+    if len(biases) > MAX_BIASES:
+        raise ValueError(f"logit_bias may have {MAX_BIASES} entries, not {len(biases)}")
+    for token, bias in biases.items():
+        _integer("a token id in logit_bias", token, 0)
+        _number("a number in logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+    return {int(token): float(bias) for token, bias in biases.items()}

@@ -1,8 +1,8 @@
 """Keys and values of the sequences in flight, and the `Step` that says which rows of a call belong to whom.
 
 A cache is pages (`kernels.pages`): blocks of slots that a sequence's row of the block table names. Here each sequence
-has its blocks from the start, side by side; an engine that hands them out as sequences grow changes the table and
-nothing else. Keys are stored rotated.
+has its blocks from the start, side by side; an engine that hands them out as sequences grow brings tables of its own
+(`KVCache.over`), and nothing else changes. Keys are stored rotated.
 """
 
 from __future__ import annotations
@@ -36,14 +36,22 @@ class KVCache:
         block: int = BLOCK,
     ) -> None:
         width = -(-capacity // block)
-        self.capacity = capacity
-        self.block = block
+        self.layers = pool(config, batch * width, dtype, device, block)
         self.tables = torch.arange(batch * width, dtype=torch.int32, device=device).view(batch, width)  # [batch, width]
-        self.layers = [
-            Pages.zeros(batch * width, block, config.kv_heads, config.head_dim, dtype, device)
-            for _ in range(config.layers)
-        ]
+        self.capacity = capacity
         self.filled = [0] * batch
+
+    @classmethod
+    def over(cls, layers: list[Pages], tables: Tensor, filled: list[int]) -> KVCache:
+        """Sequences on blocks that somebody else hands out: their rows of `tables` [B, width] int32 name these."""
+        made = cls.__new__(cls)
+        made.layers, made.tables, made.filled = layers, tables, filled
+        made.capacity = tables.shape[1] * layers[0].block
+        return made
+
+    @property
+    def block(self) -> int:
+        return self.layers[0].block
 
     def place(self, lengths: tuple[int, ...]) -> Placement:
         """Where the next `lengths[s]` rows of each sequence s go, and what they can see."""
@@ -69,6 +77,12 @@ class KVCache:
         """Forget everything of `sequence` past `length` positions."""
         assert 0 <= length <= self.filled[sequence]
         self.filled[sequence] = length
+
+
+def pool(config: ModelConfig, blocks: int, dtype: torch.dtype, device: str = "cpu", block: int = BLOCK) -> list[Pages]:
+    """`blocks` blocks of `block` slots in every layer."""
+    sizes = (blocks, block, config.kv_heads, config.head_dim)
+    return [Pages.zeros(*sizes, dtype, device) for _ in range(config.layers)]
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,15 @@ class Decoder:
         watch: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
         """As `forward`, but the products of the output matrix as they are, before a soft cap."""
+        stream, delta = self.states(ids, step, watch)
+        if rows is not None:
+            stream, delta = stream[rows], None if delta is None else delta[rows]
+        return products(self.final_norm, self.head, stream, delta)
+
+    def states(
+        self, ids: Tensor, step: Step, watch: Callable[[int, Tensor], None] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the final norm takes: hidden states [N, I], and what is still to be added to them."""
         table = self.embedding.positions
         known, longest = self.config.learned_positions, max(step.horizons)
         if table is not None and longest > known:
@@ -127,9 +136,7 @@ class Decoder:
                 watch(i, stream + delta)
         if step.cache is not None:
             step.cache.advance(step.lengths)
-        if rows is not None:
-            stream, delta = stream[rows], None if delta is None else delta[rows]
-        return products(self.final_norm, self.head, stream, delta)
+        return stream, delta
 
     def logits(self, stream: Tensor, delta: Tensor | None = None) -> Tensor:
         return logits(self.config, self.final_norm, self.head, stream, delta)
@@ -180,10 +187,15 @@ def _expect(tensor: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def build_embedding(config: ModelConfig, weights: Weights) -> Embedding:
-    names, positions = config.names, None
+    names = config.names
     # Checkpoints of tied models store the one matrix under either name.
     name = names.embed if weights.has(f"{names.embed}.weight") or not config.tied else names.head
     table = _expect(weights.matrix(f"{name}.weight"), f"{name}.weight", (config.vocab_size, config.hidden))
+    return _embedding(config, weights, table)
+
+
+def _embedding(config: ModelConfig, weights: Weights, table: Tensor | PackedTensor) -> Embedding:
+    names, positions = config.names, None
     if names.positions is not None:
         rows = config.learned_positions + config.position_offset
         at = f"{names.positions}.weight"
@@ -205,13 +217,18 @@ def build_head(config: ModelConfig, weights: Weights, embedding: Embedding | Non
     return Linear(names.head, table)
 
 
+def packed_ends(config: ModelConfig, weights: Weights) -> bool:
+    """Whether a tied model stores its one matrix packed: then `linear` finds it under the output matrix's name."""
+    names = config.names
+    return config.tied and not any(weights.has(f"{name}.weight") for name in (names.embed, names.head))
+
+
 def build_ends(config: ModelConfig, weights: Weights) -> tuple[Embedding, Linear]:
     """Embedding and output matrix. A tied model may store its one matrix packed: then the embedding reads that."""
-    names = config.names
-    if config.tied and not any(weights.has(f"{name}.weight") for name in (names.embed, names.head)):
-        head = build_linear(weights, names.head, (config.vocab_size, config.hidden), bias=False)
-        assert isinstance(head.weight, PackedTensor)
-        return Embedding(head.weight, weights.dtype, config.embedding_scale), head
+    if packed_ends(config, weights):
+        head = build_linear(weights, config.names.head, (config.vocab_size, config.hidden), bias=False)
+        assert isinstance(head.weight, Tensor | PackedTensor)
+        return _embedding(config, weights, head.weight), head
     embedding = build_embedding(config, weights)
     return embedding, build_head(config, weights, embedding)
 

@@ -99,7 +99,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"the text holds a lone surrogate (no Unicode) at character {error.start}") from error
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # A batch, because the library lets other threads run then; and the fast one, which keeps no offsets.
+        return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def encode_chat(self, rendered: str) -> list[int]:
         """Token ids of a rendered chat template. Nothing is added: it wrote its own BOS, or means to have none."""

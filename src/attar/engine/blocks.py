@@ -1,0 +1,130 @@
+"""The pool of cache blocks, as integers: which block is free, which is in use, and which is only remembered.
+
+A block is room for the keys and values of `size` tokens in every layer. Two kinds of owners are counted:
+
+* *holders*: running sequences that read or write the block, one count each;
+* the *keeper*: the node of the prefix tree that knows which tokens the block contains. A block has one at most.
+
+From these follows its state. Without either it is **free**. With a holder it is **active**, kept or not. Kept without a
+holder it is **cached**: useful if its tokens are asked for again, and the tree gives it up as soon as room is needed.
+So free + cached is exactly what can be allocated, and both are counted, never searched for.
+
+A block is free again within the call that takes its last owner away; no sweep comes later. The last one freed is the
+first one taken, because the processor's caches still know it; it also makes every run repeatable.
+
+One pool is one group of layers whose blocks come and go together. Layers of other windows or types would be a second
+pool and a second table per sequence. A block that another process sent would be allocated here, filled, and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+FREE, ACTIVE, CACHED = 0, 1, 2
+
+
+class BlockPool:
+    """`blocks` blocks, numbered from 0, of `size` tokens each. Raises ValueError where there would be none."""
+
+    def __init__(self, blocks: int, size: int) -> None:
+        if blocks < 1 or size < 1:
+            raise ValueError(f"a pool needs at least one block of at least one token, not {blocks} of {size}")
+        self.size = size
+        self._holders = [0] * blocks
+        self._kept = bytearray(blocks)
+        self._states = bytearray(blocks)  # FREE, ACTIVE or CACHED, from the two above
+        self._counts = [blocks, 0, 0]  # blocks in each state
+        self._free = list(range(blocks))[::-1]
+
+    @property
+    def total(self) -> int:
+        return len(self._states)
+
+    @property
+    def free(self) -> int:
+        return self._counts[FREE]
+
+    @property
+    def active(self) -> int:
+        return self._counts[ACTIVE]
+
+    @property
+    def cached(self) -> int:
+        return self._counts[CACHED]
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be allocated once the tree has given up all it can."""
+        return self._counts[FREE] + self._counts[CACHED]
+
+    def states(self) -> bytes:
+        """One byte a block: FREE, ACTIVE or CACHED."""
+        return bytes(self._states)
+
+    def holders(self, block: int) -> int:
+        return self._holders[block]
+
+    def kept(self, block: int) -> bool:
+        return bool(self._kept[block])
+
+    def needed(self, tokens: int) -> int:
+        """Blocks that so many tokens fill."""
+        return -(-tokens // self.size)
+
+    def allocate(self, n: int) -> list[int]:
+        """Take n free blocks, each with one holder. The caller has made sure that there are so many."""
+        assert n <= len(self._free), f"{n} blocks asked for, {len(self._free)} free"
+        blocks = [self._free.pop() for _ in range(n)]
+        for block in blocks:
+            self._holders[block] = 1
+            self._settle(block)
+        return blocks
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """One holder more for each. A free block cannot be held: it has to be allocated."""
+        for block in blocks:
+            assert self._states[block] != FREE, f"block {block} is free"
+            self._holders[block] += 1
+            self._settle(block)
+
+    def drop(self, blocks: Iterable[int]) -> None:
+        """One holder less for each."""
+        for block in blocks:
+            assert self._holders[block] > 0, f"nobody holds block {block}"
+            self._holders[block] -= 1
+            self._settle(block)
+
+    def keep(self, blocks: Iterable[int]) -> None:
+        """The tree knows these from now on. Its caller holds them."""
+        for block in blocks:
+            assert self._states[block] != FREE, f"block {block} is free"
+            assert not self._kept[block], f"block {block} is in the tree already"
+            self._kept[block] = True
+            self._settle(block)
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """The tree gives them up."""
+        for block in blocks:
+            assert self._kept[block], f"block {block} is not in the tree"
+            self._kept[block] = False
+            self._settle(block)
+
+    def _settle(self, block: int) -> None:
+        state = ACTIVE if self._holders[block] else CACHED if self._kept[block] else FREE
+        before = self._states[block]
+        if state != before:
+            self._states[block] = state
+            self._counts[before] -= 1
+            self._counts[state] += 1
+            if state == FREE:
+                self._free.append(block)
+
+    def check(self) -> None:
+        """Assert everything this module promises. Linear in the pool: for tests."""
+        for block, (holders, kept, state) in enumerate(zip(self._holders, self._kept, self._states, strict=True)):
+            assert holders >= 0, f"block {block} has {holders} holders"
+            assert state == (ACTIVE if holders else CACHED if kept else FREE), f"block {block} is in the wrong state"
+        assert self._counts == [self._states.count(state) for state in (FREE, ACTIVE, CACHED)], "counts are off"
+        assert len(self._free) == len(set(self._free)), "a block is free twice"
+        assert all(self._states[block] == FREE for block in self._free), "a block in use is on the free list"
+        assert len(self._free) == self.free, "a free block is missing from the free list"

@@ -1,0 +1,407 @@
+"""The engine: requests in, events out, one step at a time, in one thread.
+
+A step is plan, run, commit. The scheduler plans on integers, the runner runs the model, and here each sequence that got
+logits chooses its next token and turns it into text. What goes wrong with one request's sampling or text fails that
+request and no other; what goes wrong in the model fails those that were in the step.
+
+A request becomes one sequence a choice. Each has a sampler of its own, seeded with the request's seed plus the choice's
+number, and draws by (seed, index of the token), so that neither batching nor preemption nor what the prefix cache had
+can change a text.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from attar.engine.blocks import BlockPool
+from attar.engine.limits import Limits
+from attar.engine.messages import (
+    Delta,
+    Embed,
+    Embedding,
+    Event,
+    Failed,
+    Finished,
+    PromptLogprobs,
+    Report,
+    Stats,
+    Submit,
+)
+from attar.engine.radix import RadixCache
+from attar.engine.request import FinishReason, SamplingParams, TokenLogprob
+from attar.engine.runner import Runner, Wanted, horizon
+from attar.engine.sampler import BadLogits, Draw, Sampler, logprobs_of, sample
+from attar.engine.scheduler import Chunk, Outcome, Refused, Scheduler, StepPlan
+from attar.engine.sequence import Sequence as Tokens
+from attar.engine.sequence import Status
+from attar.engine.stops import StopChecker
+from attar.kernels.native import extension
+from attar.model.decoder import Decoder
+from attar.text.tokenizer import Detokenizer, Tokenizer
+
+MANY_ROWS = 32  # rows of a step from which the kernels are bound by arithmetic rather than by reading weights
+
+logger = logging.getLogger(__name__)
+
+SENTENCES = {
+    "cancelled": "the request was cancelled",
+    "deadline": "the request did not end before its deadline",
+    "bad_logits": "the model's logits hold NaN or no finite maximum",
+    "internal": "the engine failed on this request",
+    "shutdown": "the engine is shutting down",
+}
+
+
+@dataclass(eq=False, slots=True)
+class Choice:
+    """One continuation of a request's prompt."""
+
+    request: Request
+    number: int
+    sequence: Tokens
+    sampler: Sampler
+    detokenizer: Detokenizer | None
+    stops: StopChecker
+    reason: FinishReason | None = None
+
+    def take(self, draw: Draw) -> Delta:
+        """Add the token; `reason` is set where it is the last."""
+        token = draw.token_id
+        self.sampler.commit(token)
+        text = ""
+        if token in self.request.ending:
+            self.reason = "stop"
+        elif self.detokenizer is not None:
+            text = self.stops.push(self.detokenizer.push(token))
+        last = self.sampler.index == self.sequence.max_tokens
+        if (self.reason or last) and self.detokenizer is not None and not self.stops.done:
+            text += self._rest(self.detokenizer)
+        if self.stops.done:
+            self.reason = "stop"
+        elif last and self.reason is None:
+            self.reason = "length"
+        logprobs = None if draw.logprobs is None else (draw.logprobs,)
+        return Delta(self.request.id, self.number, (token,), text, logprobs)
+
+    def _rest(self, detokenizer: Detokenizer) -> str:
+        """What was held back, at the end."""
+        text = self.stops.push(detokenizer.flush())
+        return text if self.stops.done else text + self.stops.flush()
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """What was asked for, and how far it is."""
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    ending: frozenset[int]
+    choices: list[Choice] = field(default_factory=list)
+    open: int = 0
+    """Choices that have not ended."""
+    of_prompt: dict[int, TokenLogprob] | None = None
+    """Log probabilities of the prompt's tokens by position, until they are sent; None where nobody wants them."""
+    pooling: str = ""
+    """Of an embedding: mean or last."""
+    pooled: Tensor | None = None
+    limited_by: Counter[str] = field(default_factory=Counter)
+
+
+class Engine:
+    """A model that many requests share. `blocks` blocks of cache; sequences of at most `context` tokens.
+
+    Without a tokenizer there is no text, and stop strings are refused. `clock` gives seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer | None,
+        *,
+        blocks: int,
+        context: int,
+        limits: Limits | None = None,
+        eos_ids: frozenset[int] = frozenset(),
+        kv_dtype: torch.dtype | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.decoder, self.tokenizer, self.eos_ids, self.clock = decoder, tokenizer, eos_ids, clock
+        self.runner = Runner(decoder, blocks, context, kv_dtype)
+        self.pool = BlockPool(blocks, self.runner.block)
+        self.cache = RadixCache(self.pool)
+        self.scheduler = Scheduler(self.pool, self.cache, limits or Limits())
+        self.context = context
+        self.steps = self.generated = 0
+        self.step_seconds = 0.0
+        self._requests: dict[str, Request] = {}
+        self._choices: dict[str, Choice] = {}
+        self._events: list[Event] = []
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs or waits, and every event was taken."""
+        return not self._requests and not self._events
+
+    @property
+    def runnable(self) -> bool:
+        """Whether a step would do something now, rather than when `scheduler.wake` says."""
+        continuous = self.scheduler.limits.policy == "continuous"
+        return bool(self._events or self.scheduler.running or (continuous and self.scheduler.waiting))
+
+    def submit(self, ask: Submit) -> None:
+        """Take a request. It ends with events, also where it is refused at once."""
+        try:
+            request = self._new(ask.id, ask.prompt, ask.params.seeded())
+            if ask.params.stop and self.tokenizer is None:
+                raise Refused("invalid", "the model has no tokenizer: stop strings need one, stop_token_ids do not")
+            longest = min(ask.params.max_tokens, self.context - len(ask.prompt))
+            request.of_prompt = None if ask.params.prompt_logprobs is None else {}
+            for number in range(ask.n):
+                bypass = request.of_prompt is not None and number == 0
+                sequence = self._sequence(request, number, longest, ask, bypass)
+                request.choices.append(self._choice(request, number, sequence))
+            self._add(request)
+        except ValueError as error:
+            self._refuse(ask.id, error)
+
+    def embed(self, ask: Embed) -> None:
+        """Take a request for a vector."""
+        try:
+            request = self._new(ask.id, ask.prompt, SamplingParams(max_tokens=0, temperature=0, seed=0))
+            request.pooling = ask.pooling
+            whole = Submit(ask.id, ask.prompt, request.params, deadline=ask.deadline)
+            sequence = self._sequence(request, 0, 0, whole, bypass=True)
+            request.choices.append(self._choice(request, 0, sequence))
+            self._add(request)
+        except ValueError as error:
+            self._refuse(ask.id, error)
+
+    def cancel(self, id: str) -> None:
+        """End a request that nobody waits for; its `Failed` comes with the next events."""
+        self._fail(id, "cancelled")
+
+    def close(self) -> list[Event]:
+        """End everything."""
+        for id in list(self._requests):
+            self._fail(id, "shutdown")
+        return self._take()
+
+    def step(self) -> list[Event]:
+        """Do one step, if there is one to do; returns everything there is to say."""
+        began = self.clock()
+        plan = self.scheduler.plan(began)
+        self._settle()
+        if plan.chunks:
+            busy = extension.busy_seconds()
+            outcomes = self._run(plan)
+            self.scheduler.commit(plan, outcomes, self.clock())
+            self._settle()
+            seconds = self.clock() - began
+            self._count(plan, seconds, extension.busy_seconds() - busy)
+        else:
+            self.scheduler.commit(plan, {}, self.clock())
+            self._settle()
+        return self._take()
+
+    def stats(self, blocks: bool = False) -> Stats:
+        """The state of this moment; with `blocks` also each block's."""
+        running = len(self.scheduler.running)
+        return Stats(
+            running=running,
+            waiting=len(self.scheduler.sequences) - running,
+            blocks_free=self.pool.free,
+            blocks_active=self.pool.active,
+            blocks_cached=self.pool.cached,
+            steps=self.steps,
+            prompt_tokens=self.cache.asked,
+            reused_tokens=self.cache.reused,
+            generated_tokens=self.generated,
+            preemptions=self.scheduler.preemptions,
+            step_seconds=self.step_seconds,
+            blocks=self.pool.states() if blocks else b"",
+        )
+
+    # ---- taking requests
+
+    def _new(self, id: str, prompt: tuple[int, ...], params: SamplingParams) -> Request:
+        vocab = self.decoder.config.vocab_size
+        if id in self._requests:
+            raise Refused("invalid", "a request of this id is running")
+        if not prompt:
+            raise Refused("invalid", "the prompt is empty")
+        if not all(0 <= token < vocab for token in prompt):
+            raise Refused("invalid", f"a token id lies outside the model's vocabulary 0..{vocab - 1}")
+        if len(prompt) + (params.max_tokens > 0) > self.context:
+            raise Refused("too_long", f"the prompt has {len(prompt)} tokens; the context holds {self.context}")
+        ending = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
+        return Request(id, prompt, params, ending)
+
+    def _sequence(self, request: Request, number: int, longest: int, ask: Submit, bypass: bool) -> Tokens:
+        made = Tokens(
+            id=f"{request.id}#{number}",
+            prompt_ids=request.prompt,
+            max_tokens=longest,
+            priority=ask.priority,
+            deadline=None if ask.deadline is None else self.clock() + ask.deadline,
+            salt=ask.salt,
+            bypass=bypass,
+        )
+        if self.runner.grows:  # its keys are turned by angles of its own length
+            made.salt += horizon(made).to_bytes(8, "little")
+        return made
+
+    def _choice(self, request: Request, number: int, sequence: Tokens) -> Choice:
+        params = request.params
+        assert params.seed is not None
+        own = replace(params, seed=(params.seed + number) % 2**64)
+        sampler = Sampler(own, request.prompt, self.decoder.config.vocab_size)
+        detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, request.prompt)
+        return Choice(request, number, sequence, sampler, detokenizer, StopChecker(own.stop))
+
+    def _add(self, request: Request) -> None:
+        self.scheduler.add([choice.sequence for choice in request.choices], self.clock())
+        self._requests[request.id] = request
+        request.open = len(request.choices)
+        self._choices |= {choice.sequence.id: choice for choice in request.choices}
+
+    def _refuse(self, id: str, error: ValueError) -> None:
+        code = error.code if isinstance(error, Refused) else "invalid"
+        self._events.append(Failed(id, code, str(error)))
+
+    # ---- a step
+
+    def _run(self, plan: StepPlan) -> dict[str, Outcome]:
+        sampling = [self._choices[chunk.sequence.id] for chunk in plan.chunks if chunk.samples]
+        try:
+            logits = self.runner.run(plan, self._wanted(plan))
+        except Exception:
+            logger.exception("a step of %d sequences failed", len(plan.chunks))
+            self.runner.release()  # recordings may be half made
+            return {chunk.sequence.id: Outcome(failure="internal") for chunk in plan.chunks}
+        drawing = [i for i, choice in enumerate(sampling) if choice.sequence.max_tokens > 0]
+        whole = len(drawing) == len(sampling)
+        draws = sample(logits if whole else logits[drawing], [sampling[i].sampler for i in drawing]) if drawing else []
+        outcomes = {choice.sequence.id: Outcome((), True) for choice in sampling}
+        for i, draw in zip(drawing, draws, strict=True):
+            outcomes[sampling[i].sequence.id] = self._advance(sampling[i], draw)
+        return outcomes
+
+    def _advance(self, choice: Choice, draw: Draw | BadLogits) -> Outcome:
+        if isinstance(draw, BadLogits):
+            return Outcome(failure="bad_logits")
+        if choice.sequence.ending is not None:  # cancelled while the step ran
+            return Outcome()
+        try:
+            delta = choice.take(draw)
+        except Exception:
+            logger.exception("request %s failed", choice.request.id)
+            return Outcome(failure="internal")
+        self._events.append(delta)
+        self.generated += 1
+        return Outcome(delta.token_ids, choice.reason is not None)
+
+    def _wanted(self, plan: StepPlan) -> dict[str, Wanted]:
+        """What requests of this step want besides the next token."""
+        wanted = {}
+        for chunk in plan.chunks:
+            request = self._choices[chunk.sequence.id].request
+            if request.pooling:
+                wanted[chunk.sequence.id] = Wanted(hidden=self._pool)
+            elif request.of_prompt is not None and chunk.sequence.bypass and chunk.start < chunk.sequence.prompt:
+                wanted[chunk.sequence.id] = Wanted(logits=self._of_prompt)
+        return wanted
+
+    def _of_prompt(self, chunk: Chunk, logits: Tensor) -> None:
+        """Log probabilities of the prompt tokens behind the chunk's rows."""
+        request = self._choices[chunk.sequence.id].request
+        assert request.of_prompt is not None
+        end = min(chunk.start + chunk.rows, len(request.prompt) - 1)
+        for at in range(chunk.start, end):
+            token = request.prompt[at + 1]
+            found = logprobs_of(logits[at - chunk.start], token, request.params.prompt_logprobs)
+            assert found is not None
+            request.of_prompt[at + 1] = found
+        if len(request.of_prompt) == len(request.prompt) - 1:
+            self._events.append(
+                PromptLogprobs(request.id, tuple(map(request.of_prompt.__getitem__, sorted(request.of_prompt))))
+            )
+            request.of_prompt = None
+
+    def _pool(self, chunk: Chunk, hidden: Tensor) -> None:
+        request = self._choices[chunk.sequence.id].request
+        if request.pooling == "last":
+            request.pooled = hidden[-1].double()
+        else:
+            rows = hidden.double()
+            if chunk.start and request.pooled is not None:
+                rows[0] += request.pooled
+            request.pooled = rows.cumsum(0)[-1]  # row by row, however the prompt is cut
+
+    def _count(self, plan: StepPlan, seconds: float, busy: float) -> None:
+        self.steps += 1
+        self.step_seconds += seconds
+        bound = "overhead" if busy < seconds / 2 else "compute" if plan.tokens >= MANY_ROWS else "bandwidth"
+        for chunk in plan.chunks:
+            if (choice := self._choices.get(chunk.sequence.id)) is not None:
+                choice.request.limited_by[bound] += 1
+
+    # ---- ends
+
+    def _settle(self) -> None:
+        """Say what the scheduler has ended."""
+        for sequence in self.scheduler.collect():
+            choice = self._choices.pop(sequence.id)
+            request = choice.request
+            if request.id not in self._requests:
+                continue
+            if sequence.ending != "finished":
+                self._fail(request.id, str(sequence.ending))
+                continue
+            request.open -= 1
+            if not request.open:
+                del self._requests[request.id]
+            if request.pooling:
+                assert request.pooled is not None
+                vector = request.pooled / (len(request.prompt) if request.pooling == "mean" else 1)
+                self._events.append(Embedding(request.id, vector.float().numpy().tobytes()))
+                continue
+            report = None if request.open else self._report(request)
+            reason, stop = choice.reason or "length", choice.stops.stopped
+            self._events.append(Finished(request.id, choice.number, reason, choice.sampler.index, stop, report))
+
+    def _fail(self, id: str, code: str) -> None:
+        """End a request without an answer, all choices of it."""
+        request = self._requests.pop(id, None)
+        if request is None:
+            return
+        self._events.append(Failed(id, code, SENTENCES[code]))
+        for choice in request.choices:
+            self.scheduler.cancel(choice.sequence.id, self.clock())
+
+    def _report(self, request: Request) -> Report:
+        leader = request.choices[0].sequence
+        spans = {status: max(choice.sequence.spans[status] for choice in request.choices) for status in Status}
+        return Report(
+            queued=leader.spans[Status.QUEUED],
+            prefill=leader.spans[Status.PREFILL],
+            decode=spans[Status.DECODE],
+            preempted=spans[Status.PREEMPTED],
+            preemptions=sum(choice.sequence.preemptions for choice in request.choices),
+            prompt_tokens=len(request.prompt),
+            reused_tokens=leader.reused,
+            reuse_ended=leader.reuse_ended,
+            differs_at=leader.differs_at,
+            limited_by=dict(request.limited_by),
+        )
+
+    def _take(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events

@@ -1,0 +1,58 @@
+"""How much runs at once, and who waits: the scheduler's settings, and three good sets of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Policy = Literal["none", "static", "dynamic", "continuous"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much runs at once, and who waits. Raises ValueError where nothing could run.
+
+    policy: `continuous`; or new sequences come only when none is running: one (`none`), all that wait, up to
+        max_running (`static`), or the same once max_running of them wait or the first has waited max_delay (`dynamic`).
+    max_running: sequences.
+    max_step_tokens: tokens run in a step. Small: short steps, so even gaps between tokens. Large: prompts cost less.
+    max_waiting: sequences in the queue; more are refused.
+    max_delay: seconds.
+    max_passed: times that later ones of better priority may go before a sequence.
+    max_preemptions: times that a sequence may have to start over.
+    headroom: share of all blocks that an admission leaves to those that are running.
+    """
+
+    policy: Policy = "continuous"
+    max_running: int = 32
+    max_step_tokens: int = 512
+    max_waiting: int = 256
+    max_delay: float = 0.0
+    max_passed: int = 16
+    max_preemptions: int = 4
+    headroom: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.policy not in ("none", "static", "dynamic", "continuous"):
+            raise ValueError(f"unknown policy {self.policy!r}: known are none, static, dynamic, continuous")
+        if self.max_running < 1 or self.max_waiting < 1:
+            raise ValueError("at least one sequence must be able to run, and one to wait")
+        if self.max_step_tokens < self.max_running:
+            raise ValueError(
+                f"a step of {self.max_step_tokens} tokens has not one for each of {self.max_running} sequences"
+            )
+        if self.max_passed < 0 or self.max_preemptions < 0 or self.max_delay < 0 or not 0 <= self.headroom < 1:
+            raise ValueError("counts and times are not negative, and headroom is a share below 1")
+
+    @property
+    def together(self) -> int:
+        """Sequences that may run at the same time."""
+        return 1 if self.policy == "none" else self.max_running
+
+
+PRESETS = {
+    "latency": Limits(max_running=16, max_step_tokens=128, max_waiting=64, headroom=0.05),
+    "throughput": Limits(max_running=128, max_step_tokens=2048, max_waiting=1024, headroom=0.01),
+    "long-context": Limits(max_running=8, max_step_tokens=1024, max_waiting=64, headroom=0.05),
+}
+"""Short gaps between tokens; most tokens a second; few requests with long prompts."""

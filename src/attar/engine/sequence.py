@@ -1,0 +1,116 @@
+"""One sequence of tokens on its way through the engine: a few integers, and what follows from them.
+
+`tokens` is the prompt and then the output. The keys and values of its first `computed` tokens are in `blocks`; what is
+`pending` has to be run through the model. That one number tells prefill from decode: a sequence decodes while exactly
+its last token is pending, and one that lost its blocks starts over with everything pending, output included.
+
+Who fills what: the engine makes the sequence; the scheduler alone changes it. The engine reads it, above all `blocks`,
+which is its row of the block table while a step runs. Until it decodes, a commit may put other blocks of the same
+contents in the place of its own, those of the prefix tree; from then on it only gains blocks.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Iterable
+from dataclasses import InitVar, dataclass, field
+
+
+class Status(enum.Enum):
+    """What a sequence is doing. The first four are where its time goes."""
+
+    QUEUED = "queued"  # never run yet
+    PREFILL = "prefill"  # running, no token of its own yet; also when it starts over
+    DECODE = "decode"
+    PREEMPTED = "preempted"  # waiting again: others needed its blocks
+    ENDED = "ended"
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Sequence:
+    """A prompt to be continued by at most `max_tokens` tokens (0: only to be run through the model).
+
+    `priority`: lower goes first. `deadline` is on the clock that the scheduler is given. Sequences of different `salt`
+    share no block. With `bypass` nothing of the prompt is taken from the cache, because what is asked for must be
+    computed at every position.
+    """
+
+    id: str
+    prompt_ids: InitVar[Iterable[int]]
+    max_tokens: int
+    priority: int = 0
+    deadline: float | None = None
+    salt: bytes = b""
+    bypass: bool = False
+
+    tokens: array[int] = field(init=False)
+    prompt: int = field(init=False)
+    """Tokens of the prompt."""
+    computed: int = 0
+    """Tokens whose keys and values are in the blocks."""
+    blocks: list[int] = field(default_factory=list)
+
+    status: Status = Status.QUEUED
+    ending: str | None = None
+    """`finished`, or one of `messages.FAILURES`. Set before the end where a step still has to run out."""
+    order: int = 0
+    """Number in order of arrival."""
+    arrival: float = 0.0
+    passed: int = 0
+    """How often a later one of better priority went first."""
+    overdue: bool = False
+    """Was passed as often as the limit allows: goes before all others."""
+    preemptions: int = 0
+    in_step: bool = False
+    """The runner may be reading or writing its blocks."""
+
+    reused: int = 0
+    """Tokens of the prompt that were not computed, when it was first admitted."""
+    reuse_ended: str = ""
+    differs_at: int | None = None
+    spans: dict[Status, float] = field(default_factory=lambda: dict.fromkeys(Status, 0.0))
+    """Seconds in each status."""
+    since: float = 0.0
+    """When it entered its status."""
+
+    def __post_init__(self, prompt_ids: Iterable[int]) -> None:
+        self.tokens = array("i", prompt_ids)
+        self.prompt = len(self.tokens)
+        assert self.prompt > 0
+        assert self.max_tokens >= 0
+
+    @property
+    def output(self) -> int:
+        """Tokens generated."""
+        return len(self.tokens) - self.prompt
+
+    @property
+    def pending(self) -> int:
+        """Tokens still to be run through the model."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def longest(self) -> int:
+        """Tokens that may ever be run through the model: not the last one generated, which nothing follows."""
+        return self.prompt + max(self.max_tokens - 1, 0)
+
+    @property
+    def rank(self) -> tuple[bool, int, int]:
+        """The smallest goes first."""
+        return not self.overdue, 0 if self.overdue else self.priority, self.order
+
+    def enter(self, status: Status, now: float) -> None:
+        """Change status; the time since the last change belongs to the old one."""
+        self.spans[self.status] += now - self.since
+        self.status, self.since = status, now
+
+    def check(self, size: int) -> None:
+        """Assert that the integers agree, for blocks of `size` tokens."""
+        running = self.status in (Status.PREFILL, Status.DECODE)
+        assert 0 <= self.computed <= len(self.tokens) <= self.prompt + self.max_tokens
+        assert self.computed <= len(self.blocks) * size, "computed tokens without a block"
+        assert len(self.blocks) <= -(-self.longest // size), "more blocks than it can ever need"
+        assert running or not self.blocks, "blocks held by a sequence that does not run"
+        assert not running or self.pending > 0, "running, with nothing to run"
+        assert running or not self.in_step, "in a step without running"

@@ -1,0 +1,245 @@
+"""What a run says about a server.
+
+Definitions, of one request: times are from when it was sent.
+
+* TTFT, time to first token: to the first event that holds text.
+* E2E, end to end: to its terminal event.
+* TPOT, time per output token: (E2E - TTFT) / (tokens - 1); of an answer of one token there is none.
+* ITL, inter-token latency: each gap between two events with text, and of all requests together. Events that arrive in
+  one piece have gaps of zero between them, so ITL shows stalls where TPOT shows the mean.
+* Tokens are those that the server counts (`usage`), where it does, else events with text, which are fewer where an
+  event holds several; `counted` says which.
+
+Of a run: throughput is tokens of the answers that succeeded over the time from the beginning of the load to the last
+answer; goodput is requests a second that succeeded within every limit of the SLO. Failed requests are counted by kind
+and are in no latency. Percentiles interpolate linearly between the nearest values, as numpy's do.
+
+An open loop's latencies count from when a request was sent; how late that was is in `client`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from attar.load.client import Answer
+from attar.load.drive import Run, Sent
+
+LATE = 0.01  # seconds that a client may be late in one of twenty cases
+BUSY = 0.8  # share of a core from which a client is close to being the limit
+BEHIND = 2.0  # times the latency of the first third of a run, from which the last third shows a growing queue
+SLO_KEYS = ("ttft", "tpot", "e2e")
+
+
+def parse_slo(text: str) -> dict[str, float]:
+    """`ttft=1.0,tpot=0.05` in seconds. Raises ValueError naming what can be limited."""
+    limits: dict[str, float] = {}
+    for item in text.split(","):
+        name, _, value = (part.strip() for part in item.partition("="))
+        try:
+            limit = float(value)
+        except ValueError:
+            limit = math.nan
+        if name not in SLO_KEYS or not 0 < limit < math.inf or name in limits:
+            raise ValueError(
+                f"{item.strip()!r} is no limit: write it like ttft=1.0,tpot=0.05, of {', '.join(SLO_KEYS)}"
+            )
+        limits[name] = limit
+    return limits
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One answer, in seconds. `tpot` is None of fewer than two tokens, `ttft` where no event held text."""
+
+    ttft: float | None
+    tpot: float | None
+    e2e: float
+    itl: tuple[float, ...]
+    tokens: int
+    from_usage: bool
+
+
+def timing(answer: Answer) -> Timing:
+    tokens = len(answer.arrivals) if answer.completion_tokens is None else answer.completion_tokens
+    e2e = answer.ended - answer.sent
+    ttft = answer.arrivals[0] - answer.sent if answer.arrivals else None
+    tpot = (e2e - ttft) / (tokens - 1) if ttft is not None and tokens > 1 else None
+    gaps = tuple(b - a for a, b in pairwise(answer.arrivals))
+    return Timing(ttft, tpot, e2e, gaps, tokens, answer.completion_tokens is not None)
+
+
+def meets(one: Timing, slo: Mapping[str, float]) -> bool:
+    """Whether every limit holds; what an answer does not have, it cannot break."""
+    values = {"ttft": one.ttft, "tpot": one.tpot, "e2e": one.e2e}
+    return all((value := values[name]) is None or value <= limit for name, limit in slo.items())
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """The q-th percentile (0 .. 100) of values in ascending order, of which there is at least one."""
+    at = q / 100 * (len(values) - 1)
+    low = math.floor(at)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (values[high] - values[low]) * (at - low)
+
+
+def spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Mean, percentiles and the largest; None of no values."""
+    if not values:
+        return None
+    ranked = sorted(values)
+    shown = {f"p{q}": percentile(ranked, q) for q in (50, 95, 99)}
+    return {"mean": math.fsum(ranked) / len(ranked), **shown, "max": ranked[-1]}
+
+
+def measure(run: Run, slo: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """The figures of a run, for JSON: seconds, tokens, and rates a second."""
+    good = [each for each in run.sent if each.answer.error is None]
+    timings = [timing(each.answer) for each in good]
+    output = sum(one.tokens for one in timings)
+    prompt = sum(_prompt_tokens(each) for each in good)
+    seconds = max(run.seconds, 1e-9)
+    counted = {one.from_usage for one in timings}
+    errors = Counter(each.answer.error for each in run.sent if each.answer.error is not None)
+    measured: dict[str, Any] = {
+        "label": run.load.label,
+        "rate": run.load.rate,
+        "clients": run.load.clients,
+        "requests": len(run.sent),
+        "succeeded": len(good),
+        "errors": dict(errors.most_common()),
+        "seconds": seconds,
+        "prompt_tokens": prompt,
+        "cached_tokens": _cached_tokens(good),
+        "output_tokens": output,
+        "counted": " and ".join("usage" if each else "events" for each in sorted(counted, reverse=True)) or "nothing",
+        "requests_s": len(good) / seconds,
+        "output_tok_s": output / seconds,
+        "total_tok_s": (prompt + output) / seconds,
+        "in_flight": math.fsum(each.answer.ended - each.answer.sent for each in run.sent) / seconds,
+        "ttft": spread([one.ttft for one in timings if one.ttft is not None]),
+        "itl": spread([gap for one in timings for gap in one.itl]),
+        "tpot": spread([one.tpot for one in timings if one.tpot is not None]),
+        "e2e": spread([one.e2e for one in timings]),
+        "client": _client(run),
+    }
+    if slo:
+        met = sum(meets(one, slo) for one in timings)
+        share = met / len(run.sent) if run.sent else 0.0
+        measured["goodput"] = {"slo": dict(slo), "met": met, "requests_s": met / seconds, "share": share}
+    measured["warnings"] = warnings(run, measured)
+    return measured
+
+
+def _prompt_tokens(each: Sent) -> int:
+    counted = each.answer.prompt_tokens
+    return len(each.ask.prompt) if counted is None else counted
+
+
+def _cached_tokens(good: Sequence[Sent]) -> int | None:
+    """Prompt tokens that the server took from its cache; None where it does not say."""
+    counts = [each.answer.cached_tokens for each in good if each.answer.cached_tokens is not None]
+    return sum(counts) if counts else None
+
+
+def _client(run: Run) -> dict[str, Any]:
+    """How late the client itself was, and how busy."""
+    late = [each.answer.sent - each.due for each in run.sent]
+    return {
+        "send_lag": spread(late),
+        "loop_lag": spread(run.loop_lags),
+        "cpu_share": run.cpu / max(run.seconds, 1e-9),
+    }
+
+
+def warnings(run: Run, measured: Mapping[str, Any]) -> list[str]:
+    """What a reader of the figures should know before believing them."""
+    found = []
+    client = measured["client"]
+    late = max(lag["p95"] if lag is not None else 0.0 for lag in (client["send_lag"], client["loop_lag"]))
+    if late > LATE:
+        found.append(
+            f"this client was {late * 1e3:.0f} ms late or later in one of 20 cases: part of the latencies is its own"
+        )
+    if client["cpu_share"] > BUSY:
+        found.append(f"this client used {client['cpu_share']:.0%} of a core: the server may be able to do more")
+    first, last = _thirds(run)
+    if run.load.clients is None and last > BEHIND * first > 0:
+        found.append(
+            f"the server fell behind: answers took {first:.3g} s at the beginning and {last:.3g} s at the end, so "
+            "latencies grow with the length of the run"
+        )
+    short = sum(
+        timing(each.answer).tokens < each.ask.output
+        for each in run.sent
+        if each.answer.error is None and each.answer.completion_tokens is not None
+    )
+    if short:
+        found.append(f"{short} answers were shorter than asked for: the server's stops ended them")
+    silent = sum(each.answer.error is None and not each.answer.arrivals for each in run.sent)
+    if silent:
+        found.append(f"{silent} answers held no text, so they have no TTFT")
+    if measured["counted"] == "events":
+        found.append("the server reports no usage: tokens are events with text")
+    return found
+
+
+def _thirds(run: Run) -> tuple[float, float]:
+    """Median seconds that answers of the first and of the last third of the arrivals took; zeros of a short run."""
+    took = [each.answer.ended - each.answer.sent for each in run.sent if each.answer.error is None]
+    third = len(took) // 3
+    if third < 4:
+        return 0.0, 0.0
+    return percentile(sorted(took[:third]), 50), percentile(sorted(took[-third:]), 50)
+
+
+ROWS = (
+    "requests", "errors", "seconds", "output tok/s", "total tok/s", "cached prompt", "TTFT", "ITL", "TPOT", "E2E",
+    "goodput",
+)  # fmt: skip
+
+
+def to_text(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Runs side by side, a column each; latencies are p50 / p95 / p99."""
+    columns = [[run["label"], *_column(run)] for run in runs]
+    names = ["load", *ROWS]
+    widths = [max(len(cell) for cell in column) for column in columns]
+    first = max(map(len, names))
+    lines = [
+        f"{name:<{first}}  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        for name, *cells in zip(names, *columns, strict=True)
+        if any(cells)
+    ]
+    kinds = Counter[str]()
+    for run in runs:
+        kinds.update(run["errors"])
+    notes = [f"error: {kind} x {count}" for kind, count in kinds.most_common()]
+    notes += [f"{run['label']}: {warning}" for run in runs for warning in run["warnings"]]
+    return "\n".join([*lines, *notes])
+
+
+def _column(run: Mapping[str, Any]) -> list[str]:
+    goodput = run.get("goodput")
+    return [
+        f"{run['requests']}",
+        f"{run['requests'] - run['succeeded']}",
+        f"{run['seconds']:.1f}",
+        f"{run['output_tok_s']:,.1f}",
+        f"{run['total_tok_s']:,.1f}",
+        "" if run["cached_tokens"] is None else f"{run['cached_tokens'] / max(1, run['prompt_tokens']):.0%}",
+        *(_latency(run[name]) for name in ("ttft", "itl", "tpot", "e2e")),
+        "" if goodput is None else f"{goodput['requests_s']:.2f}/s ({goodput['share']:.0%})",
+    ]
+
+
+def _latency(values: Mapping[str, float] | None) -> str:
+    if values is None:
+        return "-"
+    unit, name = (1.0, "s") if values["p50"] >= 1 else (1e3, "ms")
+    shown = " / ".join(f"{values[q] * unit:.3g}" if values[q] * unit < 1000 else f"{values[q] * unit:.0f}" for q in
+                       ("p50", "p95", "p99"))  # fmt: skip
+    return f"{shown} {name}"

@@ -1,0 +1,69 @@
+"""When requests are sent.
+
+Open loop: at times of their own, whatever the server does, as independent users behave; a server that falls behind
+meets a growing queue. Times are those of a trace, or a Poisson process: gaps drawn from an exponential distribution.
+Closed loop: so many clients, each sending its next request when its last has ended; the load adapts to the server, so
+a stall hides the requests that it kept from being sent, and latency of a closed loop is no answer to "how long would
+users wait at this rate".
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from attar.load.traces import Ask
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests, and how they are sent: at their times, or by `clients` that wait for their answers."""
+
+    asks: tuple[Ask, ...]
+    clients: int | None = None  # None: open loop
+    rate: float | None = None  # requests a second that were asked for
+
+    @property
+    def label(self) -> str:
+        if self.clients is not None:
+            return f"{self.clients} clients"
+        return "trace" if self.rate is None else f"{self.rate:g}/s"
+
+
+def poisson(asks: Sequence[Ask], rate: float, seed: int = 0) -> Load:
+    """The requests in their order, `rate` of them a second on average. The first is sent at the first arrival, not at
+    once: 0 is no arrival of the process."""
+    _check(rate)
+    numbers, now, timed = random.Random(f"arrivals {seed}"), 0.0, []
+    for ask in asks:
+        now += numbers.expovariate(1.0) / rate  # the same pattern at every rate, only faster
+        timed.append(replace(ask, at=now))
+    return Load(tuple(timed), rate=rate)
+
+
+def as_recorded(asks: Sequence[Ask], rate: float | None = None) -> Load:
+    """At the times of the trace, all stretched by one factor to `rate` requests a second where that is given.
+
+    Raises ValueError where the trace has no times to stretch.
+    """
+    if rate is None:
+        return Load(tuple(asks))
+    _check(rate)
+    span = asks[-1].at - asks[0].at
+    if span <= 0:
+        raise ValueError("all requests arrive at once: there are no times to stretch to a rate")
+    factor = (len(asks) - 1) / span / rate
+    return Load(tuple(replace(ask, at=ask.at * factor) for ask in asks), rate=rate)
+
+
+def closed(asks: Sequence[Ask], clients: int) -> Load:
+    """By `clients`, in order, each as soon as a client is free."""
+    if clients < 1:
+        raise ValueError(f"a closed loop has at least one client, not {clients}")
+    return Load(tuple(replace(ask, at=0.0) for ask in asks), clients)
+
+
+def _check(rate: float) -> None:
+    if not 0 < rate <= 1e6:
+        raise ValueError(f"a rate is requests a second, above 0, not {rate:g}")

@@ -1,0 +1,153 @@
+"""The whole of `attar bench-serve`: choose requests, send them at each load, report.
+
+Where several loads are run, each gets the same requests with other tokens (`traces.shifted`), so that none finds what
+an earlier one left in the server's prefix cache; within a run everything is shared that the trace shares.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from attar.load import drive, measures, schedule, traces
+from attar.load.client import Server
+from attar.load.drive import Progress, Target
+from attar.load.schedule import Load
+from attar.load.traces import Ask, Synthetic
+
+SHIFT = 101  # tokens that runs are apart
+PAUSE = 0.5  # seconds between runs
+
+Arrivals = Literal["poisson", "trace"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is run. Loads are `rates` (requests a second), `clients`, or, with neither, a trace as it was recorded."""
+
+    url: str
+    key: str | None = None
+    model: str | None = None  # None: the first that the server lists
+    chat: bool = False
+    text: bool = False  # send words, never token ids
+    decode: Callable[[Sequence[int]], str] | None = None  # ids to text, where words are sent
+    trace: Path | None = None
+    synthetic: Synthetic = field(default_factory=Synthetic)
+    requests: int = 100  # at most
+    divisor: int = 1
+    longest: int | None = None  # tokens of prompt and answer: longer requests are left out
+    vocabulary: int | None = None  # ids are kept below it
+    rates: tuple[float, ...] = ()
+    clients: tuple[int, ...] = ()
+    arrivals: Arrivals = "poisson"
+    seed: int = 0
+    slo: Mapping[str, float] = field(default_factory=dict)
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    timeout: float = 600.0
+    seconds: float | None = None  # nothing is sent after so many seconds of a run
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def loads(options: Options) -> list[Load]:
+    """The runs, in order. Raises ValueError where the options contradict each other or leave no request."""
+    if options.requests < 1:
+        raise ValueError(f"a run has at least one request, not {options.requests}")
+    if options.rates and options.clients:
+        raise ValueError("a load has rates (open loop) or clients (closed loop), not both")
+    if options.arrivals not in ("poisson", "trace"):
+        raise ValueError(f"arrivals are poisson or trace, not {options.arrivals!r}")
+    if options.trace is None and (options.arrivals == "trace" or not (options.rates or options.clients)):
+        raise ValueError("say how to send: rates in requests a second, a number of clients, or a trace with its times")
+    asks = _asks(options)
+    runs: list[Load] = []
+    for rate in options.rates:
+        turned = traces.shifted(asks, len(runs) * SHIFT)
+        timed = options.arrivals == "trace"
+        runs.append(
+            schedule.as_recorded(turned, rate) if timed else schedule.poisson(turned, rate, options.seed)
+        )  # fmt: skip
+    for clients in options.clients:
+        runs.append(schedule.closed(traces.shifted(asks, len(runs) * SHIFT), clients))
+    return runs or [schedule.as_recorded(asks)]
+
+
+def _asks(options: Options) -> list[Ask]:
+    if options.trace is None:
+        asks = traces.synthetic(options.synthetic, options.requests, options.seed)
+    else:
+        asks = traces.read(options.trace, options.requests, options.divisor, options.seed)
+    found = len(asks)
+    if options.longest is not None:
+        asks = traces.within(asks, options.longest)
+    if not asks:
+        raise ValueError(f"all {found} requests are longer than {options.longest} tokens")
+    return asks if options.vocabulary is None else traces.folded(asks, options.vocabulary)
+
+
+def numbers(name: str, text: str | None) -> tuple[float, ...]:
+    """The numbers of a list such as 1,2,4; none of None. Raises ValueError naming the option."""
+    try:
+        return () if text is None else tuple(float(each) for each in text.split(","))
+    except ValueError:
+        raise ValueError(f"{name} {text!r} is not a list of numbers such as 1,2,4") from None
+
+
+def bench_serve(options: Options, progress: Progress | None = None) -> dict[str, Any]:
+    """Run every load and measure. The report is for JSON; `to_text` shows it.
+
+    Raises ValueError where an option is impossible, or the server cannot be reached or refuses the kind of request.
+    """
+    return asyncio.run(_bench(options, loads(options), progress))
+
+
+async def _bench(options: Options, runs: Sequence[Load], progress: Progress | None) -> dict[str, Any]:
+    server = Server.parse(options.url, options.key)
+    target = Target(
+        server, options.model or await drive.first_model(server), options.chat, options.text, options.decode,
+        options.temperature, options.ignore_eos, options.timeout, options.extra,
+    )  # fmt: skip
+    target = await _accepted(target)
+    measured = []
+    for i, load in enumerate(runs):
+        if i:
+            await asyncio.sleep(PAUSE)
+        measured.append(measures.measure(await drive.run(load, target, options.seconds, progress), options.slo))
+    return {
+        "url": options.url,
+        "model": target.model,
+        "endpoint": target.path,
+        "prompts": "text" if target.chat or target.text else "token ids",
+        "source": "synthetic" if options.trace is None else options.trace.name,
+        "divisor": options.divisor,
+        "arrivals": "closed loop" if options.clients else options.arrivals if options.rates else "trace",
+        "seed": options.seed,
+        "runs": measured,
+    }
+
+
+async def _accepted(target: Target) -> Target:
+    """The target as the server takes it: with token ids, or with words where it refuses those."""
+    reason = await drive.probe(target)
+    if reason is None:
+        return target
+    if not target.chat and not target.text and reason.startswith(("status 400", "status 422")):
+        in_words = replace(target, text=True)
+        if await drive.probe(in_words) is None:
+            return in_words
+    hint = ""
+    if target.ignore_eos and reason.startswith(("status 400", "status 422")):
+        hint = "; if it does not know ignore_eos, leave that out (--no-ignore-eos)"
+    raise ValueError(f"the server does not answer a request of two tokens: {reason}{hint}")
+
+
+def to_text(report: Mapping[str, Any]) -> str:
+    """The report as a table for people."""
+    head = (
+        f"{report['model']} at {report['url']}{report['endpoint']}: {report['source']}, prompts as "
+        f"{report['prompts']}, arrivals {report['arrivals']}; latencies are p50 / p95 / p99"
+    )
+    return f"{head}\n\n{measures.to_text(report['runs'])}"

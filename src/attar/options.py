@@ -1,0 +1,44 @@
+"""Arguments and options that several commands take, in the same words."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+MODEL = "A local folder, a Hub id such as org/name[@revision], or `demo`, the embedded model."
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
+
+
+class Dtype(StrEnum):
+    """What the products are computed in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+ComputeDtype = Annotated[
+    Dtype, typer.Option("--dtype", help="What to compute in: float32 by the kernels of the CPU, bfloat16 by torch.")
+]
+
+
+class Rounding(StrEnum):
+    """How rows meet packed weights whose scheme leaves them alone."""
+
+    int8 = "int8"
+    int8g128 = "int8g128"
+    int8g32 = "int8g32"
+    exact = "exact"
+
+
+Activations = Annotated[
+    Rounding,
+    typer.Option(
+        "--activations",
+        help="How rows meet packed weights: rounded to int8 with one scale a row or 128 or 32 columns, or exact.",
+    ),
+]
+NoVerify = Annotated[bool, typer.Option("--no-verify", help="Skip the probe that is replayed when the model loads.")]

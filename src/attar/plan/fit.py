@@ -1,0 +1,269 @@
+"""What fits into a memory: one arithmetic, for the server's start-up table and for `attar plan`.
+
+    memory = weights + largest step + processes + keys and values
+
+The first three are bounds that are known before anything is loaded (`costs.py`, `steps.py`); what they leave is cut
+into blocks of the KV cache. A request of a full context takes ceil(context / block) of them, so `requests` is how many
+such requests can run at once without one of them being preempted, if no two share a prompt's beginning.
+
+How fast: a decode step of `users` sequences reads every weight once (of experts those that are chosen) and every user's
+keys and values, so it takes at least
+
+    seconds = (weight bytes + users * KV bytes at that context) / bandwidth
+    tokens/s = users / seconds
+
+and, where the machine's rate of int8 operations is given, at least users * operations / rate, with the operations of
+one token in the linears that multiply in int8. Which of the two is larger is said. Both are limits of the machine and
+no promise; what kernels reach of them is what `attar bench` measures. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attar.model.config import ModelConfig
+from attar.plan import costs, steps
+from attar.plan.costs import BLOCK, KV_DTYPES, KvDtype, Storage
+from attar.plan.steps import StepLimits
+
+ENGINE = 300 << 20  # bytes of the engine's process with torch and no model: 255 MB measured
+SERVER = 80 << 20  # of the process that speaks HTTP: 50 MB measured
+TOKENIZER = 600  # bytes a token of the vocabulary, in each of the two: 510 measured
+
+USUAL = ("dense", "w8a8", "w4g128", "w3g128")
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What is asked for: so many users at once, each with so many positions of prompt and answer."""
+
+    context: int
+    users: int = 1
+
+    def __post_init__(self) -> None:
+        if self.context < 1:
+            raise ValueError(f"a context has at least one position, not {self.context}")
+        if self.users < 1:
+            raise ValueError(f"a plan is for at least one user, not {self.users}")
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Where the memory goes, in bytes, and how many blocks of the cache it leaves."""
+
+    memory: int
+    weights: int
+    step: int
+    processes: int
+    block: int  # slots
+    block_bytes: int
+    blocks: int
+    context: int  # of a full request
+
+    @property
+    def cache(self) -> int:
+        return self.blocks * self.block_bytes
+
+    @property
+    def tokens(self) -> int:
+        """Positions that the cache holds."""
+        return self.blocks * self.block
+
+    @property
+    def blocks_each(self) -> int:
+        """Blocks of a request of the full context."""
+        return -(-self.context // self.block)
+
+    @property
+    def requests(self) -> int:
+        """Requests of the full context that the cache holds at once."""
+        return self.blocks // self.blocks_each
+
+    @property
+    def unused(self) -> int:
+        """Bytes left over; negative where so many are missing."""
+        return self.memory - self.weights - self.step - self.processes - self.cache
+
+    def short(self, users: int = 1) -> int:
+        """Bytes that are missing for `users` full requests at once; 0 where they fit."""
+        lacking = max(0, users * self.blocks_each - self.blocks) * self.block_bytes
+        return max(0, lacking - self.unused)
+
+    def table(self) -> tuple[tuple[str, int], ...]:
+        """(what, bytes) of everything that takes memory, and what is left."""
+        return (
+            ("weights", self.weights),
+            ("largest step", self.step),
+            ("processes", self.processes),
+            ("KV cache", self.cache),
+            ("unused", self.unused),
+        )
+
+
+def fit(
+    config: ModelConfig,
+    storage: Storage,
+    kv: KvDtype,
+    memory: int,
+    context: int | None = None,
+    limits: StepLimits | None = None,
+    max_tokens: int | None = None,
+    block: int = BLOCK,
+) -> Fit:
+    """Divide `memory`. `context` is that of a full request, by default the model's; `max_tokens` sets the cache's size
+    in positions, where it is not to be what the memory leaves.
+
+    Nothing is refused here: see `Fit.short` and `require`. Raises ValueError where a setting is not possible at all.
+    """
+    if memory < 1:
+        raise ValueError(f"a memory of {memory} bytes holds nothing")
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"the cache holds at least one token, not {max_tokens}")
+    context = config.context if context is None else context
+    Demand(context)  # which checks it
+    weights = costs.weight_bytes(config, storage).total
+    step = steps.largest_step(config, storage, limits or StepLimits(), context).total
+    processes = ENGINE + SERVER + 2 * TOKENIZER * config.vocab_size
+    each = costs.block_bytes(config, kv, block)
+    left = memory - weights - step - processes
+    blocks = max(0, left // each) if max_tokens is None else -(-max_tokens // block)
+    return Fit(memory, weights, step, processes, block, each, blocks, context)
+
+
+def require(found: Fit, source: str) -> None:
+    """Raise ValueError, saying by how much, unless what was planned fits and one full request does.
+
+    `source` says where the memory comes from, such as "--memory" or "available memory".
+    """
+    if found.unused < 0:
+        needed = found.memory - found.unused
+        what = "the model" if found.blocks == 0 else f"the model with a cache of {found.tokens:,} tokens"
+        raise ValueError(
+            f"{what} needs {size(needed)}, but there are {size(found.memory)} ({source}): {size(-found.unused)} too "
+            f"little; {_parts(found)}"
+        )
+    if found.requests < 1:
+        raise ValueError(
+            f"the cache would hold {found.tokens:,} tokens, less than one request of {found.context:,}: "
+            f"{size(found.short())} too little; a smaller --context, a smaller KV dtype or more memory would do"
+        )
+
+
+def _parts(found: Fit) -> str:
+    return ", ".join(f"{what} {size(count)}" for what, count in found.table() if what != "unused" and count)
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """StepLimits of one decode step of all users at their context."""
+
+    read: int  # bytes
+    tokens_per_second: float
+    limited_by: str  # bandwidth or compute
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"read_bytes": self.read, "tokens_per_second": self.tokens_per_second, "limited_by": self.limited_by}
+
+
+def speed(
+    config: ModelConfig,
+    storage: Storage,
+    kv: KvDtype,
+    demand: Demand,
+    bandwidth: float,
+    int8_rate: float | None = None,
+) -> Speed:
+    """How fast all users together could decode. `bandwidth` is in bytes a second, `int8_rate` in operations a second.
+
+    Raises ValueError where a rate is not positive.
+    """
+    for name, rate in (("bandwidth", bandwidth), ("rate of operations", int8_rate)):
+        if rate is not None and not rate > 0:
+            raise ValueError(f"the {name} must be above 0, not {rate:g}")
+    read = costs.step_bytes(config, storage, demand.users)
+    read += demand.users * costs.kv_read_bytes(config, kv, demand.context)
+    reading = read / bandwidth
+    computing = 0.0 if int8_rate is None else demand.users * costs.int8_flops(config, storage) / int8_rate
+    slower = max(reading, computing)
+    return Speed(read, demand.users / slower, "compute" if computing > reading else "bandwidth")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One choice of precisions in a plan."""
+
+    weights: str
+    kv: KvDtype
+    fit: Fit
+    weight_bytes: costs.WeightBytes
+    short: int  # bytes missing for all users; 0: they fit
+    speed: Speed | None  # of all users; None where they do not fit, or without a bandwidth
+    references: int  # linears that no kernel multiplies by
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The answer of `attar plan`: every choice of precisions, the stored one first."""
+
+    model: str
+    memory: int
+    source: str
+    demand: Demand
+    bandwidth: float | None  # bytes a second
+    int8_rate: float | None  # operations a second
+    rows: tuple[Row, ...]
+
+
+def plan(
+    model: str,
+    config: ModelConfig,
+    storages: Sequence[Storage],
+    demand: Demand,
+    memory: int,
+    source: str,
+    *,
+    kv_dtypes: Iterable[KvDtype] = KV_DTYPES,
+    limits: StepLimits | None = None,
+    max_tokens: int | None = None,
+    bandwidth: float | None = None,
+    int8_rate: float | None = None,
+) -> Plan:
+    """Every storage with every dtype of keys and values. Raises ValueError where a setting is not possible, and where
+    the context asked for is longer than the model's."""
+    if demand.context > config.context:
+        raise ValueError(f"a context of {demand.context:,} is past the {config.context:,} positions of {model}")
+    rows = []
+    for storage in storages:
+        for kv in kv_dtypes:
+            found = fit(config, storage, kv, memory, demand.context, limits, max_tokens)
+            short, fast = found.short(demand.users), None
+            if bandwidth is not None and not short:
+                fast = speed(config, storage, kv, demand, bandwidth, int8_rate)
+            weights, references = costs.weight_bytes(config, storage), len(steps.references(config, storage))
+            rows.append(Row(storage.label, kv, found, weights, short, fast, references))
+    return Plan(model, memory, source, demand, bandwidth, int8_rate, tuple(rows))
+
+
+def usual(config: ModelConfig, first: Storage) -> list[Storage]:
+    """The storages worth comparing: `first`, and those of `USUAL` that it is not and whose groups divide every linear's
+    columns. The output matrix stays as it is in `first`, for compression leaves it alone."""
+    chosen = [first]
+    for name in USUAL:
+        storage = Storage.named(name, first.head, first.dtype)
+        try:
+            costs.weight_bytes(config, storage)
+        except ValueError:
+            continue
+        if storage.label != first.label:
+            chosen.append(storage)
+    return chosen
+
+
+def size(count: float) -> str:
+    """Bytes for people: 763 MB, 1.24 GB (powers of ten)."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(count) >= unit:
+            return f"{count / unit:.3g} {name}" if abs(count) < 1000 * unit else f"{count / unit:,.0f} {name}"
+    return f"{count:.0f} bytes"

@@ -1,0 +1,133 @@
+"""What this machine lets a process have: memory and cores, by the limits that would stop it first.
+
+A server that asks the hardware alone is killed in a container, so every limit that Linux may set is asked: control
+groups of both versions, from the process's own group up to the root, the limit on address space, and what is available
+at this moment. Elsewhere there is the physical memory, and nothing more is known. How fast memory reads is not told by
+any of these: it is measured (`kernels/native/limits.py`) and passed in by whoever may import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+UNLIMITED = 1 << 60  # control groups of the first version write a number like 2^63 for "no limit"
+SHARE = 0.9  # of what is available, where nobody says how much to take: what else runs on the machine may grow
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """`limits` are bytes of memory by where they come from; the least holds. `cores` are physical ones, as many as
+    there is use for threads."""
+
+    limits: dict[str, int]
+    cores: int
+
+    @property
+    def memory(self) -> int:
+        """Bytes that this process may come to hold."""
+        return min(self.limits.values())
+
+    @property
+    def limited_by(self) -> str:
+        return min(self.limits, key=lambda name: self.limits[name])
+
+    @property
+    def budget(self) -> int:
+        """Bytes to plan with where the user names none."""
+        return int(self.memory * SHARE)
+
+
+def examine(root: Path = Path("/")) -> Machine:
+    """This machine; `root` is where /proc and /sys are looked for."""
+    return Machine(dict(memory_limits(root)), cores(root))
+
+
+def memory_limits(root: Path = Path("/")) -> Iterator[tuple[str, int]]:
+    """(where it comes from, bytes) of every limit that is set; at least one."""
+    for version, file, folders in (
+        ("2", "memory.max", _groups(root, "")),
+        ("1", "memory.limit_in_bytes", _groups(root, "memory")),
+    ):
+        found = [limit for folder in folders if (limit := _number(folder / file)) is not None]
+        if found and min(found) < UNLIMITED:
+            yield f"control group (v{version})", min(found)
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        yield "limit on address space", soft
+    available = _meminfo(root / "proc/meminfo", "MemAvailable")
+    if available is not None:
+        yield "available memory", available
+    else:
+        yield "physical memory", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def cores(root: Path = Path("/")) -> int:
+    """Physical cores that this process may run on, no more than its control group's share of time; at least one."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    siblings = (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in allowed)
+    try:
+        count = len({path.read_text() for path in siblings})
+    except OSError:
+        count = len(allowed)
+    return max(1, min([count, *(int(quota) for quota in _quotas(root))]))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Processors' worth of time that a control group grants."""
+    for folder in _groups(root, ""):
+        words = _words(folder / "cpu.max")
+        if len(words) == 2 and words[0].isdecimal() and words[1].isdecimal():
+            yield int(words[0]) / int(words[1])
+    for folder in _groups(root, "cpu"):
+        quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+        if quota is not None and period:
+            yield quota / period
+
+
+def _groups(root: Path, controller: str) -> list[Path]:
+    """Folders of the process's control group and of those above it; version 2 has no name of a controller.
+
+    In a container /proc often tells the host's path to the group, while the group itself is mounted as the root: then
+    the root is all that there is to ask.
+    """
+    own = None
+    for line in _lines(root / "proc/self/cgroup"):
+        _, names, path = line.split(":", 2)
+        if controller in names.split(","):
+            own = PurePosixPath(path).relative_to("/")
+    if own is None:
+        return []
+    mount = root / "sys/fs/cgroup" / controller
+    if not controller and (mount / "unified").is_dir():  # both versions side by side
+        mount /= "unified"
+    folders = [mount / own, *(mount / above for above in own.parents)]
+    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _words(path: Path) -> list[str]:
+    return " ".join(_lines(path)).split()
+
+
+def _number(path: Path) -> int | None:
+    """The one number that a file holds; None where there is no file, or a word such as `max` or -1."""
+    words = _words(path)
+    return int(words[0]) if len(words) == 1 and words[0].isdecimal() else None
+
+
+def _meminfo(path: Path, key: str) -> int | None:
+    for line in _lines(path):
+        name, _, rest = line.partition(":")
+        if name == key and rest.split()[0].isdecimal():
+            return int(rest.split()[0]) * 1024
+    return None

@@ -1,0 +1,134 @@
+"""A plan and a start-up table, as text for people and as a dict for JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attar.plan.fit import Fit, Plan, Row, size
+
+FORMULA = "tokens/s <= users / max((weights read + users x KV read) / bandwidth, users x int8 operations / their rate)"
+
+
+def startup(found: Fit, kv: str) -> str:
+    """What a server prints before it loads: where its memory goes, and what the cache holds."""
+    lines = [f"{what:<13}{size(count):>10}" for what, count in found.table()]
+    lines.append(f"{'memory':<13}{size(found.memory):>10}")
+    lines.append(
+        f"the cache holds {found.tokens:,} tokens in {found.blocks:,} blocks of {found.block} ({kv}): "
+        f"{found.requests:,} requests of {found.context:,} at once"
+    )
+    return "\n".join(lines)
+
+
+def to_text(plan: Plan) -> str:
+    """The whole plan: one line a choice of precisions, then the answer in a sentence."""
+    demand = plan.demand
+    head = ("weights", "KV", "weights take", "KV a token", "tokens held", "requests", "fits", "tokens/s")
+    rows = [head, *(_cells(row) for row in plan.rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        f"{plan.model}: {demand.users} x {demand.context:,} tokens in {size(plan.memory)} ({plan.source})",
+        "",
+        *("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
+        "",
+    ]
+    first = plan.rows[0].fit
+    lines.append(
+        f"besides: largest step {size(first.step)}, processes {size(first.processes)}; a request is one full context"
+    )
+    if plan.bandwidth is not None:
+        rates = f"{plan.bandwidth / 1e9:.1f} GB/s"
+        rates += "" if plan.int8_rate is None else f", int8 {plan.int8_rate / 1e9:,.0f} GOP/s"
+        lines.append(f"{FORMULA}, here {rates}: limits, not promises (c: by compute)")
+    slow = {row.weights for row in plan.rows if row.references}
+    lines += [f"{name} has linears without a CPU kernel: slow, and held a second time as float32" for name in slow]
+    return "\n".join([*lines, answer(plan)])
+
+
+def answer(plan: Plan) -> str:
+    """One sentence: the choice that keeps the most precision and fits, or how much is missing."""
+    users = f"{plan.demand.users} user{'s' if plan.demand.users > 1 else ''} of {plan.demand.context:,} tokens"
+    fitting = [row for row in plan.rows if not row.short]
+    if fitting:
+        best = fitting[0]
+        room = f"{users} fit with {best.weights} weights and {best.kv} keys and values: there is room for "
+        room += f"{best.fit.requests:,}"
+        fastest = max(fitting, key=_rate)
+        if fastest is best or fastest.speed is None:
+            return room
+        rate = f"{fastest.speed.tokens_per_second:,.0f} tokens/s"
+        return f"{room}; the fastest that fits, {fastest.weights} with {fastest.kv}, could reach {rate}"
+    least = min(plan.rows, key=lambda row: row.short)
+    most = max(row.fit.requests for row in plan.rows)
+    held = f"{most} would fit" if most else "not even one would"
+    return (
+        f"{users} do not fit: {size(least.short)} too little even with {least.weights} weights and {least.kv} keys and "
+        f"values ({held})"
+    )
+
+
+def _rate(row: Row) -> float:
+    return 0.0 if row.speed is None else row.speed.tokens_per_second
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    fast = "-" if row.speed is None else f"{row.speed.tokens_per_second:,.0f}"
+    fast += "c" if row.speed is not None and row.speed.limited_by == "compute" else ""
+    short = "yes" if not row.short else f"no: {size(row.short)} short"
+    fit = row.fit
+    a_token = size(fit.block_bytes / fit.block)
+    return (
+        row.weights, row.kv, size(fit.weights), a_token, f"{fit.tokens:,}", f"{fit.requests:,}", short, fast,
+    )  # fmt: skip
+
+
+def fit_to_dict(found: Fit) -> dict[str, Any]:
+    """For JSON; sizes in bytes."""
+    return {
+        "memory": found.memory,
+        "weights": found.weights,
+        "step": found.step,
+        "processes": found.processes,
+        "cache": found.cache,
+        "unused": found.unused,
+        "block": found.block,
+        "block_bytes": found.block_bytes,
+        "blocks": found.blocks,
+        "tokens": found.tokens,
+        "context": found.context,
+        "requests": found.requests,
+    }
+
+
+def to_dict(plan: Plan) -> dict[str, Any]:
+    """For JSON; sizes in bytes, rates a second."""
+    return {
+        "model": plan.model,
+        "memory": plan.memory,
+        "memory_source": plan.source,
+        "context": plan.demand.context,
+        "users": plan.demand.users,
+        "bandwidth": plan.bandwidth,
+        "int8_rate": plan.int8_rate,
+        "formula": FORMULA,
+        "fits": any(not row.short for row in plan.rows),
+        "answer": answer(plan),
+        "rows": [
+            {
+                "weights": row.weights,
+                "kv": row.kv,
+                "fits": not row.short,
+                "short": row.short,
+                "weight_parts": {
+                    "linears": row.weight_bytes.linears,
+                    "head": row.weight_bytes.head,
+                    "embedding": row.weight_bytes.embedding,
+                    "norms": row.weight_bytes.norms,
+                },
+                "speed": None if row.speed is None else row.speed.to_dict(),
+                "reference_linears": row.references,
+                **fit_to_dict(row.fit),
+            }
+            for row in plan.rows
+        ],
+    }

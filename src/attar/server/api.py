@@ -1,0 +1,297 @@
+"""The routes: what each reads, asks of the engine, and answers. What all share is in `door.py` and `work.py`."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.resources
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+
+from attar.server import anthropic, openai, sse
+from attar.server.document import document, taking
+from attar.server.door import refuse
+from attar.server.errors import INTERNAL, Refusal
+from attar.server.metrics import Metrics
+from attar.server.prompts import BodyType, Prompts, anthropic_messages, chat_messages
+from attar.server.protocol import MAX_BODY
+from attar.server.sampling import anthropic_params, chat_params, completion_params, in_vocabulary
+from attar.server.schemas import (
+    AnthropicBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    Pooling,
+    TokenizeBody,
+)
+from attar.server.work import Caller, Desk, Work, room
+from attar.version import __version__
+
+WINDOW = 32  # texts to embed that the engine has at once
+
+PAGE = importlib.resources.files("attar.server").joinpath("page.html").read_bytes()
+
+
+def _policy(page: bytes) -> str:
+    """What the page may do: run its own script, and talk to this server."""
+    script = page.partition(b"<script>")[2].partition(b"</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+POLICY = _policy(PAGE)
+
+encode = msgspec.json.encode
+
+
+def make_app(desk: Desk, prompts: Prompts, metrics: Metrics) -> FastAPI:
+    """The application, without its door."""
+    app = FastAPI(title="attar", version=__version__, docs_url=None, redoc_url=None)
+    _refusals(app)
+
+    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
+    async def page() -> Response:
+        """A page to talk to the model and to watch the engine."""
+        return Response(PAGE, media_type="text/html", headers={"Content-Security-Policy": POLICY})
+
+    @app.get("/livez")
+    async def livez() -> Response:
+        """The process is alive. Asks nobody."""
+        return _json({"status": "alive"})
+
+    @app.get("/readyz")
+    async def readyz() -> Response:
+        """The model is loaded, the engine runs, and the server is not shutting down."""
+        desk.healthy()
+        return _json({"status": "ready"})
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def read_metrics() -> Response:
+        """Metrics in Prometheus's text format."""
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/engine")
+    async def engine() -> Response:
+        """What the engine said when it was ready, and its state since; `blocks` is base64, a byte each."""
+        return _json({"ready": desk.ready(), "stats": desk.engine.stats})
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """The served model, in a list."""
+        return _json({"object": "list", "data": [_model(desk)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        """The served model."""
+        desk.model(name)
+        return _json(_model(desk))
+
+    @app.get("/v1/requests/{name}/why")
+    async def why(request: Request, name: str) -> Response:
+        """Where a request's time went. `name` is its `X-Request-Id`, or the `id` of its answer."""
+        return _json(desk.story(name.rpartition("-")[2].removeprefix("msg_"), _caller(request).salt))
+
+    @app.post("/v1/chat/completions", openapi_extra=taking(ChatBody, streams=True))
+    async def chat(request: Request) -> Response:
+        """OpenAI's chat completions."""
+        body = await _read(prompts, request, ChatBody)
+        model, ready = desk.model(body.model), desk.ready()
+        ids = await prompts.chat_ids(chat_messages(body))
+        params = chat_params(body, room([ids], ready.context, "messages"), ready.vocab_size)
+        form = openai.ChatFormat(prompts.tokenizer, bool(body.logprobs))
+        work = desk.submit(_caller(request), [ids], params, body.n or 1)
+        if body.stream:
+            return await _stream(work, openai.stream(work, model, form, body.with_usage), openai.failed)
+        return await _whole(request, work, openai.whole(work, model, form))
+
+    @app.post("/v1/completions", openapi_extra=taking(CompletionBody, streams=True))
+    async def completions(request: Request) -> Response:
+        """OpenAI's text completions."""
+        body = await _read(prompts, request, CompletionBody)
+        model, ready = desk.model(body.model), desk.ready()
+        asked = body.prompts()
+        ids = await prompts.ids(asked, ready.vocab_size, "prompt")
+        left = room(ids, ready.context, "prompt", new=0 if body.max_tokens == 0 else 1)
+        params = completion_params(body, left, ready.vocab_size)
+        echoed = None
+        if body.echo:
+            echoed = [text if isinstance(text, str) else await prompts.text(text) for text in asked]
+        n = body.n or 1
+        form = openai.CompletionFormat(prompts.tokenizer, body.logprobs is not None, n, echoed)
+        work = desk.submit(_caller(request), ids, params, n)
+        if body.stream:
+            return await _stream(work, openai.stream(work, model, form, body.with_usage), openai.failed)
+        return await _whole(request, work, openai.whole(work, model, form))
+
+    @app.post("/v1/messages", openapi_extra=taking(AnthropicBody, streams=True))
+    async def messages(request: Request) -> Response:
+        """Anthropic's messages."""
+        body = await _read(prompts, request, AnthropicBody)
+        model, ready = desk.model(body.model), desk.ready()
+        ids = await prompts.chat_ids(anthropic_messages(body))
+        params = anthropic_params(body, room([ids], ready.context, "messages"))
+        work = desk.submit(_caller(request), [ids], params, 1)
+        if body.stream:
+            return await _stream(work, anthropic.stream(work, model), anthropic.failed)
+        return await _whole(request, work, anthropic.whole(work, model))
+
+    @app.post("/v1/embeddings", openapi_extra=taking(EmbeddingBody))
+    async def embeddings(request: Request) -> Response:
+        """OpenAI's embeddings, of the model's final hidden states."""
+        body = await _read(prompts, request, EmbeddingBody)
+        model, ready = desk.model(body.model), desk.ready()
+        ids = await prompts.ids(body.inputs(), ready.vocab_size, "input")
+        room(ids, ready.context, "input", new=0)
+        embedding = _Embedding(desk, _caller(request), ids, body.pooling)
+        async with sse.while_connected(request.receive, embedding.cancel):
+            vectors = await embedding.vectors()
+        return _json(_embedded(vectors, model, sum(map(len, ids)), body.encoding_format == "base64"))
+
+    @app.post("/tokenize", openapi_extra=taking(TokenizeBody))
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a text, or of a conversation as the chat endpoint renders it."""
+        body = await _read(prompts, request, TokenizeBody)
+        desk.model(body.model)
+        if body.prompt is None:
+            ids = list(await prompts.chat_ids(chat_messages(body)))
+        else:
+            ids = await prompts.text_ids(body.prompt, body.add_special_tokens)
+        return _json({"tokens": ids, "count": len(ids), "max_model_len": desk.ready().context})
+
+    @app.post("/detokenize", openapi_extra=taking(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        body = await _read(prompts, request, DetokenizeBody)
+        desk.model(body.model)
+        in_vocabulary(body.tokens, desk.ready().vocab_size, "tokens")
+        return _json({"prompt": await prompts.text(body.tokens)})
+
+    app.openapi = lambda: document(app)  # type: ignore[method-assign]
+    return app
+
+
+def _refusals(app: FastAPI) -> None:
+    """Every error in our shape: those of routes, of routing, and the unexpected, which the door logs."""
+
+    async def handle(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            code, message = {
+                404: ("not_found", "no such route"),
+                405: ("method_not_allowed", "this route does not take this method"),
+            }[error.status_code]
+            refusal = Refusal(code, message)
+        elif isinstance(error, Refusal):
+            refusal = error
+        else:
+            refusal = Refusal("internal", INTERNAL)
+        allowed = (error.headers or {}).get("Allow") if isinstance(error, HTTPException) else None
+        return _Refused(refusal, request.url.path, allowed)
+
+    for kind in (Refusal, HTTPException, Exception):
+        app.add_exception_handler(kind, handle)
+
+
+class _Refused(Response):
+    def __init__(self, refusal: Refusal, path: str, allowed: str | None) -> None:
+        super().__init__()
+        self._refusal, self._path, self._allowed = refusal, path, allowed
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await refuse(self._refusal, self._path, send, self._allowed)
+
+
+def _json(value: Any) -> Response:
+    return Response(encode(value), media_type="application/json")
+
+
+def _caller(request: Request) -> Caller:
+    caller = request.scope["attar"]
+    assert isinstance(caller, Caller)
+    return caller
+
+
+async def _read(prompts: Prompts, request: Request, kind: type[BodyType]) -> BodyType:
+    """The request's body, as it comes in; its Content-Length, which the door has seen, bounds it."""
+    body = bytearray()
+    more = True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise Refusal("cancelled", "the request was cancelled")
+        body += message.get("body", b"")
+        assert len(body) <= MAX_BODY, "h11 holds a body to its Content-Length"
+        more = message.get("more_body", False)
+    return await prompts.read(kind, bytes(body))
+
+
+async def _whole(request: Request, work: Work, answer: Awaitable[bytes]) -> Response:
+    try:
+        async with sse.while_connected(request.receive, work.answer.cancel):
+            return Response(await answer, media_type="application/json")
+    finally:
+        work.answer.cancel()
+
+
+async def _stream(work: Work, pieces: AsyncIterator[bytes], failed: Callable[[Refusal], bytes]) -> Response:
+    try:
+        await work.admitted()
+    except BaseException:
+        work.answer.cancel()
+        raise
+    return sse.EventStream(pieces, work.answer.cancel, failed(Refusal("internal", INTERNAL)))
+
+
+def _model(desk: Desk) -> dict[str, Any]:
+    ready = desk.ready()
+    return {
+        "id": ready.model,
+        "object": "model",
+        "created": 0,
+        "owned_by": "attar",
+        "max_model_len": ready.context,
+    }
+
+
+class _Embedding:
+    """Many texts' vectors, a window of texts at a time: no request takes the engine's queue for itself."""
+
+    def __init__(self, desk: Desk, caller: Caller, prompts: Sequence[tuple[int, ...]], pooling: Pooling) -> None:
+        self._desk, self._caller, self._prompts, self._pooling = desk, caller, prompts, pooling
+        self._work: Work | None = None
+        self._gone = False
+
+    def cancel(self) -> None:
+        """Nobody waits any more."""
+        self._gone = True
+        if self._work is not None:
+            self._work.answer.cancel()
+
+    async def vectors(self) -> list[bytes]:
+        """All of them, in order. Raises Refusal."""
+        found: list[bytes] = []
+        try:
+            for at in range(0, len(self._prompts), WINDOW):
+                if self._gone:
+                    raise Refusal("cancelled", "the request was cancelled")
+                self._work = self._desk.embed(self._caller, self._prompts[at : at + WINDOW], self._pooling)
+                found += await self._work.vectors()
+        finally:
+            self.cancel()
+        return found
+
+
+def _embedded(vectors: Sequence[bytes], model: str, tokens: int, as_base64: bool) -> dict[str, Any]:
+    data = []
+    for at, vector in enumerate(vectors):
+        shown = base64.b64encode(vector).decode() if as_base64 else memoryview(vector).cast("f").tolist()
+        data.append({"object": "embedding", "index": at, "embedding": shown})
+    return {"object": "list", "model": model, "data": data, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}

@@ -1,0 +1,265 @@
+"""The engine's process as seen from the server's: requests go in, each one's events come out of its own queue.
+
+One connection carries everything. What arrives is handed on at once, without a task per event; a reader that falls
+behind finds several events together, and one that falls behind for good loses its request, so that no queue grows
+without bound. When the connection ends, so does every open request, in the same moment, with a `Failed`: the kernel
+tells of a process's death whatever it died of. The client then connects again, as soon as an engine listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from attar.engine.messages import (
+    MAX_FRAME,
+    Cancel,
+    Command,
+    Delta,
+    Drain,
+    Embed,
+    Embedding,
+    Event,
+    Failed,
+    Finished,
+    PromptLogprobs,
+    Ready,
+    Stats,
+    Submit,
+    encode,
+)
+
+MAX_WAITING = 256 << 10  # bytes, about, of events that a reader has not taken yet
+RETRY_SECONDS = 0.1
+WATCH_SECONDS = 0.5
+PATIENCE = 30.0  # seconds; far longer than a step
+
+AnswerEvent = Delta | PromptLogprobs | Finished | Embedding | Failed
+
+logger = logging.getLogger(__name__)
+
+
+class Answer:
+    """The events of one HTTP request, which may be several of the engine's (`prompts`: their ids, in order).
+
+    It ends with a `Failed`, which ends all of them, or with the `Finished` or `Embedding` after which none is open.
+    Then `ended` holds, and nothing follows.
+    """
+
+    def __init__(self, commands: Sequence[Submit | Embed], drop: Callable[[Iterable[str], bool], None]) -> None:
+        self.prompts = {command.id: at for at, command in enumerate(commands)}
+        self.ended = False
+        self._open = {command.id: command.n if isinstance(command, Submit) else 1 for command in commands}
+        self._drop = drop
+        self._events: list[AnswerEvent] = []
+        self._size = 0
+        self._wake = asyncio.Event()
+
+    async def take(self) -> list[AnswerEvent]:
+        """All events that have arrived, at least one. Empty once everything was taken and the answer has ended."""
+        if not self._events and not self.ended:
+            self._wake.clear()
+            await self._wake.wait()
+        events, self._events, self._size = self._events, [], 0
+        return events
+
+    def put(self, event: AnswerEvent) -> None:
+        """The engine says something."""
+        if self.ended:
+            return
+        self._size += _size(event)
+        if self._size > MAX_WAITING:
+            self.cancel()
+            return
+        self._events.append(event)
+        self._wake.set()
+        if isinstance(event, Failed):
+            self._close(event.id)
+            self._end()
+        elif isinstance(event, Finished | Embedding):
+            self._open[event.id] -= 1
+            if not self._open[event.id]:
+                self._close(event.id)
+            self.ended = not self._open
+
+    def cancel(self, code: str = "cancelled") -> None:
+        """End here, with a `Failed`, unless it has ended; the engine is told to drop what is open."""
+        if not self.ended:
+            self._events.append(Failed(next(iter(self._open)), code, ""))
+            self._wake.set()
+            self._end()
+
+    def _close(self, request: str) -> None:
+        del self._open[request]
+        self._drop([request], False)
+
+    def _end(self) -> None:
+        self.ended = True
+        self._drop(self._open, True)
+
+
+def _size(event: AnswerEvent) -> int:
+    if isinstance(event, Delta):
+        return 128 + 4 * len(event.text) + sum(96 + 32 * len(each.top) for each in event.logprobs or ())
+    return 128  # the others come once
+
+
+class EngineClient:
+    """The connection to the engine at a Unix socket, made anew when it is lost.
+
+    An engine that has work and says nothing for `patience` seconds, because it hangs or was stopped, is given up too.
+    """
+
+    def __init__(self, path: Path, patience: float = PATIENCE) -> None:
+        self.path, self.patience = path, patience
+        self.ready: Ready | None = None
+        """What the engine said when it was ready; None while there is none."""
+        self.stats: Stats | None = None
+        self.was_ready = False
+        self.open: dict[str, Answer] = {}
+        """The engine's requests that have not ended, by id."""
+        self._heard = 0.0  # when the engine last said anything, or was first asked after a pause
+        self._connection: _Connection | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def silent(self) -> float:
+        """Seconds for which the engine has said nothing although it has work. A stopped process looks like this."""
+        return time.monotonic() - self._heard if self.open else 0.0
+
+    def start(self) -> None:
+        """Begin to connect."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        """End what is open, and tell the engine to end."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        for answer in list(self.open.values()):
+            answer.cancel("shutdown")
+        if self._connection is not None:
+            self._send([Drain()])
+            self._connection.close()
+        self.ready = self.stats = self._connection = None
+
+    def ask(self, commands: Sequence[Submit | Embed]) -> Answer:
+        """Send requests whose answers belong together; their ids must be new."""
+        if not self.open:
+            self._heard = time.monotonic()
+        answer = Answer(commands, self._drop)
+        self.open.update((command.id, answer) for command in commands)
+        if self.ready is None:
+            answer.cancel("shutdown")
+        else:
+            try:
+                self._send(commands)
+            except ValueError:  # longer than a frame
+                answer.cancel("too_long")
+        return answer
+
+    def _drop(self, requests: Iterable[str], tell: bool) -> None:
+        for request in requests:
+            self.open.pop(request, None)
+        if tell and self.ready is not None:
+            self._send([Cancel(request) for request in requests])
+
+    def _send(self, commands: Sequence[Command]) -> None:
+        if self._connection is not None and commands:
+            self._connection.write(encode(commands))
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            ended = asyncio.Event()
+            with contextlib.suppress(OSError):  # nobody listens yet
+                _, self._connection = await loop.create_unix_connection(
+                    lambda ended=ended: _Connection(self._arrived, ended.set),  # type: ignore[misc]
+                    str(self.path),
+                )
+                while not ended.is_set():
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(WATCH_SECONDS):
+                            await ended.wait()
+                    if self.silent > self.patience:
+                        self._connection.give_up(f"silent for {self.patience:g} s with work to do")
+                self._lost()
+            await asyncio.sleep(RETRY_SECONDS)
+
+    def _arrived(self, events: Sequence[Event]) -> None:
+        self._heard = time.monotonic()
+        for event in events:
+            if isinstance(event, Stats):
+                self.stats = event
+            elif isinstance(event, Ready):
+                self.ready, self.was_ready = event, True
+                logger.info("the engine is ready: %d blocks of %d tokens", event.blocks, event.block_size)
+            else:
+                answer = self.open.get(event.id)
+                if answer is not None:  # else it was cancelled while this was on its way
+                    answer.put(event)
+
+    def _lost(self) -> None:
+        if self.ready is not None:
+            logger.error("the engine is gone; open requests: %d", len(self.open))
+        self.ready = self.stats = self._connection = None
+        for answer in list(self.open.values()):
+            answer.cancel("shutdown")
+
+
+class _Connection(asyncio.Protocol):
+    """Frames of events from bytes. What cannot be read ends the connection."""
+
+    def __init__(self, arrived: Callable[[Sequence[Event]], None], lost: Callable[[], None]) -> None:
+        self._arrived, self._lost = arrived, lost
+        self._decoder = msgspec.msgpack.Decoder(list[Event])
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._buffer
+        buffer += data
+        at = 0
+        while len(buffer) >= at + 4:
+            size = int.from_bytes(buffer[at : at + 4], "little")
+            if size > MAX_FRAME:
+                self.give_up("a frame is too long")
+                return
+            if len(buffer) < at + 4 + size:
+                break
+            try:
+                events = self._decoder.decode(memoryview(buffer)[at + 4 : at + 4 + size])
+            except msgspec.MsgspecError:
+                self.give_up("a frame is not of events")
+                return
+            at += 4 + size
+            self._arrived(events)
+        del buffer[:at]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost()
+
+    def write(self, data: bytes) -> None:
+        assert self._transport is not None
+        self._transport.write(data)
+
+    def close(self) -> None:
+        assert self._transport is not None
+        self._transport.close()
+
+    def give_up(self, why: str) -> None:
+        """End the connection at once."""
+        logger.error("the engine is given up: %s", why)
+        assert self._transport is not None
+        self._transport.abort()

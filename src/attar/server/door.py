@@ -1,0 +1,172 @@
+"""The door in front of every route: it names requests, decides who comes in, and sees that each gets an answer.
+
+It is plain ASGI around the application, so that nothing is reached without passing it, routes added later included.
+Closed is the default: with keys set, only /livez and the page, which holds nothing, answer without one. No body is read
+before its request is let in.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from attar.server.errors import INTERNAL, Refusal
+from attar.server.metrics import Metrics
+from attar.server.protocol import MAX_BODY
+from attar.server.security import Keys, host_name, is_loopback
+from attar.server.work import Caller, Desk
+
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+OPEN_TO_ALL = frozenset({"/livez", "/"})  # the page holds nothing but itself
+IDENTITY = (b"", b"identity")
+METHODS = frozenset({"GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE", "PATCH"})  # that a log may repeat
+GONE = 499  # nobody waited for the answer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the server is reached. Raises ValueError for a public address without a key.
+
+    hosts: names that the Host header may have; empty: loopback's names on loopback, else any. origins: web pages of
+    other servers that may call this one from a browser. max_requests: open at a time, beyond which 429 is the answer.
+    deadline, drain_seconds: of one request, and of all when the server ends.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: Keys = field(default_factory=Keys)
+    hosts: frozenset[str] = frozenset()
+    origins: frozenset[str] = frozenset()
+    max_requests: int = 256
+    deadline: float = 600.0
+    drain_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not self.keys.hashes and not is_loopback(self.host):
+            raise ValueError(
+                f"{self.host} can be reached from other machines: set an API key (a file, or the environment)"
+            )
+        if "*" in self.origins:
+            raise ValueError("origins are listed one by one: `*` would let every web page in")
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What the Host header may be; empty for anything."""
+        return self.hosts or (LOOPBACK_NAMES if is_loopback(self.host) else frozenset())
+
+
+class Door:
+    """ASGI around `app`. `open` counts the requests inside."""
+
+    def __init__(self, app: ASGIApp, options: Options, desk: Desk, metrics: Metrics) -> None:
+        self.app, self.options, self.desk, self.metrics = app, options, desk, metrics
+        self.open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        arrived, name, status = time.monotonic(), secrets.token_hex(12), 0
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        extra = [(b"x-request-id", name.encode()), *self._cors(headers)]
+
+        async def tell(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *extra]
+            await send(message)
+
+        self.open += 1
+        self.metrics.open.set(self.open)
+        try:
+            if self._preflight(scope, headers):
+                await _preflight_answer(tell)
+                return
+            scope["attar"] = Caller(name, arrived, self._let_in(scope, headers))
+            await self.app(scope, receive, tell)
+        except Refusal as refusal:
+            await refuse(refusal, scope["path"], tell)
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            logger.error("%s failed: %s at %s:%s", name, type(error).__name__, place.filename, place.lineno)
+            if not status:
+                await refuse(Refusal("internal", INTERNAL), scope["path"], tell)
+        finally:
+            self.open -= 1
+            self.metrics.open.set(self.open)
+            route = getattr(scope.get("route"), "path", "none")  # the pattern, not what was asked
+            self.metrics.requests.labels(route, str(status or GONE)).inc()
+            method = scope["method"] if scope["method"] in METHODS else "?"
+            level = logging.INFO if method == "POST" else logging.DEBUG
+            logger.log(level, "%s %s %s %d %.3f s", name, method, route, status or GONE, time.monotonic() - arrived)
+
+    def _let_in(self, scope: Scope, headers: dict[bytes, bytes]) -> bytes:
+        """The salt of whoever asks. Raises Refusal."""
+        if scope["path"] in OPEN_TO_ALL:
+            return b""
+        names = self.options.names
+        if names and host_name(headers.get(b"host", b"localhost")) not in names:
+            raise Refusal("host_not_allowed", "this server does not answer to the name in the Host header")
+        salt = self.options.keys.salt(headers)
+        if salt is None:
+            raise Refusal("invalid_api_key", "send a valid key: Authorization: Bearer KEY")
+        if scope["method"] == "POST":
+            self._check_post(headers)
+        return salt
+
+    def _check_post(self, headers: dict[bytes, bytes]) -> None:
+        if self.desk.draining:
+            raise Refusal("draining", "the server is shutting down")
+        if self.open > self.options.max_requests:
+            raise Refusal("overloaded", "the server is full: try again later")
+        if headers.get(b"content-encoding", b"").strip().lower() not in IDENTITY:
+            raise Refusal("unsupported_media_type", "Content-Encoding is not supported: send plain JSON")
+        # A form of a foreign web page can be posted without a preflight, but not as JSON.
+        if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
+            raise Refusal("unsupported_media_type", "send JSON, with Content-Type: application/json")
+        if int(headers.get(b"content-length", b"0")) > MAX_BODY:
+            raise Refusal("body_too_large", f"the body is larger than {MAX_BODY} bytes")
+
+    def _cors(self, headers: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+        if not self.options.origins:
+            return []
+        origin = headers.get(b"origin", b"")
+        if origin.decode("latin-1") not in self.options.origins:
+            return [(b"vary", b"Origin")]
+        return [(b"vary", b"Origin"), (b"access-control-allow-origin", origin)]
+
+    def _preflight(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
+        return (
+            scope["method"] == "OPTIONS"
+            and b"access-control-request-method" in headers
+            and headers.get(b"origin", b"").decode("latin-1") in self.options.origins
+        )
+
+
+async def _preflight_answer(send: Send) -> None:
+    headers = [
+        (b"access-control-allow-methods", b"GET, POST"),
+        (b"access-control-allow-headers", b"authorization, content-type, x-api-key, anthropic-version"),
+        (b"access-control-max-age", b"600"),
+    ]
+    await send({"type": "http.response.start", "status": 204, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def refuse(refusal: Refusal, path: str, send: Send, allowed: str | None = None) -> None:
+    """Answer with a refusal, in the shape that the path's API has. `allowed`: methods, where another was used."""
+    body = refusal.body(anthropic=path.startswith("/v1/messages"))
+    headers: list[Any] = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    headers += [(name.encode(), value.encode()) for name, value in refusal.headers().items()]
+    headers += [] if allowed is None else [(b"allow", allowed.encode())]
+    await send({"type": "http.response.start", "status": refusal.kind.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

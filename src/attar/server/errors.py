@@ -1,0 +1,106 @@
+"""Every way in which a request can be refused: a closed catalogue, in the shapes of OpenAI's and Anthropic's APIs.
+
+A `Refusal` names an entry of the catalogue and says in a sentence, written for this purpose, what was wrong. The text
+of exceptions never gets into an answer: it tells strangers of paths, addresses and versions, and has been the first
+half of more than one exploit. What the engine says of a failed request is shown only where the catalogue says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from attar.engine.messages import Failed
+from attar.server.strict_json import shown
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One entry: HTTP status, OpenAI's type, Anthropic's type, and seconds after which trying again makes sense."""
+
+    status: int
+    openai: str
+    anthropic: str
+    retry_after: int | None = None
+
+
+_INVALID = Kind(400, "invalid_request_error", "invalid_request_error")
+_BUSY = Kind(503, "service_unavailable_error", "overloaded_error", 2)
+
+CATALOGUE: dict[str, Kind] = {
+    "invalid_json": _INVALID,
+    "invalid_type": _INVALID,
+    "invalid_value": _INVALID,
+    "out_of_range": _INVALID,
+    "invalid_length": _INVALID,
+    "missing_field": _INVALID,
+    "unknown_field": _INVALID,
+    "unsupported_field": _INVALID,
+    "empty_prompt": _INVALID,
+    "context_length_exceeded": _INVALID,
+    "no_chat_template": _INVALID,
+    "template_error": _INVALID,
+    "invalid_http": _INVALID,
+    "invalid_api_key": Kind(401, "authentication_error", "authentication_error"),
+    "host_not_allowed": Kind(403, "permission_error", "permission_error"),
+    "not_found": Kind(404, "invalid_request_error", "not_found_error"),
+    "model_not_found": Kind(404, "invalid_request_error", "not_found_error"),
+    "method_not_allowed": Kind(405, "invalid_request_error", "invalid_request_error"),
+    "receipt_timeout": Kind(408, "invalid_request_error", "invalid_request_error"),
+    "length_required": Kind(411, "invalid_request_error", "invalid_request_error"),
+    "body_too_large": Kind(413, "invalid_request_error", "request_too_large"),
+    "target_too_long": Kind(414, "invalid_request_error", "invalid_request_error"),
+    "unsupported_media_type": Kind(415, "invalid_request_error", "invalid_request_error"),
+    "headers_too_large": Kind(431, "invalid_request_error", "invalid_request_error"),
+    "overloaded": Kind(429, "rate_limit_error", "rate_limit_error", 1),
+    "cancelled": Kind(499, "invalid_request_error", "invalid_request_error"),
+    "internal": Kind(500, "server_error", "api_error"),
+    "bad_logits": Kind(500, "server_error", "api_error"),
+    "loading": _BUSY,
+    "draining": _BUSY,
+    "engine_down": _BUSY,
+    "deadline": _BUSY,
+}
+
+INTERNAL = "the request failed inside the server; the log has its id"
+
+_FAILURES = {  # the engine's code: entry, and our words, or None to show the engine's
+    "full": ("overloaded", "the server is full: try again later"),
+    "too_long": ("context_length_exceeded", None),
+    "invalid": ("invalid_value", None),
+    "deadline": ("deadline", "the request took longer than the server allows"),
+    "bad_logits": ("bad_logits", "the model gave no valid probabilities for this prompt"),
+    "internal": ("internal", INTERNAL),
+    "cancelled": ("cancelled", "the request was cancelled"),
+    "shutdown": ("engine_down", "the engine is going down: the request was ended"),
+}
+
+
+class Refusal(Exception):
+    """An answer to a request that is an error: `code` of CATALOGUE, a sentence, and the field it is about."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(code)  # logs get the code: the message may name what the user sent
+        self.code, self.message, self.param = code, message, param
+        self.kind = CATALOGUE[code]
+
+    @classmethod
+    def of(cls, failed: Failed) -> Refusal:
+        """What the engine's refusal is to a user."""
+        code, words = _FAILURES.get(failed.code, _FAILURES["internal"])
+        return cls(code, shown(failed.message, 300) if words is None else words)
+
+    def body(self, anthropic: bool = False) -> bytes:
+        """The error object, as JSON."""
+        if anthropic:
+            error = {"type": self.kind.anthropic, "message": self.message}
+            return msgspec.json.encode({"type": "error", "error": error})
+        error_ = {"message": self.message, "type": self.kind.openai, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error_})
+
+    def headers(self) -> dict[str, str]:
+        """Headers that belong to this status."""
+        if self.kind.retry_after is not None:
+            return {"Retry-After": str(self.kind.retry_after)}
+        return {"WWW-Authenticate": "Bearer"} if self.kind.status == 401 else {}

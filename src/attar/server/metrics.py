@@ -1,0 +1,92 @@
+"""What Prometheus reads at /metrics: the engine's state as it last told it, and what requests saw of time.
+
+The engine's counters are passed through, not counted again. Latencies are measured where the user is: TTFT from a
+request's arrival to its first token, inter-token latency between two events of a choice, both in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from attar.server.client import EngineClient
+
+BEAT = 0.05  # seconds between two looks at the loop's lag
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Metrics:
+    """All metrics of one server, in a registry of their own."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self.registry = registry = CollectorRegistry()
+        registry.register(_Engine(engine))
+        self.requests = Counter(
+            "attar_http_requests", "Requests by route and status", ["route", "status"], registry=registry
+        )
+        self.prompt_tokens = Counter("attar_prompt_tokens", "Tokens of prompts taken in", registry=registry)
+        self.generated_tokens = Counter("attar_generated_tokens", "Tokens given out", registry=registry)
+        self.ttft = Histogram(
+            "attar_time_to_first_token_seconds", "From arrival to the first token", buckets=_SECONDS, registry=registry
+        )
+        self.inter_token = Histogram(
+            "attar_inter_token_seconds", "Between a choice's events, by token", buckets=_SECONDS, registry=registry
+        )
+        self.end_to_end = Histogram(
+            "attar_request_seconds", "From arrival to the end of the answer", buckets=_SECONDS, registry=registry
+        )
+        self.open = Gauge("attar_http_requests_open", "Requests that are being answered", registry=registry)
+        self.lag = Histogram(
+            "attar_event_loop_lag_seconds", "Lateness of a timer in this process", buckets=_SECONDS, registry=registry
+        )
+        self.max_lag = Gauge("attar_event_loop_lag_max_seconds", "The worst of it, ever", registry=registry)
+        self._worst = 0.0
+
+    def text(self) -> bytes:
+        """In Prometheus's text format."""
+        return generate_latest(self.registry)
+
+    async def watch_loop(self) -> None:
+        """Measure, for ever, how late the event loop is."""
+        with contextlib.suppress(asyncio.CancelledError):
+            while True:
+                due = time.monotonic() + BEAT
+                await asyncio.sleep(BEAT)
+                lag = max(0.0, time.monotonic() - due)
+                self.lag.observe(lag)
+                if lag > self._worst:
+                    self._worst = lag
+                    self.max_lag.set(lag)
+
+
+class _Engine(Collector):
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        ready, stats = self._engine.ready, self._engine.stats
+        yield GaugeMetricFamily("attar_engine_up", "1 while the engine is ready", value=float(ready is not None))
+        if stats is None:
+            return
+        yield GaugeMetricFamily("attar_requests_running", "Requests in the running batch", value=stats.running)
+        yield GaugeMetricFamily("attar_requests_waiting", "Requests in the queue", value=stats.waiting)
+        blocks = GaugeMetricFamily("attar_kv_blocks", "Blocks of the KV cache by state", labels=["state"])
+        blocks.add_metric(["free"], stats.blocks_free)
+        blocks.add_metric(["active"], stats.blocks_active)
+        blocks.add_metric(["cached"], stats.blocks_cached)
+        yield blocks
+        for name, help_, value in (
+            ("attar_prefix_tokens_asked", "Prompt tokens that the prefix cache was asked for", stats.prompt_tokens),
+            ("attar_prefix_tokens_hit", "Of those, reused", stats.reused_tokens),
+            ("attar_engine_tokens", "Tokens generated, whether or not anyone still read them", stats.generated_tokens),
+            ("attar_preemptions", "Requests put back to make room for others", stats.preemptions),
+            ("attar_steps", "Steps of the engine", stats.steps),
+            ("attar_step_seconds", "Time in steps of the engine", stats.step_seconds),
+        ):
+            yield CounterMetricFamily(name, help_, value=value)

@@ -1,0 +1,122 @@
+"""Text to prompts of token ids, beside the event loop: a render or a tokenization of megabytes stalls no stream.
+
+Threads do it, a few, since the tokenizer releases Python's lock and templates are another process's work. How many jobs
+may wait is bounded by how many requests the server holds at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from attar.server import schemas, strict_json
+from attar.server.errors import Refusal
+from attar.server.sampling import in_vocabulary
+from attar.server.schemas import text_of
+from attar.text.literal import LiteralChat, Messages
+from attar.text.template import TemplateError, render_chat
+from attar.text.tokenizer import Tokenizer
+
+THREADS = 2
+LARGE_BODY = 16 << 10  # bytes: smaller ones are parsed on the spot, in less time than a thread is asked
+
+Value = TypeVar("Value")
+BodyType = TypeVar("BodyType", bound=schemas.Body)
+
+logger = logging.getLogger(__name__)
+
+
+class Prompts:
+    """The tokenizer and the chat template of the served model. Raises Refusal for what cannot be a prompt."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._literal = LiteralChat(tokenizer)
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prompts")
+
+    def close(self) -> None:
+        """Let the threads go."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def read(self, kind: type[BodyType], body: bytes) -> BodyType:
+        """A request's body as `kind`."""
+        if len(body) <= LARGE_BODY:
+            return schemas.read(kind, body)
+        return await self._beside(lambda: schemas.read(kind, body))
+
+    async def ids(self, prompts: Sequence[str | Sequence[int]], vocab: int, name: str) -> list[tuple[int, ...]]:
+        """Token ids of prompts that are texts or token ids already. `name` is their field."""
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                in_vocabulary(prompt, vocab, name)
+        if all(not isinstance(prompt, str) for prompt in prompts):
+            found = [tuple(prompt) for prompt in prompts if not isinstance(prompt, str)]
+        else:
+            found = await self._beside(lambda: [self._encode(prompt) for prompt in prompts])
+        if not all(found):
+            raise Refusal("empty_prompt", f"{name}: no tokens", name)
+        return found
+
+    async def text_ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+        return await self._beside(lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    async def chat_ids(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
+        """Token ids of a conversation, ready for the assistant's answer."""
+        ids = await self._beside(lambda: self._render(messages))
+        if not ids:
+            raise Refusal("empty_prompt", "messages: no tokens", "messages")
+        return ids
+
+    async def text(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens and all."""
+        return await self._beside(lambda: self.tokenizer.decode(ids, skip_special_tokens=False))
+
+    async def _beside(self, work: Callable[[], Value]) -> Value:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+
+    def _render(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
+        tokenizer = self.tokenizer
+        try:
+            template = tokenizer.chat_template()
+        except ValueError as error:
+            raise Refusal("no_chat_template", "this model has no chat template: use /v1/completions") from error
+
+        def render(said: Messages) -> str:
+            return render_chat(template, said, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
+
+        try:
+            return tuple(self._literal.encode(messages, render))
+        except TemplateError as error:
+            raise Refusal("template_error", f"the chat template: {_fit(str(error))}", "messages") from error
+        except ValueError as error:
+            raise Refusal("invalid_value", "messages: not text that this model can read", "messages") from error
+
+
+def _fit(sentence: str) -> str:
+    """What a template says goes back to whoever made it say so, but for what looks like an address or a path."""
+    unfit = "0x" in sentence or "/" in sentence or "\\" in sentence
+    return "it cannot render this conversation" if unfit else strict_json.shown(sentence, 200)
+
+
+def chat_messages(body: schemas.ChatBody | schemas.TokenizeBody) -> list[dict[str, str]]:
+    """OpenAI's messages as templates know them: `developer` is `system` by its newer name."""
+    found = []
+    for message in body.messages or ():
+        role = "system" if message.role == "developer" else message.role
+        entry = {"role": role, "content": text_of(message.content)}
+        found.append(entry if message.name is None else entry | {"name": message.name})
+    return found
+
+
+def anthropic_messages(body: schemas.AnthropicBody) -> list[dict[str, str]]:
+    """Anthropic's messages as templates know them."""
+    system = text_of(body.system)
+    head = [{"role": "system", "content": system}] if system else []
+    return head + [{"role": message.role, "content": text_of(message.content)} for message in body.messages]

@@ -1,0 +1,79 @@
+"""From a request's fields to `SamplingParams`: what is left to check needs the vocabulary and the context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from attar.engine.request import MAX_STOP_BYTES, SamplingParams
+from attar.server.errors import Refusal
+from attar.server.schemas import AnthropicBody, ChatBody, CompletionBody, Sampling, StopString, StopStrings
+
+DEFAULT_COMPLETION = 16  # tokens: /v1/completions, as OpenAI has it
+
+
+def completion_params(body: CompletionBody, room: int, vocab: int) -> SamplingParams:
+    """For a prompt that leaves `room` tokens of the context."""
+    given = _common(body, vocab)
+    wanted = DEFAULT_COMPLETION if body.max_tokens is None else body.max_tokens
+    if body.logprobs is not None:
+        given["logprobs"] = body.logprobs
+        if body.echo:
+            given["prompt_logprobs"] = body.logprobs
+    return SamplingParams(max_tokens=min(wanted, room), **given)
+
+
+def chat_params(body: ChatBody, room: int, vocab: int) -> SamplingParams:
+    """For a conversation; without a limit it may fill the context."""
+    given = _common(body, vocab)
+    wanted = body.max_completion_tokens or body.max_tokens or room
+    if body.logprobs:
+        given["logprobs"] = body.top_logprobs or 0
+    return SamplingParams(max_tokens=min(wanted, room), **given)
+
+
+def anthropic_params(body: AnthropicBody, room: int) -> SamplingParams:
+    """For Anthropic's messages."""
+    given: dict[str, Any] = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
+    given["stop"] = _stops(body.stop_sequences, "stop_sequences")
+    return SamplingParams(max_tokens=min(body.max_tokens, room), **_present(given))
+
+
+_PLAIN = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos", "seed"
+)  # fmt: skip
+
+
+def _common(body: Sampling, vocab: int) -> dict[str, Any]:
+    given: dict[str, Any] = {name: getattr(body, name) for name in _PLAIN}
+    given["top_k"] = None if body.top_k is None else max(0, body.top_k)  # -1 is another server's word for all
+    given["stop"] = _stops(body.stop, "stop")
+    if body.stop_token_ids:
+        in_vocabulary(body.stop_token_ids, vocab, "stop_token_ids")
+        given["stop_token_ids"] = tuple(body.stop_token_ids)
+    if body.logit_bias:
+        for key in body.logit_bias:
+            if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < vocab):
+                message = f"logit_bias: keys are token ids, 0 to {vocab - 1}"
+                raise Refusal("invalid_value", message, "logit_bias")
+        given["logit_bias"] = {int(key): bias for key, bias in body.logit_bias.items()}
+    return _present(given)
+
+
+def _present(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _stops(stop: StopString | StopStrings | None, name: str) -> tuple[str, ...] | None:
+    if stop is None:
+        return None
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if any(len(text.encode()) > MAX_STOP_BYTES for text in stops):
+        raise Refusal("invalid_length", f"{name}: a stop string has at most {MAX_STOP_BYTES} bytes", name)
+    return stops
+
+
+def in_vocabulary(tokens: Sequence[int], vocab: int, name: str) -> None:
+    """Raises Refusal unless all tokens are of the vocabulary."""
+    if tokens and max(tokens) >= vocab:
+        raise Refusal("out_of_range", f"{name}: token ids are 0 to {vocab - 1}, not {max(tokens)}", name)

@@ -1,0 +1,360 @@
+"""The bodies of requests: types that are the table of fields, their ranges and their defaults, and the one reader.
+
+Ranges are part of the types, msgspec checks them (a bool is no integer there, 1.0 neither), and the OpenAPI document is
+made of the same types, so it cannot say anything else. Every integer has both bounds. Fields of the APIs that do
+nothing here yet are in `unbuilt`, each with the values that mean "do nothing": clients send those, and they are
+welcome; any other value is an error that names the field, as an unknown field is. Silence would be worse than refusal.
+
+Fields that change no token (`user`, `metadata`, cache hints) are accepted and ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from attar.server import strict_json
+from attar.server.errors import Refusal
+
+MAX_PROMPTS = 128
+MAX_INPUTS = 2048
+MAX_MESSAGES = 2048
+MAX_PARTS = 256
+MAX_CHOICES = 16
+MAX_BIASES = 1024
+
+Length = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+LengthOrNone = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Token = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Repetition = Annotated[float, Meta(gt=0, le=100)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Logprobs = Annotated[int, Meta(ge=0, le=20)]
+StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+StopStrings = Annotated[list[StopString], Meta(max_length=16)]
+StopTokens = Annotated[list[Token], Meta(max_length=64)]
+Biases = Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES)]
+Name = Annotated[str, Meta(max_length=256)]
+Label = Annotated[str, Meta(max_length=1024)]  # of no effect: for the sender's own use
+Nothing = Annotated[list[Any], Meta(max_length=0)]
+Pooling = Literal["mean", "last"]
+
+
+class Body(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A request's body. `model` may be left out: one is served."""
+
+    unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    model: Name | None = None
+
+
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # padding against observers of lengths: a client may ask for none
+
+
+class Sampling(Body, frozen=True, kw_only=True):
+    """What /v1/completions and /v1/chat/completions have in common; None is the default of `SamplingParams`."""
+
+    max_tokens: LengthOrNone | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: Fraction | None = None
+    repetition_penalty: Repetition | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Biases | None = None
+    stop: StopString | StopStrings | None = None
+    stop_token_ids: StopTokens | None = None
+    ignore_eos: bool | None = None
+    seed: Seed | None = None
+    n: Choices | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Label | None = None
+
+    def __post_init__(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise Refusal("invalid_value", "stream_options: only with stream = true", "stream_options")
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            where = "stream_options.include_obfuscation"
+            raise Refusal("unsupported_field", f"{where}: not supported by this server", where)
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+_NEITHER: Mapping[str, tuple[Any, ...]] = {  # of both endpoints, or of other servers' dialects of them
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "echo": (False,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "logits_processors": (),
+}
+
+
+class CompletionBody(Sampling, frozen=True, kw_only=True):
+    """/v1/completions."""
+
+    unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **{name: harmless for name, harmless in _NEITHER.items() if name != "echo"},
+        "suffix": ("",),
+        "best_of": (1,),
+        "response_format": ({"type": "text"},),
+    }
+
+    prompt: str | list[str | Token | list[Token]]
+    echo: bool | None = None
+    logprobs: Logprobs | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_tokens == 0 and not self.echo:
+            raise Refusal("out_of_range", "max_tokens: 0 only with echo = true", "max_tokens")
+
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The prompts, each a text or token ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise Refusal("empty_prompt", "prompt: an empty list", "prompt")
+        kinds = {type(part) for part in prompt}
+        if len(kinds) > 1:
+            raise Refusal("invalid_type", "prompt: a list of strings, of token ids, or of lists of token ids", "prompt")
+        if kinds == {int}:
+            return [prompt]  # type: ignore[list-item]
+        if len(prompt) > MAX_PROMPTS:
+            raise Refusal("invalid_length", f"prompt: at most {MAX_PROMPTS} prompts, not {len(prompt)}", "prompt")
+        return prompt  # type: ignore[return-value]
+
+
+class TextPart(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A piece of text. `cache_control` is Anthropic's hint; prompts are cached without being asked."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: dict[str, Any] | None = None
+    citations: Nothing | None = None
+
+
+Content = str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)]
+
+
+def text_of(content: Content | None) -> str:
+    """The text of a message or a system prompt."""
+    if content is None:
+        return ""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One message of a conversation. The fields that must be null come back from clients that repeat an answer."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content | None = None
+    name: Annotated[str, Meta(max_length=64)] | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Nothing | None = None
+    annotations: Nothing | None = None
+
+    def __post_init__(self) -> None:
+        if self.content is None and self.role != "assistant":
+            raise Refusal("missing_field", f"messages: a message of role {self.role} needs content", "messages")
+
+
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class ChatBody(Sampling, frozen=True, kw_only=True):
+    """/v1/chat/completions."""
+
+    unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **_NEITHER,
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "response_format": ({"type": "text"},),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "reasoning_effort": (),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+        "store": (False,),
+        "service_tier": ("auto", "default"),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "documents": ([],),
+    }
+
+    messages: Messages
+    max_completion_tokens: Length | None = None
+    logprobs: bool | None = None
+    top_logprobs: Logprobs | None = None
+    metadata: Annotated[dict[str, Label], Meta(max_length=16)] | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_tokens == 0:
+            raise Refusal("out_of_range", "max_tokens: at least 1", "max_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise Refusal("invalid_value", "top_logprobs: only with logprobs = true", "top_logprobs")
+
+
+class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
+    role: Literal["user", "assistant"]
+    content: Content
+
+
+class Metadata(Struct, frozen=True, forbid_unknown_fields=True):
+    user_id: Label | None = None
+
+
+class AnthropicBody(Body, frozen=True, kw_only=True):
+    """/v1/messages."""
+
+    unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "tools": ([],),
+        "tool_choice": ({"type": "none"}, {"type": "auto"}),
+        "thinking": ({"type": "disabled"},),
+        "service_tier": ("auto", "standard_only"),
+        "container": (),
+        "mcp_servers": ([],),
+        "context_management": (),
+        "output_config": (),
+        "output_format": (),
+    }
+
+    messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: Length
+    system: Content | None = None
+    temperature: Fraction | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    stop_sequences: StopStrings | None = None
+    stream: bool | None = None
+    metadata: Metadata | None = None
+
+
+class EmbeddingBody(Body, frozen=True, kw_only=True):
+    """/v1/embeddings. `pooling` is ours: the mean over positions (the default), or the last one."""
+
+    unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {"dimensions": ()}
+
+    input: str | Annotated[list[str | Token | list[Token]], Meta(min_length=1, max_length=1 << 20)]
+    encoding_format: Literal["float", "base64"] | None = None
+    pooling: Pooling = "mean"
+    user: Label | None = None
+
+    def inputs(self) -> Sequence[str | list[int]]:
+        """The texts, each as such or as token ids."""
+        if isinstance(self.input, str):
+            return [self.input]
+        kinds = {type(part) for part in self.input}
+        if len(kinds) > 1:
+            raise Refusal("invalid_type", "input: a list of strings, of token ids, or of lists of token ids", "input")
+        if kinds == {int}:
+            return [self.input]  # type: ignore[list-item]
+        if len(self.input) > MAX_INPUTS:
+            raise Refusal("invalid_length", f"input: at most {MAX_INPUTS} texts, not {len(self.input)}", "input")
+        return self.input  # type: ignore[return-value]
+
+
+class TokenizeBody(Body, frozen=True, kw_only=True):
+    """/tokenize: of a text, or of a conversation as the chat endpoint would render it."""
+
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise Refusal("missing_field", "prompt: either prompt or messages, and one of them", "prompt")
+
+
+class DetokenizeBody(Body, frozen=True, kw_only=True):
+    """/detokenize."""
+
+    tokens: Annotated[list[Token], Meta(max_length=1 << 20)]
+
+
+T = TypeVar("T", bound=Body)
+
+
+def read(kind: type[T], body: bytes) -> T:
+    """A request's body as `kind`. Raises Refusal, which names the field."""
+    try:
+        value = strict_json.loads(body)
+    except strict_json.JSONError as error:
+        raise Refusal("invalid_json", str(error)) from error
+    if isinstance(value, dict):
+        for name in kind.unbuilt.keys() & value.keys():
+            given = value.pop(name)
+            if given is not None and not any(_same(given, harmless) for harmless in kind.unbuilt[name]):
+                raise Refusal("unsupported_field", f"{name}: not supported by this server", name)
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error)) from error
+
+
+def _same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b)  # False is not 0 here
+
+
+_CODES = (  # what msgspec's sentences have in them; tests hold every one
+    ("unknown field", "unknown_field"),
+    ("missing required field", "missing_field"),
+    ("of length", "invalid_length"),
+    ("enum value", "invalid_value"),
+    (", got ", "invalid_type"),
+    ("<", "out_of_range"),
+    (">", "out_of_range"),
+)
+
+
+def _explained(sentence: str) -> Refusal:
+    """msgspec's `Expected ... - at `$.field[0]`` as a refusal."""
+    what, _, where = sentence.rpartition(" - at `$")
+    if not what:
+        what, where = sentence, ""
+    code = next((code for words, code in _CODES if words in what), "invalid_value")
+    param = where.rstrip("`").lstrip(".")
+    if code in ("unknown_field", "missing_field"):
+        field = strict_json.shown(what.partition("`")[2].rpartition("`")[0])
+        param = f"{param}.{field}" if param else field
+        says = "unknown" if code == "unknown_field" else "is required"
+    else:
+        says = strict_json.shown(what[0].lower() + what[1:], 160).replace("`", "")
+    return Refusal(code, f"{param or 'the body'}: {says}", param or None)

@@ -1,0 +1,95 @@
+"""Who may ask: API keys, the salt that keeps their caches apart, and hosts and origins that browsers may come from.
+
+Keys come from a file or the environment, never from the command line, where every user of the machine can read them.
+What is kept is their SHA-256; what is compared is SHA-256 with SHA-256, in constant time. Without a key the server
+binds to loopback only, and there the Host header must name loopback: a web page whose name was made to resolve to
+127.0.0.1 (DNS rebinding) still sends its own name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import os
+import stat
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MIN_KEY = 32  # characters
+KEY_VARIABLE = "ATTAR_API_KEY"
+
+
+def find_keys(file: Path | None, environ: MutableMapping[str, str]) -> tuple[str, ...]:
+    """Keys of a file, else of KEY_VARIABLE, which is taken out so that no child inherits it. Raises as `read_keys`."""
+    key = environ.pop(KEY_VARIABLE, None)
+    if file is not None:
+        return read_keys(file)
+    return () if key is None else checked_keys([key], KEY_VARIABLE)
+
+
+def read_keys(file: Path) -> tuple[str, ...]:
+    """Keys of a file, one a line. Raises ValueError: for short keys, an empty file, or one that others may read."""
+    with open(file, encoding="utf-8", opener=_no_links) as stream:
+        if stat.S_IMODE(os.fstat(stream.fileno()).st_mode) & 0o077:
+            raise ValueError(f"{file} can be read by other users: chmod 600 it")
+        return checked_keys(stream.read().split("\n"), str(file))
+
+
+def checked_keys(lines: Iterable[str], source: str) -> tuple[str, ...]:
+    """The keys among `lines`, stripped. Raises ValueError."""
+    keys = tuple(key for line in lines if (key := line.strip()))
+    if not keys:
+        raise ValueError(f"{source} holds no key")
+    for number, key in enumerate(keys, 1):
+        if len(key) < MIN_KEY or not (key.isascii() and key.isprintable()) or " " in key:
+            raise ValueError(f"key {number} of {source}: keys are at least {MIN_KEY} printable ASCII characters")
+    return keys
+
+
+def _no_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys that open the door; none means that it is open. `secret` makes salts that no client can compute."""
+
+    hashes: tuple[bytes, ...] = ()
+    secret: bytes = field(default_factory=lambda: os.urandom(32), repr=False)
+
+    @classmethod
+    def of(cls, keys: Iterable[str]) -> Keys:
+        """Of the keys themselves."""
+        return cls(tuple(hashlib.sha256(key.encode()).digest() for key in keys))
+
+    def salt(self, headers: Mapping[bytes, bytes]) -> bytes | None:
+        """The cache salt of whoever sent these headers; None if they may not ask."""
+        if not self.hashes:
+            return b""
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        key = given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+        digest = hashlib.sha256(key).digest()
+        known = False
+        for each in self.hashes:  # all of them, whichever fits
+            known |= hmac.compare_digest(digest, each)
+        return hmac.digest(self.secret, digest, "sha256") if known else None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to bind to is reachable from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def host_name(header: bytes) -> str:
+    """The name in a Host header, without its port."""
+    text = header.decode("latin-1").strip().lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.partition(":")[0]

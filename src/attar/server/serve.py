@@ -1,0 +1,126 @@
+"""`serve`: the HTTP process, from its socket to its last answer.
+
+The first SIGTERM (or Ctrl-C) closes the door to new work and lets what is inside finish, for `drain_seconds`; then, or
+at the second signal, what is left gets its terminal error, the engine is told to end, and the process exits with 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import uvicorn
+
+from attar.server.api import make_app
+from attar.server.client import EngineClient
+from attar.server.door import Door, Options
+from attar.server.metrics import Metrics
+from attar.server.prompts import Prompts
+from attar.server.protocol import KEEP_ALIVE_SECONDS, LimitedProtocol
+from attar.server.work import Desk
+from attar.text.tokenizer import Tokenizer
+
+BACKLOG = 512
+
+logger = logging.getLogger(__name__)
+
+
+def serve(engine: Path, tokenizer: Tokenizer, options: Options, started: Callable[[str], None] | None = None) -> None:
+    """Serve until told to stop.
+
+    engine: the Unix socket at which the engine listens, or will; it is connected to whenever it does. started: called
+    with the server's address once it listens. Raises OSError when the address cannot be had.
+    """
+    asyncio.run(Server(engine, tokenizer, options).run(started))
+
+
+class Server:
+    """One server. `stop` may be called from a signal handler of the loop, several times."""
+
+    def __init__(self, engine: Path, tokenizer: Tokenizer, options: Options) -> None:
+        self.options = options
+        self.engine = EngineClient(engine)
+        self.metrics = Metrics(self.engine)
+        self.desk = Desk(self.engine, self.metrics, options.deadline)
+        self.prompts = Prompts(tokenizer)
+        self.app = make_app(self.desk, self.prompts, self.metrics)
+        self.door = Door(self.app, options, self.desk, self.metrics)
+        self._stop, self._now = asyncio.Event(), asyncio.Event()
+
+    def stop(self) -> None:
+        """Drain; the second time, end at once."""
+        if self._stop.is_set():
+            self._now.set()
+        self._stop.set()
+
+    async def run(self, started: Callable[[str], None] | None = None, signals: bool = True) -> None:
+        """Serve until stopped. Signals can be watched in the main thread only."""
+        listener = _listen(self.options.host, self.options.port)
+        config = uvicorn.Config(
+            self.door,
+            http=LimitedProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=2,
+        )
+        server = _Uvicorn(config)
+        loop = asyncio.get_running_loop()
+        if signals:
+            for each in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(each, self.stop)
+        self.engine.start()
+        lag = loop.create_task(self.metrics.watch_loop())
+        serving = loop.create_task(server.serve([listener]))
+        try:
+            if started is not None:
+                host, port = listener.getsockname()[:2]
+                started(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+            stopped = loop.create_task(self._stop.wait())
+            await asyncio.wait([stopped, serving], return_when=asyncio.FIRST_COMPLETED)
+            await self._drain()
+        finally:
+            await self.engine.close()
+            server.should_exit = True
+            await serving
+            lag.cancel()
+            self.prompts.close()
+
+    async def _drain(self) -> None:
+        self.desk.draining = True
+        logger.info("draining: %d requests are open", self.door.open)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.options.drain_seconds):
+                while self.door.open and not self._now.is_set():
+                    await asyncio.sleep(0.02)
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are `Server`'s."""
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio turns Nagle's algorithm off for sockets that say they are TCP; with 0, "the default", answers wait 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener

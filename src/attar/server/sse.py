@@ -1,0 +1,69 @@
+"""Answers over HTTP that end when their reader goes: server-sent events, and the watch that notices.
+
+Starlette cancels no handler whose client went away unless it streams, and uvicorn drops silently what is sent to
+nobody; an engine would go on for minutes. So while an answer is made, one task waits for the connection's end, and
+cancels the answer then. A stream's events are written as they come, all that have arrived in one write; the connection
+makes the writer wait when its buffer is full (`protocol.py`), and the queue behind it is bounded (`client.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+@contextlib.asynccontextmanager
+async def while_connected(receive: Receive, gone: Callable[[], None]) -> AsyncIterator[None]:
+    """Calls `gone` when the client disconnects within. The request's body must have been read."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone()
+
+    task = asyncio.get_running_loop().create_task(watch())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+class EventStream(Response):
+    """A response of server-sent events.
+
+    `pieces` yields encoded events; `gone` is called when nobody reads them; `failed` is the last event should making
+    the others raise, so that no stream ends without one.
+    """
+
+    media_type = "text/event-stream"
+    charset = "utf-8"
+
+    def __init__(self, pieces: AsyncIterator[bytes], gone: Callable[[], None], failed: bytes) -> None:
+        super().__init__(headers=STREAM_HEADERS)
+        del self.headers["content-length"]
+        self._pieces, self._gone, self._failed = pieces, gone, failed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with while_connected(receive, self._gone):
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                try:
+                    async for piece in self._pieces:
+                        await send({"type": "http.response.body", "body": piece, "more_body": True})
+                except Exception:
+                    await send({"type": "http.response.body", "body": self._failed, "more_body": False})
+                    raise
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._gone()  # whatever ended this
+
+
+def event(data: bytes, name: str | None = None) -> bytes:
+    """One server-sent event of JSON, which has no line breaks."""
+    return b"data: " + data + b"\n\n" if name is None else b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"

@@ -1,0 +1,113 @@
+"""Bytes of a request to Python values, strictly.
+
+The parser is the standard library's. It is laxer than RFC 8259 and I-JSON (RFC 7493) in what it lets through, and
+each laxity has cost somebody: NaN that fails only when it is written again, a key given twice of which two programs
+read different ones, a BOM or UTF-16 that slips past a filter, a lone surrogate that no encoder takes, a nesting that
+ends the process. So the text is decoded first, as UTF-8 and nothing else, the two things that are gone after parsing
+(constants and double keys) are caught by the parser's own hooks, and one walk over the values does the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+MAX_DEPTH = 64
+MIN_INT, MAX_INT = -(2**63), 2**63 - 1
+
+
+class JSONError(ValueError):
+    """Not JSON as we take it: one sentence that says what and where, and nothing of the content but a key's name."""
+
+
+def loads(body: bytes) -> Any:
+    """The value that `body` holds. Raises JSONError."""
+    if not body.strip(b" \t\r\n"):
+        raise JSONError("the body is empty: it must be a JSON object")
+    if body.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
+        raise JSONError("the body starts with a byte order mark: it must be plain UTF-8")
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        raise JSONError(f"the body is not UTF-8 at byte {error.start}") from error
+    try:
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+    except JSONError:
+        raise
+    except json.JSONDecodeError as error:
+        raise JSONError(f"{error.msg} at line {error.lineno}, column {error.colno}") from error
+    except RecursionError as error:
+        raise JSONError(f"nested deeper than {MAX_DEPTH} levels") from error
+    except ValueError as error:  # Python refuses to read integers of more than 4300 digits
+        raise JSONError("an integer has too many digits: they must fit 64 bits, signed") from error
+    _check(value)
+    return value
+
+
+def shown(name: str, limit: int = 64) -> str:
+    """A name out of a request, fit for an error message: short, and without control characters."""
+    return "".join(char if char.isprintable() else "?" for char in name[:limit]) + ("..." if len(name) > limit else "")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise JSONError(f"the key `{shown(key)}` is there twice in one object")
+            seen.add(key)
+    return found
+
+
+def _constant(name: str) -> Any:
+    raise JSONError(f"{name} is not JSON")
+
+
+def _check(value: Any) -> None:
+    """Depth, range of numbers, and text that is Unicode; without recursion."""
+    waiting: list[tuple[Any, int, Any]] = [(value, 0, None)]  # value, depth of what holds it, path (holder's, its key)
+    while waiting:
+        value, depth, path = waiting.pop()
+        if isinstance(value, dict | list):
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise JSONError(f"nested deeper than {MAX_DEPTH} levels at {_where(path)}")
+            if isinstance(value, dict):
+                for key, inner in value.items():
+                    _scalar(key, path)
+                    waiting.append((inner, depth, (path, key)))
+                continue
+            for at, inner in enumerate(value):  # long lists are of numbers: those need no entry of their own
+                if isinstance(inner, dict | list):
+                    waiting.append((inner, depth, (path, at)))
+                else:
+                    _scalar(inner, path, at)
+        else:
+            _scalar(value, path)
+
+
+def _scalar(value: Any, path: Any, at: int | None = None) -> None:
+    kind = type(value)
+    if kind is int:
+        if not MIN_INT <= value <= MAX_INT:
+            raise JSONError(f"the integer at {_where(path, at)} does not fit 64 bits, signed")
+    elif kind is float:
+        if not math.isfinite(value):
+            raise JSONError(f"the number at {_where(path, at)} is too large")
+    elif kind is str and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            where = _where(path, at)
+            raise JSONError(f"a lone surrogate, which is not Unicode, in the text at {where}") from error
+
+
+def _where(path: Any, at: int | None = None) -> str:
+    """`$.messages[3].content`, from links of (the rest, key)."""
+    parts = [] if at is None else [f"[{at}]"]
+    while path is not None:
+        path, key = path
+        parts.append(f"[{key}]" if isinstance(key, int) else f".{shown(key)}")
+    return "$" + "".join(reversed(parts))[:256]

@@ -1,0 +1,252 @@
+"""One request on its way through: what was asked of the engine, what came back, and how long each part took.
+
+Endpoints differ in how they read a request and write an answer; between the two they all do what is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from attar.engine.messages import Delta, Embed, Embedding, Failed, Finished, PromptLogprobs, Ready, Report, Submit
+from attar.engine.request import SamplingParams, TokenLogprob
+from attar.server.client import Answer, AnswerEvent, EngineClient
+from attar.server.errors import Refusal
+from attar.server.metrics import Metrics
+
+REMEMBERED = 1000  # requests that /why can tell of
+PROMPT_ANSWER = 1.0  # seconds that a stream's status waits for the engine's first word
+MAX_SILENCE = 5.0  # seconds that a working engine may say nothing: a step takes less
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, and what for: the request's id, when it came, and the salt of the key it came with."""
+
+    id: str
+    arrived: float  # monotonic
+    salt: bytes
+
+
+@dataclass(slots=True)
+class Choice:
+    """One whole choice."""
+
+    text: str = ""
+    reason: str = ""
+    stop: str | None = None
+    tokens: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+class Work:
+    """A request that the engine has. `prompts` are its prompts; choice c of prompt p is number p * n + c."""
+
+    def __init__(self, caller: Caller, prompts: Sequence[tuple[int, ...]], n: int, answer: Answer, desk: Desk) -> None:
+        self.caller, self.prompts, self.n, self.answer = caller, prompts, n, answer
+        self.created = int(time.time())
+        self.prompt_tokens = sum(map(len, prompts))
+        self.generated = 0
+        self.reused = 0
+        self.reports: list[Report | None] = [None] * len(prompts)
+        self._desk = desk
+        self._first: float | None = None
+        self._last: dict[tuple[str, int], float] = {}
+        self._peeked: list[AnswerEvent] = []
+        self._outcome = ""
+
+    def number(self, event: Delta | Finished) -> int:
+        """Which choice of the whole answer an event is about."""
+        return self.answer.prompts[event.id] * self.n + event.choice
+
+    async def admitted(self) -> None:
+        """Wait a little for the engine's first word, so that a refusal can still be the answer's status."""
+        try:
+            async with asyncio.timeout(PROMPT_ANSWER):
+                self._peeked = await self._take()
+        except TimeoutError:
+            return
+        if isinstance(self._peeked[0], Failed):
+            raise Refusal.of(self._peeked[0])
+
+    async def events(self) -> AsyncIterator[list[AnswerEvent]]:
+        """All events, those that came together together."""
+        if self._peeked:
+            yield self._peeked
+        while events := await self._take():
+            yield events
+
+    async def choices(self) -> tuple[list[Choice], dict[int, Sequence[TokenLogprob]]]:
+        """The whole answer: its choices, and the log probabilities of prompts by their number. Raises Refusal."""
+        choices = [Choice() for _ in range(len(self.prompts) * self.n)]
+        pieces: list[list[str]] = [[] for _ in choices]
+        of_prompts: dict[int, Sequence[TokenLogprob]] = {}
+        async for events in self.events():
+            for event in events:
+                if isinstance(event, Delta):
+                    number = self.number(event)
+                    pieces[number].append(event.text)
+                    choices[number].logprobs.extend(event.logprobs or ())
+                elif isinstance(event, Finished):
+                    choice = choices[self.number(event)]
+                    choice.reason, choice.stop, choice.tokens = event.reason, event.stop, event.completion_tokens
+                elif isinstance(event, PromptLogprobs):
+                    of_prompts[self.answer.prompts[event.id]] = event.logprobs
+                elif isinstance(event, Failed):
+                    raise Refusal.of(event)
+        for choice, texts in zip(choices, pieces, strict=True):
+            choice.text = "".join(texts)
+        return choices, of_prompts
+
+    async def vectors(self) -> list[bytes]:
+        """The vectors of an embedding request, in order of its prompts. Raises Refusal."""
+        found: dict[str, bytes] = {}
+        async for events in self.events():
+            for event in events:
+                if isinstance(event, Failed):
+                    raise Refusal.of(event)
+                if isinstance(event, Embedding):
+                    found[event.id] = event.vector
+        return [found[each] for each in self.answer.prompts]
+
+    async def _take(self) -> list[AnswerEvent]:
+        if events := await self.answer.take():
+            self._note(events)
+        return events
+
+    def _note(self, events: Sequence[AnswerEvent]) -> None:
+        """Count, and keep what /why will tell."""
+        now, metrics = time.monotonic(), self._desk.metrics
+        for event in events:
+            if isinstance(event, Delta):
+                tokens = len(event.token_ids)
+                self.generated += tokens
+                key = (event.id, event.choice)
+                last = self._last.get(key)
+                if self._first is None:
+                    self._first = now
+                    metrics.ttft.observe(now - self.caller.arrived)
+                if last is not None and tokens:
+                    metrics.inter_token.observe((now - last) / tokens)
+                self._last[key] = now
+            elif isinstance(event, Finished):
+                self._outcome = event.reason
+                if event.report is not None:
+                    self.reports[self.answer.prompts[event.id]] = event.report
+                    self.reused += event.report.reused_tokens
+            elif isinstance(event, Failed):
+                self._outcome = event.code
+        if self.answer.ended:
+            self._finish(now)
+
+    def _finish(self, now: float) -> None:
+        seconds, caller, metrics = now - self.caller.arrived, self.caller, self._desk.metrics
+        metrics.end_to_end.observe(seconds)
+        metrics.generated_tokens.inc(self.generated)
+        first = None if self._first is None else self._first - caller.arrived
+        self._desk.remember(
+            caller,
+            {
+                "id": caller.id,
+                "outcome": self._outcome or "stop",
+                "seconds": seconds,
+                "seconds_to_first_token": first,
+                "generated_tokens": self.generated,
+                "prompts": [None if report is None else msgspec.to_builtins(report) for report in self.reports],
+            },
+        )
+        logger.info(
+            "%s ended (%s): %d tokens in, %d reused, %d out, %.3f s",
+            caller.id, self._outcome or "stop", self.prompt_tokens, self.reused, self.generated, seconds,
+        )  # fmt: skip
+
+
+class Desk:
+    """Where requests become work: the engine's client, the metrics, and the memory of what became of requests."""
+
+    def __init__(self, engine: EngineClient, metrics: Metrics, deadline: float) -> None:
+        self.engine, self.metrics, self.deadline = engine, metrics, deadline
+        self.draining = False
+        self._memory: OrderedDict[str, tuple[bytes, dict[str, Any]]] = OrderedDict()
+
+    def ready(self) -> Ready:
+        """The engine, ready to be asked. Raises Refusal when it is not."""
+        if self.draining:
+            raise Refusal("draining", "the server is shutting down")
+        if self.engine.ready is None:
+            if self.engine.was_ready:
+                raise Refusal("engine_down", "the engine is not running")
+            raise Refusal("loading", "the model is being loaded")
+        return self.engine.ready
+
+    def healthy(self) -> None:
+        """Raises Refusal unless the engine is ready, and answers when it has work."""
+        self.ready()
+        if self.engine.silent > MAX_SILENCE:
+            raise Refusal("engine_down", f"the engine has not answered for {MAX_SILENCE:g} s")
+
+    def model(self, asked: str | None) -> str:
+        """The served model's name, if `asked` is it, or nothing. Raises Refusal."""
+        served = self.ready().model
+        if asked is not None and asked != served:
+            raise Refusal("model_not_found", "model: not served here; GET /v1/models lists what is", "model")
+        return served
+
+    def submit(self, caller: Caller, prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int) -> Work:
+        """Prompts to be continued, n choices each."""
+        seeded = params.seeded()
+        commands = [
+            Submit(name, prompt, seeded, n=n, salt=caller.salt, deadline=self.deadline)
+            for name, prompt in zip(_names(caller, len(prompts)), prompts, strict=True)
+        ]
+        return self._work(caller, prompts, n, commands)
+
+    def embed(self, caller: Caller, prompts: Sequence[tuple[int, ...]], pooling: str) -> Work:
+        """Prompts whose vectors are wanted."""
+        commands = [
+            Embed(name, prompt, pooling, deadline=self.deadline)
+            for name, prompt in zip(_names(caller, len(prompts)), prompts, strict=True)
+        ]
+        return self._work(caller, prompts, 1, commands)
+
+    def remember(self, caller: Caller, story: dict[str, Any]) -> None:
+        """Keep what became of a request, for those with the same key; the oldest is forgotten."""
+        self._memory[caller.id] = (caller.salt, story)
+        if len(self._memory) > REMEMBERED:
+            self._memory.popitem(last=False)
+
+    def story(self, request: str, salt: bytes) -> dict[str, Any]:
+        """What became of a request. Raises Refusal when nobody knows, or it was another's."""
+        owner, story = self._memory.get(request, (None, {}))
+        if owner != salt:
+            raise Refusal("not_found", f"no such request among the last {REMEMBERED}")
+        return story
+
+    def _work(
+        self, caller: Caller, prompts: Sequence[tuple[int, ...]], n: int, commands: Sequence[Submit | Embed]
+    ) -> Work:
+        self.ready()
+        self.metrics.prompt_tokens.inc(sum(map(len, prompts)))
+        return Work(caller, prompts, n, self.engine.ask(commands), self)
+
+
+def _names(caller: Caller, count: int) -> list[str]:
+    return [caller.id] if count == 1 else [f"{caller.id}.{at}" for at in range(count)]
+
+
+def room(prompts: Sequence[tuple[int, ...]], context: int, name: str, new: int = 1) -> int:
+    """Tokens that the longest prompt leaves of the context, at least `new`. Raises Refusal with both numbers."""
+    longest = max(map(len, prompts))
+    if longest + new > context:
+        message = f"{name}: {longest} tokens, which with {new} to come are more than this model's context of {context}"
+        raise Refusal("context_length_exceeded", message, name)
+    return context - longest

@@ -1,0 +1,78 @@
+"""Conversations whose messages cannot speak in special tokens.
+
+A chat template marks who speaks with special tokens, and a rendered template is encoded with them recognised. So a
+message that contains `<|im_end|>` would end its own turn and begin another's, the system's if it likes. Here such text
+in messages stays text: before rendering each occurrence is replaced by a placeholder, and the stretch of rendered text
+around it, up to the template's own special tokens, is encoded by a copy of the tokenizer that recognises none. All the
+rest, and every conversation without such text, is encoded as always.
+
+Added tokens that are not special (`<think>` in many models) are words of the model like any other, and are left alone.
+Where a tokenizer puts a space before the first word of a text, such a stretch gets one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from tokenizers import Tokenizer as Backend
+
+from attar.text.tokenizer import Tokenizer
+
+_MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # what Unicode keeps for inside programs, and never text
+
+Messages = Sequence[Mapping[str, str]]
+
+
+class LiteralChat:
+    """Encodes conversations for one tokenizer. Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        names = [tokenizer.id_to_bytes(token).decode("utf-8", "replace") for token in tokenizer.special_ids]
+        self._specials = sorted((name for name in names if name), key=lambda name: (-len(name), name))
+        self._literal: Backend | None = None
+        self._lock = threading.Lock()
+
+    def encode(self, messages: Messages, render: Callable[[Messages], str]) -> list[int]:
+        """Token ids of `render(messages)`. Raises what `render` raises, and ValueError for lone surrogates."""
+        texts = [text for message in messages for text in message.values()]
+        if not any(special in text for special in self._specials for text in texts):
+            return self._tokenizer.encode_chat(render(messages))
+        mark = next((mark for mark in _MARKS if not any(mark in text for text in texts)), None)
+        if mark is None:
+            raise ValueError("a message holds all of the 32 noncharacters from U+FDD0 on, which are no text")
+        quoted = [{name: self._quoted(text, mark) for name, text in message.items()} for message in messages]
+        return self._ids(render(quoted), mark)
+
+    def _quoted(self, text: str, mark: str) -> str:
+        for number, special in enumerate(self._specials):
+            text = text.replace(special, f"{mark}{number}{mark}")
+        return text
+
+    def _ids(self, rendered: str, mark: str) -> list[int]:
+        ids: list[int] = []
+        plain = at = 0  # rendered[plain:at] is to be encoded as always
+        while (found := rendered.find(mark, at)) >= 0:
+            before = [rendered.rfind(name, plain, found) + len(name) for name in self._within(rendered, plain, found)]
+            after = [rendered.find(name, found) for name in self._within(rendered, found, len(rendered))]
+            start, at = max(before, default=plain), min(after, default=len(rendered))
+            ids += self._tokenizer.encode_chat(rendered[plain:start])
+            ids += self._literally(self._restored(rendered[start:at], mark))
+            plain = at
+        return ids + self._tokenizer.encode_chat(rendered[plain:])
+
+    def _within(self, text: str, start: int, end: int) -> list[str]:
+        return [special for special in self._specials if text.find(special, start, end) >= 0]
+
+    def _restored(self, text: str, mark: str) -> str:
+        parts = text.split(mark)  # text, number, text, number, ..., text
+        parts[1::2] = [self._specials[int(number)] for number in parts[1::2]]
+        return "".join(parts)
+
+    def _literally(self, text: str) -> list[int]:
+        with self._lock:
+            if self._literal is None:
+                self._literal = Backend.from_str(self._tokenizer._backend.to_str())
+                self._literal.encode_special_tokens = True
+        return list(self._literal.encode_batch_fast([text], add_special_tokens=False)[0].ids)

@@ -1,0 +1,377 @@
+"""The real scheduler, pool and prefix tree, driven through random lives of an engine under a virtual clock.
+
+A seed makes everything: sizes and limits, the requests (with prefixes in common, salts, priorities, deadlines, several
+choices, bypass, some that can never fit), when they come and are cancelled, steps that fail for some, and what happens
+while a step is under way. Only the model is fake: its next token is a function of the sequence's seed and of all
+tokens before it, by way of a cache of fake keys and values. Each slot holds a digest of salt and tokens up to its own,
+slots of free blocks are wiped, and what a step reads must be what the sequence alone would have written.
+
+After every event these hold:
+
+ 1. free + active + cached blocks are all blocks, and each block's state follows from its owners (`owners`)
+ 2. a block's holders are as many as sequences and copies that use it (`owners`)
+ 3. no block has two roles: one place in one sequence's table, one node of the tree (`owners`)
+ 4. the free list has every free block once (`BlockPool.check`)
+ 5. a block of the tree contains what its path says, computed and verified (`tags`)
+ 6. holders never increase along a path, and the tree is well formed (`RadixCache.check`)
+ 7. no sequence is in two queues or none, its integers agree (`Scheduler.check`, `Sequence.check`)
+ 8. no more run than may, and a step has no more tokens than its budget (`planned`)
+ 9. whoever's deadline has come has ended, or ends with the step under way (`deadlines`)
+10. nobody is passed, or preempted, more often than the limits say (`planned`)
+11. every slot that is read holds what the sequence wrote, and is written once a step (`run`)
+12. tokens are those of the solo run (`emitted`)
+13. an ended sequence never gains a token (`emitted`)
+14. no block is evicted while a sequence uses it (`advance`)
+15. a plan is empty only where nothing may run yet (`planned`)
+
+and in the end:
+
+16. every request has ended exactly once, finished ones with their whole answer (`drain`)
+17. within a bounded number of steps (`drain`)
+18. no block is active, and after a flush all are free (`drain`)
+
+`python -m tests.engine.simulation --seeds 20000` runs many; `--first 4711 --seeds 1` replays one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import attar.engine.blocks
+import attar.engine.radix
+import attar.engine.scheduler
+from attar.engine.limits import Limits
+from attar.engine.sequence import Sequence, Status
+
+END = 0  # the token that ends an answer
+VOCABULARY = 4  # few, so that random prompts have beginnings in common
+EVENTS = 80
+
+
+def digest(before: int, token: int) -> int:
+    """Of all tokens up to this one. Hashes of integers are the same in every process."""
+    return hash((before, token))
+
+
+def begin(salt: bytes) -> int:
+    return hash(tuple(salt))
+
+
+def choose(state: int, seed: int) -> int:
+    """The fake model's next token."""
+    number = (hash((state, seed)) >> 8) % 48
+    return END if number == 0 else number % VOCABULARY or 1
+
+
+@dataclass(eq=False)
+class Asked:
+    """A sequence with all it will ever be: its tokens when run alone, and the digest at each."""
+
+    sequence: Sequence
+    seed: int
+    tokens: list[int]
+    digests: list[int] = field(default_factory=list)
+    passed: int = 0
+    preempted: int = 0
+    gained: int | None = None
+    """Output tokens at the moment it was cancelled or had ended."""
+    endings: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        state = begin(self.sequence.salt)
+        for token in self.tokens:
+            state = digest(state, token)
+            self.digests.append(state)
+        while len(self.tokens) < self.sequence.prompt + self.sequence.max_tokens:
+            self.tokens.append(choose(state, self.seed))
+            state = digest(state, self.tokens[-1])
+            self.digests.append(state)
+            if self.tokens[-1] == END:
+                break
+
+
+class Simulation:
+    """One life of an engine. The modules can be others, with bugs in them."""
+
+    def __init__(
+        self,
+        seed: int,
+        events: int = EVENTS,
+        blocks: ModuleType = attar.engine.blocks,
+        radix: ModuleType = attar.engine.radix,
+        scheduler: ModuleType = attar.engine.scheduler,
+    ) -> None:
+        self.rng = rng = random.Random(seed)
+        self.events = events
+        self.module = scheduler
+        size = rng.choice([1, 2, 3, 4, 4, 8])
+        running = rng.choice([1, 3, 6, 8, 8])
+        self.limits = Limits(
+            policy=rng.choice(["none", "static", "dynamic", *["continuous"] * 7]),
+            max_running=running,
+            max_step_tokens=running + rng.choice([0, 1, 3, 10, 30]),
+            max_waiting=rng.choice([4, 8, 30]),
+            max_delay=rng.choice([0.0, 1.0, 4.0]),
+            max_passed=rng.choice([0, 1, 3]),
+            max_preemptions=rng.choice([0, 1, 2, 4, 4]),
+            headroom=rng.choice([0.0, 0.0, 0.0, 0.2]),
+        )
+        self.pool = blocks.BlockPool(max(2, rng.choice([24, 48, 48, 96]) // size), size)
+        self.cache = radix.RadixCache(self.pool, rng.choice([n for n in range(1, size + 1) if size % n == 0]))
+        self.scheduler = scheduler.Scheduler(self.pool, self.cache, self.limits)
+        self.memory: list[list[int | None]] = [[None] * size for _ in range(self.pool.total)]
+        self.asked: dict[str, Asked] = {}
+        self.requests = 0
+        self.step = None
+        self.now = 0.0
+
+    def life(self) -> None:
+        """All events, then the end. Raises AssertionError where an invariant does not hold."""
+        kinds = [self.arrive, self.cancel, self.wait, self.advance]
+        for kind in self.rng.choices(kinds, weights=[4, 1, 1, 12], k=self.events):
+            kind()
+            self.check()
+        self.drain()
+
+    def arrive(self) -> None:
+        """A request, of one to three choices, whose prompt may begin as something seen before."""
+        rng = self.rng
+        prompt: list[int] = []
+        most = self.pool.total * self.pool.size
+        if self.asked and rng.random() < 0.7:
+            other = rng.choice(list(self.asked.values())[-8:]).tokens
+            prompt = other[: rng.randint(1, min(len(other), most // 2))]
+        prompt = prompt + [rng.randrange(VOCABULARY) for _ in range(rng.randint(0 if prompt else 1, 8))]
+        deadline = self.now + rng.uniform(0, 8) if rng.random() < 0.15 else None
+        salt, priority = rng.choice([b"", b"", b"", b"a", b"b"]), rng.choice([0, 0, 0, 1, -1])
+        bypass, longest = rng.random() < 0.1, rng.choice([0, 1, 6, 15, 25, 40])
+        choices = []
+        for i in range(rng.choice([1, 1, 1, 2, 3])):
+            sequence = Sequence(
+                id=f"{self.requests}.{i}", prompt_ids=prompt, max_tokens=longest, priority=priority,
+                deadline=deadline, salt=salt, bypass=bypass and i == 0,
+            )  # fmt: skip
+            choices.append(Asked(sequence, rng.getrandbits(32), list(prompt)))
+        self.requests += 1
+        blocks = -(-(len(prompt) + max(longest - 1, 0)) // self.pool.size)
+        waiting = sum(a.sequence.status in (Status.QUEUED, Status.PREEMPTED) for a in self.asked.values())
+        verdict = "too_long" if blocks > self.pool.total else None
+        if verdict is None and waiting + len(choices) > self.limits.max_waiting:
+            verdict = "full"
+        assert self._add(choices) == verdict, "refused or taken wrongly"
+        if verdict is None:
+            self.asked.update((choice.sequence.id, choice) for choice in choices)
+
+    def _add(self, choices: list[Asked]) -> str | None:
+        try:
+            self.scheduler.add([choice.sequence for choice in choices], self.now)
+        except self.module.Refused as refused:
+            return refused.code
+        return None
+
+    def cancel(self) -> None:
+        """Any request, whatever it is doing or whether it has ended."""
+        if self.asked:
+            asked = self.rng.choice(list(self.asked.values())[-12:])
+            if asked.gained is None:
+                asked.gained = asked.sequence.output
+            self.scheduler.cancel(asked.sequence.id, self.now)
+
+    def wait(self) -> None:
+        self.now += self.rng.uniform(0, 2)
+        self.scheduler.expire(self.now)
+
+    def advance(self) -> None:
+        """Plan a step, or run and commit the one that was planned."""
+        self.now += self.rng.uniform(0, 0.2)
+        if self.step is None:
+            self.scheduler.expire(self.now)
+            used = [block for sequence in self.scheduler.running for block in sequence.blocks]
+            used = [block for block in used if self.pool.kept(block)]
+            self.step = self.scheduler.plan(self.now)
+            evicted = not self.step.preempted and not all(map(self.pool.kept, used))
+            assert not evicted, "a block in use was evicted"
+            self.planned()
+        else:
+            outcomes = self.run()
+            step, self.step = self.step, None
+            self.scheduler.commit(step, outcomes, self.now)
+            self.emitted()
+
+    def planned(self) -> None:
+        step = self.step
+        assert step.tokens <= self.limits.max_step_tokens, "over the token budget"
+        assert len(self.scheduler.running) <= self.limits.together, "too many run"
+        for sequence in step.admitted:
+            assert not sequence.bypass or sequence.reused == 0, "reused in spite of bypass"
+            assert sequence.reused % self.cache.round_to == 0, "part of a group was reused"
+            assert sequence.reused < sequence.prompt, "nothing left to compute"
+            for other in self.scheduler.waiting:
+                self.asked[other.id].passed += other.order < sequence.order
+        for sequence in step.preempted:
+            asked = self.asked[sequence.id]
+            asked.preempted += 1
+            assert asked.preempted <= self.limits.max_preemptions, "preempted too often"
+        assert all(asked.passed <= self.limits.max_passed for asked in self.asked.values()), "passed too often"
+        if not step.chunks and self.scheduler.sequences:
+            wake = self.scheduler.wake()
+            assert not self.scheduler.running, "running, and nothing to run"
+            assert self.limits.policy == "dynamic", "an empty step, and sequences that wait"
+            assert wake is not None and wake > self.now, "nobody will wake the scheduler"  # noqa: PT018
+
+    def run(self) -> dict[str, object]:
+        """The fake model: copies, then chunks, each of which reads all before it."""
+        rng, size, memory = self.rng, self.pool.size, self.memory
+        outcomes: dict[str, object] = {}
+        written = set()
+        for source, target, slots in self.step.copies:
+            memory[target][:slots] = memory[source][:slots]
+        everything_fails = rng.random() < 0.01
+        for sequence, start, rows, samples in self.step.chunks:
+            asked = self.asked[sequence.id]
+            fails = everything_fails or rng.random() < 0.005
+            found = [memory[block][slot] for block in sequence.blocks for slot in range(size)][:start]
+            assert found == asked.digests[:start], f"{sequence.id} reads what is not its own"
+            for at in range(start, start + rows):
+                slot = sequence.blocks[at // size], at % size
+                assert slot not in written, "a slot is written twice in a step"
+                written.add(slot)
+                memory[slot[0]][slot[1]] = None if fails else asked.digests[at]
+            if fails:
+                outcomes[sequence.id] = self.module.Outcome(failure="internal")
+            elif samples:
+                outcomes[sequence.id] = self._sample(asked, memory[slot[0]][slot[1]])
+        return outcomes
+
+    def _sample(self, asked: Asked, state: int) -> object:
+        """One token, or several at once as if drafts had been accepted."""
+        tokens: list[int] = []
+        left = asked.sequence.max_tokens - asked.sequence.output
+        for _ in range(min(left, self.rng.choice([1, 1, 1, 2, 3]))):
+            tokens.append(choose(state, asked.seed))
+            state = digest(state, tokens[-1])
+            if tokens[-1] == END:
+                break
+        return self.module.Outcome(tuple(tokens), END in tokens)
+
+    def emitted(self) -> None:
+        for asked in self.asked.values():
+            sequence = asked.sequence
+            assert list(sequence.tokens) == asked.tokens[: len(sequence.tokens)], f"{sequence.id} differs from alone"
+            if asked.gained is not None:
+                assert sequence.output == asked.gained, f"{sequence.id} gained tokens after its end"
+
+    def check(self) -> None:
+        """Every invariant of the moment."""
+        self.deadlines()
+        for sequence in self.scheduler.collect():
+            asked = self.asked[sequence.id]
+            asked.endings.append(sequence.ending)
+            asked.gained = sequence.output
+        for block, state in enumerate(self.pool.states()):
+            if state == attar.engine.blocks.FREE:
+                self.memory[block] = [None] * self.pool.size
+        self.pool.check()
+        self.cache.check()
+        self.scheduler.check()
+        self.owners()
+        self.tags()
+
+    def owners(self) -> None:
+        pool = self.pool
+        tables = [asked.sequence.blocks for asked in self.asked.values()]
+        assert all(len(table) == len(set(table)) for table in tables), "a block stands twice in a table"
+        holders = Counter(block for table in tables for block in table)
+        if self.step is not None:
+            holders.update(copy.source for copy in self.step.copies)
+        keepers = Counter(block for _, _, node in self.cache.nodes() for block in node.blocks)
+        assert not keepers or max(keepers.values()) == 1, "a block is in two nodes"
+        for block, state in enumerate(pool.states()):
+            assert pool.holders(block) == holders[block], f"block {block} has not as many holders as it counts"
+            owned = attar.engine.blocks.CACHED if keepers[block] else attar.engine.blocks.FREE
+            assert state == (attar.engine.blocks.ACTIVE if holders[block] else owned), f"block {block} leaked"
+        assert pool.free + pool.active + pool.cached == pool.total
+
+    def tags(self) -> None:
+        for salt, before, node in self.cache.nodes():
+            state = begin(salt)
+            for token in before:
+                state = digest(state, token)
+            for at, token in enumerate(node.tokens):
+                state = digest(state, token)
+                block = node.blocks[at // self.pool.size]
+                assert self.memory[block][at % self.pool.size] == state, f"block {block} is not what the tree says"
+
+    def deadlines(self) -> None:
+        self.scheduler.expire(self.now)
+        for sequence in self.scheduler.sequences.values():
+            if sequence.deadline is not None and sequence.deadline <= self.now:
+                assert sequence.in_step, "a deadline passed unnoticed"
+
+    def drain(self) -> None:
+        """Let everything end."""
+        alive = [asked for asked in self.asked.values() if asked.sequence.id in self.scheduler.sequences]
+        steps = sum(len(asked.tokens) for asked in alive) * (self.limits.max_preemptions + 2) + 10
+        while self.scheduler.sequences or self.step is not None:
+            steps -= self.step is None
+            assert steps > 0, "it goes on for ever"
+            self.advance()
+            self.check()
+            if self.step is not None and not self.step.chunks:
+                self.now = max(self.now, self.scheduler.wake() or 0.0)
+        for asked in self.asked.values():
+            sequence = asked.sequence
+            assert len(asked.endings) == 1, f"{sequence.id} ended {len(asked.endings)} times"
+            finished = asked.endings == ["finished"]
+            assert not finished or list(sequence.tokens) == asked.tokens, f"{sequence.id} ended before its end"
+        assert 0 <= self.cache.reused <= self.cache.asked
+        assert self.pool.active == 0, "blocks that nobody uses are active"
+        self.cache.flush()
+        self.check()
+        assert self.pool.free == self.pool.total, "blocks that a flush does not free"
+
+
+def failing(
+    seeds: range, events: int = EVENTS, report: Callable[[int], None] = lambda seed: None, **modules: ModuleType
+) -> tuple[int, Exception] | None:
+    """The first seed that breaks an invariant, or anything else, and how."""
+    for seed in seeds:
+        try:
+            Simulation(seed, events, **modules).life()
+        except Exception as error:  # a planted bug may raise anything
+            return seed, error
+        report(seed)
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Random lives of the scheduler, checked after every event.")
+    parser.add_argument("--seeds", type=int, default=500, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="the first")
+    parser.add_argument("--events", type=int, default=EVENTS, help="of each, before all that runs is let end")
+    options = parser.parse_args()
+    start = time.perf_counter()
+
+    def report(seed: int) -> None:
+        if (seed + 1) % 1000 == 0:
+            print(f"up to seed {seed}: {time.perf_counter() - start:.0f} s", flush=True)
+
+    seeds = range(options.first, options.first + options.seeds)
+    if (failure := failing(seeds, options.events, report)) is not None:
+        seed, error = failure
+        command = f"python -m tests.engine.simulation --first {seed} --seeds 1 --events {options.events}"
+        print(f"seed {seed} fails: {command}", file=sys.stderr)
+        raise error
+    print(f"{options.seeds} seeds of {options.events} events: {time.perf_counter() - start:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""The engine on a small model: what a request gets does not depend on who else is there, nor on their mishaps."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+
+from attar.engine.engine import Choice, Engine
+from attar.engine.limits import Limits
+from attar.engine.messages import Delta, Embed, Embedding, Event, Failed, Finished, PromptLogprobs, Submit
+from attar.engine.request import SamplingParams
+from attar.kernels import ops
+from attar.model.cache import Step
+from attar.model.decoder import Decoder
+
+Make = Callable[..., Decoder]
+
+CONTEXT = 192
+ROOM = 40  # blocks: enough for every request of a test at once
+TIGHT = 5  # blocks: requests have to give way to each other
+
+
+@pytest.fixture(scope="module")
+def decoder(request: pytest.FixtureRequest) -> Decoder:
+    store = ops.store("int8g32")
+    if store is None:
+        pytest.skip("the native kernels are off or do not load")
+    made: Decoder = request.getfixturevalue("tiny_decoder")(scheme="w4g32", store=store)
+    return made
+
+
+def engine(decoder: Decoder, blocks: int = ROOM, limits: Limits | None = None) -> Engine:
+    return Engine(decoder, None, blocks=blocks, context=CONTEXT, limits=limits or Limits(max_step_tokens=48))
+
+
+def run(made: Engine, asks: Iterable[Submit | Embed] = (), steps: int = 4000) -> list[Event]:
+    for ask in asks:
+        made.submit(ask) if isinstance(ask, Submit) else made.embed(ask)
+    events: list[Event] = []
+    for _ in range(steps):
+        events += made.step()
+        if made.idle:
+            break
+    assert made.idle, "it does not come to an end"
+    made.scheduler.check()
+    made.pool.check()
+    assert made.pool.active == 0
+    return events
+
+
+Answers = dict[tuple[str, int], list[object]]
+
+
+def answers(events: Iterable[Event]) -> Answers:
+    """Tokens and log probabilities of every choice, and how it ended."""
+    found: Answers = defaultdict(list)
+    for event in events:
+        if isinstance(event, Delta):
+            found[event.id, event.choice] += [event.token_ids, event.logprobs]
+        elif isinstance(event, Finished):
+            found[event.id, event.choice].append((event.reason, event.completion_tokens))
+        elif isinstance(event, PromptLogprobs):
+            found[event.id, -1].append(event.logprobs)
+        elif isinstance(event, Embedding):
+            found[event.id, 0].append(event.vector)
+        elif isinstance(event, Failed):
+            found[event.id, 0].append(event.code)
+    return dict(found)
+
+
+def some_requests(seed: int, count: int, vocab: int) -> list[Submit | Embed]:
+    """Prompts that share beginnings, of many kinds."""
+    draw = random.Random(seed)
+    common = [tuple(draw.randrange(vocab) for _ in range(draw.choice((3, 64, 70, 100)))) for _ in range(3)]
+    asks: list[Submit | Embed] = []
+    for i in range(count):
+        own = tuple(draw.randrange(vocab) for _ in range(draw.randrange(1, 20)))
+        prompt = draw.choice(common)[: draw.randrange(1, 101)] + own
+        if draw.random() < 0.1:
+            asks.append(Embed(str(i), prompt, draw.choice(("mean", "last"))))
+            continue
+        params = SamplingParams(
+            max_tokens=draw.choice((0, 1, 5, 30, 70)),
+            temperature=draw.choice((0.0, 0.0, 0.7, 1.5)),
+            top_k=draw.choice((0, 5)),
+            repetition_penalty=draw.choice((1.0, 1.0, 1.3)),
+            logit_bias=draw.choice(({}, {3: 5.0, 7: -100.0})),
+            seed=draw.randrange(1000),
+            logprobs=draw.choice((None, 0, 3)),
+            prompt_logprobs=draw.choice((None, None, None, 2)),
+        )
+        salt = draw.choice((b"", b"", b"other"))
+        asks.append(Submit(str(i), prompt, params, draw.choice((1, 1, 1, 3)), salt, draw.randrange(3)))
+    return asks
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_company_chunks_prefix_hits_and_preemption_change_no_bit(decoder: Decoder, seed: int) -> None:
+    draw = random.Random(-1 - seed)
+    asks = some_requests(seed, 14, decoder.config.vocab_size)
+    alone: Answers = {}
+    for ask in asks:
+        alone |= answers(run(engine(decoder), [ask]))
+    policy = draw.choice(("continuous", "continuous", "static", "dynamic", "none"))
+    limits = Limits(policy=policy, max_running=draw.choice((2, 4, 8)), max_step_tokens=draw.choice((8, 17, 64)))
+    made = engine(decoder, draw.choice((ROOM, TIGHT)), limits)
+    events: list[Event] = []
+    waiting = list(asks)
+    while waiting or not made.idle:
+        while waiting and draw.random() < 0.4:
+            ask = waiting.pop(0)
+            made.submit(ask) if isinstance(ask, Submit) else made.embed(ask)
+        events += made.step()
+    together = answers(events)
+    assert together.keys() == alone.keys()
+    for key, answer in together.items():
+        assert answer == alone[key], f"choice {key}"
+    assert made.pool.active == 0
+
+
+def test_a_tight_pool_does_preempt(decoder: Decoder) -> None:
+    """Else the test above would not see it."""
+    made = engine(decoder, TIGHT, Limits(max_step_tokens=64, headroom=0.0))
+    asks = [Submit(str(i), (i + 1,) * 60, SamplingParams(max_tokens=70, temperature=0, seed=0)) for i in range(4)]
+    found = answers(run(made, asks))
+    assert made.scheduler.preemptions > 0
+    for ask in asks:
+        assert found[ask.id, 0] == answers(run(engine(decoder), [ask]))[ask.id, 0]
+
+
+def test_what_followers_share_is_not_computed_again(decoder: Decoder) -> None:
+    made = engine(decoder)
+    prompt = tuple(range(90))
+    greedy = SamplingParams(max_tokens=2, temperature=0, seed=0)
+    run(made, [Submit("a", prompt, greedy)])
+    (end,) = [e for e in run(made, [Submit("b", prompt, greedy)]) if isinstance(e, Finished)]
+    assert end.report is not None
+    assert end.report.reused_tokens == 89
+    assert end.report.reuse_ended == "complete"
+    (end,) = [e for e in run(made, [Submit("c", (*prompt[:80], 5, 5, 5), greedy)]) if isinstance(e, Finished)]
+    assert end.report is not None
+    assert (end.report.reused_tokens, end.report.differs_at) == (80, 80)
+    (end,) = [e for e in run(made, [Submit("d", prompt, greedy, salt=b"own")]) if isinstance(e, Finished)]
+    assert end.report is not None
+    assert end.report.reused_tokens == 0
+
+
+def test_prompt_logprobs_and_vectors_are_the_models_own(decoder: Decoder) -> None:
+    prompt = tuple(i * 7 % decoder.config.vocab_size for i in range(70))
+    asks = [
+        Submit("p", prompt, SamplingParams(max_tokens=0, prompt_logprobs=0, seed=0)),
+        Embed("mean", prompt, "mean"),
+        Embed("last", prompt, "last"),
+    ]
+    found = answers(run(engine(decoder), asks))
+    step = Step((len(prompt),), CONTEXT, decoder.cache(CONTEXT))
+    stream, delta = decoder.states(torch.tensor(prompt), step)
+    logprobs = decoder.logits(stream, delta).double().log_softmax(-1)
+    expected = [(token, logprobs[at, token].item()) for at, token in enumerate(prompt[1:])]
+    (of_prompt,) = found["p", -1]
+    assert [(each.token_id, each.logprob) for each in of_prompt] == expected  # type: ignore[attr-defined]
+    hidden = ops.norm(stream, delta, decoder.final_norm)[1].double()
+    vectors = {id: torch.frombuffer(bytearray(found[id, 0][0]), dtype=torch.float32) for id in ("mean", "last")}  # type: ignore[arg-type]
+    torch.testing.assert_close(vectors["mean"], hidden.mean(0).float())
+    assert torch.equal(vectors["last"], hidden[-1].float())
+
+
+REFUSED = [
+    (Submit("x", (), SamplingParams(seed=0)), "invalid"),
+    (Submit("x", (10**6,), SamplingParams(seed=0)), "invalid"),
+    (Submit("x", (-1,), SamplingParams(seed=0)), "invalid"),
+    (Submit("x", (1,) * CONTEXT, SamplingParams(seed=0)), "too_long"),
+    (Submit("x", (1,), SamplingParams(seed=0, logit_bias={10**6: 1.0})), "invalid"),
+    (Submit("x", (1,), SamplingParams(seed=0, stop="end")), "invalid"),
+    (Embed("x", (1,) * (CONTEXT + 1)), "too_long"),
+]
+
+
+@pytest.mark.parametrize("ask, code", REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def test_refusals_are_events(decoder: Decoder, ask: Submit | Embed, code: str) -> None:
+    (failed,) = run(engine(decoder), [ask])
+    assert isinstance(failed, Failed)
+    assert failed.code == code
+
+
+def test_a_full_queue_and_a_passed_deadline(decoder: Decoder) -> None:
+    made = engine(decoder, limits=Limits(max_running=1, max_waiting=1, max_step_tokens=8))
+    greedy = SamplingParams(max_tokens=5, temperature=0, seed=0)
+    made.submit(Submit("first", (1,), greedy))
+    events = made.step()
+    for id in ("second", "third"):
+        made.submit(Submit(id, (2,), greedy, deadline=0.0 if id == "second" else None))
+    found = answers([*events, *run(made)])
+    assert found["third", 0] == ["full"]
+    assert found["second", 0] == ["deadline"]
+    assert found["first", 0][-1] == ("length", 5)
+
+
+@pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
+def test_a_cancelled_request_ends_once_and_leaves_nothing(decoder: Decoder, phase: str) -> None:
+    made = engine(decoder, limits=Limits(max_running=2, max_step_tokens=8))
+    greedy = SamplingParams(max_tokens=50, temperature=0, seed=0)
+    made.submit(Submit("other", (9,) * 20, greedy))
+    made.submit(Submit("x", (1,) * 30, greedy, n=2))
+    events: list[Event] = []
+    for _ in range({"queued": 0, "prefill": 4, "decode": 20}[phase]):
+        events += made.step()
+    made.cancel("x")
+    made.cancel("x")
+    made.cancel("unknown")
+    events += run(made)
+    assert [event.code for event in events if isinstance(event, Failed)] == ["cancelled"]
+    found = answers(events)
+    assert found["other", 0] == answers(run(engine(decoder), [Submit("other", (9,) * 20, greedy)]))["other", 0]
+
+
+def test_one_requests_mishap_is_its_own(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    greedy = SamplingParams(max_tokens=20, temperature=0, seed=0)
+    asks = [Submit(str(i), (i + 1,) * 10, greedy) for i in range(4)]
+    expected = answers(run(engine(decoder), asks))
+    take = Choice.take
+
+    def fails(self: Choice, draw: object) -> Delta:
+        if self.request.id == "2" and self.sampler.index == 5:
+            raise RuntimeError("planted")
+        return take(self, draw)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Choice, "take", fails)
+    found = answers(run(engine(decoder), asks))
+    assert found["2", 0][-1] == "internal"
+    for id in ("0", "1", "3"):
+        assert found[id, 0] == expected[id, 0]
+
+
+def test_a_nan_in_one_row_fails_that_request(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine(decoder)
+    run_step = made.runner.run
+
+    def poisoned(plan: object, wanted: object = None) -> torch.Tensor:
+        logits = run_step(plan, wanted).clone()  # type: ignore[arg-type]
+        sampling = [chunk.sequence.id for chunk in plan.chunks if chunk.samples]  # type: ignore[attr-defined]
+        if "1#0" in sampling:
+            logits[sampling.index("1#0"), 5] = float("nan")
+        return logits
+
+    monkeypatch.setattr(made.runner, "run", poisoned)
+    asks = [Submit(str(i), (i + 1,) * 10, SamplingParams(max_tokens=20, temperature=0, seed=0)) for i in range(3)]
+    found = answers(run(made, asks))
+    assert found["1", 0] == ["bad_logits"]
+    assert found["0", 0] == answers(run(engine(decoder), [asks[0]]))["0", 0]
+
+
+def test_a_step_that_raises_fails_those_in_it_and_no_later_one(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = engine(decoder)
+    ask = Submit("a", (1, 2, 3), SamplingParams(max_tokens=20, temperature=0, seed=0))
+    made.submit(ask)
+    made.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(made.runner, "_replay", lambda chunks: 1 / 0)
+        (failed,) = [event for event in made.step() if isinstance(event, Failed)]
+    assert failed.code == "internal"
+    assert answers(run(made, [ask])) == answers(run(engine(decoder), [ask]))

@@ -1,0 +1,176 @@
+"""The engine's loop over a real socket, with a small model behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from attar.engine.engine import Engine
+from attar.engine.limits import Limits
+from attar.engine.messages import (
+    MAX_FRAME,
+    Cancel,
+    Command,
+    Delta,
+    Drain,
+    Event,
+    Failed,
+    Finished,
+    Ready,
+    Stats,
+    Submit,
+    encode,
+)
+from attar.engine.process import Loop, listen
+from attar.engine.request import SamplingParams
+from attar.engine.settings import Settings
+from attar.model.decoder import Decoder
+
+SECONDS = 20.0  # that anything here may take
+GREEDY = SamplingParams(max_tokens=5, temperature=0, seed=0)
+
+
+class Running:
+    """A loop in a thread, and the pipe that keeps it alive."""
+
+    def __init__(self, path: Path, decoder: Decoder) -> None:
+        self.path = path
+        self.engine = Engine(decoder, None, blocks=8, context=128, limits=Limits(max_step_tokens=32))
+        self.ready = Ready("tiny", 128, decoder.config.vocab_size, 8, 64, (("weights", 1),))
+        self.listener = listen(path)
+        self.parent, self.pipe = os.pipe()
+        self.loop = Loop(self.engine, self.ready, self.listener, self.parent)
+        self.thread = threading.Thread(target=self.loop.run)
+        self.thread.start()
+
+    def join(self) -> None:
+        self.thread.join(SECONDS)
+        assert not self.thread.is_alive(), "the loop does not end"
+
+
+class Client:
+    """What the server does, in a few lines."""
+
+    def __init__(self, path: Path) -> None:
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(SECONDS)
+        self.socket.connect(str(path))
+        self.stream = self.socket.makefile("rb")
+
+    def send(self, *commands: Command) -> None:
+        self.socket.sendall(encode(commands))
+
+    def frame(self) -> list[Event]:
+        head = self.stream.read(4)
+        if len(head) < 4:
+            raise EOFError
+        return msgspec.msgpack.decode(self.stream.read(int.from_bytes(head, "little")), type=list[Event])
+
+    def end(self) -> None:
+        """Read until the other side closes."""
+        with contextlib.suppress(EOFError, ConnectionError):
+            while self.frame():
+                pass
+
+    def until(self, kind: type[Event]) -> list[Event]:
+        """Everything up to the frame with an event of a kind."""
+        found: list[Event] = []
+        while not any(isinstance(event, kind) for event in found):
+            found += self.frame()
+        return found
+
+
+@pytest.fixture
+def running(tmp_path: Path, tiny_decoder: Callable[..., Decoder]) -> Iterator[Running]:
+    made = Running(tmp_path / "engine", tiny_decoder())
+    yield made
+    if made.thread.is_alive():
+        os.close(made.pipe)
+        made.join()
+    made.listener.close()
+
+
+def test_a_request_and_the_state_behind_it(running: Running) -> None:
+    client = Client(running.path)
+    assert client.frame()[0] == running.ready
+    client.send(Submit("a", (1, 2, 3), GREEDY))
+    events = client.until(Finished)
+    assert len([event for event in events if isinstance(event, Delta)]) == 5
+    stats = events[-1]  # it has fallen idle
+    assert isinstance(stats, Stats)
+    assert (stats.running, stats.waiting, stats.generated_tokens) == (0, 0, 5)
+    assert len(stats.blocks) == 8
+
+
+def test_only_this_user_can_reach_the_socket(running: Running) -> None:
+    assert running.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_cancelled_request_says_so(running: Running) -> None:
+    client = Client(running.path)
+    client.send(Submit("a", (1,), SamplingParams(max_tokens=100, temperature=0, seed=0)), Cancel("a"))
+    assert [event.code for event in client.until(Failed) if isinstance(event, Failed)] == ["cancelled"]
+
+
+def test_it_ends_when_its_parent_does(running: Running) -> None:
+    client = Client(running.path)
+    client.send(Submit("a", (1,), SamplingParams(max_tokens=120, temperature=0, seed=0)))
+    client.until(Delta)
+    os.close(running.pipe)
+    running.join()
+    client.until(Failed)
+
+
+def test_it_drains_before_it_ends(running: Running) -> None:
+    client = Client(running.path)
+    client.send(Submit("a", (1, 2), GREEDY), Drain())
+    client.until(Finished)
+    running.join()
+    os.close(running.pipe)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        (MAX_FRAME + 1).to_bytes(4, "little"),
+        b"\x03\x00\x00\x00\xc1\xc1\xc1",
+        b"\x09\x00\x00\x00\x90",
+        b"\xff" * 64,
+    ],
+    ids=["too long", "not msgpack", "short", "noise"],
+)
+def test_what_it_cannot_read_ends_the_connection_and_not_the_engine(running: Running, sent: bytes) -> None:
+    client = Client(running.path)
+    client.frame()
+    client.socket.sendall(sent)
+    client.socket.shutdown(socket.SHUT_WR)
+    client.end()
+    again = Client(running.path)
+    again.send(Submit("a", (1,), GREEDY))
+    again.until(Finished)
+
+
+def test_a_server_that_leaves_takes_its_requests_along(running: Running) -> None:
+    client = Client(running.path)
+    client.send(Submit("a", (1,), SamplingParams(max_tokens=100, temperature=0, seed=0)))
+    client.until(Delta)
+    client.stream.close()
+    client.socket.close()
+    again = Client(running.path)
+    again.send(Submit("b", (1,), GREEDY))
+    events = again.until(Finished)
+    assert {event.id for event in events if isinstance(event, Delta | Finished)} == {"b"}
+    assert running.engine.pool.active == 0
+
+
+@pytest.mark.parametrize("changed", [{"preset": "fast"}, {"max_running": 0}, {"policy": "none?"}])
+def test_settings_that_cannot_be(changed: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        msgspec.structs.replace(Settings("m", "s"), **changed).limits()

@@ -1,0 +1,108 @@
+"""Plots: a page that needs nothing else, with every point on it."""
+
+from __future__ import annotations
+
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attar.load import plot
+
+
+def run(rate: float, **more: Any) -> dict[str, Any]:
+    latency = {"p50": rate / 10, "p95": rate / 5, "p99": rate / 4, "mean": rate / 10, "max": rate}
+    return {
+        "label": f"{rate:g}/s", "rate": rate, "clients": None, "requests": 10, "seconds": 5.0,
+        "output_tok_s": 30 * rate, "ttft": latency, "tpot": latency, "e2e": latency,
+    } | more  # fmt: skip
+
+
+class Balanced(HTMLParser):
+    """Checks that what is opened is closed, and collects the tags."""
+
+    EMPTY = frozenset({"meta", "path", "polyline", "circle"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.EMPTY:
+            assert self.open.pop() == tag
+
+
+def test_a_page_stands_alone_and_has_every_point() -> None:
+    runs = [run(rate, goodput={"requests_s": rate}) for rate in (1.0, 2.0, 4.0)]
+    page = plot.html(runs, "a <title>", "table & more")
+    parser = Balanced()
+    parser.feed(page)
+    assert parser.open == []
+    tags = [tag for tag, _ in parser.seen]
+    assert tags.count("svg") == 5
+    assert tags.count("circle") == 3 * (3 * 3 + 1 + 1)
+    assert not {"script", "link", "img", "iframe"} & set(tags)
+    assert not re.search(r"https?://|url\(|src=", page)
+    assert "a &lt;title&gt;" in page
+    assert "table &amp; more" in page
+
+
+def test_points_lie_where_their_values_say() -> None:
+    drawn = plot.svg([1.0, 2.0], "load", "Output", "tokens/s", {"output": [50.0, 100.0]})
+    (x1, y1), (x2, y2) = ((float(x), float(y)) for x, y in re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', drawn))
+    bottom = plot.HEIGHT - plot.BOTTOM
+    assert (x2 - plot.LEFT) == pytest.approx(2 * (x1 - plot.LEFT), abs=0.2)
+    assert (bottom - y2) == pytest.approx(2 * (bottom - y1), abs=0.2)
+    assert y2 == pytest.approx(plot.TOP, abs=0.1)
+
+
+def test_a_run_without_answers_leaves_a_gap() -> None:
+    runs = [run(1.0), run(2.0, ttft=None, tpot=None, e2e=None)]
+    page = plot.html(runs, "t", "")
+    assert "nan" not in page
+    assert plot.html([run(1.0, ttft=None, tpot=None, e2e=None, output_tok_s=0.0)], "t", "")
+
+
+def test_what_stands_on_the_axis() -> None:
+    assert plot.loads([run(1.0), run(3.0)]) == ([1.0, 3.0], "requests/s offered")
+    assert plot.loads([run(1.0, clients=8)]) == ([8.0], "clients")
+    assert plot.loads([run(1.0) | {"rate": None}]) == ([2.0], "requests/s offered")
+
+
+@given(st.floats(1e-6, 1e9))
+def test_ticks_are_few_and_round(top: float) -> None:
+    found = plot.ticks(top)
+    assert found[0] == 0
+    assert found[-1] >= top * (1 - 1e-6)
+    assert 4 <= len(found) <= 11
+    step = found[1] / 10 ** math.floor(math.log10(found[1]) + 1e-9)
+    assert min(abs(step - round_) for round_ in (1, 2, 5, 10)) < 1e-6
+
+
+def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "load.html"
+    plot.check(page)
+    plot.save(page, [run(1.0)], "t", "table")
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    with pytest.raises(ValueError, match=r"a \.html or a \.png file, not 'load\.pdf'"):
+        plot.check(tmp_path / "load.pdf")
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs matplotlib, which is not installed"):
+        plot.check(tmp_path / "load.png")
+
+
+def test_a_png_where_matplotlib_is(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    plot.save(tmp_path / "load.png", [run(1.0), run(2.0)], "t", "")
+    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")

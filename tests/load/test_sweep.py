@@ -1,0 +1,123 @@
+"""The whole tool against a small server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attar.load import sweep
+from attar.load.sweep import Options
+from attar.load.traces import Synthetic
+from tests.load.fake import Behave, Fake, answer, well
+
+SMALL = Synthetic(prompt=6, output=3)
+
+
+def test_several_rates(honest: Fake) -> None:
+    told: list[str] = []
+    options = Options(
+        honest.url, synthetic=SMALL, requests=8, rates=(200.0, 400.0), slo={"ttft": 60.0, "tpot": 60.0}, seed=3
+    )
+    report = sweep.bench_serve(options, lambda stage, done, total: told.append(stage))
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+    assert (report["model"], report["endpoint"], report["prompts"]) == ("fake", "/v1/completions", "token ids")
+    assert [run["label"] for run in report["runs"]] == ["200/s", "400/s"]
+    for run in report["runs"]:
+        assert (run["requests"], run["succeeded"], run["errors"]) == (8, 8, {})
+        assert (run["output_tokens"], run["prompt_tokens"], run["counted"]) == (24, 48, "usage")
+        assert run["goodput"]["met"] == 8
+    assert list(dict.fromkeys(told)) == ["200/s", "400/s"]
+    asked = [tuple(body["prompt"]) for body in honest.asked[1:]]  # the first is the probe
+    assert len(set(asked)) == 16  # the second run asks for nothing that the first has left in a cache
+    assert "200/s" in sweep.to_text(report).splitlines()[2]
+
+
+def test_clients_chat(honest: Fake) -> None:
+    report = sweep.bench_serve(Options(honest.url, chat=True, synthetic=SMALL, requests=6, clients=(2,)))
+    assert (report["endpoint"], report["prompts"], report["arrivals"]) == (
+        "/v1/chat/completions",
+        "text",
+        "closed loop",
+    )
+    assert all(body["messages"][0]["role"] == "user" for body in honest.asked)
+    assert honest.most == 2
+
+
+def test_a_trace_at_its_own_times(honest: Fake, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 20 * i, "input_length": 600, "output_length": 64, "hash_ids": [0, i + 1]} for i in range(5)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    options = Options(honest.url, trace=path, divisor=16, longest=60)
+    report = sweep.bench_serve(options)
+    assert (report["source"], report["arrivals"], report["runs"][0]["label"]) == ("trace.jsonl", "trace", "trace")
+    prompts = [body["prompt"] for body in honest.asked[1:]]
+    assert [len(prompt) for prompt in prompts] == [38] * 5
+    assert len({tuple(prompt[:32]) for prompt in prompts}) == 1
+    with pytest.raises(ValueError, match="all 5 requests are longer than 10 tokens"):
+        sweep.loads(Options(honest.url, trace=path, divisor=16, longest=10))
+
+
+def test_words_where_ids_are_refused(serve: Callable[[Behave], Fake]) -> None:
+    async def words_only(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        if isinstance(body["prompt"], list):
+            writer.write(answer("400 Bad Request", b"prompt must be a string"))
+        else:
+            await well(body, writer)
+
+    report = sweep.bench_serve(Options(serve(words_only).url, synthetic=SMALL, requests=2, clients=(1,)))
+    assert report["prompts"] == "text"
+    assert report["runs"][0]["succeeded"] == 2
+
+
+def test_a_server_that_refuses_says_why(serve: Callable[[Behave], Fake]) -> None:
+    async def refuse(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        writer.write(answer("400 Bad Request", b"unknown field ignore_eos"))
+
+    with pytest.raises(ValueError, match=r"two tokens: status 400: unknown field ignore_eos; .*--no-ignore-eos"):
+        sweep.bench_serve(Options(serve(refuse).url, synthetic=SMALL, clients=(1,)))
+
+
+def test_nobody_there() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        for model in (None, "m"):
+            with pytest.raises(ValueError, match="nothing listens"):
+                sweep.bench_serve(Options(url, model=model, synthetic=SMALL, clients=(1,)))
+
+
+@pytest.mark.parametrize(
+    "settings, sentence",
+    [
+        ({}, "say how to send"),
+        ({"arrivals": "trace", "rates": (1.0,)}, "say how to send"),
+        ({"rates": (1.0,), "clients": (1,)}, "not both"),
+        ({"rates": (1.0,), "requests": 0}, "at least one request, not 0"),
+        ({"rates": (1.0,), "arrivals": "uniform"}, "poisson or trace, not 'uniform'"),
+        ({"clients": (0,)}, "at least one client"),
+        ({"clients": (1,), "vocabulary": 50}, "a vocabulary of 50 is too small"),
+    ],
+)
+def test_impossible_options(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        sweep.loads(Options("http://x", **settings))
+
+
+def test_a_schedule_depends_on_its_seed_alone() -> None:
+    def made(seed: int) -> object:
+        return sweep.loads(Options("http://x", rates=(1.0, 2.0), requests=20, seed=seed))
+
+    assert made(1) == made(1) != made(2)
+
+
+def test_lists_of_numbers() -> None:
+    assert sweep.numbers("--rates", "1,2.5, 4") == (1.0, 2.5, 4.0)
+    assert sweep.numbers("--rates", None) == ()
+    with pytest.raises(ValueError, match="--rates 'fast' is not a list of numbers such as 1,2,4"):
+        sweep.numbers("--rates", "fast")

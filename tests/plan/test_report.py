@@ -1,0 +1,53 @@
+"""Plans as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+
+from attar.model.shapes import shape
+from attar.plan import fit, report
+from attar.plan.costs import Storage
+from attar.plan.fit import Demand, Plan
+from attar.plan.steps import StepLimits
+
+CONFIG = shape("llama-3.2-1b")
+W4 = Storage.named("w4g128")
+
+
+def make(memory: int, users: int = 8, bandwidth: float | None = 50e9, int8_rate: float | None = None) -> Plan:
+    return fit.plan(
+        "llama-3.2-1b", CONFIG, fit.usual(CONFIG, W4), Demand(2048, users), memory, "--memory",
+        limits=StepLimits(rows=256), bandwidth=bandwidth, int8_rate=int8_rate,
+    )  # fmt: skip
+
+
+def test_the_text_has_a_line_for_every_choice_and_an_answer() -> None:
+    made = make(4 * 10**9)
+    lines = report.to_text(made).splitlines()
+    assert lines[0] == "llama-3.2-1b: 8 x 2,048 tokens in 4 GB (--memory)"
+    assert len([line for line in lines if line.startswith(("w4g128", "bf16", "w8a8", "w3g128"))]) == 12
+    assert lines[-1].startswith("8 users of 2,048 tokens fit with w4g128 weights and float32 keys and values")
+    assert report.FORMULA in lines[-2]
+
+
+def test_what_does_not_fit_says_how_much_is_missing() -> None:
+    made = make(2 * 10**9, users=64)
+    assert all(row.short and row.speed is None for row in made.rows)
+    least = min(row.short for row in made.rows)
+    assert f"do not fit: {fit.size(least)} too little even with w3g128 weights and int8" in report.answer(made)
+
+
+def test_a_single_user_is_one() -> None:
+    assert report.answer(make(8 * 10**9, users=1)).startswith("1 user of 2,048 tokens fit")
+
+
+def test_the_dict_is_json_and_says_the_same() -> None:
+    made = make(4 * 10**9, int8_rate=900e9)
+    found = json.loads(json.dumps(report.to_dict(made), allow_nan=False))
+    assert found["fits"]
+    assert found["answer"] == report.answer(made)
+    for row, plain in zip(made.rows, found["rows"], strict=True):
+        assert plain["tokens"] == row.fit.tokens
+        assert plain["weights"] + plain["step"] + plain["processes"] + plain["cache"] + plain["unused"] == 4 * 10**9
+        assert sum(plain["weight_parts"].values()) == plain["weights"]
+        assert plain["fits"] == (row.speed is not None)

@@ -1,0 +1,299 @@
+"""The table of bad requests: path, body, status, code. Integers and floats come from grids, for every field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+VOCAB, CONTEXT = 4096, 512  # of the fake engine
+COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
+USER = [{"role": "user", "content": "hello"}]
+LEAST: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "hello", "max_tokens": 2},
+    CHAT: {"messages": USER, "max_tokens": 2},
+    MESSAGES: {"messages": USER, "max_tokens": 2},
+    "/v1/embeddings": {"input": "hello"},
+    "/tokenize": {"prompt": "hello"},
+    "/detokenize": {"tokens": [1]},
+}
+
+
+class Case(NamedTuple):
+    path: str
+    body: bytes
+    status: int
+    code: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.path} {self.body[:60]!r} ({len(self.body)})"
+
+
+INTEGERS = [  # path, field, least, most
+    (COMPLETIONS, "max_tokens", 0, 2**31 - 1),
+    (COMPLETIONS, "n", 1, 16),
+    (COMPLETIONS, "logprobs", 0, 20),
+    (COMPLETIONS, "top_k", -1, 2**31 - 1),
+    (COMPLETIONS, "seed", 0, 2**63 - 1),
+    (CHAT, "max_tokens", 1, 2**31 - 1),
+    (CHAT, "max_completion_tokens", 1, 2**31 - 1),
+    (CHAT, "n", 1, 16),
+    (CHAT, "top_logprobs", 0, 20),
+    (CHAT, "top_k", -1, 2**31 - 1),
+    (CHAT, "seed", 0, 2**63 - 1),
+    (MESSAGES, "max_tokens", 1, 2**31 - 1),
+    (MESSAGES, "top_k", 0, 2**31 - 1),
+]
+FLOATS = [  # path, field, below the least, above the most
+    *[(path, "temperature", "-1e-9", "2.0000001") for path in (COMPLETIONS, CHAT)],
+    *[(path, "top_p", "0", "1.0000001") for path in (COMPLETIONS, CHAT, MESSAGES)],
+    *[(path, "min_p", "-0.1", "1.5") for path in (COMPLETIONS, CHAT)],
+    *[(path, "repetition_penalty", "0", "100.5") for path in (COMPLETIONS, CHAT)],
+    *[(path, "presence_penalty", "-2.01", "2.01") for path in (COMPLETIONS, CHAT)],
+    *[(path, "frequency_penalty", "-3", "3") for path in (COMPLETIONS, CHAT)],
+    (MESSAGES, "temperature", "-1", "1.01"),
+]
+
+
+def raw(path: str, field: str, text: str) -> bytes:
+    """A body whose `field` is spelt `text`, which JSON in Python could not write."""
+    rest = {name: value for name, value in LEAST[path].items() if name != field}
+    if field == "top_logprobs":
+        rest["logprobs"] = True
+    return (json.dumps(rest)[:-1] + f', "{field}": {text}}}').encode()
+
+
+def _grids() -> Iterator[Case]:
+    for path, field, least, most in INTEGERS:
+        for value in (-(2**63), least - 1, *([most + 1, 2**63 - 1] if most < 2**63 - 1 else [-2])):
+            yield Case(path, raw(path, field, str(value)), 400, "out_of_range")
+        for text in (str(-(2**63) - 1), str(2**63), str(2**64), "1" + "0" * 5000, "1e999", "NaN"):
+            yield Case(path, raw(path, field, text), 400, "invalid_json")
+        for text in ("1.5", "1.0", '"1"', "true", "[1]", "{}"):
+            yield Case(path, raw(path, field, text), 400, "invalid_type")
+    for path, field, below, above in FLOATS:
+        for text in (below, above, "-1e308", "1e308", str(2**53 + 1)):
+            yield Case(path, raw(path, field, text), 400, "out_of_range")
+        for text in ("NaN", "Infinity", "-Infinity", "1e400", "-1e400"):
+            yield Case(path, raw(path, field, text), 400, "invalid_json")
+        for text in ('"0.5"', "true", "[0.5]", "{}"):
+            yield Case(path, raw(path, field, text), 400, "invalid_type")
+
+
+def _fields() -> Iterator[tuple[str, str, Any, str]]:
+    """Path, field, value, code."""
+    for path in (COMPLETIONS, CHAT):
+        yield from (
+            (path, "stop", "", "invalid_length"),
+            (path, "stop", ["a", ""], "invalid_length"),
+            (path, "stop", ["a"] * 17, "invalid_length"),
+            (path, "stop", ["a"] * 10_000, "invalid_length"),
+            (path, "stop", "x" * 257, "invalid_length"),
+            (path, "stop", "é" * 129, "invalid_length"),  # in bytes
+            (path, "stop", "x" * 1_000_000, "invalid_length"),
+            (path, "stop", [1], "invalid_type"),
+            (path, "stop", {"a": 1}, "invalid_type"),
+            (path, "stop_token_ids", [-1], "out_of_range"),
+            (path, "stop_token_ids", [VOCAB], "out_of_range"),
+            (path, "stop_token_ids", [True], "invalid_type"),
+            (path, "stop_token_ids", [1] * 65, "invalid_length"),
+            (path, "logit_bias", {str(token): 1 for token in range(1025)}, "invalid_length"),
+            (path, "logit_bias", {str(token): 1 for token in range(VOCAB)}, "invalid_length"),
+            (path, "logit_bias", {"1": 1e308}, "out_of_range"),
+            (path, "logit_bias", {"1": -1e308}, "out_of_range"),
+            (path, "logit_bias", {"1": "1"}, "invalid_type"),
+            (path, "logit_bias", {"1": True}, "invalid_type"),
+            (path, "logit_bias", {"abc": 1}, "invalid_value"),
+            (path, "logit_bias", {"-1": 1}, "invalid_value"),
+            (path, "logit_bias", {str(VOCAB): 1}, "invalid_value"),
+            (path, "logit_bias", [[1, 2]], "invalid_type"),
+            (path, "ignore_eos", 1, "invalid_type"),
+            (path, "ignore_eos", "true", "invalid_type"),
+            (path, "stream", 0, "invalid_type"),
+            (path, "stream", "yes", "invalid_type"),
+            (path, "stream_options", {"include_usage": True}, "invalid_value"),
+            (path, "stream_options", True, "invalid_type"),
+            (path, "user", "x" * 1025, "invalid_length"),
+            (path, "model", 7, "invalid_type"),
+            (path, "model", "x" * 257, "invalid_length"),
+            (path, "n", 10**9, "out_of_range"),
+            (path, "min_tokens", 1, "unsupported_field"),
+            (path, "use_beam_search", True, "unsupported_field"),
+            (path, "prompt_logprobs", 1, "unsupported_field"),
+            (path, "prompt_logprobs", -1, "unsupported_field"),
+            (path, "guided_regex", "(a+)+", "unsupported_field"),
+            (path, "structured_outputs", {"json": {}}, "unsupported_field"),
+            (path, "response_format", {"type": "json_object"}, "unsupported_field"),
+            (path, "prompt_embeds", "AAAA", "unknown_field"),
+            (path, "logits_processors", ["os.system"], "unsupported_field"),
+            (path, "trust_remote_code", True, "unknown_field"),
+            (path, "nonsense", None, "unknown_field"),
+            (path, "\u202e\u0000\x1b[31m", 1, "unknown_field"),
+            (path, "x" * 10_000, 1, "unknown_field"),
+        )
+    yield from (
+        (COMPLETIONS, "best_of", 2, "unsupported_field"),
+        (COMPLETIONS, "suffix", "x", "unsupported_field"),
+        (COMPLETIONS, "max_tokens", 0, "out_of_range"),  # without echo
+        (COMPLETIONS, "echo", 1, "invalid_type"),
+        (COMPLETIONS, "logprobs", True, "invalid_type"),
+        (COMPLETIONS, "messages", USER, "unknown_field"),
+        (COMPLETIONS, "prompt", None, "invalid_type"),
+        (COMPLETIONS, "prompt", 7, "invalid_type"),
+        (COMPLETIONS, "prompt", {}, "invalid_type"),
+        (COMPLETIONS, "prompt", "", "empty_prompt"),
+        (COMPLETIONS, "prompt", [], "empty_prompt"),
+        (COMPLETIONS, "prompt", [[]], "empty_prompt"),
+        (COMPLETIONS, "prompt", ["a", ""], "empty_prompt"),
+        (COMPLETIONS, "prompt", [-1], "out_of_range"),
+        (COMPLETIONS, "prompt", [VOCAB], "out_of_range"),
+        (COMPLETIONS, "prompt", [[1], [VOCAB]], "out_of_range"),
+        (COMPLETIONS, "prompt", [2**31], "out_of_range"),
+        (COMPLETIONS, "prompt", [True], "invalid_type"),
+        (COMPLETIONS, "prompt", [1.5], "invalid_type"),
+        (COMPLETIONS, "prompt", [None], "invalid_type"),
+        (COMPLETIONS, "prompt", ["a", 1], "invalid_type"),
+        (COMPLETIONS, "prompt", [[1], 1], "invalid_type"),
+        (COMPLETIONS, "prompt", [["a"]], "invalid_type"),
+        (COMPLETIONS, "prompt", [[[1]]], "invalid_type"),
+        (COMPLETIONS, "prompt", ["a"] * 129, "invalid_length"),
+        (COMPLETIONS, "prompt", [[1]] * 129, "invalid_length"),
+        (COMPLETIONS, "prompt", [1] * CONTEXT, "context_length_exceeded"),
+        (COMPLETIONS, "prompt", [1] * 200_000, "context_length_exceeded"),
+        (COMPLETIONS, "prompt", "word " * 1000, "context_length_exceeded"),
+        (COMPLETIONS, "prompt", "\u0301" * 10_000, "context_length_exceeded"),
+        (COMPLETIONS, "prompt", [[1], [1] * CONTEXT], "context_length_exceeded"),
+        (CHAT, "tools", [{"type": "function", "function": {"name": "(a+)+$"}}], "unsupported_field"),
+        (CHAT, "tool_choice", "required", "unsupported_field"),
+        (CHAT, "functions", [{"name": "f"}], "unsupported_field"),
+        (CHAT, "function_call", {"name": "f"}, "unsupported_field"),
+        (CHAT, "parallel_tool_calls", 1, "unsupported_field"),
+        (CHAT, "response_format", {"type": "json_schema", "json_schema": {}}, "unsupported_field"),
+        (CHAT, "modalities", ["text", "audio"], "unsupported_field"),
+        (CHAT, "audio", {"voice": "x"}, "unsupported_field"),
+        (CHAT, "reasoning_effort", "high", "unsupported_field"),
+        (CHAT, "web_search_options", {}, "unsupported_field"),
+        (CHAT, "store", True, "unsupported_field"),
+        (CHAT, "store", 0, "unsupported_field"),
+        (CHAT, "echo", True, "unsupported_field"),
+        (CHAT, "chat_template", "{{ 1 }}", "unsupported_field"),
+        (CHAT, "chat_template_kwargs", {"tokenize": True}, "unsupported_field"),
+        (CHAT, "add_generation_prompt", False, "unsupported_field"),
+        (CHAT, "documents", [{"text": "x"}], "unsupported_field"),
+        (CHAT, "top_logprobs", 2, "invalid_value"),  # without logprobs
+        (CHAT, "logprobs", 1, "invalid_type"),
+        (CHAT, "max_tokens", 0, "out_of_range"),
+        (CHAT, "metadata", {"a": 1}, "invalid_type"),
+        (CHAT, "metadata", {str(i): "x" for i in range(17)}, "invalid_length"),
+        (CHAT, "prompt", "hello", "unknown_field"),
+        (MESSAGES, "tools", [{"name": "f", "input_schema": {}}], "unsupported_field"),
+        (MESSAGES, "tool_choice", {"type": "any"}, "unsupported_field"),
+        (MESSAGES, "thinking", {"type": "enabled", "budget_tokens": 1024}, "unsupported_field"),
+        (MESSAGES, "mcp_servers", [{}], "unsupported_field"),
+        (MESSAGES, "stop_sequences", [""], "invalid_length"),
+        (MESSAGES, "stop_sequences", ["é" * 129], "invalid_length"),
+        (MESSAGES, "stop_sequences", "x", "invalid_type"),
+        (MESSAGES, "metadata", {"other": "x"}, "unknown_field"),
+        (MESSAGES, "system", 7, "invalid_type"),
+        (MESSAGES, "n", 2, "unknown_field"),
+        (MESSAGES, "seed", 2, "unknown_field"),
+        ("/v1/embeddings", "input", "", "empty_prompt"),
+        ("/v1/embeddings", "input", [], "invalid_length"),
+        ("/v1/embeddings", "input", [[]], "empty_prompt"),
+        ("/v1/embeddings", "input", [VOCAB], "out_of_range"),
+        ("/v1/embeddings", "input", ["a", 1], "invalid_type"),
+        ("/v1/embeddings", "input", ["a"] * 2049, "invalid_length"),
+        ("/v1/embeddings", "input", None, "invalid_type"),
+        ("/v1/embeddings", "input", [1] * (CONTEXT + 1), "context_length_exceeded"),
+        ("/v1/embeddings", "encoding_format", "int8", "invalid_value"),
+        ("/v1/embeddings", "dimensions", 8, "unsupported_field"),
+        ("/v1/embeddings", "pooling", "max", "invalid_value"),
+        ("/tokenize", "prompt", None, "missing_field"),
+        ("/tokenize", "messages", USER, "missing_field"),  # and a prompt
+        ("/tokenize", "add_special_tokens", 1, "invalid_type"),
+        ("/detokenize", "tokens", [VOCAB], "out_of_range"),
+        ("/detokenize", "tokens", [-1], "out_of_range"),
+        ("/detokenize", "tokens", [2**40], "out_of_range"),
+        ("/detokenize", "tokens", "abc", "invalid_type"),
+        ("/detokenize", "tokens", None, "invalid_type"),
+        ("/detokenize", "tokens", ["1"], "invalid_type"),
+    )
+    for path in (CHAT, MESSAGES):
+        for value, code in (
+            ([], "invalid_length"),
+            (None, "invalid_type"),
+            ("hello", "invalid_type"),
+            ([None], "invalid_type"),
+            (["hello"], "invalid_type"),
+            ([{}], "missing_field"),
+            ([{"content": "x"}], "missing_field"),
+            ([{"role": "root", "content": "x"}], "invalid_value"),
+            ([{"role": "tool", "content": "x"}], "invalid_value"),
+            ([{"role": "User", "content": "x"}], "invalid_value"),
+            ([{"role": ["user"], "content": "x"}], "invalid_type"),
+            ([{"role": "user", "content": 7}], "invalid_type"),
+            ([{"role": "user", "content": [7]}], "invalid_type"),
+            ([{"role": "user", "content": [{"type": "text"}]}], "missing_field"),
+            ([{"role": "user", "content": [{"text": "x"}]}], "missing_field"),
+            ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "invalid_type"),
+            ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "invalid_value"),
+            ([{"role": "user", "content": [{"type": "text", "text": "x", "more": 1}]}], "unknown_field"),
+            ([{"role": "user", "content": [{"type": "text", "text": "x"}] * 10_000}], "invalid_length"),
+            ([{"role": "user", "content": "x", "path": "/etc/passwd"}], "unknown_field"),
+            (USER * 2049, "invalid_length"),
+            ([{"role": "user", "content": "word " * 2000}], "context_length_exceeded"),
+            ([{"role": "user", "content": "👨‍👩‍👧‍👦" * 2000}], "context_length_exceeded"),
+        ):
+            yield path, "messages", value, code
+    for message, code in (
+        ({"role": "user"}, "missing_field"),
+        ({"role": "user", "content": None}, "missing_field"),
+        ({"role": "system", "content": None}, "missing_field"),
+        ({"role": "user", "content": "x", "name": "n" * 65}, "invalid_length"),
+        ({"role": "assistant", "content": None, "tool_calls": [{}]}, "invalid_length"),
+        ({"role": "assistant", "content": "x", "function_call": {}}, "invalid_type"),
+        ({"role": "assistant", "content": "x", "audio": {"id": "x"}}, "invalid_type"),
+    ):
+        yield CHAT, "messages", [message], code
+
+
+BODIES: list[tuple[bytes, str]] = [
+    (b"", "invalid_json"),
+    (b"null", "invalid_type"),
+    (b"[]", "invalid_type"),
+    (b'"x"', "invalid_type"),
+    (b"7", "invalid_type"),
+    (b"{}", "missing_field"),
+    (b"\xef\xbb\xbf{}", "invalid_json"),
+    ("{}".encode("utf-16"), "invalid_json"),
+    (b'{"prompt": "\xff"}', "invalid_json"),
+    (b'{"prompt": "\xc0\xaf"}', "invalid_json"),
+    (b'{"prompt": "\xed\xa0\xbd\xed\xb8\x80"}', "invalid_json"),
+    (b'{"prompt": "\\ud800"}', "invalid_json"),
+    (b'{"prompt": "a", "prompt": "b"}', "invalid_json"),
+    (b'{"prompt": "a"}x', "invalid_json"),
+    (b'{"prompt": "a"}{"prompt": "b"}', "invalid_json"),
+    (b'{"prompt": "a",}', "invalid_json"),
+    (b"{'prompt': 'a'}", "invalid_json"),
+    (b"[" * 100_000, "invalid_json"),
+    (b'{"prompt":' + b"[" * 64 + b"]" * 64 + b"}", "invalid_json"),
+    (b'{"prompt":' + b"[" * 63 + b"]" * 63 + b"}", "invalid_type"),
+    (b"{" + b",".join(b'"%d":1' % i for i in range(200_000)) + b"}", "unknown_field"),
+    (b"--x\r\nContent-Disposition: form-data; name=a\r\n\r\nb\r\n--x--", "invalid_json"),
+    (b"prompt=hello&n=1", "invalid_json"),
+    (b"\x1f\x8b\x08\x00\x00\x00\x00\x00", "invalid_json"),
+]
+
+
+def cases() -> list[Case]:
+    """All of them."""
+    found = list(_grids())
+    for path, field, value, code in _fields():
+        found.append(Case(path, json.dumps(LEAST[path] | {field: value}).encode(), 400, code))
+    found += [Case(COMPLETIONS, body, 400, code) for body, code in BODIES]
+    found += [
+        Case(path, json.dumps(LEAST[path] | {"model": "other"}).encode(), 404, "model_not_found") for path in LEAST
+    ]
+    found += [Case(path, b"x" * ((4 << 20) + 1), 413, "body_too_large") for path in LEAST]
+    return found

@@ -1,0 +1,140 @@
+"""A server and a fake engine, in a loop of their own in another thread, on a port of the kernel's choice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attar.server.door import Options
+from attar.server.serve import Server
+from attar.text.tokenizer import Tokenizer
+from tests.server.fake_engine import FakeEngine
+
+
+@dataclass
+class Reply:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def code(self) -> str:
+        """Of an error in OpenAI's shape."""
+        return str(self.json["error"]["code"])
+
+    @property
+    def events(self) -> list[Any]:
+        """Of a stream: the objects, and "[DONE]"."""
+        lines = [line[6:] for line in self.body.decode().split("\n") if line.startswith("data: ")]
+        return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+class Running:
+    """A server that runs, and its engine. Attributes of both may be looked at and set from the test's thread."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, options: Options, **engine: Any) -> None:
+        self.socket = folder / "engine.sock"
+        self.server: Server
+        self.engine: FakeEngine
+        self.port = 0
+        self._begun = threading.Event()
+        self._make = (tokenizer, options, engine)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
+        self._thread.start()
+        assert self._begun.wait(20)
+        self.wait(lambda: self.server.engine.ready is not None)
+
+    async def _main(self) -> None:
+        tokenizer, options, engine = self._make
+        self.loop = asyncio.get_running_loop()
+        self.engine = FakeEngine(self.socket, tokenizer, **engine)
+        await self.engine.start()
+        self.server = Server(self.socket, tokenizer, options)
+
+        def started(url: str) -> None:
+            self.port = int(url.rpartition(":")[2])
+            self._begun.set()
+
+        await self.server.run(started, signals=False)
+        await self.engine.stop()
+
+    def call(self, work: Callable[[], Any]) -> None:
+        """Do something in the server's loop."""
+        done = threading.Event()
+        self.loop.call_soon_threadsafe(lambda: (work(), done.set()))
+        assert done.wait(10)
+
+    def wait(self, true: Callable[[], bool], seconds: float = 5.0) -> None:
+        """Until something holds."""
+        end = time.monotonic() + seconds
+        while not true():
+            assert time.monotonic() < end, "it never came true"
+            time.sleep(0.002)
+
+    def stop(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.server.stop)
+            self.loop.call_soon_threadsafe(self.server.stop)
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+    def request(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Reply:
+        """One request over a connection of its own; a body that is no bytes is sent as JSON."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        try:
+            sent = {"Content-Type": "application/json"} if body is not None else {}
+            data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+            connection.request(method, path, data, sent | (headers or {}))
+            reply = connection.getresponse()
+            found = {name.lower(): value for name, value in reply.getheaders()}
+            return Reply(reply.status, found, reply.read())
+        finally:
+            connection.close()
+
+    def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Reply:
+        return self.request("POST", path, body, headers)
+
+    def get(self, path: str, headers: dict[str, str] | None = None) -> Reply:
+        return self.request("GET", path, None, headers)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(demo: Path) -> Tokenizer:
+    return Tokenizer.load(demo)
+
+
+@pytest.fixture(scope="session")
+def start(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Running]]:
+    """Starts servers: `start(options=None, **arguments of FakeEngine)`; all are stopped at the end."""
+    logging.getLogger("attar").setLevel(logging.INFO)
+    running: list[Running] = []
+
+    def make(options: Options | None = None, **engine: Any) -> Running:
+        folder = tmp_path_factory.mktemp("engine")
+        running.append(Running(folder, tokenizer, options or Options(port=0), **engine))
+        return running[-1]
+
+    yield make
+    for each in running:
+        each.stop()
+
+
+@pytest.fixture(scope="session")
+def server(start: Callable[..., Running]) -> Running:
+    """A server that tests share: they leave it as it was."""
+    return start()

@@ -1,0 +1,226 @@
+"""An engine that speaks `engine/messages.py` on a real Unix socket and knows no model: a token is a hash of what came
+before it, a step takes a millisecond, and it fails when it is told to.
+
+It runs in the loop of whoever starts it, or as a program (`python fake_engine.py SOCKET TOKENIZER`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import zlib
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from attar.engine.messages import (
+    Cancel,
+    Command,
+    Delta,
+    Drain,
+    Embed,
+    Embedding,
+    Event,
+    Failed,
+    Finished,
+    PromptLogprobs,
+    Ready,
+    Report,
+    Stats,
+    Submit,
+    encode,
+)
+from attar.engine.request import TokenLogprob
+from attar.engine.stops import StopChecker
+from attar.text.tokenizer import Detokenizer, Tokenizer
+
+CONTEXT = 512
+
+
+@dataclass
+class Choice:
+    request: Submit | None  # None: it has ended
+    number: int
+    detokenizer: Detokenizer
+    stops: StopChecker
+    tokens: list[int] = field(default_factory=list)
+
+
+class FakeEngine:
+    """`per_step` tokens come in one event; `held` stops the steps; `fail` fails requests with a code after so many
+    tokens; `dead` ends the connection, as a process does when it dies."""
+
+    def __init__(
+        self, path: Path, tokenizer: Tokenizer, batch: int = 64, queue: int = 256, step: float = 0.001
+    ) -> None:
+        self.path, self.tokenizer, self.batch, self.queue, self.step = path, tokenizer, batch, queue, step
+        self.held = False
+        self.fail: tuple[str, int] | None = None
+        self.choices: list[Choice] = []
+        self.cancelled = 0
+        self.generated = 0
+        self.seen: set[tuple[bytes, tuple[int, ...]]] = set()
+        self._writer: asyncio.StreamWriter | None = None
+        self._out: list[Event] = []
+        self._stats: Stats | None = None
+        self._work = asyncio.Event()
+
+    @property
+    def open(self) -> int:
+        """Requests that have not ended."""
+        return len({choice.request.id for choice in self.choices if choice.request is not None})
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_unix_server(self._serve, str(self.path), limit=1 << 26)
+        os.chmod(self.path, 0o600)
+
+    async def stop(self) -> None:
+        self._server.close()
+        self.die()
+        self.path.unlink(missing_ok=True)
+
+    def die(self) -> None:
+        """What the other side sees of a crash: the end of the stream."""
+        if self._writer is not None:
+            self._writer.transport.abort()
+        self._writer = None
+        self.choices.clear()
+
+    def say(self, raw: bytes) -> None:
+        """Send bytes that need not be a frame."""
+        assert self._writer is not None
+        self._writer.write(raw)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writer, self._drained = writer, False
+        blocks = (("weights", 10), ("cache", 20))
+        writer.write(encode([Ready("fake", CONTEXT, self.tokenizer.vocab_size, 100, 16, blocks)]))
+        steps = asyncio.get_running_loop().create_task(self._steps(writer))
+        decoder = msgspec.msgpack.Decoder(list[Command])
+        try:
+            while True:
+                size = int.from_bytes(await reader.readexactly(4), "little")
+                for command in decoder.decode(await reader.readexactly(size)):
+                    self._obey(command)
+                self._work.set()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            steps.cancel()
+            writer.close()
+            self.choices.clear()
+
+    def _obey(self, command: Command) -> None:
+        if isinstance(command, Submit):
+            params = command.params
+            if self.open >= self.queue:
+                self._out.append(Failed(command.id, "full", "no room"))
+                return
+            if params.prompt_logprobs is not None:
+                self._out.append(PromptLogprobs(command.id, self._of_prompt(command.prompt, params.prompt_logprobs)))
+            if params.max_tokens == 0:
+                self._out += [Finished(command.id, number, "length", 0) for number in range(command.n - 1)]
+                self._out.append(Finished(command.id, command.n - 1, "length", 0, None, self._report(command)))
+                return
+            for number in range(command.n):
+                detokenizer = Detokenizer(self.tokenizer)
+                self.choices.append(Choice(command, number, detokenizer, StopChecker(params.stop)))
+        elif isinstance(command, Embed):
+            numbers = [((token * 31 + at) % 101) / 101 for at, token in enumerate((*command.prompt, *range(8)))][:8]
+            self._out.append(Embedding(command.id, array("f", numbers).tobytes()))
+        elif isinstance(command, Cancel):
+            before = len(self.choices)
+            self.choices = [each for each in self.choices if each.request is None or each.request.id != command.id]
+            self.cancelled += before != len(self.choices)
+        elif isinstance(command, Drain):
+            self._drained = True
+
+    def _logprob(self, token: int, k: int) -> TokenLogprob:
+        top = tuple(((token + i) % self.tokenizer.vocab_size, -0.5 - i) for i in range(k))
+        return TokenLogprob(token, -0.5, top)
+
+    def _of_prompt(self, prompt: tuple[int, ...], k: int) -> tuple[TokenLogprob, ...]:
+        return tuple(self._logprob(token, k) for token in prompt[1:])
+
+    async def _steps(self, writer: asyncio.StreamWriter) -> None:
+        while True:
+            if not self.choices and not self._out:
+                self._work.clear()
+                await self._work.wait()
+            if not self.held:
+                for choice in self.choices[: self.batch]:
+                    self._advance(choice)
+                self.choices = [choice for choice in self.choices if choice.request is not None]
+                self._tell_stats()
+            if self._out:
+                writer.write(encode(self._out))
+                self._out = []
+            await asyncio.sleep(self.step)
+
+    def _advance(self, choice: Choice) -> None:
+        request = choice.request
+        if request is None:  # it failed with another of its choices
+            return
+        params = request.params
+        if self.fail is not None and len(choice.tokens) >= self.fail[1]:
+            self._out.append(Failed(request.id, self.fail[0], "as told"))
+            for each in self.choices:
+                if each.request is request:
+                    each.request = None
+            return
+        seed = 0 if params.temperature == 0 else (params.seed or 0) + choice.number
+        state = (request.prompt[-64:], seed, len(choice.tokens), tuple(choice.tokens[-4:]))
+        token = zlib.crc32(repr(state).encode()) % self.tokenizer.vocab_size
+        bias = params.logit_bias
+        if bias and max(bias.values()) >= 100:
+            token = max(bias, key=lambda key: bias[key])
+        if token == self.tokenizer.eos_id and params.ignore_eos:
+            token += 1
+        choice.tokens.append(token)
+        self.generated += 1
+        ended = token == self.tokenizer.eos_id or token in params.stop_token_ids
+        text = "" if ended else choice.stops.push(choice.detokenizer.push(token))
+        full = len(choice.tokens) >= params.max_tokens
+        reason = "stop" if ended or choice.stops.done else "length" if full else None
+        if reason is not None and not choice.stops.done:
+            text += choice.stops.push(choice.detokenizer.flush())
+            text += "" if choice.stops.done else choice.stops.flush()
+        logprobs = None if params.logprobs is None else (self._logprob(token, params.logprobs),)
+        self._out.append(Delta(request.id, choice.number, (token,), text, logprobs))
+        if reason is not None:
+            last = sum(each.request is request for each in self.choices) == 1
+            report = self._report(request) if last else None
+            self._out.append(
+                Finished(request.id, choice.number, reason, len(choice.tokens), choice.stops.stopped, report)
+            )
+            choice.request = None
+
+    def _report(self, request: Submit) -> Report:
+        known = (request.salt, request.prompt) in self.seen
+        self.seen.add((request.salt, request.prompt))
+        length = len(request.prompt)
+        reused = length - 1 if known else 0
+        return Report(
+            0.001, 0.002, 0.003, 0, 0, length, reused, "complete" if known else "differs", None, {"overhead": 1}
+        )
+
+    def _tell_stats(self) -> None:
+        running = min(len(self.choices), self.batch)
+        stats = Stats(running, len(self.choices) - running, 100 - running, running, 0, 1, 2, 3, self.generated, 0, 0.5)
+        if stats != self._stats:
+            self._out.append(stats)
+            self._stats = stats
+
+
+async def main(path: str, tokenizer: str, step: str) -> None:
+    engine = FakeEngine(Path(path), Tokenizer.load(Path(tokenizer)), step=float(step))
+    await engine.start()
+    while not getattr(engine, "_drained", False):
+        await asyncio.sleep(0.01)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,310 @@
+"""What endpoints answer: shapes, streams that say what whole answers say, and usage."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from array import array
+from typing import Any
+
+import pytest
+
+from attar.engine.messages import Delta
+from attar.engine.request import TokenLogprob
+from attar.server import openai
+from attar.text.tokenizer import Tokenizer
+from tests.server.bad_requests import USER
+from tests.server.conftest import Reply, Running
+
+COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
+SEEDED: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 12, "seed": 3}
+
+
+def chunks(reply: Reply) -> list[Any]:
+    """A stream's objects; that it is well-formed is checked."""
+    assert reply.status == 200
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert reply.events[-1] == "[DONE]"
+    assert reply.events.count("[DONE]") == 1
+    found = reply.events[:-1]
+    assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in found}) == 1
+    return found
+
+
+def of_choice(found: list[Any], number: int) -> list[Any]:
+    return [choice for chunk in found for choice in chunk["choices"] if choice["index"] == number]
+
+
+def test_a_completion(server: Running, tokenizer: Tokenizer) -> None:
+    reply = server.post(COMPLETIONS, SEEDED)
+    answer = reply.json
+    assert answer["id"] == "cmpl-" + reply.headers["x-request-id"]
+    assert (answer["object"], answer["model"]) == ("text_completion", "fake")
+    [choice] = answer["choices"]
+    assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "length", None)
+    length = len(tokenizer.encode("Once upon a time"))
+    usage = {"prompt_tokens": length, "completion_tokens": 12, "total_tokens": length + 12}
+    assert answer["usage"] | usage == answer["usage"]
+    assert server.post(COMPLETIONS, SEEDED | {"prompt": tokenizer.encode("Once upon a time")}).json["choices"] == [
+        choice
+    ]
+    assert server.post(COMPLETIONS, SEEDED | {"seed": 4}).json["choices"] != [choice]
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"logprobs": 2}, {"echo": True}, {"echo": True, "logprobs": 1}, {"stop": ["e", "zz"]}]
+)
+def test_a_stream_says_what_the_whole_answer_says(server: Running, more: dict[str, Any]) -> None:
+    body = SEEDED | {"prompt": ["Once upon", "a time"], "n": 3} | more
+    whole = server.post(COMPLETIONS, body).json["choices"]
+    found = chunks(server.post(COMPLETIONS, body | {"stream": True}))
+    assert [choice["index"] for choice in whole] == list(range(6))
+    for choice in whole:
+        pieces = of_choice(found, choice["index"])
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
+        assert [piece["finish_reason"] for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+        assert pieces[-1]["finish_reason"] == choice["finish_reason"]
+        if "logprobs" in more:
+            for name, values in choice["logprobs"].items():
+                joined = [value for piece in pieces for value in (piece["logprobs"] or {name: []})[name]]
+                assert joined == values, name
+
+
+def test_usage_comes_last_and_only_when_asked_for(server: Running) -> None:
+    plain = chunks(server.post(COMPLETIONS, SEEDED | {"stream": True}))
+    assert not any("usage" in chunk for chunk in plain)
+    with_usage = chunks(server.post(COMPLETIONS, SEEDED | {"stream": True, "stream_options": {"include_usage": True}}))
+    assert [chunk["usage"] for chunk in with_usage[:-1]] == [None] * (len(with_usage) - 1)
+    assert with_usage[-1]["choices"] == []
+    usage = server.post(COMPLETIONS, SEEDED).json["usage"]
+    assert with_usage[-1]["usage"] == usage
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+
+
+def test_chat(server: Running, tokenizer: Tokenizer) -> None:
+    body = {"messages": USER, "seed": 1, "max_tokens": 9, "n": 2, "logprobs": True, "top_logprobs": 3}
+    answer = server.post(CHAT, body).json
+    assert (answer["object"], answer["id"][:9]) == ("chat.completion", "chatcmpl-")
+    found = chunks(server.post(CHAT, body | {"stream": True}))
+    assert found[0]["object"] == "chat.completion.chunk"
+    for choice in answer["choices"]:
+        pieces = of_choice(found, choice["index"])
+        assert pieces[0]["delta"] == {"role": "assistant", "content": ""}
+        assert pieces[-1]["delta"] == {}
+        assert "".join(piece["delta"].get("content", "") for piece in pieces) == choice["message"]["content"]
+        content = [each for piece in pieces for each in (piece["logprobs"] or {"content": []})["content"]]
+        assert content == choice["logprobs"]["content"]
+        assert len(content) == 9
+        for each in content:
+            assert len(each["top_logprobs"]) == 3
+            assert each["logprob"] == each["top_logprobs"][0]["logprob"] == -0.5
+        spelt = bytes(byte for each in content for byte in each["bytes"])
+        assert spelt.decode("utf-8", "replace") == choice["message"]["content"]
+    length = len(tokenizer.encode_chat("<|endoftext|>hello\n\n"))
+    assert answer["usage"]["prompt_tokens"] == length
+
+
+def test_parts_of_text_and_developers(server: Running) -> None:
+    plain = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    other = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts, "name": "ann"}]
+    tokens = [server.post("/tokenize", {"messages": messages}).json["tokens"] for messages in (plain, other)]
+    assert tokens[0] == tokens[1]
+
+
+def test_an_answer_can_be_sent_back_as_a_message(server: Running) -> None:
+    message = server.post(CHAT, {"messages": USER, "max_tokens": 3}).json["choices"][0]["message"]
+    extra = {"audio": None, "function_call": None, "tool_calls": None, "annotations": []}
+    messages = [*USER, message | extra, {"role": "assistant", "content": None}, *USER]
+    assert server.post(CHAT, {"messages": messages, "max_tokens": 3}).status == 200
+
+
+def test_anthropics_messages(server: Running) -> None:
+    system = [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}]
+    body: dict[str, Any] = {"messages": USER, "max_tokens": 8, "system": system, "temperature": 0}
+    server.post(MESSAGES, body)
+    answer = server.post(MESSAGES, body).json
+    assert (answer["type"], answer["role"], answer["stop_reason"]) == ("message", "assistant", "max_tokens")
+    reply = server.post(MESSAGES, body | {"stream": True})
+    kinds = [event["type"] for event in reply.events]
+    middle = kinds.count("content_block_delta")
+    assert kinds == [
+        "message_start", "content_block_start", *["content_block_delta"] * middle, "content_block_stop",
+        "message_delta", "message_stop",
+    ]  # fmt: skip
+    assert [line[7:] for line in reply.body.decode().split("\n") if line.startswith("event: ")] == kinds
+    text = "".join(event["delta"]["text"] for event in reply.events if event["type"] == "content_block_delta")
+    assert text == answer["content"][0]["text"]
+    end = reply.events[-2]
+    assert (end["delta"]["stop_reason"], end["usage"]) == ("max_tokens", answer["usage"])
+    asked = answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"]
+    assert asked == reply.events[0]["message"]["usage"]["input_tokens"]
+    assert answer["usage"]["output_tokens"] == 8
+
+
+def test_stop_strings_are_told_apart(server: Running) -> None:
+    text = server.post(MESSAGES, {"messages": USER, "max_tokens": 20, "temperature": 0}).json["content"][0]["text"]
+    stop = text[8:11]
+    body = {"messages": USER, "max_tokens": 20, "temperature": 0, "stop_sequences": [stop]}
+    answer = server.post(MESSAGES, body).json
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", stop)
+    assert answer["content"][0]["text"] == text[: text.index(stop)]
+    chat = server.post(CHAT, {"messages": USER, "max_tokens": 20, "temperature": 0, "stop": stop}).json["choices"][0]
+    assert (chat["finish_reason"], chat["message"]["content"]) == ("stop", text[: text.index(stop)])
+
+
+def test_a_token_that_ends_the_text(server: Running, tokenizer: Tokenizer) -> None:
+    body = SEEDED | {"logit_bias": {str(tokenizer.eos_id): 100}}
+    assert server.post(COMPLETIONS, body).json["choices"][0]["finish_reason"] == "stop"
+    body = SEEDED | {"logit_bias": {"70": 100}, "stop_token_ids": [70]}
+    assert server.post(COMPLETIONS, body).json["choices"][0] | {"text": "", "finish_reason": "stop"} == \
+        server.post(COMPLETIONS, body).json["choices"][0]  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_echo_with_logprobs_scores_a_text(server: Running, tokenizer: Tokenizer, limit: int) -> None:
+    text = "Once upon a time 😀"
+    body = {"prompt": text, "echo": True, "max_tokens": limit, "logprobs": 1, "temperature": 0}
+    answer = server.post(COMPLETIONS, body).json
+    [choice] = answer["choices"]
+    ids = tokenizer.encode(text)
+    assert choice["text"].startswith(text)
+    table = choice["logprobs"]
+    assert {len(column) for column in table.values()} == {len(ids) + limit}
+    assert table["token_logprobs"][0] is table["top_logprobs"][0] is None
+    assert table["token_logprobs"][1:] == [-0.5] * (len(ids) - 1 + limit)
+    assert all(max(top.values()) == -0.5 for top in table["top_logprobs"][1:])
+    assert table["text_offset"][:2] == [0, len(table["tokens"][0])]
+    assert "bytes:\\xf0" in table["tokens"]
+    assert answer["usage"]["completion_tokens"] == limit
+    assert choice["finish_reason"] == "length"
+
+
+def test_several_prompts_of_tokens_are_scored_at_once(server: Running, tokenizer: Tokenizer) -> None:
+    """As lm-eval's local-completions asks."""
+    prompts = [tokenizer.encode(text) for text in ("Once upon", "a time there was", "a")]
+    body = {
+        "model": "fake",
+        "prompt": prompts,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "echo": True,
+        "temperature": 0,
+        "seed": 1,
+    }
+    answer = server.post(COMPLETIONS, body).json
+    for prompt, choice in zip(prompts, answer["choices"], strict=True):
+        assert len(choice["logprobs"]["token_logprobs"]) == len(prompt) + 1
+        assert choice["text"].startswith(tokenizer.decode(prompt))
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, prompts))
+
+
+def test_the_chosen_token_is_among_the_likely_ones(tokenizer: Tokenizer) -> None:
+    form = openai.CompletionFormat(tokenizer, True, 1, None)
+    token, other = tokenizer.encode("Once upon")[:2]
+    event = Delta("a", 0, (token,), "", (TokenLogprob(token, -math.inf, ((other, -1.0),)),))
+    made = json.loads(form.delta(0, event))
+    names = [tokenizer.decode([each]) for each in (other, token)]
+    assert made["logprobs"]["top_logprobs"] == [{names[0]: -1.0, names[1]: openai.LEAST}]
+    assert made["logprobs"]["token_logprobs"] == [openai.LEAST]
+
+
+def test_embeddings(server: Running) -> None:
+    body = {"input": ["one", "two", "three"]}
+    answer = server.post("/v1/embeddings", body).json
+    packed = server.post("/v1/embeddings", body | {"encoding_format": "base64"}).json
+    assert [each["index"] for each in answer["data"]] == [0, 1, 2]
+    for plain, coded in zip(answer["data"], packed["data"], strict=True):
+        assert plain["embedding"] == array("f", base64.b64decode(coded["embedding"])).tolist()
+    assert (
+        server.post("/v1/embeddings", {"input": "two"}).json["data"][0]["embedding"] == answer["data"][1]["embedding"]
+    )
+
+
+def test_tokens_there_and_back(server: Running) -> None:
+    for text in ("Once upon a time", "😀 <|endoftext|>", "a\nb"):
+        answer = server.post("/tokenize", {"prompt": text}).json
+        assert answer["count"] == len(answer["tokens"])
+        assert server.post("/detokenize", {"tokens": answer["tokens"]}).json == {"prompt": text}
+    assert server.post("/detokenize", {"tokens": []}).json == {"prompt": ""}
+
+
+def test_models(server: Running) -> None:
+    [model] = server.get("/v1/models").json["data"]
+    assert (model["id"], model["max_model_len"]) == ("fake", 512)
+    assert server.get("/v1/models/fake").json == model
+    assert server.get("/v1/models/a/b").code == "model_not_found"
+
+
+def test_the_engines_state(server: Running) -> None:
+    server.post(COMPLETIONS, SEEDED)
+    state = server.get("/v1/engine").json
+    assert (state["ready"]["context"], state["ready"]["table"]) == (512, [["weights", 10], ["cache", 20]])
+    assert state["stats"]["generated_tokens"] > 0
+
+
+def test_why(server: Running) -> None:
+    reply = server.post(CHAT, {"messages": USER, "max_tokens": 3, "ignore_eos": True})
+    for name in (reply.headers["x-request-id"], reply.json["id"]):
+        story = server.get(f"/v1/requests/{name}/why").json
+        assert (story["outcome"], story["generated_tokens"]) == ("length", 3)
+        assert 0 < story["seconds_to_first_token"] <= story["seconds"] < 5
+        [report] = story["prompts"]
+        assert report["limited_by"] == {"overhead": 1}
+    assert server.get("/v1/requests/nobody/why").status == 404
+
+
+def test_metrics_have_their_names_and_grow(server: Running) -> None:
+    def read() -> dict[str, float]:
+        lines = [line for line in server.get("/metrics").body.decode().splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+    before = read()
+    server.post(COMPLETIONS, SEEDED | {"ignore_eos": True})
+    server.wait(lambda: read()["attar_requests_running"] == 0)
+    after = read()
+    for state in ("free", "active", "cached"):
+        assert f'attar_kv_blocks{{state="{state}"}}' in after
+    for name in (
+        "attar_requests_waiting",
+        "attar_preemptions_total",
+        "attar_prefix_tokens_hit_total",
+        "attar_engine_up",
+    ):
+        assert name in after
+    assert after["attar_generated_tokens_total"] - before["attar_generated_tokens_total"] == 12
+    assert after["attar_inter_token_seconds_count"] - before["attar_inter_token_seconds_count"] == 11
+    assert after["attar_time_to_first_token_seconds_count"] - before["attar_time_to_first_token_seconds_count"] == 1
+    key = 'attar_http_requests_total{route="/v1/completions",status="200"}'
+    assert after[key] - before[key] == 1
+
+
+def test_the_loop_is_not_held_up_by_large_bodies_and_long_texts(server: Running) -> None:
+    bodies: list[tuple[str, Any]] = [
+        (COMPLETIONS, {"prompt": [1] * 700_000}),
+        (COMPLETIONS, {"prompt": "word " * 400_000}),
+        (CHAT, {"messages": [{"role": "user", "content": "x " * 500_000}]}),
+        ("/v1/embeddings", {"input": [[1] * 100] * 2048}),
+    ]
+    encoded = [(path, json.dumps(body, separators=(",", ":")).encode()) for path, body in bodies]
+    server.server.metrics._worst = 0.0
+    codes = [server.post(path, body).json.get("error", {}).get("code") for path, body in encoded]
+    assert codes == ["context_length_exceeded"] * 3 + [None]
+    assert server.server.metrics._worst < 1  # a tokenizer that keeps Python's lock holds it up for more than two
+
+
+def test_the_document_is_of_the_same_types(server: Running) -> None:
+    made = server.get("/openapi.json").json
+    schemas = made["components"]["schemas"]
+    assert schemas["ChatBody"]["properties"]["n"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 16}
+    assert schemas["ChatBody"]["properties"]["tools"] == {"enum": [None, []]}
+    assert schemas["ChatBody"]["additionalProperties"] is False
+    assert made["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"] == {
+        "$ref": "#/components/schemas/ChatBody"
+    }
+    responses = made["paths"][CHAT]["post"]["responses"]
+    assert {"application/json", "text/event-stream"} == responses["200"]["content"].keys()
+    assert "429" in responses
+    assert "text/plain" in made["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
+    assert "422" not in json.dumps(made["paths"])

@@ -1,0 +1,185 @@
+"""The engine's death, and what else can go wrong between two processes."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from attar.engine.messages import MAX_FRAME, Delta, Embed, Failed, Finished, Submit, encode
+from attar.engine.request import SamplingParams
+from attar.server import work
+from attar.server.client import MAX_WAITING, Answer
+from tests.server.conftest import Running
+from tests.server.test_protocol import answer, connect, post
+
+LONG = {"prompt": "a", "max_tokens": 500, "ignore_eos": True}
+
+
+@pytest.fixture
+def fragile(start: Callable[..., Running]) -> Iterator[Running]:
+    """A server whose engine may be ended; it is up again after the test."""
+    server = start()
+    yield server
+    server.engine.held = False
+    server.engine.fail = None
+    server.wait(lambda: server.server.engine.ready is not None)
+    assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status == 200
+    assert server.engine.open == 0
+    assert not server.server.engine.open
+
+
+def streaming(server: Running, path: str = "/v1/completions", **more: object) -> socket.socket:
+    sock = connect(server)
+    body = {**LONG, **more, "stream": True}
+    sock.sendall(post(json.dumps(body).encode()).replace(b"/v1/completions", path.encode()))
+    return sock
+
+
+def rest(sock: socket.socket) -> bytes:
+    """Until the other side closes, or the last chunk."""
+    data = b""
+    while not data.endswith(b"0\r\n\r\n") and (more := sock.recv(65536)):
+        data += more
+    return data
+
+
+def test_at_the_engines_death_every_open_request_is_told(fragile: Running) -> None:
+    fragile.engine.step = 0.02
+    socks = [streaming(fragile, n=2) for _ in range(5)]
+    chat = {"messages": [{"role": "user", "content": "a"}], "prompt": None, "ignore_eos": None}
+    body = {name: value for name, value in {**LONG, **chat, "stream": True}.items() if value is not None}
+    with connect(fragile) as messages, connect(fragile) as whole:
+        messages.sendall(post(json.dumps(body).encode()).replace(b"/v1/completions", b"/v1/messages"))
+        whole.sendall(post(json.dumps(LONG).encode()))
+        fragile.wait(lambda: fragile.engine.open == 7)
+        time.sleep(0.1)
+        started = time.monotonic()
+        fragile.call(fragile.engine.die)
+        for sock in socks:
+            data = rest(sock)
+            assert data.count(b'"error"') == 1
+            assert b"[DONE]" not in data
+            assert b'"code":"engine_down"' in data.split(b"data: ")[-1]
+            sock.close()
+        data = rest(messages)
+        assert data.count(b"event: error\n") == 1
+        assert b"message_stop" not in data
+        reply = whole.recv(65536)
+        assert b" 503 " in reply.split(b"\r\n")[0]
+        assert b"retry-after" in reply.lower()
+        assert time.monotonic() - started < 1
+    fragile.engine.step = 0.001
+
+
+def test_readiness_follows_the_engine(fragile: Running) -> None:
+    fragile.call(fragile.engine._server.close)
+    fragile.call(fragile.engine.die)
+    fragile.wait(lambda: fragile.server.engine.ready is None)
+    reply = fragile.get("/readyz")
+    assert (reply.status, reply.code, reply.headers["retry-after"]) == (503, "engine_down", "2")
+    assert fragile.get("/livez").status == 200
+    assert fragile.get("/metrics").status == 200
+    assert fragile.get("/v1/models").status == 503
+    assert fragile.post("/v1/completions", LONG).status == 503
+    assert fragile.post("/v1/messages", {}).status in (400, 503)
+    fragile.call(lambda: fragile.loop.create_task(fragile.engine.start()))
+    fragile.wait(lambda: fragile.get("/readyz").status == 200)
+
+
+def test_an_engine_that_hangs_is_not_ready_and_then_given_up(fragile: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "MAX_SILENCE", 0.2)
+    monkeypatch.setattr(fragile.server.engine, "patience", 0.6)
+    time.sleep(0.7)
+    assert fragile.get("/readyz").status == 200  # nothing to do is no silence
+    fragile.engine.held = True
+    with streaming(fragile) as sock:
+        fragile.wait(lambda: fragile.get("/readyz").status == 503)
+        assert answer(sock)[0] == 503
+    fragile.wait(lambda: fragile.engine.open == 0)
+    fragile.wait(lambda: fragile.get("/readyz").status == 200)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        (MAX_FRAME + 1).to_bytes(4, "little"),
+        (5).to_bytes(4, "little") + b"hello",
+        (1).to_bytes(4, "little") + b"\x93",
+        encode([Submit("a", (1,), SamplingParams())]),
+        (0).to_bytes(4, "little"),
+    ],
+    ids=["too long", "noise", "cut", "a command", "nothing"],
+)
+def test_what_cannot_be_read_ends_the_connection(fragile: Running, raw: bytes) -> None:
+    with streaming(fragile) as sock:
+        fragile.wait(lambda: fragile.engine.open == 1)
+        fragile.call(lambda: fragile.engine.say(raw))
+        assert b'"code":"engine_down"' in rest(sock)
+
+
+@pytest.mark.parametrize(
+    "code, status, says",
+    [
+        ("full", 429, "overloaded"), ("too_long", 400, "context_length_exceeded"), ("invalid", 400, "invalid_value"),
+        ("deadline", 503, "deadline"), ("bad_logits", 500, "bad_logits"), ("internal", 500, "internal"),
+        ("shutdown", 503, "engine_down"), ("no such code", 500, "internal"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_of_the_engine_is_the_answers_status(
+    fragile: Running, code: str, status: int, says: str, stream: bool
+) -> None:
+    fragile.engine.fail = (code, 0)
+    reply = fragile.post("/v1/completions", {**LONG, "stream": stream, "n": 3})
+    assert (reply.status, reply.code) == (status, says)
+    fragile.engine.fail = None
+
+
+def test_a_failure_within_a_stream_is_its_last_event_and_ends_all_prompts(fragile: Running) -> None:
+    fragile.engine.fail = ("internal", 3)
+    reply = fragile.post("/v1/completions", {**LONG, "prompt": ["a", "b", "c"], "n": 2, "stream": True})
+    assert reply.status == 200
+    assert [event for event in reply.events if "error" in event] == [reply.events[-1]]
+    assert len(reply.events) > 3
+    fragile.engine.fail = None
+    fragile.wait(lambda: fragile.engine.open == 0)
+
+
+def test_several_events_wait_as_one_batch_and_a_reader_too_far_behind_is_let_go() -> None:
+    dropped: list[tuple[list[str], bool]] = []
+    answer = Answer([Submit("a", (1,), SamplingParams())], lambda ids, tell: dropped.append((list(ids), tell)))
+    delta = Delta("a", 0, (1,), "x" * 1000)
+    count = 0
+    while not answer.ended:
+        answer.put(delta)
+        count += 1
+    assert MAX_WAITING / 8000 < count < MAX_WAITING / 4000 + 2
+    assert dropped == [(["a"], True)]
+    answer.put(delta)
+    with pytest.raises(StopIteration) as taken:
+        answer.take().send(None)
+    events = taken.value.value
+    assert len(events) == count
+    assert isinstance(events[-1], Failed)
+    with pytest.raises(StopIteration) as taken:
+        answer.take().send(None)
+    assert taken.value.value == []
+
+
+def test_an_answer_of_several_ends_with_the_last() -> None:
+    dropped: list[tuple[list[str], bool]] = []
+    commands = [Submit("a", (1,), SamplingParams(), n=2), Embed("b", (1,)), Submit("c", (1,), SamplingParams())]
+    answer = Answer(commands, lambda ids, tell: dropped.append((list(ids), tell)))
+    answer.put(Finished("a", 0, "stop", 1))
+    assert dropped == []
+    answer.put(Finished("a", 1, "stop", 1))
+    assert dropped == [(["a"], False)]
+    answer.put(Failed("c", "internal", ""))
+    assert answer.ended
+    assert dropped[1:] == [(["c"], False), (["b"], True)]
+    answer.cancel()
+    assert len(dropped) == 3

@@ -1,0 +1,157 @@
+"""Who is let in: every route with every kind of key, foreign hosts and origins, a full server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from starlette.routing import Route
+
+from attar.server import anthropic, openai
+from attar.server.door import OPEN_TO_ALL, Options
+from attar.server.security import Keys
+from tests.server.conftest import Running
+
+KEY, OTHER = "first-key-of-the-test-" + "a" * 20, "other-key-of-the-test-" + "b" * 20
+ORIGIN = "https://chat.example"
+GOOD: list[dict[str, str]] = [{"Authorization": f"Bearer {KEY}"}, {"x-api-key": OTHER}]
+BAD: list[dict[str, str]] = [
+    {},
+    {"Authorization": "Bearer "},
+    {"Authorization": f"Bearer {KEY[:-1]}"},
+    {"Authorization": f"Bearer {KEY}x"},
+    {"Authorization": f"Basic {KEY}"},
+    {"x-api-key": KEY.upper()},
+    {"Cookie": f"key={KEY}"},
+]
+
+
+@pytest.fixture(scope="module")
+def keyed(start: Callable[..., Running]) -> Running:
+    """A server with two keys and one origin."""
+    return start(Options(port=0, keys=Keys.of([KEY, OTHER]), origins=frozenset({ORIGIN})))
+
+
+def routes(server: Running) -> list[tuple[str, str]]:
+    found = []
+    for route in server.server.app.routes:
+        assert isinstance(route, Route)  # nothing is mounted that could have doors of its own
+        found += [(method, route.path.replace("{name:path}", "x").replace("{name}", "x")) for method in route.methods]
+    return found
+
+
+def test_every_route_but_livez_and_the_page_needs_a_key(keyed: Running) -> None:
+    asked = routes(keyed)
+    assert len(asked) >= 13
+    for method, path in [*asked, ("GET", "/nope"), ("GET", "/"), ("PUT", "/v1/models")]:
+        for headers in BAD:
+            reply = keyed.request(method, path, b"{}" if method == "POST" else None, headers)
+            assert reply.status == (200 if path in OPEN_TO_ALL else 401), (method, path, headers)
+            if path not in OPEN_TO_ALL:
+                assert reply.headers["www-authenticate"] == "Bearer"
+        for headers in GOOD:
+            reply = keyed.request(method, path, b"{}" if method == "POST" else None, headers)
+            assert reply.status in (200, 400, 404, 405), (method, path, reply)
+
+
+def test_refusals_have_the_shape_of_their_api(keyed: Running) -> None:
+    assert keyed.post("/v1/messages", {}).json["error"]["type"] == "authentication_error"
+    assert keyed.post("/v1/completions", {}).code == "invalid_api_key"
+
+
+def test_keys_do_not_share_caches_or_stories(keyed: Running) -> None:
+    body = {"prompt": "a shared prompt", "max_tokens": 2}
+    first = keyed.post("/v1/completions", body, GOOD[0]).json
+    assert keyed.post("/v1/completions", body, GOOD[1]).json["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert keyed.post("/v1/completions", body, GOOD[0]).json["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    why = f"/v1/requests/{first['id']}/why"
+    assert keyed.get(why, GOOD[0]).json["generated_tokens"] == 2
+    assert keyed.get(why, GOOD[1]).status == 404
+
+
+def test_a_wrong_method_is_told_the_right_one(server: Running) -> None:
+    assert server.request("DELETE", "/v1/completions").headers["allow"] == "POST"
+    assert server.request("POST", "/readyz", b"{}").headers["allow"] == "GET"
+
+
+def test_a_body_is_not_read_before_the_key(keyed: Running) -> None:
+    assert keyed.request("POST", "/v1/completions", b"{" * 100, BAD[2]).status == 401
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "https://chat.example.evil", "*"])
+def test_pages_of_other_servers_get_no_cors_headers(keyed: Running, origin: str) -> None:
+    asking = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+    for reply in (keyed.get("/readyz", GOOD[0] | asking), keyed.request("OPTIONS", "/v1/completions", None, asking)):
+        assert not [name for name in reply.headers if name.startswith("access-control")]
+
+
+def test_listed_pages_may_call(keyed: Running) -> None:
+    preflight = keyed.request(
+        "OPTIONS", "/v1/completions", None, {"Origin": ORIGIN, "Access-Control-Request-Method": "POST"}
+    )
+    assert preflight.status == 204
+    assert preflight.headers["access-control-allow-origin"] == ORIGIN
+    assert "access-control-allow-credentials" not in preflight.headers
+    assert keyed.get("/readyz", GOOD[0] | {"Origin": ORIGIN}).headers["access-control-allow-origin"] == ORIGIN
+
+
+def test_without_origins_nothing_is_said_of_cors(server: Running) -> None:
+    reply = server.get("/livez", {"Origin": ORIGIN})
+    assert not [name for name in reply.headers if name.startswith(("access-control", "vary"))]
+
+
+def test_a_full_server_says_so_and_when_to_come_back(start: Callable[..., Running]) -> None:
+    server = start(Options(port=0, max_requests=0))
+    reply = server.post("/v1/completions", {"prompt": "a"})
+    assert (reply.status, reply.code, reply.headers["retry-after"]) == (429, "overloaded", "1")
+    assert server.get("/readyz").status == 200
+
+
+def test_logs_hold_no_content_and_no_keys(keyed: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="attar")
+    body: dict[str, Any] = {"prompt": "CANARY in a prompt", "max_tokens": 2, "user": "CANARY"}
+    keyed.post("/v1/completions", body, GOOD[0] | {"X-Other": "CANARY\x1b[31m"})
+    keyed.post("/v1/completions", body | {"CANARY": 1}, GOOD[0])
+    keyed.post("/v1/completions?CANARY", b"CANARY", {"Authorization": "Bearer CANARY"})
+    keyed.get("/CANARY%0d%0aInjected:yes", GOOD[0])
+    keyed.request("CANARY", "/v1/completions")
+    text = caplog.text + keyed.get("/metrics", GOOD[0]).body.decode()
+    assert "/v1/completions" in text
+    for secret in ("CANARY", "Injected", KEY, OTHER, "\x1b"):
+        assert secret not in text
+
+
+def test_an_unexpected_error_is_told_as_such_and_no_more(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("SECRET in /etc/passwd at 0xdeadbeef")
+
+    monkeypatch.setattr(server.server.prompts.tokenizer, "decode", fail, raising=False)
+    reply = server.post("/detokenize", {"tokens": [1]})
+    assert (reply.status, reply.code) == (500, "internal")
+    server.wait(lambda: "RuntimeError" in caplog.text)  # the answer goes out first
+    assert "SECRET" not in reply.body.decode() + caplog.text
+    monkeypatch.undo()
+    assert server.post("/detokenize", {"tokens": [1]}).status == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_an_unexpected_error_within_a_stream_is_its_last_event(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("SECRET")
+
+    monkeypatch.setattr(openai.ChatFormat, "closing", fail)
+    monkeypatch.setattr(anthropic, "_reason", fail)
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "stream": True}
+    reply = server.post(path, body)
+    assert reply.status == 200
+    assert [event for event in reply.events if "error" in event] == [reply.events[-1]]
+    assert len(reply.events) > 1
+    server.wait(lambda: "RuntimeError" in caplog.text)
+    assert "SECRET" not in caplog.text
+    server.wait(lambda: server.engine.open == 0)

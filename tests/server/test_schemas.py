@@ -1,0 +1,110 @@
+"""Bodies: what they may hold, and that the OpenAPI document says the same."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from attar.server import sampling, schemas
+from attar.server.errors import Refusal
+from attar.server.schemas import AnthropicBody, Body, ChatBody, CompletionBody, EmbeddingBody, TokenizeBody, read
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+LEAST: dict[type[Body], dict[str, Any]] = {
+    CompletionBody: {"prompt": "hello"},
+    ChatBody: {"messages": MESSAGES},
+    AnthropicBody: {"messages": MESSAGES, "max_tokens": 3},
+    EmbeddingBody: {"input": "hello"},
+    TokenizeBody: {"prompt": "hello"},
+}
+
+
+def take(kind: type[Body], **fields: Any) -> Any:
+    return read(kind, json.dumps(LEAST[kind] | fields).encode())
+
+
+@pytest.mark.parametrize("kind", LEAST)
+def test_null_and_harmless_values_of_unbuilt_fields_are_welcome(kind: type[Body]) -> None:
+    plain = take(kind)
+    for name, harmless in kind.unbuilt.items():
+        for value in (None, *harmless):
+            assert take(kind, **{name: value}) == plain, (name, value)
+
+
+@pytest.mark.parametrize("kind", LEAST)
+def test_other_values_of_unbuilt_fields_are_refused_by_name(kind: type[Body]) -> None:
+    for name in kind.unbuilt:
+        with pytest.raises(Refusal) as error:
+            take(kind, **{name: {"some": "thing"}})
+        assert (error.value.code, error.value.param) == ("unsupported_field", name)
+
+
+def test_a_harmless_value_of_another_type_is_not_harmless() -> None:
+    for name, value in (("store", 0), ("priority", False), ("length_penalty", True)):
+        with pytest.raises(Refusal, match="unsupported_field"):
+            take(ChatBody, **{name: value})
+
+
+def test_null_is_the_default_of_every_optional_field() -> None:
+    for kind in (CompletionBody, ChatBody, AnthropicBody):
+        plain = take(kind)
+        for name in set(kind.__struct_fields__) - set(LEAST[kind]):
+            assert take(kind, **{name: None}) == plain
+
+
+def test_prompts_are_texts_or_tokens() -> None:
+    assert take(CompletionBody, prompt=["a", "b"]).prompts() == ["a", "b"]
+    assert take(CompletionBody, prompt=[1, 2]).prompts() == [[1, 2]]
+    assert take(CompletionBody, prompt=[[1], [2, 3]]).prompts() == [[1], [2, 3]]
+    with pytest.raises(Refusal, match="invalid_type"):
+        take(CompletionBody, prompt=["a", 1]).prompts()
+
+
+def test_sampling_parameters_are_those_of_the_request() -> None:
+    body = take(
+        ChatBody, temperature=0, top_p=0.5, top_k=-1, min_p=0.1, repetition_penalty=1.5, presence_penalty=-2,
+        frequency_penalty=2, stop="x", stop_token_ids=[3], ignore_eos=True, seed=7, logprobs=True, top_logprobs=2,
+        max_completion_tokens=9,
+    )  # fmt: skip
+    made = sampling.chat_params(body, room=100, vocab=10)
+    assert (made.temperature, made.top_p, made.top_k, made.min_p, made.seed, made.logprobs) == (0, 0.5, 0, 0.1, 7, 2)
+    assert (made.repetition_penalty, made.presence_penalty, made.frequency_penalty) == (1.5, -2, 2)
+    assert (made.stop, made.stop_token_ids, made.ignore_eos, made.max_tokens) == (("x",), (3,), True, 9)
+
+
+def test_defaults_are_the_apis() -> None:
+    assert sampling.chat_params(take(ChatBody), 100, 10).max_tokens == 100  # what fits
+    assert sampling.completion_params(take(CompletionBody), 100, 10).max_tokens == 16
+    assert sampling.completion_params(take(CompletionBody), 5, 10).max_tokens == 5
+    assert sampling.completion_params(take(CompletionBody), 100, 10).temperature == 1
+    echo = sampling.completion_params(take(CompletionBody, echo=True, max_tokens=0, logprobs=1), 100, 10)
+    assert (echo.max_tokens, echo.logprobs, echo.prompt_logprobs) == (0, 1, 1)
+
+
+def test_logit_bias_is_by_token() -> None:
+    made = sampling.chat_params(take(ChatBody, logit_bias={"3": 5, "9": -100}), 100, 10)
+    assert dict(made.logit_bias) == {3: 5, 9: -100}
+    for key in ("10", "-1", "abc", "", "1.0", "²", "9" * 30):
+        with pytest.raises(Refusal) as error:
+            sampling.chat_params(take(ChatBody, logit_bias={key: 1}), 100, 10)
+        assert error.value.param == "logit_bias"
+
+
+@pytest.mark.parametrize(
+    "sentence, code, param",
+    [
+        ("Expected `int`, got `str` - at `$.n`", "invalid_type", "n"),
+        ("Expected `int` <= 16 - at `$.n`", "out_of_range", "n"),
+        ("Expected `float` > 0.0 - at `$.top_p`", "out_of_range", "top_p"),
+        ("Expected `array` of length <= 16 - at `$.stop`", "invalid_length", "stop"),
+        ("Invalid enum value 'x' - at `$.messages[0].role`", "invalid_value", "messages[0].role"),
+        ("Object contains unknown field `zz` - at `$.messages[2]`", "unknown_field", "messages[2].zz"),
+        ("Object contains unknown field `z`", "unknown_field", "z"),
+        ("Object missing required field `prompt`", "missing_field", "prompt"),
+    ],
+)
+def test_the_librarys_sentences_are_understood(sentence: str, code: str, param: str) -> None:
+    refusal = schemas._explained(sentence)
+    assert (refusal.code, refusal.param) == (code, param)

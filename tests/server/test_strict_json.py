@@ -1,0 +1,132 @@
+"""The table of what is JSON here, against RFC 8259 and I-JSON; and that what is taken is what the library reads."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attar.server.strict_json import MAX_DEPTH, JSONError, loads, shown
+
+GOOD: list[tuple[bytes, Any]] = [
+    (b"{}", {}),
+    (b" \r\n\t{} \n", {}),
+    (b"[1, -0, 9223372036854775807, -9223372036854775808]", [1, 0, 2**63 - 1, -(2**63)]),
+    (b"[1e-400, -0.0, 1.5E3]", [0.0, -0.0, 1500.0]),
+    (b'"\\ud83d\\ude00"', "😀"),
+    ('"\u0000\u202e\uffff😀"'.replace("\u0000", "\\u0000").encode(), "\u0000\u202e\uffff😀"),
+    (b"[" * MAX_DEPTH + b"]" * MAX_DEPTH, None),
+    (b'{"a": {"a": 1}, "b": {"a": 1}}', {"a": {"a": 1}, "b": {"a": 1}}),
+    (b"null", None),
+    (b"[true, false]", [True, False]),
+]
+
+BAD: list[tuple[bytes, str]] = [
+    (b"", "empty"),
+    (b" \n", "empty"),
+    (b"\xef\xbb\xbf{}", "byte order mark"),
+    ("{}".encode("utf-16"), "byte order mark"),
+    ('{"a":1}'.encode("utf-16-le"), "line 1"),
+    ('{"a":1}'.encode("utf-32-be"), "line 1"),
+    (b'"\xff"', "UTF-8 at byte 1"),
+    (b'"\xc0\xaf"', "UTF-8"),  # overlong
+    (b'"\xed\xa0\x80"', "UTF-8"),  # CESU-8's half
+    (b'"\xf4\x90\x80\x80"', "UTF-8"),  # beyond Unicode
+    (b'"\xf0\x9f\x98"', "UTF-8"),
+    (b"{} {}", "Extra data at line 1, column 4"),
+    (b"{}x", "Extra data"),
+    (b"{}\x00", "Extra data"),
+    (b"[1,]", "line 1"),
+    (b"{,}", "line 1"),
+    (b'{"a":1,}', "line 1"),
+    (b"{a:1}", "line 1"),
+    (b"{'a':1}", "line 1"),
+    (b'{"a" 1}', "line 1"),
+    (b'{"a":}', "line 1"),
+    (b'{"a":1', "line 1"),
+    (b"[1", "line 1"),
+    (b'"abc', "line 1"),
+    (b'"a\nb"', "control character"),
+    (b'"\x00"', "control character"),
+    (b'"\\x41"', "escape"),
+    (b'"\\u12"', "escape"),
+    (b'"\\u00zz"', "escape"),
+    (b"NaN", "NaN is not JSON"),
+    (b"[Infinity]", "Infinity is not JSON"),
+    (b'{"a": -Infinity}', "-Infinity is not JSON"),
+    (b"nan", "line 1"),
+    (b"[1e999]", "$[0] is too large"),
+    (b'{"a":{"b":-1e400}}', "$.a.b is too large"),
+    (b"[9223372036854775808]", "$[0] does not fit"),
+    (b"[-9223372036854775809]", "$[0] does not fit"),
+    (b'{"n":[0,[1,18446744073709551616]]}', "$.n[1][1] does not fit"),
+    (b"1" * 5000, "too many digits"),
+    (b"[" + b"9" * 4299 + b"]", "does not fit"),
+    (b"01", "line 1"),
+    (b"+1", "line 1"),
+    (b"-", "line 1"),
+    (b".5", "line 1"),
+    (b"1.", "line 1"),
+    (b"1e", "line 1"),
+    (b"0x10", "line 1"),
+    (b"1_000", "line 1"),
+    (b"True", "line 1"),
+    (b"undefined", "line 1"),
+    (b"// no\n{}", "line 1"),
+    (b"{} /* no */", "Extra data"),
+    (b'{"a":1,"a":2}', "`a` is there twice"),
+    (b'{"b":{"a":1,"c":2,"a":1}}', "`a` is there twice"),
+    (b'{"a":1,"\\u0061":2}', "`a` is there twice"),
+    (b'"\\ud800"', "lone surrogate, which is not Unicode, in the text at $"),
+    (b'["\\udc00\\ud800"]', "at $[0]"),
+    (b'{"a":{"\\ud83d":1}}', "at $.a"),
+    (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), "deeper than 64"),
+    (b'{"a":' * 65 + b"1" + b"}" * 65, "deeper than 64"),
+    (b"[" * 100_000, "deeper than 64"),
+    (b'{"a":' * 100_000, "deeper than 64"),
+    (b"[" * 100_000 + b"]" * 100_000, "deeper than 64"),
+    (b"--boundary\r\nContent-Disposition: form-data\r\n\r\n{}", "line 1"),
+]
+
+
+@pytest.mark.parametrize("body, value", GOOD)
+def test_json_is_read(body: bytes, value: Any) -> None:
+    assert loads(body) == (json.loads(body) if value is None else value)
+
+
+@pytest.mark.parametrize("body, says", BAD, ids=range(len(BAD)))
+def test_what_is_not_json_is_refused_with_a_place(body: bytes, says: str) -> None:
+    with pytest.raises(JSONError) as error:
+        loads(body)
+    assert says in str(error.value)
+    assert len(str(error.value)) < 300
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)  # fmt: skip
+def test_what_python_writes_is_read_back(value: Any) -> None:
+    assert loads(json.dumps(value, ensure_ascii=False).encode()) == value
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=40))
+def test_bytes_are_read_as_the_library_reads_them_or_refused(body: bytes) -> None:
+    try:
+        value = loads(body)
+    except JSONError:
+        return
+    assert value == json.loads(body.decode())
+
+
+def test_names_are_shown_short_and_without_control_characters() -> None:
+    assert shown("a\n\x1b[31mb") == "a??[31mb"
+    assert len(shown("x" * 1000)) == 67

@@ -1,0 +1,134 @@
+"""`attar serve` as a user runs it: two processes, the embedded model, and what happens when one of them dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SECONDS = 60.0  # that a start may take on a busy machine
+SEEN = 2.0  # seconds within which the engine's death must show
+
+
+class Served:
+    def __init__(self, *options: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "attar", "serve", "--port", "0", "--json", *options],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        self.url: str = json.loads(self.process.stdout.readline())["url"]
+
+    def get(self, path: str, body: dict[str, object] | None = None) -> tuple[int, dict[str, object]]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    def wait_for(self, status: int, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while self.get("/readyz")[0] != status:
+            assert time.monotonic() < end, f"not {status} within {seconds} s"
+            time.sleep(0.02)
+
+    def engine(self) -> int:
+        """The process id of the engine."""
+        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return next(
+            int(pid)
+            for file in children
+            for pid in file.read_text().split()
+            if b"attar.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    if not Path("/proc/self/task").is_dir():
+        pytest.skip("finds the engine's process by /proc")
+    made = Served("--max-running", "4")
+    try:
+        made.wait_for(200, SECONDS)
+        yield made
+    finally:
+        made.process.kill()
+        made.process.wait()
+
+
+ASK: dict[str, object] = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
+
+
+def text_of(answer: dict[str, object]) -> str:
+    (choice,) = answer["choices"]  # type: ignore[misc]
+    return str(choice["text"])
+
+
+def test_it_answers_as_the_library_does(served: Served) -> None:
+    from attar import LLM, SamplingParams
+
+    status, answer = served.get("/v1/completions", ASK)
+    assert status == 200
+    (alone,) = LLM("demo").generate("Once upon a time", SamplingParams(max_tokens=12, temperature=0))
+    assert text_of(answer) == alone.text
+
+
+def test_a_dead_engine_is_seen_and_replaced(served: Served) -> None:
+    before = served.engine()
+    expected = text_of(served.get("/v1/completions", ASK)[1])
+    os.kill(before, signal.SIGKILL)
+    served.wait_for(503, SEEN)
+    served.wait_for(200, SECONDS)
+    assert served.engine() != before
+    assert text_of(served.get("/v1/completions", ASK)[1]) == expected
+
+
+def test_an_open_stream_of_a_dead_engine_ends_with_an_error(served: Served) -> None:
+    ask = json.dumps(ASK | {"max_tokens": 400, "stream": True, "ignore_eos": True}).encode()
+    request = urllib.request.Request(served.url + "/v1/completions", ask, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=SECONDS) as stream:
+        stream.readline()
+        os.kill(served.engine(), signal.SIGKILL)
+        killed = time.monotonic()
+        rest = stream.read().decode()
+        assert time.monotonic() - killed < SEEN
+    events = [line.removeprefix("data: ") for line in rest.split("\n") if line.startswith("data: ")]
+    assert "error" in json.loads(events[-1] if events[-1] != "[DONE]" else events[-2])
+    assert sum("error" in json.loads(event) for event in events if event != "[DONE]") == 1
+    served.wait_for(200, SECONDS)
+
+
+def test_sigterm_ends_both_with_status_0(served: Served) -> None:
+    engine = served.engine()
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(SECONDS) == 0
+    assert not Path(f"/proc/{engine}").exists()
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        (("--memory", "100MB"), "needs"),
+        (("--context", "100000"), "past the 512 positions"),
+        (("--host", "0.0.0.0"), "API key"),
+        (("no-such-model/",), "no-such-model"),
+        (("--max-step-tokens", "1", "--max-running", "2"), "a step of 1 tokens"),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_a_sentence(options: tuple[str, ...], sentence: str) -> None:
+    command = [sys.executable, "-m", "attar", "serve", "--port", "0", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 2, done.stderr
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
