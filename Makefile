@@ -10,12 +10,13 @@ INSTALL := $(PIP) install --quiet --constraint constraints-cpu.txt
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints-cpu.txt src/attar/version.py $(wildcard src/attar/csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint sanitize neon bench-compressors bench-peers clean
+.PHONY: help demo test lint soak sanitize neon bench-compressors bench-peers clean
 
 help:
 	@echo "make demo    compress the embedded model, print what it cost, generate text before and after"
 	@echo "make test    everything that must pass: lint, then the tests"
 	@echo "make lint    ruff, mypy, import floors"
+	@echo "make soak    the scheduler's simulation with 20,000 seeds"
 	@echo "make sanitize"
 	@echo "             the kernels' tests on an extension built with AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make neon    the kernels built for 64-bit Arm and run under emulation, where Debian's packages for it are there"
@@ -30,7 +31,7 @@ demo: $(VENV)/.installed
 	@$(BIN)/attar demo
 
 # The tests come last, so that their closing line closes the output. One thread a worker: two workers share the cores.
-test: lint
+test: lint .venv-clients/.installed
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 
 lint: $(VENV)/.installed-dev
@@ -38,6 +39,17 @@ lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+# What clients are made with would clash with what attar is made with. Without it their tests skip, and say why.
+.venv-clients/.installed: tests/server/clients.txt | $(BIN)/python
+	@$(BIN)/python -m venv --clear .venv-clients
+	@.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --requirement $< \
+	  || echo "the packages of $< cannot be had: their tests will skip"
+	@touch $@
+
+# The real scheduler, block pool and prefix tree through 20,000 random lives: some seven minutes.
+soak: $(VENV)/.installed-dev
+	@$(BIN)/python -m tests.engine.simulation --seeds 20000
 
 sanitize: $(VENV)/.installed-dev
 	@tools/sanitize.sh
@@ -98,4 +110,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-peers .venv-llamacpp .venv-openvino build/engines build/sanitize build/neon build/cp3* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-clients .venv-peers .venv-llamacpp .venv-openvino build/engines build/sanitize build/neon build/cp3* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attar import machine
 from attar.kernels.native import attention, extension
 from attar.kernels.operands import AttentionForm
 from attar.kernels.pages import Pages, Placement
@@ -194,7 +195,7 @@ def memory(length: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=extension.physical_cores())
+    parser.add_argument("--threads", type=int, default=machine.cores())
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

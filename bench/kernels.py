@@ -36,6 +36,7 @@ from attar.kernels.native import extension, limits
 from attar.kernels.native import linear as native
 from attar.kernels.native.extension import library
 from attar.kernels.operands import Linear
+from attar.machine import cores
 from attar.model.shapes import shape
 
 SHAPES = ("llama-3.2-1b", "qwen2.5-0.5b")
@@ -229,7 +230,7 @@ def main() -> None:
         "--schemes", nargs="+", default=SCHEMES, metavar="NAME", help="w4g128, w2g32-asym, w8a8, bf16 ..."
     )
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, metavar="N")
-    parser.add_argument("--threads", type=int, default=extension.physical_cores())
+    parser.add_argument("--threads", type=int, default=cores())
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cold", type=int, default=256, metavar="MB", help="of weights to go through; default 256")
     args = parser.parse_args()

@@ -162,8 +162,9 @@ def plan(
     start-up table. Speeds are what memory allows at best.
     """
     with errors(as_json):
+        from attar import machine
         from attar.formats.scheme import Scheme
-        from attar.plan import fit, machine, report
+        from attar.plan import fit, report
         from attar.plan.costs import Storage
         from attar.plan.steps import StepLimits
 

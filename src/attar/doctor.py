@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from attar import env
+from attar import env, machine
 from attar.kernels import ops
 from attar.kernels.native import extension
 from attar.version import __version__
@@ -102,7 +102,7 @@ def _cpu() -> dict[str, Any]:
 
 def _threads() -> dict[str, Any]:
     return {
-        "physical_cores": extension.physical_cores(),
+        "physical_cores": machine.cores(),
         "torch": torch.get_num_threads(),
         "openmp": extension.openmp(),
         "openmp_runtimes": openmp_runtimes(),

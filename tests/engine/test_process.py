@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from attar.engine import messages, process
 from attar.engine.engine import Engine
 from attar.engine.limits import Limits
 from attar.engine.messages import (
@@ -168,6 +169,18 @@ def test_a_server_that_leaves_takes_its_requests_along(running: Running) -> None
     events = again.until(Finished)
     assert {event.id for event in events if isinstance(event, Delta | Finished)} == {"b"}
     assert running.engine.pool.active == 0
+
+
+def test_an_answer_that_no_frame_holds_is_a_failure_and_the_others_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "MAX_FRAME", 200)
+    long = Delta("long", 0, (1,), "x" * 300)
+    short = Delta("short", 0, (1,), "y")
+    frames, events = process._framed([short, long, short]), []
+    while frames:
+        size = int.from_bytes(frames[:4], "little")
+        events += msgspec.msgpack.decode(frames[4 : 4 + size], type=list[Event])
+        frames = frames[4 + size :]
+    assert events == [short, Failed("long", "too_long", "the answer is too long to be sent"), short]
 
 
 @pytest.mark.parametrize("changed", [{"preset": "fast"}, {"max_running": 0}, {"policy": "none?"}])

@@ -93,7 +93,7 @@ ATTAR_INLINE void split_in_bytes(const float* x, int count, float inverse, std::
 // Blocks lie scattered, where the processor's own prefetching fails at every one of them, and few rows wait for memory
 // more than they compute. So such a tile always has lines on their way into the second cache: while it reads keys,
 // those of the values of every other run, the rest while it is at the softmax, and the keys of the next split while it
-// reads values.
+// reads values. Tiles of AMX are done with keys and values so soon that the softmax asks for more of both.
 ATTAR_INLINE void ask_for(const void* soon, std::int64_t bytes) {
     __builtin_prefetch(static_cast<const char*>(soon) + bytes, 0, 2);
 }
@@ -241,6 +241,9 @@ struct Rows<std::int8_t> {
     typedef std::int8_t Element;
     static constexpr int MOST = 3, PARTS = 2;
 };
+
+template <class T>
+constexpr bool TILED = ATTAR_LEVEL == ATTAR_AMX && Rows<T>::PARTS == 2;  // where heads end with a tile
 
 // The runs of 16 slots of a split that some row of the tile may see.
 template <class T>
@@ -395,28 +398,34 @@ static void look(const Attention& what, const Pages& pages, const Sizes& sizes, 
     }
 }
 
-// The share of a run's value lines that one of a row's three loops asks for, where it asks for any.
+// The share of lines that one of a row's three loops asks for, where it asks for any: of the values, what was not asked
+// for while keys were read, and, where tiles leave little time for reading, half of the next split's keys.
+template <class T>
 struct Share {
-    std::int64_t from = 0, to = 0;
+    const Seen<T> *seen = nullptr, *next = nullptr;
+    std::int64_t from = 0, to = 0;  // bytes of a run
 
-    __attribute__((always_inline)) void ask(const void* run, int i) const {
-        if (i % 2 == 0)
-            for (std::int64_t at = from; at < to; at += 64) ask_for(run, at);
+    __attribute__((always_inline)) void ask(int i) const {
+        if (TILED<T> ? i % 4 != 1 : i % 2 == 0)
+            for (std::int64_t at = from; at < to; at += 64) ask_for(seen->values[i], at);
+        if (TILED<T> && i % 2 == 0 && from < to && i < next->runs)
+            for (std::int64_t at = from; at < to; at += 64) ask_for(next->keys[i], at);
     }
 };
 template <class T>
-ATTAR_INLINE Share share(const Tile& tile, const Sizes& sizes, int row, int loop) {
+ATTAR_INLINE Share<T> share(const Tile& tile, const Sizes& sizes, const Seen<T>& seen, const Seen<T>& next, int row,
+                            int loop) {
     if (tile.rows > FEW) return {};
     const std::int64_t lines = sizes.value_run * static_cast<std::int64_t>(sizeof(T)) / 64;
     const std::int64_t part = 3 * row + loop, parts = 3 * tile.rows;
-    return {lines * part / parts * 64, lines * (part + 1) / parts * 64};
+    return {&seen, &next, lines * part / parts * 64, lines * (part + 1) / parts * 64};
 }
 
 // Scores [runs * 16] of one row, as they come from the micro-kernel, to what the softmax takes: HIDDEN where the row
 // does not see the slot. Returns whether it sees any. `top` is the greatest score, `broken` NaN where one was not
 // finite, or 0.
 template <class T>
-static bool hide(const Attention& what, const Tile& tile, const Seen<T>& seen, Share share, int row, float* scores,
+static bool hide(const Attention& what, const Tile& tile, const Seen<T>& seen, Share<T> share, int row, float* scores,
                  float* top, float* broken) {
     const std::int64_t query = tile.first_pair + row, t = query / tile.heads_each;
     const std::int32_t at = what.positions[tile.first_row + t];
@@ -426,7 +435,7 @@ static bool hide(const Attention& what, const Tile& tile, const Seen<T>& seen, S
     Floats most = all(HIDDEN), wrong = all(0.0f);
     bool sees = false;
     for (int i = 0; i < seen.runs; ++i) {
-        share.ask(seen.values[i], i);
+        share.ask(i);
         Floats x = load(scores + 16 * i);
         if constexpr (Rows<T>::PARTS == 2) x = x * load(seen.key_scales[i]);
         if (what.soft_cap != 0.0f) x = all(what.soft_cap) * tanh(x / all(what.soft_cap));
@@ -457,10 +466,10 @@ static bool hide(const Attention& what, const Tile& tile, const Seen<T>& seen, S
 
 // Scores of one row to exp(score - top); returns their sum.
 template <class T>
-ATTAR_INLINE float exponentials(const Seen<T>& seen, Share share, float* scores, float top) {
+ATTAR_INLINE float exponentials(const Seen<T>& seen, Share<T> share, float* scores, float top) {
     Floats total = all(0.0f);
     for (int i = 0; i < seen.runs; ++i) {
-        share.ask(seen.values[i], i);
+        share.ask(i);
         const Floats x = exp(load(scores + 16 * i) - all(top));
         store(scores + 16 * i, x);
         total = total + x;
@@ -469,11 +478,11 @@ ATTAR_INLINE float exponentials(const Seen<T>& seen, Share share, float* scores,
 }
 
 // The value's scale goes into the weight, and the weights of a row into two bytes.
-static void weights_to_bytes(const Tile& tile, const Seen<std::int8_t>& seen, Share share, int row,
+static void weights_to_bytes(const Tile& tile, const Seen<std::int8_t>& seen, Share<std::int8_t> share, int row,
                              float* weights) {
     Floats most = all(0.0f), broken = all(0.0f);
     for (int i = 0; i < seen.runs; ++i) {
-        share.ask(seen.values[i], i);
+        share.ask(i);
         const Floats x = load(weights + 16 * i);
         const Floats scaled = select(is_positive(x), x * load(seen.value_scales[i]), all(0.0f));
         store(weights + 16 * i, scaled);
@@ -583,8 +592,7 @@ static void score_tiles(const Sizes& sizes, const Tile& tile, const Seen<std::in
         const int count = seen.runs - run < 4 ? seen.runs - run : 4;
         const std::int8_t* const* keys = seen.keys + run;
         if (tile.rows <= FEW)
-            for (int i = 1; i < count; i += 2)
-                for (std::int64_t at = 0; at < sizes.value_run; at += 64) ask_for(seen.values[run + i], at);
+            for (std::int64_t at = 0; count > 1 && at < sizes.value_run; at += 64) ask_for(seen.values[run + 1], at);
         for (int first = 0; first < tile.rows; first += GROUP) {
             zero_sums();
             for (std::int64_t d = 0; d < sizes.head_dim; d += step) {
@@ -632,7 +640,7 @@ static void mix_tiles(const Sizes& sizes, const Tile& tile, const Seen<std::int8
                     from = together;
                 }
                 if (next != nullptr)
-                    for (int i = 0; i < here; ++i)
+                    for (int i = 1; i < here; i += 2)
                         for (int t = 0; t < 4 * count; ++t) ask_for(next[4 * four + i], 16 * column + 64 * t);
                 from += 4 * column;
                 ATTAR_TILE_LOAD(6, tile.weights + 2 * first * BYTE_STRIDE + 64 * four, BYTE_STRIDE);
@@ -758,10 +766,10 @@ static void attend(const Attention& what, const Pages& pages, const Sizes& sizes
         for (int row = 0; row < tile.rows; ++row) {
             float* scores = tile.scores + row * STRIDE;
             float broken;
-            const bool sees = hide(what, tile, seen, share<T>(tile, sizes, row, 0), row, scores, m + row, &broken);
-            l[row] = exponentials(seen, share<T>(tile, sizes, row, 1), scores, sees ? m[row] : 0.0f) + broken;
+            const bool sees = hide(what, tile, seen, share(tile, sizes, seen, next, row, 0), row, scores, m + row, &broken);
+            l[row] = exponentials(seen, share(tile, sizes, seen, next, row, 1), scores, sees ? m[row] : 0.0f) + broken;
             if (!sees) m[row] = -INFINITY;
-            if constexpr (Rows<T>::PARTS == 2) weights_to_bytes(tile, seen, share<T>(tile, sizes, row, 2), row, scores);
+            if constexpr (Rows<T>::PARTS == 2) weights_to_bytes(tile, seen, share(tile, sizes, seen, next, row, 2), row, scores);
         }
         mix_split(sizes, tile, seen, next);
         for (int row = 0; row < tile.rows; ++row) {
@@ -828,7 +836,7 @@ static void add_mass(const Attention& what, const Pages& pages, const Sizes& siz
         float* scores = tile.scores + row * STRIDE;
         float top, broken;
         if (!hide(what, tile, seen, {}, row, scores, &top, &broken)) continue;
-        exponentials(seen, {}, scores, end[0]);
+        exponentials<T>(seen, {}, scores, end[0]);
         for (int i = 0; i < seen.runs; ++i) {
             float* to = mass + seen.index[i];
             store(to, load(to) + load(scores + 16 * i) / all(end[1]));

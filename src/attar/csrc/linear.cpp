@@ -69,13 +69,13 @@ thread_local Scratch of_gate;     // of the thread that calls: outputs before th
 constexpr std::int64_t CHUNK_BYTES = std::int64_t{1} << 20;  // of int8 rows that share an unpacked panel
 constexpr std::int64_t LARGEST_CHUNK = 512;                  // rows
 constexpr std::int64_t FLOAT_CHUNK = 96;                     // rows, a multiple of those in registers
-constexpr std::int64_t MANY_DENSE = 5;                       // rows from which dense weights are converted once for all
 constexpr std::int64_t PANEL = 4;                            // blocks
 constexpr std::int64_t SERIAL_BELOW = 1 << 15;               // multiplications; a parallel region costs a microsecond
 constexpr std::int64_t MOST = std::numeric_limits<std::int64_t>::max() / 1024;
 
 // Measured by bench/kernels.py.
-std::int64_t crossover[] = {5, 5, 5, 5, 5, 3};  // by Level
+std::int64_t crossover[] = {5, 5, 5, 5, 5, 3};            // by Level
+constexpr std::int64_t MANY_DENSE[] = {5, 5, 5, 5, 33, 33};  // of dense weights
 
 std::int64_t threads() {
 #if defined(_OPENMP)
@@ -227,7 +227,7 @@ void linear(const Factors& factors, const float* x, std::int64_t rows, float* ou
     const bool dense = std::all_of(factors.factors.begin(), factors.factors.end(), [](const Factor& factor) {
         return factor.matrix->number != Number::codes;
     });
-    if (dense && rows < MANY_DENSE) {
+    if (dense && rows < MANY_DENSE[static_cast<int>(level)]) {
         const auto few = ATTAR_PICK(level, float_few);
         return each_share([&](const Factor& factor, std::int64_t first, std::int64_t last) {
             few(factor, x, rows, first, last, out, width);

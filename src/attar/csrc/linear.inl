@@ -591,7 +591,7 @@ static void few_dense_of(const Factor& factor, const float* x, std::int64_t row,
         Floats w[CHAINS];
 #pragma GCC unroll 2
         for (int b = 0; b < CHAINS; ++b) w[b] = load_as_floats(from[b] + k * LANES);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) {
             const Floats value = all(x[r * m.columns + k]);
 #pragma GCC unroll 2
@@ -603,15 +603,27 @@ static void few_dense_of(const Factor& factor, const float* x, std::int64_t row,
             finish(total[r][b], factor, first + b, nullptr, out + (row + r) * width);
 }
 
+// The same for `count` rows, known when the program runs.
+template <class T, int MOST>
+static void few_dense_rows(int count, const Factor& factor, const float* x, std::int64_t row, std::int64_t first,
+                           std::int64_t last, float* out, std::int64_t width) {
+    if constexpr (MOST > 1)
+        if (count < MOST) return few_dense_rows<T, MOST - 1>(count, factor, x, row, first, last, out, width);
+    few_dense_of<T, MOST>(factor, x, row, first, last, out, width);
+}
+
 template <class T>
 static void few_dense(const Factor& factor, const float* x, std::int64_t rows, std::int64_t first, std::int64_t last,
                       float* out, std::int64_t width) {
-    constexpr int ROWS = ATTAR_LEVEL >= ATTAR_AVX512 ? 4 : ATTAR_LEVEL >= ATTAR_AVX2 ? 2 : 1;  // what registers hold
+    constexpr int MOST = ATTAR_LEVEL >= ATTAR_AVX512 ? 8 : ATTAR_LEVEL >= ATTAR_AVX2 ? 2 : 1;  // what registers hold
     for (std::int64_t block = first; block < last; block += CHAINS) {
         const std::int64_t end = std::min<std::int64_t>(last, block + CHAINS);
         std::int64_t row = 0;
-        for (; row + ROWS <= rows; row += ROWS) few_dense_of<T, ROWS>(factor, x, row, block, end, out, width);
-        for (; row < rows; ++row) few_dense_of<T, 1>(factor, x, row, block, end, out, width);
+        for (std::int64_t groups = (rows + MOST - 1) / MOST; groups > 0; --groups) {
+            const int count = static_cast<int>((rows - row + groups - 1) / groups);
+            few_dense_rows<T, MOST>(count, factor, x, row, block, end, out, width);
+            row += count;
+        }
     }
 }
 

@@ -319,14 +319,15 @@ class Engine:
                 wanted[chunk.sequence.id] = Wanted(logits=self._of_prompt)
         return wanted
 
-    def _of_prompt(self, chunk: Chunk, logits: Tensor) -> None:
-        """Log probabilities of the prompt tokens behind the chunk's rows."""
+    def _of_prompt(self, chunk: Chunk, first: int, logits: Tensor) -> None:
+        """Log probabilities of the prompt tokens behind these rows of the chunk."""
         request = self._choices[chunk.sequence.id].request
-        assert request.of_prompt is not None
-        end = min(chunk.start + chunk.rows, len(request.prompt) - 1)
-        for at in range(chunk.start, end):
+        if request.of_prompt is None:
+            return
+        start = chunk.start + first
+        for at in range(start, min(start + len(logits), len(request.prompt) - 1)):
             token = request.prompt[at + 1]
-            found = logprobs_of(logits[at - chunk.start], token, request.params.prompt_logprobs)
+            found = logprobs_of(logits[at - start], token, request.params.prompt_logprobs)
             assert found is not None
             request.of_prompt[at + 1] = found
         if len(request.of_prompt) == len(request.prompt) - 1:
@@ -335,7 +336,7 @@ class Engine:
             )
             request.of_prompt = None
 
-    def _pool(self, chunk: Chunk, hidden: Tensor) -> None:
+    def _pool(self, chunk: Chunk, first: int, hidden: Tensor) -> None:
         request = self._choices[chunk.sequence.id].request
         if request.pooling == "last":
             request.pooled = hidden[-1].double()

@@ -14,6 +14,7 @@ from typing import get_args
 
 import torch
 
+from attar import machine
 from attar.checkpoints import hub
 from attar.checkpoints.stored import stored
 from attar.engine.engine import Engine
@@ -21,10 +22,9 @@ from attar.engine.limits import Limits
 from attar.engine.messages import Ready
 from attar.engine.sampler import AT_ONCE
 from attar.engine.settings import Settings
-from attar.kernels.native import extension
 from attar.model.config import ModelConfig
 from attar.plan import fit as planning
-from attar.plan import machine, report
+from attar.plan import report
 from attar.plan.costs import BLOCK, KvDtype, Storage
 from attar.plan.fit import Fit
 from attar.plan.steps import StepLimits
@@ -35,8 +35,7 @@ logger = logging.getLogger(__name__)
 def engine(settings: Settings) -> tuple[Engine, Ready]:
     """Load the model of `settings`. Raises ValueError where it cannot be loaded, fails its probe, or does not fit."""
     limits = settings.limits()
-    threads = settings.threads or extension.physical_cores()
-    torch.set_num_threads(threads)
+    threads = settings.threads or machine.cores()
     path = hub.resolve(settings.model)
     config, storage = stored(path)
     found = fit(settings, config, storage, limits, threads)
@@ -44,6 +43,7 @@ def engine(settings: Settings) -> tuple[Engine, Ready]:
     from attar.engine.llm import LLM  # which uses engines itself
 
     llm = LLM(path, dtype=settings.dtype, activations=settings.activations, verify=settings.verify)
+    torch.set_num_threads(threads)  # a number that was asked for counts, whatever the machine
     made = Engine(
         llm.decoder,
         llm.tokenizer,

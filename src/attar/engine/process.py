@@ -21,7 +21,19 @@ import msgspec
 
 from attar.engine import loading
 from attar.engine.engine import Engine
-from attar.engine.messages import MAX_FRAME, Cancel, Command, Drain, Embed, Event, Ready, Stats, Submit, encode
+from attar.engine.messages import (
+    MAX_FRAME,
+    Cancel,
+    Command,
+    Drain,
+    Embed,
+    Event,
+    Failed,
+    Ready,
+    Stats,
+    Submit,
+    encode,
+)
 from attar.engine.settings import Settings
 
 MAX_UNSENT = 64 << 20
@@ -134,7 +146,7 @@ class Loop:
             stats: Stats = self.engine.stats(blocks=True)
             events = [*events, stats]
         if events:
-            self._out += encode(events)
+            self._out += _framed(events)
             self._write()
 
     def _write(self) -> None:
@@ -164,6 +176,18 @@ class Loop:
         self.engine.close()
 
 
+def _framed(events: Sequence[Event]) -> bytes:
+    """One frame, or, where that is too long, one an event; an event that no frame holds becomes a failure."""
+    try:
+        return encode(events)
+    except ValueError:
+        if len(events) > 1:
+            return b"".join(_framed([event]) for event in events)
+        (event,) = events
+        assert not isinstance(event, Ready | Stats), "these are short"
+        return encode([Failed(event.id, "too_long", "the answer is too long to be sent")])
+
+
 def listen(path: Path) -> socket.socket:
     """A Unix socket that only this user can reach. Raises OSError where `path` is taken."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -179,7 +203,8 @@ def listen(path: Path) -> socket.socket:
 def main() -> int:
     """Read settings from standard input, load, and run. Exit status 2 where the model cannot be served."""
     logging.basicConfig(level=logging.INFO, format="engine: %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's: it tells the engine when to end
+    for each in (signal.SIGINT, signal.SIGTERM):  # they reach whole groups of processes; the server says when to end
+        signal.signal(each, signal.SIG_IGN)
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
     try:
         engine, ready = loading.engine(settings)

@@ -29,8 +29,10 @@ from attar.model.decoder import Decoder
 
 RECORDINGS = 4  # numbers of sequences whose decode step is kept ready
 
-Watch = Callable[[Chunk, Tensor], None]
-"""watch(chunk, numbers): a row for each of the chunk's tokens."""
+LOGIT_ROWS = 32  # of one chunk whose logits are made at once, where all are wanted
+
+Watch = Callable[[Chunk, int, Tensor], None]
+"""watch(chunk, first, numbers): numbers of the chunk's rows from `first` on, in order, all of them in some calls."""
 
 
 @dataclass(slots=True)
@@ -124,12 +126,12 @@ class Runner:
         ends = torch.tensor([chunk.rows for chunk in chunks]).cumsum(0)
         for chunk, end in zip(chunks, ends.tolist(), strict=True):
             if (want := wanted.get(chunk.sequence.id)) is not None:
-                rows = slice(end - chunk.rows, end)
-                of_chunk = stream[rows], None if delta is None else delta[rows]
+                start = end - chunk.rows
                 if want.hidden is not None:
-                    want.hidden(chunk, ops.norm(*of_chunk, self.decoder.final_norm)[1])
-                if want.logits is not None:
-                    want.logits(chunk, self.decoder.logits(*of_chunk))
+                    want.hidden(chunk, 0, ops.norm(*_rows(stream, delta, start, end), self.decoder.final_norm)[1])
+                for at in range(start, end, LOGIT_ROWS) if want.logits is not None else ():
+                    piece = _rows(stream, delta, at, min(at + LOGIT_ROWS, end))
+                    want.logits(chunk, at - start, self.decoder.logits(*piece))
         last = (ends - 1)[torch.tensor([chunk.samples for chunk in chunks])]
         if not len(last):
             return torch.empty(0, self.decoder.config.vocab_size)
@@ -139,3 +141,7 @@ class Runner:
         """Give memory of results back; recordings go with it."""
         self._batches.clear()
         ops.release()
+
+
+def _rows(stream: Tensor, delta: Tensor | None, start: int, end: int) -> tuple[Tensor, Tensor | None]:
+    return stream[start:end], None if delta is None else delta[start:end]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -108,20 +109,16 @@ def test_features_agree_with_what_linux_says() -> None:
 # ---- threads
 
 
-def test_physical_cores_counts_hyper_threads_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for cpu, siblings in {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}.items():
-        folder = tmp_path / f"cpu{cpu}" / "topology"
-        folder.mkdir(parents=True)
-        (folder / "thread_siblings_list").write_text(siblings + "\n")
-
-    def cores(allowed: set[int]) -> int:
-        monkeypatch.setattr("os.sched_getaffinity", lambda _: allowed, raising=False)
-        return extension.physical_cores(tmp_path)
-
-    assert cores({0, 1, 2, 3}) == 2
-    assert cores({0, 2}) == 1
-    assert cores({1, 2}) == 2
-    assert cores({0, 9}) == 2  # cpu9 is not described: fall back on logical processors
+@pytest.mark.parametrize("flag, expected", [(None, 1), ("3", 3)])
+def test_a_store_takes_no_more_threads_than_there_are_cores(flag: str | None, expected: int) -> None:
+    code = (
+        "import torch; from attar import machine; machine.cores = lambda: 1; torch.set_num_threads(3)\n"
+        "from attar.kernels import ops; ops.store(); print(torch.get_num_threads())"
+    )
+    environ = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "ATTAR_KERNELS")}
+    environ |= {} if flag is None else {"OMP_NUM_THREADS": flag}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(expected)
 
 
 def test_torch_and_the_kernels_share_one_openmp_runtime() -> None:

@@ -12,14 +12,13 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from attar import env
+from attar import env, machine
 from attar.kernels.native.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -99,19 +98,13 @@ def openmp() -> bool:
     return loaded() and library.openmp
 
 
-def physical_cores(topology: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Cores this process may run on, hyper-threads counted once: as many threads as are worth having.
+def fit_threads() -> None:
+    """No more threads than there are cores for them: of hyper-threads one each, and what a container may use.
 
-    Where the system does not tell (no affinity or no /sys), its count of logical processors.
+    The pool is the one that torch's own operations use. `OMP_NUM_THREADS`, where it is set, has the last word.
     """
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    allowed = os.sched_getaffinity(0)
-    siblings = (topology / f"cpu{cpu}" / "topology" / "thread_siblings_list" for cpu in allowed)
-    try:
-        return len({path.read_text() for path in siblings})
-    except OSError:
-        return len(allowed)
+    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > machine.cores():
+        torch.set_num_threads(machine.cores())
 
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]

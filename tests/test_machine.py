@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attar.plan import machine
+from attar import machine
 
 GB = 10**9
 
