@@ -129,9 +129,10 @@ class Runner:
                 start = end - chunk.rows
                 if want.hidden is not None:
                     want.hidden(chunk, 0, ops.norm(*_rows(stream, delta, start, end), self.decoder.final_norm)[1])
-                for at in range(start, end, LOGIT_ROWS) if want.logits is not None else ():
-                    piece = _rows(stream, delta, at, min(at + LOGIT_ROWS, end))
-                    want.logits(chunk, at - start, self.decoder.logits(*piece))
+                if want.logits is not None:
+                    for at in range(start, end, LOGIT_ROWS):
+                        piece = _rows(stream, delta, at, min(at + LOGIT_ROWS, end))
+                        want.logits(chunk, at - start, self.decoder.logits(*piece))
         last = (ends - 1)[torch.tensor([chunk.samples for chunk in chunks])]
         if not len(last):
             return torch.empty(0, self.decoder.config.vocab_size)
