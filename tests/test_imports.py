@@ -72,7 +72,19 @@ def test_import_attar_is_quick_and_loads_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["attar.env", "attar.version", "attar.formats.scheme", "attar.model.config", "attar.engine.request"]
+    "module",
+    [
+        *(
+            "attar.env",
+            "attar.machine",
+            "attar.version",
+            "attar.formats.scheme",
+            "attar.model.config",
+            "attar.plan.fit",
+        ),
+        *("attar.engine.request", "attar.engine.scheduler", "attar.engine.settings", "attar.server.supervisor"),
+        *("attar.cli", "attar.load.sweep"),
+    ],
 )
 def test_the_torch_free_island_stays_so_when_run(module: str) -> None:
     code = f"import {module}, sys; sys.exit('torch' in sys.modules)"

@@ -29,7 +29,7 @@ def test_without_a_context_requests_may_be_as_long_as_the_cache() -> None:
     made = found()
     assert made.context == made.tokens < CONFIG.context
     assert made.requests == 1
-    assert 0 <= made.unused < made.block_bytes
+    assert 0 <= made.unused < made.memory / 100  # a shorter context makes the largest step a little smaller
 
 
 def test_a_context_that_fits_several_times_is_kept() -> None:

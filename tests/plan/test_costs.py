@@ -281,7 +281,7 @@ def test_ropes_do_not_matter_to_size() -> None:
     assert costs.weight_bytes(plain, Storage()) == costs.weight_bytes(turned, Storage())
 
 
-@pytest.mark.parametrize("module", ["costs", "steps", "machine", "fit", "report"])
+@pytest.mark.parametrize("module", ["costs", "steps", "fit", "report"])
 def test_planning_needs_no_torch(module: str) -> None:
     code = f"import attar.plan.{module}, sys; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -209,7 +209,9 @@ class FakeEngine:
 
     def _tell_stats(self) -> None:
         running = min(len(self.choices), self.batch)
-        stats = Stats(running, len(self.choices) - running, 100 - running, running, 0, 1, 2, 3, self.generated, 0, 0.5)
+        states = b"\1" * running + b"\0" * (100 - running)
+        waiting = len(self.choices) - running
+        stats = Stats(running, waiting, 100 - running, running, 0, 1, 2, 3, self.generated, 0, 0.5, states)
         if stats != self._stats:
             self._out.append(stats)
             self._stats = stats

@@ -51,7 +51,6 @@ constexpr std::int64_t MOST_COLUMNS = 512;      // of a head: integer sums stay 
 constexpr std::int64_t SERIAL_BELOW = 1 << 18;  // multiply-adds; a parallel region costs about as much as this many
 constexpr std::int64_t SERIAL_WRITES = 1 << 15;  // elements
 
-
 constexpr std::int32_t LANES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 struct Sizes {
@@ -87,13 +86,6 @@ inline std::int32_t oldest_seen(std::int32_t position, std::int64_t window) {
 
 [[noreturn]] void refuse(const char* why) { throw std::invalid_argument(why); }
 
-int thread_count() {
-#if defined(_OPENMP)
-    return omp_get_max_threads();
-#else
-    return 1;
-#endif
-}
 int thread_number() {
 #if defined(_OPENMP)
     return omp_get_thread_num();
@@ -248,7 +240,7 @@ void run(const Attention& a, const Pages& pages, const Sizes& sizes, Level level
         splits += tile.to - tile.from;
         work += (tile.to - tile.from) * SPLIT * tile.rows * sizes.padded * 2;
     }
-    const int threads = work < SERIAL_BELOW ? 1 : thread_count();
+    const int threads = work < SERIAL_BELOW ? 1 : static_cast<int>(attar::threads());
     const std::int64_t count = static_cast<std::int64_t>(tiles.size());
 
     // Pieces of work: whole tiles, or, where these are too few, some splits of one.

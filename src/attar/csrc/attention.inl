@@ -710,11 +710,12 @@ static void score_split(const Sizes& sizes, const Tile& tile, const Seen<T>& see
 // The values of a split, mixed by the rows' weights, to tile.part; `next` is the split behind it.
 template <class T>
 static void mix_split(const Sizes& sizes, const Tile& tile, const Seen<T>& seen, const Seen<T>& next) {
-    const bool few = tile.rows <= FEW;
 #if ATTAR_LEVEL == ATTAR_AMX
     if constexpr (sizeof(T) == 1)
-        if (tile_step(sizes) != 0)
-            return mix_tiles(sizes, tile, seen, few && seen.runs <= next.runs ? next.keys : nullptr);
+        if (tile_step(sizes) != 0) {
+            const bool ahead = tile.rows <= FEW && seen.runs <= next.runs;
+            return mix_tiles(sizes, tile, seen, ahead ? next.keys : nullptr);
+        }
 #endif
     std::memset(tile.part, 0, sizeof(float) * tile.rows * sizes.padded);
     const int step = Rows<T>::PARTS == 2 ? SPLIT / 16 : 4;  // floats: 64 slots at a time stay in the first cache

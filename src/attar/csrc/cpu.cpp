@@ -4,6 +4,10 @@
 #include <iterator>
 #include <stdexcept>
 
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #if defined(__linux__)
@@ -119,6 +123,14 @@ Level level_of(const std::string& name) {
     if (std::find(levels().begin(), levels().end(), name) == levels().end())
         throw std::invalid_argument("this machine cannot run " + name + " kernels");
     return static_cast<Level>(known - std::begin(NAMES));
+}
+
+std::int64_t threads() {
+#if defined(_OPENMP)
+    return omp_get_max_threads();
+#else
+    return 1;
+#endif
 }
 
 }  // namespace attar

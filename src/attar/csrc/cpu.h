@@ -42,4 +42,7 @@ const std::vector<std::string>& levels();
 // Throws std::invalid_argument where the name is unknown or this machine cannot run the level.
 Level level_of(const std::string& name);
 
+// Threads of the pool that kernels share with torch; 1 where they were built without OpenMP.
+std::int64_t threads();
+
 }  // namespace attar

@@ -2,10 +2,6 @@
 
 #include <stdexcept>
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
-
 #include "simd.h"
 
 namespace attar {
@@ -13,14 +9,6 @@ namespace {
 
 #define ATTAR_KERNELS "limits.inl"
 #include "for_levels.h"
-
-std::int64_t threads() {
-#if defined(_OPENMP)
-    return omp_get_max_threads();
-#else
-    return 1;
-#endif
-}
 
 }  // namespace
 

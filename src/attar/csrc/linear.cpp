@@ -26,10 +26,6 @@
 #include <stdexcept>
 #include <string>
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
-
 #include "simd.h"
 
 namespace attar {
@@ -76,14 +72,6 @@ constexpr std::int64_t MOST = std::numeric_limits<std::int64_t>::max() / 1024;
 // Measured by bench/kernels.py.
 std::int64_t crossover[] = {5, 5, 5, 5, 5, 3};            // by Level
 constexpr std::int64_t MANY_DENSE[] = {5, 5, 5, 5, 33, 33};  // of dense weights
-
-std::int64_t threads() {
-#if defined(_OPENMP)
-    return omp_get_max_threads();
-#else
-    return 1;
-#endif
-}
 
 // Block `index` of all factors, counted through: (factor, block within it).
 struct Place {
