@@ -195,7 +195,7 @@ def crossover(scheme: str, args: argparse.Namespace) -> dict[str, object]:
     """Rows from which the path for many is the faster one, on the widest product of the first shape."""
     name, level = args.shapes[0], extension.cpu_level()
     sizes = products(name)["gate-up"]
-    copies, in_use = list(prepared(scheme, sizes, args.cold << 20)), library.many_rows(level)
+    copies, before = list(prepared(scheme, sizes, args.cold << 20)), library.many_rows(level)
     ratios = {}
     try:
         for rows in CROSSOVER_ROWS:
@@ -213,14 +213,14 @@ def crossover(scheme: str, args: argparse.Namespace) -> dict[str, object]:
             assert many is not None
             ratios[rows] = few / many
     finally:
-        library.set_many_rows(level, in_use)
+        library.set_many_rows(level, before)
     behind = [rows for rows, ratio in ratios.items() if ratio < 1]
     ahead = [rows for rows in ratios if not behind or rows > max(behind)]
     found = ahead[0] if ahead else None
-    print(f"\n{scheme}, {name} gate-up: few rows' time over many rows', by rows (in use: many from {in_use})")
+    print(f"\n{scheme}, {name} gate-up: few rows' time over many rows', by rows")
     print("  " + "  ".join(f"{rows}: {ratio:.2f}" for rows, ratio in ratios.items()))
     print(f"  many rows are ahead from {found if found is not None else f'more than {CROSSOVER_ROWS[-1]}'}")
-    return {"scheme": scheme, "shape": name, "in_use": in_use, "found": found, "few_over_many": ratios}
+    return {"scheme": scheme, "shape": name, "found": found, "few_over_many": ratios}
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ from typing import Any, ClassVar, Literal
 
 import yaml
 
-from attar.formats.scheme import Scheme
+from attar.formats.scheme import HEADS, Scheme
 from attar.text.files import neighbours
 
 ScaleSearch = Literal["minmax", "mse"]
@@ -48,9 +48,6 @@ KEEP: Keep = "keep"
 
 HEAD = "lm_head"
 """The output matrix of every family."""
-
-HEADS: Mapping[str, str] = {"bf16": KEEP, "int8": "w8", "int4": "w4g128"}
-"""Short names of what the output matrix can be stored in; bf16 stands for the dtype that it has."""
 
 KEPT = (HEAD, "*.mlp.gate", "*.block_sparse_moe.gate", "*.shared_expert_gate")
 """Kept by default: the output matrix, and the routers of mixtures of experts, tiny matrices whose error picks the wrong
@@ -281,7 +278,7 @@ def parse_head(word: object) -> Scheme | Keep:
     """What a user's word for the output matrix means. Raises ValueError on anything unknown, naming what is near."""
     if not isinstance(word, str):
         raise ValueError(f"head is bf16, int8, int4 or a scheme, not {word!r}")
-    name = HEADS.get(word, word)
+    name = HEADS.get(word, word) or KEEP
     if name == KEEP:
         return KEEP
     try:

@@ -69,9 +69,19 @@ constexpr std::int64_t PANEL = 4;                            // blocks
 constexpr std::int64_t SERIAL_BELOW = 1 << 15;               // multiplications; a parallel region costs a microsecond
 constexpr std::int64_t MOST = std::numeric_limits<std::int64_t>::max() / 1024;
 
-// Measured by bench/kernels.py.
-std::int64_t crossover[] = {5, 5, 5, 5, 5, 3};            // by Level
-constexpr std::int64_t MANY_DENSE[] = {5, 5, 5, 5, 33, 33};  // of dense weights
+// Rows from which weights are unpacked, or made floats, once for all of them, by Level; measured by bench/kernels.py.
+constexpr std::int64_t OF_CODES[] = {5, 5, 5, 5, 5, 3};
+constexpr std::int64_t OF_BYTES[] = {5, 5, 5, 5, 5, 1};  // 8 bits, whole rows to a scale: tiles read them where they lie
+constexpr std::int64_t OF_NUMBERS[] = {5, 5, 5, 5, 33, 33};
+std::int64_t forced[] = {MEASURED, MEASURED, MEASURED, MEASURED, MEASURED, MEASURED};
+
+std::int64_t many_from(const Factors& factors, Level level) {
+    const int at = static_cast<int>(level);
+    const Matrix& m = *factors.factors.front().matrix;
+    if (forced[at] != MEASURED) return forced[at];
+    if (m.number != Number::codes) return OF_NUMBERS[at];
+    return m.bits == 8 && m.groups == 1 && factors.activation_group == 0 ? OF_BYTES[at] : OF_CODES[at];
+}
 
 // Block `index` of all factors, counted through: (factor, block within it).
 struct Place {
@@ -128,8 +138,8 @@ QuantizedRows quantize(const Factors& factors, const float* x, std::int64_t rows
 
 }  // namespace
 
-std::int64_t many_rows(Level level) { return crossover[static_cast<int>(level)]; }
-void set_many_rows(Level level, std::int64_t rows) { crossover[static_cast<int>(level)] = rows; }
+std::int64_t many_rows(Level level) { return forced[static_cast<int>(level)]; }
+void set_many_rows(Level level, std::int64_t rows) { forced[static_cast<int>(level)] = rows; }
 
 void Factors::check() const {
     if (factors.empty()) throw std::invalid_argument("no weights to multiply by");
@@ -160,7 +170,8 @@ void linear(const Factors& factors, const float* x, std::int64_t rows, float* ou
     if (rows < 0 || rows > MOST / std::max(factors.columns, factors.width))
         throw std::invalid_argument("impossible number of rows");
     if (rows == 0) return;
-    if (factors.gate && (!factors.integer || rows < many_rows(level))) {  // little to win by doing it in one
+    const bool few_rows = rows < many_from(factors, level);
+    if (factors.gate && (!factors.integer || few_rows)) {  // little to win by doing it in one
         Factors plain = factors;
         plain.gate = nullptr, plain.width = 2 * factors.width, plain.factors.back().offset = factors.width;
         auto* wide = reinterpret_cast<float*>(of_gate.at(0, rows * plain.width * 4));
@@ -184,7 +195,7 @@ void linear(const Factors& factors, const float* x, std::int64_t rows, float* ou
             }
         }
     };
-    if (factors.integer && rows < many_rows(level)) {
+    if (factors.integer && few_rows) {
         const QuantizedRows quantized = quantize(factors, x, rows, level);
         const auto few = ATTAR_PICK(level, integer_few);
         return each_share([&](const Factor& factor, std::int64_t first, std::int64_t last) {
@@ -215,7 +226,7 @@ void linear(const Factors& factors, const float* x, std::int64_t rows, float* ou
     const bool dense = std::all_of(factors.factors.begin(), factors.factors.end(), [](const Factor& factor) {
         return factor.matrix->number != Number::codes;
     });
-    if (dense && rows < MANY_DENSE[static_cast<int>(level)]) {
+    if (dense && few_rows) {
         const auto few = ATTAR_PICK(level, float_few);
         return each_share([&](const Factor& factor, std::int64_t first, std::int64_t last) {
             few(factor, x, rows, first, last, out, width);

@@ -59,8 +59,10 @@ struct Factors {
 // x [rows, columns] to out [rows, width], contiguous. Throws std::invalid_argument on impossible counts.
 void linear(const Factors& factors, const float* x, std::int64_t rows, float* out, Level level);
 
-// Rows of integer factors from which panels are unpacked once for many rows; below, codes are unpacked in registers.
+// Rows from which panels are unpacked once for many rows; below, weights are unpacked in registers. MEASURED, which it is
+// to begin with, is what was found best for each kind of weights; tests and benches set others.
+constexpr std::int64_t MEASURED = -1;
 std::int64_t many_rows(Level level);
-void set_many_rows(Level level, std::int64_t rows);  // for measuring the crossover
+void set_many_rows(Level level, std::int64_t rows);
 
 }  // namespace attar

@@ -153,7 +153,7 @@ void bind_linear(nb::module_& module) {
         "factors"_a, "x"_a, "rows"_a, "out"_a, "level"_a);
     module.def(
         "many_rows", [](const std::string& level) { return attar::many_rows(attar::level_of(level)); }, "level"_a,
-        "Rows from which integer products unpack weights to a buffer.");
+        "Rows from which products unpack weights to a buffer; -1: as was measured for each kind of weights.");
     module.def(
         "set_many_rows",
         [](const std::string& level, std::int64_t rows) { attar::set_many_rows(attar::level_of(level), rows); },

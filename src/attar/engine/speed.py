@@ -30,7 +30,7 @@ from attar.checkpoints import hf
 from attar.engine.decoding import Decoding
 from attar.engine.llm import PREFILL_ROWS
 from attar.formats.packed import PackedTensor
-from attar.formats.scheme import Scheme
+from attar.formats.scheme import HEADS, Scheme
 from attar.kernels import ops
 from attar.kernels.native import extension, limits
 from attar.kernels.operands import Linear, Prepared
@@ -40,9 +40,6 @@ from attar.model.cache import Step
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.model.shapes import shape
-
-HEADS = {"bf16": None, "int8": "w8", "int4": "w4g128"}
-"""Schemes of the output matrix, and of the embedding that is tied to it."""
 
 WARM_UP = 16  # tokens of the prompt that goes first, untimed but for the first token
 SEED = 20

@@ -24,6 +24,9 @@ Granularity = Literal["tensor", "channel", "group", "token"]
 Layout = Literal["packed", "plain"]
 ScaleDtype = Literal["float32", "float16", "bfloat16"]
 
+HEADS: Mapping[str, str | None] = {"bf16": None, "int8": "w8", "int4": "w4g128"}
+"""Short names of what an output matrix is stored in: schemes, or None for the dtype that it has."""
+
 ITEM_BITS: Mapping[str, int] = {
     "int8": 8,
     "uint8": 8,
