@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from attar.engine.messages import (
+    Beat,
     Cancel,
     Command,
     Delta,
@@ -50,14 +51,23 @@ class Choice:
 
 
 class FakeEngine:
-    """`per_step` tokens come in one event; `held` stops the steps; `fail` fails requests with a code after so many
-    tokens; `dead` ends the connection, as a process does when it dies."""
+    """`held` stops the steps, and `beats` off also the heart; `busy` is how long it says that its step takes; `fail`
+    fails requests with a code after so many tokens; `die` ends the connection, as a process does when it dies."""
 
     def __init__(
-        self, path: Path, tokenizer: Tokenizer, batch: int = 64, queue: int = 256, step: float = 0.001
+        self,
+        path: Path,
+        tokenizer: Tokenizer,
+        batch: int = 64,
+        queue: int = 256,
+        step: float = 0.001,
+        context: int = CONTEXT,
+        longest: int = 2**31,
     ) -> None:
         self.path, self.tokenizer, self.batch, self.queue, self.step = path, tokenizer, batch, queue, step
+        self.context, self.longest = context, longest  # tokens: of a request, and of an answer
         self.held = False
+        self.beats, self.busy = True, 0.0
         self.fail: tuple[str, int] | None = None
         self.choices: list[Choice] = []
         self.cancelled = 0
@@ -97,8 +107,9 @@ class FakeEngine:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writer, self._drained = writer, False
         blocks = (("weights", 10), ("cache", 20))
-        writer.write(encode([Ready("fake", CONTEXT, self.tokenizer.vocab_size, 100, 16, blocks)]))
+        writer.write(encode([Ready("fake", self.context, self.tokenizer.vocab_size, 100, 16, blocks)]))
         steps = asyncio.get_running_loop().create_task(self._steps(writer))
+        heart = asyncio.get_running_loop().create_task(self._beat(writer))
         decoder = msgspec.msgpack.Decoder(list[Command])
         try:
             while True:
@@ -110,8 +121,15 @@ class FakeEngine:
             pass
         finally:
             steps.cancel()
+            heart.cancel()
             writer.close()
             self.choices.clear()
+
+    async def _beat(self, writer: asyncio.StreamWriter) -> None:
+        while True:
+            if self.beats:
+                writer.write(encode([Beat(self.busy)]))
+            await asyncio.sleep(0.1)
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, Submit):
@@ -177,13 +195,13 @@ class FakeEngine:
         bias = params.logit_bias
         if bias and max(bias.values()) >= 100:
             token = max(bias, key=lambda key: bias[key])
-        if token == self.tokenizer.eos_id and params.ignore_eos:
+        elif token == self.tokenizer.eos_id:  # an answer ends where a test says so, never by chance
             token += 1
         choice.tokens.append(token)
         self.generated += 1
         ended = token == self.tokenizer.eos_id or token in params.stop_token_ids
         text = "" if ended else choice.stops.push(choice.detokenizer.push(token))
-        full = len(choice.tokens) >= params.max_tokens
+        full = len(choice.tokens) >= min(params.max_tokens, self.longest)
         reason = "stop" if ended or choice.stops.done else "length" if full else None
         if reason is not None and not choice.stops.done:
             text += choice.stops.push(choice.detokenizer.flush())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 @pytest.fixture(scope="module")
-def seen(server: Running, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def seen(start: Callable[..., Running], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the browser saw."""
     if CHROMIUM is None:
         pytest.skip("no chromium on this machine")
     found = PYTHON.exists() and subprocess.run([PYTHON, "-c", "import playwright"], capture_output=True)
     if not found or found.returncode:
         pytest.skip(f"no playwright in {PYTHON.parents[1].name}")
+    server = start(step=0.05)  # an answer of 400 tokens lasts: there is time to look at it, and to stop it
     program = [PYTHON, str(HERE / "browser_program.py"), f"http://127.0.0.1:{server.port}", CHROMIUM]
     done = subprocess.run([*program, str(tmp_path_factory.mktemp("page"))], capture_output=True, text=True, timeout=120)
     assert not done.returncode, done.stderr[-2000:]

@@ -44,6 +44,11 @@ class Processes:
         connection.close()
         return status
 
+    def drains(self) -> None:
+        """Wait until the server has taken the signal to end."""
+        while self.get("/readyz") != 503:
+            time.sleep(0.02)
+
     def stream(self, tokens: int) -> socket.socket:
         """A streaming request whose first event has arrived."""
         body = json.dumps({"prompt": "a", "max_tokens": tokens, "stream": True, "ignore_eos": True}).encode()
@@ -84,10 +89,9 @@ def rest(sock: socket.socket) -> bytes:
 
 @pytest.mark.parametrize("processes", [20], indirect=True)
 def test_what_is_open_at_the_first_signal_is_finished(processes: Processes) -> None:
-    sock = processes.stream(60)
+    sock = processes.stream(300)
     processes.server.send_signal(signal.SIGTERM)
-    time.sleep(0.1)
-    assert processes.get("/readyz") == 503
+    processes.drains()
     assert processes.get("/livez") == 200
     data = rest(sock)
     assert b"[DONE]" in data
@@ -112,7 +116,7 @@ def test_what_takes_too_long_is_told_so(processes: Processes) -> None:
 def test_the_second_signal_ends_it_now(processes: Processes) -> None:
     sock = processes.stream(500)
     processes.server.send_signal(signal.SIGTERM)
-    time.sleep(0.2)
+    processes.drains()  # or the second would be one with the first
     started = time.monotonic()
     processes.server.send_signal(signal.SIGTERM)
     assert rest(sock).count(b'"error"') == 1

@@ -208,6 +208,8 @@ static void unpack_panel(const Panel& panel, std::int64_t from, std::int64_t col
     }
 }
 
+constexpr std::int64_t MOST_SHARED = 128;  // rows whose sums a panel keeps at hand
+
 // One part of the columns of one panel: `add_part` adds its products with rows row .. row + rows - 1 (a multiple of the
 // tile to begin with) to `total` [rows, 64].
 struct Part {
@@ -347,7 +349,95 @@ static void add_part_of(const Part& p, std::int64_t row, std::int64_t rows, floa
     for (int which = 0; which < 4; ++which) scale_one(which, sums[1 - buffer]);
 }
 
+// The sums of a tile, [16, 16], to 16 rows of 64 totals.
+template <bool GROUPED>
+static inline __attribute__((always_inline)) void scale_tile(const std::int32_t* sums, const float* row_scales, Floats by,
+                                                             float* total) {
+#pragma GCC unroll 16
+    for (int r = 0; r < 16; ++r) {
+        Floats value = to_floats(load_bytes(sums + r * LANES));
+        if (GROUPED) value = value * all(row_scales[r]);
+        store(total + r * 64, fma(value, by, load(total + r * 64)));
+    }
+}
+
+// add_part_of with nothing left to decide inside, for whole pairs of tiles, four blocks, signed codes and parts of 128
+// columns, which is what nearly all of a prompt meets: a fifth faster.
+template <bool GROUPED>
+static void add_whole_part(const Part& p, std::int64_t row, std::int64_t rows, float* total) {
+    alignas(64) std::int32_t sums[2][4][256];
+    float row_scales[MOST_SHARED];
+    const QuantizedRows& x = p.x;
+    const std::int64_t step_bytes = x.step_bytes();
+    if (GROUPED) {
+        const float* from = x.scales + row * x.scales_a_row + p.index * x.part / x.group;
+        for (std::int64_t r = 0; r < rows; ++r) row_scales[r] = from[r * x.scales_a_row];
+    }
+    Floats scale[4];
+    for (int b = 0; b < 4; ++b) scale[b] = scales_at(p.panel.matrix(b), p.panel.block[b], p.group);
+    const std::int8_t* first = x.at(row, 2 * p.index);
+    // The four tiles of sums that were multiplied last, and where they go.
+    const std::int32_t* before = nullptr;
+    const float* of_rows = row_scales;
+    float* to = total;
+    Floats left = scale[0], right = scale[1];
+    const auto scale_one = [&](int which) __attribute__((always_inline)) {
+        const int t = which / 2, b = which % 2;
+        if (before) scale_tile<GROUPED>(before + which * 256, of_rows + t * 16, b ? right : left, to + t * 16 * 64 + b * LANES);
+    };
+    int buffer = 0;
+    for (std::int64_t r = 0; r < rows; r += 32) {
+        const std::int8_t* from = first + r * 64;
+        for (int b = 0; b < 4; b += 2) {
+            const std::uint8_t *low = p.codes[b], *high = p.codes[b + 1];
+            std::int32_t* here = sums[buffer][0];
+            ATTAR_TILE_ZERO(0);
+            ATTAR_TILE_ZERO(1);
+            ATTAR_TILE_ZERO(2);
+            ATTAR_TILE_ZERO(3);
+            ATTAR_TILE_LOAD(6, low, 64);
+            ATTAR_TILE_LOAD(4, from, 64);
+            ATTAR_TILE_DOT(ss, 0, 4, 6);
+            scale_one(0);
+            ATTAR_TILE_LOAD(7, high, 64);
+            ATTAR_TILE_DOT(ss, 1, 4, 7);
+            ATTAR_TILE_LOAD(5, from + 1024, 64);
+            ATTAR_TILE_DOT(ss, 2, 5, 6);
+            scale_one(1);
+            ATTAR_TILE_DOT(ss, 3, 5, 7);
+            ATTAR_TILE_LOAD(6, low + 1024, 64);
+            ATTAR_TILE_LOAD(4, from + step_bytes, 64);
+            ATTAR_TILE_DOT(ss, 0, 4, 6);
+            scale_one(2);
+            ATTAR_TILE_LOAD(7, high + 1024, 64);
+            ATTAR_TILE_DOT(ss, 1, 4, 7);
+            ATTAR_TILE_LOAD(5, from + step_bytes + 1024, 64);
+            ATTAR_TILE_DOT(ss, 2, 5, 6);
+            scale_one(3);
+            ATTAR_TILE_DOT(ss, 3, 5, 7);
+            ATTAR_TILE_STORE(0, here);
+            ATTAR_TILE_STORE(1, here + 256);
+            ATTAR_TILE_STORE(2, here + 512);
+            ATTAR_TILE_STORE(3, here + 768);
+            before = here, of_rows = row_scales + r, to = total + r * 64 + b * LANES;
+            left = scale[b], right = scale[b + 1];
+            buffer = 1 - buffer;
+        }
+    }
+    for (int which = 0; which < 4; ++which) scale_one(which);
+}
+
 static void add_part(const Part& p, std::int64_t row, std::int64_t rows, float* total) {
+    const QuantizedRows& x = p.x;
+    if (p.panel.matrix(0).bits < 8 && x.part == 128 && p.panel.blocks == 4 && x.tile == 16 && rows >= 32) {
+        const std::int64_t whole = rows / 32 * 32;
+        if (x.group)
+            add_whole_part<true>(p, row, whole, total);
+        else
+            add_whole_part<false>(p, row, whole, total);
+        row += whole, rows -= whole, total += whole * 64;
+        if (!rows) return;
+    }
     if (p.panel.matrix(0).bits == 8)
         add_part_of<true, false>(p, row, rows, total);
     else if (p.x.group)
@@ -413,11 +503,11 @@ static void add_part(const Part& p, std::int64_t row, std::int64_t rows, float* 
 #endif
 
 // Rows row .. row + rows - 1 (row a multiple of the tile) of a panel: the first four blocks from `first` on, or, gated,
-// two from there and two of the other matrix. For more than SHARE rows the panel is unpacked whole, to the second-level
-// cache; sums and one part of it stay in the first.
+// two from there and two of the other matrix. For more rows than share it, the panel is unpacked whole, to the
+// second-level cache; sums of those that share it and one part of it stay in the first. A panel that fills the second is
+// read from behind it, which twice the rows make up for.
 static void integer_many(const Factors& factors, const Factor& factor, const QuantizedRows& x, std::int64_t row,
                          std::int64_t rows, std::int64_t first, float* out, Scratch& scratch) {
-    constexpr std::int64_t SHARE = 64;
     const Matrix& m = *factor.matrix;
     const bool gated = factors.gate != nullptr;
     const std::int64_t count = std::min<std::int64_t>(gated ? 2 : 4, m.blocks() - first), width = factors.width;
@@ -427,18 +517,18 @@ static void integer_many(const Factors& factors, const Factor& factor, const Qua
             panel.factor[panel.blocks] = source ? &factors.factors.back() : &factor;
             panel.block[panel.blocks] = first + b;
         }
-    const std::int64_t blocks = panel.blocks, columns = x.part * x.parts;
-    const bool packed = m.bits < 8, whole = packed && rows > SHARE;
+    const std::int64_t blocks = panel.blocks, columns = x.part * x.parts, share = columns > 4096 ? MOST_SHARED : 64;
+    const bool packed = m.bits < 8, whole = packed && rows > share;
     // Outputs of a megabyte and more leave the caches before they are read; keeping them there costs a fifth of the time.
     const bool past_caches = x.rows * width >= (std::int64_t{1} << 18) && width % LANES == 0 &&
                              factor.offset % LANES == 0 && reinterpret_cast<std::uintptr_t>(out) % 64 == 0;
     std::uint8_t* unpacked = packed ? scratch.at(1, 64 * (whole ? columns : x.part)) : nullptr;
-    auto* total = reinterpret_cast<float*>(scratch.at(0, SHARE * 64 * 4));
+    auto* total = reinterpret_cast<float*>(scratch.at(0, share * 64 * 4));
     for (std::int64_t from = 0; whole && from < columns; from += x.part)
         unpack_panel(panel, from, x.part, unpacked + from * 64);
     begin_tiles(x.tile, x.part % 64 ? 32 : 64);
-    for (std::int64_t at = row; at < row + rows; at += SHARE) {
-        const std::int64_t here = std::min(SHARE, row + rows - at);
+    for (std::int64_t at = row; at < row + rows; at += share) {
+        const std::int64_t here = std::min(share, row + rows - at);
         std::memset(total, 0, static_cast<std::size_t>(here * 64 * 4));
         for (std::int64_t part = 0; part < x.parts; ++part) {
             const std::int64_t from = part * x.part;
@@ -638,6 +728,50 @@ static void float_few(const Factor& factor, const float* x, std::int64_t rows, s
 
 // ---- rows to int8
 
+#if ATTAR_LEVEL >= ATTAR_AVX512
+
+// a / b to the nearest, as the divider gives it, where `inverse` is 1 / b to the nearest and nothing overflows or
+// underflows: two corrections by exact remainders (Markstein, "Computation of elementary functions on the IBM RISC
+// System/6000 processor", 1990). The divider takes 16 cycles for 16 numbers, these take 3.
+static inline __m512 divided(__m512 a, __m512 b, __m512 inverse) {
+    __m512 q = _mm512_mul_ps(a, inverse);
+    q = _mm512_fmadd_ps(_mm512_fnmadd_ps(q, b, a), inverse, q);
+    return _mm512_fmadd_ps(_mm512_fnmadd_ps(q, b, a), inverse, q);
+}
+
+// quantize_into where steps, parts and groups are whole: one group, to the same codes, sums and scale. Returns false, and
+// does nothing, where the group's numbers are too large, too small or not finite.
+static bool quantize_group(QuantizedRows& rows, const float* x, std::int64_t from, std::int64_t to, std::int8_t* codes,
+                           std::int32_t* sums, float* scale_out) {
+    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+    __m512i most = _mm512_setzero_si512();
+    for (std::int64_t k = from; k < to; k += 16)
+        most = _mm512_max_epi32(most, _mm512_and_si512(_mm512_loadu_si512(x + k), magnitude));
+    const float scale = _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(_mm512_reduce_max_epi32(most)))) / 127.5f;
+    // What is divided is at most 127.5 times the scale: remainders are exact.
+    if (!(scale > 0x1p-90f && scale < 0x1p90f)) return false;
+    const __m512 by = _mm512_set1_ps(scale), inverse = _mm512_set1_ps(1.0f / scale);
+    const __m512 low = _mm512_set1_ps(-128.0f), high = _mm512_set1_ps(127.0f);
+    const std::int64_t step_bytes = rows.step_bytes();
+    std::int8_t* out = codes + from / 64 * step_bytes;
+    for (std::int64_t part = from; part < to; part += rows.part) {
+        __m512i sum = _mm512_setzero_si512();
+        for (std::int64_t k = part; k < part + rows.part; k += 64, out += step_bytes) {
+#pragma GCC unroll 4
+            for (int i = 0; i < 64; i += 16) {
+                const __m512 value = divided(_mm512_loadu_ps(x + k + i), by, inverse);
+                const __m512i code = _mm512_cvtps_epi32(_mm512_min_ps(_mm512_max_ps(value, low), high));
+                sum = _mm512_add_epi32(sum, code);
+                _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm512_cvtepi32_epi8(code));
+            }
+        }
+        sums[part / rows.part] = _mm512_reduce_add_epi32(sum);
+    }
+    *scale_out = scale;
+    return true;
+}
+#endif
+
 // x [columns] to row `row` of `rows`.
 static void quantize_into(QuantizedRows& rows, std::int64_t row, const float* x, float fixed_scale) {
     const std::int64_t columns = rows.columns, group = rows.group ? rows.group : columns;
@@ -649,6 +783,12 @@ static void quantize_into(QuantizedRows& rows, std::int64_t row, const float* x,
     for (std::int64_t i = 0; i < rows.parts; ++i) sums[i] = 0;
     for (std::int64_t from = 0, g = 0; from < columns; from += group, ++g) {
         const std::int64_t to = std::min(columns, from + group);
+#if ATTAR_LEVEL >= ATTAR_AVX512
+        const bool whole_parts = columns % 64 == 0 && rows.part % 64 == 0 && (to - from) % rows.part == 0;
+        if (whole_parts && fixed_scale == 0.0f &&
+            quantize_group(rows, x, from, to, codes, sums, rows.scales + row * rows.scales_a_row + g))
+            continue;
+#endif
         // max|x| over bits without their sign, as integers: NaN and infinity come out on top.
         Ints most = all(0);
         std::int64_t whole = from;
