@@ -10,13 +10,15 @@ INSTALL := $(PIP) install --quiet --constraint constraints-cpu.txt
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints-cpu.txt src/attar/version.py $(wildcard src/attar/csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint soak sanitize neon bench-compressors bench-peers clean
+.PHONY: help demo test lint soak soak-api sanitize neon bench-compressors bench-peers bench-serving bench-lm-eval clean
 
 help:
 	@echo "make demo    compress the embedded model, print what it cost, generate text before and after"
 	@echo "make test    everything that must pass: lint, then the tests"
 	@echo "make lint    ruff, mypy, import floors"
 	@echo "make soak    the scheduler's simulation with 20,000 seeds"
+	@echo "make soak-api"
+	@echo "             the server against its OpenAPI document, 2,000 examples an operation"
 	@echo "make sanitize"
 	@echo "             the kernels' tests on an extension built with AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make neon    the kernels built for 64-bit Arm and run under emulation, where Debian's packages for it are there"
@@ -25,6 +27,10 @@ help:
 	@echo "make bench-peers"
 	@echo "             speed beside llama.cpp's and OpenVINO's, set up in .venv-llamacpp and .venv-openvino"
 	@echo "             (or LLAMACPP=, OPENVINO=<environments that have them>); options go in BENCH="
+	@echo "make bench-serving"
+	@echo "             serving beside llama.cpp's server and OpenVINO's continuous batching; options go in BENCH="
+	@echo "make bench-lm-eval TASK=<a file of LAMBADA>"
+	@echo "             perplexity by lm-eval over HTTP beside attar's own, set up in .venv-lmeval (or LMEVAL=<an environment>)"
 	@echo "make clean   remove .venv, the peers' environments and models, the build folder of the extension, and caches"
 
 demo: $(VENV)/.installed
@@ -50,6 +56,10 @@ lint: $(VENV)/.installed-dev
 # The real scheduler, block pool and prefix tree through 20,000 random lives: some seven minutes.
 soak: $(VENV)/.installed-dev
 	@$(BIN)/python -m tests.engine.simulation --seeds 20000
+
+# Every phase of schemathesis; a quarter of an hour.
+soak-api: $(VENV)/.installed-dev .venv-clients/.installed
+	@ATTAR_OPENAPI_EXAMPLES=2000 $(BIN)/python -m pytest -p no:xdist -q tests/server/test_openapi.py
 
 sanitize: $(VENV)/.installed-dev
 	@tools/sanitize.sh
@@ -91,6 +101,33 @@ bench-peers: $(VENV)/.installed $(if $(LLAMACPP),,.venv-llamacpp/.installed) $(i
 	@.venv-openvino/bin/python -m pip uninstall --quiet --yes torchvision
 	@touch $@
 
+# llama.cpp's server, of the release that .venv-llamacpp has.
+LLAMA_SOURCE := build/engines/src
+build/engines/llama-server: bench/engines/llamacpp.txt bench/engines/tile_config.h .venv-llamacpp/.installed $(VENV)/.installed
+	@echo "building llama.cpp's server: some ten minutes"
+	@rm -rf $(LLAMA_SOURCE) && mkdir -p $(LLAMA_SOURCE)
+	@.venv-llamacpp/bin/python -m pip download --quiet --no-deps --no-binary llama-cpp-python --dest $(LLAMA_SOURCE) \
+		$$(grep '^llama' $<)
+	@tar xzf $(LLAMA_SOURCE)/llama_cpp_python-*.tar.gz --strip-components=1 --directory $(LLAMA_SOURCE)
+	@CXXFLAGS="-include $(CURDIR)/bench/engines/tile_config.h" $(BIN)/cmake -S $(LLAMA_SOURCE)/vendor/llama.cpp \
+		-B $(LLAMA_SOURCE)/build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_UI=OFF \
+		-DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
+		-DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_NUMBER=0 -DLLAMA_BUILD_COMMIT=$$(grep '^llama' $<)
+	@$(BIN)/cmake --build $(LLAMA_SOURCE)/build --target llama-server
+	@cp $(LLAMA_SOURCE)/build/bin/llama-server $@
+
+bench-serving: $(VENV)/.installed .venv-openvino/.installed build/engines/llama-server
+	@$(BIN)/python bench/serving.py $(BENCH)
+
+bench-lm-eval: $(VENV)/.installed $(if $(LMEVAL),,.venv-lmeval/.installed)
+	@$(BIN)/python bench/lm_eval_lambada.py --peer $(or $(LMEVAL),.venv-lmeval)/bin/python --task $(TASK) $(BENCH)
+
+.venv-lmeval/.installed: bench/lm_eval.txt | $(BIN)/python
+	@echo "setting up .venv-lmeval: some minutes the first time"
+	@$(BIN)/python -m venv --clear .venv-lmeval
+	@.venv-lmeval/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
+
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "attar needs Python 3.11 or newer, and $(PYTHON) is %s: name another with make PYTHON=..." % sys.version.split()[0])'
 	@$(PYTHON) -c 'import pathlib, sys, sysconfig; include = sysconfig.get_path("include"); sys.exit(not pathlib.Path(include, "Python.h").exists() and f"{include}/Python.h is missing: install the headers of Python (python3-dev)")'
@@ -110,4 +147,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-clients .venv-peers .venv-llamacpp .venv-openvino build/engines build/sanitize build/neon build/cp3* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-clients .venv-peers .venv-llamacpp .venv-openvino .venv-lmeval build/engines build/sanitize build/neon build/cp3* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

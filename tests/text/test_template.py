@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from attar.text import template as module
 from attar.text.template import MAX_TEMPLATE, TemplateError, render_chat
+from tests.text.hostile_templates import BIG, SLOW, WALKS
 
 SLACK = 2.0  # seconds: a busy machine replacing the child
 RESIDENT_GROWTH = 8 << 20  # bytes
@@ -149,89 +150,6 @@ def test_refuses_what_is_not_a_message(message: Any) -> None:
 
 # Hostile templates. All must fail, soon, without the caller's memory growing, and the next render must work.
 
-_WALKS = [
-    "{{ ''.__class__ }}",
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "{{ ().__class__.__bases__[0] }}",
-    "{{ ''|attr('__class__') }}",
-    "{{ ''['__class__'] }}",
-    "{{ ''['__cl' ~ 'ass__'] }}",
-    "{{ ''['%c%cclass%c%c'|format(95, 95, 95, 95)] }}",
-    "{{ ''['\\x5f\\x5fclass\\x5f\\x5f'] }}",
-    "{{ [''] | map(attribute='__class__') | list }}",
-    "{{ messages.__class__ }}",
-    "{{ messages[0].__init__.__globals__ }}",
-    "{{ lipsum.__globals__['os'].popen('id').read() }}",
-    "{{ lipsum(n=5) }}",
-    "{{ cycler.__init__.__globals__.os }}",
-    "{{ cycler('a').next() }}",
-    "{{ joiner.__init__.__globals__ }}",
-    "{{ joiner(',')() }}",
-    "{{ namespace.__init__.__globals__ }}",
-    "{{ namespace.__class__ }}",
-    "{{ dict.__base__.__subclasses__() }}",
-    "{{ dict.mro() }}",
-    "{{ range.__class__ }}",
-    "{{ raise_exception.__globals__ }}",
-    "{{ strftime_now.__self__ }}",
-    "{{ self.__init__ }}",
-    "{{ self._TemplateReference__context }}",
-    "{{ loop.__class__ }}",
-    "{% for x in [1] %}{{ loop._iterator.gi_frame }}{{ loop.__class__ }}{% endfor %}",
-    "{% macro m() %}{% endmacro %}{{ m.__init__.__globals__ }}",
-    "{% macro m() %}{% endmacro %}{{ m._func }}",
-    "{{ '{0.__class__}'.format('') }}",
-    "{{ '{0.__class__.__mro__}'.format_map({'0': 1}) }}",
-    "{{ ('{0.__class' ~ '__}').format(1) }}",
-    "{{ ''.format.__self__.__class__ }}",
-    "{{ messages.append(1) }}",
-    "{{ messages[0].update({'role': 'x'}) }}",
-    "{% set ns = namespace() %}{% set ns.__class__ = 1 %}{{ ns.__class__ }}",
-    "{% include '/etc/passwd' %}",
-    "{% import 'os' as os %}{{ os }}",
-    "{% from 'os' import system %}",
-    "{% extends 'base' %}",
-    "{{ 'a'.encode().decode('zlib') }}",
-    "{{ eval('1') }}",
-    "{{ __import__('os') }}",
-]
-_BIG = [
-    "{{ range(10**9) | list }}",
-    "{{ 'A' * 10**9 }}",
-    "{{ ['A'] * 10**9 }}",
-    "{{ 'A'.ljust(10**9) }}",
-    "{{ 'A'.center(10**9) }}",
-    "{{ 'A'.zfill(10**9) }}",
-    "{{ 'A' | center(10**9) }}",
-    "{{ '%1000000000d' | format(1) }}",
-    "{{ '{:1000000000d}'.format(1) }}",
-    "{{ [1] | tojson(indent=10**9) }}",
-    "{{ 'a,' | indent(10**9, true) }}",
-    "{% set ns = namespace(s='AAAAAAAA') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
-    "{% for i in range(9999) %}{{ 'A' * 1000 }}{% endfor %}",
-    "{{ 'é' * (3 * 2**20) }}",
-    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
-    "{{ " + "-" * 30_000 + "1 }}",
-    "{{ [" * 3000,
-    "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
-    "{{ x" + ".y" * 3000 + " }}",
-    "{{ undefined.chain.of.names }}",
-    "{{ raise_exception('no ' * 10**6) }}",
-    "{% for i in range(9) %}{{ raise_exception(i) }}{% endfor %}",
-    "{{ '\\ud800' }}",
-    "A" * (MAX_TEMPLATE + 1),
-    "é" * (MAX_TEMPLATE // 2 + 1),
-    "{{ 2**(2**30) }}",
-]
-_SLOW = [
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "{{ (10**10000000) | string }}",
-    "{{ (7**9000000) * (7**9000000) // 3 }}",
-    "{% for a in range(99999) %}{% set b = range(99999) | list %}{% endfor %}",
-    "{{ range(99999) | map('string') | join(',') | list | sort | unique | list | length }}" * 200,
-]
-
 
 def _refused(attack: str, seconds: float) -> str:
     before = _resident()
@@ -253,12 +171,12 @@ def _resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize("attack", [*_WALKS, *_BIG], ids=lambda attack: attack[:40])
+@pytest.mark.parametrize("attack", [*WALKS, *BIG], ids=lambda attack: attack[:40])
 def test_refuses_hostile_templates(attack: str) -> None:
     _refused(attack, module.RENDER_SECONDS)
 
 
-@pytest.mark.parametrize("attack", _SLOW, ids=lambda attack: attack[:40])
+@pytest.mark.parametrize("attack", SLOW, ids=lambda attack: attack[:40])
 def test_refuses_endless_templates(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(module, "RENDER_SECONDS", 0.3)
@@ -293,7 +211,7 @@ def test_state_does_not_pass_from_one_render_to_the_next() -> None:
 def test_processor_time_is_limited_without_the_parents_deadline() -> None:
     """The child must not outlive a parent that died while it was busy."""
     child = module._start()
-    body = json.dumps({"template": _SLOW[0], "variables": {}, "date": "2024-07-26"}).encode()
+    body = json.dumps({"template": SLOW[0], "variables": {}, "date": "2024-07-26"}).encode()
     assert child.stdin is not None
     child.stdin.write(len(body).to_bytes(4, "big") + body)
     child.stdin.flush()

@@ -186,7 +186,7 @@ class Folder:
         inner = sorted(p.parent.name for p in self.path.glob(f"*/{CONFIG}"))[:5]
         hint = f"; its subfolder {' or '.join(inner)} has one" if inner else ""
         if not inner and any(self.path.glob("*.gguf")):
-            hint = "; it holds GGUF files, and attar reads the safetensors folder that they were made from"
+            hint = "; it holds GGUF files: give the path of one of them"
         raise CheckpointError(f"{self.path}: no {CONFIG}: not a Hugging Face model folder{hint}")
 
     def _index(self) -> dict[str, str] | None:

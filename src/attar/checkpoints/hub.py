@@ -1,4 +1,4 @@
-"""From what a user calls a model to a folder on this machine: a path, a Hub id, or `demo`.
+"""From what a user calls a model to its folder or GGUF file on this machine: a path, a Hub id, or `demo`.
 
 A folder that exists always wins over a Hub id of the same spelling; `demo` always means the embedded model (a folder of
 that name is `./demo`), so that results do not hang on the directory one stands in. Downloads are `huggingface_hub`'s:
@@ -26,7 +26,7 @@ _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<re
 
 
 def resolve(model: str | os.PathLike[str], *, revision: str | None = None, offline: bool | None = None) -> Path:
-    """The folder of a model given as a local folder, `org/name[@revision]` on the Hub, or `demo`.
+    """The folder of a model given as a local folder, `org/name[@revision]` on the Hub, or `demo`; a GGUF file itself.
 
     `offline` True looks in the cache alone; None leaves it to HF_HUB_OFFLINE. Raises CheckpointError with one sentence
     that says what to do.
@@ -37,10 +37,10 @@ def resolve(model: str | os.PathLike[str], *, revision: str | None = None, offli
     if not model:  # an unset variable of a shell, which Path would take for the current folder
         raise CheckpointError("the model's name is empty: give a folder, a Hub id (org/name) or `demo`")
     path = Path(model).expanduser()
-    if path.is_dir():
+    if path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf"):
         return path
     if path.exists():
-        raise CheckpointError(f"{model} is a file; give the folder that holds the model")
+        raise CheckpointError(f"{model} is a file; give the folder that holds the model, or a .gguf file")
     match = _HUB_ID.fullmatch(model)
     if match is None:
         kind = "and it is not a Hub id (org/name)" if "/" not in model else "at that path"

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from attar.checkpoints import hf, hub, receipt
+from attar.checkpoints.gguf_checkpoint import PLAIN, GgufCheckpoint
+from attar.checkpoints.vocabulary import is_gguf
 from attar.formats.scheme import Part, Scheme
 from attar.model.decoder import compressible
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a GGUF file: as `Part`, of a type that torch does not have."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -27,7 +41,7 @@ class Inspection:
     bits_per_weight: float
     bytes: int
     schemes: dict[str, int]
-    tensors: dict[str, Part]
+    tensors: Mapping[str, Part | Stored]
     receipt: bool
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,8 +82,10 @@ class Inspection:
 
 
 def inspect(model: str | Path) -> Inspection:
-    """Read the headers of a model (folder, Hub id or `demo`). Raises CheckpointError as loading would."""
+    """Read the headers of a model (folder, GGUF file, Hub id or `demo`). Raises CheckpointError as loading would."""
     path = hub.resolve(model)
+    if is_gguf(path):
+        return _inspect_gguf(path)
     checkpoint = hf.Checkpoint.open(path)
     config, folder = checkpoint.config, checkpoint.folder
     tensors = {name: folder.info(name) for name in sorted(folder.names(), key=_natural)}
@@ -92,6 +108,31 @@ def inspect(model: str | Path) -> Inspection:
     return Inspection(
         path, config.architecture, config.layers, config.context, weights + rest, bits / weights,
         sum(file.size for file in folder.files.values()), dict(found), tensors, receipt.read_receipt(path) is not None,
+    )  # fmt: skip
+
+
+def _inspect_gguf(path: Path) -> Inspection:
+    """A type is shown with what it is run as: a scheme, or the dtype to which it is decoded when it is loaded."""
+    checkpoint = GgufCheckpoint.open(path, torch.float32, as_stored=True)
+    config, file = checkpoint.config, checkpoint.file
+    tensors = {
+        name: Stored(tensor.kind.name, tensor.shape, tensor.end - tensor.begin)
+        for name in file.names()
+        for tensor in [file.info(name)]
+    }
+    modules = [module for layer in range(config.layers) for module in compressible(config, layer)]
+    if checkpoint.kind_of(config.names.head).elements > 1:
+        modules.append(config.names.head)
+    found: Counter[str] = Counter()
+    for module in modules:
+        kind, runs_as = checkpoint.kind_of(module).name, checkpoint.runs_as(module)
+        found[kind if kind in PLAIN else f"{kind}, run as {runs_as}"] += 1
+    shapes = [checkpoint.linear_shape(module) for module in modules]
+    bits = sum(8 * checkpoint.kind_of(m).bytes(shape) for m, shape in zip(modules, shapes, strict=True))
+    return Inspection(
+        path, config.architecture, config.layers, config.context, sum(math.prod(t.shape) for t in tensors.values()),
+        bits / sum(math.prod(shape) for shape in shapes), file.size, dict(found), tensors,
+        receipt.read_receipt(path) is not None,
     )  # fmt: skip
 
 

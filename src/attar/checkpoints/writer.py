@@ -116,7 +116,7 @@ def allocated(paths: Iterable[Path]) -> int:
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def _disk_error(path: Path, error: OSError) -> CheckpointError:
+def disk_error(path: Path, error: OSError) -> CheckpointError:
     if error.errno in _FULL:
         return CheckpointError(
             f"{path}: no room for it ({error.strerror}); free some space, or choose an output on another disk; what is "
@@ -161,7 +161,7 @@ class ShardWriter:
             os.posix_fallocate(fd, 0, plan.size)
             _pwrite(fd, memoryview(plan.header), 0)
         except OSError as error:
-            raise _disk_error(self.folder / plan.name, error) from error
+            raise disk_error(self.folder / plan.name, error) from error
 
     def _reopen(self, plan: FilePlan) -> None:
         fd = self._open(plan, 0)
@@ -172,7 +172,7 @@ class ShardWriter:
         try:
             fd = os.open(self.folder / plan.name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
         except OSError as error:
-            raise _disk_error(self.folder / plan.name, error) from error
+            raise disk_error(self.folder / plan.name, error) from error
         self._fds[plan.name] = fd
         return fd
 
@@ -195,7 +195,7 @@ class ShardWriter:
             try:
                 _pwrite(self._fds[plan.name], byte_view(block), at)
             except OSError as error:
-                raise _disk_error(self.folder / plan.name, error) from error
+                raise disk_error(self.folder / plan.name, error) from error
             at += found.bytes
         if at != begin + slot.part.bytes:
             raise ValueError(f"tensor {name!r}: {at - begin} of {slot.part.bytes} bytes given")
@@ -207,7 +207,7 @@ class ShardWriter:
             try:
                 os.fsync(fd)
             except OSError as error:
-                raise _disk_error(self.folder / name, error) from error
+                raise disk_error(self.folder / name, error) from error
 
     def finish(self) -> None:
         """Check that every tensor was written, add the index where there are several files, sync and close."""
@@ -217,7 +217,7 @@ class ShardWriter:
             try:
                 (self.folder / INDEX).write_bytes(index_json(self.plans))
             except OSError as error:
-                raise _disk_error(self.folder / INDEX, error) from error
+                raise disk_error(self.folder / INDEX, error) from error
         self.sync()
         self.close()
 
@@ -259,7 +259,7 @@ def atomic_folder(dst: str | os.PathLike[str], overwrite: bool = False) -> Itera
     partial = target.parent / f".{target.name}.attar-partial"
     work, old = Workspace(partial / "out", partial / "state"), partial / "old"
     _check_target(target, overwrite)
-    lock = _lock(partial, target)
+    lock = take_lock(partial, target)
     try:
         if old.exists() and not target.exists():  # killed between the two renames of `_replace`
             old.rename(target)
@@ -272,13 +272,13 @@ def atomic_folder(dst: str | os.PathLike[str], overwrite: bool = False) -> Itera
         _sync_tree(work.out)
         _replace(work.out, target, old, overwrite)
         _remove(old, work.state)
-        _give_up_lock(partial)
+        give_up_lock(partial)
     except BaseException as error:
         if not any(partial.glob("*/*")):  # nothing to resume: leave no trace
             _remove(work.out, work.state)
-            _give_up_lock(partial)
+            give_up_lock(partial)
         if isinstance(error, OSError) and error.errno in _FULL:
-            raise _disk_error(target, error) from error
+            raise disk_error(target, error) from error
         raise
     finally:
         os.close(lock)
@@ -295,19 +295,19 @@ def _check_target(target: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{target} is no model folder and is kept; choose another output or remove it yourself")
 
 
-def _lock(partial: Path, target: Path) -> int:
+def take_lock(partial: Path, target: Path) -> int:
     """Take the lock of a partial folder: a descriptor that holds it until it is closed (or the process dies)."""
     while True:
         try:
             partial.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise _disk_error(target, error) from error
+            raise disk_error(target, error) from error
         try:
             fd = os.open(partial / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:  # its holder has just finished and removed the folder
             continue
         except OSError as error:
-            raise _disk_error(target, error) from error
+            raise disk_error(target, error) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -331,7 +331,7 @@ def _replace(out: Path, target: Path, old: Path, overwrite: bool) -> None:
         raise CheckpointError(
             f"{target}: the finished folder {out} cannot be renamed to it: {error.strerror}"
         ) from error
-    _sync_path(target.parent)
+    sync_path(target.parent)
 
 
 def _remove(*folders: Path) -> None:
@@ -340,7 +340,7 @@ def _remove(*folders: Path) -> None:
             shutil.rmtree(folder)
 
 
-def _give_up_lock(partial: Path) -> None:
+def give_up_lock(partial: Path) -> None:
     (partial / "lock").unlink()
     with contextlib.suppress(OSError):  # not empty: another process has taken it over already
         partial.rmdir()
@@ -349,15 +349,15 @@ def _give_up_lock(partial: Path) -> None:
 def _sync_tree(folder: Path) -> None:
     for place, _, files in os.walk(folder):
         for name in files:
-            _sync_path(Path(place, name))
-        _sync_path(Path(place))
+            sync_path(Path(place, name))
+        sync_path(Path(place))
 
 
-def _sync_path(path: Path) -> None:
+def sync_path(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     except OSError as error:
-        raise _disk_error(path, error) from error
+        raise disk_error(path, error) from error
     finally:
         os.close(fd)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.checkpoints import hf, hub, receipt
+from attar.checkpoints import hf, hub, receipt, sources, vocabulary
 from attar.checkpoints.safetensors import VerificationError
 from attar.engine.engine import Engine
 from attar.engine.limits import Limits
@@ -64,7 +64,7 @@ class Answer:
 
 
 class LLM:
-    """A model ready to generate. `model` is a folder, a Hub id or `demo`.
+    """A model ready to generate. `model` is a folder, a GGUF file, a Hub id or `demo`.
 
     On loading, one probe of the checkpoint's receipt is replayed, unless `verify` is false: a checkpoint that does not
     compute what it did when it was made is refused.
@@ -89,7 +89,7 @@ class LLM:
         report = progress or (lambda stage, done, total: None)
         computed = hf.compute_dtype(dtype)
         store = ops.store(activations) if computed == torch.float32 else None
-        self.decoder: Decoder = hf.load(self.path, computed, partial(report, "loading"), store)
+        self.decoder: Decoder = sources.load(self.path, computed, partial(report, "loading"), store)
         self._engine: Engine | None = None
         self._asked = 0  # requests, for their ids
         self.receipt = receipt.read_receipt(self.path)
@@ -103,7 +103,7 @@ class LLM:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer.load(self.path)
+        return vocabulary.tokenizer(self.path)
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
@@ -111,7 +111,7 @@ class LLM:
         declared = self.decoder.config.eos_ids
         if declared or not self._has_tokenizer:
             return frozenset(declared)
-        return frozenset() if self.tokenizer.eos_id is None else frozenset({self.tokenizer.eos_id})
+        return self.tokenizer.eos_ids
 
     @property
     def context(self) -> int:
@@ -211,7 +211,7 @@ class LLM:
 
     @cached_property
     def _has_tokenizer(self) -> bool:
-        return any((self.path / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model"))
+        return vocabulary.has_tokenizer(self.path)
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
         """Token ids as a list, each in the vocabulary; of an empty prompt, the model's BOS."""

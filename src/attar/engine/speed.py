@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.checkpoints import hf
+from attar.checkpoints import sources
 from attar.engine.decoding import Decoding
 from attar.engine.llm import PREFILL_ROWS
 from attar.formats.packed import PackedTensor
@@ -121,7 +121,7 @@ def build(name: str, scheme: str, head: str, store: Store) -> Decoder:
 
 
 def load(path: Path, store: Store) -> Decoder:
-    return hf.load(path, torch.float32, None, store)
+    return sources.load(path, torch.float32, None, store)
 
 
 def run(make: Callable[[Store], Decoder], load: Load, activations: str = "int8g128") -> dict[str, Any]:

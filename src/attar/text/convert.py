@@ -3,7 +3,7 @@
 Three older shapes are met in checkpoints: `vocab.json` + `merges.txt` (GPT-2, OPT, Qwen2), a `tokenizer.model` of
 tiktoken ranks (Llama 3), and a `tokenizer.model` of sentencepiece BPE (Llama 2, Mistral, Gemma). All three are
 byte-pair encodings, so each becomes the same thing: a vocabulary, an ordered list of merges, and the text splitting
-around them.
+around them: `byte_level` and `sentencepiece` below, which `gguf.py` uses too.
 
 A rank file and a sentencepiece file store no merges, only pieces in order of preference. The merges follow: every way
 to cut a piece into two pieces is a merge, ordered by the preference of the whole, then by its halves. The sentencepiece
@@ -38,7 +38,7 @@ QWEN2_SPLIT = _WORDS % r"\p{N}"
 LLAMA3_SPLIT = _WORDS % r"\p{N}{1,3}"
 """How text is cut before merging: as in GPT-4's splitting, with digits one by one (Qwen2) or in threes (Llama 3)."""
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # sentencepiece's piece types
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # sentencepiece's piece types, and GGUF's
 _BPE = 2  # sentencepiece's model types: 1 is unigram
 
 
@@ -63,8 +63,8 @@ def from_merges(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
         raise ValueError(f"{folder / 'merges.txt'} does not belong to its vocab.json: {error}") from error
     prefix = bool(config.get("add_prefix_space", False))
     if str(config.get("tokenizer_class", "")).startswith("Qwen2"):
-        return _byte_level(model, QWEN2_SPLIT, prefix, normalizers.NFC())
-    return _byte_level(model, None, prefix, None)
+        return byte_level(model, [QWEN2_SPLIT], normalizers.NFC(), prefix=prefix)
+    return byte_level(model, [], None, prefix=prefix)
 
 
 def from_model_file(path: Path) -> Tokenizer:
@@ -87,10 +87,17 @@ def add_special(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
             raise ValueError(f"added token {entry['content']!r} cannot get the id {expected}: the vocabulary has a gap")
 
 
-def prepend_bos(tokenizer: Tokenizer, bos: str) -> None:
-    """Make `encode` put the BOS token first."""
+def surround(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
+    """Make `encode` put the BOS token first and the EOS token last, where given."""
+    ends = {name: token for name, token in (("bos", bos), ("eos", eos)) if token is not None}
+    first, last = ([name] if name in ends else [] for name in ("bos", "eos"))
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        single=[*first, "$A", *last],
+        pair=[*first, "$A", "$B", *last],
+        # Under names of ours: a token's own text may mean something else in a template.
+        special_tokens=[
+            {"id": name, "ids": [tokenizer.token_to_id(token)], "tokens": [token]} for name, token in ends.items()
+        ],
     )
 
 
@@ -98,19 +105,49 @@ def _pair(left: str, right: str) -> tuple[str, str]:
     return left, right
 
 
-def _byte_level(
-    model: models.BPE, split: str | None, prefix: bool, normalizer: normalizers.Normalizer | None
+def byte_level(
+    model: models.BPE,
+    cuts: Sequence[str],
+    normalizer: normalizers.Normalizer | None,
+    *,
+    byte_cuts: Sequence[str] = (),
+    prefix: bool = False,
 ) -> Tokenizer:
+    """Byte-level BPE of text cut by each regular expression in turn, or GPT-2's way by none.
+
+    Matches and what lies between are pieces both. `byte_cuts` cut on, where bytes have become characters.
+    """
+
+    def split(by: str) -> pre_tokenizers.PreTokenizer:
+        return pre_tokenizers.Split(Regex(by), behavior="isolated", invert=False)
+
     tokenizer = Tokenizer(model)
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=split is None)
-    if split is None:
-        tokenizer.pre_tokenizer = to_bytes
-    else:
-        words = pre_tokenizers.Split(Regex(split), behavior="isolated", invert=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=not cuts)
+    steps = [*map(split, cuts), to_bytes, *map(split, byte_cuts)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else to_bytes
     if normalizer is not None:
         tokenizer.normalizer = normalizer
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def sentencepiece(pieces: Sequence[tuple[str, float, int]], *, dummy_prefix: bool, byte_fallback: bool) -> Tokenizer:
+    """BPE of (text, score, type): spaces become U+2581, the better score merges first, unknown characters become bytes.
+
+    With `dummy_prefix` a space is put before the text, and before what follows a special token. None of the pieces is
+    registered as one that stands for itself in text: which are, and how, is the caller's matter.
+    """
+    vocab = {text: index for index, (text, _, _) in enumerate(pieces)}
+    ranks = {text: -score for text, score, kind in pieces if kind in (NORMAL, USER_DEFINED, UNUSED)}
+    unknown = next((text for text, _, kind in pieces if kind == UNKNOWN), None)
+    model = models.BPE(vocab, _merges(ranks, vocab), unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback)
+    tokenizer = Tokenizer(model)
+    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁")] * dummy_prefix + spaces)
+    strip = [decoders.Strip(" ", 1, 0)] if dummy_prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
     return tokenizer
 
 
@@ -145,11 +182,11 @@ def _from_ranks(path: Path, data: bytes) -> Tokenizer:
 
     vocab = {spell(piece): rank for piece, rank in ranks.items()}
     merges = [(spell(left), spell(right)) for left, right in _merges(ranks, ranks)]
-    return _byte_level(models.BPE(vocab, merges, fuse_unk=False, ignore_merges=True), LLAMA3_SPLIT, False, None)
+    return byte_level(models.BPE(vocab, merges, fuse_unk=False, ignore_merges=True), [LLAMA3_SPLIT], None)
 
 
 def _from_sentencepiece(path: Path, data: bytes) -> Tokenizer:
-    """Llama 2 and kin: spaces become U+2581, unknown characters become byte pieces."""
+    """Llama 2 and kin."""
     pieces: list[tuple[str, float, int]] = []
     model_type, dummy_prefix, byte_fallback = 1, True, False  # protobuf defaults of these fields
     extra_whitespace, charsmap = True, b""
@@ -158,7 +195,7 @@ def _from_sentencepiece(path: Path, data: bytes) -> Tokenizer:
             if field == 1:
                 piece = dict(_fields(value))
                 score = struct.unpack("<f", piece[2])[0] if 2 in piece else 0.0
-                pieces.append((piece[1].decode(), score, piece.get(3, _NORMAL)))
+                pieces.append((piece[1].decode(), score, piece.get(3, NORMAL)))
             elif field == 2:
                 trainer = dict(_fields(value))
                 model_type, byte_fallback = trainer.get(3, model_type), bool(trainer.get(35, byte_fallback))
@@ -174,20 +211,10 @@ def _from_sentencepiece(path: Path, data: bytes) -> Tokenizer:
             "transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes a tokenizer.json "
             "(transformers needs the `sentencepiece` package for this)"
         )
-    vocab = {text: index for index, (text, _, _) in enumerate(pieces)}
-    ranks = {text: -score for text, score, kind in pieces if kind in (_NORMAL, _USER_DEFINED, _UNUSED)}
-    unknown = next((text for text, _, kind in pieces if kind == _UNKNOWN), None)
-    model = models.BPE(vocab, _merges(ranks, vocab), unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback)
-    tokenizer = Tokenizer(model)
-    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁")] * dummy_prefix + spaces)
-    strip = [decoders.Strip(" ", 1, 0)] if dummy_prefix else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
-    control = [text for text, _, kind in pieces if kind in (_CONTROL, _UNKNOWN)]
+    tokenizer = sentencepiece(pieces, dummy_prefix=dummy_prefix, byte_fallback=byte_fallback)
+    control = [text for text, _, kind in pieces if kind in (CONTROL, UNKNOWN)]
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in control])
-    whole = [text for text, _, kind in pieces if kind == _USER_DEFINED]
+    whole = [text for text, _, kind in pieces if kind == USER_DEFINED]
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in whole])
     return tokenizer
 

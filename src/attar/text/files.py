@@ -12,6 +12,11 @@ def read_text(path: str | Path) -> str:
 
     Raises ValueError where the file is missing, no UTF-8, empty, or a line holds no text.
     """
+    return "\n\n".join(read_texts(path))
+
+
+def read_texts(path: str | Path) -> list[str]:
+    """As `read_text`, but the texts of a .jsonl file each for itself; any other file is one."""
     if not str(path):
         raise ValueError("the name of a text file is empty")
     path = Path(path)
@@ -20,16 +25,15 @@ def read_text(path: str | Path) -> str:
     if not path.exists():
         raise ValueError(f"{path}: no such file{neighbours(path)}")
     try:
-        content = path.read_bytes().decode()
+        texts = [path.read_bytes().decode()]
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: byte {error.start} does not decode") from None
-    if path.suffix == ".jsonl":
-        content = "\n\n".join(
-            _text_of(line, path, number) for number, line in enumerate(content.splitlines(), 1) if line
-        )
-    if not content.strip():
+    if path.suffix == ".jsonl":  # not splitlines, which also splits at separators that JSON leaves as they are
+        lines = enumerate(texts[0].split("\n"), 1)
+        texts = [_text_of(line, path, number) for number, line in lines if line.strip()]
+    if not any(text.strip() for text in texts):
         raise ValueError(f"{path} is empty")
-    return content
+    return texts
 
 
 def neighbours(path: Path) -> str:

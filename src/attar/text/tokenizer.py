@@ -34,8 +34,9 @@ MISSING = (
 class Tokenizer:
     """One model's tokenizer, its special tokens and its chat templates.
 
-    `bos_id` and `eos_id` are None where the model declares none. `vocab_size` counts added tokens; a model's embedding
-    may have more rows, and the ids beyond decode to nothing.
+    `bos_id` and `eos_id` are None where the model declares none; `eos_ids` are all tokens that end a text: `eos_id` and
+    what else the source of the tokenizer declares, as GGUF files do. `vocab_size` counts added tokens; a model's
+    embedding may have more rows, and the ids beyond decode to nothing.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Tokenizer:
         bos_token: str | None = None,
         eos_token: str | None = None,
         chat_templates: Mapping[str, str] | None = None,
+        eos_ids: Iterable[int] = (),
     ) -> None:
         backend.no_truncation()  # both are left over from training in some published files
         backend.no_padding()
@@ -53,6 +55,7 @@ class Tokenizer:
         self.bos_token, self.eos_token = bos_token, eos_token
         self.bos_id = None if bos_token is None else self._known(bos_token)
         self.eos_id = None if eos_token is None else self._known(eos_token)
+        self.eos_ids = frozenset(eos_ids) | ({self.eos_id} if self.eos_id is not None else set())
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
@@ -82,7 +85,7 @@ class Tokenizer:
             backend.add_special_tokens([token for token in (bos, eos) if token is not None])
             # A tokenizer.model belongs to a Llama-like model, which begins with BOS unless told otherwise.
             if config.get("add_bos_token", not (folder / "vocab.json").is_file()) and bos is not None:
-                convert.prepend_bos(backend, bos)
+                convert.surround(backend, bos, None)
         return cls(backend, bos, eos, _chat_templates(folder, config))
 
     @property

@@ -1,0 +1,85 @@
+"""One open GGUF file: its header checked by `gguf_header.py`, its tensors read as the bytes of their blocks.
+
+Tensors are read with `pread` into memory of their own, for the reason that `safetensors.py` gives: a map of a file that
+somebody truncates ends the process, a short read is an error with a name. What the bytes stand for is
+`formats.ggml_blocks`'s business. Nothing here imports torch before a tensor is read.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import weakref
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attar.checkpoints.gguf_header import GgufTensor, fill, read_header
+from attar.checkpoints.safetensors import CheckpointError, byte_view, near
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NEAR = 2000  # names among which near misses are looked for, which takes 10 us a name
+
+
+class GgufFile:
+    """One open GGUF file whose header has been checked. Reading is thread-safe.
+
+    Raises CheckpointError where the file is missing, not a regular file (links are followed), truncated, of another
+    format, malformed, or of a kind that `gguf_header` refuses.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            # O_NONBLOCK: opening a pipe must not wait for its writer.
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path}: cannot be opened: {getattr(error, 'strerror', error)}") from error
+        self.close = weakref.finalize(self, os.close, self._fd)
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise CheckpointError(f"{self.path}: not a regular file")
+        self.size = status.st_size
+        try:
+            self.header = read_header(self._fd, self.size, self.path)
+        except CheckpointError:
+            self.close()
+            raise
+        self.metadata = self.header.metadata
+
+    def names(self) -> tuple[str, ...]:
+        """The tensors' names, in the order they lie in the file."""
+        return tuple(self.header.tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.header.tensors
+
+    def info(self, name: str) -> GgufTensor:
+        """A tensor's type, shape and place. Raises CheckpointError naming near misses."""
+        if name not in self.header.tensors:
+            raise CheckpointError(f"{self.path}: has no tensor {name!r}{near(name, islice(self.header.tensors, NEAR))}")
+        return self.header.tensors[name]
+
+    def read(self, name: str) -> Tensor:
+        """The tensor's bytes, uint8 [..., bytes of a row], in memory of their own."""
+        tensor = self.info(name)
+        return self._read(tensor.raw_shape, self.header.data + tensor.begin)
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows start..stop-1 of the first of two or more dimensions: uint8 [stop - start, ..., bytes of a row]."""
+        tensor = self.info(name)
+        rows, *rest = tensor.raw_shape
+        assert rest, (name, tensor.shape)
+        assert 0 <= start <= stop <= rows, (name, tensor.shape, start, stop)
+        each = (tensor.end - tensor.begin) // rows
+        return self._read((stop - start, *rest), self.header.data + tensor.begin + start * each)
+
+    def _read(self, shape: tuple[int, ...], offset: int) -> Tensor:
+        import torch
+
+        raw = torch.empty(shape, dtype=torch.uint8)
+        fill(self._fd, byte_view(raw), offset, self.path)
+        return raw

@@ -1,0 +1,297 @@
+"""A GGUF file as a source of named weights: what `hf.Checkpoint` is for a folder.
+
+Three types are grids that attar's schemes name: Q4_0 is w4g32, Q5_0 w5g32 and Q8_0 w8g32, symmetric with fp16 scales.
+Their linears become `PackedTensor`s of the very same values, which the native kernels run. F32, F16 and BF16 are read
+as they are. All other types (k-quants, IQ4, Q4_1, Q5_1, FP4) have values that no scheme here represents exactly: they
+are decoded to the dtype that is computed in, so that results are right and memory is that of a dense model. `kind_of`
+and `runs_as` tell which is which.
+
+Rows of q and k of `llama` files are put back into the order in which a head's halves rotate, as bytes, for no block
+spans two rows. As with folders, opening builds the model once from shapes alone, so that a tensor that is missing or of
+another shape is met before any weight is read; tensors that the model has no place for are an error too, for a file
+that holds more than its architecture says computes something else (an adapter, a head that predicts ahead).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from attar.checkpoints import gguf_config
+from attar.checkpoints.gguf import GgufFile
+from attar.checkpoints.gguf_config import EMBED, ROPE_FACTORS, file_name
+from attar.checkpoints.safetensors import CheckpointError
+from attar.formats import affine, ggml_blocks
+from attar.formats.ggml import DECODED, GgmlType
+from attar.formats.packed import PackedTensor
+from attar.formats.packing import row_slices
+from attar.formats.scheme import Scheme
+from attar.kernels.operands import Linear
+from attar.kernels.ops import Store
+from attar.model import decoder
+from attar.model.config import ModelConfig
+from attar.model.decoder import Decoder, Weights
+
+SCHEMES: Mapping[str, Scheme] = {
+    name: Scheme.parse(scheme).with_scale_dtype("float16")
+    for name, scheme in {"Q4_0": "w4g32", "Q5_0": "w5g32", "Q8_0": "w8g32"}.items()
+}
+"""Types whose values a scheme represents exactly."""
+
+PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+UNUSED = (ROPE_FACTORS,)  # read while opening
+
+
+class GgufCheckpoint:
+    """Named weights of a GGUF file, dense ones cast to `dtype` on the way. Names are ours (`Names`).
+
+    Nothing is read before it is asked for, but for the factors of the rope.
+    """
+
+    def __init__(self, file: GgufFile, dtype: torch.dtype | None, as_stored: bool = False) -> None:
+        self.file = file
+        if f"{EMBED}.weight" not in file:
+            raise CheckpointError(f"{file.path}: has no tensor '{EMBED}.weight': not a language model with its weights")
+        embed = file.info(f"{EMBED}.weight")
+        own = PLAIN.get(embed.kind.name, torch.float32)
+        self.dtype = own if dtype is None else dtype
+        self.as_stored = as_stored
+        try:
+            self._interleaved = gguf_config.architecture(file.metadata).interleaved
+            self.config = gguf_config.read_gguf_config(
+                file.metadata, file.names(), embed.shape[0], str(own).removeprefix("torch.")
+            )
+            if ROPE_FACTORS in file:
+                self.config = self._with_rope_factors(self.config)
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            raise CheckpointError(f"{file.path}: {error}") from None
+
+    @classmethod
+    def open(cls, path: Path, dtype: torch.dtype | None = None, *, as_stored: bool = False) -> Self:
+        """Open a GGUF file to compute in `dtype`; None: the dtype its embedding is stored in, float32 where that is
+        quantized. `as_stored` leaves 16-bit matrices as they are, for kernels that read them.
+
+        Raises CheckpointError where the file is malformed, of an architecture or a type that is not read, lacks a
+        tensor, or holds one of another shape than its metadata say. No weight is read.
+        """
+        checkpoint = cls(GgufFile(path), dtype, as_stored)
+        checkpoint._check()
+        return checkpoint
+
+    # What the decoder builds from
+
+    def linear(self, name: str) -> Linear:
+        """The linear of module `name`: its weight [O, I], packed where a scheme has its values, and its bias if any."""
+        stored, scheme = self._weight(name), self.scheme_of(name)
+        linear = Linear(name, self.matrix(stored) if scheme is None else self._packed(stored, scheme))
+        if self.has(f"{name}.bias"):
+            linear.bias = self.tensor(f"{name}.bias")
+        return linear
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor `name`, decoded, in `dtype`. Raises CheckpointError where it is missing."""
+        return self._decoded(name, self.dtype)
+
+    def matrix(self, name: str) -> Tensor:
+        """As `tensor`, but 16-bit numbers as they are where the checkpoint was opened `as_stored`."""
+        return self._decoded(name, self._dense(name))
+
+    def has(self, name: str) -> bool:
+        """Whether `tensor(name)` finds one, for which weights that `linear` gives packed do not count."""
+        stored = file_name(name)
+        return stored in self.file and not (name.endswith(".weight") and self.file.info(stored).kind.name in SCHEMES)
+
+    def rows(self, ids: Tensor) -> Weights:
+        """The same weights, but with no more of the embedding and the output matrix than their rows `ids` [R]."""
+        return _Rows(self, ids)
+
+    # What reports need
+
+    def stored_name(self, name: str) -> str:
+        """A module's or tensor's name in the file."""
+        return file_name(name)
+
+    def linear_shape(self, name: str) -> tuple[int, int]:
+        """The shape (out, in) of linear `name`, from the header alone."""
+        shape = self.file.info(file_name(self._weight(name))).shape
+        if len(shape) != 2:
+            raise CheckpointError(f"{self.file.path}: {file_name(name)}.weight is {list(shape)}, not a matrix")
+        return (shape[0], shape[1])
+
+    def kind_of(self, name: str) -> GgmlType:
+        """The type that the weight of linear `name` is stored as."""
+        return self._kind(self._weight(name))
+
+    def scheme_of(self, name: str) -> Scheme | None:
+        """The scheme of the packed weight that `linear` gives; None where it gives a dense one."""
+        return SCHEMES.get(self.kind_of(name).name)
+
+    def runs_as(self, name: str) -> str:
+        """What linear `name` is computed with: a scheme, or the dtype to which its type is decoded."""
+        scheme = self.scheme_of(name)
+        return self.decoded_as(name) if scheme is None else scheme.name
+
+    def decoded_as(self, name: str) -> str:
+        """The dtype of the weight of linear `name` as a dense matrix."""
+        return str(self._dense(self._weight(name))).removeprefix("torch.")
+
+    # Reading
+
+    def _kind(self, name: str) -> GgmlType:
+        return self.file.info(file_name(name)).kind
+
+    def _dense(self, name: str) -> torch.dtype:
+        return PLAIN.get(self._kind(name).name, self.dtype) if self.as_stored else self.dtype
+
+    def _weight(self, name: str) -> str:
+        """The name of a linear's weight: that of the embedding, for the output matrix of a tied model."""
+        names = self.config.names
+        return f"{names.embed if name == names.head and self.config.tied else name}.weight"
+
+    def _read(self, name: str) -> Tensor:
+        """Bytes, uint8 [..., bytes of a row], with rows of q and k in our order."""
+        stored = file_name(name)
+        raw = self.file.read(stored)
+        if not self._interleaved or (".attn_q." not in stored and ".attn_k." not in stored):
+            return raw
+        if stored.endswith(".bias"):  # one row of plain numbers: each is a row of its own here
+            size = self.file.info(stored).kind.block_bytes
+            return self._halves(raw.view(-1, size)).reshape(-1)
+        return self._halves(raw)
+
+    def _halves(self, rows: Tensor) -> Tensor:
+        """Rows [O, ...] in which the pairs of a head are neighbours, as halves of the head."""
+        size = self.config.head_dim
+        return rows.view(-1, size // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+    def _decoded(self, name: str, dtype: torch.dtype) -> Tensor:
+        return ggml_blocks.decode(self._kind(name), self._read(name), dtype)
+
+    def _packed(self, name: str, scheme: Scheme) -> PackedTensor:
+        kind, raw = self._kind(name), self._read(name)
+        rows, columns = self.file.info(file_name(name)).shape
+        codes = torch.empty((rows, columns), dtype=torch.int8)
+        scale = torch.empty((rows, columns // kind.elements), dtype=torch.float16)
+        for part in row_slices(rows, columns):
+            blocks = ggml_blocks.unpack(kind, raw[part].reshape(-1, kind.block_bytes))
+            codes[part] = blocks.codes.view(-1, columns).to(torch.int8)
+            scale[part] = blocks.d.view(-1, scale.shape[1])
+        return affine.encode(codes, scale, None, scheme, (rows, columns))
+
+    def _with_rope_factors(self, config: ModelConfig) -> ModelConfig:
+        kind = self.file.info(ROPE_FACTORS).kind
+        if kind not in DECODED or len(self.file.info(ROPE_FACTORS).shape) != 1:
+            raise CheckpointError(f"{self.file.path}: {ROPE_FACTORS} must be a row of numbers")
+        factors = ggml_blocks.decode(kind, self.file.read(ROPE_FACTORS)).tolist()
+        ropes = tuple(None if rope is None else gguf_config.rope_with_factors(rope, factors) for rope in config.ropes)
+        return replace(config, ropes=ropes)
+
+    # Opening
+
+    def _check(self) -> None:
+        """Build the model from shapes alone. Raises CheckpointError where the tensors are not those of the model."""
+        outline, config, path = _Outline(self), self.config, self.file.path
+        try:
+            if decoder.packed_ends(config, outline):
+                decoder.build_ends(config, outline)
+            else:
+                decoder.build_embedding(config, outline)
+            for layer in range(config.layers):
+                decoder.build_block(config, outline, layer)
+            decoder.build_final_norm(config, outline)
+            if not config.tied:
+                decoder.build_head(config, outline)
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            said = (
+                str(error)
+                .replace("config.json makes", "the metadata make")
+                .replace("which config.json declares", "which the architecture has")
+            )
+            raise CheckpointError(f"{path}: {said}") from None
+        for name in self.file.names():
+            if name not in outline.asked and name not in UNUSED:
+                raise CheckpointError(f"{path}: tensor {name!r} has no place in a {config.architecture}")
+
+
+class _Outline:
+    """A checkpoint's weights as tensors without data, for checks that only need shapes, and what was asked for."""
+
+    def __init__(self, checkpoint: GgufCheckpoint) -> None:
+        self.checkpoint, self.asked = checkpoint, set[str]()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.checkpoint.dtype
+
+    def linear(self, name: str) -> Linear:
+        weight = self.tensor(self.checkpoint._weight(name))
+        if weight.ndim != 2:
+            raise CheckpointError(f"{self.checkpoint.file.path}: {file_name(name)}.weight is not a matrix")
+        return Linear(name, weight, self.tensor(f"{name}.bias") if self.has(f"{name}.bias") else None)
+
+    def tensor(self, name: str) -> Tensor:
+        file, stored = self.checkpoint.file, file_name(name)
+        tensor = file.info(stored)
+        if not tensor.kind.decoded:
+            known = ", ".join(kind.name for kind in DECODED)
+            raise CheckpointError(f"{file.path}: tensor {stored!r} is {tensor.kind.name}: attar computes with {known}")
+        self.asked.add(stored)
+        return torch.empty(tensor.shape, device="meta")
+
+    def matrix(self, name: str) -> Tensor:
+        return self.tensor(name)
+
+    def has(self, name: str) -> bool:
+        return self.checkpoint.has(name)
+
+
+class _Rows:
+    """A checkpoint's weights with only some rows of the embedding and of the output matrix: tables [R, I]."""
+
+    def __init__(self, checkpoint: GgufCheckpoint, ids: Tensor) -> None:
+        self.checkpoint, self.ids = checkpoint, ids.tolist()
+        names = checkpoint.config.names
+        self._tables = (f"{names.embed}.weight", f"{names.head}.weight")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.checkpoint.dtype
+
+    def has(self, name: str) -> bool:
+        return file_name(name) in self.checkpoint.file if name in self._tables else self.checkpoint.has(name)
+
+    def linear(self, name: str) -> Linear:
+        is_table = name == self.checkpoint.config.names.head
+        return Linear(name, self.tensor(f"{name}.weight")) if is_table else self.checkpoint.linear(name)
+
+    def matrix(self, name: str) -> Tensor:
+        return self.tensor(name)
+
+    def tensor(self, name: str) -> Tensor:
+        if name not in self._tables:
+            return self.checkpoint.tensor(name)
+        file, stored = self.checkpoint.file, file_name(name)
+        raw = torch.cat([file.read_rows(stored, i, i + 1) for i in self.ids])
+        return ggml_blocks.decode(file.info(stored).kind, raw, self.checkpoint.dtype)
+
+
+def load(
+    path: Path,
+    dtype: torch.dtype | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    store: Store | None = None,
+) -> Decoder:
+    """The whole model of a GGUF file, ready to run. Arguments and errors as `hf.load`."""
+    assert store is None or dtype == torch.float32, "the native kernels compute in float32"
+    checkpoint = GgufCheckpoint.open(path, dtype, as_stored=store is not None)
+    return decoder.build(checkpoint.config, checkpoint, progress, store)

@@ -1,0 +1,177 @@
+"""What model a GGUF file holds: its metadata as a `ModelConfig`, and its names of tensors as ours.
+
+The metadata say what config.json says, under other names. So they are read, each checked under the name it has in the
+file, into the keys of config.json, and the family's own reader (`model.families`) makes the config of them: one
+understanding of an architecture, whatever file it came in. What the two differ in:
+
+* a file has no `tie_word_embeddings`: a model is tied where `output.weight` is missing;
+* `vocab_size` is the rows of `token_embd.weight`: the key of that name is often missing, and counts no padding;
+* Llama 3's scaling of the rope is not described but applied: `rope_freqs.weight` holds the number that divides the
+  frequency of each pair. Where the usual settings give these numbers the rope is called llama3 as in config.json;
+  otherwise they are kept as they are (a longrope whose factors do not depend on the length);
+* which tokens end a text is left to the tokenizer, which knows more of them than `tokenizer.ggml.eos_token_id` names;
+* in files of the `llama` architecture the rows of q and k are in another order, since llama.cpp rotates neighbours
+  there, and not the halves of a head: `interleaved` says so.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from attar.model.config import ModelConfig, Rope
+from attar.model.families import read_config
+from attar.model.fields import COUNT, EPSILON, LENGTH, SIZE, Fields, nearest
+
+EMBED, HEAD, ROPE_FACTORS = "token_embd", "output", "rope_freqs.weight"
+
+MODULES: Mapping[str, str] = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""Modules of a layer: our name -> the name in files, where a layer is `blk.N`."""
+
+AROUND: Mapping[str, str] = {"model.embed_tokens": EMBED, "model.norm": "output_norm", "lm_head": HEAD}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture that GGUF files name: its name in config.json, and whether rows of q and k are interleaved."""
+
+    name: str
+    interleaved: bool = False
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("LlamaForCausalLM", interleaved=True),
+    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen3": Architecture("Qwen3ForCausalLM"),
+}
+
+LLAMA3_FACTORS, LLAMA3_CONTEXT = (8.0, 32.0), 8192
+"""Settings of Llama 3's rope in circulation, beside its bounds of 1 and 4 turns."""
+SAME_FACTOR = 1e-4  # relative; the file's are rounded to float32
+
+
+def architecture(metadata: Mapping[str, Any]) -> Architecture:
+    """Raises ValueError for an architecture that is not read, with those that are."""
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise ValueError(
+            f"general.architecture is {name!r}: attar reads GGUF files of {', '.join(ARCHITECTURES)}"
+            + nearest(str(name), ARCHITECTURES)
+        )
+    return ARCHITECTURES[name]
+
+
+def file_name(name: str) -> str:
+    """The name in GGUF files of our tensor `name`, or of our module; itself where files have no such thing."""
+    for ending in (".weight", ".bias", ""):
+        if name.endswith(ending):
+            module = name.removesuffix(ending)
+            if module in AROUND:
+                return AROUND[module] + ending
+            layer, _, rest = module.removeprefix("model.layers.").partition(".")
+            if module.startswith("model.layers.") and rest in MODULES:
+                return f"blk.{layer}.{MODULES[rest]}{ending}"
+    return name
+
+
+def read_gguf_config(metadata: Mapping[str, Any], names: Collection[str], vocab: int, dtype: str) -> ModelConfig:
+    """The model that the metadata describe; `names` are the file's tensors, `vocab` the rows of its embedding.
+
+    Raises ValueError naming the key that is missing, of the wrong type, out of bounds, or not supported.
+    """
+    family = architecture(metadata)
+    at = metadata["general.architecture"]
+    f = Fields(metadata, where="metadata")
+    if f.optional_integer(f"{at}.expert_count", low=0, high=COUNT):
+        raise f.error(f"{at}.expert_count", "is set: mixtures of experts are not read from GGUF files")
+    hidden, heads = f.integer(f"{at}.embedding_length"), f.integer(f"{at}.attention.head_count", high=COUNT)
+    size = f.optional_integer(f"{at}.attention.key_length", high=COUNT)
+    if size is None:
+        if hidden % heads:
+            raise f.error(f"{at}.attention.head_count", f"is {heads}, which does not divide the {hidden} columns")
+        size = hidden // heads
+    for key in (f"{at}.attention.value_length", f"{at}.rope.dimension_count"):
+        given = f.optional_integer(key, high=COUNT)
+        if given is not None and given != size:
+            raise f.error(key, f"is {given}, and heads have {size} columns: a part of a head is not supported")
+    config: dict[str, object] = {
+        "architectures": [family.name],
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": f.integer(f"{at}.feed_forward_length"),
+        "num_hidden_layers": f.integer(f"{at}.block_count", high=COUNT),
+        "num_attention_heads": heads,
+        "num_key_value_heads": f.optional_integer(f"{at}.attention.head_count_kv", high=COUNT) or heads,
+        "head_dim": size,
+        "max_position_embeddings": f.integer(f"{at}.context_length", high=LENGTH),
+        "rms_norm_eps": f.number(f"{at}.attention.layer_norm_rms_epsilon", high=EPSILON),
+        "rope_theta": f.optional_number(f"{at}.rope.freq_base", low=1.0) or 10000.0,
+        "rope_scaling": _scaling(f, at),
+        "tie_word_embeddings": f"{HEAD}.weight" not in names,
+        "dtype": dtype,
+    }
+    bos = f.optional_integer("tokenizer.ggml.bos_token_id", low=0, high=SIZE)
+    try:
+        return replace(read_config(config), bos_ids=() if bos is None else (bos,), eos_ids=())
+    except ValueError as error:  # what only the family's reader can tell: keys are then those of config.json
+        raise ValueError(f"metadata: {str(error).removeprefix('config.json: ')}") from None
+
+
+def _scaling(f: Fields, at: str) -> dict[str, object] | None:
+    """`rope_scaling` as config.json has it."""
+    where = f"{at}.rope.scaling"
+    if f.get(f"{where}.type") is None:
+        linear = f.optional_number(f"{at}.rope.scale_linear")  # as files of 2023 have it
+        return None if linear is None or linear == 1.0 else {"rope_type": "linear", "factor": linear}
+    kind = f.choice(f"{where}.type", {"none": "none", "linear": "linear", "yarn": "yarn"})
+    if kind == "none":
+        return None
+    scaling: dict[str, object] = {"rope_type": kind, "factor": f.number(f"{where}.factor")}
+    if kind == "yarn":
+        f.only(f"{where}.attn_factor", 1.0, "another factor of attention")
+        for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+            scaling[ours] = f.optional_number(f"{where}.{theirs}")
+        original = f.optional_integer(f"{where}.original_context_length", low=2, high=LENGTH)
+        scaling["original_max_position_embeddings"] = original
+    return scaling
+
+
+def rope_with_factors(rope: Rope, factors: Sequence[float]) -> Rope:
+    """A default rope whose frequencies are divided by `factors`, one a pair. Raises ValueError if they do not fit."""
+    if rope.kind != "default":
+        raise ValueError(f"{ROPE_FACTORS} is there although the rope is {rope.kind}")
+    if len(factors) != rope.dims // 2 or not all(0 < factor < math.inf for factor in factors):
+        raise ValueError(f"{ROPE_FACTORS} must hold {rope.dims // 2} positive numbers, one for each pair of columns")
+    for factor in LLAMA3_FACTORS:
+        known = replace(rope, kind="llama3", factor=factor, original_context=LLAMA3_CONTEXT)
+        if all(math.isclose(a, b, rel_tol=SAME_FACTOR) for a, b in zip(factors, _llama3(known), strict=True)):
+            return known
+    same = tuple(factors)
+    return replace(rope, kind="longrope", original_context=2, short_factor=same, long_factor=same)
+
+
+def _llama3(rope: Rope) -> list[float]:
+    """What Llama 3.1 divides the frequency of each pair by, as `model.rope` computes the frequencies themselves."""
+    factors = []
+    for pair in range(rope.dims // 2):
+        turns = rope.original_context / (2 * math.pi) * rope.theta ** (-2 * pair / rope.dims)
+        smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        smooth = min(max(smooth, 0.0), 1.0)
+        factors.append(1 / (smooth + (1 - smooth) / rope.factor))
+    return factors

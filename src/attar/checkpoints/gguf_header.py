@@ -1,0 +1,362 @@
+"""The header of a GGUF file, checked: version, typed metadata, and where each tensor lies.
+
+A GGUF file is a magic word and a version, two counts, that many keys with typed values, that many descriptions of
+tensors, padding, and the tensors themselves. Nothing says how long the header is: one finds out by walking it. That is
+where readers go wrong, for every length on the way is a stranger's. Here each is compared with what the file still
+holds before it is used for anything; sizes are Python integers, which do not wrap; and the walk makes no objects out of
+arrays, so that a hostile file is refused before it costs memory. Arrays (a vocabulary of a quarter of a million
+strings) become lists when they are asked for.
+
+Refused, although llama.cpp or its Python package accept some of it: a key or a tensor given twice; names that do not
+print; arrays of arrays; a bool that is neither 0 nor 1; an alignment that is no power of two from 8 to 65536; tensors
+that are empty, overlap, start unaligned or leave a hole; bytes after the last tensor beyond its padding; types that
+were withdrawn; more than the counts below. Versions 2 and 3 are read, which differ in nothing that matters here.
+Version 1, whose lengths have 32 bits, big-endian files, and files that are one of several parts are each refused with a
+sentence of what to do.
+
+Torch-free. A shape is in torch's order, rows last; files store it the other way round.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from attar.checkpoints.gguf_values import ARRAY, SCALARS, STRING, VALUE_TYPES, Entry, Metadata
+from attar.checkpoints.safetensors import CheckpointError, check_name
+from attar.formats.ggml import BY_ID, GgmlType
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+ALIGNMENT = "general.alignment"
+DEFAULT_ALIGNMENT = 32
+SPLIT = "split.count"
+
+MAX_HEADER = 1 << 26
+MAX_KEYS = 1 << 14
+MAX_TENSORS = 1 << 14  # ten times what the largest models have: experts are stacked
+MAX_RANK = 4
+MAX_ELEMENTS = 1 << 60
+MAX_KEY = 256  # bytes of a key
+MAX_NAME = 64  # bytes of a tensor's name, as the format has it
+MAX_STRING = 1 << 24  # bytes of a value
+MAX_ITEM = 1 << 16  # bytes of a string in an array
+MAX_ITEMS = 1 << 22  # values in one array
+MAX_STRINGS = 1 << 20  # strings in all arrays together: the largest vocabularies have 2^18, with 2^19 merges
+
+_U32, _U64 = SCALARS["u32"], SCALARS["u64"]
+_GONE = dict.fromkeys((4, 5, 31, 32, 33, 36, 37, 38), ": it was withdrawn; convert the model again") | dict.fromkeys(
+    (9, 15), ": it belongs to running programs, not to files"
+)
+_FIRST_READ = 1 << 16
+_SMALLEST_KEY = 8 + 1 + 4 + 1  # bytes: a name of one byte, and a value of one
+_SMALLEST_TENSOR = 8 + 1 + 4 + 8 + 4 + 8
+
+
+class GgufTensor(NamedTuple):
+    """A tensor as the header describes it: bytes [begin, end) are counted from the start of the data."""
+
+    kind: GgmlType
+    shape: tuple[int, ...]  # torch's order
+    begin: int
+    end: int
+
+    @property
+    def raw_shape(self) -> tuple[int, ...]:
+        """The shape of its bytes: rows of whole blocks."""
+        return (*self.shape[:-1], self.kind.row_bytes(self.shape[-1]))
+
+
+class _Walk:
+    """A position in a header that is read from the file as far as it is needed."""
+
+    def __init__(self, fd: int, size: int, where: Path) -> None:
+        self.fd, self.size, self.where = fd, size, where
+        self.read = bytearray()
+        self.at = 0
+
+    def need(self, count: int, what: str) -> int:
+        """Have `count` bytes from the position on in memory, and step over them: the position they begin at."""
+        at, end = self.at, self.at + count
+        if end > self.size:
+            raise CheckpointError(
+                f"{self.where}: truncated: {what} would end at byte {end}, the file has {self.size}; download or copy "
+                "it again"
+            )
+        if end > MAX_HEADER:
+            raise CheckpointError(f"{self.where}: the header is longer than the {MAX_HEADER} bytes that attar accepts")
+        if end > len(self.read):
+            want = min(max(end, 2 * len(self.read), _FIRST_READ), self.size, MAX_HEADER)
+            more = bytearray(want - len(self.read))
+            fill(self.fd, memoryview(more), len(self.read), self.where)
+            self.read += more
+        self.at = end
+        return at
+
+    def u32(self, what: str) -> int:
+        value: int = _U32.unpack_from(self.read, self.need(4, what))[0]
+        return value
+
+    def u64(self, what: str) -> int:
+        value: int = _U64.unpack_from(self.read, self.need(8, what))[0]
+        return value
+
+    def text(self, limit: int, what: str) -> str:
+        """A string of 1 to `limit` bytes that prints."""
+        length = self.u64(f"the length of {what}")
+        if length > limit:
+            raise CheckpointError(f"{self.where}: {what} has {length} bytes, more than {limit}")
+        at = self.need(length, what)
+        try:
+            text = self.read[at : self.at].decode()
+        except UnicodeDecodeError:
+            raise CheckpointError(f"{self.where}: {what} is not UTF-8") from None
+        if problem := check_name(text):
+            raise CheckpointError(f"{self.where}: {what} is {problem}")
+        return text
+
+    def fits(self, least: int, what: str) -> None:
+        """Refuse things that take at least `least` bytes where the file has fewer left."""
+        left = self.size - self.at
+        if least > left:
+            raise CheckpointError(
+                f"{self.where}: truncated: {what} take {least} bytes or more, the file has {left} left; download or "
+                "copy it again"
+            )
+
+
+def fill(fd: int, view: memoryview, offset: int, where: Path) -> None:
+    """Read exactly len(view) bytes from `offset`. One call moves 2 GiB at most, hence the loop."""
+    while len(view):
+        try:
+            count = os.preadv(fd, [view], offset)
+        except OSError as error:
+            raise CheckpointError(f"{where}: reading failed at byte {offset}: {error.strerror}") from error
+        if count == 0:
+            raise CheckpointError(f"{where}: the file shrank while it was read; copy it again")
+        view, offset = view[count:], offset + count
+
+
+def padded(at: int, alignment: int) -> int:
+    return -(-at // alignment) * alignment
+
+
+@dataclass(frozen=True)
+class Header:
+    """What comes before the tensors. `tensors` are in the order they lie in the file, from byte `data` on."""
+
+    version: int
+    metadata: Metadata
+    alignment: int
+    tensors: Mapping[str, GgufTensor]
+    bytes: int
+    data: int
+
+
+def read_header(fd: int, size: int, where: Path) -> Header:
+    """Read and check the header of an open file of `size` bytes. Raises CheckpointError beginning with `where`."""
+    walk = _Walk(fd, size, where)
+    version, tensor_count, key_count = _counts(walk)
+    metadata = _metadata(walk, key_count)
+    alignment = _alignment(metadata, where)
+    _refuse_parts(metadata, where)
+    tensors = _tensors(walk, tensor_count, alignment)
+    data = padded(walk.at, alignment)
+    _check_data(tensors, data, size, alignment, where)
+    return Header(version, metadata, alignment, tensors, walk.at, data)
+
+
+_FOREIGN: tuple[tuple[bytes, str], ...] = (
+    (b"version https://git-lfs", "a Git LFS pointer, not the file itself; fetch it with: git lfs pull"),
+    (b"PK\x03\x04", "a zip archive, as torch.save writes"),
+    (b"\x7fELF", "an ELF program"),
+    (b"GGML", "in a format of 2023 that GGUF has replaced; convert the model again"),
+    (b"ggjt", "in a format of 2023 that GGUF has replaced; convert the model again"),
+    (b"FUGG", "a GGUF file with its bytes in reverse order; convert it with gguf-convert-endian, of the gguf package"),
+)
+
+
+def _counts(walk: _Walk) -> tuple[int, int, int]:
+    """Version, tensors and keys. Raises CheckpointError for other formats and for versions that are not read."""
+    if walk.size < 4:
+        raise CheckpointError(f"{walk.where}: truncated: {walk.size} bytes; download or copy it again")
+    walk.need(4, "the magic word")
+    magic = bytes(walk.read[:4])
+    if magic != MAGIC:
+        start = bytes(walk.read[:64])
+        if start.lstrip()[:5].lower() in (b"<!doc", b"<html", b"<?xml"):
+            what = "a web page (a login or error page saved as a file?); download it again"
+        elif start[8:9] == b"{":
+            what = "a safetensors file; give the folder that holds it"
+        else:
+            what = next((what for begin, what in _FOREIGN if start.startswith(begin)), f"one that begins {start[:4]!r}")
+        raise CheckpointError(f"{walk.where}: not a GGUF file: it is {what}")
+    version = walk.u32("the version")
+    if version & 0xFFFF == 0 and version >> 16:
+        raise CheckpointError(
+            f"{walk.where}: its numbers are big-endian; convert it with gguf-convert-endian, of the gguf package"
+        )
+    if version == 1:
+        raise CheckpointError(f"{walk.where}: GGUF version 1, of August 2023, is not read; convert the model again")
+    if version not in VERSIONS:
+        raise CheckpointError(f"{walk.where}: GGUF version {version} is unknown: attar reads 2 and 3")
+    tensors, keys = walk.u64("the number of tensors"), walk.u64("the number of keys")
+    if tensors > MAX_TENSORS:
+        raise CheckpointError(f"{walk.where}: {tensors} tensors; attar accepts {MAX_TENSORS} in a file")
+    if keys > MAX_KEYS:
+        raise CheckpointError(f"{walk.where}: {keys} keys; attar accepts {MAX_KEYS} in a file")
+    walk.fits(keys * _SMALLEST_KEY + tensors * _SMALLEST_TENSOR, f"{keys} keys and {tensors} tensors")
+    return version, tensors, keys
+
+
+def _metadata(walk: _Walk, keys: int) -> Metadata:
+    entries: dict[str, Entry] = {}
+    strings = 0
+    for i in range(keys):
+        key = walk.text(MAX_KEY, f"the name of key {i}")
+        if key in entries:
+            raise CheckpointError(f"{walk.where}: key {key!r} is given twice")
+        what = f"key {key!r}"
+        kind = _value_type(walk, what)
+        if kind != ARRAY:
+            entries[key] = Entry(kind, None, walk.at)
+            _step_over(walk, kind, what)
+            continue
+        element, count = _value_type(walk, what), walk.u64(f"the length of {what}")
+        if element == ARRAY:
+            raise CheckpointError(f"{walk.where}: {what} is an array of arrays, which attar does not read")
+        if count > MAX_ITEMS:
+            raise CheckpointError(f"{walk.where}: {what} has {count} elements; attar accepts {MAX_ITEMS} in an array")
+        entries[key] = Entry(element, count, walk.at)
+        if element == STRING:
+            strings += count
+            if strings > MAX_STRINGS:
+                raise CheckpointError(f"{walk.where}: {what}: more than the {MAX_STRINGS} strings that attar accepts")
+            walk.fits(8 * count, f"{count} strings of {what}")
+            _step_over_strings(walk, count, what)
+        else:
+            at = walk.need(count * SCALARS[element].size, what)
+            if element == "bool" and walk.read[at : walk.at].translate(None, b"\0\1"):
+                raise CheckpointError(f"{walk.where}: {what} holds a bool that is neither 0 nor 1")
+    return Metadata(walk.read, entries, walk.where)
+
+
+def _value_type(walk: _Walk, what: str) -> str:
+    number = walk.u32(f"the type of {what}")
+    if number >= len(VALUE_TYPES):
+        raise CheckpointError(f"{walk.where}: {what} has the value type {number}, which does not exist")
+    return VALUE_TYPES[number]
+
+
+def _step_over(walk: _Walk, kind: str, what: str) -> None:
+    """Step over a value that is no array, and check what its bytes alone can tell."""
+    if kind != STRING:
+        at = walk.need(SCALARS[kind].size, what)
+        if kind == "bool" and walk.read[at] > 1:
+            raise CheckpointError(f"{walk.where}: {what} is a bool of {walk.read[at]}: neither 0 nor 1")
+        return
+    length = walk.u64(f"the length of {what}")
+    if length > MAX_STRING:
+        raise CheckpointError(f"{walk.where}: {what} is a string of {length} bytes, more than {MAX_STRING}")
+    at = walk.need(length, what)
+    try:
+        walk.read[at : walk.at].decode()
+    except UnicodeDecodeError:
+        raise CheckpointError(f"{walk.where}: {what}: a string is not UTF-8") from None
+
+
+def _step_over_strings(walk: _Walk, count: int, what: str) -> None:
+    """Step over the strings of an array: nothing but their lengths is looked at, a million in a tenth of a second."""
+    read, unpack = walk.read, _U64.unpack_from
+    at = walk.at
+    for i in range(count):
+        if at + 8 > len(read):
+            walk.at = at
+            walk.need(8, f"the length of string {i} of {what}")
+        (length,) = unpack(read, at)
+        if length > MAX_ITEM:
+            raise CheckpointError(f"{walk.where}: string {i} of {what} has {length} bytes, more than {MAX_ITEM}")
+        at += 8 + length
+    walk.at = at
+    walk.need(0, what)
+
+
+def _alignment(metadata: Metadata, where: Path) -> int:
+    if ALIGNMENT not in metadata:
+        return DEFAULT_ALIGNMENT
+    kind, value = metadata.type_of(ALIGNMENT), metadata[ALIGNMENT]
+    if kind != "u32" or not 8 <= value <= 65536 or value & (value - 1):
+        raise CheckpointError(
+            f"{where}: {ALIGNMENT} must be a u32, a power of two from 8 to 65536, not {kind} {reprlib.repr(value)}"
+        )
+    return int(value)
+
+
+def _refuse_parts(metadata: Metadata, where: Path) -> None:
+    if SPLIT not in metadata:
+        return
+    kind, value = metadata.type_of(SPLIT), metadata[SPLIT]
+    if kind not in ("u16", "u32", "i32", "u64"):
+        raise CheckpointError(f"{where}: {SPLIT} must be a whole number, not {kind} {reprlib.repr(value)}")
+    if value > 1:
+        raise CheckpointError(
+            f"{where}: one of {value} files of a split model; join them with llama.cpp's tool: llama-gguf-split "
+            "--merge FIRST-PART OUT.gguf"
+        )
+
+
+def _tensors(walk: _Walk, count: int, alignment: int) -> dict[str, GgufTensor]:
+    """The descriptions, by the order of their offsets."""
+    found: dict[str, GgufTensor] = {}
+    for i in range(count):
+        name = walk.text(MAX_NAME, f"the name of tensor {i}")
+        if name in found:
+            raise CheckpointError(f"{walk.where}: tensor {name!r} is given twice")
+        found[name] = _tensor(walk, f"tensor {name!r}", alignment)
+    return dict(sorted(found.items(), key=lambda item: item[1].begin))
+
+
+def _tensor(walk: _Walk, what: str, alignment: int) -> GgufTensor:
+    def bad(problem: str) -> CheckpointError:
+        return CheckpointError(f"{walk.where}: {what} {problem}")
+
+    rank = walk.u32(f"the number of dimensions of {what}")
+    if not 1 <= rank <= MAX_RANK:
+        raise bad(f"has {rank} dimensions; a GGUF tensor has 1 to {MAX_RANK}")
+    shape = tuple(reversed([walk.u64(f"the shape of {what}") for _ in range(rank)]))
+    if min(shape) < 1 or math.prod(shape) >= MAX_ELEMENTS:
+        raise bad(f"has the shape {list(shape)}: sizes must be positive, and elements fewer than 2^60 in all")
+    number = walk.u32(f"the type of {what}")
+    if number not in BY_ID:
+        raise bad(f"has the type {number}, which attar does not know{_GONE.get(number, '')}")
+    kind = BY_ID[number]
+    try:
+        size = kind.bytes(shape)
+    except ValueError as error:
+        raise bad(f"has the shape {list(shape)}: {error}") from None
+    begin = walk.u64(f"the offset of {what}")
+    if begin % alignment:
+        raise bad(f"begins at byte {begin} of the data, which is no multiple of the alignment {alignment}")
+    return GgufTensor(kind, shape, begin, begin + size)
+
+
+def _check_data(tensors: Mapping[str, GgufTensor], data: int, size: int, alignment: int, where: Path) -> None:
+    """Refuse tensors that do not tile the data."""
+    at = 0
+    for name, tensor in tensors.items():
+        if tensor.begin != at:
+            what = "overlaps the one before it" if tensor.begin < at else f"leaves a hole of {tensor.begin - at} bytes"
+            raise CheckpointError(f"{where}: tensor {name!r} {what} (begins at {tensor.begin}, not {at})")
+        if data + tensor.end > size:
+            raise CheckpointError(
+                f"{where}: truncated: tensor {name!r} ends at byte {data + tensor.end}, the file has {size}; download "
+                "or copy it again"
+            )
+        at = padded(tensor.end, alignment)
+    if size > data + at:
+        raise CheckpointError(f"{where}: {size - data - at} bytes after the last tensor; download or copy it again")

@@ -1,0 +1,167 @@
+"""Values of GGUF metadata: their thirteen types, read from a header that was checked, and written.
+
+A value is read as what it is in Python (str, int, float, bool, or a list of one of these) and `Typed` where the stored
+type matters, so that a copy of a file's metadata is the file's metadata. A plain Python value is written as the type
+that GGUF files in circulation use for it: u32 for a whole number that is not negative, f32, i32 in arrays.
+
+Metadata are handed on as a mapping that decodes an array when it is first asked for: opening a file must not cost what
+the strings of its vocabulary cost. Torch-free.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from attar.checkpoints.safetensors import CheckpointError
+
+SCALARS: Mapping[str, struct.Struct] = {
+    name: struct.Struct(f"<{code}")
+    for name, code in {
+        "u8": "B", "i8": "b", "u16": "H", "i16": "h", "u32": "I", "i32": "i", "f32": "f", "bool": "B",
+        "u64": "Q", "i64": "q", "f64": "d",
+    }.items()
+}  # fmt: skip
+"""Types of values that have a fixed size. A bool is a byte of 0 or 1."""
+
+STRING, ARRAY = "string", "array"
+VALUE_TYPES = ("u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", STRING, ARRAY, "u64", "i64", "f64")
+"""Names of the types of values, by their number in files."""
+
+_LENGTH = SCALARS["u64"]
+
+
+class Typed(NamedTuple):
+    """A value with the type it is stored as: one of `VALUE_TYPES`, or `[u8]` for an array of such."""
+
+    type: str
+    value: Any
+
+
+class Entry(NamedTuple):
+    """A value in the header: a type, for arrays that of the elements and their number, and where the first lies."""
+
+    type: str
+    length: int | None
+    at: int
+
+
+class Metadata(Mapping[str, Any]):
+    """The keys of a file with their values: str, int, float, bool, or a list of one of these. Arrays are decoded when
+    they are first asked for; CheckpointError is raised then, where strings of one are not UTF-8."""
+
+    def __init__(self, header: bytearray, entries: Mapping[str, Entry], where: Path) -> None:
+        self._header, self._entries, self._where = header, entries, where
+        self._known: dict[str, Any] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._known:
+            entry = self._entries[key]
+            self._known[key] = self._scalar(key, entry) if entry.length is None else self._array(key, entry)
+        return self._known[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def type_of(self, key: str) -> str:
+        """As in `Typed`."""
+        entry = self._entries[key]
+        return entry.type if entry.length is None else f"[{entry.type}]"
+
+    def count(self, key: str) -> int | None:
+        """The length of an array, without decoding it; None of a value that is no array."""
+        return self._entries[key].length
+
+    def typed(self, key: str) -> Typed:
+        return Typed(self.type_of(key), self[key])
+
+    def _scalar(self, key: str, entry: Entry) -> Any:
+        if entry.type == STRING:
+            return self._string(key, entry.at)[0]
+        (value,) = SCALARS[entry.type].unpack_from(self._header, entry.at)
+        return value == 1 if entry.type == "bool" else value
+
+    def _array(self, key: str, entry: Entry) -> list[Any]:
+        assert entry.length is not None
+        if entry.type != STRING:
+            code = SCALARS[entry.type].format[1:]
+            values = struct.unpack_from(f"<{entry.length}{code}", self._header, entry.at)
+            return [value == 1 for value in values] if entry.type == "bool" else list(values)
+        strings, at = [], entry.at
+        for _ in range(entry.length):
+            text, at = self._string(key, at)
+            strings.append(text)
+        return strings
+
+    def _string(self, key: str, at: int) -> tuple[str, int]:
+        (length,) = _LENGTH.unpack_from(self._header, at)
+        end = at + 8 + length
+        try:
+            return self._header[at + 8 : end].decode(), end
+        except UnicodeDecodeError:
+            raise CheckpointError(f"{self._where}: key {key!r}: a string is not UTF-8") from None
+
+
+# Writing
+
+
+def encode(key: str, value: Any) -> bytes:
+    """A key with its value as a header holds them. Raises ValueError for what a GGUF file cannot hold."""
+    typed = value if isinstance(value, Typed) else Typed(_usual_type(key, value), value)
+    name = key.encode()
+    if typed.type[0] != "[":
+        stored = _number(typed.type) + _values(key, typed.type, [typed.value])
+    else:
+        element = typed.type[1:-1]
+        count = _LENGTH.pack(len(typed.value))
+        stored = _number(ARRAY) + _number(element) + count + _values(key, element, typed.value)
+    return text(name) + stored
+
+
+def text(data: bytes) -> bytes:
+    """A string as files hold it: its length, and its bytes."""
+    return _LENGTH.pack(len(data)) + data
+
+
+def _usual_type(key: str, value: Any) -> str:
+    if isinstance(value, list | tuple):
+        if not value:
+            raise ValueError(f"key {key!r}: an empty array has no type: give it as Typed")
+        kinds = {_usual_type(key, each) for each in value}
+        if kinds <= {"u32", "i32"}:
+            return "[i32]"
+        if len(kinds) > 1 or "[" in next(iter(kinds)):
+            raise ValueError(f"key {key!r}: an array holds values of one type, none of them an array")
+        return f"[{kinds.pop()}]"
+    if isinstance(value, bool):  # before int, which it is to Python
+        return "bool"
+    if isinstance(value, int):
+        return "u32" if value >= 0 else "i32"
+    if isinstance(value, float):
+        return "f32"
+    if isinstance(value, str):
+        return STRING
+    raise ValueError(f"key {key!r}: a {type(value).__name__} cannot be stored in GGUF metadata")
+
+
+def _number(kind: str) -> bytes:
+    if kind not in VALUE_TYPES:
+        raise ValueError(f"{kind!r} is not a type of GGUF values: known are {', '.join(VALUE_TYPES)}")
+    return SCALARS["u32"].pack(VALUE_TYPES.index(kind))
+
+
+def _values(key: str, kind: str, values: Sequence[Any]) -> bytes:
+    try:
+        if kind == STRING:
+            return b"".join(text(value.encode()) for value in values)
+        return struct.pack(f"<{len(values)}{SCALARS[kind].format[1:]}", *values)
+    except (struct.error, OverflowError, AttributeError, KeyError) as error:
+        raise ValueError(f"key {key!r}: not a value of type {kind}: {error}") from None

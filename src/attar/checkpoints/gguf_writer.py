@@ -1,0 +1,135 @@
+"""Writing GGUF: the header is laid out first, and tensors are written at their offsets, in any order.
+
+A GGUF file, once its header is known, is what `writer.ShardWriter` writes: named slots of known size after some fixed
+bytes. So `plan` makes a `FilePlan` whose tensors are arrays of bytes, and all else is that writer's: space reserved
+before any work, resuming after a kill, a full disk told in a sentence. `atomic_gguf` puts a file in place whole or not
+at all. The bytes are deterministic: the same keys and tensors in the same order give the same file.
+
+Files are of version 3, little-endian, with the default alignment unless the metadata say otherwise, tensors in the
+order given and padded at the end too, as llama.cpp insists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attar.checkpoints.gguf_header import (
+    ALIGNMENT,
+    DEFAULT_ALIGNMENT,
+    MAGIC,
+    MAX_KEY,
+    MAX_KEYS,
+    MAX_NAME,
+    MAX_RANK,
+    MAX_TENSORS,
+    padded,
+)  # fmt: skip
+from attar.checkpoints.gguf_values import SCALARS, encode, text
+from attar.checkpoints.safetensors import CheckpointError, Slot, check_name
+from attar.checkpoints.writer import FilePlan, ShardWriter, disk_error, give_up_lock, sync_path, take_lock
+from attar.formats.ggml import GgmlType
+from attar.formats.scheme import Part
+
+VERSION = 3
+
+
+@dataclass(frozen=True)
+class GgufPlan(FilePlan):
+    """A GGUF file before it exists. Its slots are uint8 arrays: the bytes of each tensor's rows."""
+
+    alignment: int
+
+    @property
+    def size(self) -> int:
+        return padded(super().size, self.alignment)
+
+
+def plan(name: str, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[GgmlType, tuple[int, ...]]]) -> GgufPlan:
+    """Lay out the file `name`. Values of `metadata` are plain or `Typed`; shapes are in torch's order, rows last.
+
+    Raises ValueError for a name, value or shape that a GGUF file cannot hold.
+    """
+    alignment = _alignment(metadata)
+    if len(metadata) > MAX_KEYS or len(tensors) > MAX_TENSORS:
+        raise ValueError(f"a GGUF file holds at most {MAX_KEYS} keys and {MAX_TENSORS} tensors")
+    counts = SCALARS["u32"].pack(VERSION) + SCALARS["u64"].pack(len(tensors)) + SCALARS["u64"].pack(len(metadata))
+    header = bytearray(MAGIC + counts)
+    for key, value in metadata.items():
+        _check(key, "key", MAX_KEY)
+        header += encode(key, value)
+    slots: dict[str, Slot] = {}
+    at = 0
+    for tensor, (kind, shape) in tensors.items():
+        _check(tensor, "tensor", MAX_NAME - 1)  # llama.cpp wants room for a closing zero
+        header += text(tensor.encode()) + _described(tensor, kind, shape) + SCALARS["u64"].pack(at)
+        part = Part("uint8", (*shape[:-1], kind.row_bytes(shape[-1])))
+        slots[tensor] = Slot(part, at, at + part.bytes)
+        at = padded(at + part.bytes, alignment)
+    header += bytes(-len(header) % alignment)
+    return GgufPlan(name, slots, bytes(header), alignment)
+
+
+def _alignment(metadata: Mapping[str, Any]) -> int:
+    value = metadata.get(ALIGNMENT, DEFAULT_ALIGNMENT)
+    value = value.value if hasattr(value, "value") else value
+    if not isinstance(value, int) or not 8 <= value <= 65536 or value & (value - 1):
+        raise ValueError(f"{ALIGNMENT} must be a power of two from 8 to 65536, not {value!r}")
+    return value
+
+
+def _check(name: str, what: str, limit: int) -> None:
+    if problem := check_name(name):
+        raise ValueError(f"a {what} cannot be written under {problem}")
+    if len(name.encode()) > limit:
+        raise ValueError(f"the name of {what} {name!r} is longer than {limit} bytes")
+
+
+def _described(name: str, kind: GgmlType, shape: tuple[int, ...]) -> bytes:
+    """Rank, shape and type of a tensor, as the header holds them."""
+    if not 1 <= len(shape) <= MAX_RANK or min(shape) < 1:
+        raise ValueError(f"tensor {name!r}: it must have 1 to {MAX_RANK} dimensions of 1 or more, not {list(shape)}")
+    try:
+        kind.row_bytes(shape[-1])
+    except ValueError as error:
+        raise ValueError(f"tensor {name!r} of shape {list(shape)}: {error}") from None
+    sizes = b"".join(SCALARS["u64"].pack(size) for size in reversed(shape))
+    return SCALARS["u32"].pack(len(shape)) + sizes + SCALARS["u32"].pack(kind.id)
+
+
+@contextlib.contextmanager
+def atomic_gguf(
+    dst: str | os.PathLike[str],
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, tuple[GgmlType, tuple[int, ...]]],
+    overwrite: bool = False,
+) -> Iterator[ShardWriter]:
+    """Write the file `dst`: give each tensor's bytes to the writer; leaving the context puts the file in place.
+
+    It grows in a hidden folder beside `dst`, which is removed when the body fails. Raises ValueError as `plan` does and
+    where a tensor was not written, CheckpointError where `dst` exists (unless `overwrite`), where another process is
+    writing it, and where the disk is full.
+    """
+    target = Path(os.path.realpath(dst))
+    planned = plan(target.name, metadata, tensors)
+    if target.exists() and not (overwrite and target.is_file()):
+        raise CheckpointError(f"{target} exists and is kept; choose another output, or pass --overwrite")
+    partial = target.parent / f".{target.name}.attar-partial"
+    lock = take_lock(partial, target)
+    try:
+        with ShardWriter(partial, [planned]) as writer:
+            yield writer
+            writer.finish()
+        try:
+            (partial / planned.name).replace(target)
+            sync_path(target.parent)
+        except OSError as error:
+            raise disk_error(target, error) from error
+    finally:
+        (partial / planned.name).unlink(missing_ok=True)
+        give_up_lock(partial)
+        os.close(lock)

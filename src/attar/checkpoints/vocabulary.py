@@ -1,0 +1,36 @@
+"""A model's tokenizer, from its folder or its GGUF file. Torch-free: the server's process needs it, and no weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from attar.checkpoints.gguf import GgufFile
+from attar.checkpoints.safetensors import CheckpointError
+from attar.text.gguf import tokenizer_from_gguf
+from attar.text.tokenizer import Tokenizer
+
+NO_TOKENIZER = (None, "no_vocab", "none")  # `tokenizer.ggml.model` of files without one
+
+
+def is_gguf(path: Path) -> bool:
+    return path.suffix.lower() == ".gguf"
+
+
+def tokenizer(path: Path) -> Tokenizer:
+    """The model's tokenizer. Raises ValueError, naming the file, where it has none or a malformed one."""
+    if not is_gguf(path):
+        return Tokenizer.load(path)
+    file = GgufFile(path)
+    try:
+        return tokenizer_from_gguf(file.metadata)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether there is a tokenizer to load, malformed or not."""
+    if is_gguf(path):
+        return GgufFile(path).metadata.get("tokenizer.ggml.model") not in NO_TOKENIZER
+    return any((path / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model"))
