@@ -50,6 +50,13 @@ class Env:
             "secret": True,
         },
     )
+    faults: str | None = field(
+        default=None,
+        metadata={
+            "doc": "Makes requests fail on purpose, at the named points of `attar/faults.py`: "
+            "NAME[:after=N][:times=N][:every=N][:key=PREFIX],..."
+        },
+    )
     test_data: Path | None = field(
         default=None,
         metadata={"doc": "Folder of the models and texts that tests use. Default: `shared` beside the repository."},

@@ -1,10 +1,11 @@
 """The real scheduler, pool and prefix tree, driven through random lives of an engine under a virtual clock.
 
 A seed makes everything: sizes and limits, the requests (with prefixes in common, salts, priorities, deadlines, several
-choices, bypass, some that can never fit), when they come and are cancelled, steps that fail for some, and what happens
-while a step is under way. Only the model is fake: its next token is a function of the sequence's seed and of all
-tokens before it, by way of a cache of fake keys and values. Each slot holds a digest of salt and tokens up to its own,
-slots of free blocks are wiped, and what a step reads must be what the sequence alone would have written.
+choices, bypass, some that can never fit), when they come and are cancelled, steps that fail for some, what happens
+while a step is under way, and in a third of all lives faults at the named points (`attar/faults.py`). Only the model
+is fake: its next token is a function of the sequence's seed and of all tokens before it, by way of a cache of fake keys
+and values. Each slot holds a digest of salt and tokens up to its own, slots of free blocks are wiped, and what a step
+reads must be what the sequence alone would have written.
 
 After every event these hold:
 
@@ -23,12 +24,13 @@ After every event these hold:
 13. an ended sequence never gains a token (`emitted`)
 14. no block is evicted while a sequence uses it (`advance`)
 15. a plan is empty only where nothing may run yet (`planned`)
+16. whoever fails was made to: by a step, or by a fault, one sequence or one request's arrival a fault (`check`)
 
 and in the end:
 
-16. every request has ended exactly once, finished ones with their whole answer (`drain`)
-17. within a bounded number of steps (`drain`)
-18. no block is active, and after a flush all are free (`drain`)
+17. every request has ended exactly once, finished ones with their whole answer (`drain`)
+18. within a bounded number of steps (`drain`)
+19. no block is active, and after a flush all are free (`drain`)
 
 `python -m tests.engine.simulation --seeds 20000` runs many; `--first 4711 --seeds 1` replays one.
 """
@@ -36,21 +38,25 @@ and in the end:
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 
 import attar.engine.blocks
 import attar.engine.radix
 import attar.engine.scheduler
+from attar import faults
 from attar.engine.limits import Limits
 from attar.engine.sequence import Sequence, Status
 
 END = 0  # the token that ends an answer
+POINTS = [name for name in faults.POINTS if name.startswith(("scheduler.", "radix.", "pool."))]
 VOCABULARY = 4  # few, so that random prompts have beginnings in common
 EVENTS = 80
 
@@ -131,6 +137,11 @@ class Simulation:
         self.requests = 0
         self.step = None
         self.now = 0.0
+        self.dice = random.Random(-1 - seed)  # of faults alone: lives without them are as they would be
+        self.faulty = self.dice.random() < 1 / 3
+        self.fired = self.suffered = 0  # faults, and what failed for no other reason
+        self.failing: set[str] = set()
+        """Sequences that a step failed for."""
 
     def life(self) -> None:
         """All events, then the end. Raises AssertionError where an invariant does not hold."""
@@ -162,19 +173,43 @@ class Simulation:
         self.requests += 1
         blocks = -(-(len(prompt) + max(longest - 1, 0)) // self.pool.size)
         waiting = sum(a.sequence.status in (Status.QUEUED, Status.PREEMPTED) for a in self.asked.values())
+        fired = self.fired
+        taken = self._add(choices)
+        if self.fired > fired:
+            self.suffered += 1
+            assert taken == "fault"
+            assert not any(choice.sequence.id in self.scheduler.sequences for choice in choices), "half a request"
+            return
         verdict = "too_long" if blocks > self.pool.total else None
         if verdict is None and waiting + len(choices) > self.limits.max_waiting:
             verdict = "full"
-        assert self._add(choices) == verdict, "refused or taken wrongly"
+        assert taken == verdict, "refused or taken wrongly"
         if verdict is None:
             self.asked.update((choice.sequence.id, choice) for choice in choices)
 
     def _add(self, choices: list[Asked]) -> str | None:
         try:
-            self.scheduler.add([choice.sequence for choice in choices], self.now)
+            with self.mishap():
+                self.scheduler.add([choice.sequence for choice in choices], self.now)
         except self.module.Refused as refused:
             return refused.code
+        except faults.InjectedFault:
+            return "fault"
         return None
+
+    @contextlib.contextmanager
+    def mishap(self) -> Iterator[None]:
+        """Perhaps something within raises."""
+        if not self.faulty or self.dice.random() < 0.8:
+            yield
+            return
+        fault = faults.Fault(self.dice.choice(POINTS), after=self.dice.choice([0, 0, 1, 3]))
+        faults.arm(fault)
+        try:
+            yield
+        finally:
+            faults.disarm()
+            self.fired += fault.fired
 
     def cancel(self) -> None:
         """Any request, whatever it is doing or whether it has ended."""
@@ -182,11 +217,13 @@ class Simulation:
             asked = self.rng.choice(list(self.asked.values())[-12:])
             if asked.gained is None:
                 asked.gained = asked.sequence.output
-            self.scheduler.cancel(asked.sequence.id, self.now)
+            with self.mishap():
+                self.scheduler.cancel(asked.sequence.id, self.now)
 
     def wait(self) -> None:
         self.now += self.rng.uniform(0, 2)
-        self.scheduler.expire(self.now)
+        with self.mishap():
+            self.scheduler.expire(self.now)
 
     def advance(self) -> None:
         """Plan a step, or run and commit the one that was planned."""
@@ -195,14 +232,17 @@ class Simulation:
             self.scheduler.expire(self.now)
             used = [block for sequence in self.scheduler.running for block in sequence.blocks]
             used = [block for block in used if self.pool.kept(block)]
-            self.step = self.scheduler.plan(self.now)
-            evicted = not self.step.preempted and not all(map(self.pool.kept, used))
+            fired = self.fired
+            with self.mishap():
+                self.step = self.scheduler.plan(self.now)
+            evicted = not self.step.preempted and self.fired == fired and not all(map(self.pool.kept, used))
             assert not evicted, "a block in use was evicted"
             self.planned()
         else:
             outcomes = self.run()
             step, self.step = self.step, None
-            self.scheduler.commit(step, outcomes, self.now)
+            with self.mishap():
+                self.scheduler.commit(step, outcomes, self.now)
             self.emitted()
 
     def planned(self) -> None:
@@ -231,11 +271,16 @@ class Simulation:
         rng, size, memory = self.rng, self.pool.size, self.memory
         outcomes: dict[str, object] = {}
         written = set()
-        for source, target, slots in self.step.copies:
+        for source, target, slots, sequence in self.step.copies:
             memory[target][:slots] = memory[source][:slots]
+            if self.faulty and self.dice.random() < 0.1:
+                memory[target] = [None] * size
+                outcomes[sequence.id] = self.module.Outcome(failure="internal")
         everything_fails = rng.random() < 0.01
         for sequence, start, rows, samples in self.step.chunks:
             asked = self.asked[sequence.id]
+            if sequence.id in outcomes:
+                continue
             fails = everything_fails or rng.random() < 0.005
             found = [memory[block][slot] for block in sequence.blocks for slot in range(size)][:start]
             assert found == asked.digests[:start], f"{sequence.id} reads what is not its own"
@@ -248,6 +293,7 @@ class Simulation:
                 outcomes[sequence.id] = self.module.Outcome(failure="internal")
             elif samples:
                 outcomes[sequence.id] = self._sample(asked, memory[slot[0]][slot[1]])
+        self.failing |= {id for id, outcome in outcomes.items() if outcome.failure is not None}
         return outcomes
 
     def _sample(self, asked: Asked, state: int) -> object:
@@ -275,6 +321,8 @@ class Simulation:
             asked = self.asked[sequence.id]
             asked.endings.append(sequence.ending)
             asked.gained = sequence.output
+            self.suffered += sequence.ending == "internal" and sequence.id not in self.failing
+        assert self.suffered == self.fired, "something failed of itself, or a fault had no victim, or several"
         for block, state in enumerate(self.pool.states()):
             if state == attar.engine.blocks.FREE:
                 self.memory[block] = [None] * self.pool.size
@@ -357,6 +405,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first")
     parser.add_argument("--events", type=int, default=EVENTS, help="of each, before all that runs is let end")
     options = parser.parse_args()
+    logging.disable()  # faults are logged
     start = time.perf_counter()
 
     def report(seed: int) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 
-from attar.engine.engine import Choice, Engine
+from attar.engine.choices import Choice
+from attar.engine.engine import Engine
 from attar.engine.limits import Limits
 from attar.engine.messages import Delta, Embed, Embedding, Event, Failed, Finished, PromptLogprobs, Submit
 from attar.engine.request import SamplingParams

@@ -17,6 +17,7 @@ from attar.engine.engine import Engine
 from attar.engine.limits import Limits
 from attar.engine.messages import (
     MAX_FRAME,
+    Beat,
     Cancel,
     Command,
     Delta,
@@ -29,7 +30,7 @@ from attar.engine.messages import (
     Submit,
     encode,
 )
-from attar.engine.process import Loop, listen
+from attar.engine.process import Loop, Outbox, listen
 from attar.engine.request import SamplingParams
 from attar.engine.settings import Settings
 from attar.model.decoder import Decoder
@@ -54,6 +55,12 @@ class Running:
     def join(self) -> None:
         self.thread.join(SECONDS)
         assert not self.thread.is_alive(), "the loop does not end"
+
+    def stop(self) -> None:
+        if self.thread.is_alive():
+            os.close(self.pipe)
+            self.join()
+        self.listener.close()
 
 
 class Client:
@@ -88,14 +95,17 @@ class Client:
         return found
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hearts beat fast: beats come between all that these tests look at."""
+    monkeypatch.setattr(process, "BEAT_SECONDS", 0.002)
+
+
 @pytest.fixture
 def running(tmp_path: Path, tiny_decoder: Callable[..., Decoder]) -> Iterator[Running]:
     made = Running(tmp_path / "engine", tiny_decoder())
     yield made
-    if made.thread.is_alive():
-        os.close(made.pipe)
-        made.join()
-    made.listener.close()
+    made.stop()
 
 
 def test_a_request_and_the_state_behind_it(running: Running) -> None:
@@ -171,16 +181,88 @@ def test_a_server_that_leaves_takes_its_requests_along(running: Running) -> None
     assert running.engine.pool.active == 0
 
 
+def test_it_beats_while_it_waits_and_through_a_long_step(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, begun, go_on = Client(running.path), threading.Event(), threading.Event()
+    step = running.engine.step
+
+    def long() -> list[Event]:
+        begun.set()
+        assert go_on.wait(SECONDS)
+        return step()
+
+    def beat() -> float:
+        return next(event.busy for event in client.until(Beat) if isinstance(event, Beat))
+
+    assert beat() == 0.0
+    monkeypatch.setattr(running.engine, "step", long)
+    client.send(Submit("a", (1,), GREEDY))
+    assert begun.wait(SECONDS)
+    while not (first := beat()):
+        pass
+    while beat() <= first:  # it counts on
+        pass
+    go_on.set()
+    client.until(Finished)
+    while beat():
+        pass
+
+
+def test_frames_of_two_threads_never_mix_and_one_that_nobody_reads_holds_up_neither() -> None:
+    near, far = socket.socketpair()
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    ready = Ready("tiny", 1, 1, 1, 1, ())
+    outbox = Outbox(near, encode([ready]))
+    said = [Delta("a", i, (i,), "x" * (i % 7000)) for i in range(500)]
+    ended = threading.Event()
+
+    def heart() -> None:
+        while not ended.is_set():
+            outbox.beat(encode([Beat(1.0)]))
+
+    thread = threading.Thread(target=heart)
+    thread.start()
+    for event in said:  # nobody reads: the socket is full long before the end
+        outbox.put(encode([event]))
+    assert outbox.waiting > 0
+    received: list[Event] = []
+    far.settimeout(SECONDS)
+    with far.makefile("rb") as stream:
+        while len([event for event in received if isinstance(event, Delta)]) < len(said):
+            size = int.from_bytes(stream.read(4), "little")
+            received += msgspec.msgpack.decode(stream.read(size), type=list[Event])
+    ended.set()
+    thread.join()
+    near.close()
+    far.close()
+    assert received[0] == ready
+    assert [event for event in received if isinstance(event, Delta)] == said
+
+
+def test_beats_do_not_pile_up_where_nobody_reads() -> None:
+    near, far = socket.socketpair()
+    outbox = Outbox(near, b"")
+    while not outbox.waiting:
+        outbox.put(bytes(1 << 16))
+    waiting = outbox.waiting
+    for _ in range(100):
+        outbox.beat(b"beat")
+    assert outbox.waiting == waiting
+    near.close()
+    far.close()
+
+
 def test_an_answer_that_no_frame_holds_is_a_failure_and_the_others_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "MAX_FRAME", 200)
     long = Delta("long", 0, (1,), "x" * 300)
     short = Delta("short", 0, (1,), "y")
-    frames, events = process._framed([short, long, short]), []
+    lost: set[str] = set()
+    frames, events = process._framed([short, long, long, short], lost), []
     while frames:
         size = int.from_bytes(frames[:4], "little")
         events += msgspec.msgpack.decode(frames[4 : 4 + size], type=list[Event])
         frames = frames[4 + size :]
     assert events == [short, Failed("long", "too_long", "the answer is too long to be sent"), short]
+    assert lost == {"long"}
 
 
 @pytest.mark.parametrize("changed", [{"preset": "fast"}, {"max_running": 0}, {"policy": "none?"}])

@@ -9,8 +9,9 @@ import pytest
 from attar.engine.blocks import BlockPool
 from attar.engine.limits import PRESETS, Limits
 from attar.engine.radix import RadixCache
-from attar.engine.scheduler import Copy, Outcome, Refused, Scheduler, StepPlan
+from attar.engine.scheduler import MANY_ENDED, Refused, Scheduler
 from attar.engine.sequence import Sequence, Status
+from attar.engine.step import Copy, Outcome, StepPlan
 
 SIZE = 4
 
@@ -169,8 +170,19 @@ def test_choices_share_the_prompt_of_the_first() -> None:
     assert engine.step() == [("r.0", 10)]
     step = engine.plan()
     assert [(chunk.sequence.id, chunk.start) for chunk in step.chunks] == [("r.0", 10), ("r.1", 9), ("r.2", 9)]
-    assert step.copies == [Copy(a.blocks[2], b.blocks[2], 1), Copy(a.blocks[2], c.blocks[2], 1)]
+    assert step.copies == [Copy(a.blocks[2], b.blocks[2], 1, b), Copy(a.blocks[2], c.blocks[2], 1, c)]
     assert a.blocks[:2] == b.blocks[:2] == c.blocks[:2]
+
+
+def test_whoever_is_admitted_without_a_chunk_can_fail_in_the_step_too() -> None:
+    engine = Engine(policy="static", max_running=2, max_step_tokens=4)
+    engine.add("a", range(4))
+    engine.add("b", range(10, 14))
+    step = engine.plan()
+    assert ([sequence.id for sequence in step.admitted], len(step.chunks)) == (["a", "b"], 1)
+    engine.commit(step, b="internal")  # its block could not be copied
+    assert engine.finish() == [("b", "internal"), ("a", "finished")]
+    assert engine.pool.cached == 1 + 1  # all of them of a
 
 
 @pytest.mark.parametrize("running", [False, True])
@@ -246,6 +258,17 @@ def test_one_that_fails_fails_alone_and_leaves_nothing_behind() -> None:
     assert [(s.id, s.ending) for s in engine.scheduler.collect()] == [("a", "bad_logits")]
     assert engine.cache.match(b"", step.chunks[0].sequence.tokens).length == 0
     assert engine.finish() == [("b", "finished")]
+
+
+def test_deadlines_of_those_that_have_ended_do_not_pile_up() -> None:
+    engine = Engine()
+    engine.add("stays", range(6), deadline=5000.0)
+    engine.step()
+    for i in range(10 * MANY_ENDED):
+        engine.add(f"a{i}", range(6), deadline=6000.0)
+        engine.scheduler.cancel(f"a{i}", engine.now)
+    assert len(engine.scheduler._deadlines) < 2 * MANY_ENDED
+    assert engine.scheduler.wake() == 5000.0
 
 
 def test_deadlines() -> None:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from attar.engine.blocks import BlockPool
 from attar.engine.limits import Limits
 from attar.engine.radix import RadixCache
-from attar.engine.scheduler import Outcome, Scheduler
+from attar.engine.scheduler import Scheduler
 from attar.engine.sequence import Sequence
+from attar.engine.step import Outcome
 
 SLOTS, BLOCK, STEPS = 4096, 16, 400
 SIZES = [128, 256, 512, 1024]  # what clients ask for at most

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from attar.faults import point
+
 FREE, ACTIVE, CACHED = 0, 1, 2
 
 
@@ -73,6 +75,7 @@ class BlockPool:
 
     def allocate(self, n: int) -> list[int]:
         """Take n free blocks, each with one holder. The caller has made sure that there are so many."""
+        point("pool.allocate")
         assert n <= len(self._free), f"{n} blocks asked for, {len(self._free)} free"
         blocks = [self._free.pop() for _ in range(n)]
         for block in blocks:
@@ -82,6 +85,7 @@ class BlockPool:
 
     def hold(self, blocks: Iterable[int]) -> None:
         """One holder more for each. A free block cannot be held: it has to be allocated."""
+        point("pool.hold")
         for block in blocks:
             assert self._states[block] != FREE, f"block {block} is free"
             self._holders[block] += 1

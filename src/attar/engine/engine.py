@@ -1,8 +1,11 @@
 """The engine: requests in, events out, one step at a time, in one thread.
 
 A step is plan, run, commit. The scheduler plans on integers, the runner runs the model, and here each sequence that got
-logits chooses its next token and turns it into text. What goes wrong with one request's sampling or text fails that
-request and no other; what goes wrong in the model fails those that were in the step.
+logits chooses its next token and turns it into text.
+
+What raises while it works for one request fails that request and no other. What is done for all at once, the model's
+step and the choice of tokens, is done again one by one where it raises: to the same bits, since no number depends on
+company, and whoever raises again has failed.
 
 A request becomes one sequence a choice. Each has a sampler of its own, seeded with the request's seed plus the choice's
 number, and draws by (seed, index of the token), so that neither batching nor preemption nor what the prefix cache had
@@ -13,35 +16,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from attar.engine.blocks import BlockPool
+from attar.engine.choices import Choice, Request
 from attar.engine.limits import Limits
-from attar.engine.messages import (
-    Delta,
-    Embed,
-    Embedding,
-    Event,
-    Failed,
-    Finished,
-    PromptLogprobs,
-    Report,
-    Stats,
-    Submit,
-)
+from attar.engine.messages import Embed, Event, Failed, Stats, Submit
 from attar.engine.radix import RadixCache
-from attar.engine.request import FinishReason, SamplingParams, TokenLogprob
+from attar.engine.request import SamplingParams
 from attar.engine.runner import Runner, Wanted, horizon
-from attar.engine.sampler import BadLogits, Draw, Sampler, logprobs_of, sample
-from attar.engine.scheduler import Chunk, Outcome, Refused, Scheduler, StepPlan
+from attar.engine.sampler import BadLogits, Draw, Sampler, sample
+from attar.engine.scheduler import Refused, Scheduler
 from attar.engine.sequence import Sequence as Tokens
-from attar.engine.sequence import Status
+from attar.engine.step import Chunk, Outcome, StepPlan
 from attar.engine.stops import StopChecker
+from attar.faults import point
 from attar.kernels.native import extension
 from attar.model.decoder import Decoder
 from attar.text.tokenizer import Detokenizer, Tokenizer
@@ -57,62 +51,6 @@ SENTENCES = {
     "internal": "the engine failed on this request",
     "shutdown": "the engine is shutting down",
 }
-
-
-@dataclass(eq=False, slots=True)
-class Choice:
-    """One continuation of a request's prompt."""
-
-    request: Request
-    number: int
-    sequence: Tokens
-    sampler: Sampler
-    detokenizer: Detokenizer | None
-    stops: StopChecker
-    reason: FinishReason | None = None
-
-    def take(self, draw: Draw) -> Delta:
-        """Add the token; `reason` is set where it is the last."""
-        token = draw.token_id
-        self.sampler.commit(token)
-        text = ""
-        if token in self.request.ending:
-            self.reason = "stop"
-        elif self.detokenizer is not None:
-            text = self.stops.push(self.detokenizer.push(token))
-        last = self.sampler.index == self.sequence.max_tokens
-        if (self.reason or last) and self.detokenizer is not None and not self.stops.done:
-            text += self._rest(self.detokenizer)
-        if self.stops.done:
-            self.reason = "stop"
-        elif last and self.reason is None:
-            self.reason = "length"
-        logprobs = None if draw.logprobs is None else (draw.logprobs,)
-        return Delta(self.request.id, self.number, (token,), text, logprobs)
-
-    def _rest(self, detokenizer: Detokenizer) -> str:
-        """What was held back, at the end."""
-        text = self.stops.push(detokenizer.flush())
-        return text if self.stops.done else text + self.stops.flush()
-
-
-@dataclass(eq=False, slots=True)
-class Request:
-    """What was asked for, and how far it is."""
-
-    id: str
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    ending: frozenset[int]
-    choices: list[Choice] = field(default_factory=list)
-    open: int = 0
-    """Choices that have not ended."""
-    of_prompt: dict[int, TokenLogprob] | None = None
-    """Log probabilities of the prompt's tokens by position, until they are sent; None where nobody wants them."""
-    pooling: str = ""
-    """Of an embedding: mean or last."""
-    pooled: Tensor | None = None
-    limited_by: Counter[str] = field(default_factory=Counter)
 
 
 class Engine:
@@ -169,7 +107,7 @@ class Engine:
                 sequence = self._sequence(request, number, longest, ask, bypass)
                 request.choices.append(self._choice(request, number, sequence))
             self._add(request)
-        except ValueError as error:
+        except Exception as error:
             self._refuse(ask.id, error)
 
     def embed(self, ask: Embed) -> None:
@@ -181,12 +119,18 @@ class Engine:
             sequence = self._sequence(request, 0, 0, whole, bypass=True)
             request.choices.append(self._choice(request, 0, sequence))
             self._add(request)
-        except ValueError as error:
+        except Exception as error:
             self._refuse(ask.id, error)
 
     def cancel(self, id: str) -> None:
         """End a request that nobody waits for; its `Failed` comes with the next events."""
         self._fail(id, "cancelled")
+
+    def drop(self, id: str) -> None:
+        """End a request of which nothing more is to be said."""
+        if (request := self._requests.pop(id, None)) is not None:
+            for choice in request.choices:
+                self.scheduler.cancel(choice.sequence.id, self.clock())
 
     def close(self) -> list[Event]:
         """End everything."""
@@ -232,6 +176,7 @@ class Engine:
     # ---- taking requests
 
     def _new(self, id: str, prompt: tuple[int, ...], params: SamplingParams) -> Request:
+        point("engine.submit", id)
         vocab = self.decoder.config.vocab_size
         if id in self._requests:
             raise Refused("invalid", "a request of this id is running")
@@ -259,10 +204,11 @@ class Engine:
         return made
 
     def _choice(self, request: Request, number: int, sequence: Tokens) -> Choice:
+        point("engine.choice", sequence.id)
         params = request.params
         assert params.seed is not None
         own = replace(params, seed=(params.seed + number) % 2**64)
-        sampler = Sampler(own, request.prompt, self.decoder.config.vocab_size)
+        sampler = Sampler(own, request.prompt, self.decoder.config.vocab_size, name=sequence.id)
         detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, request.prompt)
         return Choice(request, number, sequence, sampler, detokenizer, StopChecker(own.stop))
 
@@ -272,29 +218,69 @@ class Engine:
         request.open = len(request.choices)
         self._choices |= {choice.sequence.id: choice for choice in request.choices}
 
-    def _refuse(self, id: str, error: ValueError) -> None:
-        code = error.code if isinstance(error, Refused) else "invalid"
-        self._events.append(Failed(id, code, str(error)))
+    def _refuse(self, id: str, error: Exception) -> None:
+        if isinstance(error, ValueError):
+            code = error.code if isinstance(error, Refused) else "invalid"
+            self._events.append(Failed(id, code, str(error)))
+        else:
+            logger.error("request %s failed before it began", id, exc_info=error)
+            self._events.append(Failed(id, "internal", SENTENCES["internal"]))
 
     # ---- a step
 
     def _run(self, plan: StepPlan) -> dict[str, Outcome]:
-        sampling = [self._choices[chunk.sequence.id] for chunk in plan.chunks if chunk.samples]
+        wanted = self._wanted(plan)
+        failed: set[str] = set()
         try:
-            logits = self.runner.run(plan, self._wanted(plan))
+            logits = self.runner.run(plan, wanted)
         except Exception:
-            logger.exception("a step of %d sequences failed", len(plan.chunks))
-            self.runner.release()  # recordings may be half made
-            return {chunk.sequence.id: Outcome(failure="internal") for chunk in plan.chunks}
+            logger.exception("a step of %d sequences raised: once more, one by one", len(plan.chunks))
+            logits, failed = self._run_apart(plan, wanted)
+        outcomes = {id: Outcome(failure="internal") for id in failed}
+        ran = [self._choices[chunk.sequence.id] for chunk in plan.chunks if chunk.samples]
+        sampling = [choice for choice in ran if choice.sequence.id not in failed]
         drawing = [i for i, choice in enumerate(sampling) if choice.sequence.max_tokens > 0]
         whole = len(drawing) == len(sampling)
-        draws = sample(logits if whole else logits[drawing], [sampling[i].sampler for i in drawing]) if drawing else []
-        outcomes = {choice.sequence.id: Outcome((), True) for choice in sampling}
+        samplers = [sampling[i].sampler for i in drawing]
+        draws = self._draw(logits if whole else logits[drawing], samplers) if drawing else []
+        outcomes |= {choice.sequence.id: Outcome((), True) for choice in sampling}
         for i, draw in zip(drawing, draws, strict=True):
             outcomes[sampling[i].sequence.id] = self._advance(sampling[i], draw)
         return outcomes
 
-    def _advance(self, choice: Choice, draw: Draw | BadLogits) -> Outcome:
+    def _run_apart(self, plan: StepPlan, wanted: dict[str, Wanted]) -> tuple[Tensor, set[str]]:
+        """A step sequence by sequence: logits [S, V] as of `Runner.run` without those that raise, and their ids."""
+        logits, failed = [torch.empty(0, self.decoder.config.vocab_size)], set()
+        self.runner.release()  # recordings may be half made
+        for sequence in dict.fromkeys([*(chunk.sequence for chunk in plan.chunks), *plan.admitted]):
+            chunks = [chunk for chunk in plan.chunks if chunk.sequence is sequence]
+            copies = [copy for copy in plan.copies if copy.sequence is sequence]
+            try:
+                logits.append(self.runner.run(StepPlan(chunks, copies), wanted).clone())
+            except Exception:
+                logger.exception("sequence %s failed", sequence.id)
+                failed.add(sequence.id)
+                self.runner.release()
+        return torch.cat(logits), failed
+
+    def _draw(self, logits: Tensor, samplers: list[Sampler]) -> list[Draw | BadLogits | None]:
+        """A draw for every row; None where it raises."""
+        try:
+            return list(sample(logits, samplers))
+        except Exception:
+            logger.exception("choosing %d tokens raised: once more, one by one", len(samplers))
+        draws: list[Draw | BadLogits | None] = []
+        for row, sampler in zip(logits, samplers, strict=True):
+            try:
+                draws += sample(row[None], [sampler])
+            except Exception:
+                logger.exception("sequence %s failed", sampler.name)
+                draws.append(None)
+        return draws
+
+    def _advance(self, choice: Choice, draw: Draw | BadLogits | None) -> Outcome:
+        if draw is None:
+            return Outcome(failure="internal")
         if isinstance(draw, BadLogits):
             return Outcome(failure="bad_logits")
         if choice.sequence.ending is not None:  # cancelled while the step ran
@@ -302,7 +288,7 @@ class Engine:
         try:
             delta = choice.take(draw)
         except Exception:
-            logger.exception("request %s failed", choice.request.id)
+            logger.exception("sequence %s failed", choice.sequence.id)
             return Outcome(failure="internal")
         self._events.append(delta)
         self.generated += 1
@@ -314,37 +300,16 @@ class Engine:
         for chunk in plan.chunks:
             request = self._choices[chunk.sequence.id].request
             if request.pooling:
-                wanted[chunk.sequence.id] = Wanted(hidden=self._pool)
+                before = request.pooled if chunk.start else None
+                wanted[chunk.sequence.id] = Wanted(hidden=partial(_pool, request, before))
             elif request.of_prompt is not None and chunk.sequence.bypass and chunk.start < chunk.sequence.prompt:
-                wanted[chunk.sequence.id] = Wanted(logits=self._of_prompt)
+                wanted[chunk.sequence.id] = Wanted(logits=self._score)
         return wanted
 
-    def _of_prompt(self, chunk: Chunk, first: int, logits: Tensor) -> None:
-        """Log probabilities of the prompt tokens behind these rows of the chunk."""
-        request = self._choices[chunk.sequence.id].request
-        if request.of_prompt is None:
-            return
-        start = chunk.start + first
-        for at in range(start, min(start + len(logits), len(request.prompt) - 1)):
-            token = request.prompt[at + 1]
-            found = logprobs_of(logits[at - start], token, request.params.prompt_logprobs)
-            assert found is not None
-            request.of_prompt[at + 1] = found
-        if len(request.of_prompt) == len(request.prompt) - 1:
-            self._events.append(
-                PromptLogprobs(request.id, tuple(map(request.of_prompt.__getitem__, sorted(request.of_prompt))))
-            )
-            request.of_prompt = None
-
-    def _pool(self, chunk: Chunk, first: int, hidden: Tensor) -> None:
-        request = self._choices[chunk.sequence.id].request
-        if request.pooling == "last":
-            request.pooled = hidden[-1].double()
-        else:
-            rows = hidden.double()
-            if chunk.start and request.pooled is not None:
-                rows[0] += request.pooled
-            request.pooled = rows.cumsum(0)[-1]  # row by row, however the prompt is cut
+    def _score(self, chunk: Chunk, first: int, logits: Tensor) -> None:
+        found = self._choices[chunk.sequence.id].request.score(chunk.start + first, logits)
+        if found is not None:
+            self._events.append(found)
 
     def _count(self, plan: StepPlan, seconds: float, busy: float) -> None:
         self.steps += 1
@@ -366,43 +331,26 @@ class Engine:
             if sequence.ending != "finished":
                 self._fail(request.id, str(sequence.ending))
                 continue
+            try:
+                self._events.append(choice.end())
+            except Exception:
+                logger.exception("request %s failed at its end", request.id)
+                self._fail(request.id, "internal")
+                continue
             request.open -= 1
             if not request.open:
                 del self._requests[request.id]
-            if request.pooling:
-                assert request.pooled is not None
-                vector = request.pooled / (len(request.prompt) if request.pooling == "mean" else 1)
-                self._events.append(Embedding(request.id, vector.float().numpy().tobytes()))
-                continue
-            report = None if request.open else self._report(request)
-            reason, stop = choice.reason or "length", choice.stops.stopped
-            self._events.append(Finished(request.id, choice.number, reason, choice.sampler.index, stop, report))
 
     def _fail(self, id: str, code: str) -> None:
         """End a request without an answer, all choices of it."""
-        request = self._requests.pop(id, None)
-        if request is None:
-            return
-        self._events.append(Failed(id, code, SENTENCES[code]))
-        for choice in request.choices:
-            self.scheduler.cancel(choice.sequence.id, self.clock())
-
-    def _report(self, request: Request) -> Report:
-        leader = request.choices[0].sequence
-        spans = {status: max(choice.sequence.spans[status] for choice in request.choices) for status in Status}
-        return Report(
-            queued=leader.spans[Status.QUEUED],
-            prefill=leader.spans[Status.PREFILL],
-            decode=spans[Status.DECODE],
-            preempted=spans[Status.PREEMPTED],
-            preemptions=sum(choice.sequence.preemptions for choice in request.choices),
-            prompt_tokens=len(request.prompt),
-            reused_tokens=leader.reused,
-            reuse_ended=leader.reuse_ended,
-            differs_at=leader.differs_at,
-            limited_by=dict(request.limited_by),
-        )
+        if id in self._requests:
+            self._events.append(Failed(id, code, SENTENCES[code]))
+            self.drop(id)
 
     def _take(self) -> list[Event]:
         events, self._events = self._events, []
         return events
+
+
+def _pool(request: Request, before: Tensor | None, chunk: Chunk, first: int, hidden: Tensor) -> None:
+    request.pool(before, hidden)

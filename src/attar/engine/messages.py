@@ -147,7 +147,17 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     blocks: bytes = b""  # one byte a block: 0 free, 1 active, 2 cached
 
 
-Event = Delta | PromptLogprobs | Finished | Embedding | Failed | Ready | Stats
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """The engine's process runs: said twice a second, by a thread that no step holds up.
+
+    `busy`: seconds since its loop last looked for commands, which is how long the present step has taken; 0 while it
+    waits for some.
+    """
+
+    busy: float = 0.0
+
+
+Event = Delta | PromptLogprobs | Finished | Embedding | Failed | Ready | Stats | Beat
 
 
 def encode(messages: Sequence[Command] | Sequence[Event]) -> bytes:

@@ -3,26 +3,35 @@
 The server starts it with its settings on standard input, and keeps that pipe open: when the pipe ends, whoever wanted
 the engine is gone, whatever it died of, and the engine ends too. Commands are read between steps. With nothing to do it
 sleeps in the kernel. A server that does not take its events is given up when `MAX_UNSENT` bytes wait for it.
+
+A step may be long: a prompt of thousands of tokens, a large model. That the process runs is therefore said by a second
+thread, the heart, twice a second. Kernels and torch let it run (they release Python's lock), and it says for how long
+the loop has been away, so that the server can tell a long step from a stopped process and from a step that never ends.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import os
 import selectors
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from attar import env, faults
 from attar.engine import loading
-from attar.engine.engine import Engine
+from attar.engine.engine import SENTENCES, Engine
 from attar.engine.messages import (
     MAX_FRAME,
+    Beat,
     Cancel,
     Command,
     Drain,
@@ -35,11 +44,54 @@ from attar.engine.messages import (
     encode,
 )
 from attar.engine.settings import Settings
+from attar.faults import point
 
 MAX_UNSENT = 64 << 20
 STATS_SECONDS = 0.1
+BEAT_SECONDS = 0.5
 
 logger = logging.getLogger(__name__)
+
+
+class Outbox:
+    """What goes to one server: whole frames, in order, whichever thread says them.
+
+    The socket does not block: what it does not take waits here. So the lock is held for moments only, and neither
+    thread can hold up the other, however slowly the server reads. The first frame is there from the start: no beat
+    comes before it.
+    """
+
+    def __init__(self, server: socket.socket, first: bytes) -> None:
+        server.setblocking(False)
+        self._server, self._waiting, self._lock = server, bytearray(first), threading.Lock()
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that the socket has not taken."""
+        return len(self._waiting)
+
+    def put(self, frames: bytes = b"") -> None:
+        """Send what waits, then `frames`, as far as the socket takes them. Raises OSError when the server has gone."""
+        with self._lock:
+            self._waiting += frames
+            self._send()
+
+    def beat(self, frame: bytes) -> None:
+        """The same with a frame that is left out where others wait: a server that does not read need not be told."""
+        with self._lock:
+            if not self._waiting:
+                self._waiting += frame
+            self._send()
+
+    def close(self) -> None:
+        """Close the socket; what waits is lost."""
+        with self._lock:
+            self._server.close()
+
+    def _send(self) -> None:
+        if self._waiting:
+            with contextlib.suppress(BlockingIOError):
+                del self._waiting[: self._server.send(self._waiting)]
 
 
 class Loop:
@@ -54,20 +106,37 @@ class Loop:
         if parent is not None:
             self._selector.register(parent, selectors.EVENT_READ)
         self._server: socket.socket | None = None
+        self._outbox: Outbox | None = None
         self._decoder = msgspec.msgpack.Decoder(list[Command])
-        self._in, self._out = bytearray(), bytearray()
+        self._in = bytearray()
         self._told = 0.0
         self._said_idle = True
+        self._left: float | None = None
+        """When the loop left its sockets for a step; None while it looks at them."""
+        self._stopped = threading.Event()
 
     def run(self) -> None:
         """Until the parent has gone, or everything has ended after a Drain."""
-        while not self.ended:
-            self._listen(0 if self._busy() else self._patience())
-            if self._busy():
-                self._say(self.engine.step())
-            if self.draining and self.engine.idle and not self._out:
-                break
-        self._say(self.engine.close())
+        heart = threading.Thread(target=self._beat, name="heart", daemon=True)
+        heart.start()
+        try:
+            while not self.ended:
+                self._listen(0 if self._busy() else self._patience())
+                if self._busy():
+                    self._say(self.engine.step())
+                if self.draining and self.engine.idle and not (self._outbox and self._outbox.waiting):
+                    break
+            self._say(self.engine.close())
+        finally:
+            self._stopped.set()
+            heart.join()
+
+    def _beat(self) -> None:
+        while not self._stopped.wait(BEAT_SECONDS):
+            left, outbox = self._left, self._outbox
+            if outbox is not None:
+                with contextlib.suppress(OSError):  # the loop finds out for itself
+                    outbox.beat(encode([Beat(0.0 if left is None else time.monotonic() - left)]))
 
     def _busy(self) -> bool:
         """Whether a step can do anything now."""
@@ -78,7 +147,10 @@ class Loop:
         return None if wake is None else max(0.0, wake - self.engine.clock())
 
     def _listen(self, patience: float | None) -> None:
-        for key, ready in self._selector.select(patience):
+        self._left = None
+        found = self._selector.select(patience)
+        self._left = time.monotonic()
+        for key, ready in found:
             if key.fileobj is self.listener:
                 self._accept()
             elif key.fileobj is self._server:
@@ -93,9 +165,9 @@ class Loop:
         if self._server is not None:
             self._hang_up("another server came")
         self._server, _ = self.listener.accept()
-        self._server.setblocking(False)
         self._selector.register(self._server, selectors.EVENT_READ)
-        self._say([self.ready])
+        self._outbox = Outbox(self._server, encode([self.ready]))
+        self._write()
 
     def _read(self) -> None:
         assert self._server is not None
@@ -139,53 +211,60 @@ class Loop:
 
     def _say(self, events: list[Event]) -> None:
         now, idle = time.monotonic(), self.engine.idle
-        if self._server is None:
+        if self._outbox is None:
             return
-        if now >= self._told + STATS_SECONDS or idle != self._said_idle:
+        if idle or now >= self._told + STATS_SECONDS or idle != self._said_idle:  # the last word before a pause is true
             self._told, self._said_idle = now, idle
             stats: Stats = self.engine.stats(blocks=True)
             events = [*events, stats]
         if events:
-            self._out += _framed(events)
-            self._write()
+            lost: set[str] = set()
+            self._write(_framed(events, lost))
+            for id in lost:
+                self.engine.drop(id)
 
-    def _write(self) -> None:
+    def _write(self, frames: bytes = b"") -> None:
         assert self._server is not None
+        assert self._outbox is not None
         try:
-            sent = self._server.send(self._out) if self._out else 0
-        except BlockingIOError:
-            sent = 0
+            self._outbox.put(frames)
         except OSError:
             self._hang_up("the server went away")
             return
-        del self._out[:sent]
-        if len(self._out) > MAX_UNSENT:
+        if self._outbox.waiting > MAX_UNSENT:
             self._hang_up("the server does not take its events")
             return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox.waiting else 0)
         self._selector.modify(self._server, wanted)
 
     def _hang_up(self, why: str) -> None:
         assert self._server is not None
+        assert self._outbox is not None
         logger.info("%s", why)
         self._selector.unregister(self._server)
-        self._server.close()
-        self._server = None
+        self._outbox.close()
+        self._server = self._outbox = None
         self._in.clear()
-        self._out.clear()
         self.engine.close()
 
 
-def _framed(events: Sequence[Event]) -> bytes:
-    """One frame, or, where that is too long, one an event; an event that no frame holds becomes a failure."""
+def _framed(events: Sequence[Event], lost: set[str]) -> bytes:
+    """One frame, or, where that cannot be made, one an event. An event that no frame holds becomes its request's
+    failure: the id joins `lost`, and nothing more is said of it."""
     try:
+        for event in events:
+            point("events.encode", getattr(event, "id", ""))
         return encode(events)
-    except ValueError:
+    except Exception as error:
         if len(events) > 1:
-            return b"".join(_framed([event]) for event in events)
+            return b"".join(_framed([event], lost) for event in events if getattr(event, "id", "") not in lost)
         (event,) = events
-        assert not isinstance(event, Ready | Stats), "these are short"
-        return encode([Failed(event.id, "too_long", "the answer is too long to be sent")])
+        assert not isinstance(event, Ready | Stats | Beat), "these are short"
+        lost.add(event.id)
+        if isinstance(error, ValueError):
+            return encode([Failed(event.id, "too_long", "the answer is too long to be sent")])
+        logger.error("what is to be said of request %s cannot be encoded", event.id, exc_info=error)
+        return encode([Failed(event.id, "internal", SENTENCES["internal"])])
 
 
 def listen(path: Path) -> socket.socket:
@@ -207,10 +286,12 @@ def main() -> int:
         signal.signal(each, signal.SIG_IGN)
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
     try:
+        faults.arm_from(env.get().faults)
         engine, ready = loading.engine(settings)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    gc.freeze()  # torch and the model stay: no collection between two steps need walk through them
     with listen(Path(settings.socket)) as listener:
         Loop(engine, ready, listener, sys.stdin.fileno()).run()
     return 0

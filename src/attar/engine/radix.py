@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from attar.engine.blocks import BlockPool
+from attar.faults import point
 
 REMEMBERED = 4096
 
@@ -80,8 +81,9 @@ class RadixCache:
 
     def match(self, salt: bytes, tokens: array[int]) -> Match:
         """The longest run of first tokens that the tree has. The caller leaves out what it must compute anyway."""
+        point("radix.match")
         size = self.pool.size
-        root = self._roots.get(salt) or Node(salt, None, array("i"), [])
+        root = self._root(salt)
         node, blocks, branch, shared = self._descend(root, tokens)
         part = self._use(node, branch)
         at = len(blocks) * size
@@ -105,9 +107,7 @@ class RadixCache:
         if not tokens:
             return
         size = self.pool.size
-        root = self._roots.get(salt)
-        if root is None:
-            root = self._roots[salt] = Node(salt, None, array("i"), [])
+        root = self._root(salt)
         node, known, branch, shared = self._descend(root, tokens)
         for i, block in enumerate(known):
             if blocks[i] != block:
@@ -118,9 +118,11 @@ class RadixCache:
         if shared == len(rest):
             self._use(node, branch)
             return
+        leaf = Node(next(self._names), node, rest, blocks[len(known) : self.pool.needed(len(tokens))])
+        point("radix.insert")  # nothing that comes behind raises: the tree gains all of the leaf, or nothing
         if branch is not None and shared == len(branch.tokens):
             self._remove(branch)  # it ended inside this block; the new one goes on from there
-        leaf = Node(next(self._names), node, rest, blocks[len(known) : self.pool.needed(len(tokens))])
+        self._roots[salt] = root
         self.pool.keep(leaf.blocks)
         insort(node.children, leaf, key=_tokens)
         self._order[leaf] = None
@@ -133,6 +135,7 @@ class RadixCache:
         goal = pool.free + n
         in_use = 0
         while pool.free < goal:
+            point("radix.evict")
             leaf = next(iter(self._order))
             left = len(leaf.blocks)
             while left and pool.free < goal and not pool.holders(leaf.blocks[left - 1]):
@@ -174,6 +177,10 @@ class RadixCache:
             yield salt, before, node
             stack += [(salt, before + node.tokens, child) for child in node.children]
 
+    def _root(self, salt: bytes) -> Node:
+        """Where the tokens of a salt begin; in the tree only once there are any."""
+        return self._roots.get(salt) or Node(salt, None, array("i"), [])
+
     def _descend(self, node: Node, tokens: array[int]) -> tuple[Node, list[int], Node | None, int]:
         """Follow the tokens from the root: the last node that matches wholly, the blocks up to its end, and the child
         with most tokens in common with what is left, less than a block's, and their number.
@@ -203,14 +210,17 @@ class RadixCache:
 
     def _split(self, node: Node, blocks: int) -> Node:
         """Give the first `blocks` blocks of the node to a new parent, and return that."""
+        point("radix.split")
         assert node.parent is not None
         cut = blocks * self.pool.size
         upper = Node(next(self._names), node.parent, node.tokens[:cut], node.blocks[:blocks])
+        lower = node.tokens[cut:], node.blocks[blocks:]
         upper.children.append(node)
         siblings = node.parent.children
         siblings[bisect_left(siblings, node.tokens, key=_tokens)] = upper
-        node.parent, node.tokens, node.blocks = upper, node.tokens[cut:], node.blocks[blocks:]
+        node.parent, (node.tokens, node.blocks) = upper, lower
         self._order[upper] = None
+        self._touch(upper)  # at once: whoever asked for the split may never come to it
         return upper
 
     def _remove(self, leaf: Node) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 FinishReason = Literal["stop", "length"]
 
 MAX_STOPS = 16
-MAX_STOP_BYTES = 256
+MAX_STOP_BYTES = 1024  # 256 characters of any kind
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_BIAS = 100.0
@@ -36,7 +36,7 @@ class SamplingParams:
     repetition_penalty: > 0; above 1 makes tokens of prompt and output less likely (1 is off).
     presence_penalty, frequency_penalty: in [-2, 2]; subtracted from the logits of tokens of the output, once, or once
         per occurrence.
-    stop: strings that end the text, a string or several; they are not part of it. At most 16 of 256 UTF-8 bytes.
+    stop: strings that end the text, a string or several; they are not part of it. At most 16 of 1024 UTF-8 bytes.
     stop_token_ids: tokens that end it, besides the model's own EOS tokens.
     ignore_eos: generate past the model's EOS tokens.
     seed: 0 to 2^64 - 1; the same seed gives the same text, whatever else runs. None draws one (see `seeded`).

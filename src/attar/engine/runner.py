@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from attar.engine.decoding import Decoding
-from attar.engine.scheduler import Chunk, Copy, StepPlan
 from attar.engine.sequence import Sequence
+from attar.engine.step import Chunk, Copy, StepPlan
+from attar.faults import point
 from attar.kernels import ops
 from attar.kernels.pages import Pages
 from attar.model import cache
@@ -75,17 +76,22 @@ class Runner:
     def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None) -> Tensor:
         """Run the step; returns logits [S, V] after each chunk that samples, in order. The next step overwrites them.
 
-        `wanted` says by sequence id who wants more of a chunk.
+        `wanted` says by sequence id who wants more of a chunk. A step, or parts of it, can be run again until the
+        scheduler commits it, to the same bits: what it writes are slots that it does not read before. After a step that
+        raised, `release` comes first.
         """
         for copy in plan.copies:
             self._copy(copy)
         chunks = plan.chunks
+        if not chunks:
+            return torch.empty(0, self.decoder.config.vocab_size)
         if self._recorded and not wanted and all(chunk.rows == 1 and chunk.samples for chunk in chunks):
             return self._replay(chunks)
         return self._run(chunks, wanted or {})
 
     def _copy(self, copy: Copy) -> None:
         """Whole blocks: what lies behind the slots is overwritten before it is read."""
+        point("runner.copy", copy.sequence.id)
         for pages in self.pages:
             for part in (pages.keys, pages.values, pages.key_scales, pages.value_scales):
                 if part is not None:
@@ -96,6 +102,7 @@ class Runner:
         self._batches.move_to_end(len(chunks))
         tables = batch.cache.tables.numpy()
         for row, chunk in enumerate(chunks):
+            point("runner.replay", chunk.sequence.id)
             blocks = chunk.sequence.blocks
             if batch.rows[row] != blocks:  # few steps bring a block, and fewer swap one for the prefix tree's
                 tables[row, : len(blocks)] = blocks
@@ -117,6 +124,7 @@ class Runner:
         tables = torch.zeros((len(chunks), width), dtype=torch.int32)
         ids: list[int] = []
         for row, chunk in enumerate(chunks):
+            point("runner.table", chunk.sequence.id)
             tables[row, : len(chunk.sequence.blocks)] = torch.tensor(chunk.sequence.blocks, dtype=torch.int32)
             ids += chunk.sequence.tokens[chunk.start : chunk.start + chunk.rows]
         view = KVCache.over(self.pages, tables, [chunk.start for chunk in chunks])
@@ -125,6 +133,7 @@ class Runner:
         stream, delta = self.decoder.states(torch.tensor(ids), step)
         ends = torch.tensor([chunk.rows for chunk in chunks]).cumsum(0)
         for chunk, end in zip(chunks, ends.tolist(), strict=True):
+            point("runner.rows", chunk.sequence.id)
             if (want := wanted.get(chunk.sequence.id)) is not None:
                 start = end - chunk.rows
                 if want.hidden is not None:

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from attar.engine.request import SamplingParams, TokenLogprob
+from attar.faults import point
 from attar.kernels import ops
 
 AT_ONCE = 8  # rows
@@ -77,7 +78,7 @@ class Sampler:
     """One request's sampling state: its parameters, the tokens penalties need, and how many tokens were drawn.
 
     `sample` reads it; `commit` records a token once it is part of the output. Counts are kept only where a penalty uses
-    them. `vocab_size` is the width of the logits; ValueError for a prompt token beyond it.
+    them. `vocab_size` is the width of the logits; ValueError for a prompt token beyond it. `name`: of its sequence.
     """
 
     def __init__(
@@ -86,7 +87,9 @@ class Sampler:
         prompt_ids: Sequence[int],
         vocab_size: int,
         device: torch.device | str = "cpu",
+        name: str = "",
     ) -> None:
+        self.name = name
         self.params = params.seeded()
         assert self.params.seed is not None
         self.seed = self.params.seed
@@ -112,6 +115,7 @@ class Sampler:
 
     def commit(self, token_id: int) -> None:
         """The token is part of the output."""
+        point("sampler.commit", self.name)
         self.index += 1
         if self._seen is not None:
             self._seen[token_id] = True
@@ -123,8 +127,14 @@ class Sampler:
         """Whether the choice is just the largest logit."""
         return self.params.temperature == 0 and self._seen is None and self._counts is None and self._biased is None
 
+    def uniform(self) -> float:
+        """The number that the next token is drawn with."""
+        point("sampler.uniform", self.name)
+        return uniform(self.seed, self.index)
+
     def penalize(self, logits: Tensor) -> Tensor:
         """Steps 0 to 2 on one row [V]."""
+        point("sampler.penalties", self.name)
         params = self.params
         if self._biased is not None:
             ids, biases = self._biased
@@ -149,7 +159,7 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Draw | BadLogits
         ids = ops.argmax(logits)
         top = logits.gather(-1, ids[:, None]).squeeze(-1)
         return [
-            Draw(token, logprobs_of(row, token, sampler.params.logprobs)) if math.isfinite(largest) else BadLogits(BAD)
+            _drawn(row, token, sampler) if math.isfinite(largest) else BadLogits(BAD)
             for row, token, largest, sampler in zip(logits, ids.tolist(), top.tolist(), samplers, strict=True)
         ]
     if len(samplers) > AT_ONCE:  # they take up to 150 bytes a logit
@@ -166,12 +176,16 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Draw | BadLogits
         # The largest becomes 0, so that no temperature can make an infinity of it.
         temperature = _column([sampler.params.temperature for sampler in chosen], penalized)
         scaled = (penalized[drawn] - largest[drawn, None]) / temperature
-        uniforms = _column([uniform(sampler.seed, sampler.index) for sampler in chosen], scaled)
+        uniforms = _column([sampler.uniform() for sampler in chosen], scaled)
         tokens[drawn] = _pick(_filter(scaled, [sampler.params for sampler in chosen]), uniforms)
     return [
-        Draw(token, logprobs_of(rows[i], token, samplers[i].params.logprobs)) if good[i] else BadLogits(BAD)
-        for i, token in enumerate(tokens.tolist())
+        _drawn(rows[i], token, samplers[i]) if good[i] else BadLogits(BAD) for i, token in enumerate(tokens.tolist())
     ]
+
+
+def _drawn(row: Tensor, token: int, sampler: Sampler) -> Draw:
+    point("sampler.draw", sampler.name)
+    return Draw(token, logprobs_of(row, token, sampler.params.logprobs))
 
 
 def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:

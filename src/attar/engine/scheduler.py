@@ -18,6 +18,9 @@ admitted again only with all blocks that it can ever need, and never preempted a
 whoever runs alone fits (`add` refuses what could not), every preemption is one of finitely many, and a step with
 anything running makes progress.
 
+*Faults.* What raises while the scheduler works for one sequence ends that sequence alone, as `internal`: its blocks are
+dropped and the tree learns nothing from it. For that every change is made in one go, after all that may raise.
+
 *Sharing.* What a prompt has computed is in the tree after every chunk. A sequence that would find more there if it
 waited for a prompt just being computed does wait, and nobody overtakes it. So several choices of one prompt, or a burst
 of requests with one long beginning, compute it once, and if the first is cancelled the next takes over by itself.
@@ -33,17 +36,22 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import math
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from attar.engine.blocks import BlockPool
 from attar.engine.limits import Limits
 from attar.engine.radix import NOTHING, Match, RadixCache, common
 from attar.engine.sequence import Sequence, Status
+from attar.engine.step import Chunk, Copy, Outcome, StepPlan
+from attar.faults import point
+
+MANY_ENDED = 256  # deadlines of sequences that have ended which may be kept
+
+logger = logging.getLogger(__name__)
 
 
 class Refused(ValueError):
@@ -52,45 +60,6 @@ class Refused(ValueError):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
-
-
-class Chunk(NamedTuple):
-    """Run `rows` tokens of the sequence from position `start`, reading the keys and values before them."""
-
-    sequence: Sequence
-    start: int
-    rows: int
-    samples: bool  # its last token is the sequence's last: choose the next
-
-
-class Copy(NamedTuple):
-    """Before anything runs, copy the first `slots` slots of one block to another, in every layer."""
-
-    source: int
-    target: int
-    slots: int
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """What to run. Blocks are those of each sequence at this moment; they stay until the commit."""
-
-    chunks: list[Chunk] = field(default_factory=list)
-    copies: list[Copy] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        return sum(chunk.rows for chunk in self.chunks)
-
-
-class Outcome(NamedTuple):
-    """What a step gave one sequence: the tokens it gained and whether it has ended, or why it failed."""
-
-    tokens: tuple[int, ...] = ()
-    finished: bool = False
-    failure: str | None = None  # one of messages.FAILURES
 
 
 _NOTHING_NEW = Outcome()
@@ -124,6 +93,7 @@ class Scheduler:
         Raises Refused: `too_long` where one could never fit, `full` where the queue has no room for them.
         """
         for choice in choices:
+            point("scheduler.add", choice.id)
             assert choice.id not in self._sequences
             if (needed := self.pool.needed(choice.longest)) > self.pool.total:
                 raise Refused(
@@ -142,6 +112,8 @@ class Scheduler:
             if choice.deadline is not None:
                 heapq.heappush(self._deadlines, (choice.deadline, choice.id))
             insort(self.waiting, choice, key=_rank)
+        if len(self._deadlines) > 2 * len(self._sequences) + MANY_ENDED:  # else each stays until its deadline
+            self._deadlines = sorted(entry for entry in self._deadlines if entry[1] in self._sequences)
 
     def cancel(self, id: str, now: float) -> None:
         """End it, whatever it is doing. Ids that are unknown, or no longer known, are ignored."""
@@ -187,19 +159,21 @@ class Scheduler:
         if self._open(now):
             while self.waiting and len(self.running) < self.limits.together and (budget or whole_batch):
                 sequence = self.waiting[0]
-                if not self._admit(step, sequence, now):
-                    break
+                try:
+                    if not self._admit(step, sequence, now):
+                        break
+                except Exception:
+                    self._give_up(sequence, now)
+                    continue
                 budget -= self._chunk(step, sequence, budget)
         return step
 
     def commit(self, step: StepPlan, outcomes: Mapping[str, Outcome], now: float) -> None:
         """Take the results of the planned step: one for each chunk that samples, unless it was cancelled meanwhile, and
-        for others only if they failed."""
+        for others, admitted ones without a chunk among them, only if they failed."""
         assert step is self._step
         self._step = None
         self.pool.drop(copy.source for copy in step.copies)
-        for sequence in step.admitted:
-            sequence.in_step = False
         for sequence, start, rows, samples in step.chunks:
             sequence.in_step = False
             alive = samples and sequence.ending is None
@@ -209,7 +183,12 @@ class Scheduler:
                 continue
             sequence.computed = start + rows
             if sequence.status is Status.PREFILL:
-                self._keep(sequence)
+                try:
+                    point("scheduler.commit", sequence.id)
+                    self._keep(sequence)
+                except Exception:
+                    self._give_up(sequence, now)
+                    continue
                 if samples:
                     sequence.enter(Status.DECODE, now)
             if alive:
@@ -217,6 +196,11 @@ class Scheduler:
                 assert sequence.output <= sequence.max_tokens
                 if outcome.finished or sequence.output == sequence.max_tokens:
                     self._end(sequence, "finished", now)
+        for sequence in step.admitted:
+            if sequence.in_step:  # the budget left it no chunk
+                sequence.in_step = False
+                if (failure := outcomes.get(sequence.id, _NOTHING_NEW).failure) is not None:
+                    self._end(sequence, failure, now, keep=False)
         doomed, self._doomed = self._doomed, []
         for sequence, ending in doomed:
             if sequence.status is not Status.ENDED:
@@ -236,18 +220,26 @@ class Scheduler:
         size = self.pool.size
         for sequence in tuple(self.running):
             missing = len(sequence.tokens) - len(sequence.blocks) * size
-            if missing <= 0 or sequence.status is Status.PREEMPTED:
+            if missing <= 0 or sequence.status in (Status.PREEMPTED, Status.ENDED):
                 continue
             needed = self.pool.needed(missing)
             victim = None
             while needed > self.pool.available and victim is not sequence:
                 # Whoever may not be preempted has all its blocks, so this finds the sequence itself at the latest.
                 victim = next(s for s in reversed(self.running) if s.preemptions < self.limits.max_preemptions)
-                self._preempt(step, victim, now)
+                try:
+                    self._preempt(step, victim, now)
+                except Exception:
+                    self._give_up(victim, now)
             if victim is not sequence:
-                sequence.blocks += self._allocate(needed)
+                try:
+                    point("scheduler.grow", sequence.id)
+                    sequence.blocks += self._allocate(needed)
+                except Exception:
+                    self._give_up(sequence, now)
 
     def _preempt(self, step: StepPlan, sequence: Sequence, now: float) -> None:
+        point("scheduler.preempt", sequence.id)
         self._release(sequence)
         self.running.remove(sequence)
         sequence.preemptions += 1
@@ -270,6 +262,7 @@ class Scheduler:
 
     def _admit(self, step: StepPlan, sequence: Sequence, now: float) -> bool:
         """Let the first of the queue run, if there is room."""
+        point("scheduler.admit", sequence.id)
         match = NOTHING
         if not sequence.bypass:
             prompt = sequence.tokens[:-1]  # the last has to be run, to see what follows
@@ -286,7 +279,7 @@ class Scheduler:
         sequence.blocks = match.blocks + room
         sequence.computed = match.length
         if match.source is not None:
-            step.copies.append(Copy(match.source, room[0], match.length % self.pool.size))
+            step.copies.append(Copy(match.source, room[0], match.length % self.pool.size, sequence))
         del self.waiting[0]
         for other in [other for other in self.waiting if other.order < sequence.order]:
             self._pass(other)
@@ -321,10 +314,14 @@ class Scheduler:
         needed = self.pool.needed(sequence.longest if to_the_end else len(sequence.tokens)) - len(match.blocks)
         spare = math.ceil(self.limits.headroom * self.pool.total) if self.running else 0
         self.pool.hold(shared)
-        if needed + spare > self.pool.available:
-            self.pool.drop(shared)
-            return None
-        return self._allocate(needed)
+        room = None
+        try:
+            if needed + spare <= self.pool.available:
+                room = self._allocate(needed)
+        finally:
+            if room is None:
+                self.pool.drop(shared)
+        return room
 
     def _allocate(self, n: int) -> list[int]:
         if n > self.pool.free:
@@ -343,19 +340,33 @@ class Scheduler:
         self.cache.insert(sequence.salt, sequence.tokens[: sequence.computed], sequence.blocks)
 
     def _release(self, sequence: Sequence, keep: bool = True) -> None:
-        """Take its blocks away; with `keep` the tree remembers what they contain."""
-        if keep:
-            self._keep(sequence)
-        self.pool.drop(sequence.blocks)
-        sequence.blocks, sequence.computed = [], 0
+        """Take its blocks away; with `keep` the tree remembers what they contain, or raises, which changes no more."""
+        try:
+            if keep:
+                point("scheduler.release", sequence.id)
+                self._keep(sequence)
+        finally:
+            self.pool.drop(sequence.blocks)
+            sequence.blocks, sequence.computed = [], 0
+
+    def _give_up(self, sequence: Sequence, now: float) -> None:
+        """What was done for this sequence has raised, and changed nothing or was undone."""
+        logger.exception("sequence %s failed", sequence.id)
+        sequence.ending = "internal"
+        self._end(sequence, "internal", now, keep=False)
 
     def _end(self, sequence: Sequence, ending: str, now: float, keep: bool = True) -> None:
+        """Raises nothing: a sequence that the tree cannot remember ends all the same, though not well."""
         sequence.ending = sequence.ending or ending
         if sequence.in_step:
             self._doomed.append((sequence, ending))
             return
         if sequence.status in (Status.PREFILL, Status.DECODE):
-            self._release(sequence, keep)
+            try:
+                self._release(sequence, keep)
+            except Exception:
+                logger.exception("sequence %s failed at its end", sequence.id)
+                sequence.ending = "internal"
             self.running.remove(sequence)
         else:
             del self.waiting[bisect_left(self.waiting, sequence.rank, key=_rank)]

@@ -1,0 +1,48 @@
+"""One step of the engine, as data: what the scheduler plans, the runner runs, and the engine says came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from attar.engine.sequence import Sequence
+
+
+class Chunk(NamedTuple):
+    """Run `rows` tokens of the sequence from position `start`, reading the keys and values before them."""
+
+    sequence: Sequence
+    start: int
+    rows: int
+    samples: bool  # its last token is the sequence's last: choose the next
+
+
+class Copy(NamedTuple):
+    """Before anything runs, copy the first `slots` slots of one block to another, in every layer, for `sequence`."""
+
+    source: int
+    target: int
+    slots: int
+    sequence: Sequence
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What to run. Blocks are those of each sequence at this moment; they stay until the commit."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(chunk.rows for chunk in self.chunks)
+
+
+class Outcome(NamedTuple):
+    """What a step gave one sequence: the tokens it gained and whether it has ended, or why it failed."""
+
+    tokens: tuple[int, ...] = ()
+    finished: bool = False
+    failure: str | None = None  # one of messages.FAILURES

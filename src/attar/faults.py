@@ -1,0 +1,191 @@
+"""Faults on purpose: named places on a request's way at which an exception can be planted.
+
+What a server is worth shows when something raises where nobody expects it: that request must end, once, with an error,
+and nobody else may notice. Waiting for such exceptions is no way to learn whether that holds. So every stretch of code
+that works for one request has a `point` in it, with a name out of a closed table. Tests arm each name in turn, and look
+at everybody else (`tests/test_faults.py` says where); whoever runs a server can do the same from outside:
+
+    ATTAR_FAULTS=http.parse                        the first request with a body fails
+    ATTAR_FAULTS=http.parse:after=10:times=3       the 11th, 12th and 13th
+    ATTAR_FAULTS=engine.choice:every=50:times=0    one choice in fifty, for ever
+    ATTAR_FAULTS=sse.write:key=4f1c,radix.evict    several; the first only for requests whose id begins with 4f1c
+
+Both of its processes read it, and say loudly that they did. What is done for a whole batch is done again one by one
+where it raises (`runner.*`, `sampler.*` but commit, `events.encode`, `engine.pool` and `engine.prompt_logprobs`): there
+one fault is healed, and it takes a second (times=2) to end a request.
+
+A name stands for one place: each of these literals occurs once in the source. An armed point that is reached raises
+`InjectedFault`, as if the line behind it had failed. With nothing armed, which is always, a point costs one look at a
+global.
+
+Not done: faults of other kinds than exceptions. Deaths and hangs of whole processes are made with signals, and those of
+disks and memory by the operating system; neither needs a line in here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import threading
+from dataclasses import dataclass, field
+
+POINTS = {
+    "http.door": "A request has a name, and may or may not be let in.",
+    "http.read_body": "A piece of its body is about to be read.",
+    "http.parse": "The body is whole, and about to be parsed.",
+    "prompt.tokenize": "A thread turns a text into token ids.",
+    "prompt.render": "A thread renders a conversation and turns it into token ids.",
+    "prompt.decode": "A thread turns token ids into text, to be echoed.",
+    "params.build": "Fields of the body become sampling parameters.",
+    "desk.submit": "Prompts and parameters become work for the engine.",
+    "client.send": "Its commands are about to be written to the engine's socket.",
+    "engine.submit": "The engine takes a request.",
+    "engine.choice": "One choice's sampler, detokenizer and stop strings are made.",
+    "scheduler.add": "A choice is about to enter the queue.",
+    "scheduler.admit": "The first of the queue is about to be let in.",
+    "radix.match": "The prefix tree is asked for a prompt.",
+    "radix.split": "An edge of the prefix tree is about to be split.",
+    "radix.evict": "The prefix tree is about to give up blocks of a leaf.",
+    "pool.hold": "A sequence is about to hold blocks that exist.",
+    "pool.allocate": "A sequence is about to get free blocks.",
+    "scheduler.grow": "A running sequence needs another block.",
+    "scheduler.preempt": "A running sequence is about to lose its blocks to others.",
+    "runner.copy": "A block of which a prefix is shared is about to be copied.",
+    "runner.table": "A row of the step's block table is made.",
+    "runner.rows": "The model has run, and a sequence's rows of the result are picked out.",
+    "runner.replay": "A row of a recorded decode step is made.",
+    "engine.prompt_logprobs": "Log probabilities of prompt tokens are worked out.",
+    "engine.pool": "Hidden states are pooled for an embedding.",
+    "sampler.penalties": "Penalties and biases are applied to a row of logits.",
+    "sampler.uniform": "A row's random number is made.",
+    "sampler.draw": "A row's token becomes a draw, with its log probabilities.",
+    "sampler.commit": "A token is noted as part of the output.",
+    "detokenizer.push": "A token becomes text.",
+    "detokenizer.flush": "What the detokenizer held back becomes text.",
+    "stops.push": "Text is searched for stop strings.",
+    "engine.delta": "A choice's gain becomes an event.",
+    "scheduler.commit": "A piece of a prompt was computed, and is to be taken into account.",
+    "radix.insert": "The prefix tree is about to gain a leaf.",
+    "scheduler.release": "A sequence ends or is preempted, and the prefix tree is to remember what it computed.",
+    "engine.vector": "A pooled embedding becomes bytes.",
+    "engine.report": "Where a request's time went is summed up.",
+    "engine.finish": "A choice's end becomes an event.",
+    "events.encode": "An event is about to be written to the server's socket.",
+    "client.receive": "An event has come out of the engine's socket.",
+    "work.take": "A request's handler takes its events.",
+    "metrics.observe": "Events of a request are counted.",
+    "why.remember": "What became of a request is kept.",
+    "sse.start": "A stream is about to begin.",
+    "sse.format": "Something becomes a server-sent event.",
+    "sse.write": "Events of a stream are about to be written.",
+    "openai.logprobs": "A token of a log probability becomes text.",
+    "openai.delta": "An event becomes a chunk of a stream.",
+    "openai.usage": "Tokens are summed up for an answer.",
+    "openai.whole": "A whole answer is put together.",
+    "anthropic.delta": "An event becomes a piece of a stream of /v1/messages.",
+    "anthropic.whole": "A whole answer of /v1/messages is put together.",
+    "embeddings.whole": "Vectors become an answer.",
+}
+"""Every name, in the order in which a request comes by."""
+
+logger = logging.getLogger(__name__)
+
+
+class InjectedFault(RuntimeError):
+    """What an armed point raises. Nothing else does."""
+
+
+@dataclass(eq=False, slots=True)
+class Fault:
+    """What is to go wrong: of the hits at `name` by requests whose key begins with `key`, after the first `after`,
+    every `every`-th raises, `times` times in all; 0 is for ever. Raises ValueError for what can never happen.
+
+    A point's key is the id of its request or sequence where the code knows it, else empty.
+    """
+
+    name: str
+    after: int = 0
+    times: int = 1
+    every: int = 1
+    key: str = ""
+    hits: int = field(default=0, init=False)
+    fired: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.name not in POINTS:
+            near = difflib.get_close_matches(self.name, POINTS, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(f"unknown fault point {self.name!r}{hint}: known are {', '.join(POINTS)}")
+        if self.after < 0 or self.times < 0 or self.every < 1:
+            raise ValueError(f"fault {self.name}: after and times are at least 0, every at least 1")
+
+    def due(self, key: str) -> bool:
+        """Count a hit; whether it is to raise."""
+        if not key.startswith(self.key):
+            return False
+        self.hits += 1
+        late = self.hits - self.after - 1
+        if late < 0 or late % self.every or (self.times and self.fired == self.times):
+            return False
+        self.fired += 1
+        return True
+
+
+_armed: dict[str, list[Fault]] | None = None
+_lock = threading.Lock()  # points are passed in threads, too
+
+
+def point(name: str, key: str = "") -> None:
+    """A place at which something may be made to fail, for the request called `key`. Raises InjectedFault."""
+    if _armed is not None:
+        _pass(name, key)
+
+
+def _pass(name: str, key: str) -> None:
+    assert name in POINTS, f"{name} is not in the table of points"
+    armed = _armed or {}
+    with _lock:
+        due = [fault for fault in armed.get(name, ()) if fault.due(key)]
+    if due:
+        raise InjectedFault(f"injected at {name}" + (f" for {key}" if key else ""))
+
+
+def arm(*faults: Fault) -> None:
+    """These faults, and no others, are armed from now on. Their counts go on from where they are."""
+    global _armed
+    armed: dict[str, list[Fault]] = {}
+    for fault in faults:
+        armed.setdefault(fault.name, []).append(fault)
+    _armed = armed or None
+
+
+def disarm() -> None:
+    """Nothing fails on purpose any more."""
+    arm()
+
+
+def arm_from(text: str | None) -> None:
+    """Arm what ATTAR_FAULTS says, if it says anything. Raises ValueError where it cannot be read."""
+    if not text:
+        return
+    faults = parse(text)
+    arm(*faults)
+    logger.warning("FAULTS ARE ARMED: requests will fail on purpose (ATTAR_FAULTS=%s)", text)
+
+
+def parse(text: str) -> list[Fault]:
+    """The faults in `NAME[:after=N][:times=N][:every=N][:key=PREFIX],...`. Raises ValueError."""
+    faults = []
+    for item in text.split(","):
+        name, *settings = item.strip().split(":")
+        key, counts = "", {}
+        for setting in settings:
+            what, _, value = setting.partition("=")
+            if what == "key" and value:
+                key = value
+            elif what in ("after", "times", "every") and value.isdecimal():
+                counts[what] = int(value)
+            else:
+                raise ValueError(f"fault {name}: {setting!r} is not after=N, times=N, every=N or key=PREFIX")
+        faults.append(Fault(name, key=key, **counts))
+    return faults
