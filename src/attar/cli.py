@@ -114,6 +114,11 @@ def evaluate(
     model: Model,
     against: Annotated[str | None, typer.Option(help="The original: also measure the divergence from it.")] = None,
     text: Annotated[Path | None, typer.Option(help="Held-out text (.txt, .jsonl).")] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(metavar="NAME=FILE", help="Instead of a text, lambada=FILE.jsonl: the last word of each text."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Of a task, the first so many items.")] = None,
     context: Annotated[
         int | None, typer.Option(min=2, help="Tokens of a window; default: the model's, 2048 at most.")
     ] = None,
@@ -123,16 +128,29 @@ def evaluate(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure a model on a text, and against its original.
+    """Measure a model on a text, and against its original; or on a task.
 
     Perplexity; with --against also KL divergence and top-1 agreement; all with 95 % intervals. The protocol is that of
-    `compress --eval`, so the figures compare.
+    `compress --eval`, so the figures compare. Of a task, perplexity of the target and accuracy, as lm-eval has them.
     """
     with errors(as_json), progress(quiet) as bar:
+        if task is not None:
+            from attar.evaluation.tasks import evaluate_task, parse_task
+
+            if any(given is not None for given in (text, against, stride, max_tokens)):
+                raise ValueError("--text, --against, --stride and --max-tokens are not for a --task")
+            name, path = parse_task(task)
+            found = evaluate_task(model, name, path, context=context, limit=limit, dtype=dtype.value, progress=bar)
+            bar.close()
+            print(found.table())
+            emit(as_json, found.to_dict())
+            return
         from attar.evaluation.report import evaluate as run
 
         if text is None:
-            raise ValueError("give the text to measure on: --text heldout.txt")
+            raise ValueError("give the text to measure on: --text heldout.txt, or a --task")
+        if limit is not None:
+            raise ValueError("--limit is of a --task; of a text, --max-tokens")
         report = run(
             model, against=against, text=text, context=context, stride=stride, max_tokens=max_tokens,
             dtype=dtype.value, progress=bar,

@@ -76,6 +76,17 @@ def serve(
     max_step_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in one step.")] = None,
     max_waiting: Annotated[int | None, typer.Option(min=1, help="Sequences that may wait; more get 429.")] = None,
     max_requests: Annotated[int, typer.Option(min=1, help="HTTP requests open at a time; more get 429.")] = 256,
+    max_requests_per_key: Annotated[
+        int | None, typer.Option(min=1, help="Requests that one API key may have open; more get 429.")
+    ] = None,
+    tokens_per_minute: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens that one API key may use in a minute, prompts and answers; more get 429. What a request asks "
+            "for is set aside until it ends.",
+        ),
+    ] = None,
     deadline: Annotated[float, typer.Option(min=0.1, help="Seconds that one request may take.")] = 600.0,
     drain_seconds: Annotated[float, typer.Option(min=0, help="Seconds for open requests at the end.")] = 30.0,
     origin: Annotated[
@@ -90,12 +101,12 @@ def serve(
     Where the memory goes is computed and shown before anything is loaded. Ctrl-C or SIGTERM lets open requests finish.
     """
     with errors(as_json):
-        from attar.checkpoints import hub
+        from attar.checkpoints import hub, vocabulary
         from attar.engine.settings import Settings
         from attar.server import supervisor
         from attar.server.door import Options
+        from attar.server.quota import Limits
         from attar.server.security import Keys, find_keys
-        from attar.text.tokenizer import Tokenizer
 
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         path = hub.resolve(model)
@@ -122,10 +133,11 @@ def serve(
             keys=keys,
             origins=frozenset(origin or ()),
             max_requests=max_requests,
+            limits=Limits(max_requests_per_key, tokens_per_minute),
             deadline=deadline,
             drain_seconds=drain_seconds,
         )
-        tokenizer = Tokenizer.load(path)
+        tokenizer = vocabulary.tokenizer(path)
 
         def started(url: str) -> None:
             tell(f"listening at {url} (the model is loading)")

@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,9 @@ from attar.server.door import Options
 from attar.server.serve import Server
 from attar.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
+
+LEAKS = re.compile(rb"0x[0-9a-fA-F]{6,}|Traceback|site-packages|\.py\b|object at|/(src|usr|etc|tmp|home|proc)/")
+"""What no error may show of the machine that it happened on."""
 
 
 @dataclass
@@ -102,7 +106,9 @@ class Running:
             connection.request(method, path, data, sent | (headers or {}))
             reply = connection.getresponse()
             found = {name.lower(): value for name, value in reply.getheaders()}
-            return Reply(reply.status, found, reply.read())
+            answer = Reply(reply.status, found, reply.read())
+            assert reply.status < 400 or not LEAKS.search(answer.body), answer
+            return answer
         finally:
             connection.close()
 

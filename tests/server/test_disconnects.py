@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from attar.server import work
 from tests.server.conftest import Running
 from tests.server.test_protocol import connect, post
 
@@ -77,6 +78,21 @@ def test_leaving_the_queue(server: Running) -> None:
         server.wait(lambda: server.engine.open == 20)
         for sock in socks:
             sock.close()
+        server.wait(lambda: idle(server))
+    finally:
+        server.engine.held = False
+
+
+def test_leaving_a_stream_before_its_status(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "PROMPT_ANSWER", 1000.0)  # nothing but the leaving ends the wait for the first word
+    server.engine.held = True
+    try:
+        socks = [connect(server) for _ in range(8)]
+        for sock in socks:
+            sock.sendall(request_of("chat"))
+        server.wait(lambda: server.engine.open == 8)
+        for at, sock in enumerate(socks):
+            leave(sock, rudely=at % 2 == 0)
         server.wait(lambda: idle(server))
     finally:
         server.engine.held = False

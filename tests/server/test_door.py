@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ from starlette.routing import Route
 
 from attar.server import anthropic, openai
 from attar.server.door import OPEN_TO_ALL, Options
+from attar.server.quota import Limits
 from attar.server.security import Keys
-from tests.server.conftest import Running
+from tests.server.conftest import Reply, Running
 
 KEY, OTHER = "first-key-of-the-test-" + "a" * 20, "other-key-of-the-test-" + "b" * 20
 ORIGIN = "https://chat.example"
@@ -97,6 +99,20 @@ def test_listed_pages_may_call(keyed: Running) -> None:
     assert keyed.get("/readyz", GOOD[0] | {"Origin": ORIGIN}).headers["access-control-allow-origin"] == ORIGIN
 
 
+def test_no_interface_that_tries_the_api_is_served(keyed: Running) -> None:
+    for path in ("/docs", "/redoc", "/docs/oauth2-redirect", "/swagger", "/debug", "/admin"):
+        assert keyed.get(path, GOOD[0]).status == 404
+    assert keyed.get("/openapi.json").status == 401
+    assert keyed.get("/openapi.json", GOOD[0]).json["security"] == [{"bearer": []}, {"key": []}]
+
+
+def test_no_answer_sends_a_client_elsewhere(server: Running) -> None:
+    for method, path in (("POST", "/tokenize/"), ("GET", "/livez/"), ("GET", "//evil.example/%2e%2e")):
+        reply = server.request(method, path, {"prompt": "a"} if method == "POST" else None)
+        assert reply.status == 404
+        assert "location" not in reply.headers
+
+
 def test_without_origins_nothing_is_said_of_cors(server: Running) -> None:
     reply = server.get("/livez", {"Origin": ORIGIN})
     assert not [name for name in reply.headers if name.startswith(("access-control", "vary"))]
@@ -107,6 +123,91 @@ def test_a_full_server_says_so_and_when_to_come_back(start: Callable[..., Runnin
     reply = server.post("/v1/completions", {"prompt": "a"})
     assert (reply.status, reply.code, reply.headers["retry-after"]) == (429, "overloaded", "1")
     assert server.get("/readyz").status == 200
+
+
+@pytest.fixture
+def limited(start: Callable[..., Running]) -> Running:
+    """Each key may have two requests open, and 60 tokens a minute on a clock that stands still."""
+    server = start(Options(port=0, keys=Keys.of([KEY, OTHER]), limits=Limits(2, 60)))
+    server.call(lambda: setattr(server.server.door.quotas, "_clock", lambda: 1e9))
+    return server
+
+
+def refusals(server: Running) -> dict[str, float]:
+    """By limit, as the metrics have them."""
+    lines = server.get("/metrics", GOOD[0]).body.decode().split("\n")
+    found = [line.partition('limit="')[2] for line in lines if line.startswith("attar_requests_limited_total")]
+    return {line.partition('"')[0]: float(line.rpartition(" ")[2]) for line in found}
+
+
+def settled(server: Running) -> None:
+    """An answer is whole for its reader a moment before its request has ended."""
+    server.wait(lambda: not any(state.open for state in server.server.door.quotas._keys.values()))
+
+
+def test_a_key_may_have_so_many_requests_open(limited: Running) -> None:
+    limited.engine.held = True
+    body = {"prompt": [1], "max_tokens": 1}
+    threads = [threading.Thread(target=limited.post, args=("/v1/completions", body, GOOD[0])) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    limited.wait(lambda: limited.engine.open == 2)
+    reply = limited.post("/v1/messages", {}, GOOD[0])
+    assert (reply.status, reply.headers["retry-after"]) == (429, "1")
+    assert reply.json["error"]["type"] == "rate_limit_error"
+    assert limited.get("/readyz", GOOD[0]).status == 200  # asking how things are costs nothing
+    assert limited.post("/tokenize", {"prompt": "a"}, GOOD[1]).status == 200  # nor do others notice
+    limited.engine.held = False
+    for thread in threads:
+        thread.join(20)
+    settled(limited)
+    assert limited.post("/tokenize", {"prompt": "a"}, GOOD[0]).status == 200
+    assert refusals(limited) == {"requests": 1.0}
+
+
+def test_a_key_may_have_so_many_tokens_a_minute(limited: Running) -> None:
+    def ask(tokens: int, key: dict[str, str] = GOOD[0], **more: object) -> Reply:
+        body = {"prompt": [1, 2, 3, 4, 5], "max_tokens": tokens, "ignore_eos": True, **more}
+        return limited.post("/v1/completions", body, key)
+
+    assert ask(20).status == 200  # 25
+    assert ask(2, n=5).status == 200  # 40
+    settled(limited)
+    reply = ask(20)  # 25 more: 5 too many, at one a second
+    assert (reply.status, reply.code, reply.headers["retry-after"]) == (429, "rate_limit_exceeded", "5")
+    assert ask(20, GOOD[1]).status == 200
+    end = limited.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, GOOD[1])
+    assert (end.status, end.code, end.json["error"]["param"]) == (
+        400,
+        "out_of_range",
+        "max_tokens",
+    )  # the whole context
+    settled(limited)
+    assert limited.post("/v1/embeddings", {"input": [[1] * 10, [2] * 10]}, GOOD[0]).status == 200  # 60
+    assert limited.post("/v1/embeddings", {"input": [1]}, GOOD[0]).status == 429
+    assert refusals(limited) == {"tokens": 2.0}
+
+
+def test_tokens_that_were_asked_for_and_not_used_are_free_again(limited: Running) -> None:
+    for _ in range(8):  # 8 x 32 are far more than 60, but each ends with its first token
+        body = {"prompt": [7], "max_tokens": 31, "logit_bias": {"9": 100}, "stop_token_ids": [9]}
+        reply = limited.post("/v1/completions", body, GOOD[0])
+        assert (reply.status, reply.json["usage"]["completion_tokens"]) == (200, 1)
+        settled(limited)
+
+
+def test_a_request_that_found_no_room_costs_no_tokens(limited: Running) -> None:
+    limited.engine.queue = 0
+    for _ in range(8):
+        assert limited.post("/v1/completions", {"prompt": [7] * 30, "max_tokens": 9}, GOOD[0]).code == "overloaded"
+        settled(limited)
+    limited.engine.queue = 256
+    assert limited.post("/v1/completions", {"prompt": [7] * 30, "max_tokens": 9}, GOOD[0]).status == 200
+
+
+def test_limits_are_for_keys() -> None:
+    with pytest.raises(ValueError, match="API key"):
+        Options(limits=Limits(tokens_per_minute=5))
 
 
 def test_logs_hold_no_content_and_no_keys(keyed: Running, caplog: pytest.LogCaptureFixture) -> None:

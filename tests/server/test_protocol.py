@@ -8,10 +8,11 @@ import resource
 import socket
 import time
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 
-from attar.server import protocol, serve
+from attar.server import client, protocol, serve
 from tests.server.conftest import Running
 
 BODY = json.dumps({"prompt": "hello", "max_tokens": 1, "temperature": 0}).encode()
@@ -124,6 +125,11 @@ def answer(sock: socket.socket, data: bytes = b"") -> tuple[int, bytes]:
     return int(start[9:12]), body
 
 
+def read_all(sock: socket.socket) -> None:
+    while sock.recv(1 << 16):
+        pass
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_answer_to(name: str, server: Running) -> None:
     data, status = CASES[name]
@@ -203,6 +209,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deadlines of a test's length."""
     monkeypatch.setattr(protocol.LimitedProtocol, "receipt_seconds", 0.5)
     monkeypatch.setattr(protocol.LimitedProtocol, "stall_seconds", 0.5)
+    monkeypatch.setattr(client, "PATIENCE", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -255,4 +262,17 @@ def test_an_answer_that_nobody_reads_is_given_up(start: Callable[..., Running], 
         server.wait(lambda: server.engine.open == 1)
         server.wait(lambda: server.engine.open == 0, 20)
         server.wait(lambda: server.server.door.open == 0, 20)
+        with pytest.raises(ConnectionResetError):  # not an end behind which the kernel goes on
+            read_all(sock)
     assert server.engine.cancelled == 1
+
+
+def test_a_reader_that_gets_on_is_not_hung_up_on() -> None:
+    one = object.__new__(protocol.LimitedProtocol)
+    one.transport, one.loop = Mock(), Mock()
+    one.transport.get_write_buffer_size.return_value = 90
+    one._see_stall(100)
+    one.loop.call_later.assert_called_once_with(protocol.STALL_SECONDS, one._see_stall, 90)
+    one.transport.abort.assert_not_called()
+    one._see_stall(90)
+    one.transport.abort.assert_called_once_with()

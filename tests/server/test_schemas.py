@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from attar.server import sampling, schemas
+from attar.engine.messages import Ready
+from attar.server import document, sampling, schemas
+from attar.server.api import make_app
 from attar.server.errors import Refusal
-from attar.server.schemas import AnthropicBody, Body, ChatBody, CompletionBody, EmbeddingBody, TokenizeBody, read
+from attar.server.schemas import (
+    AnthropicBody,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    TokenizeBody,
+    read,
+)
+
+if TYPE_CHECKING:
+    from attar.server.metrics import Metrics
+    from attar.server.prompts import Prompts
+    from attar.server.work import Desk
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 LEAST: dict[type[Body], dict[str, Any]] = {
@@ -108,3 +127,48 @@ def test_logit_bias_is_by_token() -> None:
 def test_the_librarys_sentences_are_understood(sentence: str, code: str, param: str) -> None:
     refusal = schemas._explained(sentence)
     assert (refusal.code, refusal.param) == (code, param)
+
+
+def test_whole_floats_are_integers_as_in_json_schema() -> None:
+    body = take(CompletionBody, n=2.0, max_tokens=1e1, seed=-0.0, prompt=[1.0, 2], logit_bias={"3": 5})
+    assert (body.n, body.max_tokens, body.seed, body.prompt) == (2, 10, 0, [1, 2])
+    assert take(CompletionBody, min_tokens=0.0, temperature=1.0).temperature == 1
+    for value in (1.5, 1e300, 1e-9):
+        with pytest.raises(Refusal, match="invalid_type"):
+            take(CompletionBody, n=value)
+
+
+def test_the_documents_examples_are_taken() -> None:
+    kinds = {kind.__name__: kind for kind in (*LEAST, DetokenizeBody)}
+    assert document._EXAMPLES.keys() == kinds.keys()
+    for name, examples in document._EXAMPLES.items():
+        for example in examples:
+            read(kinds[name], json.dumps(example).encode())
+
+
+@given(st.integers(1, 300_000), st.data())
+def test_the_documents_pattern_of_token_ids_is_exact(vocab: int, data: st.DataObject) -> None:
+    pattern = re.compile("|".join(document._below(vocab)))
+    near = st.sampled_from([vocab - 1, vocab, vocab + 1, vocab // 10, vocab * 10, 0])
+    token = data.draw(st.integers(0, 10 * vocab) | near)
+    assert bool(pattern.fullmatch(str(token))) == (token < vocab)
+    assert not pattern.fullmatch("0" + str(token))
+
+
+def test_the_document_names_what_is_served_and_asks_for_keys_where_they_are_needed() -> None:
+    app = make_app(cast("Desk", None), cast("Prompts", None), cast("Metrics", None))
+    before = document.document(app, document.Served())
+    assert "security" not in before
+    assert "401" not in before["paths"]["/tokenize"]["post"]["responses"]
+    ready = Ready("a-model", 512, 1000, 1, 16, ())
+    after = document.document(app, document.Served(keyed=True, ready=ready, shortest=1))
+    body = after["components"]["schemas"]["CompletionBody"]["properties"]
+    assert body["model"] == {"enum": [None, "a-model"]}
+    assert body["prompt"]["anyOf"][0]["minLength"] == 1
+    assert body["stop_token_ids"]["anyOf"][0]["items"]["maximum"] == 999
+    assert after["paths"]["/livez"]["get"]["security"] == []
+    for path, methods in after["paths"].items():
+        for operation in methods.values():
+            assert ("401" in operation["responses"]) == (path != "/livez")
+            for status, response in operation["responses"].items():
+                assert ("Retry-After" in response.get("headers", {})) == (status in ("429", "503"))

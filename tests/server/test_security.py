@@ -1,13 +1,22 @@
-"""Keys, salts, hosts."""
+"""Keys, salts, hosts, and what the server's process does on its own."""
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from attar.server.door import Options
 from attar.server.security import KEY_VARIABLE, Keys, checked_keys, find_keys, host_name, is_loopback, read_keys
+from attar.text.tokenizer import Tokenizer
 
 KEY, OTHER = "k" * 32, "o" * 40
 
@@ -72,3 +81,83 @@ def test_addresses_that_others_reach_need_a_key() -> None:
 def test_host_names_have_no_port() -> None:
     found = [host_name(host) for host in (b"LocalHost:80", b"[::1]:80", b"[::1]", b"a.b", b"", b"127.0.0.1.evil:1")]
     assert found == ["localhost", "::1", "::1", "a.b", "", "127.0.0.1.evil"]
+
+
+WATCHED = """
+import json, sys
+from pathlib import Path
+
+seen = []
+
+def watch(event, arguments):
+    if event in ("socket.connect", "socket.sendto", "socket.getaddrinfo", "socket.gethostbyname"):
+        seen.append([event, repr(arguments[-1] if event == "socket.connect" else arguments)])
+    elif event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pickle.find_class"):
+        seen.append([event, repr(arguments[0])])
+
+from attar.server.door import Options
+from attar.server.serve import serve
+from attar.text.tokenizer import Tokenizer
+
+tokenizer = Tokenizer.load(Path(sys.argv[2]))
+sys.addaudithook(watch)
+serve(Path(sys.argv[1]), tokenizer, Options(port=0), lambda url: print(url, flush=True))
+print(json.dumps(seen), flush=True)
+"""
+
+
+def listening(process: int) -> list[str]:
+    """Addresses, in hexadecimal as the kernel shows them, of the TCP sockets at which a process listens."""
+    inodes = set()
+    for link in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+    tables = [path for path in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")) if path.exists()]
+    rows = [line.split() for table in tables for line in table.read_text().split("\n")[1:-1]]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes]
+
+
+def test_the_server_listens_at_one_address_and_connects_to_nothing_but_its_engine(
+    tokenizer: Tokenizer, demo: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "engine.sock"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    fake = [sys.executable, str(Path(__file__).with_name("fake_engine.py")), str(path), str(demo), "0"]
+    engine = subprocess.Popen(fake, env=environment)
+    server = subprocess.Popen([sys.executable, "-c", WATCHED, str(path), str(demo)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        port = int(server.stdout.readline().rpartition(":")[2])
+
+        def ask(method: str, target: str, body: object = None) -> int:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+            data = None if body is None else json.dumps(body)
+            connection.request(method, target, data, {"Content-Type": "application/json"})
+            reply = connection.getresponse()
+            reply.read()
+            connection.close()
+            return reply.status
+
+        while ask("GET", "/readyz") != 200:
+            time.sleep(0.02)
+        said = [{"role": "user", "content": "See http://example.org/x.png and file:///etc/passwd"}]
+        for target, body in (
+            ("/v1/chat/completions", {"messages": said, "max_tokens": 2}),
+            ("/v1/messages", {"messages": said, "max_tokens": 2, "stream": True}),
+            ("/v1/embeddings", {"input": "text"}),
+        ):
+            assert ask("POST", target, body) == 200
+        for target in ("/", "/metrics", "/openapi.json", "/v1/engine"):
+            assert ask("GET", target) == 200
+        if sys.platform == "linux":
+            assert listening(server.pid) == ["0100007F"]
+        server.send_signal(signal.SIGTERM)
+        seen = json.loads(server.stdout.read())
+        assert {event for event, _ in seen} == {"socket.connect", "subprocess.Popen"}
+        assert {what for event, what in seen if event == "socket.connect"} == {repr(str(path))}
+        assert {what for event, what in seen if event == "subprocess.Popen"} == {repr(sys.executable)}  # renders
+        assert server.wait(20) == 0
+    finally:
+        for process in (server, engine):
+            process.kill()
+            process.wait()

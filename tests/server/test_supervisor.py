@@ -84,6 +84,16 @@ def test_it_answers_as_the_library_does(served: Served) -> None:
     assert text_of(answer) == alone.text
 
 
+def test_each_process_loads_what_it_needs(served: Served) -> None:
+    """The one that speaks HTTP is small and soon there: it has neither torch nor numpy. The engine's has no web."""
+    assert served.get("/v1/completions", ASK)[0] == 200
+    http, engine = (Path(f"/proc/{pid}/maps").read_text() for pid in (served.process.pid, served.engine()))
+    assert "libtorch" not in http
+    assert "_multiarray_umath" not in http
+    assert "libtorch" in engine
+    assert "pydantic_core" not in engine
+
+
 def test_a_dead_engine_is_seen_and_replaced(served: Served) -> None:
     before = served.engine()
     expected = text_of(served.get("/v1/completions", ASK)[1])
@@ -107,6 +117,29 @@ def test_an_open_stream_of_a_dead_engine_ends_with_an_error(served: Served) -> N
     assert "error" in json.loads(events[-1] if events[-1] != "[DONE]" else events[-2])
     assert sum("error" in json.loads(event) for event in events if event != "[DONE]") == 1
     served.wait_for(200, SECONDS)
+
+
+def test_a_stopped_engine_is_seen_and_goes_on_where_it_was(served: Served) -> None:
+    """`test_client` has the numbers that make it two seconds; here it may take what a busy machine takes."""
+    ask = json.dumps(ASK | {"max_tokens": 400, "stream": True, "ignore_eos": True}).encode()
+    request = urllib.request.Request(served.url + "/v1/completions", ask, {"Content-Type": "application/json"})
+    expected = served.get("/v1/completions", ASK | {"max_tokens": 400, "ignore_eos": True})[1]
+    engine = served.engine()
+    with urllib.request.urlopen(request, timeout=SECONDS) as stream:
+        begun = stream.readline()
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            served.wait_for(503, SECONDS)
+            status, refused = served.get("/v1/completions", ASK)
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        assert (status, refused["error"]["code"]) == (503, "engine_down")  # type: ignore[index]
+        served.wait_for(200, SECONDS)
+        lines = (begun + stream.read()).decode().split("\n")
+    events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    assert events.pop() == "[DONE]"
+    assert "".join(text_of(json.loads(event)) for event in events) == text_of(expected)
+    assert served.engine() == engine
 
 
 def test_sigterm_ends_both_with_status_0(served: Served) -> None:

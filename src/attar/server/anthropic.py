@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from attar.engine.messages import Delta, Failed, Finished
+from attar.faults import point
 from attar.server import sse
 from attar.server.errors import Refusal
 from attar.server.work import Work
@@ -55,6 +56,7 @@ def _message(work: Work, model: str, text: str | None, reason: str | None, stop:
 async def whole(work: Work, model: str) -> bytes:
     """The answer as one object. Raises Refusal."""
     [choice], _ = await work.choices()
+    point("anthropic.whole", work.caller.id)
     reason = _reason(choice.reason, choice.stop)
     return encode(_message(work, model, choice.text, reason, choice.stop, choice.tokens))
 
@@ -68,6 +70,7 @@ async def stream(work: Work, model: str) -> AsyncIterator[bytes]:
         pieces = []
         for event in events:
             if isinstance(event, Delta):
+                point("anthropic.delta", event.id)
                 if event.text:
                     pieces.append(
                         b"event: content_block_delta\n"

@@ -13,9 +13,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
-from attar.server import anthropic, openai, sse
-from attar.server.document import document, taking
-from attar.server.door import refuse
+from attar.faults import point
+from attar.server import answers, anthropic, openai, sse
+from attar.server.document import Served, document, giving, taking
+from attar.server.door import check_body, refuse
 from attar.server.errors import INTERNAL, Refusal
 from attar.server.metrics import Metrics
 from attar.server.prompts import BodyType, Prompts, anthropic_messages, chat_messages
@@ -53,9 +54,9 @@ POLICY = _policy(PAGE)
 encode = msgspec.json.encode
 
 
-def make_app(desk: Desk, prompts: Prompts, metrics: Metrics) -> FastAPI:
-    """The application, without its door."""
-    app = FastAPI(title="attar", version=__version__, docs_url=None, redoc_url=None)
+def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False) -> FastAPI:
+    """The application, without its door. `keyed`: whether that asks for keys, which the document then says."""
+    app = FastAPI(title="attar", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     _refusals(app)
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
@@ -63,12 +64,12 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics) -> FastAPI:
         """A page to talk to the model and to watch the engine."""
         return Response(PAGE, media_type="text/html", headers={"Content-Security-Policy": POLICY})
 
-    @app.get("/livez")
+    @app.get("/livez", openapi_extra=giving(answers.Alive))
     async def livez() -> Response:
         """The process is alive. Asks nobody."""
         return _json({"status": "alive"})
 
-    @app.get("/readyz")
+    @app.get("/readyz", openapi_extra=giving(answers.Alive))
     async def readyz() -> Response:
         """The model is loaded, the engine runs, and the server is not shutting down."""
         desk.healthy()
@@ -79,28 +80,30 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics) -> FastAPI:
         """Metrics in Prometheus's text format."""
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")
 
-    @app.get("/v1/engine")
+    @app.get("/v1/engine", openapi_extra=giving(answers.Engine))
     async def engine() -> Response:
         """What the engine said when it was ready, and its state since; `blocks` is base64, a byte each."""
         return _json({"ready": desk.ready(), "stats": desk.engine.stats})
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", openapi_extra=giving(answers.Models))
     async def models() -> Response:
         """The served model, in a list."""
         return _json({"object": "list", "data": [_model(desk)]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", openapi_extra=giving(answers.Model))
     async def one_model(name: str) -> Response:
         """The served model."""
         desk.model(name)
         return _json(_model(desk))
 
-    @app.get("/v1/requests/{name}/why")
+    @app.get("/v1/requests/{name}/why", openapi_extra=giving(answers.Why))
     async def why(request: Request, name: str) -> Response:
         """Where a request's time went. `name` is its `X-Request-Id`, or the `id` of its answer."""
         return _json(desk.story(name.rpartition("-")[2].removeprefix("msg_"), _caller(request).salt))
 
-    @app.post("/v1/chat/completions", openapi_extra=taking(ChatBody, streams=True))
+    @app.post(
+        "/v1/chat/completions", openapi_extra=taking(ChatBody, answers.ChatCompletion, answers.ChatChunk, answers.Error)
+    )
     async def chat(request: Request) -> Response:
         """OpenAI's chat completions."""
         body = await _read(prompts, request, ChatBody)
@@ -110,10 +113,13 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics) -> FastAPI:
         form = openai.ChatFormat(prompts.tokenizer, bool(body.logprobs))
         work = desk.submit(_caller(request), [ids], params, body.n or 1)
         if body.stream:
-            return await _stream(work, openai.stream(work, model, form, body.with_usage), openai.failed)
+            return await _stream(request, work, openai.stream(work, model, form, body.with_usage), openai.failed)
         return await _whole(request, work, openai.whole(work, model, form))
 
-    @app.post("/v1/completions", openapi_extra=taking(CompletionBody, streams=True))
+    @app.post(
+        "/v1/completions",
+        openapi_extra=taking(CompletionBody, answers.Completion, answers.CompletionChunk, answers.Error),
+    )
     async def completions(request: Request) -> Response:
         """OpenAI's text completions."""
         body = await _read(prompts, request, CompletionBody)
@@ -129,10 +135,10 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics) -> FastAPI:
         form = openai.CompletionFormat(prompts.tokenizer, body.logprobs is not None, n, echoed)
         work = desk.submit(_caller(request), ids, params, n)
         if body.stream:
-            return await _stream(work, openai.stream(work, model, form, body.with_usage), openai.failed)
+            return await _stream(request, work, openai.stream(work, model, form, body.with_usage), openai.failed)
         return await _whole(request, work, openai.whole(work, model, form))
 
-    @app.post("/v1/messages", openapi_extra=taking(AnthropicBody, streams=True))
+    @app.post("/v1/messages", openapi_extra=taking(AnthropicBody, answers.AnthropicReply, *answers.ANTHROPIC_EVENTS))
     async def messages(request: Request) -> Response:
         """Anthropic's messages."""
         body = await _read(prompts, request, AnthropicBody)
@@ -141,22 +147,23 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics) -> FastAPI:
         params = anthropic_params(body, room([ids], ready.context, "messages"))
         work = desk.submit(_caller(request), [ids], params, 1)
         if body.stream:
-            return await _stream(work, anthropic.stream(work, model), anthropic.failed)
+            return await _stream(request, work, anthropic.stream(work, model), anthropic.failed)
         return await _whole(request, work, anthropic.whole(work, model))
 
-    @app.post("/v1/embeddings", openapi_extra=taking(EmbeddingBody))
+    @app.post("/v1/embeddings", openapi_extra=taking(EmbeddingBody, answers.Embeddings))
     async def embeddings(request: Request) -> Response:
         """OpenAI's embeddings, of the model's final hidden states."""
         body = await _read(prompts, request, EmbeddingBody)
         model, ready = desk.model(body.model), desk.ready()
         ids = await prompts.ids(body.inputs(), ready.vocab_size, "input")
         room(ids, ready.context, "input", new=0)
+        _caller(request).take(sum(map(len, ids)), 0)
         embedding = _Embedding(desk, _caller(request), ids, body.pooling)
         async with sse.while_connected(request.receive, embedding.cancel):
             vectors = await embedding.vectors()
         return _json(_embedded(vectors, model, sum(map(len, ids)), body.encoding_format == "base64"))
 
-    @app.post("/tokenize", openapi_extra=taking(TokenizeBody))
+    @app.post("/tokenize", openapi_extra=taking(TokenizeBody, answers.Tokenized))
     async def tokenize(request: Request) -> Response:
         """Token ids of a text, or of a conversation as the chat endpoint renders it."""
         body = await _read(prompts, request, TokenizeBody)
@@ -167,7 +174,7 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics) -> FastAPI:
             ids = await prompts.text_ids(body.prompt, body.add_special_tokens)
         return _json({"tokens": ids, "count": len(ids), "max_model_len": desk.ready().context})
 
-    @app.post("/detokenize", openapi_extra=taking(DetokenizeBody))
+    @app.post("/detokenize", openapi_extra=taking(DetokenizeBody, answers.Detokenized))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
         body = await _read(prompts, request, DetokenizeBody)
@@ -175,7 +182,7 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics) -> FastAPI:
         in_vocabulary(body.tokens, desk.ready().vocab_size, "tokens")
         return _json({"prompt": await prompts.text(body.tokens)})
 
-    app.openapi = lambda: document(app)  # type: ignore[method-assign]
+    app.openapi = lambda: document(app, Served(keyed, desk.engine.ready, prompts.shortest))  # type: ignore[method-assign]
     return app
 
 
@@ -220,16 +227,19 @@ def _caller(request: Request) -> Caller:
 
 
 async def _read(prompts: Prompts, request: Request, kind: type[BodyType]) -> BodyType:
-    """The request's body, as it comes in; its Content-Length, which the door has seen, bounds it."""
+    """The request's body, as it comes in; its Content-Length, checked first, bounds it."""
+    check_body(dict(request.scope["headers"]))
     body = bytearray()
     more = True
     while more:
+        point("http.read_body", _caller(request).id)
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise Refusal("cancelled", "the request was cancelled")
         body += message.get("body", b"")
         assert len(body) <= MAX_BODY, "h11 holds a body to its Content-Length"
         more = message.get("more_body", False)
+    point("http.parse", _caller(request).id)
     return await prompts.read(kind, bytes(body))
 
 
@@ -241,13 +251,16 @@ async def _whole(request: Request, work: Work, answer: Awaitable[bytes]) -> Resp
         work.answer.cancel()
 
 
-async def _stream(work: Work, pieces: AsyncIterator[bytes], failed: Callable[[Refusal], bytes]) -> Response:
+async def _stream(
+    request: Request, work: Work, pieces: AsyncIterator[bytes], failed: Callable[[Refusal], bytes]
+) -> Response:
     try:
-        await work.admitted()
+        async with sse.while_connected(request.receive, work.answer.cancel):
+            await work.admitted()
+        return sse.EventStream(pieces, work.answer.cancel, failed(Refusal("internal", INTERNAL)), work.caller.id)
     except BaseException:
         work.answer.cancel()
         raise
-    return sse.EventStream(pieces, work.answer.cancel, failed(Refusal("internal", INTERNAL)))
 
 
 def _model(desk: Desk) -> dict[str, Any]:
@@ -290,6 +303,7 @@ class _Embedding:
 
 
 def _embedded(vectors: Sequence[bytes], model: str, tokens: int, as_base64: bool) -> dict[str, Any]:
+    point("embeddings.whole")
     data = []
     for at, vector in enumerate(vectors):
         shown = base64.b64encode(vector).decode() if as_base64 else memoryview(vector).cast("f").tolist()

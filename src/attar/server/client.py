@@ -4,6 +4,11 @@ One connection carries everything. What arrives is handed on at once, without a 
 behind finds several events together, and one that falls behind for good loses its request, so that no queue grows
 without bound. When the connection ends, so does every open request, in the same moment, with a `Failed`: the kernel
 tells of a process's death whatever it died of. The client then connects again, as soon as an engine listens.
+
+A process can also stop without dying. The engine's heart (`engine/process.py`) beats through any step, so one that is
+not heard for `SILENCE` does not run, and one that is heard but has been in one step for `STUCK` does not get on.
+Neither ends the connection, for a stopped process may be continued: `trouble` tells of it, nothing new is taken, and
+what is open waits, until its deadline and `GRACE` have passed. Then its end comes from here: nobody else will tell it.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import msgspec
 
 from attar.engine.messages import (
     MAX_FRAME,
+    Beat,
     Cancel,
     Command,
     Delta,
@@ -34,11 +40,15 @@ from attar.engine.messages import (
     Submit,
     encode,
 )
+from attar.faults import point
 
-MAX_WAITING = 256 << 10  # bytes, about, of events that a reader has not taken yet
+MAX_WAITING = 128 << 10  # bytes, about, of events that a reader leaves for longer than PATIENCE
+PATIENCE = 0.5  # seconds: this process may be late itself
 RETRY_SECONDS = 0.1
-WATCH_SECONDS = 0.5
-PATIENCE = 30.0  # seconds; far longer than a step
+WATCH_SECONDS = 0.1
+SILENCE = 1.5  # seconds: three beats of the engine
+STUCK = 60.0  # seconds; far longer than a step
+GRACE = 1.0  # seconds past its deadline that a request is left to the engine, which ends it between two steps
 
 AnswerEvent = Delta | PromptLogprobs | Finished | Embedding | Failed
 
@@ -59,7 +69,9 @@ class Answer:
         self._drop = drop
         self._events: list[AnswerEvent] = []
         self._size = 0
+        self._since = 0.0  # when the oldest of them came
         self._wake = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
 
     async def take(self) -> list[AnswerEvent]:
         """All events that have arrived, at least one. Empty once everything was taken and the answer has ended."""
@@ -73,8 +85,12 @@ class Answer:
         """The engine says something."""
         if self.ended:
             return
+        now = time.monotonic()
+        if not self._events:
+            self._since = now
         self._size += _size(event)
-        if self._size > MAX_WAITING:
+        if self._size > MAX_WAITING and now - self._since > PATIENCE:
+            self._events.clear()  # they would wait for as long as the connection stalls
             self.cancel()
             return
         self._events.append(event)
@@ -86,7 +102,12 @@ class Answer:
             self._open[event.id] -= 1
             if not self._open[event.id]:
                 self._close(event.id)
-            self.ended = not self._open
+            if not self._open:
+                self._end()
+
+    def end_after(self, seconds: float) -> None:
+        """End with `deadline` then, if it has not ended."""
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.cancel, "deadline")
 
     def cancel(self, code: str = "cancelled") -> None:
         """End here, with a `Failed`, unless it has ended; the engine is told to drop what is open."""
@@ -101,37 +122,44 @@ class Answer:
 
     def _end(self) -> None:
         self.ended = True
-        self._drop(self._open, True)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._open:
+            self._drop(self._open, True)
 
 
 def _size(event: AnswerEvent) -> int:
     if isinstance(event, Delta):
-        return 128 + 4 * len(event.text) + sum(96 + 32 * len(each.top) for each in event.logprobs or ())
+        return 256 + 4 * len(event.text) + sum(128 + 112 * len(each.top) for each in event.logprobs or ())
     return 128  # the others come once
 
 
 class EngineClient:
-    """The connection to the engine at a Unix socket, made anew when it is lost.
+    """The connection to the engine at a Unix socket, made anew when it is lost."""
 
-    An engine that has work and says nothing for `patience` seconds, because it hangs or was stopped, is given up too.
-    """
-
-    def __init__(self, path: Path, patience: float = PATIENCE) -> None:
-        self.path, self.patience = path, patience
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.ready: Ready | None = None
         """What the engine said when it was ready; None while there is none."""
         self.stats: Stats | None = None
         self.was_ready = False
         self.open: dict[str, Answer] = {}
         """The engine's requests that have not ended, by id."""
-        self._heard = 0.0  # when the engine last said anything, or was first asked after a pause
+        self.silent = 0.0
+        """Seconds of looks at the connection since the engine was heard: while this process stands still, none pass."""
+        self.busy = 0.0
+        """Seconds for which the engine's step had lasted when it last told."""
         self._connection: _Connection | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def silent(self) -> float:
-        """Seconds for which the engine has said nothing although it has work. A stopped process looks like this."""
-        return time.monotonic() - self._heard if self.open else 0.0
+    def trouble(self) -> str | None:
+        """What is wrong with an engine that is there, in a sentence; None if nothing is."""
+        if self.silent >= SILENCE:
+            return f"the engine has not been heard for {SILENCE:g} s: its process does not run"
+        if self.busy > STUCK:
+            return f"the engine has been in one step for more than {STUCK:g} s"
+        return None
 
     def start(self) -> None:
         """Begin to connect."""
@@ -152,17 +180,22 @@ class EngineClient:
 
     def ask(self, commands: Sequence[Submit | Embed]) -> Answer:
         """Send requests whose answers belong together; their ids must be new."""
-        if not self.open:
-            self._heard = time.monotonic()
         answer = Answer(commands, self._drop)
         self.open.update((command.id, answer) for command in commands)
         if self.ready is None:
             answer.cancel("shutdown")
         else:
+            deadlines = [command.deadline for command in commands if command.deadline is not None]
+            if deadlines:
+                answer.end_after(max(deadlines) + GRACE)
             try:
+                point("client.send", commands[0].id)
                 self._send(commands)
             except ValueError:  # longer than a frame
                 answer.cancel("too_long")
+            except Exception as error:
+                logger.error("%s could not be sent: %s", commands[0].id, type(error).__name__)
+                answer.cancel("internal")
         return answer
 
     def _drop(self, requests: Iterable[str], tell: bool) -> None:
@@ -184,27 +217,43 @@ class EngineClient:
                     lambda ended=ended: _Connection(self._arrived, ended.set),  # type: ignore[misc]
                     str(self.path),
                 )
-                while not ended.is_set():
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(WATCH_SECONDS):
-                            await ended.wait()
-                    if self.silent > self.patience:
-                        self._connection.give_up(f"silent for {self.patience:g} s with work to do")
+                self.silent = self.busy = 0.0
+                await self._watch(ended)
                 self._lost()
             await asyncio.sleep(RETRY_SECONDS)
 
+    async def _watch(self, ended: asyncio.Event) -> None:
+        """Count the seconds of silence until the connection has ended, and log when trouble comes and goes."""
+        known = None
+        while not ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WATCH_SECONDS):
+                    await ended.wait()
+            self.silent += WATCH_SECONDS
+            if (trouble := self.trouble) != known:
+                known = trouble
+                level = logging.INFO if trouble is None else logging.ERROR
+                logger.log(level, "%s; open requests: %d", trouble or "the engine gets on again", len(self.open))
+
     def _arrived(self, events: Sequence[Event]) -> None:
-        self._heard = time.monotonic()
+        self.silent = 0.0
         for event in events:
             if isinstance(event, Stats):
                 self.stats = event
+            elif isinstance(event, Beat):
+                self.busy = event.busy
             elif isinstance(event, Ready):
                 self.ready, self.was_ready = event, True
                 logger.info("the engine is ready: %d blocks of %d tokens", event.blocks, event.block_size)
             else:
                 answer = self.open.get(event.id)
                 if answer is not None:  # else it was cancelled while this was on its way
-                    answer.put(event)
+                    try:
+                        point("client.receive", event.id)
+                        answer.put(event)
+                    except Exception as error:
+                        logger.error("what was said of %s could not be taken: %s", event.id, type(error).__name__)
+                        answer.cancel("internal")
 
     def _lost(self) -> None:
         if self.ready is not None:

@@ -11,14 +11,18 @@ import logging
 import secrets
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from attar.faults import point
+from attar.server.crowd import Crowd
 from attar.server.errors import INTERNAL, Refusal
 from attar.server.metrics import Metrics
 from attar.server.protocol import MAX_BODY
+from attar.server.quota import Account, Limits, Quotas
 from attar.server.security import Keys, host_name, is_loopback
 from attar.server.work import Caller, Desk
 
@@ -37,7 +41,7 @@ class Options:
 
     hosts: names that the Host header may have; empty: loopback's names on loopback, else any. origins: web pages of
     other servers that may call this one from a browser. max_requests: open at a time, beyond which 429 is the answer.
-    deadline, drain_seconds: of one request, and of all when the server ends.
+    limits: what each key may have. deadline, drain_seconds: of one request, and of all when the server ends.
     """
 
     host: str = "127.0.0.1"
@@ -46,6 +50,7 @@ class Options:
     hosts: frozenset[str] = frozenset()
     origins: frozenset[str] = frozenset()
     max_requests: int = 256
+    limits: Limits = field(default_factory=Limits)
     deadline: float = 600.0
     drain_seconds: float = 30.0
 
@@ -54,6 +59,8 @@ class Options:
             raise ValueError(
                 f"{self.host} can be reached from other machines: set an API key (a file, or the environment)"
             )
+        if not self.keys.hashes and self.limits != Limits():
+            raise ValueError("limits of requests and tokens are for each API key, and none is set")
         if "*" in self.origins:
             raise ValueError("origins are listed one by one: `*` would let every web page in")
 
@@ -69,6 +76,8 @@ class Door:
     def __init__(self, app: ASGIApp, options: Options, desk: Desk, metrics: Metrics) -> None:
         self.app, self.options, self.desk, self.metrics = app, options, desk, metrics
         self.open = 0
+        self.crowd = Crowd()
+        self.quotas = Quotas(options.limits, lambda limit: metrics.limited.labels(limit).inc())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -87,11 +96,16 @@ class Door:
 
         self.open += 1
         self.metrics.open.set(self.open)
+        account: Account | None = None
         try:
             if self._preflight(scope, headers):
                 await _preflight_answer(tell)
                 return
-            scope["attar"] = Caller(name, arrived, self._let_in(scope, headers))
+            point("http.door", name)
+            salt = self._let_in(scope, headers)
+            if scope["method"] == "POST":
+                account = self.quotas.enter(salt)
+            scope["attar"] = Caller(name, arrived, salt, account)
             await self.app(scope, receive, tell)
         except Refusal as refusal:
             await refuse(refusal, scope["path"], tell)
@@ -101,6 +115,10 @@ class Door:
             if not status:
                 await refuse(Refusal("internal", INTERNAL), scope["path"], tell)
         finally:
+            if account is not None:
+                account.close()
+                if status == 200:
+                    self.crowd.served(time.monotonic())
             self.open -= 1
             self.metrics.open.set(self.open)
             route = getattr(scope.get("route"), "path", "none")  # the pattern, not what was asked
@@ -120,21 +138,15 @@ class Door:
         if salt is None:
             raise Refusal("invalid_api_key", "send a valid key: Authorization: Bearer KEY")
         if scope["method"] == "POST":
-            self._check_post(headers)
+            self._check_room()
         return salt
 
-    def _check_post(self, headers: dict[bytes, bytes]) -> None:
+    def _check_room(self) -> None:
         if self.desk.draining:
             raise Refusal("draining", "the server is shutting down")
         if self.open > self.options.max_requests:
-            raise Refusal("overloaded", "the server is full: try again later")
-        if headers.get(b"content-encoding", b"").strip().lower() not in IDENTITY:
-            raise Refusal("unsupported_media_type", "Content-Encoding is not supported: send plain JSON")
-        # A form of a foreign web page can be posted without a preflight, but not as JSON.
-        if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
-            raise Refusal("unsupported_media_type", "send JSON, with Content-Type: application/json")
-        if int(headers.get(b"content-length", b"0")) > MAX_BODY:
-            raise Refusal("body_too_large", f"the body is larger than {MAX_BODY} bytes")
+            retry_after = self.crowd.retry_after(time.monotonic())
+            raise Refusal("overloaded", "the server is full: try again later", retry_after=retry_after)
 
     def _cors(self, headers: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         if not self.options.origins:
@@ -150,6 +162,17 @@ class Door:
             and b"access-control-request-method" in headers
             and headers.get(b"origin", b"").decode("latin-1") in self.options.origins
         )
+
+
+def check_body(headers: Mapping[bytes, bytes]) -> None:
+    """Before a body is read, by whatever reads one. Raises Refusal: for other than JSON, and for too much of it."""
+    if headers.get(b"content-encoding", b"").strip().lower() not in IDENTITY:
+        raise Refusal("unsupported_media_type", "Content-Encoding is not supported: send plain JSON")
+    # A form of a foreign web page can be posted without a preflight, but not as JSON.
+    if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
+        raise Refusal("unsupported_media_type", "send JSON, with Content-Type: application/json")
+    if int(headers.get(b"content-length", b"0")) > MAX_BODY:
+        raise Refusal("body_too_large", f"the body is larger than {MAX_BODY} bytes")
 
 
 async def _preflight_answer(send: Send) -> None:

@@ -54,6 +54,7 @@ CATALOGUE: dict[str, Kind] = {
     "unsupported_media_type": Kind(415, "invalid_request_error", "invalid_request_error"),
     "headers_too_large": Kind(431, "invalid_request_error", "invalid_request_error"),
     "overloaded": Kind(429, "rate_limit_error", "rate_limit_error", 1),
+    "rate_limit_exceeded": Kind(429, "rate_limit_error", "rate_limit_error", 1),
     "cancelled": Kind(499, "invalid_request_error", "invalid_request_error"),
     "internal": Kind(500, "server_error", "api_error"),
     "bad_logits": Kind(500, "server_error", "api_error"),
@@ -78,12 +79,16 @@ _FAILURES = {  # the engine's code: entry, and our words, or None to show the en
 
 
 class Refusal(Exception):
-    """An answer to a request that is an error: `code` of CATALOGUE, a sentence, and the field it is about."""
+    """An answer to a request that is an error: `code` of CATALOGUE, a sentence, and the field it is about.
 
-    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+    retry_after: seconds, where they are known better than the catalogue has them.
+    """
+
+    def __init__(self, code: str, message: str, param: str | None = None, *, retry_after: int | None = None) -> None:
         super().__init__(code)  # logs get the code: the message may name what the user sent
         self.code, self.message, self.param = code, message, param
         self.kind = CATALOGUE[code]
+        self.retry_after = self.kind.retry_after if retry_after is None else retry_after
 
     @classmethod
     def of(cls, failed: Failed) -> Refusal:
@@ -101,6 +106,6 @@ class Refusal(Exception):
 
     def headers(self) -> dict[str, str]:
         """Headers that belong to this status."""
-        if self.kind.retry_after is not None:
-            return {"Retry-After": str(self.kind.retry_after)}
+        if self.retry_after is not None:
+            return {"Retry-After": str(self.retry_after)}
         return {"WWW-Authenticate": "Bearer"} if self.kind.status == 401 else {}

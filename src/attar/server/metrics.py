@@ -30,6 +30,9 @@ class Metrics:
         self.requests = Counter(
             "attar_http_requests", "Requests by route and status", ["route", "status"], registry=registry
         )
+        self.limited = Counter(
+            "attar_requests_limited", "Requests that a key's own limit turned away", ["limit"], registry=registry
+        )
         self.prompt_tokens = Counter("attar_prompt_tokens", "Tokens of prompts taken in", registry=registry)
         self.generated_tokens = Counter("attar_generated_tokens", "Tokens given out", registry=registry)
         self.ttft = Histogram(
@@ -70,8 +73,9 @@ class _Engine(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        ready, stats = self._engine.ready, self._engine.stats
-        yield GaugeMetricFamily("attar_engine_up", "1 while the engine is ready", value=float(ready is not None))
+        stats = self._engine.stats
+        up = self._engine.ready is not None and self._engine.trouble is None
+        yield GaugeMetricFamily("attar_engine_up", "1 while the engine is ready", value=float(up))
         if stats is None:
             return
         yield GaugeMetricFamily("attar_requests_running", "Requests in the running batch", value=stats.running)

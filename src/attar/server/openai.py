@@ -14,6 +14,7 @@ import msgspec
 
 from attar.engine.messages import Delta, Failed, Finished, PromptLogprobs
 from attar.engine.request import TokenLogprob
+from attar.faults import point
 from attar.server import sse
 from attar.server.errors import Refusal
 from attar.server.work import Choice, Work
@@ -27,6 +28,7 @@ encode = msgspec.json.encode
 
 def usage(work: Work, generated: int) -> dict[str, Any]:
     """The usage object."""
+    point("openai.usage", work.caller.id)
     return {
         "prompt_tokens": work.prompt_tokens,
         "completion_tokens": generated,
@@ -37,6 +39,7 @@ def usage(work: Work, generated: int) -> dict[str, Any]:
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
     """A token as text; one that is part of a character only as `bytes:` and their escapes, as OpenAI writes it."""
+    point("openai.logprobs")
     raw = tokenizer.id_to_bytes(token)
     try:
         return raw.decode()
@@ -201,6 +204,7 @@ Format = ChatFormat | CompletionFormat
 async def whole(work: Work, model: str, form: Format) -> bytes:
     """The answer as one object. Raises Refusal."""
     choices, of_prompts = await work.choices()
+    point("openai.whole", work.caller.id)
     if isinstance(form, ChatFormat):
         found = [form.whole(number, choice) for number, choice in enumerate(choices)]
     else:
@@ -222,6 +226,7 @@ async def stream(work: Work, model: str, form: Format, with_usage: bool) -> Asyn
         pieces: list[bytes | None] = []
         for event in events:
             if isinstance(event, Delta | Finished):
+                point("openai.delta", event.id)
                 number = work.number(event)
                 if number not in opened:
                     opened.add(number)

@@ -1,7 +1,8 @@
 """Text to prompts of token ids, beside the event loop: a render or a tokenization of megabytes stalls no stream.
 
-Threads do it, a few, since the tokenizer releases Python's lock and templates are another process's work. How many jobs
-may wait is bounded by how many requests the server holds at all.
+Threads do it, a few, since the tokenizer releases Python's lock and templates are another process's work. Conversations
+have threads of their own: a template that takes all the time it may holds up other conversations, which wait for the
+same process, and nothing else. How many jobs may wait is bounded by how many requests the server holds at all.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from attar.faults import point
 from attar.server import schemas, strict_json
 from attar.server.errors import Refusal
 from attar.server.sampling import in_vocabulary
@@ -34,12 +36,15 @@ class Prompts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
+        self.shortest = 0 if tokenizer.encode("") else 1  # characters of a text that has tokens
         self._literal = LiteralChat(tokenizer)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prompts")
+        self._renders = ThreadPoolExecutor(THREADS, thread_name_prefix="renders")
 
     def close(self) -> None:
         """Let the threads go."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._renders):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def read(self, kind: type[BodyType], body: bytes) -> BodyType:
         """A request's body as `kind`."""
@@ -66,22 +71,28 @@ class Prompts:
 
     async def chat_ids(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
         """Token ids of a conversation, ready for the assistant's answer."""
-        ids = await self._beside(lambda: self._render(messages))
+        ids = await asyncio.get_running_loop().run_in_executor(self._renders, self._render, messages)
         if not ids:
             raise Refusal("empty_prompt", "messages: no tokens", "messages")
         return ids
 
     async def text(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens and all."""
-        return await self._beside(lambda: self.tokenizer.decode(ids, skip_special_tokens=False))
+        return await self._beside(lambda: self._decode(ids))
 
     async def _beside(self, work: Callable[[], Value]) -> Value:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        point("prompt.tokenize")
         return tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
 
+    def _decode(self, ids: Sequence[int]) -> str:
+        point("prompt.decode")
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
     def _render(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
+        point("prompt.render")
         tokenizer = self.tokenizer
         try:
             template = tokenizer.chat_template()

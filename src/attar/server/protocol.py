@@ -2,8 +2,10 @@
 
 uvicorn with h11 refuses headers that do not end within a buffer, and has no deadline for anything but keep-alive: a
 client that sends a byte now and then holds its connection for ever. Here a connection has RECEIPT_SECONDS for each
-request, headers and body, from its first byte on (and as long for its first byte); and what it is sent waits in a
-buffer of bounded size that must move within STALL_SECONDS.
+request, headers and body, from its first byte on (and as long for its first byte); and of what it is sent, something
+must get on within STALL_SECONDS, as long as anything waits here. A stream waits with it, so that little does. A reader
+that stalls is hung up on with a reset: after an orderly end the kernel would keep what is unsent, and the connection,
+for as long as the other side is there.
 
 Requests need a Content-Length. With Transfer-Encoding go chunk floods, which cost a parser its time by the byte, and
 the ambiguity of a request that has both; JSON clients know how long their bodies are. The limits sit in the parser,
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 import sys
 from typing import Any
 
@@ -30,8 +33,7 @@ MAX_RECEIVED = MAX_HEAD + 2 * MAX_BODY  # a body that is too large is read and d
 MAX_BEHIND = 64 << 10  # what may come behind a request that is being answered
 RECEIPT_SECONDS = 10.0
 STALL_SECONDS = 30.0
-WRITE_BUFFER = 32 << 10  # in this process, per connection; a stream waits above it
-SEND_BUFFER = 64 << 10  # in the kernel, which may double it
+SEND_BUFFER = 32 << 10  # in the kernel, which doubles it, and goes on at a third: who reads 1 KB/s moves it in time
 KEEP_ALIVE_SECONDS = 75
 
 _HINTS = {
@@ -58,7 +60,7 @@ class LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=WRITE_BUFFER)
+        transport.set_write_buffer_limits(high=0)  # what the kernel does not take, streams wait for
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         self._receipt = self.loop.call_later(self.receipt_seconds, self._too_slow)
 
@@ -96,11 +98,23 @@ class LimitedProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stall = self.loop.call_later(self.stall_seconds, self.transport.abort)
+        self._watch_stall()
 
     def resume_writing(self) -> None:
         self._unstall()
         super().resume_writing()
+
+    def _watch_stall(self) -> None:
+        left = self.transport.get_write_buffer_size()
+        self._stall = self.loop.call_later(self.stall_seconds, self._see_stall, left)
+
+    def _see_stall(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() < before:
+            self._watch_stall()
+        else:
+            linger = struct.pack("ii", 1, 0)
+            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
         """Called while the parser's exception is handled: it knows the status."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from attar.engine.request import MAX_STOP_BYTES, SamplingParams
+from attar.engine.request import SamplingParams
+from attar.faults import point
 from attar.server.errors import Refusal
-from attar.server.schemas import AnthropicBody, ChatBody, CompletionBody, Sampling, StopString, StopStrings
+from attar.server.schemas import AnthropicBody, ChatBody, CompletionBody, Sampling
 
 DEFAULT_COMPLETION = 16  # tokens: /v1/completions, as OpenAI has it
 
@@ -35,7 +36,7 @@ def chat_params(body: ChatBody, room: int, vocab: int) -> SamplingParams:
 def anthropic_params(body: AnthropicBody, room: int) -> SamplingParams:
     """For Anthropic's messages."""
     given: dict[str, Any] = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
-    given["stop"] = _stops(body.stop_sequences, "stop_sequences")
+    given["stop"] = body.stop_sequences
     return SamplingParams(max_tokens=min(body.max_tokens, room), **_present(given))
 
 
@@ -47,13 +48,14 @@ _PLAIN = (
 def _common(body: Sampling, vocab: int) -> dict[str, Any]:
     given: dict[str, Any] = {name: getattr(body, name) for name in _PLAIN}
     given["top_k"] = None if body.top_k is None else max(0, body.top_k)  # -1 is another server's word for all
-    given["stop"] = _stops(body.stop, "stop")
+    given["stop"] = body.stop
     if body.stop_token_ids:
         in_vocabulary(body.stop_token_ids, vocab, "stop_token_ids")
         given["stop_token_ids"] = tuple(body.stop_token_ids)
     if body.logit_bias:
         for key in body.logit_bias:
-            if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < vocab):
+            # As numbers are written: of two spellings of one token, one bias would be lost.
+            if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key and int(key) < vocab):
                 message = f"logit_bias: keys are token ids, 0 to {vocab - 1}"
                 raise Refusal("invalid_value", message, "logit_bias")
         given["logit_bias"] = {int(key): bias for key, bias in body.logit_bias.items()}
@@ -61,16 +63,8 @@ def _common(body: Sampling, vocab: int) -> dict[str, Any]:
 
 
 def _present(given: dict[str, Any]) -> dict[str, Any]:
+    point("params.build")
     return {name: value for name, value in given.items() if value is not None}
-
-
-def _stops(stop: StopString | StopStrings | None, name: str) -> tuple[str, ...] | None:
-    if stop is None:
-        return None
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if any(len(text.encode()) > MAX_STOP_BYTES for text in stops):
-        raise Refusal("invalid_length", f"{name}: a stop string has at most {MAX_STOP_BYTES} bytes", name)
-    return stops
 
 
 def in_vocabulary(tokens: Sequence[int], vocab: int, name: str) -> None:

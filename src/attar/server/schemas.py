@@ -25,10 +25,11 @@ MAX_MESSAGES = 2048
 MAX_PARTS = 256
 MAX_CHOICES = 16
 MAX_BIASES = 1024
+MAX_TOKENS = 2**31 - 1  # also the largest id that a vocabulary could have
 
-Length = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-LengthOrNone = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Token = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Length = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+LengthOrNone = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+Token = Annotated[int, Meta(ge=0, le=MAX_TOKENS, title="Token")]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
@@ -42,7 +43,7 @@ Logprobs = Annotated[int, Meta(ge=0, le=20)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 StopTokens = Annotated[list[Token], Meta(max_length=64)]
-Biases = Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES)]
+Biases = Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES, title="Biases")]
 Name = Annotated[str, Meta(max_length=256)]
 Label = Annotated[str, Meta(max_length=1024)]  # of no effect: for the sender's own use
 Nothing = Annotated[list[Any], Meta(max_length=0)]
@@ -151,12 +152,19 @@ class CompletionBody(Sampling, frozen=True, kw_only=True):
         return prompt  # type: ignore[return-value]
 
 
+class CacheControl(Struct, frozen=True, forbid_unknown_fields=True):
+    """Anthropic's hint that a prompt up to here will come again."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
 class TextPart(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A piece of text. `cache_control` is Anthropic's hint; prompts are cached without being asked."""
+    """A piece of text. `cache_control` changes nothing: prompts are cached without being asked."""
 
     type: Literal["text"]
     text: str
-    cache_control: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
     citations: Nothing | None = None
 
 

@@ -48,7 +48,7 @@ class Server:
         self.metrics = Metrics(self.engine)
         self.desk = Desk(self.engine, self.metrics, options.deadline)
         self.prompts = Prompts(tokenizer)
-        self.app = make_app(self.desk, self.prompts, self.metrics)
+        self.app = make_app(self.desk, self.prompts, self.metrics, keyed=bool(options.keys.hashes))
         self.door = Door(self.app, options, self.desk, self.metrics)
         self._stop, self._now = asyncio.Event(), asyncio.Event()
 

@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator, Callable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from attar.faults import point
+
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
@@ -44,17 +46,19 @@ class EventStream(Response):
     media_type = "text/event-stream"
     charset = "utf-8"
 
-    def __init__(self, pieces: AsyncIterator[bytes], gone: Callable[[], None], failed: bytes) -> None:
+    def __init__(self, pieces: AsyncIterator[bytes], gone: Callable[[], None], failed: bytes, name: str = "") -> None:
         super().__init__(headers=STREAM_HEADERS)
         del self.headers["content-length"]
-        self._pieces, self._gone, self._failed = pieces, gone, failed
+        self._pieces, self._gone, self._failed, self._name = pieces, gone, failed, name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with while_connected(receive, self._gone):
+                point("sse.start", self._name)
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 try:
                     async for piece in self._pieces:
+                        point("sse.write", self._name)
                         await send({"type": "http.response.body", "body": piece, "more_body": True})
                 except Exception:
                     await send({"type": "http.response.body", "body": self._failed, "more_body": False})
@@ -66,4 +70,5 @@ class EventStream(Response):
 
 def event(data: bytes, name: str | None = None) -> bytes:
     """One server-sent event of JSON, which has no line breaks."""
+    point("sse.format")
     return b"data: " + data + b"\n\n" if name is None else b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"

@@ -32,7 +32,7 @@ def loads(body: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise JSONError(f"the body is not UTF-8 at byte {error.start}") from error
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_number)
     except JSONError:
         raise
     except json.JSONDecodeError as error:
@@ -59,6 +59,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 raise JSONError(f"the key `{shown(key)}` is there twice in one object")
             seen.add(key)
     return found
+
+
+def _number(text: str) -> float:
+    """A number with a point or an exponent. `1.0` is the integer 1 to JSON Schema, and to languages of one number."""
+    value = float(text)
+    return int(value) if value.is_integer() and MIN_INT <= value < -MIN_INT else value
 
 
 def _constant(name: str) -> Any:

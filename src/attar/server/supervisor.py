@@ -2,13 +2,15 @@
 
 The engine is a child with its settings on standard input, a pipe that stays open: when this process dies, of whatever,
 the engine's end of it does too, and the engine ends. When the engine dies, open requests have failed within the moment
-(`client.py`), and a new one is started; one that could not serve its model at all (exit status 2) is not.
+(`client.py`), and a new one is started; one that could not serve its model at all (exit status 2) is not. One that is
+stopped is left alone: whoever stopped it may continue it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import subprocess
 import sys
@@ -21,9 +23,9 @@ from pathlib import Path
 
 import msgspec
 
+from attar import env, faults
 from attar.engine.settings import Settings
 from attar.server.door import Options
-from attar.server.serve import Server
 from attar.text.tokenizer import Tokenizer
 
 HOPELESS = 2  # exit status of an engine that cannot serve its model
@@ -76,7 +78,7 @@ class EngineProcess:
         while True:
             assert self.child is not None
             status = self.child.wait()
-            if self._ending.is_set():
+            if self._ending.is_set() or status == 0:  # it was told to end, and may be quicker than `end`
                 return
             now = time.monotonic()
             self._deaths.append(now)
@@ -92,12 +94,13 @@ class EngineProcess:
 def run(settings: Settings, tokenizer: Tokenizer, options: Options, started: Callable[[str], None]) -> int:
     """Serve until told to stop; returns the exit status: 0, 1 if the engine kept dying, 2 if it cannot serve its model.
 
-    The socket of `settings` is chosen here. Raises OSError when the address cannot be had.
+    The socket of `settings` is chosen here. Raises OSError when the address cannot be had, ValueError for faults to be
+    armed (`attar/faults.py`) that do not exist.
     """
+    faults.arm_from(env.get().faults)
     status = 0
     with tempfile.TemporaryDirectory(prefix="attar-") as folder:  # of this user alone
         path = Path(folder) / "engine"
-        server = Server(path, tokenizer, options)
 
         async def main() -> None:
             loop = asyncio.get_running_loop()
@@ -105,15 +108,19 @@ def run(settings: Settings, tokenizer: Tokenizer, options: Options, started: Cal
             def give_up(code: int) -> None:
                 nonlocal status
                 status = code
-                loop.call_soon_threadsafe(server.stop)
-                loop.call_soon_threadsafe(server.stop)
+                for _ in range(2):
+                    loop.call_soon_threadsafe(lambda: server.stop())  # there is one whenever the loop gets to this
 
             engine = EngineProcess(msgspec.structs.replace(settings, socket=str(path)), give_up)
             engine.start()
             try:
+                from attar.server.serve import Server  # a fifth of a second, in which the engine's process starts
+
+                server = Server(path, tokenizer, options)
                 await server.run(started)
             finally:
                 await loop.run_in_executor(None, engine.end)
 
+        gc.freeze()  # modules and tables stay: a full collection that walks through them is 20 ms for every stream
         asyncio.run(main())
     return status

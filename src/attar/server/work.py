@@ -17,24 +17,31 @@ import msgspec
 
 from attar.engine.messages import Delta, Embed, Embedding, Failed, Finished, PromptLogprobs, Ready, Report, Submit
 from attar.engine.request import SamplingParams, TokenLogprob
+from attar.faults import point
 from attar.server.client import Answer, AnswerEvent, EngineClient
 from attar.server.errors import Refusal
 from attar.server.metrics import Metrics
+from attar.server.quota import Account
 
 REMEMBERED = 1000  # requests that /why can tell of
 PROMPT_ANSWER = 1.0  # seconds that a stream's status waits for the engine's first word
-MAX_SILENCE = 5.0  # seconds that a working engine may say nothing: a step takes less
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, and what for: the request's id, when it came, and the salt of the key it came with."""
+    """Who asks, and what for: the request's id, when it came, the salt of its key, and that key's share."""
 
     id: str
     arrived: float  # monotonic
     salt: bytes
+    account: Account | None = None  # of those that can cost tokens
+
+    def take(self, prompt: int, asked: int) -> None:
+        """Take tokens out of the key's share. Raises Refusal."""
+        if self.account is not None:
+            self.account.take(prompt, asked)
 
 
 @dataclass(slots=True)
@@ -120,16 +127,20 @@ class Work:
 
     async def _take(self) -> list[AnswerEvent]:
         if events := await self.answer.take():
+            point("work.take", self.caller.id)
             self._note(events)
         return events
 
     def _note(self, events: Sequence[AnswerEvent]) -> None:
         """Count, and keep what /why will tell."""
+        point("metrics.observe", self.caller.id)
         now, metrics = time.monotonic(), self._desk.metrics
         for event in events:
             if isinstance(event, Delta):
                 tokens = len(event.token_ids)
                 self.generated += tokens
+                if self.caller.account is not None:
+                    self.caller.account.use(tokens)
                 key = (event.id, event.choice)
                 last = self._last.get(key)
                 if self._first is None:
@@ -145,6 +156,8 @@ class Work:
                     self.reused += event.report.reused_tokens
             elif isinstance(event, Failed):
                 self._outcome = event.code
+                if event.code == "full" and self.caller.account is not None:
+                    self.caller.account.forgive()
         if self.answer.ended:
             self._finish(now)
 
@@ -189,10 +202,10 @@ class Desk:
         return self.engine.ready
 
     def healthy(self) -> None:
-        """Raises Refusal unless the engine is ready, and answers when it has work."""
+        """Raises Refusal unless the engine is ready, runs, and gets on."""
         self.ready()
-        if self.engine.silent > MAX_SILENCE:
-            raise Refusal("engine_down", f"the engine has not answered for {MAX_SILENCE:g} s")
+        if (trouble := self.engine.trouble) is not None:
+            raise Refusal("engine_down", trouble)
 
     def model(self, asked: str | None) -> str:
         """The served model's name, if `asked` is it, or nothing. Raises Refusal."""
@@ -203,6 +216,8 @@ class Desk:
 
     def submit(self, caller: Caller, prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int) -> Work:
         """Prompts to be continued, n choices each."""
+        self.healthy()  # before the key pays
+        caller.take(sum(map(len, prompts)), len(prompts) * n * params.max_tokens)
         seeded = params.seeded()
         commands = [
             Submit(name, prompt, seeded, n=n, salt=caller.salt, deadline=self.deadline)
@@ -220,6 +235,7 @@ class Desk:
 
     def remember(self, caller: Caller, story: dict[str, Any]) -> None:
         """Keep what became of a request, for those with the same key; the oldest is forgotten."""
+        point("why.remember", caller.id)
         self._memory[caller.id] = (caller.salt, story)
         if len(self._memory) > REMEMBERED:
             self._memory.popitem(last=False)
@@ -234,7 +250,8 @@ class Desk:
     def _work(
         self, caller: Caller, prompts: Sequence[tuple[int, ...]], n: int, commands: Sequence[Submit | Embed]
     ) -> Work:
-        self.ready()
+        point("desk.submit", caller.id)
+        self.healthy()
         self.metrics.prompt_tokens.inc(sum(map(len, prompts)))
         return Work(caller, prompts, n, self.engine.ask(commands), self)
 

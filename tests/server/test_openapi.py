@@ -1,0 +1,47 @@
+"""The OpenAPI document, held to by schemathesis: everything that fits it is taken, everything that does not is refused.
+
+All of its phases, good data and bad, NUL characters, every check that it has, no operation and no kind of text left
+out. It lives in the environment of the clients, and runs as a program. The fake engine's context is longer than any
+body, since a prompt's length in tokens is the one thing that no schema can bound, and its answers are short.
+
+ATTAR_OPENAPI_EXAMPLES sets the examples of each operation: 50 in the tests, thousands for a long run.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from attar.server.door import Options
+from attar.server.protocol import MAX_BODY
+from attar.server.security import Keys
+from tests.server.conftest import Running
+
+SCHEMATHESIS = Path(__file__).parents[2] / ".venv-clients" / "bin" / "schemathesis"
+KEY = "the-key-of-this-test-" + "k" * 20
+EXAMPLES = int(os.environ.get("ATTAR_OPENAPI_EXAMPLES", "50"))
+SEED = int(os.environ.get("ATTAR_OPENAPI_SEED", "1"))
+SECONDS = 120 + 3 * EXAMPLES  # far more than it takes
+
+
+@pytest.mark.parametrize("keyed", [True, False], ids=["keyed", "open"])
+def test_the_server_does_what_its_document_says(start: Callable[..., Running], tmp_path: Path, keyed: bool) -> None:
+    if not SCHEMATHESIS.exists():
+        pytest.skip(f"no schemathesis in {SCHEMATHESIS.parents[1].name}")
+    server = start(
+        Options(port=0, keys=Keys.of([KEY] if keyed else [])), context=2 * MAX_BODY, longest=3, step=0.0, queue=1 << 16
+    )
+    program = [
+        SCHEMATHESIS, "run", f"http://127.0.0.1:{server.port}/openapi.json", "--checks", "all",
+        "--phases", "examples,coverage,fuzzing,stateful", "--mode", "all", "--generation-allow-x00", "true",
+        "--max-examples", str(EXAMPLES), "--seed", str(SEED), "--generation-database", "none", "--no-color",
+        *(["--header", f"Authorization: Bearer {KEY}"] if keyed else []),
+    ]  # fmt: skip
+    done = subprocess.run(program, capture_output=True, text=True, timeout=SECONDS, cwd=tmp_path)
+    assert not done.returncode, done.stdout[-20_000:] + done.stderr[-2000:]
+    assert "13 selected / 13 total" in done.stdout
+    assert server.engine.open == 0
