@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from attar.checkpoints import hf, hub
+from attar.checkpoints import hf, hub, sources, vocabulary
 from attar.metrics.measure import Report, measure
 from attar.model.decoder import Decoder
 from attar.text.files import read_text
@@ -56,8 +56,8 @@ def evaluate(
     content = None if text is None else read_text(text)
     told = progress or (lambda stage, done, total: None)
     folder = None if isinstance(model, Decoder) else hub.resolve(model)
-    if tokenizer is None and folder is not None and (content is not None or _has_tokenizer(folder)):
-        tokenizer = Tokenizer.load(folder)
+    if tokenizer is None and folder is not None and (content is not None or vocabulary.has_tokenizer(folder)):
+        tokenizer = vocabulary.tokenizer(folder)
     bos = None
     ids: list[list[int]]
     if content is not None:
@@ -68,19 +68,15 @@ def evaluate(
     else:
         ids = _first_tokens(tokens or [], max_tokens)
     return measure(
-        _load(model, folder, computed, told),
+        load(model, folder, computed, told),
         ids,
-        base=None if against is None else _load(against, None, computed, told),
+        base=None if against is None else load(against, None, computed, told),
         bos=bos,
         context=context,
         stride=stride,
         bytes_of=tokenizer,
         progress=lambda done, total: told("evaluating", done, total),
     )
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
 
 
 def _first_tokens(sequences: Sequence[Sequence[int]], max_tokens: int | None) -> list[list[int]]:
@@ -93,7 +89,8 @@ def _first_tokens(sequences: Sequence[Sequence[int]], max_tokens: int | None) ->
     return kept
 
 
-def _load(model: Model, folder: Path | None, dtype: torch.dtype | None, progress: Progress) -> Decoder:
+def load(model: Model, folder: Path | None, dtype: torch.dtype | None, progress: Progress) -> Decoder:
+    """The decoder itself where `model` is one, else that of its `folder`, which is looked for where it is None."""
     if isinstance(model, Decoder):
         return model
-    return hf.load(folder or hub.resolve(model), dtype, lambda done, total: progress("loading", done, total))
+    return sources.load(folder or hub.resolve(model), dtype, lambda done, total: progress("loading", done, total))
