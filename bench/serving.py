@@ -148,9 +148,9 @@ class Runs:
         found = (run for run in self._known if all(run.get(name) == value for name, value in key.items()))
         return next(found, None)
 
-    def rates(self, engine: str, requests: int, settings: Sequence[str]) -> list[float]:
-        """Requests a second in the runs of `burst`."""
-        wanted = {"workload": "burst", "engine": engine, "requests": requests, "settings": list(settings)}
+    def rates(self, engine: str, about: Mapping[str, int], settings: Sequence[str]) -> list[float]:
+        """Requests a second in the runs of `burst` of the same requests."""
+        wanted = {"workload": "burst", "engine": engine, "settings": list(settings), **about}
         found = [run for run in self._known if all(run.get(name) == value for name, value in wanted.items())]
         return [float(run["requests_s"]) for run in found]
 
@@ -167,14 +167,14 @@ def rounds(workload: str, table: Mapping[str, Engine], runs: Runs, args: argpars
     """By engine, its runs in order. One that fails is left out from then on."""
     load = load_of(workload, args, rate)
     wanted = sum(ask.output for ask in load.asks)
-    about = {"requests": len(load.asks), "output": wanted, "prompt": sum(len(ask.prompt) for ask in load.asks)}
+    about = about_of(load, args)
     print(f"{workload}: {about['requests']} requests, {about['prompt']} tokens in, {wanted} out", flush=True)
     done: dict[str, list[Run]] = {name: [] for name in table}
     for i in range(args.rounds):
         names = list(done)
         turn = i % max(len(names), 1)
         for name in names[turn:] + names[:turn]:
-            key = {"workload": workload, "engine": name, "round": i, "rate": rate, "threads": args.threads, **about}
+            key: Run = {"workload": workload, "engine": name, "round": i, "rate": rate, **about}
             key |= {"arrivals": args.arrivals, "settings": settings(table[name])}
             run = runs.find(key)
             if run is None:
@@ -236,13 +236,19 @@ def show(workload: str, done: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
     return {"medians": medians, "ratios": compared, "runs": done}
 
 
+def about_of(load: schedule.Load, args: argparse.Namespace) -> dict[str, int]:
+    """What makes two loads of a workload the same."""
+    output, prompt = sum(ask.output for ask in load.asks), sum(len(ask.prompt) for ask in load.asks)
+    return {"requests": len(load.asks), "output": output, "prompt": prompt, "threads": args.threads, "seed": args.seed}
+
+
 def plateau(runs: Runs, args: argparse.Namespace) -> float:
     """A share of the requests a second that the better peer answers with all due at once, of all its runs."""
-    count = len(load_of("burst", args, None).asks)
+    about = about_of(load_of("burst", args, None), args)
     medians = [
         statistics.median(rates)
         for peer, engine in engines(args, "burst").items()
-        if peer in PEERS and (rates := runs.rates(peer, count, settings(engine)))
+        if peer in PEERS and (rates := runs.rates(peer, about, settings(engine)))
     ]
     if not medians:
         raise SystemExit("mooncake needs a rate: give --rate, or let `burst` run with the peers first")

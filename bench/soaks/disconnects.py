@@ -53,6 +53,8 @@ async def run(served: Served, count: int, tell: Callable[[str], None]) -> list[G
         differing += essence(await once(served.address, canary)) != expected  # while they come and go
         await asyncio.gather(*tasks)
         tell(f"{phases.total()}/{count}, canaries that differ: {differing}")
+    watch.transport.abort()  # it may have been idle for longer than the server keeps it
+    watch = await Connection.open(served.address)
     await idle(watch)
 
     step = await _full_step(served.address, watch)

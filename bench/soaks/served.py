@@ -109,7 +109,11 @@ class Served:
             self.end()
             raise RuntimeError(f"the server did not start: {self.said()}")
         self.address = Address("127.0.0.1", int(json.loads(line)["url"].rpartition(":")[2]))
-        asyncio.run(self.ready())
+        try:
+            asyncio.run(self.ready())
+        except BaseException:
+            self.end()
+            raise
         self.load_seconds = time.perf_counter() - began
 
     def engine(self) -> int:

@@ -128,7 +128,7 @@ def evaluate(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure a model on a text, and against its original; or on a task.
+    """Measure a model on a text or a task, and against its original.
 
     Perplexity; with --against also KL divergence and top-1 agreement; all with 95 % intervals. The protocol is that of
     `compress --eval`, so the figures compare. Of a task, perplexity of the target and accuracy, as lm-eval has them.

@@ -193,7 +193,8 @@ def test_it_beats_while_it_waits_and_through_a_long_step(running: Running, monke
     def beat() -> float:
         return next(event.busy for event in client.until(Beat) if isinstance(event, Beat))
 
-    assert beat() == 0.0
+    while beat():  # it may still be at something
+        pass
     monkeypatch.setattr(running.engine, "step", long)
     client.send(Submit("a", (1,), GREEDY))
     assert begun.wait(SECONDS)

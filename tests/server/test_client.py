@@ -77,7 +77,7 @@ def test_at_the_engines_death_every_open_request_is_told(fragile: Running) -> No
         reply = whole.recv(65536)
         assert b" 503 " in reply.split(b"\r\n")[0]
         assert b"retry-after" in reply.lower()
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < 5  # it takes milliseconds; a minute would be a timeout of somebody's
     fragile.engine.step = 0.001
 
 
@@ -99,7 +99,9 @@ def test_readiness_follows_the_engine(fragile: Running) -> None:
 def test_a_long_step_is_no_trouble_and_one_that_never_ends_is(fragile: Running) -> None:
     fragile.engine.held = True
     with streaming(fragile) as sock:
-        for busy, status in ((STUCK - 1, 200), (STUCK + 1, 503), (0.0, 200)):
+        stuck = fragile.server.engine.stuck
+        assert stuck >= STUCK
+        for busy, status in ((stuck - 1, 200), (stuck + 1, 503), (0.0, 200)):
             fragile.engine.busy = busy
             fragile.wait(lambda busy=busy: fragile.server.engine.busy == busy)  # type: ignore[misc]
             reply = fragile.get("/readyz")

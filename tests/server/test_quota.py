@@ -76,7 +76,7 @@ class Shares(RuleBasedStateMachine):
     @rule(account=consumes(accounts), begun=st.booleans())
     def close(self, account: Account, begun: bool) -> None:
         if not begun:
-            account.forgive()
+            account.forgive(account.owed)
         account.close()
         key = self.keys.pop(id(account))
         self.open[key] -= 1

@@ -139,6 +139,8 @@ def test_the_server_listens_at_one_address_and_connects_to_nothing_but_its_engin
             return reply.status
 
         while ask("GET", "/readyz") != 200:
+            assert engine.poll() is None
+            assert server.poll() is None
             time.sleep(0.02)
         said = [{"role": "user", "content": "See http://example.org/x.png and file:///etc/passwd"}]
         for target, body in (

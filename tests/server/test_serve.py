@@ -109,7 +109,7 @@ def test_what_takes_too_long_is_told_so(processes: Processes) -> None:
     assert data.count(b'"error"') == 1
     assert b"[DONE]" not in data
     assert processes.server.wait(10) == 0
-    assert 0.3 < time.monotonic() - started < 3
+    assert time.monotonic() - started > 0.3
 
 
 @pytest.mark.parametrize("processes", [30], indirect=True)
@@ -121,7 +121,7 @@ def test_the_second_signal_ends_it_now(processes: Processes) -> None:
     processes.server.send_signal(signal.SIGTERM)
     assert rest(sock).count(b'"error"') == 1
     assert processes.server.wait(10) == 0
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10  # it takes milliseconds, and would drain for 30 s
     assert processes.server.stdout is not None
     assert processes.server.stdout.read() == "ended\n"
 
@@ -135,4 +135,4 @@ def test_an_engine_that_is_killed_is_noticed(processes: Processes) -> None:
     while b"engine_down" not in data:
         data += sock.recv(1 << 16)
     assert processes.get("/readyz") == 503
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10  # it takes milliseconds, and would drain for 30 s

@@ -112,7 +112,7 @@ class Loop:
         self._told = 0.0
         self._said_idle = True
         self._left: float | None = None
-        """When the loop left its sockets for a step; None while it looks at them."""
+        """When the step began; None between steps."""
         self._stopped = threading.Event()
 
     def run(self) -> None:
@@ -123,7 +123,9 @@ class Loop:
             while not self.ended:
                 self._listen(0 if self._busy() else self._patience())
                 if self._busy():
+                    self._left = time.monotonic()
                     self._say(self.engine.step())
+                    self._left = None
                 if self.draining and self.engine.idle and not (self._outbox and self._outbox.waiting):
                     break
             self._say(self.engine.close())
@@ -147,10 +149,7 @@ class Loop:
         return None if wake is None else max(0.0, wake - self.engine.clock())
 
     def _listen(self, patience: float | None) -> None:
-        self._left = None
-        found = self._selector.select(patience)
-        self._left = time.monotonic()
-        for key, ready in found:
+        for key, ready in self._selector.select(patience):
             if key.fileobj is self.listener:
                 self._accept()
             elif key.fileobj is self._server:
@@ -158,7 +157,7 @@ class Loop:
                     self._read()
                 if ready & selectors.EVENT_WRITE and self._server is not None:
                     self._write()
-            elif not os.read(self.parent or 0, 4096):  # nothing is ever written to it
+            elif key.fileobj == self.parent and not os.read(key.fd, 4096):  # nothing is ever written to it
                 self.ended = True
 
     def _accept(self) -> None:
@@ -253,7 +252,8 @@ def _framed(events: Sequence[Event], lost: set[str]) -> bytes:
     failure: the id joins `lost`, and nothing more is said of it."""
     try:
         for event in events:
-            point("events.encode", getattr(event, "id", ""))
+            if not isinstance(event, Ready | Stats | Beat):
+                point("events.encode", event.id)
         return encode(events)
     except Exception as error:
         if len(events) > 1:

@@ -162,8 +162,8 @@ class Scheduler:
                 try:
                     if not self._admit(step, sequence, now):
                         break
-                except Exception:
-                    self._give_up(sequence, now)
+                except Exception as error:
+                    self._give_up(sequence, now, error)
                     continue
                 budget -= self._chunk(step, sequence, budget)
         return step
@@ -186,8 +186,8 @@ class Scheduler:
                 try:
                     point("scheduler.commit", sequence.id)
                     self._keep(sequence)
-                except Exception:
-                    self._give_up(sequence, now)
+                except Exception as error:
+                    self._give_up(sequence, now, error)
                     continue
                 if samples:
                     sequence.enter(Status.DECODE, now)
@@ -229,14 +229,14 @@ class Scheduler:
                 victim = next(s for s in reversed(self.running) if s.preemptions < self.limits.max_preemptions)
                 try:
                     self._preempt(step, victim, now)
-                except Exception:
-                    self._give_up(victim, now)
+                except Exception as error:
+                    self._give_up(victim, now, error)
             if victim is not sequence:
                 try:
                     point("scheduler.grow", sequence.id)
                     sequence.blocks += self._allocate(needed)
-                except Exception:
-                    self._give_up(sequence, now)
+                except Exception as error:
+                    self._give_up(sequence, now, error)
 
     def _preempt(self, step: StepPlan, sequence: Sequence, now: float) -> None:
         point("scheduler.preempt", sequence.id)
@@ -349,8 +349,13 @@ class Scheduler:
             self.pool.drop(sequence.blocks)
             sequence.blocks, sequence.computed = [], 0
 
-    def _give_up(self, sequence: Sequence, now: float) -> None:
-        """What was done for this sequence has raised, and changed nothing or was undone."""
+    def _give_up(self, sequence: Sequence, now: float, error: Exception) -> None:
+        """What was done for this sequence has raised, and changed nothing or was undone.
+
+        Where pool or tree are not what they promise nobody is served from them: the process ends, and a new one starts.
+        """
+        if isinstance(error, AssertionError):
+            raise error
         logger.exception("sequence %s failed", sequence.id)
         sequence.ending = "internal"
         self._end(sequence, "internal", now, keep=False)
@@ -364,6 +369,8 @@ class Scheduler:
         if sequence.status in (Status.PREFILL, Status.DECODE):
             try:
                 self._release(sequence, keep)
+            except AssertionError:
+                raise
             except Exception:
                 logger.exception("sequence %s failed at its end", sequence.id)
                 sequence.ending = "internal"

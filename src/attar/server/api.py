@@ -157,6 +157,7 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         model, ready = desk.model(body.model), desk.ready()
         ids = await prompts.ids(body.inputs(), ready.vocab_size, "input")
         room(ids, ready.context, "input", new=0)
+        desk.healthy()
         _caller(request).take(sum(map(len, ids)), 0)
         embedding = _Embedding(desk, _caller(request), ids, body.pooling)
         async with sse.while_connected(request.receive, embedding.cancel):

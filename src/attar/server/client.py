@@ -6,9 +6,10 @@ without bound. When the connection ends, so does every open request, in the same
 tells of a process's death whatever it died of. The client then connects again, as soon as an engine listens.
 
 A process can also stop without dying. The engine's heart (`engine/process.py`) beats through any step, so one that is
-not heard for `SILENCE` does not run, and one that is heard but has been in one step for `STUCK` does not get on.
-Neither ends the connection, for a stopped process may be continued: `trouble` tells of it, nothing new is taken, and
-what is open waits, until its deadline and `GRACE` have passed. Then its end comes from here: nobody else will tell it.
+not heard for `SILENCE` does not run, and one that has been in one step for longer than a request may take does not get
+on. Neither ends the connection, for a stopped process may be continued: `trouble` tells of it, nothing new is taken,
+and what is open waits, until its deadline and `GRACE` have passed. Then its end comes from here: nobody else will tell
+it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ PATIENCE = 0.5  # seconds: this process may be late itself
 RETRY_SECONDS = 0.1
 WATCH_SECONDS = 0.1
 SILENCE = 1.5  # seconds: three beats of the engine
-STUCK = 60.0  # seconds; far longer than a step
+STUCK = 60.0  # seconds, at least, that a step may take before nothing more is expected of it
 GRACE = 1.0  # seconds past its deadline that a request is left to the engine, which ends it between two steps
 
 AnswerEvent = Delta | PromptLogprobs | Finished | Embedding | Failed
@@ -137,8 +138,9 @@ def _size(event: AnswerEvent) -> int:
 class EngineClient:
     """The connection to the engine at a Unix socket, made anew when it is lost."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, stuck: float = STUCK) -> None:
+        """A step of more than `stuck` seconds counts as one that never ends."""
+        self.path, self.stuck = path, stuck
         self.ready: Ready | None = None
         """What the engine said when it was ready; None while there is none."""
         self.stats: Stats | None = None
@@ -157,8 +159,8 @@ class EngineClient:
         """What is wrong with an engine that is there, in a sentence; None if nothing is."""
         if self.silent >= SILENCE:
             return f"the engine has not been heard for {SILENCE:g} s: its process does not run"
-        if self.busy > STUCK:
-            return f"the engine has been in one step for more than {STUCK:g} s"
+        if self.busy > self.stuck:
+            return f"the engine has been in one step for more than {self.stuck:g} s"
         return None
 
     def start(self) -> None:

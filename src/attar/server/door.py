@@ -18,7 +18,6 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from attar.faults import point
-from attar.server.crowd import Crowd
 from attar.server.errors import INTERNAL, Refusal
 from attar.server.metrics import Metrics
 from attar.server.protocol import MAX_BODY
@@ -76,7 +75,6 @@ class Door:
     def __init__(self, app: ASGIApp, options: Options, desk: Desk, metrics: Metrics) -> None:
         self.app, self.options, self.desk, self.metrics = app, options, desk, metrics
         self.open = 0
-        self.crowd = Crowd()
         self.quotas = Quotas(options.limits, lambda limit: metrics.limited.labels(limit).inc())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,8 +115,6 @@ class Door:
         finally:
             if account is not None:
                 account.close()
-                if status == 200:
-                    self.crowd.served(time.monotonic())
             self.open -= 1
             self.metrics.open.set(self.open)
             route = getattr(scope.get("route"), "path", "none")  # the pattern, not what was asked
@@ -145,8 +141,7 @@ class Door:
         if self.desk.draining:
             raise Refusal("draining", "the server is shutting down")
         if self.open > self.options.max_requests:
-            retry_after = self.crowd.retry_after(time.monotonic())
-            raise Refusal("overloaded", "the server is full: try again later", retry_after=retry_after)
+            raise self.desk.full("the server is full: try again later")
 
     def _cors(self, headers: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         if not self.options.origins:

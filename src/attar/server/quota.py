@@ -5,7 +5,8 @@ that it asks for set aside until it ends. Each of the latter is taken when it is
 taken, unless the engine had no room for the request at all, and the rest is let go. So what a key uses within any t
 seconds is at most a minute's worth and t seconds' worth more, however its requests overlap. (A bucket that is charged
 for everything at the start and given refunds can fill up while a request holds its tokens, and be emptied twice at
-once.) The price: a request that asks for far more than it will use keeps its key's other requests out while it runs.
+once.) The price: a request that asks for far more than it will use keeps its key's other requests out while it runs,
+and the time after which to retry is then the shortest that it can take.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class Account:
             return
         if prompt + asked > most:
             message = f"{prompt} tokens of prompt and {asked} to come are more than the {most} a minute of this key"
-            raise Refusal("out_of_range", f"max_tokens: {message}", "max_tokens")
+            field = "max_tokens" if asked else "input"
+            raise Refusal("out_of_range", f"{field}: {message}", field)
         missing = prompt + asked - self.quotas.fill(self.state)
         if missing > 0:
             seconds = max(1, math.ceil(missing * MINUTE / most))
@@ -94,9 +96,9 @@ class Account:
         self.aside += prompt + asked
         self.owed += prompt
 
-    def forgive(self) -> None:
-        """The prompt was not even begun."""
-        self.owed = 0
+    def forgive(self, prompt: int) -> None:
+        """So many tokens of prompts were not even begun."""
+        self.owed -= min(prompt, self.owed)
 
     def use(self, tokens: int) -> None:
         """So many of those set aside were generated."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import uvicorn
 
 from attar.server.api import make_app
-from attar.server.client import EngineClient
+from attar.server.client import STUCK, EngineClient
 from attar.server.door import Door, Options
 from attar.server.metrics import Metrics
 from attar.server.prompts import Prompts
@@ -44,7 +44,7 @@ class Server:
 
     def __init__(self, engine: Path, tokenizer: Tokenizer, options: Options) -> None:
         self.options = options
-        self.engine = EngineClient(engine)
+        self.engine = EngineClient(engine, max(STUCK, options.deadline))
         self.metrics = Metrics(self.engine)
         self.desk = Desk(self.engine, self.metrics, options.deadline)
         self.prompts = Prompts(tokenizer)

@@ -19,6 +19,7 @@ from attar.engine.messages import Delta, Embed, Embedding, Failed, Finished, Pro
 from attar.engine.request import SamplingParams, TokenLogprob
 from attar.faults import point
 from attar.server.client import Answer, AnswerEvent, EngineClient
+from attar.server.crowd import Crowd
 from attar.server.errors import Refusal
 from attar.server.metrics import Metrics
 from attar.server.quota import Account
@@ -70,6 +71,7 @@ class Work:
         self._last: dict[tuple[str, int], float] = {}
         self._peeked: list[AnswerEvent] = []
         self._outcome = ""
+        self._served = True
 
     def number(self, event: Delta | Finished) -> int:
         """Which choice of the whole answer an event is about."""
@@ -83,7 +85,7 @@ class Work:
         except TimeoutError:
             return
         if isinstance(self._peeked[0], Failed):
-            raise Refusal.of(self._peeked[0])
+            raise self._desk.refusal(self._peeked[0])
 
     async def events(self) -> AsyncIterator[list[AnswerEvent]]:
         """All events, those that came together together."""
@@ -109,7 +111,7 @@ class Work:
                 elif isinstance(event, PromptLogprobs):
                     of_prompts[self.answer.prompts[event.id]] = event.logprobs
                 elif isinstance(event, Failed):
-                    raise Refusal.of(event)
+                    raise self._desk.refusal(event)
         for choice, texts in zip(choices, pieces, strict=True):
             choice.text = "".join(texts)
         return choices, of_prompts
@@ -120,7 +122,7 @@ class Work:
         async for events in self.events():
             for event in events:
                 if isinstance(event, Failed):
-                    raise Refusal.of(event)
+                    raise self._desk.refusal(event)
                 if isinstance(event, Embedding):
                     found[event.id] = event.vector
         return [found[each] for each in self.answer.prompts]
@@ -155,15 +157,17 @@ class Work:
                     self.reports[self.answer.prompts[event.id]] = event.report
                     self.reused += event.report.reused_tokens
             elif isinstance(event, Failed):
-                self._outcome = event.code
+                self._outcome, self._served = event.code, False
                 if event.code == "full" and self.caller.account is not None:
-                    self.caller.account.forgive()
+                    self.caller.account.forgive(self.prompt_tokens)
         if self.answer.ended:
             self._finish(now)
 
     def _finish(self, now: float) -> None:
         seconds, caller, metrics = now - self.caller.arrived, self.caller, self._desk.metrics
         metrics.end_to_end.observe(seconds)
+        if self._served:
+            self._desk.crowd.served(now)
         metrics.generated_tokens.inc(self.generated)
         first = None if self._first is None else self._first - caller.arrived
         self._desk.remember(
@@ -189,6 +193,7 @@ class Desk:
     def __init__(self, engine: EngineClient, metrics: Metrics, deadline: float) -> None:
         self.engine, self.metrics, self.deadline = engine, metrics, deadline
         self.draining = False
+        self.crowd = Crowd()
         self._memory: OrderedDict[str, tuple[bytes, dict[str, Any]]] = OrderedDict()
 
     def ready(self) -> Ready:
@@ -213,6 +218,15 @@ class Desk:
         if asked is not None and asked != served:
             raise Refusal("model_not_found", "model: not served here; GET /v1/models lists what is", "model")
         return served
+
+    def full(self, message: str) -> Refusal:
+        """There is no room; says when there may be."""
+        return Refusal("overloaded", message, retry_after=self.crowd.retry_after(time.monotonic()))
+
+    def refusal(self, failed: Failed) -> Refusal:
+        """What the engine's refusal is to a user."""
+        refusal = Refusal.of(failed)
+        return self.full(refusal.message) if refusal.code == "overloaded" else refusal
 
     def submit(self, caller: Caller, prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int) -> Work:
         """Prompts to be continued, n choices each."""
