@@ -7,9 +7,8 @@ import random
 import struct
 import subprocess
 import sys
-import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,13 @@ import numpy as np
 import pytest
 import torch
 
-from attar.checkpoints import gguf_header
+from attar.checkpoints import gguf, gguf_header, gguf_writer
 from attar.checkpoints.gguf import GgufFile
-from attar.checkpoints.gguf_values import Typed
+from attar.checkpoints.gguf_values import Array, Typed
 from attar.checkpoints.gguf_writer import atomic_gguf, plan
 from attar.checkpoints.safetensors import CheckpointError
 from attar.formats.ggml import TYPES
 
-SECONDS_PER_REFUSAL = 1.0  # reliability target is 0.2 s; this machine may be busy
 BYTES_PER_REFUSAL = 32 << 20  # and four times the header
 
 U8, U16, U32, I32, F32, BOOL, STR, ARR, U64, F64 = 0, 2, 4, 5, 6, 7, 8, 9, 10, 12
@@ -152,14 +150,17 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "string cut off": (pack([key("a", STR, text("xyz", 100))]), "truncated: key 'a' would end at byte 145"),
     "string not UTF-8": (pack([key("a", STR, text(b"\xc0\xaf"))]), "key 'a': a string is not UTF-8"),
     # arrays
-    "array length 2^40": (pack([array("a", STR, 2**40)]), "key 'a' has 1099511627776 elements; attar accepts 4194304"),
+    "array length 2^40": (pack([array("a", STR, 2**40)]), "key 'a' has 1099511627776 elements; attar accepts 1048576"),
     "array of bytes, length 2^40": (pack([array("a", U8, 2**40)]), "key 'a' has 1099511627776 elements"),
     "array length 2^61": (pack([array("a", U64, 2**61)]), "key 'a' has 2305843009213693952 elements"),
     "array length 2^64 - 1": (pack([array("a", U8, 2**64 - 1)]), "key 'a' has 18446744073709551615 elements"),
-    "array length 4,194,305": (pack([array("a", U8, 2**22 + 1)]), "key 'a' has 4194305 elements"),
+    "array length 1,048,577": (pack([array("a", U8, 2**20 + 1)]), "key 'a' has 1048577 elements"),
     "array longer than the file": (pack([array("a", U32, 1000)]), "truncated: key 'a' would end at byte 4049"),
     "strings longer than the file": (pack([array("a", STR, 1000)]), "truncated: 1000 strings of key 'a' take 8000"),
-    "1,048,577 strings": (pack([array("a", STR, 2**20 + 1)]), "key 'a': more than the 1048576 strings"),
+    "1,048,577 strings": (
+        pack([array("a", STR, 2**19, bytes(2**22)), array("b", STR, 2**19 + 1)]),
+        "key 'b': more than the 1048576 strings",
+    ),
     "string in an array cut off": (pack([array("a", STR, 1, text("x", 500))]), "key 'a' would end at byte 557"),
     "second string cut off": (
         pack([array("a", STR, 2, text("x" * 20))], alignment=1), "truncated: the length of string 1 of key 'a'",
@@ -175,13 +176,14 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "alignment 13": (alignment(U32, u32(13)), "not u32 13"),
     "alignment 2^17": (alignment(U32, u32(2**17)), "not u32 131072"),
     "alignment 2^31": (alignment(U32, u32(2**31)), "not u32 2147483648"),
-    "alignment a u64": (alignment(U64, u64(32)), "not u64 32"),
-    "alignment negative": (alignment(I32, struct.pack("<i", -32)), "not i32 -32"),
-    "alignment a string": (alignment(STR, text("32")), "not string '32'"),
-    "alignment a float": (alignment(F32, struct.pack("<f", 32)), "not f32 32.0"),
-    "alignment an array": (alignment(ARR, u32(U32) + u64(1) + u32(32)), r"not [u32] [32]"),
+    "alignment a u64": (alignment(U64, u64(32)), "65536, not u64"),
+    "alignment negative": (alignment(I32, struct.pack("<i", -32)), "65536, not i32"),
+    "alignment a string": (alignment(STR, text("32")), "65536, not string"),
+    "alignment a float": (alignment(F32, struct.pack("<f", 32)), "65536, not f32"),
+    "alignment an array": (alignment(ARR, u32(U32) + u64(1) + u32(32)), "65536, not [u32]"),
     "one of 3 parts": (one(keys=[key("split.count", U16, b"\3\0")]), "one of 3 files of a split model; join them"),
-    "parts a string": (one(keys=[key("split.count", STR, text("3"))]), "split.count must be a whole number, not"),
+    "parts a string": (one(keys=[key("split.count", STR, text("3"))]), "split.count must be a whole number, not str"),
+    "parts an array": (one(keys=[array("split.count", U16, 1, b"\3\0")]), "must be a whole number, not [u16]"),
     # tensors' names
     "tensor name empty": (one(name=""), "the name of tensor 0 is an empty name"),
     "tensor name of 65 bytes": (one(name="n" * 65), "the name of tensor 0 has 65 bytes, more than 64"),
@@ -263,13 +265,11 @@ def test_the_corpus_is_as_large_as_promised() -> None:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_malformed_files_are_refused_quickly_with_the_reason(kind: str, write: Callable[[bytes], Path]) -> None:
+def test_malformed_files_are_refused_with_the_reason(kind: str, write: Callable[[bytes], Path]) -> None:
     content, words = REFUSED[kind]
     path = write(content)
-    start = time.perf_counter()
     with pytest.raises(CheckpointError) as caught:
         GgufFile(path)
-    assert time.perf_counter() - start < SECONDS_PER_REFUSAL
     message = str(caught.value)
     assert message.startswith(str(path))
     assert words in message
@@ -297,7 +297,7 @@ def test_valid_files_are_accepted(kind: str, write: Callable[[bytes], Path]) -> 
     assert len(file.names()) in (1, 2)
     for name in file.names():
         assert file.read(name).count_nonzero() == 0
-    assert all(file.metadata[k] is not None for k in file.metadata)
+    assert all(decoded(file.metadata[k]) is not None for k in file.metadata)
 
 
 def test_the_header_is_capped(write: Callable[[bytes], Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,10 +335,45 @@ def test_a_file_that_shrinks_is_an_error_with_a_name(write: Callable[[bytes], Pa
         file.read("a")
 
 
-def test_strings_of_an_array_are_checked_when_they_are_asked_for(write: Callable[[bytes], Path]) -> None:
+def test_arrays_are_decoded_when_they_are_iterated_over(write: Callable[[bytes], Path]) -> None:
     file = GgufFile(write(pack([array("a", STR, 2, text("good") + text(b"\xff"))])))
+    found = file.metadata["a"]
+    assert (len(found), repr(found)) == (2, "an array of 2 string")
+    assert "good" in found
     with pytest.raises(CheckpointError, match="key 'a': a string is not UTF-8"):
-        file.metadata["a"]
+        list(found)
+
+
+@pytest.mark.parametrize("name", ["general.alignment", "split.count"])
+def test_arrays_are_not_decoded_where_the_header_has_a_number(name: str, write: Callable[[bytes], Path]) -> None:
+    path = write(pack([array(name, U64, 2**20, b"\xff" * 2**23)]))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=rf"{name} must be .*, not \[u64\]"):
+            GgufFile(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (
+        peak < 4 * path.stat().st_size
+    )  # the header thrice, while it grows; Python's numbers would be six times as much
+
+
+def test_near_misses_are_looked_for_among_few_names(
+    write: Callable[[bytes], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = [info(f"blk.{i}.weight", at=32 * i) for i in range(1000)]
+    file = GgufFile(write(pack([], many, bytes(32 * 1000 - 24))))
+    seen: list[str] = []
+
+    def near(name: str, known: Iterable[str]) -> str:
+        seen.extend(known)
+        return ""
+
+    monkeypatch.setattr(gguf, "near", near)
+    with pytest.raises(CheckpointError, match="has no tensor 'blk"):
+        file.info("blk")
+    assert len(seen) == gguf.NEAR < 1000
 
 
 SMALL = pack(
@@ -371,7 +406,7 @@ def test_flipped_bits_are_refused_or_read_as_they_stand(seed: int, write: Callab
         try:
             file = GgufFile(write(bytes(damaged)))
             for name in file.metadata:
-                assert file.metadata[name] is not None
+                assert decoded(file.metadata[name]) is not None
             for name in file.names():
                 tensor = file.info(name)
                 start = file.header.data + tensor.begin
@@ -426,6 +461,10 @@ def make(path: Path, values: dict[str, Any] = VALUES) -> dict[str, torch.Tensor]
     return raw
 
 
+def decoded(value: Any) -> Any:
+    return list(value) if isinstance(value, Array) else value
+
+
 def plain(value: Any) -> Any:
     return value.value if isinstance(value, Typed) else value
 
@@ -435,12 +474,10 @@ def test_what_we_write_we_read(tmp_path: Path) -> None:
     file = GgufFile(tmp_path / "a.gguf")
     assert set(file.names()) == set(raw)
     assert all(torch.equal(file.read(name), raw[name]) for name in raw)
-    assert torch.equal(file.read_rows("blk.5.Q5_1", 1, 3), raw["blk.5.Q5_1"][1:3])
-    assert torch.equal(file.read_rows("experts", 1, 2), raw["experts"][1:2])
     for name, value in VALUES.items():
         expected = np.float32(value).item() if name.endswith("epsilon") else plain(value)
-        assert file.metadata[name] == expected
-    copied = {name: file.metadata.typed(name) for name in file.metadata}
+        assert decoded(file.metadata[name]) == expected
+    copied = {name: Typed(file.metadata.type_of(name), value) for name, value in file.metadata.items()}
     make(tmp_path / "b.gguf", copied)
     assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
 
@@ -480,7 +517,7 @@ def test_we_read_what_the_gguf_package_writes(tmp_path: Path) -> None:
     file = GgufFile(path)
     assert file.header.alignment == 64
     assert file.metadata["general.architecture"] == "llama"
-    assert file.metadata["tokenizer.ggml.tokens"] == ["<s>", "\u2581a", "b"]
+    assert list(file.metadata["tokenizer.ggml.tokens"]) == ["<s>", "\u2581a", "b"]
     assert file.metadata["tokenizer.ggml.add_bos_token"] is True
     assert file.metadata.type_of("tokenizer.ggml.scores") == "[f32]"
     for kind in file.names():
@@ -538,6 +575,31 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(CheckpointError, match="exists and is kept"), atomic_gguf(path, {}, tensors):
         pass
+
+
+def test_a_file_that_another_process_has_just_made_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, take_lock = tmp_path / "a.gguf", gguf_writer.take_lock
+
+    def wait_for_another(partial: Path, target: Path) -> int:
+        lock = take_lock(partial, target)
+        target.write_bytes(b"theirs")
+        return lock
+
+    monkeypatch.setattr(gguf_writer, "take_lock", wait_for_another)
+    with pytest.raises(CheckpointError, match="exists and is kept"), atomic_gguf(path, {}, {}):
+        pytest.fail("nothing is written where the output exists")
+    assert path.read_bytes() == b"theirs"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_is_never_replaced(overwrite: bool, tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").mkdir()
+    with (
+        pytest.raises(CheckpointError, match=r"is no file and is kept; choose another output$"),
+        atomic_gguf(tmp_path / "a.gguf", {}, {}, overwrite),
+    ):
+        pytest.fail("nothing is written where the output is a folder")
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
+import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attar.checkpoints import gguf_checkpoint, gguf_config, hf, vocabulary
+from attar.checkpoints import gguf_checkpoint, gguf_config, hf, receipt, sources, verify, vocabulary
+from attar.checkpoints.gguf import GgufFile
 from attar.checkpoints.gguf_checkpoint import GgufCheckpoint
-from attar.checkpoints.gguf_values import Typed
+from attar.checkpoints.gguf_values import Array, Typed
 from attar.checkpoints.gguf_writer import atomic_gguf
 from attar.checkpoints.inspect import inspect
+from attar.checkpoints.probes import make_probes
 from attar.checkpoints.safetensors import CheckpointError
 from attar.checkpoints.stored import stored
 from attar.formats import ggml_blocks, ggml_round, ggml_search
@@ -27,6 +31,8 @@ from attar.formats.packed import PackedTensor
 from attar.model.config import Rope
 from attar.model.decoder import Decoder
 from attar.model.rope import frequencies
+from attar.text import convert
+from attar.text import gguf as text_gguf
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, WIDE, VOCAB = 3, 128, 4, 2, 256, 288
 HEAD = HIDDEN // HEADS
@@ -165,7 +171,6 @@ def test_a_file_computes_what_its_folder_does(kind: str, source: Path, write: Wr
     )
     assert ours.scheme_of("lm_head") is None
     assert ours.linear_shape("model.layers.0.mlp.down_proj") == (HIDDEN, WIDE)
-    assert ours.stored_name("model.layers.2.self_attn.q_proj.weight") == "blk.2.attn_q.weight"
 
 
 @pytest.mark.parametrize(("kind", "scheme"), [("Q4_0", "w4g32"), ("Q5_0", "w5g32"), ("Q8_0", "w8g32")])
@@ -228,16 +233,6 @@ def test_a_model_is_tied_where_the_output_matrix_is_missing(kind: str, write: Wr
     assert logits(decoder).isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q4_0"])
-def test_some_rows_of_the_tables(kind: str, write: Write) -> None:
-    checkpoint = GgufCheckpoint.open(write(kind), torch.float32)
-    ids = torch.tensor([0, 3, 4, 255])
-    rows = checkpoint.rows(ids)
-    for module in ("model.embed_tokens", "lm_head"):
-        assert torch.equal(rows.tensor(f"{module}.weight"), checkpoint.tensor(f"{module}.weight")[ids])
-    assert torch.equal(rows.tensor("model.norm.weight"), checkpoint.tensor("model.norm.weight"))
-
-
 def test_sixteen_bit_matrices_stay_as_they_are_for_kernels_that_read_them(write: Write) -> None:
     checkpoint = GgufCheckpoint.open(write("BF16"), torch.float32, as_stored=True)
     assert checkpoint.matrix("lm_head.weight").dtype == torch.bfloat16
@@ -271,12 +266,14 @@ def test_qwen2_has_biases_and_rows_in_our_order(write: Write, tensors: dict[str,
         GgufCheckpoint.open(write(metadata=renamed("qwen2")))
 
 
-def test_biases_of_llama_files_are_in_the_order_of_their_rows(write: Write) -> None:
+@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q4_1"])
+def test_biases_of_llama_files_are_in_the_order_of_their_rows(kind: str, write: Write) -> None:
     bias = torch.randn(HIDDEN)
-    path = write(more={"blk.0.attn_q.bias": neighbours(bias, HEADS)})
+    raw = ggml_round.encode(TYPES[kind], neighbours(bias, HEADS))
+    path = write(more={"blk.0.attn_q.bias": (raw, TYPES[kind], (HIDDEN,))})
     found = GgufCheckpoint.open(path, torch.float32).linear("model.layers.0.self_attn.q_proj").bias
     assert found is not None
-    assert torch.equal(found, bias)
+    assert torch.equal(neighbours(found, HEADS), ggml_blocks.decode(TYPES[kind], raw))
 
 
 def test_qwen3_normalises_heads(write: Write) -> None:
@@ -307,6 +304,12 @@ def test_qwen3_normalises_heads(write: Write) -> None:
         ({"llama.rope.freq_base": None}, Rope(10000.0, HEAD)),
         ({"llama.rope.scaling.type": "none"}, Rope(10000.0, HEAD)),
         ({"llama.rope.scale_linear": 4.0}, Rope(10000.0, HEAD, "linear", 4.0)),
+        ({"llama.rope.scaling.factor": 4.0}, Rope(10000.0, HEAD, "linear", 4.0)),
+        ({"llama.rope.scaling.factor": 4.0, "llama.rope.scale_linear": 2.0}, Rope(10000.0, HEAD, "linear", 4.0)),
+        ({"llama.rope.scaling.factor": 1.0}, Rope(10000.0, HEAD)),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scale_linear": 2.0}, Rope(10000.0, HEAD, "linear", 2.0)),
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, Rope(10000.0, HEAD)),
+        ({"llama.rope.scaling.attn_factor": 1.0}, Rope(10000.0, HEAD)),
         (
             {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0},
             Rope(10000.0, HEAD, "linear", 2.0),
@@ -342,6 +345,27 @@ def test_other_factors_are_used_as_they_are(write: Write) -> None:
     assert rope.attention_factor == 1.0
 
 
+def test_factors_are_understood_once_for_all_layers(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, understand = [], gguf_config.rope_with_factors
+
+    def counted(rope: Rope, factors: Sequence[float]) -> Rope:
+        calls.append(len(factors))
+        return understand(rope, factors)
+
+    monkeypatch.setattr(gguf_config, "rope_with_factors", counted)
+    path = write(metadata={"llama.block_count": 16384}, more={"rope_freqs.weight": torch.linspace(1, 3, HEAD // 2)})
+    with pytest.raises(CheckpointError, match=r"has no tensor 'blk\.3\.attn_norm\.weight'"):
+        GgufCheckpoint.open(path)
+    assert calls == [HEAD // 2]
+
+
+def test_factors_are_not_read_before_their_number_is_right(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(more={"rope_freqs.weight": torch.ones(HEAD // 2 + 1)})
+    monkeypatch.setattr(GgufFile, "read", lambda file, name: pytest.fail(f"{name} was read"))
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight must be a row of 16 numbers.*, not F32 \[17\]"):
+        GgufCheckpoint.open(path)
+
+
 # Files that are no model that is read
 
 
@@ -359,7 +383,7 @@ METADATA_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "block_count missing": ({"llama.block_count": None}, "llama.block_count is missing"),
     "head_count 0": ({"llama.attention.head_count": 0}, f"llama.attention.head_count must be {MANY}, not 0"),
     "head_count not dividing": ({"llama.attention.head_count": 5}, "is 5, which does not divide the 128 columns"),
-    "head_count for each layer": ({"llama.attention.head_count": [4, 4, 4]}, f"must be {MANY}, not [4, 4, 4]"),
+    "head_count for each layer": ({"llama.attention.head_count": [4, 4, 4]}, f"must be {MANY}, not an array of 3 i32"),
     "head_count_kv not dividing": ({"llama.attention.head_count_kv": 3}, "which does not divide num_attention_heads 4"),
     "embedding_length lies": ({"llama.embedding_length": 256}, "rope.dimension_count is 32, and heads have 64 columns"),
     "feed_forward_length lies": ({"llama.feed_forward_length": 255}, "the metadata make it [128, 255]"),
@@ -372,6 +396,15 @@ METADATA_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "freq_base infinite": ({"llama.rope.freq_base": math.inf}, "llama.rope.freq_base must be a number above 1"),
     "scaling unknown": ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type is 'longrope': supported"),
     "scaling without a factor": ({"llama.rope.scaling.type": "linear"}, "llama.rope.scaling.factor is missing"),
+    "attn_factor beside nothing": ({"llama.rope.scaling.attn_factor": 2.0}, "another factor of attention is not supp"),
+    "attn_factor beside linear": (
+        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0, "llama.rope.scaling.attn_factor": 2.0},
+        "llama.rope.scaling.attn_factor is 2.0: another factor of attention",
+    ),
+    "attn_factor beside yarn": (
+        {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0, "llama.rope.scaling.attn_factor": 2.0},
+        "llama.rope.scaling.attn_factor is 2.0: another factor of attention",
+    ),
     "experts": ({"llama.expert_count": 8}, "llama.expert_count is set: mixtures of experts are not read"),
     "bos id negative": ({"tokenizer.ggml.bos_token_id": -1}, "tokenizer.ggml.bos_token_id must be a whole"),
     "context a string": ({"llama.context_length": "128"}, "llama.context_length must be a whole number"),
@@ -388,6 +421,49 @@ def test_metadata_that_describe_no_model_are_refused(kind: str, write: Write) ->
         GgufCheckpoint.open(path)
     assert str(caught.value).startswith(str(path))
     assert words in str(caught.value)
+
+
+LONG = 10**6
+UNCOMMON = "z" * LONG
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"general.architecture": UNCOMMON}, "general.architecture is 'z"),
+        ({"llama.rope.scaling.type": UNCOMMON}, "llama.rope.scaling.type is 'z"),
+        ({"llama.block_count": UNCOMMON}, "llama.block_count must be a whole number"),
+        ({"llama.rope.freq_base": UNCOMMON}, "llama.rope.freq_base must be a number"),
+        ({"llama.rope.scaling.attn_factor": UNCOMMON}, "llama.rope.scaling.attn_factor is 'z"),
+    ],
+)
+def test_a_long_string_is_neither_compared_nor_shown(
+    metadata: dict[str, Any], words: str, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(metadata=metadata)
+    monkeypatch.setattr(difflib, "get_close_matches", lambda *_, **__: pytest.fail("it was compared"))
+    with pytest.raises(CheckpointError) as caught:
+        GgufCheckpoint.open(path)
+    assert words in str(caught.value)
+    assert len(str(caught.value)) < 500 + len(str(path))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(name for name in METADATA if name not in ("llama.vocab_size", "tokenizer.ggml.model")),
+        "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.rope.scale_linear",
+        "llama.rope.scaling.attn_factor", "llama.expert_count", "llama.attention.key_length",
+        "llama.attention.value_length", "tokenizer.ggml.bos_token_id",
+    ],
+)  # fmt: skip
+def test_an_array_where_one_value_is_expected_is_not_decoded(
+    name: str, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(metadata={name: Typed("[u8]", [7] * 1000)})
+    monkeypatch.setattr(Array, "__iter__", lambda array: pytest.fail(f"{array!r} was decoded"))
+    with pytest.raises(CheckpointError, match=rf"{name} .*an array of 1000 u8"):
+        GgufCheckpoint.open(path)
 
 
 TENSORS_REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
@@ -408,10 +484,13 @@ TENSORS_REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
         {"output_norm.weight": (torch.zeros(512, dtype=torch.uint8), TYPES["I32"], (128,))}, (),
         "tensor 'output_norm.weight' is I32",
     ),
-    "too few factors of the rope": ({"rope_freqs.weight": torch.ones(15)}, (), "must hold 16 positive numbers"),
-    "factors of the rope with a NaN": ({"rope_freqs.weight": torch.full((16,), math.nan)}, (), "16 positive numbers"),
-    "factors of the rope with a zero": ({"rope_freqs.weight": torch.zeros(16)}, (), "16 positive numbers"),
-    "factors of the rope in a matrix": ({"rope_freqs.weight": torch.ones(4, 4)}, (), "must be a row of numbers"),
+    "too few factors of the rope": ({"rope_freqs.weight": torch.ones(15)}, (), "a row of 16 numbers, one for each"),
+    "factors of the rope with a NaN": ({"rope_freqs.weight": torch.full((16,), math.nan)}, (), "hold positive numbers"),
+    "factors of the rope with a zero": ({"rope_freqs.weight": torch.zeros(16)}, (), "must hold positive numbers"),
+    "factors of the rope in a matrix": ({"rope_freqs.weight": torch.ones(4, 4)}, (), "must be a row of 16 numbers"),
+    "factors of the rope in a type that is not decoded": (
+        {"rope_freqs.weight": (torch.zeros(64, dtype=torch.uint8), TYPES["I32"], (16,))}, (), "not I32 [16]",
+    ),
 }  # fmt: skip
 
 
@@ -469,6 +548,93 @@ def test_a_malformed_vocabulary_names_the_file_and_the_key(write: Write) -> None
     assert not vocabulary.has_tokenizer(write("Q4_0"))
 
 
+def many_whole(characters: int, kind: int) -> dict[str, Any]:
+    """TOKENIZER with tokens of `kind` until so many characters are found whole."""
+    left, more = characters - sum(len(token) for token in TOKENS[:3]), []
+    while left:
+        more.append(f"{len(more):06d}".rjust(min(left, 250), "x"))
+        left -= len(more[-1])
+    return {
+        **TOKENIZER,
+        "tokenizer.ggml.tokens": [*TOKENS, *more],
+        "tokenizer.ggml.scores": [0.0] * (len(TOKENS) + len(more)),
+        "tokenizer.ggml.token_type": [*TOKENIZER["tokenizer.ggml.token_type"], *[kind] * len(more)],
+    }
+
+
+@pytest.mark.parametrize("kind", [3, 4])
+def test_what_is_found_whole_is_bounded(kind: int, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert text_gguf.MAX_WHOLE == 1 << 18
+    monkeypatch.setattr(text_gguf, "MAX_WHOLE", 5000)
+    assert vocabulary.tokenizer(write("Q4_0", many_whole(5000, kind))).vocab_size > len(TOKENS)
+    with pytest.raises(CheckpointError, match=r"token_type: .* have 5001 characters in all, more than 5000"):
+        vocabulary.tokenizer(write("Q4_0", many_whole(5001, kind)))
+
+
+def runs(longest: int) -> dict[str, Any]:
+    """TOKENIZER with runs of one letter, of which every cut is a merge: longest * (longest - 1) / 2 of them."""
+    more = ["a" * length for length in range(2, longest + 1)]
+    return {
+        **TOKENIZER,
+        "tokenizer.ggml.tokens": [*TOKENS, *more],
+        "tokenizer.ggml.scores": [0.0] * (len(TOKENS) + len(more)),
+        "tokenizer.ggml.token_type": [*TOKENIZER["tokenizer.ggml.token_type"], *[1] * len(more)],
+    }
+
+
+def test_merges_that_follow_from_pieces_are_bounded(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert convert.MAX_MERGES == 1 << 21
+    monkeypatch.setattr(convert, "MAX_MERGES", 50 * 49 // 2)
+    assert vocabulary.tokenizer(write("Q4_0", runs(50))).vocab_size == len(TOKENS) + 49
+    with pytest.raises(CheckpointError, match=r"model\.gguf: .* more than 1225 merges"):
+        vocabulary.tokenizer(write("Q4_0", runs(51)))
+    with pytest.raises(CheckpointError, match=r"has 257 characters, more than 256"):
+        vocabulary.tokenizer(write("Q4_0", runs(257)))
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "words"),
+    [
+        ("tokenizer.ggml.model", Typed("[string]", ["llama"] * 1000), "is of type Array, not str"),
+        ("tokenizer.ggml.bos_token_id", Typed("[u32]", [1] * 1000), "is of type Array, not int"),
+        ("tokenizer.ggml.add_bos_token", Typed("[bool]", [True] * 1000), "is of type Array, not bool"),
+        ("tokenizer.ggml.scores", Typed("[f32]", [0.0] * 1000), "scores has 1000 entries, tokenizer.ggml.tokens has"),
+        ("tokenizer.ggml.token_type", Typed("[i32]", [1] * 1000), "token_type has 1000 entries, tokenizer.ggml.tokens"),
+    ],
+)
+def test_an_array_that_cannot_be_of_the_tokenizer_is_not_decoded(
+    name: str, array: Typed, words: str, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, decode = write("Q4_0", {**TOKENIZER, name: array}), Array.__iter__
+    lengths: list[int] = []
+
+    def counted(array: Array) -> Iterator[Any]:
+        lengths.append(len(array))
+        return decode(array)
+
+    monkeypatch.setattr(Array, "__iter__", counted)
+    with pytest.raises(CheckpointError, match=words):
+        vocabulary.tokenizer(path)
+    assert set(lengths) <= {len(TOKENS)}
+
+
+def test_a_folder_may_be_called_like_a_file(source: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model.gguf"
+    shutil.copytree(source, folder)
+    assert not vocabulary.is_gguf(folder)
+    assert torch.equal(logits(sources.load(folder, torch.float32)), logits(hf.load(source, torch.float32)))
+
+
+def test_a_file_is_verified_against_its_receipt(write: Write) -> None:
+    path = write("Q8_0")
+    probes = make_probes(gguf_checkpoint.load(path, torch.float32), 0)
+    receipt.write(
+        path, receipt.environment() | {"recipe": {}, "calibration": None, "seed": 0}, {}, [], 8.5, None, probes
+    )
+    verdict = verify.verify(path)
+    assert verdict.ok, verdict.sentence
+
+
 @pytest.mark.parametrize(
     ("kind", "head", "dtype"),
     [("Q4_0", "w4g32", "float32"), ("Q4_1", None, "float32"), ("BF16", None, "bfloat16")],
@@ -489,6 +655,9 @@ def test_inspection_says_what_a_type_runs_as(write: Write) -> None:
     assert found.bytes == path.stat().st_size
     assert 4.5 < found.bits_per_weight < 4.6
     assert "blk.0.ffn_up.weight" in found.table()
+    *blocks, _, _, last = found.tensors  # a file begins with the embedding
+    assert last == "token_embd.weight"
+    assert [name.split(".")[1] for name in blocks] == sorted(name.split(".")[1] for name in blocks)
     json.dumps(found.to_dict())
 
 

@@ -185,3 +185,12 @@ def test_added_tokens_must_fit_behind_the_vocabulary(tmp_path: Path) -> None:
         else:
             with pytest.raises(ValueError, match="gap"):
                 Tokenizer.load(tmp_path)
+
+
+def test_merges_are_made_of_the_vocabularys_own_strings() -> None:
+    """Slices would be copies: of a piece of n characters, n^2 of them."""
+    pieces = {"a" * length: float(length) for length in range(1, 100)}
+    own = {id(piece) for piece in pieces}
+    merges = convert._merges(pieces, {piece: i for i, piece in enumerate(pieces)})
+    assert len(merges) == 99 * 98 // 2
+    assert all(id(half) in own for merge in merges for half in merge)

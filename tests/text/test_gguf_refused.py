@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from attar.text.gguf import MAX_TOKEN, tokenizer_from_gguf
+from attar.text.gguf import MAX_PIECE, MAX_TOKEN, tokenizer_from_gguf
 from attar.text.template import MAX_TEMPLATE
 from tests.text.gguf_metadata import NORMAL, K, small_gpt2, small_llama
 
@@ -47,6 +47,8 @@ def _without(metadata: dict[str, Any], key: str) -> dict[str, Any]:
         (lambda g, s: _put(g, "tokens", 3, "\udcff"), "lone surrogate"),
         (lambda g, s: _put(g, "tokens", 3, g[K + "tokens"][2]), r"tokens\[3\] is .* as is tokens\[2\]"),
         (lambda g, s: _put(g, "tokens", 3, "x" * 10_000_000), r"tokens\[3\] has 10000000 characters"),
+        (lambda g, s: _put(g, "tokens", 3, "x" * (MAX_TOKEN + 1)), r"tokens\[3\] has 1025 characters, more than 1024"),
+        (lambda g, s: _put(s, "tokens", -1, "x" * (MAX_PIECE + 1)), "has 257 characters, more than 256"),
         (lambda g, s: _put(s, "tokens", 3, "<0x-1>"), r"tokens\[3\] is a byte, but '<0x-1>'"),
         (lambda g, s: _put(s, "tokens", 3, "<0xZZ>"), r"tokens\[3\] is a byte, but '<0xZZ>'"),
         (lambda g, s: _put(s, "tokens", 13, "<0x0a>"), r"tokens\[13\] is a byte, but '<0x0a>'"),
@@ -88,8 +90,9 @@ def test_refuses(change: Callable[[dict[str, Any], dict[str, Any]], dict[str, An
 
 
 def test_limits_hold_exactly() -> None:
-    longest = tokenizer_from_gguf(_put(small_llama(), "tokens", -1, "x" * MAX_TOKEN))
-    assert longest.id_to_bytes(longest.vocab_size - 1) == b"x" * MAX_TOKEN
+    for metadata, length in ((small_llama(), MAX_PIECE), (small_gpt2(), MAX_TOKEN)):
+        longest = tokenizer_from_gguf(_put(metadata, "tokens", -1, "x" * length))
+        assert longest.id_to_bytes(longest.vocab_size - 1) == b"x" * length
     full = {"tokenizer.chat_template": "x" * MAX_TEMPLATE}
     assert len(tokenizer_from_gguf(small_gpt2() | full).chat_template()) == MAX_TEMPLATE
     empty = tokenizer_from_gguf(_put(_put(small_llama(), "tokens", -1, ""), "tokens", -3, ""))

@@ -35,7 +35,7 @@ from attar.kernels.operands import Linear
 from attar.kernels.ops import Store
 from attar.model import decoder
 from attar.model.config import ModelConfig
-from attar.model.decoder import Decoder, Weights
+from attar.model.decoder import Decoder
 
 SCHEMES: Mapping[str, Scheme] = {
     name: Scheme.parse(scheme).with_scale_dtype("float16")
@@ -109,15 +109,7 @@ class GgufCheckpoint:
         stored = file_name(name)
         return stored in self.file and not (name.endswith(".weight") and self.file.info(stored).kind.name in SCHEMES)
 
-    def rows(self, ids: Tensor) -> Weights:
-        """The same weights, but with no more of the embedding and the output matrix than their rows `ids` [R]."""
-        return _Rows(self, ids)
-
     # What reports need
-
-    def stored_name(self, name: str) -> str:
-        """A module's or tensor's name in the file."""
-        return file_name(name)
 
     def linear_shape(self, name: str) -> tuple[int, int]:
         """The shape (out, in) of linear `name`, from the header alone."""
@@ -156,27 +148,22 @@ class GgufCheckpoint:
         names = self.config.names
         return f"{names.embed if name == names.head and self.config.tied else name}.weight"
 
-    def _read(self, name: str) -> Tensor:
-        """Bytes, uint8 [..., bytes of a row], with rows of q and k in our order."""
+    def _in_order(self, name: str, rows: Tensor) -> Tensor:
+        """Rows [O, ...] of a tensor in our order: those of q and k may have the pairs of a head as neighbours."""
         stored = file_name(name)
-        raw = self.file.read(stored)
         if not self._interleaved or (".attn_q." not in stored and ".attn_k." not in stored):
-            return raw
-        if stored.endswith(".bias"):  # one row of plain numbers: each is a row of its own here
-            size = self.file.info(stored).kind.block_bytes
-            return self._halves(raw.view(-1, size)).reshape(-1)
-        return self._halves(raw)
-
-    def _halves(self, rows: Tensor) -> Tensor:
-        """Rows [O, ...] in which the pairs of a head are neighbours, as halves of the head."""
+            return rows
         size = self.config.head_dim
         return rows.view(-1, size // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
     def _decoded(self, name: str, dtype: torch.dtype) -> Tensor:
-        return ggml_blocks.decode(self._kind(name), self._read(name), dtype)
+        kind, raw = self._kind(name), self.file.read(file_name(name))
+        if name.endswith(".bias"):  # one row, whose values are what is put in order: a block holds several
+            return self._in_order(name, ggml_blocks.decode(kind, raw, dtype))
+        return ggml_blocks.decode(kind, self._in_order(name, raw), dtype)
 
     def _packed(self, name: str, scheme: Scheme) -> PackedTensor:
-        kind, raw = self._kind(name), self._read(name)
+        kind, raw = self._kind(name), self._in_order(name, self.file.read(file_name(name)))
         rows, columns = self.file.info(file_name(name)).shape
         codes = torch.empty((rows, columns), dtype=torch.int8)
         scale = torch.empty((rows, columns // kind.elements), dtype=torch.float16)
@@ -187,12 +174,15 @@ class GgufCheckpoint:
         return affine.encode(codes, scale, None, scheme, (rows, columns))
 
     def _with_rope_factors(self, config: ModelConfig) -> ModelConfig:
-        kind = self.file.info(ROPE_FACTORS).kind
-        if kind not in DECODED or len(self.file.info(ROPE_FACTORS).shape) != 1:
-            raise CheckpointError(f"{self.file.path}: {ROPE_FACTORS} must be a row of numbers")
-        factors = ggml_blocks.decode(kind, self.file.read(ROPE_FACTORS)).tolist()
-        ropes = tuple(None if rope is None else gguf_config.rope_with_factors(rope, factors) for rope in config.ropes)
-        return replace(config, ropes=ropes)
+        rope, tensor = config.ropes[0], self.file.info(ROPE_FACTORS)
+        assert rope is not None, "the metadata describe one rope, for every layer"
+        if not tensor.kind.decoded or tensor.shape != (rope.dims // 2,):  # before any of it is read
+            raise CheckpointError(
+                f"{self.file.path}: {ROPE_FACTORS} must be a row of {rope.dims // 2} numbers, one for each pair of "
+                f"columns, not {tensor.kind.name} {list(tensor.shape)}"
+            )
+        factors = ggml_blocks.decode(tensor.kind, self.file.read(ROPE_FACTORS)).tolist()
+        return replace(config, ropes=(gguf_config.rope_with_factors(rope, factors),) * config.layers)
 
     # Opening
 
@@ -253,36 +243,6 @@ class _Outline:
 
     def has(self, name: str) -> bool:
         return self.checkpoint.has(name)
-
-
-class _Rows:
-    """A checkpoint's weights with only some rows of the embedding and of the output matrix: tables [R, I]."""
-
-    def __init__(self, checkpoint: GgufCheckpoint, ids: Tensor) -> None:
-        self.checkpoint, self.ids = checkpoint, ids.tolist()
-        names = checkpoint.config.names
-        self._tables = (f"{names.embed}.weight", f"{names.head}.weight")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.checkpoint.dtype
-
-    def has(self, name: str) -> bool:
-        return file_name(name) in self.checkpoint.file if name in self._tables else self.checkpoint.has(name)
-
-    def linear(self, name: str) -> Linear:
-        is_table = name == self.checkpoint.config.names.head
-        return Linear(name, self.tensor(f"{name}.weight")) if is_table else self.checkpoint.linear(name)
-
-    def matrix(self, name: str) -> Tensor:
-        return self.tensor(name)
-
-    def tensor(self, name: str) -> Tensor:
-        if name not in self._tables:
-            return self.checkpoint.tensor(name)
-        file, stored = self.checkpoint.file, file_name(name)
-        raw = torch.cat([file.read_rows(stored, i, i + 1) for i in self.ids])
-        return ggml_blocks.decode(file.info(stored).kind, raw, self.checkpoint.dtype)
 
 
 def load(

@@ -19,6 +19,7 @@ Torch-free.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -71,8 +72,8 @@ def architecture(metadata: Mapping[str, Any]) -> Architecture:
     name = metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ValueError(
-            f"general.architecture is {name!r}: attar reads GGUF files of {', '.join(ARCHITECTURES)}"
-            + nearest(str(name), ARCHITECTURES)
+            f"general.architecture is {reprlib.repr(name)}: attar reads GGUF files of {', '.join(ARCHITECTURES)}"
+            + (nearest(name, ARCHITECTURES) if isinstance(name, str) else "")
         )
     return ARCHITECTURES[name]
 
@@ -136,15 +137,20 @@ def read_gguf_config(metadata: Mapping[str, Any], names: Collection[str], vocab:
 def _scaling(f: Fields, at: str) -> dict[str, object] | None:
     """`rope_scaling` as config.json has it."""
     where = f"{at}.rope.scaling"
-    if f.get(f"{where}.type") is None:
-        linear = f.optional_number(f"{at}.rope.scale_linear")  # as files of 2023 have it
-        return None if linear is None or linear == 1.0 else {"rope_type": "linear", "factor": linear}
-    kind = f.choice(f"{where}.type", {"none": "none", "linear": "linear", "yarn": "yarn"})
+    f.only(f"{where}.attn_factor", 1.0, "another factor of attention")
+    given = f.get(f"{where}.type") is not None
+    kind = f.choice(f"{where}.type", {"none": "none", "linear": "linear", "yarn": "yarn"}) if given else "linear"
     if kind == "none":
         return None
-    scaling: dict[str, object] = {"rope_type": kind, "factor": f.number(f"{where}.factor")}
+    factor = f.optional_number(f"{where}.factor")
+    if factor is None:
+        factor = f.optional_number(f"{at}.rope.scale_linear")  # as files of 2023 have it
+    if not given and factor in (None, 1.0):
+        return None
+    if factor is None:
+        raise f.error(f"{where}.factor", "is missing")
+    scaling: dict[str, object] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
-        f.only(f"{where}.attn_factor", 1.0, "another factor of attention")
         for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
             scaling[ours] = f.optional_number(f"{where}.{theirs}")
         original = f.optional_integer(f"{where}.original_context_length", low=2, high=LENGTH)
@@ -153,11 +159,12 @@ def _scaling(f: Fields, at: str) -> dict[str, object] | None:
 
 
 def rope_with_factors(rope: Rope, factors: Sequence[float]) -> Rope:
-    """A default rope whose frequencies are divided by `factors`, one a pair. Raises ValueError if they do not fit."""
+    """A default rope whose frequencies are divided by `factors` [dims / 2]. Raises ValueError if they do not fit."""
+    assert len(factors) == rope.dims // 2, (len(factors), rope.dims)
     if rope.kind != "default":
         raise ValueError(f"{ROPE_FACTORS} is there although the rope is {rope.kind}")
-    if len(factors) != rope.dims // 2 or not all(0 < factor < math.inf for factor in factors):
-        raise ValueError(f"{ROPE_FACTORS} must hold {rope.dims // 2} positive numbers, one for each pair of columns")
+    if not all(0 < factor < math.inf for factor in factors):
+        raise ValueError(f"{ROPE_FACTORS} must hold positive numbers")
     for factor in LLAMA3_FACTORS:
         known = replace(rope, kind="llama3", factor=factor, original_context=LLAMA3_CONTEXT)
         if all(math.isclose(a, b, rel_tol=SAME_FACTOR) for a, b in zip(factors, _llama3(known), strict=True)):

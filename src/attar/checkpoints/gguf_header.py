@@ -5,7 +5,7 @@ tensors, padding, and the tensors themselves. Nothing says how long the header i
 where readers go wrong, for every length on the way is a stranger's. Here each is compared with what the file still
 holds before it is used for anything; sizes are Python integers, which do not wrap; and the walk makes no objects out of
 arrays, so that a hostile file is refused before it costs memory. Arrays (a vocabulary of a quarter of a million
-strings) become lists when they are asked for.
+strings) are decoded when somebody iterates over them.
 
 Refused, although llama.cpp or its Python package accept some of it: a key or a tensor given twice; names that do not
 print; arrays of arrays; a bool that is neither 0 nor 1; an alignment that is no power of two from 8 to 65536; tensors
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 import os
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +45,7 @@ MAX_KEY = 256  # bytes of a key
 MAX_NAME = 64  # bytes of a tensor's name, as the format has it
 MAX_STRING = 1 << 24  # bytes of a value
 MAX_ITEM = 1 << 16  # bytes of a string in an array
-MAX_ITEMS = 1 << 22  # values in one array
+MAX_ITEMS = 1 << 20  # values in one array
 MAX_STRINGS = 1 << 20  # strings in all arrays together: the largest vocabularies have 2^18, with 2^19 merges
 
 _U32, _U64 = SCALARS["u32"], SCALARS["u64"]
@@ -80,13 +79,16 @@ class _Walk:
         self.read = bytearray()
         self.at = 0
 
-    def need(self, count: int, what: str) -> int:
-        """Have `count` bytes from the position on in memory, and step over them: the position they begin at."""
+    def need(self, count: int, what: str, of: object = None) -> int:
+        """Have `count` bytes from the position on in memory, and step over them: the position they begin at.
+
+        Errors are about `what`, and `of` which thing: what is needed ten times a tensor is spelled out only then.
+        """
         at, end = self.at, self.at + count
         if end > self.size:
             raise CheckpointError(
-                f"{self.where}: truncated: {what} would end at byte {end}, the file has {self.size}; download or copy "
-                "it again"
+                f"{self.where}: truncated: {_spelled(what, of)} would end at byte {end}, the file has {self.size}; "
+                "download or copy it again"
             )
         if end > MAX_HEADER:
             raise CheckpointError(f"{self.where}: the header is longer than the {MAX_HEADER} bytes that attar accepts")
@@ -98,26 +100,26 @@ class _Walk:
         self.at = end
         return at
 
-    def u32(self, what: str) -> int:
-        value: int = _U32.unpack_from(self.read, self.need(4, what))[0]
+    def u32(self, what: str, of: object = None) -> int:
+        value: int = _U32.unpack_from(self.read, self.need(4, what, of))[0]
         return value
 
-    def u64(self, what: str) -> int:
-        value: int = _U64.unpack_from(self.read, self.need(8, what))[0]
+    def u64(self, what: str, of: object = None) -> int:
+        value: int = _U64.unpack_from(self.read, self.need(8, what, of))[0]
         return value
 
-    def text(self, limit: int, what: str) -> str:
+    def text(self, limit: int, what: str, of: object = None) -> str:
         """A string of 1 to `limit` bytes that prints."""
-        length = self.u64(f"the length of {what}")
+        length = self.u64(what, of)
         if length > limit:
-            raise CheckpointError(f"{self.where}: {what} has {length} bytes, more than {limit}")
-        at = self.need(length, what)
+            raise CheckpointError(f"{self.where}: {_spelled(what, of)} has {length} bytes, more than {limit}")
+        at = self.need(length, what, of)
         try:
             text = self.read[at : self.at].decode()
         except UnicodeDecodeError:
-            raise CheckpointError(f"{self.where}: {what} is not UTF-8") from None
+            raise CheckpointError(f"{self.where}: {_spelled(what, of)} is not UTF-8") from None
         if problem := check_name(text):
-            raise CheckpointError(f"{self.where}: {what} is {problem}")
+            raise CheckpointError(f"{self.where}: {_spelled(what, of)} is {problem}")
         return text
 
     def fits(self, least: int, what: str) -> None:
@@ -128,6 +130,10 @@ class _Walk:
                 f"{self.where}: truncated: {what} take {least} bytes or more, the file has {left} left; download or "
                 "copy it again"
             )
+
+
+def _spelled(what: str, of: object) -> str:
+    return what if of is None else f"{what} {of!r}"
 
 
 def fill(fd: int, view: memoryview, offset: int, where: Path) -> None:
@@ -218,7 +224,7 @@ def _metadata(walk: _Walk, keys: int) -> Metadata:
     entries: dict[str, Entry] = {}
     strings = 0
     for i in range(keys):
-        key = walk.text(MAX_KEY, f"the name of key {i}")
+        key = walk.text(MAX_KEY, "the name of key", i)
         if key in entries:
             raise CheckpointError(f"{walk.where}: key {key!r} is given twice")
         what = f"key {key!r}"
@@ -289,20 +295,21 @@ def _step_over_strings(walk: _Walk, count: int, what: str) -> None:
 def _alignment(metadata: Metadata, where: Path) -> int:
     if ALIGNMENT not in metadata:
         return DEFAULT_ALIGNMENT
-    kind, value = metadata.type_of(ALIGNMENT), metadata[ALIGNMENT]
-    if kind != "u32" or not 8 <= value <= 65536 or value & (value - 1):
-        raise CheckpointError(
-            f"{where}: {ALIGNMENT} must be a u32, a power of two from 8 to 65536, not {kind} {reprlib.repr(value)}"
-        )
-    return int(value)
+    kind = metadata.type_of(ALIGNMENT)
+    value: int | None = metadata[ALIGNMENT] if kind == "u32" else None  # others are not looked at
+    if value is None or not 8 <= value <= 65536 or value & (value - 1):
+        found = kind if value is None else f"{kind} {value}"
+        raise CheckpointError(f"{where}: {ALIGNMENT} must be a u32, a power of two from 8 to 65536, not {found}")
+    return value
 
 
 def _refuse_parts(metadata: Metadata, where: Path) -> None:
     if SPLIT not in metadata:
         return
-    kind, value = metadata.type_of(SPLIT), metadata[SPLIT]
+    kind = metadata.type_of(SPLIT)
     if kind not in ("u16", "u32", "i32", "u64"):
-        raise CheckpointError(f"{where}: {SPLIT} must be a whole number, not {kind} {reprlib.repr(value)}")
+        raise CheckpointError(f"{where}: {SPLIT} must be a whole number, not {kind}")
+    value = metadata[SPLIT]
     if value > 1:
         raise CheckpointError(
             f"{where}: one of {value} files of a split model; join them with llama.cpp's tool: llama-gguf-split "
@@ -314,24 +321,24 @@ def _tensors(walk: _Walk, count: int, alignment: int) -> dict[str, GgufTensor]:
     """The descriptions, by the order of their offsets."""
     found: dict[str, GgufTensor] = {}
     for i in range(count):
-        name = walk.text(MAX_NAME, f"the name of tensor {i}")
+        name = walk.text(MAX_NAME, "the name of tensor", i)
         if name in found:
             raise CheckpointError(f"{walk.where}: tensor {name!r} is given twice")
-        found[name] = _tensor(walk, f"tensor {name!r}", alignment)
+        found[name] = _tensor(walk, name, alignment)
     return dict(sorted(found.items(), key=lambda item: item[1].begin))
 
 
-def _tensor(walk: _Walk, what: str, alignment: int) -> GgufTensor:
+def _tensor(walk: _Walk, name: str, alignment: int) -> GgufTensor:
     def bad(problem: str) -> CheckpointError:
-        return CheckpointError(f"{walk.where}: {what} {problem}")
+        return CheckpointError(f"{walk.where}: tensor {name!r} {problem}")
 
-    rank = walk.u32(f"the number of dimensions of {what}")
+    rank = walk.u32("the number of dimensions of tensor", name)
     if not 1 <= rank <= MAX_RANK:
         raise bad(f"has {rank} dimensions; a GGUF tensor has 1 to {MAX_RANK}")
-    shape = tuple(reversed([walk.u64(f"the shape of {what}") for _ in range(rank)]))
+    shape = tuple(reversed([walk.u64("the shape of tensor", name) for _ in range(rank)]))
     if min(shape) < 1 or math.prod(shape) >= MAX_ELEMENTS:
         raise bad(f"has the shape {list(shape)}: sizes must be positive, and elements fewer than 2^60 in all")
-    number = walk.u32(f"the type of {what}")
+    number = walk.u32("the type of tensor", name)
     if number not in BY_ID:
         raise bad(f"has the type {number}, which attar does not know{_GONE.get(number, '')}")
     kind = BY_ID[number]
@@ -339,7 +346,7 @@ def _tensor(walk: _Walk, what: str, alignment: int) -> GgufTensor:
         size = kind.bytes(shape)
     except ValueError as error:
         raise bad(f"has the shape {list(shape)}: {error}") from None
-    begin = walk.u64(f"the offset of {what}")
+    begin = walk.u64("the offset of tensor", name)
     if begin % alignment:
         raise bad(f"begins at byte {begin} of the data, which is no multiple of the alignment {alignment}")
     return GgufTensor(kind, shape, begin, begin + size)

@@ -1,17 +1,19 @@
 """Values of GGUF metadata: their thirteen types, read from a header that was checked, and written.
 
-A value is read as what it is in Python (str, int, float, bool, or a list of one of these) and `Typed` where the stored
-type matters, so that a copy of a file's metadata is the file's metadata. A plain Python value is written as the type
-that GGUF files in circulation use for it: u32 for a whole number that is not negative, f32, i32 in arrays.
+A value is read as what it is in Python (str, int, float, bool, or an `Array` of one of these), and written with its
+stored type where it is `Typed`, so that a copy of a file's metadata can be the file's metadata. A plain Python value is
+written as the type that GGUF files in circulation use for it: u32 for a whole number that is not negative, f32, i32 in
+arrays.
 
-Metadata are handed on as a mapping that decodes an array when it is first asked for: opening a file must not cost what
-the strings of its vocabulary cost. Torch-free.
+Metadata are handed on as a mapping whose arrays are decoded when they are iterated over: opening a file must not cost
+what the strings of its vocabulary cost, and who expects one value must not pay for the million that a stranger put
+there, so that an `Array` tells its type and length for nothing. Torch-free.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,19 +50,35 @@ class Entry(NamedTuple):
     at: int
 
 
+class Array(Collection[Any]):
+    """An array of a header. Iterating over it decodes it, and raises CheckpointError where a string is not UTF-8."""
+
+    def __init__(self, metadata: Metadata, key: str, entry: Entry) -> None:
+        self._metadata, self._key, self._entry = metadata, key, entry
+
+    def __len__(self) -> int:
+        assert self._entry.length is not None
+        return self._entry.length
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._metadata._elements(self._key, self._entry.type, self._entry.at, len(self))
+
+    def __contains__(self, value: object) -> bool:
+        return any(each == value for each in self)
+
+    def __repr__(self) -> str:
+        return f"an array of {len(self)} {self._entry.type}"
+
+
 class Metadata(Mapping[str, Any]):
-    """The keys of a file with their values: str, int, float, bool, or a list of one of these. Arrays are decoded when
-    they are first asked for; CheckpointError is raised then, where strings of one are not UTF-8."""
+    """The keys of a file with their values: str, int, float, bool, or an `Array` of one of these."""
 
     def __init__(self, header: bytearray, entries: Mapping[str, Entry], where: Path) -> None:
         self._header, self._entries, self._where = header, entries, where
-        self._known: dict[str, Any] = {}
 
     def __getitem__(self, key: str) -> Any:
-        if key not in self._known:
-            entry = self._entries[key]
-            self._known[key] = self._scalar(key, entry) if entry.length is None else self._array(key, entry)
-        return self._known[key]
+        entry = self._entries[key]
+        return self._scalar(key, entry) if entry.length is None else Array(self, key, entry)
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries
@@ -76,30 +94,20 @@ class Metadata(Mapping[str, Any]):
         entry = self._entries[key]
         return entry.type if entry.length is None else f"[{entry.type}]"
 
-    def count(self, key: str) -> int | None:
-        """The length of an array, without decoding it; None of a value that is no array."""
-        return self._entries[key].length
-
-    def typed(self, key: str) -> Typed:
-        return Typed(self.type_of(key), self[key])
-
     def _scalar(self, key: str, entry: Entry) -> Any:
         if entry.type == STRING:
             return self._string(key, entry.at)[0]
         (value,) = SCALARS[entry.type].unpack_from(self._header, entry.at)
         return value == 1 if entry.type == "bool" else value
 
-    def _array(self, key: str, entry: Entry) -> list[Any]:
-        assert entry.length is not None
-        if entry.type != STRING:
-            code = SCALARS[entry.type].format[1:]
-            values = struct.unpack_from(f"<{entry.length}{code}", self._header, entry.at)
-            return [value == 1 for value in values] if entry.type == "bool" else list(values)
-        strings, at = [], entry.at
-        for _ in range(entry.length):
+    def _elements(self, key: str, kind: str, at: int, count: int) -> Iterator[Any]:
+        if kind != STRING:
+            values = struct.unpack_from(f"<{count}{SCALARS[kind].format[1:]}", self._header, at)
+            yield from (value == 1 for value in values) if kind == "bool" else values
+            return
+        for _ in range(count):
             text, at = self._string(key, at)
-            strings.append(text)
-        return strings
+            yield text
 
     def _string(self, key: str, at: int) -> tuple[str, int]:
         (length,) = _LENGTH.unpack_from(self._header, at)

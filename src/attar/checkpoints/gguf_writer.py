@@ -2,8 +2,8 @@
 
 A GGUF file, once its header is known, is what `writer.ShardWriter` writes: named slots of known size after some fixed
 bytes. So `plan` makes a `FilePlan` whose tensors are arrays of bytes, and all else is that writer's: space reserved
-before any work, resuming after a kill, a full disk told in a sentence. `atomic_gguf` puts a file in place whole or not
-at all. The bytes are deterministic: the same keys and tensors in the same order give the same file.
+before any work, a full disk told in a sentence. `atomic_gguf` puts a file in place whole or not at all. The bytes are
+deterministic: the same keys and tensors in the same order give the same file.
 
 Files are of version 3, little-endian, with the default alignment unless the metadata say otherwise, tensors in the
 order given and padded at the end too, as llama.cpp insists.
@@ -101,6 +101,13 @@ def _described(name: str, kind: GgmlType, shape: tuple[int, ...]) -> bytes:
     return SCALARS["u32"].pack(len(shape)) + sizes + SCALARS["u32"].pack(kind.id)
 
 
+def _check_target(target: Path, overwrite: bool) -> None:
+    if target.exists() and not target.is_file():
+        raise CheckpointError(f"{target} is no file and is kept; choose another output")
+    if target.exists() and not overwrite:
+        raise CheckpointError(f"{target} exists and is kept; choose another output, or pass --overwrite")
+
+
 @contextlib.contextmanager
 def atomic_gguf(
     dst: str | os.PathLike[str],
@@ -111,16 +118,16 @@ def atomic_gguf(
     """Write the file `dst`: give each tensor's bytes to the writer; leaving the context puts the file in place.
 
     It grows in a hidden folder beside `dst`, which is removed when the body fails. Raises ValueError as `plan` does and
-    where a tensor was not written, CheckpointError where `dst` exists (unless `overwrite`), where another process is
-    writing it, and where the disk is full.
+    where a tensor was not written, CheckpointError where `dst` exists (unless `overwrite`, and it is a file), where
+    another process is writing it, and where the disk is full.
     """
     target = Path(os.path.realpath(dst))
     planned = plan(target.name, metadata, tensors)
-    if target.exists() and not (overwrite and target.is_file()):
-        raise CheckpointError(f"{target} exists and is kept; choose another output, or pass --overwrite")
+    _check_target(target, overwrite)
     partial = target.parent / f".{target.name}.attar-partial"
     lock = take_lock(partial, target)
     try:
+        _check_target(target, overwrite)  # again: the holder of the lock before us may have made it
         with ShardWriter(partial, [planned]) as writer:
             yield writer
             writer.finish()

@@ -117,7 +117,7 @@ def _inspect_gguf(path: Path) -> Inspection:
     config, file = checkpoint.config, checkpoint.file
     tensors = {
         name: Stored(tensor.kind.name, tensor.shape, tensor.end - tensor.begin)
-        for name in file.names()
+        for name in sorted(file.names(), key=_natural)
         for tensor in [file.info(name)]
     }
     modules = [module for layer in range(config.layers) for module in compressible(config, layer)]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from attar.checkpoints import hf, hub, receipt
+from attar.checkpoints import hf, hub, receipt, sources
 from attar.checkpoints.receipt import Verdict
 from attar.kernels import ops
 
@@ -19,15 +19,18 @@ def verify(
     dtype: str = "float32",
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Verdict:
-    """Check a folder, Hub id or `demo`: every hash unless `hashes` is false, then every probe, computed in `dtype`.
+    """Check a folder, GGUF file, Hub id or `demo`: every hash unless `hashes` is false, then every probe.
 
-    The model is loaded only once its hashes are found right: in float32 for the native kernels where there are any, and
-    then replayed on each path that it has there; in another dtype for the reference. `progress(stage, done, total)`
-    tells of the loading. Raises ValueError where the model cannot be loaded or its receipt is damaged.
+    Probes are computed in `dtype`. The model is loaded only once its hashes are found right: in float32 for the native
+    kernels where there are any, and then replayed on each path that it has there; in another dtype for the reference.
+    `progress(stage, done, total)` tells of the loading. Raises ValueError where the model cannot be loaded or its
+    receipt is damaged.
     """
     path, computed = hub.resolve(model), hf.compute_dtype(dtype)
     told = progress or (lambda stage, done, total: None)
     store = ops.store() if computed == torch.float32 else None
     return receipt.verify(
-        path, lambda: hf.load(path, computed, lambda done, total: told("loading", done, total), store), hashes=hashes
+        path,
+        lambda: sources.load(path, computed, lambda done, total: told("loading", done, total), store),
+        hashes=hashes,
     )

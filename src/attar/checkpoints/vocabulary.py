@@ -13,7 +13,8 @@ NO_TOKENIZER = (None, "no_vocab", "none")  # `tokenizer.ggml.model` of files wit
 
 
 def is_gguf(path: Path) -> bool:
-    return path.suffix.lower() == ".gguf"
+    """Whether the model is a GGUF file. A folder may be called so and be one of Hugging Face's."""
+    return path.suffix.lower() == ".gguf" and path.is_file()
 
 
 def tokenizer(path: Path) -> Tokenizer:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from attar.checkpoints import hf, hub, receipt
 from attar.checkpoints.probes import ProbeRun
+from attar.checkpoints.vocabulary import is_gguf
 from attar.checkpoints.writer import MAX_SHARD, ShardWriter, allocated, atomic_folder, plan_files, require_free
 from attar.compression import calibrate
 from attar.compression.calibrate import Calibration, HiddenStates
@@ -114,6 +115,8 @@ def compress(
         raise ValueError("the output's name is empty: give a folder to write")
     if source.resolve().is_relative_to(Path(dst).resolve()):
         raise ValueError(f"{dst} would replace the model that it is made from: choose another output")
+    if is_gguf(source):
+        raise ValueError(f"{source} is a GGUF file, which compress does not read: give the folder it was made from")
     checkpoint = hf.Checkpoint.open(source)
     output = Output(checkpoint, plan)
     tokenizer = _tokenizer(checkpoint.folder.path, calibration, evaluation)

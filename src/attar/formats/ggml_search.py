@@ -79,7 +79,8 @@ def encode(kind: GgmlType, values: Tensor, importance: Tensor | None = None) -> 
     rows alike; None: all count the same. Where all of a group's are zero, they are taken as equal.
 
     Raises ValueError for a type that is not searched, for rows that are not whole blocks, for importances that are
-    negative or not finite, and for a NaN, an infinity, or values beyond what fp16 scales reach.
+    negative or not finite, and for a NaN, an infinity, or a weight beyond 65504, the largest of fp16, although a scale
+    times its largest code would reach further.
     """
     if kind.name not in FORMS:
         raise ValueError(f"{kind.name} is not encoded by search: {', '.join(FORMS)} are")

@@ -8,7 +8,7 @@ the key and say what would do. Torch-free.
 from __future__ import annotations
 
 import difflib
-import math
+import reprlib
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
@@ -19,10 +19,13 @@ COUNT = 1 << 14  # layers, heads, head sizes, experts
 LENGTH = 1 << 32  # positions
 NUMBER = 1e12  # rotary bases, scales, caps
 EPSILON = 1.0
+WORD = 64  # characters: no name is longer, and difflib takes a time that is quadratic in a word's length
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """'; did you mean X?' where one of `known` is close to `word`, else nothing."""
+    if len(word) > WORD:
+        return ""
     lower = {k.lower(): k for k in known}
     near = difflib.get_close_matches(word.lower(), lower, n=2, cutoff=0.75)
     return f"; did you mean {' or '.join(lower[n] for n in near)}?" if near else ""
@@ -137,7 +140,5 @@ class Fields:
 
 
 def _show(value: object) -> str:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    """A stranger's value in a sentence: short, and found without spelling out the rest of it."""
+    return reprlib.repr(value)

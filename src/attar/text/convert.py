@@ -39,6 +39,7 @@ LLAMA3_SPLIT = _WORDS % r"\p{N}{1,3}"
 """How text is cut before merging: as in GPT-4's splitting, with digits one by one (Qwen2) or in threes (Llama 3)."""
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # sentencepiece's piece types, and GGUF's
+MAX_MERGES = 1 << 21  # that follow from pieces; of Gemma's quarter of a million pieces, 2^19 do
 _BPE = 2  # sentencepiece's model types: 1 is unigram
 
 
@@ -155,13 +156,16 @@ def _merges(ranks: Mapping[Piece, float], ids: Mapping[Piece, int]) -> list[tupl
     """Every cut of a piece into two, ordered by the rank (low is early) of the whole, then by the ids of the halves.
 
     Llama 2 gives all its runs of spaces one score: there the order of the halves alone decides.
+    Raises ValueError beyond MAX_MERGES, of which there may be as many as characters in the vocabulary.
     """
+    own = {piece: piece for piece in ranks}  # halves are the vocabulary's own strings, not slices that copy them
     found = []
     for piece, rank in ranks.items():
         for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in ranks and right in ranks:
+            if (left := own.get(piece[:cut])) is not None and (right := own.get(piece[cut:])) is not None:
                 found.append((rank, ids[left], ids[right], left, right))
+        if len(found) > MAX_MERGES:
+            raise ValueError(f"the vocabulary's pieces are joined by more than {MAX_MERGES} merges")
     found.sort()
     return [(left, right) for *_, left, right in found]
 
@@ -180,8 +184,9 @@ def _from_ranks(path: Path, data: bytes) -> Tokenizer:
     def spell(piece: bytes) -> str:
         return "".join(chars[byte] for byte in piece)
 
-    vocab = {spell(piece): rank for piece, rank in ranks.items()}
-    merges = [(spell(left), spell(right)) for left, right in _merges(ranks, ranks)]
+    spelled = {piece: spell(piece) for piece in ranks}
+    vocab = {spelled[piece]: rank for piece, rank in ranks.items()}
+    merges = [(spelled[left], spelled[right]) for left, right in _merges(ranks, ranks)]
     return byte_level(models.BPE(vocab, merges, fuse_unk=False, ignore_merges=True), [LLAMA3_SPLIT], None)
 
 

@@ -21,7 +21,7 @@ the first that is wrong is named in a ValueError; a number's width in the file (
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tokenizers import AddedToken, models, normalizers
@@ -36,6 +36,8 @@ from attar.text.tokenizer import Tokenizer
 Element = TypeVar("Element", str, int, float)
 
 MAX_TOKEN = 1024  # characters; the longest token of any known vocabulary has 256
+MAX_PIECE = 256  # of `llama` vocabularies, whose merges are every cut of every piece
+MAX_WHOLE = 1 << 18  # characters of all tokens that are found whole in text; Gemma's 6000 have a third of it
 SUPPORTED = ("llama", "gpt2")
 
 _KEY = "tokenizer.ggml."
@@ -55,7 +57,8 @@ _END_OF_TURN = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer of a GGUF file's metadata: key to str, int, float, bool or a list of one of them.
+    """The tokenizer of a GGUF file's metadata: key to str, int, float, bool or a collection of one of
+    them, which is iterated over only where one is expected.
 
     Its `eos_ids` are every token that ends a text. ValueError names the key that is missing, malformed or unknown.
     """
@@ -97,7 +100,7 @@ def _vocabulary(metadata: Mapping[str, Any], model: str) -> tuple[list[str], lis
     tokens = _array(metadata, "tokens", str)
     if not tokens:
         raise ValueError(f"{_KEY}tokens is empty")
-    _check_tokens(tokens)
+    _check_tokens(tokens, MAX_PIECE if model == "llama" else MAX_TOKEN)
     kinds = _array(metadata, "token_type", int, like=tokens) if given("token_type") else []
     wrong = next((i for i, kind in enumerate(kinds) if not NORMAL <= kind <= BYTE), None)
     if wrong is not None:
@@ -160,6 +163,13 @@ def _register(
     backend: Backend, metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int], special: Sequence[str]
 ) -> None:
     """Tokens that are found whole in text, before it is cut or normalized; `special` ones whatever their type."""
+    whole_kinds = (CONTROL, UNKNOWN, USER_DEFINED)
+    characters = sum(len(token) for token, kind in zip(tokens, kinds, strict=True) if kind in whole_kinds)
+    if characters > MAX_WHOLE:
+        raise ValueError(
+            f"{_KEY}token_type: the tokens found whole in text (types 2 to 4) have {characters} characters in all, "
+            f"more than {MAX_WHOLE}"
+        )
     phi3 = metadata.get("general.architecture") == "phi3" and metadata[_KEY + "model"] == "llama"
     control = [token for token, kind in zip(tokens, kinds, strict=True) if kind in (CONTROL, UNKNOWN)]
     strips = set(control) - {"<unk>", "<s>", "<|endoftext|>"} if phi3 else set()
@@ -205,11 +215,11 @@ def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     return templates
 
 
-def _check_tokens(tokens: Sequence[str]) -> None:
+def _check_tokens(tokens: Sequence[str], limit: int) -> None:
     first: dict[str, int] = {}
     for i, token in enumerate(tokens):
-        if len(token) > MAX_TOKEN:
-            raise ValueError(f"{_KEY}tokens[{i}] has {len(token)} characters, more than {MAX_TOKEN}")
+        if len(token) > limit:
+            raise ValueError(f"{_KEY}tokens[{i}] has {len(token)} characters, more than {limit}")
         if token and first.setdefault(token, i) != i:
             raise ValueError(f"{_KEY}tokens[{i}] is {_shown(token)}, as is tokens[{first[token]}]")
 
@@ -217,14 +227,17 @@ def _check_tokens(tokens: Sequence[str]) -> None:
 def _array(
     metadata: Mapping[str, Any], name: str, kind: type[Element], like: Sequence[str] | None = None
 ) -> list[Element]:
-    """A list of exactly `kind`, as long as the tokens `like`."""
+    """A list of exactly `kind`, as long as the tokens `like`. Its length is looked at first: it may not be decoded."""
     key = _KEY + name
-    value = _value(metadata, key, list)
+    given = _given(metadata, key)
+    if isinstance(given, str) or not isinstance(given, Collection):
+        raise ValueError(f"{key} is of type {type(given).__name__}, not list")
+    if like is not None and len(given) != len(like):
+        raise ValueError(f"{key} has {len(given)} entries, {_KEY}tokens has {len(like)}")
+    value = list(given)
     wrong = next((i for i, element in enumerate(value) if type(element) is not kind), None)
     if wrong is not None:
         raise ValueError(f"{key}[{wrong}] is of type {type(value[wrong]).__name__}, not {kind.__name__}")
-    if like is not None and len(value) != len(like):
-        raise ValueError(f"{key} has {len(value)} entries, {_KEY}tokens has {len(like)}")
     if kind is str:
         _check_unicode(key, value)
     return value
@@ -238,14 +251,18 @@ Value = TypeVar("Value")
 
 
 def _value(metadata: Mapping[str, Any], key: str, kind: type[Value]) -> Value:
-    if key not in metadata:
-        raise ValueError(f"the file has no {key}: its tokenizer is missing or incomplete")
-    value = metadata[key]
+    value = _given(metadata, key)
     if type(value) is not kind:  # a bool is no id
         raise ValueError(f"{_shown(key)} is of type {type(value).__name__}, not {kind.__name__}")
     if isinstance(value, str):
         _check_unicode(key, [value])
     return value
+
+
+def _given(metadata: Mapping[str, Any], key: str) -> Any:
+    if key not in metadata:
+        raise ValueError(f"the file has no {key}: its tokenizer is missing or incomplete")
+    return metadata[key]
 
 
 def _check_unicode(key: str, texts: Sequence[str]) -> None:
