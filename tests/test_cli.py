@@ -524,7 +524,8 @@ def test_a_reader_of_stdout_that_leaves_ends_the_run_quietly() -> None:
 
 def test_an_interrupt_in_the_middle_of_a_text() -> None:
     command = [*ATTAR, "generate", "demo", "--prompt", "The", "--max-tokens", "500", "--ignore-eos", "--quiet"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+    slow = os.environ | {"ATTAR_KERNELS": "ref"}  # so that the text does not end before it is interrupted
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=slow) as running:
         assert running.stdout is not None
         assert running.stdout.read(1)
         running.send_signal(signal.SIGINT)
