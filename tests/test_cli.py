@@ -525,7 +525,12 @@ def test_a_reader_of_stdout_that_leaves_ends_the_run_quietly() -> None:
 def test_an_interrupt_in_the_middle_of_a_text() -> None:
     command = [*ATTAR, "generate", "demo", "--prompt", "The", "--max-tokens", "500", "--ignore-eos", "--quiet"]
     slow = os.environ | {"ATTAR_KERNELS": "ref"}  # so that the text does not end before it is interrupted
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=slow) as running:
+
+    def interruptible() -> None:  # also where these tests run in the background, which shells keep interrupts from
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, env=slow, preexec_fn=interruptible) as running:
         assert running.stdout is not None
         assert running.stdout.read(1)
         running.send_signal(signal.SIGINT)
