@@ -8,14 +8,13 @@ somebody truncates ends the process, a short read is an error with a name. What 
 from __future__ import annotations
 
 import os
-import stat
 import weakref
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attar.checkpoints.gguf_header import GgufTensor, fill, read_header
-from attar.checkpoints.safetensors import CheckpointError, byte_view, near
+from attar.checkpoints.safetensors import CheckpointError, byte_view, near, open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,17 +31,8 @@ class GgufFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        try:
-            # O_NONBLOCK: opening a pipe must not wait for its writer.
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path}: cannot be opened: {getattr(error, 'strerror', error)}") from error
+        self._fd, self.size = open_regular(self.path)
         self.close = weakref.finalize(self, os.close, self._fd)
-        status = os.fstat(self._fd)
-        if not stat.S_ISREG(status.st_mode):
-            self.close()
-            raise CheckpointError(f"{self.path}: not a regular file")
-        self.size = status.st_size
         try:
             self.header = read_header(self._fd, self.size, self.path)
         except CheckpointError:

@@ -190,15 +190,7 @@ class GgufCheckpoint:
         """Build the model from shapes alone. Raises CheckpointError where the tensors are not those of the model."""
         outline, config, path = _Outline(self), self.config, self.file.path
         try:
-            if decoder.packed_ends(config, outline):
-                decoder.build_ends(config, outline)
-            else:
-                decoder.build_embedding(config, outline)
-            for layer in range(config.layers):
-                decoder.build_block(config, outline, layer)
-            decoder.build_final_norm(config, outline)
-            if not config.tied:
-                decoder.build_head(config, outline)
+            decoder.check(config, outline)
         except CheckpointError:
             raise
         except ValueError as error:

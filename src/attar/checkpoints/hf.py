@@ -169,15 +169,7 @@ class Checkpoint:
         """Build the model from shapes alone. Raises CheckpointError where a tensor is missing or of another shape."""
         outline, config = _Outline(self), self.config
         try:
-            if decoder.packed_ends(config, outline):
-                decoder.build_ends(config, outline)
-            else:
-                decoder.build_embedding(config, outline)
-            for layer in range(config.layers):
-                decoder.build_block(config, outline, layer)
-            decoder.build_final_norm(config, outline)
-            if not config.tied:  # a tied head needs the values
-                decoder.build_head(config, outline)
+            decoder.check(config, outline)
         except CheckpointError:
             raise
         except ValueError as error:

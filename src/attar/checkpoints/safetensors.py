@@ -225,6 +225,21 @@ def byte_view(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())) if size else memoryview(b"")
 
 
+def open_regular(path: Path) -> tuple[int, int]:
+    """A descriptor to read the file with, and its size. Raises CheckpointError where it is missing, or no regular file
+    (links are followed)."""
+    try:
+        # O_NONBLOCK: opening a pipe must not wait for its writer.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be opened: {getattr(error, 'strerror', error)}") from error
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise CheckpointError(f"{path}: not a regular file")
+    return fd, status.st_size
+
+
 class TensorFile:
     """One open safetensors file whose header has been checked. Reading is thread-safe.
 
@@ -236,17 +251,8 @@ class TensorFile:
         self.path = Path(path)
         if self.path.suffix in PICKLES:
             raise CheckpointError(f"{self.path}: not safetensors. {CONVERT}")
-        try:
-            # O_NONBLOCK: opening a pipe must not wait for its writer.
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path}: cannot be opened: {getattr(error, 'strerror', error)}") from error
+        self._fd, self.size = open_regular(self.path)
         self.close = weakref.finalize(self, os.close, self._fd)
-        status = os.fstat(self._fd)
-        if not stat.S_ISREG(status.st_mode):
-            self.close()
-            raise CheckpointError(f"{self.path}: not a regular file")
-        self.size = status.st_size
         try:
             self._data, self._slots, self.metadata = self._open()
         except CheckpointError:

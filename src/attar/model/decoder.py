@@ -320,6 +320,19 @@ def _build_experts(config: ModelConfig, weights: Weights, at: str) -> MixtureOfE
     )
 
 
+def check(config: ModelConfig, outline: Weights) -> None:
+    """Build the model from shapes alone: `outline` gives tensors without data. Raises as `build` would."""
+    if packed_ends(config, outline):
+        build_ends(config, outline)
+    else:
+        build_embedding(config, outline)
+    for layer in range(config.layers):
+        build_block(config, outline, layer)
+    build_final_norm(config, outline)
+    if not config.tied:  # a tied head needs the values
+        build_head(config, outline)
+
+
 def build(
     config: ModelConfig,
     weights: Weights,
