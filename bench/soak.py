@@ -1,12 +1,14 @@
 """Load, held for as long as is asked: what a server must bear, in parts, each with its gates.
 
-    python bench/soak.py [mixed] [disconnects] [overload] [slow] [signals] [--seconds N] [--disconnects N] [--json FILE]
+    python bench/soak.py [mixed] [disconnects] [overload] [slow] [signals] [timing]
+                         [--seconds N] [--disconnects N] [--pairs N] [--json FILE]
 
 * mixed: 64 clients of every kind for ten minutes, every answer checked (`soaks/mixed.py`).
 * disconnects: 10,000 of them, at every phase of a request (`soaks/disconnects.py`).
 * overload: ten times the clients that the server has room for (`soaks/overload.py`).
 * slow: readers of a kilobyte a second, and of nothing (`soaks/slow.py`).
 * signals: the engine killed, and the server told to end, both under load (`soaks/signals.py`).
+* timing: 2,000 pairs of requests that time what another key has asked for (`soaks/timing.py`).
 
 Each part starts its own `attar serve` of the embedded model, on loopback, and ends it. The load generator shares the
 machine with the server, as the gates have it; what it takes of a core is in the table. Exit status 1 where a gate does
@@ -26,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from soaks import disconnects, mixed, overload, signals, slow
+from soaks import disconnects, mixed, overload, signals, slow, timing
 from soaks.served import Gate, Served
 
 FILES = 8192  # descriptors, of the load and of the server alike
@@ -43,13 +45,15 @@ class Part:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help="mixed, disconnects, overload, slow, signals; default: all")
+    parser.add_argument("parts", nargs="*", help="mixed, disconnects, overload, slow, signals, timing; default: all")
     parser.add_argument("--seconds", type=float, help="of each part that takes as long as it is told")
     parser.add_argument("--disconnects", type=int, default=disconnects.COUNT)
+    parser.add_argument("--pairs", type=int, default=timing.PAIRS)
     parser.add_argument("--json", type=Path, help="write the table here too")
     args = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (FILES if hard == resource.RLIM_INFINITY else min(FILES, hard), hard))
+    keys = timing.key_file()
     parts = {
         "mixed": Part((), 600, lambda *given: asyncio.run(mixed.run(*given))),
         "disconnects": Part(
@@ -58,6 +62,9 @@ def main() -> int:
         "overload": Part(overload.OPTIONS, 60, lambda *given: asyncio.run(overload.run(*given))),
         "slow": Part(slow.OPTIONS, 45, lambda *given: asyncio.run(slow.run(*given))),
         "signals": Part((), 0, lambda served, _, tell: signals.run(served, tell)),
+        "timing": Part(
+            ("--api-key-file", keys.name), 0, lambda served, _, tell: asyncio.run(timing.run(served, args.pairs, tell))
+        ),
     }
     if unknown := set(args.parts) - set(parts):
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
