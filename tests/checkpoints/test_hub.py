@@ -136,6 +136,16 @@ def test_a_misspelt_path_offers_its_neighbours(tmp_path: Path, calls: list[dict[
     assert calls == []
 
 
+def test_a_gguf_file_that_is_not_there_is_called_a_file(tmp_path: Path, calls: list[dict[str, Any]]) -> None:
+    (tmp_path / "llama.gguf").write_bytes(b"GGUF")
+    for given in ("nothing.gguf", "./nothing.gguf", f"{tmp_path}/Nothing.GGUF"):
+        with pytest.raises(CheckpointError, match=f"^{given}: no such file$"):
+            hub.resolve(given)
+    with pytest.raises(CheckpointError, match=r"lama.gguf: no such file; did you mean 'llama.gguf'\?$"):
+        hub.resolve(tmp_path / "lama.gguf")
+    assert calls == []
+
+
 def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is a file; give the folder"):
         hub.resolve(model(tmp_path) / "model.safetensors")

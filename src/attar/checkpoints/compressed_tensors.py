@@ -3,29 +3,27 @@
 config.json's `quantization_config` has groups; a group has `targets` (module names, patterns that begin with "re:", or
 the class name "Linear") and says how weights and inputs are quantized. The tensors of a module X are
 
-* X.weight_packed int32, X.weight_shape (pack-quantized), or X.weight in int8 or float8 (int-, float-, naive-quantized);
+* X.weight_packed int32, X.weight_shape (pack-quantized), or X.weight in int8 or float8 (int-, float-, naive-quantized),
+  or X.weight_packed uint8 (mxfp4-, nvfp4-pack-quantized), and X.weight_global_scale of the latter;
 * X.weight_scale, and X.weight_zero_point where asymmetric;
-* X.input_scale where activations have a static scale; X.weight_g_idx where GPTQ reordered the columns.
+* X.input_scale where activations have a static scale, X.input_global_scale where they are NVFP4; X.weight_g_idx where
+  GPTQ reordered the columns.
 
 Reading, the tensors say *whether* a module is quantized and the groups say *how*. `ignore` repeats what the tensors
 show, and so is not needed; a module that has scales but no group is an error. Of several groups that match, names win
 over patterns and patterns over class names, each in alphabetical order: compressed-tensors' own rule.
 
-Patterns come from strangers and run in Python's `re`, which can take exponential time. Hence a guard: at most 256
-characters and 4 unbounded repetitions, no repeated group, no back-reference. Every pattern met in published
-checkpoints passes.
-
 Asymmetric packed weights, ours and compressed-tensors' own, load in transformers 5.23 only with
 `CompressedTensorsConfig(dequantize=True)`; its default road has no place for packed zero points.
 
-Not done: block-scaled and 4-bit floats, quantized KV caches, output activations, sparsity and transforms. Each is
-refused by name, for ignoring it would give a model that runs and answers nonsense.
+Not done: floats of six bits, MXFP8, quantized KV caches, output activations, sparsity and transforms. Each is refused
+by name, for ignoring it would give a model that runs and answers nonsense.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,29 +31,38 @@ from torch import Tensor
 
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.gptq import by_group
+from attar.checkpoints.patterns import pattern
 from attar.checkpoints.safetensors import CheckpointError
 from attar.formats import affine
+from attar.formats.forms import Form, Fp4, Fp8Blocks
 from attar.formats.packed import PackedTensor
-from attar.formats.scheme import Granularity, Grid, Layout, Part, Scheme
+from attar.formats.scheme import NVFP4, Granularity, Grid, Layout, Scheme
 from attar.kernels.operands import Linear
 
 METHOD = "compressed-tensors"
 PLAIN = ("int-quantized", "float-quantized", "naive-quantized")
-FORMATS = ("pack-quantized", *PLAIN)
+FORMATS = ("pack-quantized", *PLAIN, "mxfp4-pack-quantized", "nvfp4-pack-quantized")
 MIXED = "mixed-precision"
 
-STORED: Mapping[str, str] = {"scale": "weight_scale", "zero": "weight_zero_point", "shape": "weight_shape"}
+STORED: Mapping[str, str] = {
+    "scale": "weight_scale",
+    "zero": "weight_zero_point",
+    "shape": "weight_shape",
+    "global": "weight_global_scale",
+}
 """Names of a PackedTensor's parts in the file, but for its codes."""
-
-MAX_PATTERN = 256
-MAX_REPETITIONS = 4
 
 
 def stored_part(part: str, scheme: Scheme) -> str:
     """The name, after the module's, under which a part of a PackedTensor is stored."""
     if part == "codes":
-        return "weight_packed" if scheme.layout == "packed" else "weight"
+        return "weight_packed" if scheme.layout == "packed" or isinstance(scheme.weight, Fp4) else "weight"
     return STORED[part]
+
+
+def stored_scale(scheme: Scheme) -> str:
+    """The same of the fixed scale of static activations."""
+    return "input_global_scale" if scheme.activation == NVFP4 else "input_scale"
 
 
 # Reading
@@ -65,8 +72,8 @@ def stored_part(part: str, scheme: Scheme) -> str:
 class Group:
     """What a config group says of its modules; the rest of the scheme is read off their tensors."""
 
-    weight: Grid
-    activation: Grid | None
+    weight: Form
+    activation: Form | None
     static: bool
 
 
@@ -110,9 +117,12 @@ class CompressedTensors:
     def scheme_of(self, module: str) -> Scheme:
         """How the module is stored. Raises CheckpointError where no group covers it."""
         group = self._group(module)
-        layout: Layout = "packed" if self.folder.has(f"{module}.weight_packed") else "plain"
+        words = isinstance(group.weight, Grid) and self.folder.has(f"{module}.weight_packed")
+        layout: Layout = "packed" if words else "plain"
         try:
             scheme = Scheme(group.weight, group.activation, group.static, layout=layout)
+            if isinstance(scheme.weight, Fp4):
+                return scheme  # whose scales have a dtype of their own
             return scheme.with_scale_dtype(self.folder.info(f"{module}.weight_scale").dtype)
         except CheckpointError:
             raise
@@ -121,8 +131,12 @@ class CompressedTensors:
 
     def shape(self, module: str) -> tuple[int, int]:
         """(out, in)."""
-        if self.folder.has(f"{module}.weight_packed"):
-            shape: Sequence[int] = self.folder.read(f"{module}.weight_shape").tolist()
+        shape: Sequence[int]
+        if isinstance(self._group(module).weight, Fp4):
+            shape = self.folder.info(f"{module}.weight_packed").shape
+            shape = (*shape[:-1], 2 * shape[-1]) if shape else shape
+        elif self.folder.has(f"{module}.weight_packed"):
+            shape = self.folder.read(f"{module}.weight_shape").tolist()
         else:
             shape = self.folder.info(f"{module}.weight").shape
         if len(shape) != 2:
@@ -135,8 +149,9 @@ class CompressedTensors:
         try:
             declared = scheme.parts(shape)
             parts = {part: self.folder.read(f"{module}.{stored_part(part, scheme)}") for part in declared}
-            if scheme.weight.granularity == "tensor":
-                parts["scale"] = parts["scale"].reshape(1)  # some store it as a scalar
+            for part in ("scale", "global"):
+                if part in parts and declared[part].shape == (1,):
+                    parts[part] = parts[part].reshape(1)  # some store it as a scalar
             if "shape" in parts:
                 parts["shape"] = parts["shape"].long()
             packed = PackedTensor(scheme, shape, parts)
@@ -146,7 +161,7 @@ class CompressedTensors:
             raise CheckpointError(f"{self.folder.path}: {module}: {error}") from None
         linear = Linear(module, packed)
         if scheme.static:
-            linear.activation_scale = self.folder.read(f"{module}.input_scale").reshape(-1).float()
+            linear.activation_scale = self.folder.read(f"{module}.{stored_scale(scheme)}").reshape(-1).float()
         if self.folder.has(f"{module}.weight_g_idx"):
             self._sort_columns(linear, packed, self.folder.read(f"{module}.weight_g_idx"))
         return linear
@@ -155,7 +170,7 @@ class CompressedTensors:
         if bool((g_idx == -1).all()):  # declared and never filled in
             return
         inputs = packed.shape[1]
-        permutation = by_group(linear.name, g_idx, inputs, packed.scheme.weight.group_size or inputs)
+        permutation = by_group(linear.name, g_idx, inputs, packed.scheme.grid.group_size or inputs)
         if permutation is None:
             return
         codes, scale, zero = affine.decode(packed)
@@ -176,43 +191,6 @@ class CompressedTensors:
         )
 
 
-def pattern(text: str, where: str) -> re.Pattern[str]:
-    """Compile a pattern from a config, which is matched from a name's beginning. Raises CheckpointError where it could
-    take long to match, or is not a regular expression."""
-    if problem := _slow(text):
-        raise CheckpointError(f"{where}: the pattern {text[:MAX_PATTERN]!r} is not accepted: {problem}")
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise CheckpointError(f"{where}: the pattern {text!r} is not a regular expression: {error}") from None
-
-
-def _slow(text: str) -> str | None:
-    """What could make a pattern slow, or None. Counts a little too much rather than too little."""
-    if len(text) > MAX_PATTERN:
-        return f"it is longer than {MAX_PATTERN} characters"
-    at, repetitions, in_class, previous = 0, 0, False, ""
-    while at < len(text):
-        char, width = text[at], 1
-        if char == "\\":
-            char, width = text[at : at + 2], 2
-            if char[1:].isdigit():
-                return "it refers back to a group"
-        elif in_class:
-            in_class = char != "]"
-            char = "x" if in_class else "]"
-        elif char == "[":
-            in_class = True
-        elif char == "(" and text[at + 1 : at + 2] == "?" and text[at + 2 : at + 3] not in (":", "=", "!", "<"):
-            return f"groups that begin with {text[at : at + 3]!r} are not supported"
-        elif char in "*+{":
-            repetitions += 1
-            if previous == ")":
-                return "it repeats a group"
-        previous, at = char, at + width
-    return f"it has more than {MAX_REPETITIONS} repetitions" if repetitions > MAX_REPETITIONS else None
-
-
 def _check_format(value: Any, inherited: bool, where: str) -> None:
     if value in FORMATS or (value == MIXED and inherited):  # mixed-precision: the tensors tell
         return
@@ -227,9 +205,16 @@ def _read_group(group: Mapping[str, Any], where: str) -> Group:
         raise CheckpointError(f"{where}: needs weights that say how they are quantized")
     if weights.get("dynamic"):
         raise CheckpointError(f"{where}: weights.dynamic is set: weights have fixed scales")
-    weight = _read_grid(weights, ("tensor", "channel", "group"), f"{where}: weights")
+    weight = _read_form(weights, f"{where}: weights") or _read_grid(
+        weights, ("tensor", "channel", "group"), f"{where}: weights"
+    )
     if inputs is None:
         return Group(weight, None, False)
+    if isinstance(inputs, dict) and isinstance(form := _read_form(inputs, f"{where}: input_activations"), Fp4):
+        fixed = form == NVFP4
+        if inputs.get("dynamic") != ("local" if fixed else True):
+            raise CheckpointError(f"{where}: input_activations in {form.name} with fixed scales are not supported")
+        return Group(weight, form, fixed)
     if not isinstance(inputs, dict) or inputs.get("dynamic", False) not in (True, False):
         raise CheckpointError(f"{where}: input_activations must be an object with dynamic true or false")
     static = not inputs.get("dynamic", False)
@@ -238,6 +223,28 @@ def _read_group(group: Mapping[str, Any], where: str) -> Group:
     if static and not activation.symmetric:
         raise CheckpointError(f"{where}: input_activations with a static zero point are not supported")
     return Group(weight, activation, static)
+
+
+def _read_form(args: Mapping[str, Any], where: str) -> Form | None:
+    """What is no grid: block scales and four-bit floats. None for all that may be one."""
+    bits, kind, strategy, size = (args.get(key) for key in ("num_bits", "type", "strategy", "group_size"))
+    if strategy == "block":
+        structure = args.get("block_structure")
+        if (kind, bits, structure) != ("float", 8, [Fp8Blocks.size] * 2):
+            raise CheckpointError(
+                f"{where}: strategy 'block' is supported for float of 8 bits in blocks of 128 by 128, not {kind!r} of "
+                f"{bits!r} bits in blocks {structure!r}"
+            )
+        return Fp8Blocks()
+    if (kind, bits) != ("float", 4):
+        return None
+    known = next((form for form in (NVFP4, Fp4("mxfp4")) if _strategy(form) == (strategy, size)), None)
+    if known is None or args.get("symmetric", True) is not True:
+        raise CheckpointError(
+            f"{where}: 'float' of 4 bits is supported as NVFP4 (tensor_group of 16) and MXFP4 (group of 32), "
+            f"symmetric, not as {strategy!r} of {size!r}"
+        )
+    return known
 
 
 def _read_grid(args: Mapping[str, Any], known: Sequence[Granularity], where: str) -> Grid:
@@ -269,14 +276,24 @@ def _read_grid(args: Mapping[str, Any], known: Sequence[Granularity], where: str
 # Writing
 
 
-def quantization_config(
-    schemes: Mapping[str, Scheme], ignored: Sequence[str], embeddings: Sequence[str] = ()
-) -> dict[str, Any]:
-    """The `quantization_config` of a checkpoint whose modules are stored in `schemes`, by stored module name.
+def against(schemes: Collection[Scheme]) -> str | None:
+    """See `libraries.Library`."""
+    try:
+        for scheme in schemes:
+            format_of(scheme)
+    except ValueError as error:
+        return str(error)
+    return None
 
-    `ignored` are the linears that stay dense. One scheme targets the class "Linear", and by name those of the modules
-    that are `embeddings`; several name their modules. Raises ValueError where a scheme has no place in the format.
-    """
+
+def quantization_config(
+    schemes: Mapping[str, Scheme],
+    ignored: Sequence[str],
+    embeddings: Sequence[str] = (),
+    shapes: Mapping[str, tuple[int, int]] | None = None,
+) -> dict[str, Any]:
+    """See `libraries.Library`. One scheme targets the class "Linear", and by name those of the modules that are
+    `embeddings`; several name their modules. Raises ValueError where a scheme has no place in the format."""
     groups: dict[Scheme, list[str]] = {}
     for module, scheme in schemes.items():
         groups.setdefault(scheme, []).append(module)
@@ -289,7 +306,7 @@ def quantization_config(
             f"group_{i}": {
                 "targets": ["Linear", *embeddings] if len(groups) == 1 else modules,
                 "weights": _args(scheme.weight, dynamic=False),
-                "input_activations": _args(scheme.activation, not scheme.static) if scheme.activation else None,
+                "input_activations": _args(scheme.activation, _dynamic(scheme)) if scheme.activation else None,
                 "output_activations": None,
                 "format": format_of(scheme),
             }
@@ -302,6 +319,10 @@ def quantization_config(
 
 def format_of(scheme: Scheme) -> str:
     """The format that stores a scheme. Raises ValueError where none does."""
+    if isinstance(scheme.weight, Fp4):
+        return f"{scheme.weight.name}-pack-quantized"
+    if not isinstance(scheme.weight, Grid | Fp8Blocks):
+        raise ValueError(f"compressed-tensors has no place for {scheme.name}")
     if "e5m2" in (scheme.weight.kind, scheme.activation and scheme.activation.kind):
         raise ValueError(f"compressed-tensors has no place for {scheme.name}: its 8-bit float is e4m3, the scheme fp8")
     if scheme.layout == "packed":
@@ -311,35 +332,28 @@ def format_of(scheme: Scheme) -> str:
     return "int-quantized" if scheme.weight.kind == "int" else "float-quantized"
 
 
-def _args(grid: Grid, dynamic: bool) -> dict[str, Any]:
+def _dynamic(scheme: Scheme) -> bool | str:
+    return "local" if scheme.activation == NVFP4 else not scheme.static
+
+
+def _args(form: Form, dynamic: bool | str) -> dict[str, Any]:
     """Every key spelled out: defaults have changed between versions of the readers."""
-    return {
-        "num_bits": grid.bits,
-        "type": "int" if grid.kind == "int" else "float",
-        "symmetric": grid.symmetric,
-        "strategy": grid.granularity,
-        "group_size": grid.group_size,
-        "block_structure": None,
-        "dynamic": dynamic,
-        "actorder": None,
-        "observer": None,
-        "observer_kwargs": {},
-    }
+    args: dict[str, Any] = {"block_structure": None, "dynamic": dynamic}
+    args |= {"actorder": None, "observer": None, "observer_kwargs": {}}
+    if isinstance(form, Grid):
+        kind = "int" if form.kind == "int" else "float"
+        strategy: str = form.granularity
+        return _numbers(form.bits, kind, strategy, form.group_size, form.symmetric) | args
+    if isinstance(form, Fp8Blocks):
+        return _numbers(8, "float", "block", None) | args | {"block_structure": [form.size, form.size]}
+    assert isinstance(form, Fp4), form
+    scale = "torch.uint8" if form.name == "mxfp4" else "torch.float8_e4m3fn"
+    return _numbers(4, "float", *_strategy(form)) | args | {"scale_dtype": scale, "zp_dtype": scale}
 
 
-def declared(module: str, scheme: Scheme, shape: tuple[int, int]) -> dict[str, Part]:
-    """Every tensor that module `module` of `shape` (out, in) is stored as; no weight is needed to know."""
-    parts = {f"{module}.{stored_part(name, scheme)}": part for name, part in scheme.parts(shape).items()}
-    if scheme.static:
-        parts[f"{module}.input_scale"] = Part("float32", (1,))
-    return parts
+def _strategy(form: Fp4) -> tuple[str, int]:
+    return "group" if form.name == "mxfp4" else "tensor_group", form.group
 
 
-def parts_of(module: str, packed: PackedTensor, activation_scale: Tensor | None = None) -> dict[str, Tensor]:
-    """The tensors of `declared`: a packed weight, and the scale [1] of static activations."""
-    scheme = packed.scheme
-    assert (activation_scale is not None) == scheme.static, "a static scheme, and no other, has an activation scale"
-    parts = {f"{module}.{stored_part(name, scheme)}": tensor for name, tensor in packed.parts.items()}
-    if activation_scale is not None:
-        parts[f"{module}.input_scale"] = activation_scale.reshape(1).float()
-    return parts
+def _numbers(bits: int, kind: str, strategy: str, size: int | None, symmetric: bool = True) -> dict[str, Any]:
+    return {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": strategy, "group_size": size}

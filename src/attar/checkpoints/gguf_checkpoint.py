@@ -91,7 +91,7 @@ class GgufCheckpoint:
     def linear(self, name: str) -> Linear:
         """The linear of module `name`: its weight [O, I], packed where a scheme has its values, and its bias if any."""
         stored, scheme = self._weight(name), self.scheme_of(name)
-        linear = Linear(name, self.matrix(stored) if scheme is None else self._packed(stored, scheme))
+        linear = Linear(name, self.matrix(stored) if scheme is None else self._packed(stored))
         if self.has(f"{name}.bias"):
             linear.bias = self.tensor(f"{name}.bias")
         return linear
@@ -162,16 +162,8 @@ class GgufCheckpoint:
             return self._in_order(name, ggml_blocks.decode(kind, raw, dtype))
         return ggml_blocks.decode(kind, self._in_order(name, raw), dtype)
 
-    def _packed(self, name: str, scheme: Scheme) -> PackedTensor:
-        kind, raw = self._kind(name), self._in_order(name, self.file.read(file_name(name)))
-        rows, columns = self.file.info(file_name(name)).shape
-        codes = torch.empty((rows, columns), dtype=torch.int8)
-        scale = torch.empty((rows, columns // kind.elements), dtype=torch.float16)
-        for part in row_slices(rows, columns):
-            blocks = ggml_blocks.unpack(kind, raw[part].reshape(-1, kind.block_bytes))
-            codes[part] = blocks.codes.view(-1, columns).to(torch.int8)
-            scale[part] = blocks.d.view(-1, scale.shape[1])
-        return affine.encode(codes, scale, None, scheme, (rows, columns))
+    def _packed(self, name: str) -> PackedTensor:
+        return as_grid(self._kind(name), self._in_order(name, self.file.read(file_name(name))))
 
     def _with_rope_factors(self, config: ModelConfig) -> ModelConfig:
         rope, tensor = config.ropes[0], self.file.info(ROPE_FACTORS)
@@ -203,6 +195,18 @@ class GgufCheckpoint:
         for name in self.file.names():
             if name not in outline.asked and name not in UNUSED:
                 raise CheckpointError(f"{path}: tensor {name!r} has no place in a {config.architecture}")
+
+
+def as_grid(kind: GgmlType, raw: Tensor) -> PackedTensor:
+    """Rows of blocks [O, bytes of a row] of a type that `SCHEMES` has, as a weight on that grid: the same values."""
+    rows, columns = raw.shape[0], raw.shape[1] // kind.block_bytes * kind.elements
+    codes = torch.empty((rows, columns), dtype=torch.int8)
+    scale = torch.empty((rows, columns // kind.elements), dtype=torch.float16)
+    for part in row_slices(rows, columns):
+        blocks = ggml_blocks.unpack(kind, raw[part].reshape(-1, kind.block_bytes))
+        codes[part] = blocks.codes.view(-1, columns).to(torch.int8)
+        scale[part] = blocks.d.view(-1, scale.shape[1])
+    return affine.encode(codes, scale, None, SCHEMES[kind.name], (rows, columns))
 
 
 class _Outline:

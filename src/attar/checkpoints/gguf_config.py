@@ -96,6 +96,16 @@ def read_gguf_config(metadata: Mapping[str, Any], names: Collection[str], vocab:
 
     Raises ValueError naming the key that is missing, of the wrong type, out of bounds, or not supported.
     """
+    config = config_json(metadata, names, vocab, dtype)
+    bos = Fields(metadata, where="metadata").optional_integer("tokenizer.ggml.bos_token_id", low=0, high=SIZE)
+    try:
+        return replace(read_config(config), bos_ids=() if bos is None else (bos,), eos_ids=())
+    except ValueError as error:  # what only the family's reader can tell: keys are then those of config.json
+        raise ValueError(f"metadata: {str(error).removeprefix('config.json: ')}") from None
+
+
+def config_json(metadata: Mapping[str, Any], names: Collection[str], vocab: int, dtype: str) -> dict[str, object]:
+    """What the metadata say in the keys of config.json. Arguments and errors as `read_gguf_config`."""
     family = architecture(metadata)
     at = metadata["general.architecture"]
     f = Fields(metadata, where="metadata")
@@ -111,7 +121,7 @@ def read_gguf_config(metadata: Mapping[str, Any], names: Collection[str], vocab:
         given = f.optional_integer(key, high=COUNT)
         if given is not None and given != size:
             raise f.error(key, f"is {given}, and heads have {size} columns: a part of a head is not supported")
-    config: dict[str, object] = {
+    return {
         "architectures": [family.name],
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -127,11 +137,6 @@ def read_gguf_config(metadata: Mapping[str, Any], names: Collection[str], vocab:
         "tie_word_embeddings": f"{HEAD}.weight" not in names,
         "dtype": dtype,
     }
-    bos = f.optional_integer("tokenizer.ggml.bos_token_id", low=0, high=SIZE)
-    try:
-        return replace(read_config(config), bos_ids=() if bos is None else (bos,), eos_ids=())
-    except ValueError as error:  # what only the family's reader can tell: keys are then those of config.json
-        raise ValueError(f"metadata: {str(error).removeprefix('config.json: ')}") from None
 
 
 def _scaling(f: Fields, at: str) -> dict[str, object] | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,16 @@ from attar.checkpoints.gguf_header import (
 )  # fmt: skip
 from attar.checkpoints.gguf_values import SCALARS, encode, text
 from attar.checkpoints.safetensors import CheckpointError, Slot, check_name
-from attar.checkpoints.writer import FilePlan, ShardWriter, disk_error, give_up_lock, sync_path, take_lock
+from attar.checkpoints.writer import (
+    FULL,
+    FilePlan,
+    ShardWriter,
+    Workspace,
+    disk_error,
+    give_up_lock,
+    sync_path,
+    take_lock,
+)
 from attar.formats.ggml import GgmlType
 from attar.formats.scheme import Part
 
@@ -140,3 +150,49 @@ def atomic_gguf(
         (partial / planned.name).unlink(missing_ok=True)
         give_up_lock(partial)
         os.close(lock)
+
+
+@contextlib.contextmanager
+def atomic_file(dst: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Workspace]:
+    """What `writer.atomic_folder` is for a folder, for the one file `dst` and what lies beside it, its receipt.
+
+    Both grow in `out` under their final names. After an exception or a kill the hidden folder stays, and the next call
+    with the same `dst` finds `out` and `state` as they were left. The file comes first: whoever is killed between the
+    two has a file without a receipt, never one with another's. Raises CheckpointError as `atomic_gguf` does.
+    """
+    target = Path(os.path.realpath(dst))
+    _check_target(target, overwrite)
+    partial = target.parent / f".{target.name}.attar-partial"
+    work = Workspace(partial / "out", partial / "state")
+    lock = take_lock(partial, target)
+    try:
+        _check_target(target, overwrite)  # again: the holder of the lock before us may have made it
+        if not (work.out / target.name).exists():  # what a run left that was killed when it was all but done
+            _remove(work)
+        work.out.mkdir(exist_ok=True)
+        work.state.mkdir(exist_ok=True)
+        yield work
+        beside = [path for path in work.out.iterdir() if path.name != target.name]
+        for path in beside:
+            target.with_name(path.name).unlink(missing_ok=True)
+        (work.out / target.name).replace(target)
+        for path in beside:
+            path.replace(target.with_name(path.name))
+        sync_path(target.parent)
+        _remove(work)
+        give_up_lock(partial)
+    except BaseException as error:
+        if not any(partial.glob("*/*")):  # nothing to resume: leave no trace
+            _remove(work)
+            give_up_lock(partial)
+        if isinstance(error, OSError) and error.errno in FULL:
+            raise disk_error(target, error) from error
+        raise
+    finally:
+        os.close(lock)
+
+
+def _remove(work: Workspace) -> None:
+    for folder in (work.out, work.state):
+        if folder.exists():
+            shutil.rmtree(folder)

@@ -111,7 +111,7 @@ def encode(folder: Folder, module: str, codes: Tensor, zero: Tensor, how: Scheme
     shape = (codes.shape[0], codes.shape[1])
     scales = folder.read(f"{module}.scales")
     try:
-        groups = how.weight.groups(shape[1])
+        groups = how.grid.groups(shape[1])
     except ValueError as error:
         raise CheckpointError(f"{folder.path}: {module}: {error}") from None
     if tuple(scales.shape) != (groups, shape[0]) or zero.shape != scales.shape:
@@ -120,7 +120,7 @@ def encode(folder: Folder, module: str, codes: Tensor, zero: Tensor, how: Scheme
             f"points, not {tuple(scales.shape)} and {tuple(zero.shape)}"
         )
     return affine.encode(
-        codes, scales.t().contiguous(), None if how.weight.symmetric else zero.t().contiguous(), how, shape
+        codes, scales.t().contiguous(), None if how.grid.symmetric else zero.t().contiguous(), how, shape
     )
 
 

@@ -23,10 +23,14 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from attar.checkpoints import bitsandbytes, fp8, own_format
 from attar.checkpoints.awq import Awq
+from attar.checkpoints.bitsandbytes import BitsAndBytes
 from attar.checkpoints.compressed_tensors import METHOD, CompressedTensors
 from attar.checkpoints.folder import CONFIG, MAX_CONFIG, Folder, read_json
+from attar.checkpoints.fp8 import Fp8
 from attar.checkpoints.gptq import Gptq
+from attar.checkpoints.own_format import OwnFormat
 from attar.checkpoints.safetensors import CheckpointError, near
 from attar.formats.scheme import Part, Scheme
 from attar.kernels.operands import Linear
@@ -63,6 +67,9 @@ READERS: Mapping[str, Callable[[Folder, Mapping[str, Any]], Quantized]] = {
     "awq": Awq,
     METHOD: CompressedTensors,
     "gptq": Gptq,
+    fp8.METHOD: Fp8,
+    bitsandbytes.METHOD: BitsAndBytes,
+    own_format.METHOD: OwnFormat,
 }
 
 

@@ -42,6 +42,8 @@ def resolve(model: str | os.PathLike[str], *, revision: str | None = None, offli
     if path.exists():
         raise CheckpointError(f"{model} is a file; give the folder that holds the model, or a .gguf file")
     match = _HUB_ID.fullmatch(model)
+    if path.suffix.lower() == ".gguf" and (match is None or path.parent.is_dir()):
+        raise CheckpointError(f"{model}: no such file{_neighbours(path, files=True)}")
     if match is None:
         kind = "and it is not a Hub id (org/name)" if "/" not in model else "at that path"
         raise CheckpointError(f"no model folder {model!r} {kind}{_neighbours(path)}")
@@ -60,10 +62,14 @@ def embedded() -> Path:
     return folder
 
 
-def _neighbours(path: Path) -> str:
-    """Folders next to `path` with names like its own, as the end of a sentence."""
+def _neighbours(path: Path, files: bool = False) -> str:
+    """Folders (or GGUF files) next to `path` with names like its own, as the end of a sentence."""
     try:
-        names = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
+        names = [
+            entry.name
+            for entry in path.parent.iterdir()
+            if (entry.suffix.lower() == ".gguf" and entry.is_file() if files else entry.is_dir())
+        ]
     except OSError:
         return ""
     return near(path.name, names)

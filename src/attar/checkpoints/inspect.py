@@ -43,6 +43,7 @@ class Inspection:
     schemes: dict[str, int]
     tensors: Mapping[str, Part | Stored]
     receipt: bool
+    recipe: str | None = None  # by name, as the receipt has it: zeros, for one, are in no header
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -56,6 +57,7 @@ class Inspection:
             "tensor_bytes": sum(part.bytes for part in self.tensors.values()),
             "schemes": self.schemes,
             "receipt": self.receipt,
+            "recipe": self.recipe,
             "tensors": [
                 {"name": name, "dtype": part.dtype, "shape": list(part.shape), "bytes": part.bytes}
                 for name, part in self.tensors.items()
@@ -70,6 +72,7 @@ class Inspection:
             f"linears          {schemes}",
             f"bits per weight  {self.bits_per_weight:.4g} in the linears",
             f"bytes            {self.bytes:,}, in {len(self.tensors)} tensors",
+            f"recipe           {self.recipe or 'not known'}",
             f"receipt          {'receipt.json: `attar verify` checks it' if self.receipt else 'no receipt'}",
             "",
         ]
@@ -107,7 +110,7 @@ def inspect(model: str | Path) -> Inspection:
     rest = sum(math.prod(part.shape) for name, part in tensors.items() if name not in belongs)
     return Inspection(
         path, config.architecture, config.layers, config.context, weights + rest, bits / weights,
-        sum(file.size for file in folder.files.values()), dict(found), tensors, receipt.read_receipt(path) is not None,
+        sum(file.size for file in folder.files.values()), dict(found), tensors, *_receipt(path),
     )  # fmt: skip
 
 
@@ -132,8 +135,16 @@ def _inspect_gguf(path: Path) -> Inspection:
     return Inspection(
         path, config.architecture, config.layers, config.context, sum(math.prod(t.shape) for t in tensors.values()),
         bits / sum(math.prod(shape) for shape in shapes), file.size, dict(found), tensors,
-        receipt.read_receipt(path) is not None,
+        *_receipt(path),
     )  # fmt: skip
+
+
+def _receipt(path: Path) -> tuple[bool, str | None]:
+    """Whether there is one, and the recipe that it names."""
+    found = receipt.read_receipt(path)
+    recipe = None if found is None else found.value["recipe"]
+    name = recipe.get("recipe") if isinstance(recipe, dict) else None
+    return found is not None, name if isinstance(name, str) and name.isprintable() else None
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

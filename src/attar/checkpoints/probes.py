@@ -46,6 +46,7 @@ from torch import Tensor
 
 from attar.checkpoints.safetensors import CheckpointError
 from attar.formats.packed import PackedTensor
+from attar.formats.scheme import Grid
 from attar.kernels import ops
 from attar.kernels.native.linear import KernelWeight
 from attar.kernels.operands import Linear, Norm
@@ -140,7 +141,7 @@ def _scales_over_calls(block: Block) -> bool:
     """Whether any linear of the block takes the scale of its input from all rows of the call."""
     weights = (each.weight for each in block.linears() if each.activation_scale is None)
     grids = (w.scheme.activation for w in weights if isinstance(w, PackedTensor))
-    return any(grid is not None and grid.granularity == "tensor" for grid in grids)
+    return any(isinstance(grid, Grid) and grid.granularity == "tensor" for grid in grids)
 
 
 def _difference(found: Tensor, stored: Tensor) -> float:

@@ -113,11 +113,11 @@ def allocated(paths: Iterable[Path]) -> int:
     return sum(512 * path.stat().st_blocks for path in paths if path.exists())
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def disk_error(path: Path, error: OSError) -> CheckpointError:
-    if error.errno in _FULL:
+    if error.errno in FULL:
         return CheckpointError(
             f"{path}: no room for it ({error.strerror}); free some space, or choose an output on another disk; what is "
             "done already is kept"
@@ -277,7 +277,7 @@ def atomic_folder(dst: str | os.PathLike[str], overwrite: bool = False) -> Itera
         if not any(partial.glob("*/*")):  # nothing to resume: leave no trace
             _remove(work.out, work.state)
             give_up_lock(partial)
-        if isinstance(error, OSError) and error.errno in _FULL:
+        if isinstance(error, OSError) and error.errno in FULL:
             raise disk_error(target, error) from error
         raise
     finally:

@@ -101,7 +101,7 @@ def quantize(weight: Tensor, scheme: Scheme) -> PackedTensor:
     dtype (`Scheme.with_scale_dtype`) to get compressed-tensors' bits. Raises ValueError on a NaN or an infinity, on a
     group size that does not divide I and on a scale that overflows.
     """
-    grid, scale_dtype = scheme.weight, getattr(torch, scheme.scale_dtype)
+    grid, scale_dtype = scheme.grid, getattr(torch, scheme.scale_dtype)
     wide = torch.promote_types(weight.dtype, scale_dtype)
     low, high = min_max(weight, grid)
     scale, zero = qparams(low.to(wide), high.to(wide), grid, scale_dtype)
@@ -116,7 +116,7 @@ def encode(codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme, sh
 
     Codes and zero points are signed. Raises ValueError where dtypes or shapes are not those of the scheme.
     """
-    grid, packed = scheme.weight, scheme.layout == "packed"
+    grid, packed = scheme.grid, scheme.layout == "packed"
     assert (zero is None) == grid.symmetric, "a zero point goes with an asymmetric grid, and only with it"
     parts = {"codes": pack_words(codes, grid.bits) if packed else codes.to(torch.int8), "scale": scale}
     if zero is not None:
@@ -129,7 +129,7 @@ def encode(codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme, sh
 
 def decode(packed: PackedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """(codes int8 [O, I], scale, zero int8 or None), the latter [O, G], or [1] for a tensor; undoes `encode`."""
-    codes, grid = packed.parts["codes"], packed.scheme.weight
+    codes, grid = packed.parts["codes"], packed.scheme.grid
     if packed.scheme.layout == "packed":
         codes = unpack_words(codes, grid.bits, packed.shape[1])
     return codes, packed.parts["scale"], _zero(packed)
@@ -143,7 +143,7 @@ def dequantize(
     Computed in the wider of `dtype` and the scale's dtype. In the scale's own dtype the values are those that
     compressed-tensors gives, bit for bit: integer and product fit float32's 24 bits, so either way rounds once.
     """
-    columns, grid, stored = packed.shape[1], packed.scheme.weight, packed.parts["codes"][rows]
+    columns, grid, stored = packed.shape[1], packed.scheme.grid, packed.parts["codes"][rows]
     scale, zero = _rows(packed.parts["scale"], _zero(packed), rows)
     wide = scale.to(torch.promote_types(dtype, scale.dtype))
     weight = torch.empty((len(stored), columns), dtype=dtype, device=stored.device) if out is None else out
@@ -173,8 +173,13 @@ def fake_quantize(x: Tensor, grid: Grid, scale: Tensor | None = None, zero: Tens
     return (values * scale.unsqueeze(-1)).flatten(-2).to(x.dtype)
 
 
+def fixed_scale(largest: Tensor, form: Grid) -> Tensor:
+    """The scale [1] of static activations whose largest magnitude is `largest` [1]."""
+    return qparams(-largest, largest, form)[0]
+
+
 def _zero(packed: PackedTensor) -> Tensor | None:
-    grid, zero = packed.scheme.weight, packed.parts.get("zero")
+    grid, zero = packed.scheme.grid, packed.parts.get("zero")
     if zero is None or zero.dtype == torch.int8:
         return zero
     return unpack_words(zero.t(), grid.bits, packed.shape[0]).t()

@@ -84,7 +84,7 @@ def quantize(weight: Tensor, scheme: Scheme) -> PackedTensor:
     The arithmetic is done in the wider of the weight's dtype and the scheme's scale dtype. Raises ValueError on a NaN
     or an infinity, on a group size that does not divide I and on a scale that overflows.
     """
-    grid, scale_dtype = scheme.weight, getattr(torch, scheme.scale_dtype)
+    grid, scale_dtype = scheme.grid, getattr(torch, scheme.scale_dtype)
     wide = torch.promote_types(weight.dtype, scale_dtype)
     low, high = min_max(weight, grid)
     scale, _ = qparams(low.to(wide), high.to(wide), grid, scale_dtype)
@@ -113,6 +113,11 @@ def fake_quantize(x: Tensor, grid: Grid, scale: Tensor | None = None) -> Tensor:
         scale, _ = qparams(low, high, grid)
     rounded = _round(x, scale, grid)
     return (rounded.to(torch.promote_types(x.dtype, scale.dtype)) * scale.unsqueeze(-1)).flatten(-2).to(x.dtype)
+
+
+def fixed_scale(largest: Tensor, form: Grid) -> Tensor:
+    """The scale [1] of static activations whose largest magnitude is `largest` [1]."""
+    return qparams(-largest, largest, form)[0]
 
 
 def _round(x: Tensor, scale: Tensor, grid: Grid) -> Tensor:

@@ -101,3 +101,6 @@ _ENCODE: Mapping[str, Callable[[GgmlType, Tensor], Tensor]] = {
     "Q5_1": lambda kind, x: _affine(kind, x, 31),
     "Q8_0": _q8_0,
 }
+
+ROUNDED = frozenset(_ENCODE)
+"""Names of the types that `encode` knows."""

@@ -45,7 +45,8 @@ class Form:
     """How a type's blocks are made: groups of `group` weights on a grid of values, under integer scales or none.
 
     `scales` is the range of a group's integer, None where a block is one group under its fp16 scale alone. An affine
-    type subtracts a second integer, of the same range, times a second fp16 scale; its codes are never negative.
+    type subtracts a second integer, of the same range, times a second fp16 scale (adds an fp16 offset, where a block is
+    one group); its codes are never negative.
     """
 
     group: int
@@ -61,6 +62,8 @@ def _whole(low: int, high: int) -> tuple[int, ...]:
 FORMS: Mapping[str, Form] = {
     "Q4_0": Form(32, _whole(-8, 7), None),
     "Q5_0": Form(32, _whole(-16, 15), None),
+    "Q4_1": Form(32, _whole(0, 15), None, affine=True),
+    "Q5_1": Form(32, _whole(0, 31), None, affine=True),
     "Q8_0": Form(32, _whole(-128, 127), None),
     "IQ4_NL": Form(32, IQ4_VALUES, None),
     "IQ4_XS": Form(32, IQ4_VALUES, (-32, 31)),
@@ -264,8 +267,17 @@ def _group_scales_and_mins(top: int, x: Tensor, w: Tensor) -> tuple[Tensor, Tens
     return best[0], best[1]
 
 
+def _offset_blocks(kind: GgmlType, form: Form, x: Tensor, w: Tensor) -> Blocks:
+    """Offsets are never above zero: all of a group's weights seldom are."""
+    scale, least = _group_scales_and_mins(form.values[-1], x, w)
+    d, m = checked(scale, kind), checked(-least, kind)
+    codes = _over(x - m.float(), d.float()).round_().clamp_(0, form.values[-1])
+    return Blocks(codes.flatten(1).to(torch.int16), d[:, 0], m[:, 0])
+
+
 def _affine_blocks(kind: GgmlType, form: Form, x: Tensor, w: Tensor) -> Blocks:
-    assert form.scales is not None
+    if form.scales is None:
+        return _offset_blocks(kind, form, x, w)
     limit, top = form.scales[1], form.values[-1]
     scale, least = _group_scales_and_mins(top, x, w)
     d = _half(scale.amax(1, keepdim=True) / limit, kind)

@@ -14,7 +14,8 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from attar.formats.scheme import Grid, Kind, Scheme
+from attar.formats.forms import Form
+from attar.formats.scheme import Scheme
 
 ALL = slice(None)
 
@@ -57,18 +58,33 @@ class PackedTensor:
 
 
 class Codec(Protocol):
-    """What a module of one codec family offers (`affine`, `floats`)."""
+    """What the module of a kind of form offers; `fake_quantize` where activations can have the form, `fixed_scale`
+    where they can have it with a scale [1] that calibration found from their `largest` magnitude [1]."""
 
     def dequantize(self, packed: PackedTensor, dtype: torch.dtype, rows: slice, out: Tensor | None) -> Tensor: ...
 
     def quantize(self, weight: Tensor, scheme: Scheme) -> PackedTensor: ...
 
-    def fake_quantize(self, x: Tensor, grid: Grid, scale: Tensor | None = None) -> Tensor: ...
+    def fake_quantize(self, x: Tensor, grid: Form, scale: Tensor | None = None) -> Tensor: ...
+
+    def fixed_scale(self, largest: Tensor, form: Form) -> Tensor: ...
 
 
-_CODECS: Mapping[Kind, str] = {"int": "affine", "e4m3": "floats", "e5m2": "floats"}
+_CODECS: Mapping[str, str] = {
+    "int": "affine",
+    "e4m3": "floats",
+    "e5m2": "floats",
+    "ggml": "ggml_codec",
+    "fp8-block": "fp8_blocks",
+    "fp4": "fp4",
+    "nf4": "nf4",
+    "llm-int8": "llm_int8",
+    "lookup": "lookup",
+    "sparse24": "sparse24",
+}
+"""The module of each `Form.kind`."""
 
 
-def codec(kind: Kind) -> Codec:
-    """The codec module of a kind of number; imported here because codecs themselves build `PackedTensor`s."""
+def codec(kind: str) -> Codec:
+    """The codec module of a kind of form; imported here because codecs themselves build `PackedTensor`s."""
     return cast(Codec, importlib.import_module(f"attar.formats.{_CODECS[kind]}"))

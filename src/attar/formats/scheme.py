@@ -1,9 +1,13 @@
-"""What a compressed number is: a `Grid` of representable values, and the `Scheme` that stores a weight on one.
+"""What a compressed number is: a `Grid` of representable values, or another `Form`, and the `Scheme` that stores a
+weight on one.
 
 Nothing here imports torch: planners compute sizes of models that no machine at hand could hold. `Scheme.parts` is the
 bit ledger: it declares every array that a stored weight consists of, with dtype and shape, so that bits per weight is a
-sum and never an estimate. The codecs (`affine.py`, `floats.py`) fill exactly these parts; the writers store exactly
-these parts.
+sum and never an estimate. The codecs fill exactly these parts; the writers store exactly these parts.
+
+A `Grid` is uniform, or a float8: `affine.py` and `floats.py` are its codecs, and the kernels and the solvers that move
+weights column by column know no other form. Those of `forms.py` (blocks of GGML, 4-bit floats, lookup tables) are
+opaque to all but their codec. `Scheme.grid` is the way to say which of the two one needs.
 
 Two conventions that texts get wrong (see docs/numerics.md):
 
@@ -19,29 +23,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
+from attar.formats.forms import FORMS, Form, Fp4, Fp8Blocks, Outliers, ScaleDtype, Sparse24
+from attar.formats.forms import ITEM_BITS as ITEM_BITS
+from attar.formats.forms import Part as Part
+
 Kind = Literal["int", "e4m3", "e5m2"]
 Granularity = Literal["tensor", "channel", "group", "token"]
 Layout = Literal["packed", "plain"]
-ScaleDtype = Literal["float32", "float16", "bfloat16"]
 
 HEADS: Mapping[str, str | None] = {"bf16": None, "int8": "w8", "int4": "w4g128"}
 """Short names of what an output matrix is stored in: schemes, or None for the dtype that it has."""
-
-ITEM_BITS: Mapping[str, int] = {
-    "int8": 8,
-    "uint8": 8,
-    "int16": 16,
-    "int32": 32,
-    "int64": 64,
-    "float16": 16,
-    "bfloat16": 16,
-    "float32": 32,
-    "float64": 64,
-    "float8_e4m3fn": 8,
-    "float8_e5m2": 8,
-    "bool": 8,
-}
-"""Bits of one stored element, by torch dtype name."""
 
 FLOAT8 = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 
@@ -89,6 +80,40 @@ class Grid:
         code and zero point are both shifted by 2^(bits-1), which leaves their difference as it was."""
         return {"int": float(2 ** (self.bits - 1) - 1), "e4m3": 448.0, "e5m2": 57344.0}[self.kind]
 
+    @property
+    def name(self) -> str:
+        """What it is called in the name of a scheme without quantized activations."""
+        name = f"w{self.bits}" if self.kind == "int" else ("fp8" if self.kind == "e4m3" else "fp8-e5m2")
+        name += {"group": f"g{self.group_size}", "tensor": "-tensor"}.get(self.granularity, "")
+        return name if self.symmetric else f"{name}-asym"
+
+    @property
+    def by_row(self) -> bool:
+        return self.granularity != "tensor"
+
+    def check(self, columns: int) -> None:
+        self.groups(columns)
+
+    def parts(
+        self, shape: tuple[int, int], scale_dtype: ScaleDtype = "float32", layout: Layout = "packed"
+    ) -> dict[str, Part]:
+        """Every array that a weight of `shape` (out, in) is stored as. Raises ValueError where groups do not divide."""
+        rows, columns = shape
+        groups = self.groups(columns)
+        scales = (1,) if self.granularity == "tensor" else (rows, groups)
+        parts: dict[str, Part] = {}
+        if layout == "packed":
+            parts["codes"] = Part("int32", (rows, -(-columns * self.bits // 32)))
+        else:
+            parts["codes"] = Part(FLOAT8.get(self.kind, "int8"), (rows, columns))
+        parts["scale"] = Part(scale_dtype, scales)
+        if not self.symmetric:
+            packed = layout == "packed" and self.granularity != "tensor"
+            parts["zero"] = Part("int32", (-(-rows * self.bits // 32), groups)) if packed else Part("int8", scales)
+        if layout == "packed":
+            parts["shape"] = Part("int64", (2,))
+        return parts
+
     def groups(self, columns: int) -> int:
         """Scales per row for a row of `columns` elements. Raises ValueError where the group size does not divide."""
         if self.group_size is None:
@@ -102,60 +127,71 @@ class Grid:
         return columns // self.group_size
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One stored array: a torch dtype name and a shape."""
+NVFP4 = Fp4("nvfp4")
+SPARSE = "sparse24-"
 
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BITS[self.dtype] // 8
+ROUNDS: Mapping[str, Form] = {
+    "fp8-block": Grid("e4m3", granularity="group", group_size=Fp8Blocks.size),
+    "nvfp4": NVFP4,
+    "mxfp4": Fp4("mxfp4"),
+    "llm-int8": Outliers(),
+}
+"""What activations are rounded to beside weights of a form, unless its name ends in -weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """How one linear's weight is stored and what its input becomes before the product.
 
-    `layout` is `packed` (codes back to back in int32 words, none wasted, the order of compressed-tensors'
-    pack-quantized) or `plain` (one int8 or float8 an element). `static` activations use a scale fixed at calibration,
-    which belongs to the linear; dynamic ones are scaled from the values at hand.
+    `layout` is of grids: `packed` (codes back to back in int32 words, none wasted, the order of compressed-tensors'
+    pack-quantized) or `plain` (one int8 or float8 an element); other forms have one of their own, and say `plain`.
+    `static` activations use a scale fixed at calibration, which belongs to the linear; dynamic ones are scaled from the
+    values at hand. NVFP4's do both: groups are scaled from the values, under one fixed number.
     """
 
-    weight: Grid
-    activation: Grid | None = None
+    weight: Form
+    activation: Form | None = None
     static: bool = False
     scale_dtype: ScaleDtype = "float32"
     layout: Layout = "packed"
 
     def __post_init__(self) -> None:
-        if self.weight.granularity == "token":
+        weight, activation = self.weight, self.activation
+        if isinstance(weight, Grid) and weight.granularity == "token":
             raise ValueError("a weight has no tokens: its granularity is tensor, channel or group")
-        if self.activation is not None and self.activation.granularity == "channel":
+        if isinstance(activation, Grid) and activation.granularity == "channel":
             raise ValueError("activations are quantized per tensor, token or group, not per channel")
-        if self.static and (self.activation is None or self.activation.granularity != "tensor"):
+        grids = isinstance(weight, Grid) and isinstance(activation, Grid)
+        if activation is not None and not grids and activation != ROUNDS.get(weight.name):
+            raise ValueError(f"{weight.name} weights do not go with {activation.name} activations")
+        per_tensor = isinstance(activation, Grid) and activation.granularity == "tensor"
+        if self.static and not per_tensor and activation != NVFP4:
             raise ValueError("static activation scales are per tensor")
-        if self.layout == "packed" and self.weight.kind != "int":
-            raise ValueError("float8 weights are stored plain: one byte an element")
+        if self.layout == "packed" and weight.kind != "int":
+            raise ValueError(
+                "float8 weights are stored plain: one byte an element"
+                if isinstance(weight, Grid)
+                else f"{weight.name} has one layout, its own, and no packed one"
+            )
+
+    @property
+    def grid(self) -> Grid:
+        """The weight's grid. Raises ValueError where its values lie on none, for whoever can do nothing else."""
+        if not isinstance(self.weight, Grid):
+            raise ValueError(f"{self.name} is no uniform grid, such as w4g128, which is what is needed here")
+        return self.weight
+
+    def check(self, columns: int) -> None:
+        """Raise ValueError where a linear with so many inputs cannot have this scheme."""
+        self.weight.check(columns)
+        if self.activation is not None:
+            self.activation.check(columns)
 
     def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
         """Every array that a weight of `shape` (out, in) is stored as. Raises ValueError where groups do not divide."""
-        rows, columns = shape
-        grid, groups = self.weight, self.weight.groups(columns)
-        scales = (1,) if grid.granularity == "tensor" else (rows, groups)
-        parts: dict[str, Part] = {}
-        if self.layout == "packed":
-            parts["codes"] = Part("int32", (rows, -(-columns * grid.bits // 32)))
-        else:
-            parts["codes"] = Part(FLOAT8.get(grid.kind, "int8"), (rows, columns))
-        parts["scale"] = Part(self.scale_dtype, scales)
-        if not grid.symmetric:
-            packed = self.layout == "packed" and grid.granularity != "tensor"
-            parts["zero"] = Part("int32", (-(-rows * grid.bits // 32), groups)) if packed else Part("int8", scales)
-        if self.layout == "packed":
-            parts["shape"] = Part("int64", (2,))
-        return parts
+        if isinstance(self.weight, Grid):
+            return self.weight.parts(shape, self.scale_dtype, self.layout)
+        return self.weight.parts(shape, self.scale_dtype)
 
     def bytes(self, shape: tuple[int, int]) -> int:
         return sum(part.bytes for part in self.parts(shape).values())
@@ -170,26 +206,32 @@ class Scheme:
 
     @property
     def name(self) -> str:
-        """The short name that `parse` reads back: w4g128, w4g128-asym, w8a8, w8a8-static, fp8, fp8-e5m2 ..."""
+        """The short name that `parse` reads back: w4g128, w4g128-asym, w8a8, w8a8-static, fp8, fp8-e5m2, q4_k ..."""
         grid, activation = self.weight, self.activation
-        name = f"w{grid.bits}" if grid.kind == "int" else ("fp8" if grid.kind == "e4m3" else "fp8-e5m2")
-        if activation is not None and grid.kind == "int":
-            name += f"a{activation.bits}"
-        if grid.granularity == "group":
-            name += f"g{grid.group_size}"
-        if grid.granularity == "tensor":
-            name += "-tensor"
-        if not grid.symmetric:
-            name += "-asym"
+        if not isinstance(grid, Grid):
+            return grid.name + ("-weight" if activation is None and grid.name in ROUNDS else "")
+        name = grid.name
+        if isinstance(activation, Grid) and grid.kind == "int":
+            name = f"w{grid.bits}a{activation.bits}" + name.removeprefix(f"w{grid.bits}")
         if activation is None and grid.kind != "int":
             name += "-weight"
-        if activation is not None and activation.granularity == "tensor":
+        if isinstance(activation, Grid) and activation.granularity == "tensor":
             name += "-static" if self.static else "-atensor"
         return name
 
     @staticmethod
     def parse(name: str) -> Scheme:
         """Read a scheme's short name. Raises ValueError naming the forms that exist."""
+        if name in FORMS:
+            return Scheme(FORMS[name], ROUNDS.get(name), ROUNDS.get(name) == NVFP4, layout="plain")
+        if (form := name.removesuffix("-weight")) in ROUNDS:
+            return Scheme(FORMS[form], layout="plain")
+        if name.startswith(SPARSE):
+            inner = name.removeprefix(SPARSE)
+            values = None if inner.startswith(SPARSE) else Scheme.parse(inner)
+            if values is None or values.layout != "packed":
+                raise ValueError(f"unknown scheme {name!r}: the values of {SPARSE}... are weights alone, such as w4g64")
+            return Scheme(Sparse24(values.weight), layout="plain")
         match = re.fullmatch(
             r"(?:w(?P<bits>\d)(?:a(?P<abits>8))?|(?P<fp8>fp8)(?P<e5m2>-e5m2)?)(?:g(?P<group>[1-9]\d*))?"
             r"(?P<tensor>-tensor)?(?P<asym>-asym)?(?P<wonly>-weight)?(?P<act>-static|-atensor)?",
@@ -198,7 +240,7 @@ class Scheme:
         if match is None:
             raise ValueError(
                 f"unknown scheme {name!r}: a scheme is w<bits> with optional g<group>, a8, -asym "
-                "(w4g128, w3g64-asym, w8, w8a8, w8a8-static), or fp8, fp8-e5m2"
+                f"(w4g128, w3g64-asym, w8, w8a8, w8a8-static), or fp8, fp8-e5m2, {SPARSE}w4g64, {', '.join(FORMS)}"
             )
         group = int(match["group"]) if match["group"] else None
         granularity: Granularity = "group" if group else "tensor" if match["tensor"] else "channel"

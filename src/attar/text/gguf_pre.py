@@ -41,7 +41,7 @@ class Pre:
 
 
 _SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _THREES = r"\p{N}{1,3}"
 
@@ -107,10 +107,10 @@ _TABLE = (
         Pre((_like_gpt4(word=r"[\p{L}\p{M}]+", stops=r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),), nfc=True),
         "qwen35",
     ),
-    (Pre((r"\p{N}", _GPT2)), "starcoder refact smollm codeshell exaone minerva-7b mellum2"),
-    (Pre((r"\p{N}", _GPT2), nfc=True), "command-r"),
-    (Pre((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")), "default"),
-    (Pre((r"[\p{P}$+<=>^~|`]+", _GPT2), byte_cuts=(r"\p{N}+", "[0-9][0-9][0-9]")), "falcon"),
+    (Pre((r"\p{N}", GPT2_SPLIT)), "starcoder refact smollm codeshell exaone minerva-7b mellum2"),
+    (Pre((r"\p{N}", GPT2_SPLIT), nfc=True), "command-r"),
+    (Pre((r"[\p{P}$+<=>^~|]+", GPT2_SPLIT, r"\p{N}+", "[0-9][0-9][0-9]")), "default"),
+    (Pre((r"[\p{P}$+<=>^~|`]+", GPT2_SPLIT), byte_cuts=(r"\p{N}+", "[0-9][0-9][0-9]")), "falcon"),
     (
         Pre(
             (

@@ -88,6 +88,21 @@ class Tokenizer:
                 convert.surround(backend, bos, None)
         return cls(backend, bos, eos, _chat_templates(folder, config))
 
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, which `load` and transformers read as this tokenizer."""
+        self._backend.save(str(folder / "tokenizer.json"))
+        templates = self.chat_templates
+        named = [{"name": name, "template": template} for name, template in templates.items()]
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": self.bos_token,
+            "eos_token": self.eos_token,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": templates["default"] if templates.keys() == {"default"} else named or None,
+        }
+        kept = {key: value for key, value in config.items() if value is not None}
+        (folder / "tokenizer_config.json").write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+
     @property
     def added_bos(self) -> int | None:
         """The BOS token where the tokenizer itself puts it in front of a text, else None."""

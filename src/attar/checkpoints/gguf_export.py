@@ -1,0 +1,202 @@
+"""A model as the head of a GGUF file: its config and tokenizer as metadata, its tensors under the names of files.
+
+`gguf_config.py` undoes what is done here, and is how it is checked: the metadata are read back, and a model that they
+describe otherwise than its config.json did is not written. So a sliding window, a soft cap or a rope that no key says
+is an error that names it, and not a file that answers a little wrong. What may differ is what numbers lose in float32.
+
+Weights stay where they are: this module knows names, shapes and the order of rows. Rows of q and k of the `llama`
+architecture are put into the order in which llama.cpp rotates (neighbours, not the halves of a head); `neighbours`
+works on rows of bytes as well as of numbers, for no block spans two rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.checkpoints.gguf_config import (
+    ARCHITECTURES,
+    HEAD,
+    file_name,
+    read_gguf_config,
+    rope_with_factors,
+)
+from attar.checkpoints.gguf_values import Typed
+from attar.checkpoints.vocabulary import NO_TOKENIZER, has_tokenizer
+from attar.model.config import ModelConfig, Rope
+from attar.model.decoder import compressible
+from attar.model.rope import frequencies
+from attar.text.gguf_vocabulary import vocabulary
+from attar.text.tokenizer import Tokenizer
+
+QUANTIZATION_VERSION = 2  # of the layout of blocks, by llama.cpp's count
+
+WRITTEN: Mapping[str, str] = {each.name: name for name, each in ARCHITECTURES.items()} | {"MistralForCausalLM": "llama"}
+"""Architectures of config.json that are written -> what GGUF files call them."""
+
+_UNSAID = {
+    "architecture", "bos_ids", "eos_ids", "dtype", "names", "ropes", "qkv_bias", "output_bias", "feed_forward_bias"
+}  # fmt: skip
+"""Fields of a config that metadata do not have, or have in other words: a bias is there where it is stored."""
+
+SAME = 1e-6  # relative: what a number may lose in float32
+
+
+def architecture(config: ModelConfig) -> str:
+    """What GGUF files call the model's architecture. Raises ValueError for one that is not written."""
+    if config.architecture not in WRITTEN:
+        raise ValueError(
+            f"a {config.architecture} cannot be written to a GGUF file: attar writes {', '.join(sorted(WRITTEN))}"
+        )
+    return WRITTEN[config.architecture]
+
+
+def describe(config: ModelConfig, file_type: int, name: str) -> tuple[dict[str, Any], Tensor | None]:
+    """(The metadata of a model but for its tokenizer, the factors of its rope [dims / 2] or None).
+
+    Raises ValueError for an architecture that is not written, and for what the metadata cannot say of it.
+    """
+    at = architecture(config)
+    rope = config.ropes[0]
+    assert rope is not None, "families that are written rotate"
+    found: dict[str, Any] = {
+        "general.architecture": at,
+        "general.name": name,
+        "general.file_type": file_type,
+        "general.quantization_version": QUANTIZATION_VERSION,
+        f"{at}.vocab_size": config.vocab_size,
+        f"{at}.context_length": config.context,
+        f"{at}.embedding_length": config.hidden,
+        f"{at}.block_count": config.layers,
+        f"{at}.feed_forward_length": config.intermediate,
+        f"{at}.attention.head_count": config.heads,
+        f"{at}.attention.head_count_kv": config.kv_heads,
+        f"{at}.attention.key_length": config.head_dim,
+        f"{at}.attention.value_length": config.head_dim,
+        f"{at}.attention.layer_norm_rms_epsilon": config.norm_eps,
+        f"{at}.rope.dimension_count": rope.dims,
+        f"{at}.rope.freq_base": rope.theta,
+    }
+    factors = None
+    if rope.kind == "llama3":
+        factors = frequencies(replace(rope, kind="default"), config.context) / frequencies(rope, config.context)
+    elif rope.kind in ("linear", "yarn"):
+        found |= {f"{at}.rope.scaling.type": rope.kind, f"{at}.rope.scaling.factor": rope.factor}
+    if rope.kind == "yarn":
+        found[f"{at}.rope.scaling.original_context_length"] = rope.original_context
+        found |= {
+            f"{at}.rope.scaling.yarn_beta_fast": rope.beta_fast,
+            f"{at}.rope.scaling.yarn_beta_slow": rope.beta_slow,
+        }
+    _check(config, found, factors)
+    return found, factors
+
+
+def words(folder: Path, config: ModelConfig) -> tuple[dict[str, Any], str | None]:
+    """(The metadata of a folder's tokenizer, what is to be said of it or None). Raises ValueError as `vocabulary`."""
+    if not has_tokenizer(folder):
+        none = next(name for name in NO_TOKENIZER if name is not None)
+        return {"tokenizer.ggml.model": none}, "The source has no tokenizer, so the file has none: give it token ids."
+    found = vocabulary(Tokenizer.load(folder), config.vocab_size, config.eos_ids)
+    merges = "tokenizer.ggml.merges"
+    if not found.get(merges, True):  # an empty array has no type of its own
+        found[merges] = Typed("[string]", [])
+    return found, None
+
+
+def matrices(config: ModelConfig) -> Iterator[tuple[str, str, int]]:
+    """Every matrix of a file: (our module, its name there without layer and ending, its layer), both ends first.
+
+    The output matrix is left out where the model is tied.
+    """
+    names = config.names
+    yield names.embed, file_name(names.embed), 0
+    if not config.tied:
+        yield names.head, file_name(names.head), 0
+    for layer in range(config.layers):
+        for module in compressible(config, layer):
+            yield module, file_name(module).rpartition(".")[2], layer
+
+
+def tensor_names(config: ModelConfig, has: Callable[[str], bool]) -> Iterator[str]:
+    """Every tensor of a file by our name, the ends first, then block after block; `has` says which biases there are."""
+    names = config.names
+    yield f"{names.embed}.weight"
+    yield f"{names.final_norm}.weight"
+    if not config.tied:
+        yield f"{names.head}.weight"
+    for layer in range(config.layers):
+        at = names.layer.format(i=layer)
+        for norm in (names.attention_norm, names.feed_forward_norm, *([names.q_norm, names.k_norm] * config.qk_norm)):
+            yield f"{at}.{norm}.weight"
+        for module in compressible(config, layer):
+            yield f"{module}.weight"
+            if has(f"{module}.bias"):
+                yield f"{module}.bias"
+
+
+def interleaves(config: ModelConfig, module: str) -> bool:
+    """Whether rows of this module stand in another order in files."""
+    matrix = file_name(module).rpartition(".")[2]
+    return ARCHITECTURES[architecture(config)].interleaved and matrix in ("attn_q", "attn_k")
+
+
+def neighbours(rows: Tensor, head_dim: int) -> Tensor:
+    """Rows [O, ...] of q or k, where a head's halves follow each other, with the pairs that turn side by side."""
+    return rows.view(-1, 2, head_dim // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def _check(config: ModelConfig, metadata: Mapping[str, Any], factors: Tensor | None) -> None:
+    """Read the metadata back. Raises ValueError naming the first field that came out otherwise."""
+    tensors = () if config.tied else (f"{HEAD}.weight",)
+    try:
+        again = read_gguf_config(_as_stored(metadata), tensors, config.vocab_size, config.dtype)
+    except ValueError as error:
+        raise ValueError(f"the model cannot be written to a GGUF file: {error}") from None
+    for field in fields(ModelConfig):
+        ours, theirs = getattr(config, field.name), getattr(again, field.name)
+        if field.name not in _UNSAID and not _same(ours, theirs):
+            raise ValueError(
+                f"the model cannot be written to a GGUF file, which has no words for its {field.name} ({_shown(ours)})"
+            )
+    (rope,) = set(again.ropes)
+    assert rope is not None
+    if factors is not None:
+        rope = rope_with_factors(rope, factors.tolist())
+    if any(each is None or not _turns_alike(each, rope, config.context) for each in config.ropes):
+        raise ValueError(
+            f"the model cannot be written to a GGUF file, which has no words for its rope ({_shown(config.ropes[0])})"
+        )
+
+
+def _as_stored(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """With what is lost of numbers in float32, as which they are stored."""
+    return {
+        key: float(torch.tensor(value, dtype=torch.float32)) if isinstance(value, float) else value
+        for key, value in metadata.items()
+    }
+
+
+def _same(ours: object, theirs: object) -> bool:
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return math.isclose(ours, theirs, rel_tol=SAME)
+    return ours == theirs
+
+
+def _shown(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _turns_alike(ours: Rope, theirs: Rope, context: int) -> bool:
+    """Whether two ropes give the same angles at every length, to float32."""
+    if ours.dims != theirs.dims or not _same(ours.attention_factor, theirs.attention_factor):
+        return False
+    pairs = ((frequencies(ours, length), frequencies(theirs, length)) for length in (1, context, 2 * context))
+    return all(torch.allclose(a, b, rtol=4 * SAME, atol=0.0) for a, b in pairs)

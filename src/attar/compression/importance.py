@@ -1,0 +1,208 @@
+"""How much the columns of each linear's weight count: the mean square of its inputs, over calibration text.
+
+The damage that rounding does to a linear's output is the sum over columns of error^2 E[x^2], if inputs of different
+columns are uncorrelated: so that is the weight of an error when scales and codes of GGML blocks are searched, and what
+llama.cpp's importance matrices hold. It is measured on the original model, with one block in memory, and depends on no
+recipe: one matrix serves every file made of a model (`attar imatrix`), and those of other programs can be read.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.checkpoints import gguf_export, hub, imatrix
+from attar.checkpoints.gguf_config import file_name
+from attar.checkpoints.hf import Checkpoint
+from attar.checkpoints.imatrix import Imatrix
+from attar.checkpoints.vocabulary import is_gguf
+from attar.compression import calibrate
+from attar.compression.calibrate import Calibration, HiddenStates
+from attar.compression.passes import input_groups
+from attar.kernels import ops
+from attar.kernels.operands import Linear
+from attar.model.decoder import build_block, build_embedding, build_final_norm, compressible
+from attar.model.layers import Block
+from attar.text.tokenizer import Tokenizer
+
+Progress = Callable[[str, int, int], None]
+"""progress(stage, done, total)"""
+
+
+@torch.inference_mode()
+def collect(checkpoint: Checkpoint, ids: Tensor, folder: Path, memory: int, progress: Progress) -> dict[str, Tensor]:
+    """E[x^2], float32 [I], of each linear's inputs on the tokens `ids` [S, L], by module name, the output matrix's too.
+
+    Hidden states are kept in files of `folder`, and in memory up to `memory` bytes. Raises ValueError naming the block
+    whose output is not finite, and a linear that no token reached.
+    """
+    config = checkpoint.config
+    shape, rows = (*ids.shape, config.hidden), calibrate.rows_at_once(config)
+    spare = (memory - calibrate.IN_A_BLOCK) // 2
+    streams = [HiddenStates(folder / f"importance-{i}.f32", shape, spare, rows) for i in range(2)]
+    found: dict[str, Tensor] = {}
+    try:
+        _embed(checkpoint, ids, streams[0])
+        for layer in range(config.layers):
+            block = build_block(config, checkpoint, layer)
+            for linear in block.linears():
+                linear.keep_dense = False
+            found |= _block(block, streams[layer % 2], streams[1 - layer % 2], layer)
+            progress("importances", layer + 1, config.layers)
+        norm = build_final_norm(config, checkpoint)
+        last = _Mean(config.hidden)
+        for batch in streams[config.layers % 2].batches():
+            last.add(ops.norm(streams[config.layers % 2].read(batch), None, norm)[1])
+        found[config.names.head] = last.value(config.names.head)
+    finally:
+        for stream in streams:
+            stream.close()
+            stream.path.unlink()
+    return found
+
+
+def kept(checkpoint: Checkpoint, ids: Tensor, folder: Path, memory: int, progress: Progress) -> dict[str, Tensor]:
+    """As `collect`, but computed once: a resumed run finds them in `folder`."""
+    path = folder / "importances.gguf"
+    if not path.exists():
+        imatrix.write(path, as_imatrix(collect(checkpoint, ids, folder, memory, progress), ids, "calibration"))
+    return known(path, checkpoint)
+
+
+def as_imatrix(means: dict[str, Tensor], ids: Tensor, dataset: str) -> Imatrix:
+    """Importances as files hold them, under the names of a GGUF file's tensors."""
+    named = {file_name(f"{module}.weight"): mean for module, mean in means.items()}
+    return Imatrix(named, dict.fromkeys(named, ids.numel()), len(ids), ids.shape[1], (dataset,))
+
+
+def known(path: str | Path, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The importances of a file, [I] by module name.
+
+    Raises ValueError where it is malformed, of a model with other columns, or knows none of the model's linears.
+    """
+    found, config = imatrix.read(path).means, checkpoint.config
+    modules = [name for layer in range(config.layers) for name in compressible(config, layer)]
+    importances: dict[str, Tensor] = {}
+    for module in [*modules, config.names.head]:
+        mean = found.get(file_name(f"{module}.weight"))
+        if mean is None:
+            continue
+        columns = config.hidden if module == config.names.head else checkpoint.linear_shape(module)[1]
+        if len(mean) != columns:
+            raise ValueError(f"{path}: {file_name(module)} has {len(mean)} columns, and {columns} in the model")
+        importances[module] = mean
+    if missing := [module for module in modules if module not in importances]:
+        raise ValueError(
+            f"{path}: knows nothing of {file_name(missing[0])}.weight"
+            + (f" and {len(missing) - 1} other matrices" if len(missing) > 1 else "")
+            + f" of {checkpoint.folder.path}: it was made of another model"
+        )
+    return importances
+
+
+class _Mean:
+    """The mean square of each column of rows that come in pieces."""
+
+    def __init__(self, columns: int) -> None:
+        self._sum, self._count = torch.zeros(columns, dtype=torch.float64), 0
+
+    def add(self, x: Tensor) -> None:
+        self._sum += x.float().square().sum(0, dtype=torch.float64)
+        self._count += len(x)
+
+    def value(self, name: str) -> Tensor:
+        if not self._count:
+            raise ValueError(f"no calibration token reached {name}: give more calibration text")
+        return (self._sum / self._count).float()
+
+
+def _embed(checkpoint: Checkpoint, ids: Tensor, into: HiddenStates) -> None:
+    """Hidden states that enter the first block; only the rows of the table that are needed are read."""
+    used, place = torch.unique(ids, return_inverse=True)
+    embedding = build_embedding(replace(checkpoint.config, vocab_size=len(used)), checkpoint.rows(used))
+    for batch in into.batches():
+        rows = place[batch.start : batch.stop].reshape(-1)
+        into.write(batch, embedding.forward(rows, into.step(batch).positions).float())
+
+
+def _block(block: Block, inputs: HiddenStates, outputs: HiddenStates, layer: int) -> dict[str, Tensor]:
+    """What the inputs of a block's linears are, while its outputs are written."""
+    groups = {group[0].name: group for group in input_groups(block)}
+    means = {name: _Mean(group[0].shape[1]) for name, group in groups.items()}
+
+    def tap(linear: Linear, x: Tensor) -> None:
+        if linear.name in means:
+            means[linear.name].add(x)
+
+    for batch in inputs.batches():
+        out = block.run(inputs.read(batch), inputs.step(batch), tap)
+        if not out.isfinite().all():
+            raise ValueError(f"the output of block {layer} holds a NaN or an infinity")
+        outputs.write(batch, out)
+    return {each.name: means[name].value(name) for name, group in groups.items() for each in group}
+
+
+@dataclass(frozen=True)
+class Made:
+    """What `make` did."""
+
+    path: Path
+    tokens: int
+    matrices: int
+    widest: tuple[str, float]  # the matrix whose columns differ most, and its largest importance over its mean
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "path": str(self.path),
+            "tokens": self.tokens,
+            "matrices": self.matrices,
+            "widest": {"matrix": self.widest[0], "ratio": self.widest[1]},
+        }
+
+
+def make(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    calibration: Calibration,
+    samples: int = 128,
+    length: int = 512,
+    seed: int = 0,
+    calib_memory: int = 2 << 30,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Made:
+    """Measure the importances of the checkpoint `src` (folder, Hub id or `demo`), and write them to the file `dst`.
+
+    `calibration` is as in `pipeline.compress`. The file is of the older form where its name ends in .dat. Raises
+    ValueError for anything a user can mend: an existing output, a text that is too short, a GGUF file as source.
+    """
+    source, target = hub.resolve(src), Path(dst)
+    if not str(dst) or target.is_dir():
+        raise ValueError(f"{str(dst)!r} is no name of a file to write")
+    if is_gguf(source):
+        raise ValueError(f"{source} is a GGUF file: give the folder it was made from")
+    if target.exists() and not overwrite:
+        raise ValueError(f"{target} exists and is kept; choose another output, or pass --overwrite")
+    report = progress or (lambda stage, done, total: None)
+    checkpoint = Checkpoint.open(source)
+    gguf_export.architecture(checkpoint.config)
+    is_text = isinstance(calibration, str | Path) and str(calibration) != calibrate.SELF
+    tokenizer = Tokenizer.load(source) if is_text else None
+    with tempfile.TemporaryDirectory(prefix="attar-", dir=target.absolute().parent) as folder:
+        ids = calibrate.tokens(
+            calibration, checkpoint, tokenizer, calibrate.Amount(samples, length, seed), Path(folder) / "drawn.i32",
+            lambda done, total: report("sampling", done, total),
+        )  # fmt: skip
+        means = collect(checkpoint, ids, Path(folder), calib_memory, report)
+    named = as_imatrix(means, ids, Path(str(calibration)).name if is_text else "self")
+    imatrix.write(target, named, overwrite)
+    ratios = {name: float(mean.max() / mean.mean().clamp_min(1e-30)) for name, mean in named.means.items()}
+    widest = max(ratios, key=lambda name: ratios[name])
+    return Made(target, ids.numel(), len(ratios), (widest, ratios[widest]))

@@ -1,0 +1,186 @@
+r"""A tokenizer as the metadata of a GGUF file: what `gguf.py` reads, written.
+
+A file says less than a tokenizer.json: the vocabulary with types and scores, the merges, the name of a way to cut text
+(`tokenizer.ggml.pre`), some ids and flags. So writing is a question of what can be said, and is answered by trying: the
+pipeline is put into those words, `gguf.py` builds a tokenizer from them, and the two must encode a text of everything
+that tokenizers differ in (`TRIAL`), and every added token, to the same ids. Where they do not, or where text is cut in
+a way that has no name, the model's words cannot be written, which is an error: a file whose tokenizer is nearly right
+answers nearly right, and nobody finds out why.
+
+Scores of a sentencepiece vocabulary are the ranks of its merges: tokenizer.json keeps no others, and readers use
+nothing but their order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from attar.text.convert import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from attar.text.gguf import tokenizer_from_gguf
+from attar.text.gguf_pre import GPT2_SPLIT, KNOWN, Pre
+from attar.text.tokenizer import Tokenizer
+
+_KEY = "tokenizer.ggml."
+_TEMPLATE = "tokenizer.chat_template"
+
+TRIAL = (
+    "The quick brown fox can't jump; it's 12 o'clock, WE'LL see 1234567 of 3.14 (x_1 += 2)!\n\n\tdef f(a,b):\n"
+    "        return a  +b   # sp\u00e4t\r\n caf\u00e9 cafe\u0301 \u00bd\u00b2 \u4f60\u597d\uff0c\u4e16\u754c "
+    "\u0645\u0631\u062d\u0628\u0627 \U0001f600\U0001f3fd \u0928\u092e\u0938\u094d\u0924\u0947 http://a.b/c?d=e&f  "
+    "end \u00a0x\u200by"
+)
+"""Contractions, digits, runs of spaces, line ends, code, composed and decomposed letters, scripts without spaces."""
+
+
+def vocabulary(tokenizer: Tokenizer, rows: int, eos_ids: Sequence[int] = ()) -> dict[str, Any]:
+    """The metadata of a tokenizer for a model whose embedding has `rows`, which may be more than it has tokens.
+
+    `eos_ids` are further tokens that end a text, as the model's configs name them. Raises ValueError where a GGUF file
+    has no words for the tokenizer.
+    """
+    state = json.loads(tokenizer._backend.to_str())
+    model, steps = state["model"], _steps(state.get("decoder"), "decoders")
+    if model.get("type") != "BPE":
+        raise ValueError(f"its tokenizer is {model.get('type')}: GGUF files are written with byte-pair encodings alone")
+    if tokenizer.vocab_size > rows:
+        raise ValueError(f"its tokenizer has {tokenizer.vocab_size} tokens, and its embedding {rows} rows")
+    ends = _ends(tokenizer, eos_ids)
+    if any(step["type"] == "ByteLevel" for step in steps):
+        tried = [_byte_level(state, rows)]
+    else:
+        tried = [_sentencepiece(state, rows, prefix) for prefix in (True, False)]
+    wrong: list[str] = []
+    for words in tried:
+        found = words | ends | _templates(tokenizer)
+        if (difference := _difference(tokenizer, found, state)) is None:
+            return found
+        wrong.append(difference)
+    raise ValueError(
+        f"its tokenizer cannot be written to a GGUF file: read back, it encodes {wrong[0]!r} to other tokens"
+    )
+
+
+def _ends(tokenizer: Tokenizer, eos_ids: Sequence[int]) -> dict[str, Any]:
+    """Ids of special tokens, and what `encode` adds."""
+    found: dict[str, Any] = {}
+    if tokenizer.bos_id is not None:
+        found[_KEY + "bos_token_id"] = tokenizer.bos_id
+    ends = [*([] if tokenizer.eos_id is None else [tokenizer.eos_id]), *eos_ids]
+    for name, token in zip(("eos", "eot"), dict.fromkeys(ends), strict=False):
+        found[f"{_KEY}{name}_token_id"] = token
+    found[_KEY + "add_bos_token"] = tokenizer.added_bos is not None
+    plain, surrounded = (tokenizer.encode("a", add_special_tokens=each) for each in (False, True))
+    behind = surrounded[len(plain) + (tokenizer.added_bos is not None) :]
+    if behind not in ([], [tokenizer.eos_id]):
+        raise ValueError(f"its tokenizer adds the tokens {behind} behind a text, which a GGUF file cannot say")
+    found[_KEY + "add_eos_token"] = bool(behind)
+    return found
+
+
+def _templates(tokenizer: Tokenizer) -> dict[str, str]:
+    names = {name: _TEMPLATE if name == "default" else f"{_TEMPLATE}.{name}" for name in tokenizer.chat_templates}
+    return {names[name]: template for name, template in tokenizer.chat_templates.items()}
+
+
+def _steps(stage: Any, inner: str) -> list[dict[str, Any]]:
+    """A stage of the pipeline as a list of its steps."""
+    if stage is None:
+        return []
+    return [dict(step) for step in stage[inner]] if stage["type"] == "Sequence" else [dict(stage)]
+
+
+def _tokens(state: Mapping[str, Any], rows: int, kind_of: Mapping[str, int]) -> tuple[list[str], list[int]]:
+    """Tokens and types by id. Ids that stand for nothing are filled with names that no vocabulary has."""
+    tokens, kinds = [f"[PAD{i}]" for i in range(rows)], [UNUSED] * rows
+    for token, i in state["model"]["vocab"].items():
+        tokens[i], kinds[i] = token, kind_of.get(token, NORMAL)
+    for added in state["added_tokens"]:
+        i = added["id"]
+        kind = UNKNOWN if kind_of.get(added["content"]) == UNKNOWN else CONTROL if added["special"] else USER_DEFINED
+        tokens[i], kinds[i] = added["content"], kind
+    return tokens, kinds
+
+
+def _merges(state: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Merges in order; older files write each as one string."""
+    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in state["model"]["merges"])
+    return [(left, right) for left, right in pairs]
+
+
+def _byte_level(state: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    tokens, kinds = _tokens(state, rows, {})
+    return {
+        _KEY + "model": "gpt2",
+        _KEY + "pre": _pre(state),
+        _KEY + "tokens": tokens,
+        _KEY + "token_type": kinds,
+        _KEY + "merges": [f"{left} {right}" for left, right in _merges(state)],
+    }
+
+
+def _pre(state: Mapping[str, Any]) -> str:
+    """The name of how the tokenizer cuts text."""
+    forms = [step["type"] for step in _steps(state.get("normalizer"), "normalizers")]
+    found = Pre(*_cuts(state), nfc=forms == ["NFC"], whole=bool(state["model"].get("ignore_merges")))
+    name = next((name for name, pre in KNOWN.items() if replace(pre, bos=False) == found), None)
+    if name is None or forms not in ([], ["NFC"]):
+        raise ValueError("its tokenizer cuts text in a way that has no name in GGUF files (tokenizer.ggml.pre)")
+    return name
+
+
+def _cuts(state: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Regular expressions that cut text, and those that cut what its bytes become."""
+    before: list[str] = []
+    behind: list[str] = []
+    cuts = before
+    for step in _steps(state.get("pre_tokenizer"), "pretokenizers"):
+        kind = step["type"]
+        if kind == "ByteLevel" and not step["add_prefix_space"]:
+            if step.get("use_regex", True) and before:
+                before.append(GPT2_SPLIT)
+            cuts = behind
+        elif kind == "Digits" and step["individual_digits"]:
+            cuts.append(r"\p{N}")
+        elif kind == "Split" and step["behavior"] == "Isolated" and not step["invert"] and "Regex" in step["pattern"]:
+            cuts.append(step["pattern"]["Regex"])
+        else:
+            cuts.append(json.dumps(step))  # equals no cut of the table
+    return tuple(before), tuple(behind)
+
+
+def _sentencepiece(state: Mapping[str, Any], rows: int, prefix: bool) -> dict[str, Any]:
+    model = state["model"]
+    unknown = model.get("unk_token")
+    given = {} if unknown is None else {unknown: UNKNOWN}
+    if model.get("byte_fallback"):
+        given |= {f"<0x{byte:02X}>": BYTE for byte in range(256)}
+    tokens, kinds = _tokens(state, rows, given)
+    merged: dict[str, int] = {}
+    for left, right in _merges(state):
+        merged.setdefault(left + right, len(merged))
+    scores = [
+        -float(merged.get(token, len(merged) + i)) if kind == NORMAL else 0.0
+        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+    ]
+    found = {
+        _KEY + "model": "llama",
+        _KEY + "pre": "default",
+        _KEY + "tokens": tokens,
+        _KEY + "scores": scores,
+        _KEY + "token_type": kinds,
+        _KEY + "add_space_prefix": prefix,
+    }
+    if unknown is not None:
+        found[_KEY + "unknown_token_id"] = model["vocab"][unknown]
+    return found
+
+
+def _difference(tokenizer: Tokenizer, words: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
+    """The first text of the trial that a reader of `words` encodes otherwise; None where all are the same."""
+    again = tokenizer_from_gguf(words)
+    pieces = [line for line in TRIAL.splitlines(keepends=True) if line]
+    texts = [TRIAL, *pieces, *(added["content"] for added in state["added_tokens"])]
+    return next((text for text in texts if tokenizer.encode(text) != again.encode(text)), None)

@@ -1,0 +1,253 @@
+"""One format made of another: the same values by each format's own reader, there and back, or a reason."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from attar.checkpoints import convert_gguf, hf, sources
+from attar.checkpoints.convert import convert
+from attar.checkpoints.convert_proof import proof
+from attar.checkpoints.convert_targets import Stored, as_half
+from attar.checkpoints.gguf import GgufFile
+from attar.checkpoints.gguf_checkpoint import GgufCheckpoint
+from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.vocabulary import tokenizer
+from attar.checkpoints.writer import ShardWriter
+from attar.compression.pipeline import compress
+from attar.formats import affine, ggml_blocks
+from attar.formats.ggml import TYPES
+from attar.formats.packed import codec
+from attar.formats.scheme import Scheme
+from attar.model.cache import Step
+from attar.text.tokenizer import Tokenizer
+
+LAYERS = 2
+IDS = torch.randint(0, 256, (24,), generator=torch.Generator().manual_seed(3))
+
+Folders = dict[str, Path]
+
+
+def logits(path: Path) -> torch.Tensor:
+    return sources.load(path, torch.float32).forward(IDS, Step((len(IDS),), len(IDS)))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama in bfloat16, without a tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        parameter.data = torch.randn_like(parameter) * (0.2 if parameter.ndim == 2 else 1.0)
+    folder = tmp_path_factory.mktemp("models") / "small"
+    model.bfloat16().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """`small` rounded to several schemes, as compressed-tensors."""
+    at = tmp_path_factory.mktemp("folders")
+    recipes = ("rtn-w4g32", "rtn-w4g64-asym", "rtn-w8", "rtn-w3g32", "rtn-w8a8")
+    return {recipe: compress(small, at / recipe, recipe=recipe).path for recipe in recipes}
+
+
+WAYS = {
+    "awq": ("rtn-w4g32", "rtn-w4g64-asym"),
+    "gptq": ("rtn-w4g32", "rtn-w4g64-asym", "rtn-w8", "rtn-w3g32"),
+}
+
+
+@pytest.mark.parametrize(("to", "recipe"), [(to, recipe) for to, recipes in WAYS.items() for recipe in recipes])
+def test_folders_there_and_back(to: str, recipe: str, folders: Folders, tmp_path: Path) -> None:
+    source = folders[recipe]
+    there = convert(source, tmp_path / "there", to=to)
+    assert (there.packed, there.tensors) == (7 * LAYERS, 9 * LAYERS + 3)
+    assert there.bytes == (tmp_path / "there" / "model.safetensors").stat().st_size
+    assert torch.equal(logits(tmp_path / "there"), logits(source))
+    back = convert(tmp_path / "there", tmp_path / "back", to="compressed-tensors")
+    assert back.sha256 == there.sha256 in next(proof(back))
+    ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "back", source))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name].float(), tensor.float()), name  # scales may have become float16, exactly
+    config = json.loads((tmp_path / "there" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == to
+
+
+def test_gptq_and_awq_meet(folders: Folders, tmp_path: Path) -> None:
+    first = convert(folders["rtn-w4g64-asym"], tmp_path / "gptq", to="gptq")
+    second = convert(tmp_path / "gptq", tmp_path / "awq", to="awq")
+    assert second.sha256 == first.sha256
+    said = json.loads((tmp_path / "gptq" / "config.json").read_text())["quantization_config"]
+    assert (said["checkpoint_format"], said["sym"]) == ("gptq_v2", False)
+
+
+@pytest.mark.parametrize("recipe", ["rtn-w4g32", "rtn-w8", "rtn-w3g32"])
+def test_symmetric_grids_become_blocks(recipe: str, folders: Folders, tmp_path: Path) -> None:
+    """Also where a type's grid has more codes, and where a scale is that of several blocks."""
+    done = convert(folders[recipe], tmp_path / "out.gguf", to="gguf")
+    kinds = {"rtn-w4g32": "Q4_0", "rtn-w8": "Q8_0", "rtn-w3g32": "Q4_0"}
+    assert GgufFile(tmp_path / "out.gguf").info("blk.1.attn_q.weight").kind.name == kinds[recipe]
+    assert torch.equal(logits(tmp_path / "out.gguf"), logits(folders[recipe]))
+    assert "no tokenizer" in done.notes[0]
+
+
+def test_a_dense_folder_becomes_a_file_of_its_dtype(small: Path, tmp_path: Path) -> None:
+    done = convert(small, tmp_path / "out.gguf", to="gguf")
+    assert (done.packed, done.format) == (0, "gguf")
+    file = GgufFile(tmp_path / "out.gguf")
+    assert {file.info(name).kind.name for name in ("output.weight", "blk.0.ffn_up.weight")} == {"BF16"}
+    assert torch.equal(logits(tmp_path / "out.gguf"), logits(small))
+
+
+@pytest.mark.parametrize(("recipe", "to"), [("q4_0", "compressed-tensors"), ("q8_0", "gptq"), ("q4_0", "awq")])
+def test_a_file_becomes_a_folder(recipe: str, to: str, small: Path, tmp_path: Path) -> None:
+    compress(small, tmp_path / "in.gguf", recipe=recipe)
+    done = convert(tmp_path / "in.gguf", tmp_path / "out", to=to)
+    ours, theirs = hf.Checkpoint.open(tmp_path / "out", torch.float32), GgufCheckpoint.open(tmp_path / "in.gguf")
+    assert ours.config.ropes == theirs.config.ropes
+    name = "model.layers.1.self_attn.k_proj"
+    weight = ours.linear(name).weight
+    assert not isinstance(weight, torch.Tensor)
+    assert torch.equal(weight.dequantize(), theirs.tensor(f"{name}.weight"))  # type: ignore[attr-defined]
+    assert torch.equal(logits(tmp_path / "out"), logits(tmp_path / "in.gguf"))
+    assert done.notes[0].startswith("token_embd.weight is Q")
+    back = convert(tmp_path / "out", tmp_path / "back.gguf", to="gguf")
+    assert back.sha256 == done.sha256
+
+
+def test_transformers_loads_what_a_file_became(tmp_path: Path, demo: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    compress(demo, tmp_path / "in.gguf", recipe="q4_0")
+    convert(tmp_path / "in.gguf", tmp_path / "out", to="compressed-tensors")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        found = theirs(IDS[None]).logits[0]
+    ours = logits(tmp_path / "in.gguf")
+    divergence = (ours.log_softmax(1).exp() * (ours.log_softmax(1) - found.log_softmax(1))).sum(1).mean()
+    assert float(divergence) < 1e-4
+    text = "It was the best of times, 12 of them."
+    ids = Tokenizer.load(demo).encode(text)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"] == ids
+    again = Tokenizer.load(tmp_path / "out")
+    assert again.encode(text) == tokenizer(tmp_path / "in.gguf").encode(text) == ids
+    assert again.chat_templates == Tokenizer.load(demo).chat_templates
+
+
+def test_columns_out_of_their_order_are_kept_so_where_there_is_a_field(folders: Folders, tmp_path: Path) -> None:
+    """A GPTQ checkpoint whose groups lie scattered, as desc_act makes them."""
+    convert(folders["rtn-w4g32"], tmp_path / "gptq", to="gptq")
+    stored = load_file(tmp_path / "gptq" / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name in list(stored):
+        if name.endswith("g_idx"):
+            stored[name] = stored[name][torch.randperm(len(stored[name]), generator=generator)]
+    save_file(stored, tmp_path / "gptq" / "model.safetensors")
+    done = convert(tmp_path / "gptq", tmp_path / "ct", to="compressed-tensors")
+    torch.testing.assert_close(logits(tmp_path / "ct"), logits(tmp_path / "gptq"), rtol=0, atol=0)
+    config = json.loads((tmp_path / "ct" / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["weights"]["actorder"] == "group"
+    back = convert(tmp_path / "ct", tmp_path / "back", to="gptq")
+    assert back.sha256 == done.sha256
+    assert torch.equal(load_file(tmp_path / "back" / "model.safetensors")["model.layers.0.mlp.down_proj.g_idx"],
+                       stored["model.layers.0.mlp.down_proj.g_idx"])  # fmt: skip
+    for to, out in (("awq", "awq"), ("gguf", "out.gguf")):
+        with pytest.raises(ValueError, match=r"cannot be converted exactly: .* out of their order \(desc_act\)"):
+            convert(tmp_path / "gptq", tmp_path / out, to=to)
+
+
+REFUSED = {
+    "activations": ("rtn-w8a8", "gptq", r"q_proj cannot be .* 2, 3, 4 or 8 bits, not w8a8"),
+    "8 bits": ("rtn-w8", "awq", "AWQ holds integers of 4 bits, not w8"),
+    "zero points": ("rtn-w4g64-asym", "gguf", "Q4_1 has an offset in float16, and a scale times its zero"),
+    "the same format": ("rtn-w8", "compressed-tensors", "is stored as compressed-tensors already"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_not_exact_is_refused_and_leaves_nothing(kind: str, folders: Folders, tmp_path: Path) -> None:
+    recipe, to, words = REFUSED[kind]
+    out = tmp_path / ("out.gguf" if to == "gguf" else "out")
+    with pytest.raises(ValueError, match=words):
+        convert(folders[recipe], out, to=to)
+    assert not out.exists()
+
+
+def test_wrong_names_and_sources_are_refused(small: Path, folders: Folders, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown format 'ggml': known are gguf, compressed-tensors, awq, gptq"):
+        convert(small, tmp_path / "out", to="ggml")
+    with pytest.raises(ValueError, match=r"a gguf output ends in \.gguf"):
+        convert(small, tmp_path / "out", to="gguf")
+    with pytest.raises(ValueError, match=r"a gptq output does not end in \.gguf"):
+        convert(small, tmp_path / "out.gguf", to="gptq")
+    with pytest.raises(ValueError, match="is not compressed: `attar compress` makes"):
+        convert(small, tmp_path / "out", to="gptq")
+    mixed = tmp_path / "recipe.yaml"
+    mixed.write_text("recipe: rtn-w4g32\noverrides:\n  - {match: '*.down_proj', scheme: w8}\n")
+    compress(small, tmp_path / "mixed", recipe=mixed)
+    with pytest.raises(ValueError, match=r"GPTQ has one setting for a whole folder, and .*_proj and .*_proj differ"):
+        convert(tmp_path / "mixed", tmp_path / "out", to="gptq")
+    compress(small, tmp_path / "k.gguf", recipe="iq4_nl")
+    with pytest.raises(ValueError, match=r"blk.0.attn_q.weight cannot .* IQ4_NL has values that no grid of gptq has"):
+        convert(tmp_path / "k.gguf", tmp_path / "out", to="gptq")
+    with pytest.raises(ValueError, match="is a GGUF file already"):
+        convert(tmp_path / "k.gguf", tmp_path / "out.gguf", to="gguf")
+    shutil.copytree(folders["rtn-w8"], tmp_path / "there")
+    with pytest.raises(CheckpointError, match="exists and is kept"):
+        convert(folders["rtn-w4g32"], tmp_path / "there", to="gptq")
+    assert not (tmp_path / "out").exists()
+
+
+def test_zero_points_whose_product_is_a_half_become_offsets() -> None:
+    """Scales that are powers of two: then the product always is one."""
+    scheme = Scheme.parse("w4g32-asym").with_scale_dtype("float16")
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(-8, 8, (4, 64), dtype=torch.int8, generator=generator)
+    zero = torch.randint(-8, 8, (4, 2), dtype=torch.int8, generator=generator)
+    scale = torch.exp2(torch.randint(-6, 2, (4, 2), generator=generator).float()).half()
+    packed = affine.encode(codes, scale, zero, scheme, (4, 64))
+    kind = convert_gguf.kind_for(Stored(scheme, (4, 64)))
+    assert kind is TYPES["Q4_1"]
+    assert torch.equal(ggml_blocks.decode(kind, convert_gguf.blocks(packed, kind)), packed.dequantize())
+
+
+def test_scales_that_are_no_halves_are_found() -> None:
+    with pytest.raises(ValueError, match="a scale of bfloat16 is no number of float16"):
+        as_half(torch.tensor([1e-30], dtype=torch.bfloat16))
+    packed = codec("int").quantize(torch.randn(4, 64) * 1e-20, Scheme.parse("w4g32"))
+    with pytest.raises(ValueError, match="a scale of float32 is no number of float16"):
+        convert_gguf.blocks(packed, TYPES["Q4_0"])
+
+
+def test_an_output_that_reads_back_otherwise_is_not_put_in_place(
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = ShardWriter.write
+
+    def wrong(self: ShardWriter, name: str, tensor: torch.Tensor) -> None:
+        write(self, name, tensor + 1 if name == "model.layers.1.mlp.up_proj.qweight" else tensor)
+
+    monkeypatch.setattr(ShardWriter, "write", wrong)
+    with pytest.raises(ValueError, match=r"^model.layers.1.mlp.up_proj was read back otherwise than it was written"):
+        convert(folders["rtn-w4g32"], tmp_path / "out", to="gptq")
+    assert not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    left = tmp_path / ".out.attar-partial" / "out" / "of another run"
+    left.touch()
+    convert(folders["rtn-w4g32"], tmp_path / "out", to="gptq")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors",
+    ]  # fmt: skip

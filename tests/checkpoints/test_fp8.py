@@ -1,0 +1,103 @@
+"""Checkpoints of quant_method "fp8", as DeepSeek publishes them: read as transformers reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from attar.checkpoints import hf
+from attar.checkpoints.safetensors import CheckpointError
+from attar.formats.packed import PackedTensor
+from attar.kernels import ref
+
+SETTINGS = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head"],
+}
+WIDTH = 256
+BFLOAT16 = 2**-8  # relative: theirs dequantize to bfloat16
+
+
+def write(folder: Path, settings: dict[str, Any], **changed: Tensor) -> dict[str, Tensor]:
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=WIDTH, intermediate_size=WIDTH, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in LlamaForCausalLM(config).state_dict().items():
+        if "proj" not in name:
+            tensors[name] = tensor.bfloat16()
+            continue
+        scale = torch.rand(-(-tensor.shape[0] // 128), tensor.shape[1] // 128) / 100
+        tensors[name] = (10 * torch.randn(tensor.shape)).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scale
+    tensors |= {name: value for name, value in changed.items() if value is not None}
+    save_file(tensors, folder / "model.safetensors")
+    about = {**config.to_dict(), "architectures": ["LlamaForCausalLM"], "quantization_config": settings}
+    (folder / "config.json").write_text(json.dumps(about))
+    return tensors
+
+
+def test_weights_are_theirs(tmp_path: Path) -> None:
+    write(tmp_path, SETTINGS)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    checkpoint = hf.Checkpoint.open(tmp_path)
+    found = 0
+    for name, module in theirs.named_modules():
+        if "proj" not in name:
+            continue
+        found += 1
+        linear = checkpoint.linear(name)
+        assert isinstance(linear.weight, PackedTensor)
+        assert linear.weight.scheme.name == checkpoint.scheme_of(name).name == "fp8-block"  # type: ignore[union-attr]
+        torch.testing.assert_close(linear.weight.dequantize(), module.weight.float(), rtol=BFLOAT16, atol=0)
+    assert found == 7
+    assert checkpoint.scheme_of("lm_head") is None
+
+
+def test_inputs_are_rounded_in_groups(tmp_path: Path) -> None:
+    write(tmp_path, SETTINGS)
+    linear = hf.Checkpoint.open(tmp_path).linear("model.layers.0.mlp.up_proj")
+    assert isinstance(linear.weight, PackedTensor)
+    x = torch.randn(4, WIDTH)
+    groups = x.view(4, 2, 128)
+    scale = groups.abs().amax(-1, keepdim=True) / 448
+    rounded = ((groups / scale).to(torch.float8_e4m3fn).float() * scale).view(4, WIDTH)
+    torch.testing.assert_close(ref.linear(x, [linear]), rounded @ linear.weight.dequantize().T)
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [("weight_block_size", None), ("weight_block_size", [64, 64]), ("activation_scheme", "static"), ("fmt", "e5m2"),
+     ("scale_fmt", "ue8m0"), ("expert_dtype", "fp4")],
+)  # fmt: skip
+def test_settings_that_are_not_read(key: str, value: Any, tmp_path: Path) -> None:
+    write(tmp_path, SETTINGS | {key: value})
+    with pytest.raises(CheckpointError, match=f"{key} .* is not supported"):
+        hf.Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("weight_scale_inv", torch.ones(3, 2), "part 'scale' of fp8-block"),
+        ("weight_scale_inv", torch.ones(2, 2, dtype=torch.float64), "scales are .* not float64"),
+        ("weight", torch.ones(WIDTH, WIDTH, dtype=torch.bfloat16), "part 'codes' of fp8-block"),
+    ],
+)
+def test_tensors_that_do_not_fit(name: str, value: Tensor, words: str, tmp_path: Path) -> None:
+    module = "model.layers.0.mlp.up_proj"
+    write(tmp_path, SETTINGS, **{f"{module}.{name}": value})
+    with pytest.raises(CheckpointError, match=f"{module}: {words}"):
+        hf.Checkpoint.open(tmp_path).linear(module)

@@ -1,0 +1,94 @@
+"""The head of a GGUF file, made from configs: what is read back, and what has no words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attar.checkpoints.gguf_config import rope_with_factors
+from attar.checkpoints.gguf_export import describe, neighbours
+from attar.model.config import ModelConfig, Rope
+from attar.model.families import read_config
+
+BASE = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+def config(name: str, **more: object) -> ModelConfig:
+    return read_config({"architectures": [name], **BASE, **more})
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (config("LlamaForCausalLM"), "llama"),
+        (config("LlamaForCausalLM", head_dim=16, tie_word_embeddings=True), "llama"),
+        (config("MistralForCausalLM", sliding_window=None), "llama"),
+        (config("Qwen2ForCausalLM"), "qwen2"),
+        (config("Qwen3ForCausalLM", head_dim=16), "qwen3"),
+        (config("LlamaForCausalLM", rope_scaling={"rope_type": "linear", "factor": 4.0}), "llama"),
+        (
+            config(
+                "Qwen2ForCausalLM",
+                rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+            ),
+            "qwen2",
+        ),
+    ],
+)
+def test_a_config_reads_back_the_same(made: ModelConfig, said: str) -> None:
+    """`describe` reads back what it wrote and would raise; so that it looks at all fields is what is tested below."""
+    metadata, factors = describe(made, 15, "a model")
+    assert metadata["general.architecture"] == said
+    assert metadata["general.file_type"] == 15
+    assert factors is None
+
+
+def test_the_rope_of_llama_3_is_said_by_its_factors() -> None:
+    scaling = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    made = config("LlamaForCausalLM", rope_scaling=scaling, rope_theta=500000.0)
+    metadata, factors = describe(made, 0, "")
+    assert factors is not None
+    assert not any("scaling" in key for key in metadata)
+    assert rope_with_factors(Rope(500000.0, 8), factors.tolist()) == made.ropes[0]
+    other = config("LlamaForCausalLM", rope_scaling=scaling | {"original_max_position_embeddings": 64})
+    assert describe(other, 0, "")[1] is not None, "factors say any settings, known or not"
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (config("MistralForCausalLM", sliding_window=16), "no words for its windows"),
+        (config("Qwen2ForCausalLM", use_sliding_window=True, sliding_window=8, max_window_layers=1), "its windows"),
+        (config("LlamaForCausalLM", hidden_act="gelu"), "no words for its activation"),
+        (config("LlamaForCausalLM", rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "no words for its rope"),
+        (
+            config(
+                "Qwen2ForCausalLM",
+                rope_scaling={
+                    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 2.0,
+                },
+            ),
+            "no words for its rope",
+        ),
+        (replace(config("LlamaForCausalLM"), attention_scale=0.5), "no words for its attention_scale"),
+        (config("Phi3ForCausalLM"), "a Phi3ForCausalLM cannot be written to a GGUF file: attar writes Llama"),
+    ],
+)  # fmt: skip
+def test_what_a_file_has_no_words_for_is_refused(made: ModelConfig, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        describe(made, 0, "")
+
+
+def test_rows_stand_side_by_side_as_llama_cpp_turns_them() -> None:
+    """Row 2j + i of a head is row j of half i."""
+    rows = torch.arange(16)[:, None].expand(16, 3)
+    assert neighbours(rows, 8)[:, 0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]
+    assert neighbours(torch.arange(8), 8).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]

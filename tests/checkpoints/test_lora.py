@@ -1,0 +1,193 @@
+"""Adapters: unmerged, merged and in transformers they compute the same; what is not understood is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from attar import LLM, SamplingParams
+from attar.checkpoints import hf, lora
+from attar.checkpoints.safetensors import CheckpointError
+from attar.compression.pipeline import compress
+from attar.kernels import ops
+from attar.model.cache import Step
+from tests.conftest import token_ids
+
+SAME = 2e-4  # of logits around 10, float32, sums in another order
+MOVES = 0.1  # what an adapter must change, for the rest to mean anything
+
+CONFIG = {
+    "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 12, "bias": "none", "lora_dropout": 0.1,
+    "target_modules": ["q_proj", "down_proj"], "rank_pattern": {"down_proj": 2}, "alpha_pattern": {"1.*down_proj": 6},
+    "use_dora": False, "use_rslora": False, "modules_to_save": None,
+}  # fmt: skip
+LAYERS = 2
+RANKS = {"self_attn.q_proj": 4, "mlp.down_proj": 2}
+IDS = torch.tensor(token_ids(1, 16)[0])
+
+
+@pytest.fixture(scope="module")
+def base(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two blocks of the embedded model in float32, in which merging rounds nothing."""
+    folder = tmp_path_factory.mktemp("models") / "base"
+    folder.mkdir()
+    config = json.loads((demo / "config.json").read_text()) | {"num_hidden_layers": LAYERS, "dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(config))
+    stored = load_file(demo / "model.safetensors").items()
+    kept = {name: tensor.float() for name, tensor in stored if not re.search(r"layers\.[2-9]", name)}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def tensors() -> dict[str, Tensor]:
+    numbers = torch.Generator().manual_seed(1)
+    shapes = {"self_attn.q_proj": (256, 256), "mlp.down_proj": (256, 768)}
+    found = {}
+    for layer in range(LAYERS):
+        for name, (rows, columns) in shapes.items():
+            at = f"base_model.model.model.layers.{layer}.{name}"
+            found[f"{at}.lora_A.weight"] = torch.randn(RANKS[name], columns, generator=numbers) * 0.05
+            found[f"{at}.lora_B.weight"] = torch.randn(rows, RANKS[name], generator=numbers) * 0.2
+    return found
+
+
+def save(folder: Path, config: dict[str, Any] | None = None, weights: dict[str, Tensor] | None = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(CONFIG if config is None else config))
+    save_file(tensors() if weights is None else weights, folder / "adapter_model.safetensors")
+    return folder
+
+
+def logits(model: hf.Decoder) -> Tensor:
+    return model.forward(IDS, Step((len(IDS),), len(IDS)))
+
+
+def expected(base: Path, rslora: bool = False) -> Tensor:
+    """By transformers, on weights put together here."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    halves = tensors()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            at = f"base_model.model.{name.removesuffix('.weight')}"
+            if f"{at}.lora_A.weight" in halves:
+                alpha = 6 if "1.mlp.down" in name else 12
+                rank = 2 if "down" in name else 4
+                scale = alpha / (rank**0.5 if rslora else rank)
+                weight += scale * (halves[f"{at}.lora_B.weight"] @ halves[f"{at}.lora_A.weight"])
+        found: Tensor = model(IDS[None]).logits[0]
+    return found
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_unmerged_merged_and_transformers_agree(base: Path, tmp_path: Path, rslora: bool) -> None:
+    adapter = save(tmp_path / "adapter", {**CONFIG, "use_rslora": rslora})
+    wanted = expected(base, rslora)
+    model = hf.load(base, torch.float32)
+    plain = logits(model)
+    assert (plain - wanted).abs().max() > MOVES
+    lora.attach(model, adapter)
+    assert (logits(model) - wanted).abs().max() <= SAME
+    found = lora.merge(base, adapter, tmp_path / "merged")
+    assert len(found.adapters) == 2 * LAYERS
+    assert (logits(hf.load(tmp_path / "merged", torch.float32)) - wanted).abs().max() <= SAME
+
+
+def test_native_models_add_it_too(base: Path, tmp_path: Path) -> None:
+    store = ops.store()
+    if store is None:
+        pytest.skip("no native kernels")
+    model = hf.load(base, torch.float32, store=store)
+    assert model.against_recording() is None
+    lora.attach(model, save(tmp_path / "adapter"))
+    assert model.against_recording() == "an adapter adds its products"
+    assert (logits(model) - expected(base)).abs().max() <= SAME
+
+
+def test_an_llm_takes_one(demo: Path, tmp_path: Path) -> None:
+    adapter, greedy = save(tmp_path / "adapter"), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    plain, changed = (LLM(demo, adapter=each).generate("It was", greedy)[0] for each in (None, adapter))
+    assert len(changed.token_ids) == 8
+    assert changed.token_ids != plain.token_ids
+
+
+def test_a_compressed_base_keeps_its_weights_and_gains_the_product(base: Path, tmp_path: Path) -> None:
+    adapter, packed = save(tmp_path / "adapter"), tmp_path / "packed"
+    compress(base, packed, recipe="rtn-w4g32")
+    model = hf.load(packed, torch.float32)
+    lora.attach(model, adapter)
+    dense = hf.load(packed, torch.float32)
+    found = lora.read(adapter, dense.config.names, {each.name: each.shape for each in lora.linears_of(dense)})
+    for linear in lora.linears_of(dense):
+        if linear.name in found.adapters:
+            change = found.adapters[linear.name]
+            assert not isinstance(linear.weight, Tensor)
+            linear.weight = linear.weight.dequantize() + change.up @ change.down  # type: ignore[union-attr]
+    assert (logits(model) - logits(dense)).abs().max() <= SAME
+    with pytest.raises(CheckpointError, match="is compressed"):
+        lora.merge(packed, adapter, tmp_path / "merged")
+
+
+def test_adapters_learn(base: Path, tmp_path: Path) -> None:
+    """On frozen weights, as a trainer needs it: the gradient is that of the two factors."""
+    model = hf.load(base, torch.float32)
+    lora.attach(model, save(tmp_path / "adapter"))
+    linear = model.blocks[0].attention.qkv[0]
+    assert linear.adapter is not None
+    down, up = linear.adapter.down.requires_grad_(), linear.adapter.up.requires_grad_()
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0))
+    slopes = torch.autograd.grad(ops.linear(x, (linear, *model.blocks[0].attention.qkv[1:])).sum(), (down, up))
+    assert torch.allclose(slopes[0], up.sum(0)[:, None] * x.sum(0), rtol=1e-4, atol=1e-4)
+    assert torch.allclose(slopes[1], (x @ down.T).sum(0).expand(256, 4), rtol=1e-4, atol=1e-4)
+
+
+def without(name: str) -> Callable[[dict[str, Tensor]], None]:
+    return lambda weights: weights.pop(name)  # type: ignore[return-value]
+
+
+def having(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
+    return lambda weights: weights.update({name: tensor})
+
+
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    "config, change, message",
+    [
+        ({"peft_type": "IA3"}, None, "only LORA is supported"),
+        ({"use_dora": True}, None, "use_dora is set"),
+        ({"modules_to_save": ["embed_tokens"]}, None, "modules_to_save is set"),
+        ({"bias": "lora_only"}, None, "trained biases"),
+        ({"something_new": 3}, None, "something_new is set"),
+        ({"lora_alpha": -1}, None, "lora_alpha must be a positive number"),
+        ({"r": 8}, None, "its rank 8"),
+        ({"alpha_pattern": {"(a+)+": 3}}, None, "not accepted"),
+        ({}, without(f"{FIRST}.lora_B.weight"), "only one of lora_A and lora_B"),
+        ({}, having(f"{FIRST}.lora_magnitude_vector", torch.ones(256)), "neither the A nor the B"),
+        ({}, having("base_model.model.model.layers.0.self_attn.q_porj.lora_A.weight", torch.ones(4, 256)), "no linear"),
+        ({}, having("base_model.model.model.embed_tokens.lora_A.weight", torch.ones(4, 256)), "no linear"),
+        ({}, having(f"{FIRST}.lora_A.weight", torch.ones(4, 64)), "do not fit"),
+        ({}, having(f"{FIRST}.lora_A.weight", torch.full((4, 256), torch.nan)), "NaN or an infinity"),
+        ({}, having(f"{FIRST}.lora_A.weight", torch.ones(4, 256).int()), "not a matrix"),
+        ({}, dict.clear, "holds no adapter"),
+    ],
+)
+def test_what_is_not_understood_is_refused(
+    base: Path, tmp_path: Path, config: dict[str, Any], change: Callable[[dict[str, Tensor]], None] | None, message: str
+) -> None:
+    weights = tensors()
+    if change is not None:
+        change(weights)
+    model = hf.load(base, torch.float32)
+    with pytest.raises(CheckpointError, match=message):
+        lora.attach(model, save(tmp_path / "adapter", CONFIG | config, weights))
+    assert all(linear.adapter is None for linear in lora.linears_of(model))
