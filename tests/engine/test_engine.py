@@ -34,8 +34,8 @@ def decoder(request: pytest.FixtureRequest) -> Decoder:
     return made
 
 
-def engine(decoder: Decoder, blocks: int = ROOM, limits: Limits | None = None) -> Engine:
-    return Engine(decoder, None, blocks=blocks, context=CONTEXT, limits=limits or Limits(max_step_tokens=48))
+def engine(decoder: Decoder, blocks: int = ROOM, limits: Limits | None = None, kv: str | None = None) -> Engine:
+    return Engine(decoder, None, blocks=blocks, context=CONTEXT, limits=limits or Limits(max_step_tokens=48), kv=kv)
 
 
 def run(made: Engine, asks: Iterable[Submit | Embed] = (), steps: int = 4000) -> list[Event]:
@@ -101,14 +101,26 @@ def some_requests(seed: int, count: int, vocab: int) -> list[Submit | Embed]:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_company_chunks_prefix_hits_and_preemption_change_no_bit(decoder: Decoder, seed: int) -> None:
+    company(decoder, seed, 14)
+
+
+@pytest.mark.parametrize("kv", ["int8", "int4", "klt4", "klt2"])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_nor_do_they_where_keys_and_values_are_rounded(decoder: Decoder, kv: str, seed: int) -> None:
+    company(decoder, seed, 7, kv)
+
+
+def company(decoder: Decoder, seed: int, count: int, kv: str | None = None) -> None:
     draw = random.Random(-1 - seed)
-    asks = some_requests(seed, 14, decoder.config.vocab_size)
+    asks = some_requests(seed, count, decoder.config.vocab_size)
     alone: Answers = {}
+    one = engine(decoder, kv=kv)
     for ask in asks:
-        alone |= answers(run(engine(decoder), [ask]))
+        alone |= answers(run(one, [ask]))
+        one.cache.flush()
     policy = draw.choice(("continuous", "continuous", "static", "dynamic", "none"))
     limits = Limits(policy=policy, max_running=draw.choice((2, 4, 8)), max_step_tokens=draw.choice((8, 17, 64)))
-    made = engine(decoder, draw.choice((ROOM, TIGHT)), limits)
+    made = engine(decoder, draw.choice((ROOM, TIGHT)), limits, kv)
     events: list[Event] = []
     waiting = list(asks)
     while waiting or not made.idle:
@@ -267,3 +279,13 @@ def test_a_step_that_raises_fails_those_in_it_and_no_later_one(
         (failed,) = [event for event in made.step() if isinstance(event, Failed)]
     assert failed.code == "internal"
     assert answers(run(made, [ask])) == answers(run(engine(decoder), [ask]))
+
+
+@pytest.mark.parametrize("kv, reused", [("int4", 80), ("klt2", 64)])
+def test_schemes_that_keep_unfinished_blocks_apart_share_whole_ones(decoder: Decoder, kv: str, reused: int) -> None:
+    made, prompt = engine(decoder, kv=kv), tuple(range(1, 81))
+    params = SamplingParams(max_tokens=1, temperature=0, seed=0)
+    run(made, [Submit("a", prompt, params)])
+    assert made.cache.reused == 0
+    run(made, [Submit("b", (*prompt, 90, 91), params)])
+    assert made.cache.reused == reused

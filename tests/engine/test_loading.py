@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from attar.engine.limits import Limits
-from attar.engine.loading import fit, kv_dtype
+from attar.engine.loading import fit, kv_name
 from attar.engine.settings import Settings
 from attar.formats.scheme import Scheme
 from attar.model.shapes import shape
@@ -49,7 +49,7 @@ def test_a_size_that_was_given_is_taken() -> None:
 
 
 def test_smaller_numbers_hold_more_tokens() -> None:
-    tokens = [found(context=8192, kv_dtype=kv).tokens for kv in ("float32", "bfloat16", "int8")]
+    tokens = [found(context=8192, kv=kv).tokens for kv in ("float32", "bfloat16", "int8", "klt4", "int4", "klt2")]
     assert tokens == sorted(tokens)
 
 
@@ -60,7 +60,7 @@ def test_smaller_numbers_hold_more_tokens() -> None:
         ({"context": 10**6}, "past the 131,072 positions"),
         ({"context": 131072}, "less than one request"),
         ({"context": 4096, "max_cached_tokens": 10**7}, "too little"),
-        ({"kv_dtype": "int4"}, "float32, bfloat16, int8, not 'int4'"),
+        ({"kv": "int5"}, "kivi2, klt2, not 'int5'"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_numbers(changed: dict[str, object], sentence: str) -> None:
@@ -69,9 +69,9 @@ def test_what_does_not_fit_is_refused_with_numbers(changed: dict[str, object], s
 
 
 def test_keys_and_values_lose_nothing_by_default() -> None:
-    assert kv_dtype(SETTINGS) == "float32"
-    assert kv_dtype(msgspec.structs.replace(SETTINGS, dtype="bfloat16")) == "bfloat16"
-    assert kv_dtype(msgspec.structs.replace(SETTINGS, kv_dtype="int8")) == "int8"
+    assert kv_name(SETTINGS) == "float32"
+    assert kv_name(msgspec.structs.replace(SETTINGS, dtype="bfloat16")) == "bfloat16"
+    assert kv_name(msgspec.structs.replace(SETTINGS, kv="int8")) == "int8"
 
 
 def test_a_longer_context_is_never_more_requests() -> None:

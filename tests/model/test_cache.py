@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attar import env
+from attar.formats.kv import scheme
 from attar.kernels.operands import AttentionForm, Linear, Norm
-from attar.kernels.pages import DTYPES
 from attar.model.cache import KVCache, Step
 from attar.model.config import ModelConfig, Rope
 from attar.model.families import read_config
 from attar.model.layers import Attention
 from attar.model.rope import rotation, table
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.int8: 3e-2}  # of outputs, relative to the largest
+TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "int8": 3e-2, "fp8": 0.15}  # of outputs, relative to the largest
 LENGTHS = (150, 40)
 DYNAMIC = Rope(10000.0, 16, "dynamic", factor=2.0, original_context=50)
 
@@ -47,7 +47,7 @@ def layer(rope: Rope, window: int | None, norm: str | None) -> Attention:
     return Attention(1, qkv, Linear("o", randn(64, 96, seed=7)), AttentionForm(4, 2, 24, 0.02, window), rope, *norms)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv", TOLERANCE)
 @pytest.mark.parametrize("backend", ["native", "ref"])
 @pytest.mark.parametrize(
     "rope, window, norm",
@@ -55,7 +55,7 @@ def layer(rope: Rope, window: int | None, norm: str | None) -> Attention:
     ids=["plain", "window", "grows"],
 )
 def test_a_layer_through_the_cache_is_the_layer(
-    rope: Rope, window: int | None, norm: str | None, backend: str, dtype: torch.dtype, config: ModelConfig,
+    rope: Rope, window: int | None, norm: str | None, backend: str, kv: str, config: ModelConfig,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Two sequences in uneven pieces, of horizons of their own, in blocks of 16 slots."""
@@ -63,7 +63,7 @@ def test_a_layer_through_the_cache_is_the_layer(
         monkeypatch.setattr(env, "get", lambda: env.Env(kernels="ref"))
     one, inputs = layer(rope, window, norm), [randn(length, 64, seed=length) for length in LENGTHS]
     whole = one.forward(torch.cat(inputs), Step(LENGTHS, LENGTHS)).split(LENGTHS)
-    cache = KVCache(config, 150, 2, dtype, block=16)
+    cache = KVCache(config, 150, 2, scheme(kv), block=16)
     outputs: list[list[Tensor]] = [[], []]
     for lengths in [(30, 0), (1, 1), (70, 38), (0, 1), (49, 0)]:
         rows = torch.cat([x[n : n + m] for x, n, m in zip(inputs, cache.filled, lengths, strict=True)])
@@ -73,7 +73,7 @@ def test_a_layer_through_the_cache_is_the_layer(
             collected.append(part)
     assert tuple(cache.filled) == LENGTHS
     for ours, expected in zip(outputs, whole, strict=True):
-        assert (torch.cat(ours) - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+        assert (torch.cat(ours) - expected).abs().max() <= TOLERANCE[kv] * expected.abs().max()
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=6), st.sampled_from([16, 48]))
@@ -97,15 +97,15 @@ def test_rows_go_to_slots_of_their_own(config: ModelConfig, calls: list[tuple[in
 
 def test_int8_is_a_quarter_and_a_scale(config: ModelConfig) -> None:
     """Per slot and head, keys and values: 24 columns, values padded to 32."""
-    sizes = {dtype: KVCache(config, 64, 1, dtype).layers[0].nbytes for dtype in DTYPES}
-    assert sizes[torch.float32] == 64 * 2 * (24 + 32) * 4
-    assert sizes[torch.bfloat16] == 64 * 2 * (24 + 32) * 2
-    assert sizes[torch.int8] == 64 * 2 * (24 + 32 + 2 * 4)
+    sizes = {kv: KVCache(config, 64, 1, scheme(kv)).layers[0].nbytes for kv in TOLERANCE}
+    assert sizes["float32"] == 64 * 2 * (24 + 32) * 4
+    assert sizes["bfloat16"] == 64 * 2 * (24 + 32) * 2
+    assert sizes["int8"] == sizes["fp8"] == 64 * 2 * (24 + 32 + 2 * 4)
 
 
 def test_what_a_cache_cannot_be(config: ModelConfig) -> None:
-    with pytest.raises(ValueError, match="float32, bfloat16 or int8"):
-        KVCache(config, 64, dtype=torch.float16)
+    with pytest.raises(ValueError, match="heads of a multiple of 16 columns, not 24"):
+        KVCache(config, 64, scheme=scheme("int4"))
     with pytest.raises(ValueError, match="multiple of 16"):
         KVCache(config, 64, block=20)
     with pytest.raises(ValueError, match="holds 64 positions: 3 too few"):

@@ -14,18 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from attar.formats.kv import scheme
 from attar.formats.packed import codec
 from attar.formats.scheme import Scheme
 from attar.kernels import ops
 from attar.kernels.native import linear as native
 from attar.kernels.operands import Linear
 from attar.kernels.pages import Pages
+from attar.kernels.planes import rotation
 from attar.model import cache, decoder
 from attar.model.config import ModelConfig, Rope
 from attar.model.families import read_config
 from attar.model.shapes import shape
 from attar.plan import costs
-from attar.plan.costs import KvDtype, Storage
+from attar.plan.costs import Storage
 
 SMALL: Mapping[str, Any] = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -55,9 +57,6 @@ SCHEMES = [
     "w4",
     "w6-asym",
 ]
-DTYPES: tuple[tuple[KvDtype, torch.dtype], ...] = (
-    ("float32", torch.float32), ("bfloat16", torch.bfloat16), ("int8", torch.int8),
-)  # fmt: skip
 
 
 needs_kernels = pytest.mark.skipif(ops.store() is None, reason="the native kernels are off or do not load")
@@ -154,22 +153,35 @@ def test_the_reasons_against_are_the_kernels_own(name: str) -> None:
     assert costs.against(scheme) == native.against(Linear("a", packed))
 
 
-@pytest.mark.parametrize("dtype, stored", DTYPES)
+@pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8", "fp8", "int4"])
 @pytest.mark.parametrize("head_dim, kv_heads, block", [(64, 8, 64), (80, 1, 64), (6, 3, 16), (129, 2, 32)])
-def test_a_block_holds_what_pages_hold(
-    dtype: KvDtype, stored: torch.dtype, head_dim: int, kv_heads: int, block: int
-) -> None:
+def test_a_block_holds_what_pages_hold(kv: str, head_dim: int, kv_heads: int, block: int) -> None:
     config = llama(3, kv_heads, head_dim, heads=kv_heads)
-    pages = Pages.zeros(5, block, kv_heads, head_dim, stored)
-    assert costs.page_bytes(config, dtype, block) * 5 == pages.nbytes
-    assert costs.block_bytes(config, dtype, block) * 5 == 3 * pages.nbytes
-    assert costs.kv_bytes(config, dtype) * block == costs.block_bytes(config, dtype, block)
+    if kv == "int4" and head_dim % 16:
+        with pytest.raises(ValueError, match="a multiple of 16 columns"):
+            costs.page_bytes(config, kv, block)
+        return
+    pages = Pages.zeros(5, block, kv_heads, head_dim, scheme(kv))
+    assert costs.page_bytes(config, kv, block) * 5 == pages.nbytes
+    assert costs.block_bytes(config, kv, block) * 5 == 3 * pages.nbytes
+    assert costs.kv_bytes(config, kv) * block == costs.block_bytes(config, kv, block)
+
+
+def test_what_schemes_want_beside_blocks_is_what_pages_hold() -> None:
+    config = llama(3, 2, 64, heads=2)
+    assert costs.beside_bytes(config, "int4", 5) == costs.beside_bytes(config, "int8", 5) == 0
+    pages = Pages.zeros(1, 64, 2, 64, scheme("kivi2"), tails=11)
+    assert pages.recent is not None
+    assert costs.beside_bytes(config, "kivi2", 5) == 3 * (pages.recent.keys.nbytes + pages.recent.values.nbytes)
+    turn = rotation(2, 64, 16)
+    held = (turn.into, turn.back, turn.queries, turn.mean, turn.weights, turn.shares)
+    assert costs.beside_bytes(config, "klt4", 5) == 3 * 2 * sum(each.nbytes for each in held)
 
 
 def test_the_block_is_the_cache_s_own() -> None:
     assert costs.BLOCK == cache.BLOCK
     config = shape("tiny")
-    made = cache.KVCache(config, 200, 3, torch.int8)
+    made = cache.KVCache(config, 200, 3, scheme("int8"))
     assert sum(pages.nbytes for pages in made.layers) == 3 * 4 * costs.block_bytes(config, "int8")
 
 
@@ -261,16 +273,16 @@ def test_storages_by_name() -> None:
     assert Storage.named("bf16").linears is None
     assert Storage.named("dense", dtype="float16").label == "fp16"
     assert Storage.named("w4g128", dtype="float16").linears == Scheme.parse("w4g128").with_scale_dtype("float16")
-    with pytest.raises(ValueError, match="unknown scheme 'q4_0'"):
-        Storage.named("q4_0")
+    with pytest.raises(ValueError, match="unknown scheme 'q9_9'"):
+        Storage.named("q9_9")
 
 
 def test_impossible_settings_are_named() -> None:
     config = shape("tiny")
     with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn\.q_proj: group size 96 does not divide 256"):
         costs.weight_bytes(config, Storage.named("w4g96"))
-    with pytest.raises(ValueError, match="kept as float32, bfloat16, int8, not fp16"):
-        costs.page_bytes(config, "fp16")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="kept as float32, bfloat16, int8, fp8, klt4, int4, kivi2, klt2, not 'fp16'"):
+        costs.page_bytes(config, "fp16")
     with pytest.raises(ValueError, match="a multiple of 16 slots, not 24"):
         costs.page_bytes(config, "int8", 24)
 
@@ -288,5 +300,5 @@ def test_planning_needs_no_torch(module: str) -> None:
 
 
 def test_every_shape_can_be_planned() -> None:
-    for name, scheme in itertools.product(("llama-3.1-8b", "qwen2.5-0.5b", "tiny"), ("dense", "w8a8", "w4g128")):
-        assert costs.weight_bytes(shape(name), Storage.named(scheme)).total > 0
+    for name, weights in itertools.product(("llama-3.1-8b", "qwen2.5-0.5b", "tiny"), ("dense", "w8a8", "w4g128")):
+        assert costs.weight_bytes(shape(name), Storage.named(weights)).total > 0

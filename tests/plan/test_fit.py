@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from attar.formats.scheme import Scheme
 from attar.model.shapes import shape
 from attar.plan import costs, fit
-from attar.plan.costs import BLOCK, KV_DTYPES, KvDtype, Storage
+from attar.plan.costs import BLOCK, USUAL_KV, Storage
 from attar.plan.fit import Demand, Fit
 from attar.plan.steps import StepLimits
 
@@ -22,11 +22,11 @@ GB = 10**9
 
 memories = st.integers(1, 64 * GB)
 contexts = st.integers(1, CONFIG.context)
-kinds = st.sampled_from(KV_DTYPES)
+kinds = st.sampled_from(USUAL_KV)
 
 
 @given(memories, contexts, kinds)
-def test_every_byte_has_a_place(memory: int, context: int, kv: KvDtype) -> None:
+def test_every_byte_has_a_place(memory: int, context: int, kv: str) -> None:
     found = fit.fit(CONFIG, W4, kv, memory, context)
     assert sum(count for _, count in found.table()) == memory
     assert found.tokens == found.blocks * BLOCK
@@ -36,7 +36,7 @@ def test_every_byte_has_a_place(memory: int, context: int, kv: KvDtype) -> None:
 
 
 @given(memories, st.integers(0, 8 * GB), contexts, kinds, st.integers(1, 64))
-def test_more_memory_never_holds_less(memory: int, more: int, context: int, kv: KvDtype, users: int) -> None:
+def test_more_memory_never_holds_less(memory: int, more: int, context: int, kv: str, users: int) -> None:
     small, large = (fit.fit(CONFIG, W4, kv, size, context) for size in (memory, memory + more))
     assert small.blocks <= large.blocks
     assert small.requests <= large.requests
@@ -57,7 +57,7 @@ def test_what_is_short_is_exactly_what_is_missing(memory: int, context: int, use
 
 @given(memories, contexts)
 def test_smaller_keys_hold_no_fewer_requests(memory: int, context: int) -> None:
-    held = [fit.fit(CONFIG, W4, kv, memory, context).requests for kv in KV_DTYPES]
+    held = [fit.fit(CONFIG, W4, kv, memory, context).requests for kv in USUAL_KV]
     assert held == sorted(held)
 
 
@@ -70,7 +70,7 @@ def test_a_longer_context_serves_no_more_users(memory: int, context: int, users:
 
 
 @given(st.integers(1, 2_000_000), kinds)
-def test_a_cache_of_a_given_size(tokens: int, kv: KvDtype) -> None:
+def test_a_cache_of_a_given_size(tokens: int, kv: str) -> None:
     found = fit.fit(CONFIG, W4, kv, 16 * GB, 512, max_tokens=tokens)
     assert tokens <= found.tokens < tokens + BLOCK
     assert found.cache == found.blocks * costs.block_bytes(CONFIG, kv)

@@ -51,11 +51,46 @@ constexpr std::int64_t MOST_COLUMNS = 512;      // of a head: integer sums stay 
 constexpr std::int64_t SERIAL_BELOW = 1 << 18;  // multiply-adds; a parallel region costs about as much as this many
 constexpr std::int64_t SERIAL_WRITES = 1 << 15;  // elements
 
+constexpr std::int64_t MOST_BITS = 6;           // of a coordinate
+constexpr float STEPS[] = {0.75f, 0.825f, 0.9f, 0.975f, 1.05f, 1.125f, 1.2f, 1.3f};  // shares of the size, for a scale
+
+// Of b bits: the level of each code, and the code of the level nearest to each integer from -127, of two the lower. The
+// halves are those of formats/kv.py: Lloyd's levels for the normal distribution.
+struct Tables {
+    alignas(64) std::int8_t level[MOST_BITS + 1][64] = {};
+    std::uint8_t code[MOST_BITS + 1][255] = {};
+
+    Tables() {
+        static const std::int8_t halves[MOST_BITS + 1][32] = {
+            {},
+            {27},
+            {15, 51},
+            {8, 26, 46, 73},
+            {4, 13, 22, 32, 43, 55, 70, 93},
+            {2, 7, 11, 16, 21, 25, 30, 36, 41, 47, 53, 61, 69, 79, 91, 111},
+            {1,  3,  6,  8,  10, 13, 15, 17, 20, 22, 24, 27, 30, 32, 35, 38,
+             40, 43, 46, 49, 53, 56, 60, 64, 68, 73, 78, 84, 91, 99, 110, 127},
+        };
+        for (int b = 1; b <= MOST_BITS; ++b) {
+            const int half = 1 << (b - 1);
+            for (int i = 0; i < half; ++i) {
+                level[b][half + i] = halves[b][i];
+                level[b][half - 1 - i] = static_cast<std::int8_t>(-halves[b][i]);
+            }
+            for (int at = -127; at <= 127; ++at)
+                for (int i = 0; i + 1 < 2 * half; ++i)
+                    if (level[b][i] + level[b][i + 1] < 2 * at) code[b][at + 127] = static_cast<std::uint8_t>(i + 1);
+        }
+    }
+};
+const Tables TABLES;
+
 constexpr std::int32_t LANES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 struct Sizes {
     std::int64_t kv_heads, head_dim, padded, block;
-    std::int64_t key_run, value_run;  // elements of a run of 16 slots of one head
+    std::int64_t key_run, value_run;  // elements of a run of 16 slots of one head; of planes, once they are int8
+    std::int64_t raw_run;             // bytes of a run in planes
 };
 
 struct Tile {
@@ -75,6 +110,8 @@ struct Tile {
     float *q_scale, *scores, *part, *out, *top, *total, *weight_scale;
     std::int32_t *q_bias, *weight_bias;
     std::int8_t* weights;
+    std::int8_t* expanded;   // of planes: the keys of a split, then its values, as int8
+    float* expanded_scales;  // of its keys, then of its values
 };
 
 inline std::int32_t oldest_seen(std::int32_t position, std::int64_t window) {
@@ -112,7 +149,7 @@ class Buffer {
 };
 
 Sizes checked_sizes(const Pages& pages) {
-    const bool quantized = pages.stored == Stored::int8;
+    const bool planes = pages.stored == Stored::planes, quantized = planes || pages.stored == Stored::int8;
     if (pages.head_dim < 1 || pages.head_dim > MOST_COLUMNS) refuse("heads of 1 to 512 columns are supported");
     if (pages.kv_heads < 1 || pages.kv_heads > 1 << 16) refuse("impossible number of key-value heads");
     if (pages.block < 16 || pages.block % 16 != 0 || pages.block > 1 << 16)
@@ -121,9 +158,24 @@ Sizes checked_sizes(const Pages& pages) {
     const std::int64_t most = std::numeric_limits<std::int64_t>::max() / 4 / padded / pages.kv_heads / pages.block;
     if (pages.blocks < 0 || pages.blocks > std::min<std::int64_t>(most, EMPTY)) refuse("impossible number of blocks");
     if (quantized != (pages.key_scales != nullptr) || quantized != (pages.value_scales != nullptr))
-        refuse("int8 pages, and no others, have scales");
+        refuse("int8 pages and planes, and no others, have scales");
+    if (planes != (pages.bases != nullptr)) refuse("planes, and no others, have bases");
+    if (!planes && pages.recent_keys != nullptr) refuse("planes, and no others, may have recent blocks");
+    if (planes) {
+        if (pages.head_dim % 16 != 0) refuse("planes are of heads of a multiple of 16 columns");
+        for (const Coordinates* each : {&pages.bases->keys, &pages.bases->values})
+            for (std::int64_t g = 0; g < pages.kv_heads; ++g) {
+                std::int64_t units = 0;
+                for (std::int64_t i = 0; i < pages.head_dim / 8; ++i) {
+                    const std::int64_t bits = each->bits[g * (pages.head_dim / 8) + i];
+                    if (bits > MOST_BITS) refuse("a coordinate has 6 bits at most");
+                    units += bits;
+                }
+                if (units != pages.units) refuse("the bits of a head do not add up to its planes");
+            }
+    }
     const std::int64_t key_run = quantized ? (pages.head_dim + 3) / 4 * 64 : pages.head_dim * 16;
-    return {pages.kv_heads, pages.head_dim, padded, pages.block, key_run, padded * 16};
+    return {pages.kv_heads, pages.head_dim, padded, pages.block, key_run, padded * 16, 16 * pages.units};
 }
 
 void check(const Attention& a, const Pages& pages) {
@@ -135,11 +187,13 @@ void check(const Attention& a, const Pages& pages) {
     if (a.width * pages.block > EMPTY) refuse("a block table reaches past 2^31 slots");
     if (a.tree != nullptr && a.key_positions != nullptr) refuse("a tree mask wants positions implied by the slots");
     if (a.row_starts[0] != 0 || a.row_starts[a.sequences] != a.rows) refuse("row_starts do not cover the rows");
+    if ((pages.recent_keys != nullptr) != (a.tails != nullptr)) refuse("recent blocks want to be named, each sequence's");
     std::int64_t branches = 0;
     for (std::int64_t b = 0; b < a.sequences; ++b) {
         const std::int64_t own = std::int64_t{a.row_starts[b + 1]} - a.row_starts[b], length = a.lengths[b];
         if (own < 0) refuse("row_starts decrease");
         branches += own * own;
+        if (a.tails != nullptr && (a.tails[b] < 0 || a.tails[b] >= pages.tails)) refuse("a recent block does not exist");
         if (length < own) refuse("a sequence has more rows than filled slots");
         if (length > a.width * pages.block) refuse("a length lies beyond its block table");
         for (std::int64_t i = 0; i * pages.block < length; ++i) {
@@ -193,11 +247,12 @@ std::vector<Tile> tiles_of(const Attention& a, const Pages& pages) {
 // A thread's buffers, carved from one piece of memory.
 class Bench {
    public:
-    explicit Bench(const Sizes& sizes)
+    Bench(const Sizes& sizes, Stored stored)
         : sizes_(sizes),
+          planes_(stored == Stored::planes),
           bytes_(static_cast<std::size_t>(TILE) *
                      (4 * STRIDE + 2 * BYTE_STRIDE + 4 * 3 * static_cast<std::size_t>(sizes.padded) + 4 * 4 + 4 * 4) +
-                 4 * 16 * 4 * static_cast<std::size_t>(sizes.padded) + 64 * 16) {}
+                 4 * 16 * 4 * static_cast<std::size_t>(sizes.padded) + 64 * 16 + (planes_ ? expanded() : 0)) {}
 
     std::size_t bytes() const { return (bytes_ + 4095) / 4096 * 4096; }
 
@@ -209,7 +264,7 @@ class Bench {
         };
         const std::size_t row = sizeof(float) * TILE, columns = static_cast<std::size_t>(sizes_.padded);
         tile.q = take(row * columns);
-        tile.q_stride = stored == Stored::int8 ? sizes_.padded : sizes_.head_dim;
+        tile.q_stride = planes_ || stored == Stored::int8 ? sizes_.padded : sizes_.head_dim;
         tile.part = reinterpret_cast<float*>(take(row * columns));
         tile.out = reinterpret_cast<float*>(take(row * columns));
         tile.wide = reinterpret_cast<float*>(take(4 * 16 * sizeof(float) * columns));
@@ -219,10 +274,19 @@ class Bench {
             *each = reinterpret_cast<float*>(take(row));
         for (std::int32_t** each : {&tile.q_bias, &tile.weight_bias})
             *each = reinterpret_cast<std::int32_t*>(take(2 * row));
+        if (!planes_) return;
+        tile.expanded_scales = reinterpret_cast<float*>(take(2 * SPLIT * sizeof(float)));
+        tile.expanded = reinterpret_cast<std::int8_t*>(take(SPLIT / 16 * (sizes_.key_run + sizes_.value_run)));
     }
 
    private:
+    std::size_t expanded() const {
+        const auto runs = static_cast<std::size_t>(sizes_.key_run + sizes_.value_run);
+        return SPLIT / 16 * runs + 2 * SPLIT * sizeof(float) + 2 * 64;
+    }
+
     Sizes sizes_;
+    bool planes_;
     std::size_t bytes_;
 };
 
@@ -265,7 +329,7 @@ void run(const Attention& a, const Pages& pages, const Sizes& sizes, Level level
     }
 
     static thread_local Buffer bench_memory, part_memory, end_memory;
-    const Bench bench(sizes);
+    const Bench bench(sizes, pages.stored);
     unsigned char* const benches = bench_memory.at_least(bench.bytes() * static_cast<std::size_t>(threads));
     float* const parts = reinterpret_cast<float*>(part_memory.at_least(sizeof(float) * static_cast<std::size_t>(kept)));
     float* ends = nullptr;
@@ -286,7 +350,7 @@ void run(const Attention& a, const Pages& pages, const Sizes& sizes, Level level
         if (tile.part_at < 0) {
             begin(sizes, tile);
             attend(a, pages, sizes, tile, piece.from, piece.to, nullptr);
-            finish(a, sizes, tile, ends);
+            finish(a, pages, sizes, tile, ends);
         } else {
             attend(a, pages, sizes, tile, piece.from, piece.to,
                    parts + tile.part_at + (piece.from - tile.from) * tile.rows * record);
@@ -299,7 +363,7 @@ void run(const Attention& a, const Pages& pages, const Sizes& sizes, Level level
             Tile tile = laid(i);
             begin(sizes, tile);
             merge(sizes, tile, tile.to - tile.from, parts + tile.part_at);
-            finish(a, sizes, tile, ends);
+            finish(a, pages, sizes, tile, ends);
         }
     }
     if (a.mass == nullptr) return;
@@ -338,6 +402,17 @@ void write(const Write& w, const Pages& pages, const Sizes& sizes, Level level) 
     }
 }
 
+void write_planes(const Write& w, const Pages& pages, const Sizes& sizes, Level level) {
+    const auto write_head = ATTAR_PICK(level, write_head);
+    const std::int64_t elements = w.rows * (w.heads + 2 * sizes.kv_heads) * sizes.head_dim;
+#pragma omp parallel for schedule(static) if (elements >= SERIAL_WRITES / 16)
+    for (std::int64_t g = 0; g < sizes.kv_heads; ++g) {
+        alignas(64) float x[MOST_COLUMNS];
+        alignas(64) float y[MOST_COLUMNS];
+        write_head(w, pages, sizes, g, x, y);
+    }
+}
+
 }  // namespace
 
 void attention(const Attention& what, const Pages& pages, Level level) {
@@ -360,6 +435,21 @@ void write_kv(const Write& what, const Pages& pages, Level level) {
         refuse("a rotation has cos, sin and angles");
     if (what.cos != nullptr && (what.turned < 2 || what.turned % 2 != 0 || what.turned > sizes.head_dim))
         refuse("an even number of columns turns, no more than a head has");
+    if ((pages.recent_keys != nullptr) != (what.tails != nullptr))
+        refuse("recent blocks want to be named, each sequence's");
+    if (what.tails != nullptr) {
+        if (what.row_starts[0] != 0 || what.row_starts[what.sequences] != what.rows)
+            refuse("row_starts do not cover the rows");
+        for (std::int64_t b = 0; b < what.sequences; ++b) {
+            if (what.row_starts[b + 1] < what.row_starts[b]) refuse("row_starts decrease");
+            if (what.tails[b] < 0 || what.tails[b] >= pages.tails) refuse("a recent block does not exist");
+            for (std::int64_t n = what.row_starts[b] + 1; n < what.row_starts[b + 1]; ++n)
+                if (what.slots[n] / pages.block != what.slots[n - 1] / pages.block)
+                    refuse("with recent blocks, a call's rows of a sequence are of one block");
+        }
+    }
+    if (pages.stored == Stored::planes && what.heads % pages.kv_heads != 0)
+        refuse("query heads are not a multiple of the key-value heads");
     for (std::int64_t n = 0; n < what.rows; ++n) {
         if (what.slots[n] < 0 || what.slots[n] >= pages.blocks * pages.block) refuse("a slot lies outside the pages");
         if (what.cos != nullptr && (what.angle[n] < 0 || what.angle[n] >= what.angles))
@@ -367,6 +457,7 @@ void write_kv(const Write& what, const Pages& pages, Level level) {
     }
     if (pages.stored == Stored::float32) return write<float>(what, pages, sizes, level);
     if (pages.stored == Stored::bfloat16) return write<Bfloat16>(what, pages, sizes, level);
+    if (pages.stored == Stored::planes) return write_planes(what, pages, sizes, level);
     write<std::int8_t>(what, pages, sizes, level);
 }
 
@@ -384,30 +475,49 @@ T* at(std::uintptr_t address) {
 
 Pages pages_of(const std::string& stored, std::uintptr_t keys, std::uintptr_t values, std::uintptr_t key_scales,
                std::uintptr_t value_scales, std::int64_t blocks, std::int64_t block, std::int64_t kv_heads,
-               std::int64_t head_dim) {
+               std::int64_t head_dim, std::uintptr_t bases, std::int64_t units, std::uintptr_t recent_keys,
+               std::uintptr_t recent_values, std::int64_t tails) {
+    static_assert(sizeof(Bases) == 12 * sizeof(void*), "twelve addresses side by side, as Python writes them");
     const Stored kind = stored == "float32"    ? Stored::float32
                         : stored == "bfloat16" ? Stored::bfloat16
                         : stored == "int8"     ? Stored::int8
+                        : stored == "planes"   ? Stored::planes
                                                : throw std::invalid_argument("pages cannot store " + stored);
-    return {kind,   at<void>(keys), at<void>(values), at<float>(key_scales), at<float>(value_scales),
-            blocks, block,          kv_heads,         head_dim};
+    return {kind,
+            at<void>(keys),
+            at<void>(values),
+            at<void>(key_scales),
+            at<void>(value_scales),
+            blocks,
+            block,
+            kv_heads,
+            head_dim,
+            at<const Bases>(bases),
+            units,
+            at<Bfloat16>(recent_keys),
+            at<Bfloat16>(recent_values),
+            tails};
 }
 
-#define ATTAR_PAGES                                                                                               \
-    const std::string &stored, std::uintptr_t keys, std::uintptr_t values, std::uintptr_t key_scales,             \
+#define ATTAR_PAGES                                                                                        \
+    const std::string &stored, std::uintptr_t keys, std::uintptr_t values, std::uintptr_t key_scales,      \
         std::uintptr_t value_scales, std::int64_t blocks, std::int64_t block, std::int64_t kv_heads,       \
-        std::int64_t head_dim
-#define ATTAR_PAGE_ARGUMENTS                                                                                     \
+        std::int64_t head_dim, std::uintptr_t bases, std::int64_t units, std::uintptr_t recent_keys,       \
+        std::uintptr_t recent_values, std::int64_t tail_count
+#define ATTAR_PAGE_ARGUMENTS                                                                                 \
     "stored"_a, "keys"_a, "values"_a, "key_scales"_a, "value_scales"_a, "blocks"_a, "block"_a, "kv_heads"_a, \
-        "head_dim"_a
+        "head_dim"_a, "bases"_a, "units"_a, "recent_keys"_a, "recent_values"_a, "tail_count"_a
+#define ATTAR_GIVEN_PAGES                                                                                         \
+    pages_of(stored, keys, values, key_scales, value_scales, blocks, block, kv_heads, head_dim, bases, units,     \
+             recent_keys, recent_values, tail_count)
 
 void bound_attention(ATTAR_PAGES, std::uintptr_t q, std::int64_t rows, std::int64_t heads, std::int64_t sequences,
                      std::uintptr_t row_starts, std::uintptr_t lengths, std::uintptr_t tables, std::int64_t width,
                      std::uintptr_t positions, std::uintptr_t key_positions, std::uintptr_t tree,
                      std::int64_t tree_size, std::int64_t window,
-                     float scale, float soft_cap, std::uintptr_t out, std::uintptr_t mass, const std::string& level) {
-    const Pages pages =
-        pages_of(stored, keys, values, key_scales, value_scales, blocks, block, kv_heads, head_dim);
+                     float scale, float soft_cap, std::uintptr_t out, std::uintptr_t mass, std::uintptr_t tails,
+                     const std::string& level) {
+    const Pages pages = ATTAR_GIVEN_PAGES;
     const Attention what{at<const float>(q),
                          rows,
                          heads,
@@ -424,7 +534,8 @@ void bound_attention(ATTAR_PAGES, std::uintptr_t q, std::int64_t rows, std::int6
                          scale,
                          soft_cap,
                          at<float>(out),
-                         at<float>(mass)};
+                         at<float>(mass),
+                         at<const std::int64_t>(tails)};
     const Level checked = level_of(level);
     const Running kernel;
     attention(what, pages, checked);
@@ -434,9 +545,9 @@ void bound_write_kv(ATTAR_PAGES, std::uintptr_t q, std::uintptr_t k, std::uintpt
                     std::int64_t k_stride, std::int64_t v_stride, std::int64_t rows, std::int64_t heads,
                     std::uintptr_t q_norm, std::uintptr_t k_norm, float eps, float offset, std::uintptr_t cos,
                     std::uintptr_t sin, std::int64_t angles, std::int64_t turned, std::uintptr_t angle,
-                    std::uintptr_t slots, std::uintptr_t q_out, const std::string& level) {
-    const Pages pages =
-        pages_of(stored, keys, values, key_scales, value_scales, blocks, block, kv_heads, head_dim);
+                    std::uintptr_t slots, std::uintptr_t q_out, std::uintptr_t row_starts, std::uintptr_t tails,
+                    std::int64_t sequences, const std::string& level) {
+    const Pages pages = ATTAR_GIVEN_PAGES;
     const Write what{at<const float>(q),
                      at<const float>(k),
                      at<const float>(v),
@@ -455,7 +566,10 @@ void bound_write_kv(ATTAR_PAGES, std::uintptr_t q, std::uintptr_t k, std::uintpt
                      turned,
                      at<const std::int32_t>(angle),
                      at<const std::int64_t>(slots),
-                     at<float>(q_out)};
+                     at<float>(q_out),
+                     at<const std::int32_t>(row_starts),
+                     at<const std::int64_t>(tails),
+                     sequences};
     const Level checked = level_of(level);
     const Running kernel;
     write_kv(what, pages, checked);
@@ -467,11 +581,11 @@ void bind_attention(nb::module_& module) {
     module.def("attention", &bound_attention, ATTAR_PAGE_ARGUMENTS, "q"_a, "rows"_a, "heads"_a, "sequences"_a,
                "row_starts"_a, "lengths"_a, "tables"_a, "width"_a, "positions"_a, "key_positions"_a, "tree"_a,
                "tree_size"_a,
-               "window"_a, "scale"_a, "soft_cap"_a, "out"_a, "mass"_a, "level"_a,
+               "window"_a, "scale"_a, "soft_cap"_a, "out"_a, "mass"_a, "tails"_a, "level"_a,
                "Attention of float32 rows over pages; addresses of what is absent are 0.");
     module.def("write_kv", &bound_write_kv, ATTAR_PAGE_ARGUMENTS, "q"_a, "k"_a, "v"_a, "q_stride"_a, "k_stride"_a,
                "v_stride"_a, "rows"_a, "heads"_a, "q_norm"_a, "k_norm"_a, "eps"_a, "offset"_a, "cos"_a, "sin"_a,
-               "angles"_a, "turned"_a, "angle"_a, "slots"_a, "q_out"_a, "level"_a,
+               "angles"_a, "turned"_a, "angle"_a, "slots"_a, "q_out"_a, "row_starts"_a, "tails"_a, "sequences"_a, "level"_a,
                "Norm and rotate queries and keys; write keys and values into pages.");
 }
 

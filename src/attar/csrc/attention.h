@@ -7,6 +7,12 @@
 //   values  [blocks, G, block / J, P, J]: a vector lane a column; columns from D on are never looked at
 //   scales  [blocks, G, block], float32, of keys and of values, where the pages are int8: value = code * scale
 // A slot that was never written must hold finite floats, such as zeros: it is multiplied by zero.
+//
+// Pages in planes hold coordinates of a few bits, and have a basis to turn to them (kernels/planes.py has the arithmetic).
+//   keys, values  [blocks, G, block / 16, U, 16]: of each run of slots, bit after bit of each 8 coordinates
+//   scales        [blocks, G, block], bfloat16
+//   recent        [tails, G, block, D], bfloat16, or none: where there is, the last block of each sequence lies in one of
+//                 them until its last slot is written, and goes to its place then
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -17,15 +23,35 @@
 
 namespace attar {
 
-enum class Stored { float32, bfloat16, int8 };
+enum class Stored { float32, bfloat16, int8, planes };
+
+struct Bfloat16;
+
+// The coordinates of one layer's keys or values, by key-value head.
+struct Coordinates {
+    const float* back;           // [G, D, D]: what mixtures are turned back by; of keys, transposed, what queries are
+    const float* into;           // [G, D, D]
+    const float* mean;           // [G, D], subtracted before and added behind
+    const float* weights;        // [G, D]: what squared errors count
+    const float* shares;         // [G, D]: the squares of share * coordinate add up to that of the scale to try
+    const std::uint8_t* bits;    // [G, D / 8]: of each bucket's coordinates, U in all
+};
+
+struct Bases {
+    Coordinates keys, values;
+};
 
 struct Pages {
     Stored stored;
     void* keys;
     void* values;
-    float* key_scales;  // null unless int8
-    float* value_scales;
+    void* key_scales;  // float32 of int8, bfloat16 of planes, else null
+    void* value_scales;
     std::int64_t blocks, block, kv_heads, head_dim;
+    const Bases* bases;  // of planes, else null
+    std::int64_t units;  // U
+    Bfloat16 *recent_keys, *recent_values;  // null where there are none
+    std::int64_t tails;                     // how many
 };
 
 struct Attention {
@@ -43,6 +69,7 @@ struct Attention {
     float scale, soft_cap;              // soft_cap 0: none
     float* out;                         // [N, H, D]
     float* mass;                        // [B, G, width * block]: what each slot received; or null
+    const std::int64_t* tails;          // [B]: which recent block is whose; null where there are none
 };
 
 struct Write {
@@ -56,6 +83,9 @@ struct Write {
     const std::int32_t* angle;                         // [N]: which row of cos and sin
     const std::int64_t* slots;                         // [N]: block number * block + place in it
     float* q_out;                                      // [N, H, D]
+    const std::int32_t* row_starts;                    // [B + 1], where there are recent blocks
+    const std::int64_t* tails;                         // [B]
+    std::int64_t sequences;
 };
 
 // Both throw std::invalid_argument, before any page is read or written, where a number leads out of its array.

@@ -253,6 +253,8 @@ struct Seen {
     const T *keys[SPLIT / 16], *values[SPLIT / 16];
     const float *key_scales[SPLIT / 16], *value_scales[SPLIT / 16];
     bool whole[SPLIT / 16];  // whether every row sees every slot of the run
+    std::int64_t at[SPLIT / 16];  // of planes: the run's number among all, or that of a recent block's slot
+    bool recent[SPLIT / 16];
     std::int32_t positions[SPLIT];  // INT32_MAX where a slot is empty
 };
 
@@ -392,6 +394,15 @@ static void look(const Attention& what, const Pages& pages, const Sizes& sizes, 
         seen.keys[i] = run_of<T>(pages.keys, block, tile.head, run, sizes, sizes.key_run);
         seen.values[i] = run_of<T>(pages.values, block, tile.head, run, sizes, sizes.value_run);
         if constexpr (Rows<T>::PARTS == 2) {
+            if (pages.stored == Stored::planes) {  // what is to be asked for: `expand` makes the rest of it
+                seen.recent[i] = what.tails != nullptr && slot / sizes.block == (length - 1) / sizes.block;
+                seen.at[i] = seen.recent[i] ? (what.tails[tile.sequence] * sizes.kv_heads + tile.head) * sizes.block +
+                                                  slot % sizes.block
+                                            : (block * sizes.kv_heads + tile.head) * (sizes.block / 16) + run;
+                seen.keys[i] = run_of<T>(pages.keys, block, tile.head, run, sizes, sizes.raw_run);
+                seen.values[i] = run_of<T>(pages.values, block, tile.head, run, sizes, sizes.raw_run);
+                continue;
+            }
             seen.key_scales[i] = run_of<float>(pages.key_scales, block, tile.head, run, sizes, 16);
             seen.value_scales[i] = run_of<float>(pages.value_scales, block, tile.head, run, sizes, 16);
         }
@@ -527,6 +538,57 @@ static void take_queries(const Attention& what, const Sizes& sizes, Tile& tile) 
     }
 }
 
+// A NaN or an infinity makes the scale NaN, so that whoever reads the slot sees it.
+static void quantize(const float* x, std::int64_t padded, std::int8_t* codes, float* scale) {
+    Floats most = all(0.0f), broken = all(0.0f);
+    for (std::int64_t d = 0; d < padded; d += 16) {
+        const Floats value = load(x + d);
+        most = max(value, max(all(0.0f) - value, most));
+        broken = fma(value, all(0.0f), broken);
+    }
+    const float step = largest(most) / 127.0f;
+    const float by = step == 0.0f ? 1.0f : step;
+    const Floats rounder = all(ROUNDER);
+    for (std::int64_t d = 0; d < padded; d += 16)
+        store_as_bytes(codes + d, bits_of(load(x + d) / all(by) + rounder) - bits_of(rounder));
+    *scale = step + sum(broken);
+}
+
+// One head of one token into its slot: key d at keys[d / J * 16 * J + d % J], value d at values[d * J].
+static void put(const float* x, std::int64_t size, std::int64_t stride, float* to) {
+    for (std::int64_t d = 0; d < size; ++d) to[d * stride] = x[d];
+}
+static void put(const float* x, std::int64_t size, std::int64_t stride, Bfloat16* to) {
+    for (std::int64_t d = 0; d < size; ++d) {
+        std::uint32_t bits;
+        std::memcpy(&bits, x + d, sizeof bits);
+        const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+        to[d * stride].bits =
+            static_cast<std::uint16_t>(nan ? 0x7fc0u : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+    }
+}
+
+// One head [D] in `x` [padded, zeros behind]: RMSNorm, then rotation.
+static void prepare(float* x, std::int64_t size, std::int64_t padded, const float* weight, float eps, float offset,
+                    const float* cos, const float* sin, std::int64_t half) {
+    if (weight != nullptr) {
+        Floats squares = all(0.0f);
+        for (std::int64_t d = 0; d < padded; d += 16) squares = fma(load(x + d), load(x + d), squares);
+        const float factor = 1.0f / std::sqrt(sum(squares) / static_cast<float>(size) + eps);
+        for (std::int64_t d = 0; d < size; ++d) x[d] = x[d] * factor * (weight[d] + offset);
+    }
+    if (cos != nullptr) {
+        float* y = x + half;
+        for (std::int64_t i = 0; i < half; ++i) {
+            const float a = x[i], b = y[i];
+            x[i] = a * cos[i] - b * sin[i];
+            y[i] = b * cos[i] + a * sin[i];
+        }
+    }
+}
+
+#include "attention_planes.inl"
+
 // What a thread sets up for a tile of pages of T.
 template <class T>
 struct TilesFor {
@@ -624,12 +686,15 @@ static void attend(const Attention& what, const Pages& pages, const Sizes& sizes
     take_queries<T>(what, sizes, tile);
     const TilesFor<T> tiles(sizes, tile);
     Seen<T> two[2];
+    const bool planes = pages.stored == Stored::planes;
     look(what, pages, sizes, tile, from, two[from % 2]);
     for (std::int64_t split = from; split < to; ++split) {
-        const Seen<T>& seen = two[split % 2];
+        Seen<T>& seen = two[split % 2];
         Seen<T>& next = two[1 - split % 2];
         next.runs = 0;
         if (split + 1 < to) look(what, pages, sizes, tile, split + 1, next);
+        if constexpr (Rows<T>::PARTS == 2)
+            if (planes) expand(pages, sizes, tile, seen);
         score_split(sizes, tile, seen);
         float m[TILE], l[TILE];
         for (int row = 0; row < tile.rows; ++row) {
@@ -673,7 +738,7 @@ static void merge(const Sizes& sizes, Tile& tile, std::int64_t splits, const flo
 }
 
 // The tile's state to the output; `ends`, where it is given, takes what the mass pass needs of each row.
-static void finish(const Attention& what, const Sizes& sizes, Tile& tile, float* ends) {
+static void finish(const Attention& what, const Pages& pages, const Sizes& sizes, Tile& tile, float* ends) {
     for (int row = 0; row < tile.rows; ++row) {
         const std::int64_t pair = tile.first_pair + row, t = pair / tile.heads_each, h = pair % tile.heads_each;
         const std::int64_t at = (tile.first_row + t) * what.heads + tile.head * tile.heads_each + h;
@@ -681,7 +746,14 @@ static void finish(const Attention& what, const Sizes& sizes, Tile& tile, float*
         float* from = tile.out + row * sizes.padded;
         for (std::int64_t c = 0; c < sizes.padded; c += 16)  // + 0: no sign survives on a zero
             store(from + c, total == 0.0f ? all(0.0f) : load(from + c) / all(total) + all(0.0f));
-        std::memcpy(what.out + at * sizes.head_dim, from, sizeof(float) * sizes.head_dim);
+        float* out = what.out + at * sizes.head_dim;
+        if (pages.bases != nullptr) {
+            const Coordinates& values = pages.bases->values;
+            turn(from, nullptr, values.back + tile.head * sizes.head_dim * sizes.head_dim, sizes.head_dim, out);
+            for (std::int64_t d = 0; d < sizes.head_dim; ++d) out[d] += values.mean[tile.head * sizes.head_dim + d];
+        } else {
+            std::memcpy(out, from, sizeof(float) * sizes.head_dim);
+        }
         if (ends != nullptr) {
             ends[2 * at] = tile.top[row];
             ends[2 * at + 1] = total;
@@ -696,6 +768,8 @@ static void add_mass(const Attention& what, const Pages& pages, const Sizes& siz
     Seen<T> seen;
     look(what, pages, sizes, tile, split, seen);
     if (seen.runs == 0) return;
+    if constexpr (Rows<T>::PARTS == 2)
+        if (pages.stored == Stored::planes) expand(pages, sizes, tile, seen);
     take_queries<T>(what, sizes, tile);
     const TilesFor<T> tiles(sizes, tile);
     score_split(sizes, tile, seen);
@@ -714,54 +788,6 @@ static void add_mass(const Attention& what, const Pages& pages, const Sizes& siz
 }
 
 // ---- writing
-
-// One head [D] in `x` [padded, zeros behind]: RMSNorm, then rotation.
-static void prepare(float* x, std::int64_t size, std::int64_t padded, const float* weight, float eps, float offset,
-                    const float* cos, const float* sin, std::int64_t half) {
-    if (weight != nullptr) {
-        Floats squares = all(0.0f);
-        for (std::int64_t d = 0; d < padded; d += 16) squares = fma(load(x + d), load(x + d), squares);
-        const float factor = 1.0f / std::sqrt(sum(squares) / static_cast<float>(size) + eps);
-        for (std::int64_t d = 0; d < size; ++d) x[d] = x[d] * factor * (weight[d] + offset);
-    }
-    if (cos != nullptr) {
-        float* y = x + half;
-        for (std::int64_t i = 0; i < half; ++i) {
-            const float a = x[i], b = y[i];
-            x[i] = a * cos[i] - b * sin[i];
-            y[i] = b * cos[i] + a * sin[i];
-        }
-    }
-}
-
-// One head of one token into its slot: key d at keys[d / J * 16 * J + d % J], value d at values[d * J].
-static void put(const float* x, std::int64_t size, std::int64_t stride, float* to) {
-    for (std::int64_t d = 0; d < size; ++d) to[d * stride] = x[d];
-}
-static void put(const float* x, std::int64_t size, std::int64_t stride, Bfloat16* to) {
-    for (std::int64_t d = 0; d < size; ++d) {
-        std::uint32_t bits;
-        std::memcpy(&bits, x + d, sizeof bits);
-        const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-        to[d * stride].bits =
-            static_cast<std::uint16_t>(nan ? 0x7fc0u : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-    }
-}
-// A NaN or an infinity makes the scale NaN, so that whoever reads the slot sees it.
-static void quantize(const float* x, std::int64_t padded, std::int8_t* codes, float* scale) {
-    Floats most = all(0.0f), broken = all(0.0f);
-    for (std::int64_t d = 0; d < padded; d += 16) {
-        const Floats value = load(x + d);
-        most = max(value, max(all(0.0f) - value, most));
-        broken = fma(value, all(0.0f), broken);
-    }
-    const float step = largest(most) / 127.0f;
-    const float by = step == 0.0f ? 1.0f : step;
-    const Floats rounder = all(ROUNDER);
-    for (std::int64_t d = 0; d < padded; d += 16)
-        store_as_bytes(codes + d, bits_of(load(x + d) / all(by) + rounder) - bits_of(rounder));
-    *scale = step + sum(broken);
-}
 
 // Row `row` of the call. `x` has room for one head, padded.
 template <class T>
@@ -788,12 +814,11 @@ static void write_row(const Write& what, const Pages& pages, const Sizes& sizes,
             put(x, size, 16, key + lane);
             put(what.v + row * what.v_stride + g * size, size, 1, value + lane * padded);
         } else {
-            quantize(x, padded, codes, pages.key_scales + head * sizes.block + place);
-            for (std::int64_t d = 0; d < size; d += 4) std::memcpy(key + 16 * d + 4 * lane, codes + d, 4);
+            quantize(x, padded, codes, static_cast<float*>(pages.key_scales) + head * sizes.block + place);
+            put_key(codes, size, lane, key);
             std::memcpy(x, what.v + row * what.v_stride + g * size, sizeof(float) * size);
-            quantize(x, padded, codes, pages.value_scales + head * sizes.block + place);
-            value += lane / 4 * 4 * padded + lane % 4;
-            for (std::int64_t d = 0; d < size; ++d) value[4 * d] = codes[d];
+            quantize(x, padded, codes, static_cast<float*>(pages.value_scales) + head * sizes.block + place);
+            put_value(codes, size, padded, lane, value);
         }
     }
 }

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attar.kernels import ops
 from attar.kernels.native import extension
 from attar.model.cache import KVCache, Step
 from attar.model.decoder import Decoder, soft_capped
@@ -25,7 +26,7 @@ class Decoding:
         self.decoder, self.cache, self.horizon = decoder, cache, horizon
         self.lengths = (1,) * len(cache.filled)
         self.ids = torch.zeros(len(self.lengths), dtype=torch.int64)
-        self.recorded = decoder.against_recording() is None
+        self.recorded = decoder.against_recording() is None and ops.pages_against(cache.scheme) is None
         self._recording: extension.Recording | None = None
 
     @torch.inference_mode()
@@ -35,7 +36,8 @@ class Decoding:
         The next step overwrites them. Raises ValueError where the cache is full.
         """
         if not self.recorded:
-            return self.decoder.forward(torch.tensor(tokens), self._next(), None)
+            ids = torch.tensor(tokens, device=self.decoder.device)
+            return self.decoder.forward(ids, self._next(), None)
         self.ids.numpy()[:] = tokens
         if self._recording is None:
             self._record()
@@ -68,4 +70,6 @@ class Decoding:
         for s, at in enumerate(self.cache.filled):
             slots[s] = int(tables[s, at // block]) * block + at % block
             positions[s] = own[s] = at
+            if place.tails is not None:
+                place.tails[s] = self.cache.tails(s, at // block)
             lengths[s] = at + 1

@@ -23,6 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from attar.engine import kv as kv_schemes
 from attar.engine.blocks import BlockPool
 from attar.engine.choices import Choice, Request
 from attar.engine.limits import Limits
@@ -68,14 +69,15 @@ class Engine:
         context: int,
         limits: Limits | None = None,
         eos_ids: frozenset[int] = frozenset(),
-        kv_dtype: torch.dtype | None = None,
+        kv: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.decoder, self.tokenizer, self.eos_ids, self.clock = decoder, tokenizer, eos_ids, clock
-        self.runner = Runner(decoder, blocks, context, kv_dtype)
+        limits, scheme = limits or Limits(), kv_schemes.of(decoder, kv)
+        self.runner = Runner(decoder, blocks, context, scheme, limits.together, kv_schemes.bases(decoder, scheme))
         self.pool = BlockPool(blocks, self.runner.block)
-        self.cache = RadixCache(self.pool)
-        self.scheduler = Scheduler(self.pool, self.cache, limits or Limits())
+        self.cache = RadixCache(self.pool, scheme.round_to(self.runner.block))
+        self.scheduler = Scheduler(self.pool, self.cache, limits)
         self.context = context
         self.steps = self.generated = 0
         self.step_seconds = 0.0

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.checkpoints import hf, hub, receipt, sources, vocabulary
+from attar.checkpoints import hf, hub, lora, receipt, sources, vocabulary
 from attar.checkpoints.safetensors import VerificationError
 from attar.engine.engine import Engine
 from attar.engine.limits import Limits
@@ -69,11 +69,14 @@ class LLM:
     On loading, one probe of the checkpoint's receipt is replayed, unless `verify` is false: a checkpoint that does not
     compute what it did when it was made is refused.
 
-    `dtype` is what is computed in: float32 by the native kernels, others by the reference. `activations` says how rows
-    meet weights of a scheme that leaves them alone: rounded to int8 on the fly, with one scale a row (`int8`) or for
-    every 128 or 32 columns (`int8g128`, `int8g32`), or `exact`.
+    `dtype` is what is computed in: on CPUs float32 by the native kernels, others by the reference. `activations` says
+    how rows meet weights of a scheme that leaves them alone there: rounded to int8 on the fly, with one scale a row
+    (`int8`) or for every 128 or 32 columns (`int8g128`, `int8g32`), or `exact`. On `cuda` they are left alone.
 
-    Raises ValueError where the model cannot be loaded, VerificationError (a ValueError) where it fails its probe.
+    `adapter` is the folder of a low-rank adapter, as PEFT stores it, which computes beside the weights, unmerged.
+
+    Raises ValueError where the model cannot be loaded or nothing can be computed on the device, VerificationError (a
+    ValueError) where it fails its probe.
     """
 
     def __init__(
@@ -84,11 +87,13 @@ class LLM:
         activations: str = "int8g128",
         verify: bool = True,
         progress: Progress | None = None,
+        device: str = "cpu",
+        adapter: str | Path | None = None,
     ) -> None:
+        computed = hf.compute_dtype(dtype) or (None if device == "cpu" else torch.bfloat16)
+        store = None if computed is None else ops.store(activations, device, computed)
         self.path = hub.resolve(model)
         report = progress or (lambda stage, done, total: None)
-        computed = hf.compute_dtype(dtype)
-        store = ops.store(activations) if computed == torch.float32 else None
         self.decoder: Decoder = sources.load(self.path, computed, partial(report, "loading"), store)
         self._engine: Engine | None = None
         self._asked = 0  # requests, for their ids
@@ -100,6 +105,8 @@ class LLM:
                     f"{self.path} does not compute what its receipt says: it diverges at {verdict.first_divergence}. "
                     "`attar verify` checks the files; --no-verify loads it all the same"
                 )
+        if adapter is not None:
+            lora.attach(self.decoder, Path(adapter))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -121,7 +128,8 @@ class LLM:
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Logits float32 [N, vocab] of a sequence of N token ids, one row a position."""
         ids = self._checked(token_ids)
-        return self.decoder.forward(torch.tensor(ids), Step((len(ids),), len(ids), self.decoder.cache(len(ids))))
+        step = Step((len(ids),), len(ids), self.decoder.cache(len(ids)))
+        return self.decoder.forward(torch.tensor(ids, device=self.decoder.device), step).cpu()
 
     def generate(self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | None = None) -> list[Completion]:
         """Continue each prompt (text or token ids); one completion a prompt, in order. They run together."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import sys
 from functools import partial
-from typing import get_args
 
 import torch
 
@@ -22,10 +21,12 @@ from attar.engine.limits import Limits
 from attar.engine.messages import Ready
 from attar.engine.sampler import AT_ONCE
 from attar.engine.settings import Settings
+from attar.formats import kv
+from attar.kernels import ops
 from attar.model.config import ModelConfig
 from attar.plan import fit as planning
 from attar.plan import report
-from attar.plan.costs import BLOCK, KvDtype, Storage
+from attar.plan.costs import BLOCK, Storage
 from attar.plan.fit import Fit
 from attar.plan.steps import StepLimits
 
@@ -39,7 +40,9 @@ def engine(settings: Settings) -> tuple[Engine, Ready]:
     path = hub.resolve(settings.model)
     config, storage = stored(path)
     found = fit(settings, config, storage, limits, threads)
-    print(report.startup(found, kv_dtype(settings)), file=sys.stderr, flush=True)
+    print(report.startup(found, kv_name(settings)), file=sys.stderr, flush=True)
+    if (slow := ops.pages_against(kv.scheme(kv_name(settings)))) is not None:
+        logger.warning("%s: attention and every decode step run by the reference, several times slower", slow)
     from attar.engine.llm import LLM  # which uses engines itself
 
     llm = LLM(path, dtype=settings.dtype, activations=settings.activations, verify=settings.verify)
@@ -51,7 +54,7 @@ def engine(settings: Settings) -> tuple[Engine, Ready]:
         context=found.context,
         limits=limits,
         eos_ids=llm.eos_ids,
-        kv_dtype=getattr(torch, kv_dtype(settings)),
+        kv=kv_name(settings),
     )
     ready = Ready(path.name, found.context, config.vocab_size, found.blocks, found.block, found.table())
     return made, ready
@@ -59,7 +62,7 @@ def engine(settings: Settings) -> tuple[Engine, Ready]:
 
 def fit(settings: Settings, config: ModelConfig, storage: Storage, limits: Limits, threads: int) -> Fit:
     """Where the memory will go. Raises ValueError, saying by how much, where the model does not fit."""
-    kv = kv_dtype(settings)
+    chosen = kv_name(settings)
     here = machine.examine()
     memory = settings.memory or here.budget
     source = "--memory" if settings.memory else here.limited_by
@@ -67,7 +70,7 @@ def fit(settings: Settings, config: ModelConfig, storage: Storage, limits: Limit
     if most > config.context:
         raise ValueError(f"--context {most:,} is past the {config.context:,} positions of the model")
     bounds = StepLimits(rows=limits.max_step_tokens, sequences=limits.max_running, sampled=AT_ONCE, threads=threads)
-    divide = partial(planning.fit, config, storage, kv, memory, limits=bounds)
+    divide = partial(planning.fit, config, storage, chosen, memory, limits=bounds)
     found = divide(context=most, max_tokens=settings.max_cached_tokens)
     if settings.max_cached_tokens is None:
         useful = limits.max_running * -(-most // BLOCK)
@@ -80,11 +83,6 @@ def fit(settings: Settings, config: ModelConfig, storage: Storage, limits: Limit
     return found
 
 
-def kv_dtype(settings: Settings) -> KvDtype:
-    """What keys and values are kept in: by default what loses nothing. Raises ValueError for an unknown name."""
-    lossless: KvDtype = "bfloat16" if settings.dtype == "bfloat16" else "float32"
-    for known in get_args(KvDtype):
-        if (settings.kv_dtype or lossless) == known:
-            chosen: KvDtype = known
-            return chosen
-    raise ValueError(f"keys and values are kept as {', '.join(get_args(KvDtype))}, not {settings.kv_dtype!r}")
+def kv_name(settings: Settings) -> str:
+    """How keys and values are kept: by default as they are. Raises ValueError for an unknown name."""
+    return kv.scheme(settings.kv or ("bfloat16" if settings.dtype == "bfloat16" else "float32")).name

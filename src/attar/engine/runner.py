@@ -4,6 +4,8 @@ The pages of all blocks lie here, and a sequence is its row of block numbers. A 
 token is replayed from a recording (`decoding.py`), one for each number of sequences; the last few are kept. Any other
 step, with a piece of a prompt in it, is run in full: there Python is a small part.
 
+On a GPU every step is run in full so far, and logits come back to the host, where tokens are chosen.
+
 On CPUs a row's numbers do not depend on the other rows of a step, nor on how a prompt was cut into steps, so neither do
 a sequence's tokens.
 """
@@ -19,13 +21,14 @@ import torch
 from torch import Tensor
 
 from attar.engine.decoding import Decoding
-from attar.engine.sequence import Sequence
+from attar.engine.sequence import Sequence, Status
 from attar.engine.step import Chunk, Copy, StepPlan
 from attar.faults import point
+from attar.formats.kv import KvScheme
 from attar.kernels import ops
-from attar.kernels.pages import Pages
+from attar.kernels.pages import Bases, Pages
 from attar.model import cache
-from attar.model.cache import KVCache, Step
+from attar.model.cache import KVCache, Step, Tails
 from attar.model.decoder import Decoder
 
 RECORDINGS = 4  # numbers of sequences whose decode step is kept ready
@@ -59,17 +62,60 @@ def horizon(sequence: Sequence) -> int:
     return sequence.prompt + sequence.max_tokens
 
 
-class Runner:
-    """The model and `blocks` blocks for keys and values, kept in `dtype`, for sequences of up to `context` tokens."""
+class Unfinished:
+    """Which unfinished block holds which of a sequence's, where a scheme keeps those apart: `count` of them, and one.
 
-    def __init__(self, decoder: Decoder, blocks: int, context: int, dtype: torch.dtype | None = None) -> None:
-        lossless = torch.bfloat16 if decoder.dtype == torch.bfloat16 else torch.float32
-        self.decoder, self.context = decoder, context
-        self.pages: list[Pages] = cache.pool(decoder.config, blocks, dtype or lossless)
+    A step that is run again finds the block that it began in as it was: what it runs through after that goes elsewhere.
+    So a sequence has up to two at a time, the one its next token belongs to as far as is committed, and the last of a
+    step; blocks between those, which a step begins and finishes, all take the one that is nobody's.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = list(range(count))
+        self._held: dict[Sequence, dict[int, int]] = {}
+
+    def tails(self, chunks: List[Chunk], size: int) -> Tails:
+        """Those of a step of `chunks`, in blocks of `size` tokens."""
+        for sequence in [s for s in self._held if s.status in (Status.PREEMPTED, Status.ENDED)]:
+            self._free += self._held.pop(sequence).values()
+        for sequence, start, rows, _ in chunks:
+            held = self._held.setdefault(sequence, {})
+            first, last = start // size, (start + rows - 1) // size
+            for done in [i for i in held if i not in (first, last)]:
+                self._free.append(held.pop(done))
+            for i in {first, last} - held.keys():
+                held[i] = self._free.pop()
+        return lambda row, i: self._held[chunks[row].sequence].get(i, self.count)
+
+
+class Runner:
+    """The model and `blocks` blocks for keys and values, kept as `scheme` says, of sequences of up to `context` tokens.
+
+    At most `sequences` run at a time, for whose unfinished blocks there is room, where the scheme keeps those apart.
+    `bases` are for schemes that are calibrated.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        blocks: int,
+        context: int,
+        scheme: KvScheme | None = None,
+        sequences: int = 1,
+        bases: List[Bases] | None = None,
+    ) -> None:
+        self.decoder, self.context, self.scheme = decoder, context, scheme or decoder.lossless
+        self._unfinished = Unfinished(2 * sequences)
+        tails = self._unfinished.count + 1
+        device = str(decoder.device)
+        self.pages: list[Pages] = cache.pool(decoder.config, blocks, self.scheme, device, tails=tails, bases=bases)
         self.block = self.pages[0].block
         self.grows = any(rope is not None and rope.grows for rope in decoder.config.ropes)
         """Whether keys depend on how long their sequence can get: then no other sequence can use them."""
-        self._recorded = decoder.against_recording() is None and not self.grows
+        self._recorded = (
+            decoder.against_recording() is None and not self.grows and ops.pages_against(self.scheme) is None
+        )
         self._batches: OrderedDict[int, _Batch] = OrderedDict()
 
     @torch.inference_mode()
@@ -93,13 +139,14 @@ class Runner:
         """Whole blocks: what lies behind the slots is overwritten before it is read."""
         point("runner.copy", copy.sequence.id)
         for pages in self.pages:
-            for part in (pages.keys, pages.values, pages.key_scales, pages.value_scales):
-                if part is not None:
-                    part[copy.target] = part[copy.source]
+            for part in pages.parts():
+                part[copy.target] = part[copy.source]
 
     def _replay(self, chunks: List[Chunk]) -> Tensor:
         batch = self._batches.get(len(chunks)) or self._batch(len(chunks))
         self._batches.move_to_end(len(chunks))
+        if self.scheme.recent:
+            batch.cache.tails = self._unfinished.tails(chunks, self.block)
         tables = batch.cache.tables.numpy()
         for row, chunk in enumerate(chunks):
             point("runner.replay", chunk.sequence.id)
@@ -127,25 +174,28 @@ class Runner:
             point("runner.table", chunk.sequence.id)
             tables[row, : len(chunk.sequence.blocks)] = torch.tensor(chunk.sequence.blocks, dtype=torch.int32)
             ids += chunk.sequence.tokens[chunk.start : chunk.start + chunk.rows]
-        view = KVCache.over(self.pages, tables, [chunk.start for chunk in chunks])
+        tails = self._unfinished.tails(chunks, self.block) if self.scheme.recent else None
+        view = KVCache.over(self.pages, tables.to(self.decoder.device), [chunk.start for chunk in chunks], tails)
         horizons = tuple(horizon(chunk.sequence) for chunk in chunks) if self.grows else self.context
         step = Step(tuple(chunk.rows for chunk in chunks), horizons, view)
-        stream, delta = self.decoder.states(torch.tensor(ids), step)
+        stream, delta = self.decoder.states(torch.tensor(ids, device=self.decoder.device), step)
         ends = torch.tensor([chunk.rows for chunk in chunks]).cumsum(0)
         for chunk, end in zip(chunks, ends.tolist(), strict=True):
             point("runner.rows", chunk.sequence.id)
             if (want := wanted.get(chunk.sequence.id)) is not None:
                 start = end - chunk.rows
                 if want.hidden is not None:
-                    want.hidden(chunk, 0, ops.norm(*_rows(stream, delta, start, end), self.decoder.final_norm)[1])
+                    hidden = ops.norm(*_rows(stream, delta, start, end), self.decoder.final_norm)[1]
+                    want.hidden(chunk, 0, hidden.cpu())
                 if want.logits is not None:
                     for at in range(start, end, LOGIT_ROWS):
                         piece = _rows(stream, delta, at, min(at + LOGIT_ROWS, end))
-                        want.logits(chunk, at - start, self.decoder.logits(*piece))
+                        want.logits(chunk, at - start, self.decoder.logits(*piece).cpu())
         last = (ends - 1)[torch.tensor([chunk.samples for chunk in chunks])]
         if not len(last):
             return torch.empty(0, self.decoder.config.vocab_size)
-        return self.decoder.logits(stream[last], None if delta is None else delta[last])
+        last = last.to(stream.device)
+        return self.decoder.logits(stream[last], None if delta is None else delta[last]).cpu()
 
     def release(self) -> None:
         """Give memory of results back; recordings go with it."""

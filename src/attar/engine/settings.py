@@ -19,7 +19,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     socket: str
     dtype: str = "float32"
     activations: str = "int8g128"
-    kv_dtype: str | None = None
+    kv: str | None = None  # a scheme of formats/kv.py
     context: int | None = None
     memory: int | None = None
     max_cached_tokens: int | None = None

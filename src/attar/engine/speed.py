@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,16 +27,19 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints import sources
+from attar.engine import kv as engine_kv
 from attar.engine.decoding import Decoding
 from attar.engine.llm import PREFILL_ROWS
+from attar.formats.kv import KvScheme
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import HEADS, Scheme
 from attar.kernels import ops
 from attar.kernels.native import extension, limits
 from attar.kernels.operands import Linear, Prepared
 from attar.kernels.ops import Store
+from attar.kernels.pages import Bases
 from attar.model import decoder as model
-from attar.model.cache import Step
+from attar.model.cache import BLOCK, Step
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.model.shapes import shape
@@ -105,7 +108,7 @@ class RandomWeights:
             if name == "shape":
                 parts[name] = torch.tensor(size)
             elif name == "scale":
-                step = 2.0 / (2**scheme.weight.bits * size[1] ** 0.5)
+                step = 2.0 / (2**scheme.grid.bits * size[1] ** 0.5)
                 parts[name] = torch.full(part.shape, step, dtype=torch.float16)
             else:
                 raw = torch.empty(part.bytes // 8 + 1, dtype=torch.int64).random_(generator=self._numbers)
@@ -124,8 +127,13 @@ def load(path: Path, store: Store) -> Decoder:
     return sources.load(path, torch.float32, None, store)
 
 
-def run(make: Callable[[Store], Decoder], load: Load, activations: str = "int8g128") -> dict[str, Any]:
-    """Measure. Raises ValueError where a setting does not exist, or where nothing can run natively here."""
+def run(
+    make: Callable[[Store], Decoder], load: Load, activations: str = "int8g128", kv: str | None = None
+) -> dict[str, Any]:
+    """Measure, with keys and values kept as the scheme `kv` says, by default as they are.
+
+    Raises ValueError where a setting does not exist, or where nothing can run natively here.
+    """
     since, floor = time.perf_counter(), _resident()
     store = ops.store(activations)
     if store is None:
@@ -134,9 +142,11 @@ def run(make: Callable[[Store], Decoder], load: Load, activations: str = "int8g1
     loaded = time.perf_counter() - since
     numbers = torch.Generator().manual_seed(SEED)
     prompts = torch.randint(0, decoder.config.vocab_size, (load.batch, load.prompt), generator=numbers)
-    _generate(decoder, prompts[:1, :WARM_UP], 2)
+    scheme = engine_kv.of(decoder, kv)
+    bases = engine_kv.bases(decoder, scheme)
+    _generate(decoder, prompts[:1, :WARM_UP], 2, scheme, bases)
     first = time.perf_counter() - since
-    prefill, steps, busy, recorded = _generate(decoder, prompts, load.gen)
+    prefill, steps, busy, recorded = _generate(decoder, prompts, load.gen, scheme, bases)
     peak = _peak()  # before the limits take memory of their own
     limit = limits.measure()
     linears = [decoder.head, *(linear for block in decoder.blocks for linear in block.linears())]
@@ -163,16 +173,21 @@ def run(make: Callable[[Store], Decoder], load: Load, activations: str = "int8g1
         "threads": torch.get_num_threads(),
         "isa": extension.cpu_level(),
         "activations": activations,
+        "kv": scheme.name,
+        "kv_bits": scheme.bits_per_value(decoder.config.head_dim, BLOCK),
+        "kv_reference": ops.pages_against(scheme),
         **vars(load),
     }
 
 
 @torch.inference_mode()
-def _generate(decoder: Decoder, prompts: Tensor, count: int) -> tuple[float, list[float], float, bool]:
+def _generate(
+    decoder: Decoder, prompts: Tensor, count: int, scheme: KvScheme, bases: Sequence[Bases] | None
+) -> tuple[float, list[float], float, bool]:
     """Greedy decoding of all prompts: seconds of prefill, of each step, in kernels during the steps, and how."""
     batch, length = prompts.shape
     horizon = length + count
-    cache = decoder.cache(horizon, batch)
+    cache = decoder.cache(horizon, batch, scheme, bases)
     start = time.perf_counter()
     logits = []
     for s in range(batch):  # a sequence at a time: a prompt of some hundred tokens keeps the cores busy
@@ -206,12 +221,15 @@ def to_text(report: dict[str, Any]) -> str:
         f"{report['read_gb_s']:.1f} GB/s that memory reads",
         "weights": f"{report['bytes_per_token'] / 1e6:.0f} MB a step",
         "Python": f"{report['python_fraction']:.1%} of a step" + ("" if report["recorded"] else " (not recorded)"),
+        "KV cache": f"{report['kv']}, {report['kv_bits']:.3g} bits a number",
         "loaded": f"in {report['load_s']:.2f} s, first token after {report['first_token_s']:.2f} s",
         "memory": f"{report['peak_rss_mb']:.0f} MB at most",
         "kernels": f"{report['isa']}, {report['threads']} threads, activations {report['activations']}",
     }
     reasons = Counter(report["reference_linears"].values())
     refused = [f"{count} linears run on the reference: {reason}" for reason, count in reasons.items()]
+    if report["kv_reference"] is not None:
+        refused.append(f"{report['kv_reference']}: attention and all decode steps run by the reference")
     return "\n".join([f"{name:<10}{text}" for name, text in rows.items()] + refused)
 
 

@@ -2,7 +2,8 @@
 
 A *slot* is one token's place, number `slot % block` of block `slot // block`; a sequence's slots are listed by its row
 of a block table, so that sequences grow without moving and may share what they have in common. The layout is the
-kernels' (drawn in `csrc/attention.h`), and every backend uses it: a cache written by one can be read by another.
+kernels' (drawn in `csrc/attention.h`), and every backend uses it: a cache written by one can be read by another. What a
+number is kept as is a `KvScheme`, whose parts are the arrays here (`formats/kv.py`).
 
 Shapes: N rows, one sequence after another; B sequences; H query heads, G key-value heads, D head size. J neighbours
 stand together, as many as a dot product of the type takes at once: 1 for floats, 4 for int8.
@@ -10,44 +11,99 @@ stand together, as many as a dot product of the type takes at once: 1 for floats
 
 from __future__ import annotations
 
+import functools
+import math
+import mmap
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from attar.formats import kv
+from attar.formats.kv import KvScheme
 from attar.kernels.native import extension
+from attar.kernels.planes import Basis, rotation
 
-RUN = 16  # slots that stand side by side in the keys, and columns in the values
-DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+RUN = kv.RUN  # slots that stand side by side in the keys, and columns in the values
+
+
+@dataclass(eq=False)
+class Bases:
+    """The coordinates that one layer's keys and values are rounded in."""
+
+    keys: Basis
+    values: Basis
+
+    @functools.cached_property
+    def addresses(self) -> Tensor:
+        """Where their arrays lie, int64 [12], in the order of `Bases` in `csrc/attention.h`."""
+        sides = ((self.keys, self.keys.queries), (self.values, self.values.back))
+        arrays = ((b, s.into, s.mean, s.weights, s.shares, s.buckets) for s, b in sides)
+        return torch.tensor([each.data_ptr() for side in arrays for each in side])
+
+
+@dataclass(eq=False)
+class Recent:
+    """Unfinished blocks in 16 bits, of the coordinates that finished ones are rounded in: [tails, G, block, D] each.
+    Which tail is whose says `Placement.tails`."""
+
+    keys: Tensor
+    values: Tensor
 
 
 @dataclass(eq=False)
 class Pages:
-    """The blocks of one layer. int8 codes have a scale per token and head: value = code * scale."""
+    """The blocks of one layer, and beside them what the scheme wants of a layer as a whole.
+
+    Keys and values of the float and 8-bit schemes are as here; of others as `KvScheme.parts` and their codec say.
+    """
 
     head_dim: int
     keys: Tensor  # [blocks, G, block / 16, ceil(D / J), 16, J]
     values: Tensor  # [blocks, G, block / J, D rounded up to 16, J]
-    key_scales: Tensor | None = None  # [blocks, G, block] float32
+    key_scales: Tensor | None = None  # [blocks, G, block]
     value_scales: Tensor | None = None
+    key_zeros: Tensor | None = None
+    value_zeros: Tensor | None = None
+    scheme: KvScheme = kv.SCHEMES["float32"]
+    bases: Bases | None = None
+    recent: Recent | None = None
 
     @classmethod
     def zeros(
-        cls, blocks: int, block: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str = "cpu"
+        cls,
+        blocks: int,
+        block: int,
+        kv_heads: int,
+        head_dim: int,
+        scheme: KvScheme,
+        device: str = "cpu",
+        tails: int = 0,
+        bases: Bases | None = None,
     ) -> Pages:
-        """Blocks of `block` slots. Raises ValueError where that is no multiple of 16 or `dtype` cannot be stored."""
-        if block < RUN or block % RUN:
-            raise ValueError(f"a block holds a multiple of {RUN} slots, not {block}")
-        if dtype not in DTYPES:
-            raise ValueError(f"keys and values are kept as float32, bfloat16 or int8, not {dtype}")
-        keys, values = shapes(blocks, block, kv_heads, head_dim, dtype)
-        scales = (
-            torch.zeros((2, blocks, kv_heads, block), device=device).unbind() if dtype == torch.int8 else (None, None)
-        )
-        zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape in (keys, values)]
-        for each in zeros:  # a head's blocks lie apart, one to a small page: walking those costs a third of the speed
-            extension.prefer_huge_pages(each)
-        return cls(head_dim, *zeros, *scales)
+        """Blocks of `block` slots, and `tails` unfinished ones where the scheme has such.
+
+        `bases` are for schemes that are calibrated, which have none by default. Raises ValueError where the scheme does
+        not keep such heads or blocks, or lacks its bases.
+        """
+        made = {}
+        for name, part in scheme.parts(kv_heads, head_dim, block).items():
+            made[name] = _zeros((blocks, *part.shape), getattr(torch, part.dtype), device)
+        if scheme.calibrated and bases is None:
+            raise ValueError(f"{scheme.name} needs bases that are calibrated on the model (model.kv_basis.calibrate)")
+        if scheme.planes and bases is None:
+            turn = rotation(kv_heads, head_dim, scheme.units(head_dim), device)
+            bases = Bases(turn, turn)
+        recent = None
+        if scheme.recent:
+            shape = (tails, kv_heads, block, head_dim)
+            recent = Recent(*(torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2)))
+        return cls(head_dim, **made, scheme=scheme, bases=bases, recent=recent)
+
+    def parts(self) -> list[Tensor]:
+        """What there is of each block."""
+        names = ("keys", "values", "key_scales", "value_scales", "key_zeros", "value_zeros")
+        return [part for name in names if (part := getattr(self, name)) is not None]
 
     @property
     def blocks(self) -> int:
@@ -55,30 +111,20 @@ class Pages:
 
     @property
     def block(self) -> int:
-        return self.keys.shape[2] * RUN
-
-    @property
-    def kv_heads(self) -> int:
-        return self.keys.shape[1]
+        return self.keys.shape[2] * (1 if self.scheme.kind == "kivi" else RUN)
 
     @property
     def dtype(self) -> torch.dtype:
         return self.keys.dtype
 
     @property
+    def kv_heads(self) -> int:
+        return self.keys.shape[1]
+
+    @property
     def nbytes(self) -> int:
-        parts = (self.keys, self.values, self.key_scales, self.value_scales)
-        return sum(part.nbytes for part in parts if part is not None)
-
-
-def shapes(
-    blocks: int, block: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of keys and of values."""
-    together = 4 if dtype == torch.int8 else 1
-    padded = -(-head_dim // RUN) * RUN
-    keys = (blocks, kv_heads, block // RUN, -(-head_dim // together), RUN, together)
-    return keys, (blocks, kv_heads, block // together, padded, together)
+        """Of the blocks."""
+        return sum(part.nbytes for part in self.parts())
 
 
 @dataclass(eq=False)
@@ -90,6 +136,9 @@ class Placement:
     The position of a key is its slot's index in the sequence, unless `key_positions` says otherwise, as an evicting
     cache must: there, a negative number marks an empty slot. With `tree`, each sequence's own rows (its last slots) see
     of one another only what the mask allows, and their keys are at the rows' positions, which may branch.
+
+    Where the pages keep unfinished blocks apart, a call's rows of a sequence are of one block, and `tails` names the
+    unfinished block that is theirs.
     """
 
     row_starts: Tensor  # [B + 1] int32: the rows of sequence b are row_starts[b] .. row_starts[b + 1]
@@ -99,6 +148,7 @@ class Placement:
     slots: Tensor  # [N] int64: block number * block + place in the block
     key_positions: Tensor | None = None  # [blocks, block] int32
     tree: Tensor | None = None  # bool [sum of T * T]: each sequence's mask [queries, keys] of its T rows, one by one
+    tails: Tensor | None = None  # [B] int64
 
 
 @dataclass(eq=False)
@@ -108,3 +158,16 @@ class Rotation:
     cos: Tensor  # [angles, R / 2] float32
     sin: Tensor
     rows: Tensor  # [N] int32
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """Zeros whose memory, on a CPU, is taken when it is first written: `torch.zeros` would write it all at once, which
+    for a large cache takes as long as loading the model, and in small pages. A head's blocks lie apart, one to a small
+    page: walking those costs a third of the speed."""
+    size = math.prod(shape) * dtype.itemsize
+    if device != "cpu" or not size:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # the tensor keeps it
+    zeros = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+    extension.prefer_huge_pages(zeros)
+    return zeros

@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attar.kernels import kivi
+from attar.kernels import planes as coding
 from attar.kernels.operands import AttentionForm
 from attar.kernels.pages import Pages, Placement, Rotation
 
 QUERY_TILE = 512  # queries that share one mask: memory grows with the keys, not with their square
-INT8_MOST = 127
+INT8_MOST, FP8_MOST = 127, 448.0
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -109,19 +111,85 @@ def quantize_head(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(finite[..., None], codes, 0).to(torch.int8), torch.where(finite, scale, torch.nan)
 
 
-def write_pages(k: Tensor, v: Tensor, pages: Pages, slots: Tensor) -> None:
-    """Keys and values [N, G, D] to their slots [N]."""
+def quantize_head_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The same to e4m3, whose bits are returned as uint8."""
+    x = x.float()
+    scale = x.abs().amax(-1) / FP8_MOST
+    codes = x / torch.where(scale == 0, 1.0, scale)[..., None]
+    finite = x.isfinite().all(-1)
+    codes = torch.where(finite[..., None], codes, 0).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes, torch.where(finite, scale, torch.nan)
+
+
+def write_pages(k: Tensor, v: Tensor, pages: Pages, slots: Tensor, tails: Tensor | None = None) -> None:
+    """Keys and values [N, G, D] to their slots [N]; where pages keep unfinished blocks apart, to those of `tails` [N],
+    and blocks that a row finishes to their place."""
+    if pages.bases is not None:
+        k, v = pages.bases.keys.turn(k), pages.bases.values.turn(v)
+    if pages.recent is not None:
+        assert tails is not None, "unfinished blocks lie apart, and nobody says where"
+        _write_recent(k, v, pages, slots, tails)
+        return
+    if pages.scheme.planes:
+        _write_planes(k, v, pages, slots)
+        return
     block, place = slots // pages.block, slots % pages.block
     if pages.key_scales is not None and pages.value_scales is not None:
-        (k, pages.key_scales[block, :, place]), (v, pages.value_scales[block, :, place]) = map(quantize_head, (k, v))
+        quantize = quantize_head if pages.scheme.kind == "int8" else quantize_head_fp8
+        (k, pages.key_scales[block, :, place]), (v, pages.value_scales[block, :, place]) = map(quantize, (k, v))
     together = pages.keys.shape[-1]
     k = F.pad(k, (0, -k.shape[-1] % together)).unflatten(-1, (-1, together))
-    pages.keys[block, :, place // 16, :, place % 16] = k.to(pages.dtype)
-    pages.values[block, :, place // together, : pages.head_dim, place % together] = v.to(pages.dtype)
+    pages.keys[block, :, place // 16, :, place % 16] = k.to(pages.keys.dtype)
+    pages.values[block, :, place // together, : pages.head_dim, place % together] = v.to(pages.keys.dtype)
+
+
+def _write_recent(k: Tensor, v: Tensor, pages: Pages, slots: Tensor, tails: Tensor) -> None:
+    assert pages.recent is not None
+    place = slots % pages.block
+    pages.recent.keys[tails, :, place], pages.recent.values[tails, :, place] = k.bfloat16(), v.bfloat16()
+    finishing = place == pages.block - 1
+    whole, tail = slots[finishing] // pages.block, tails[finishing]
+    if not len(whole):
+        return
+    keys, values = pages.recent.keys[tail].float(), pages.recent.values[tail].float()  # [M, G, block, D]
+    if pages.scheme.kind == "kivi":
+        assert pages.key_scales is not None
+        assert pages.key_zeros is not None
+        assert pages.value_scales is not None
+        assert pages.value_zeros is not None
+        pages.keys[whole], pages.key_scales[whole], pages.key_zeros[whole] = kivi.quantize(keys, 2)
+        pages.values[whole], pages.value_scales[whole], pages.value_zeros[whole] = kivi.quantize(values, 3)
+        return
+    every = (whole[:, None] * pages.block + torch.arange(pages.block, device=slots.device)).flatten()
+    _write_planes(keys.transpose(1, 2).flatten(0, 1), values.transpose(1, 2).flatten(0, 1), pages, every)
+
+
+def _write_planes(k: Tensor, v: Tensor, pages: Pages, slots: Tensor) -> None:
+    """Coordinates [N, G, D]. A run's 16 slots share bytes, so it is read, changed and written."""
+    assert pages.bases is not None
+    assert pages.key_scales is not None
+    assert pages.value_scales is not None
+    runs, which = torch.unique(slots // 16, return_inverse=True)
+    block, run = runs * 16 // pages.block, runs % (pages.block // 16)
+    for x, basis, planes, scales, values in (
+        (k, pages.bases.keys, pages.keys, pages.key_scales, False),
+        (v, pages.bases.values, pages.values, pages.value_scales, True),
+    ):
+        rows, scales[slots // pages.block, :, slots % pages.block] = coding.quantize(x, basis)
+        codes = coding.unpack(planes[block, :, run], basis, values)
+        codes[which, :, slots % 16] = rows
+        planes[block, :, run] = coding.pack(codes, basis, values)
 
 
 def read_pages(pages: Pages, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values, each [..., slots, G, D], of the blocks of a table [..., width]."""
+    """Keys and values, each [..., slots, G, D], of the blocks of a table [..., width], all of them finished. Where the
+    pages have bases, coordinates."""
+    if pages.scheme.kind in ("planes", "kivi"):
+        shape = (*blocks.shape[:-1], blocks.shape[-1] * pages.block, pages.kv_heads, pages.head_dim)
+        keys, values = (
+            x.transpose(1, 2).reshape(shape).to(dtype) for x in _read_blocks(pages, blocks.long().flatten())
+        )
+        return keys, values
     keys = pages.keys[blocks.long()]  # [..., width, G, runs, D / J, 16, J]
     keys = keys.movedim((-4, -2, -5, -3), (-5, -4, -3, -2))  # [..., width, runs, 16, G, D / J, J]
     keys = keys.flatten(-2)[..., : pages.head_dim].flatten(-5, -3)
@@ -130,6 +198,8 @@ def read_pages(pages: Pages, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor
     values = values[..., : pages.head_dim].flatten(-4, -3)
     if pages.key_scales is None or pages.value_scales is None:
         return keys.to(dtype), values.to(dtype)
+    if pages.scheme.kind == "fp8":
+        keys, values = keys.contiguous().view(torch.float8_e4m3fn), values.contiguous().view(torch.float8_e4m3fn)
     scales = (
         s[blocks.long()].transpose(-1, -2).flatten(-3, -2)[..., None] for s in (pages.key_scales, pages.value_scales)
     )
@@ -138,22 +208,67 @@ def read_pages(pages: Pages, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor
     return keys, values
 
 
+def _read_blocks(pages: Pages, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of blocks [M], float32 [M, G, block, D] each."""
+    assert pages.key_scales is not None
+    assert pages.value_scales is not None
+    if pages.key_zeros is not None and pages.value_zeros is not None:
+        keys = kivi.dequantize(pages.keys[blocks], pages.key_scales[blocks], pages.key_zeros[blocks], 2)
+        return keys, kivi.dequantize(pages.values[blocks], pages.value_scales[blocks], pages.value_zeros[blocks], 3)
+    assert pages.bases is not None
+    found = []
+    for basis, planes, scales, values in (
+        (pages.bases.keys, pages.keys, pages.key_scales, False),
+        (pages.bases.values, pages.values, pages.value_scales, True),
+    ):
+        runs = planes[blocks].transpose(1, 2).flatten(0, 1)  # [M * runs, G, U, 16]
+        codes = coding.unpack(runs, basis, values).unflatten(0, (len(blocks), pages.block // 16))  # [M, runs, G, 16, D]
+        codes = codes.movedim(2, 3).flatten(1, 2)  # [M, block, G, D]
+        found.append(coding.dequantize(codes, scales[blocks].transpose(1, 2), basis).transpose(1, 2))
+    return found[0], found[1]
+
+
+def read_sequence(
+    pages: Pages, table: Tensor, length: int, tail: int | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The first `length` slots of a sequence, keys and values [S, G, D] each; the block of the last one from its tail,
+    where the pages keep unfinished blocks apart."""
+    if pages.recent is None or tail is None or not length:
+        k, v = read_pages(pages, table[: -(-length // pages.block)], dtype)
+        return k[:length], v[:length]
+    done = (length - 1) // pages.block
+    k, v = read_pages(pages, table[:done], dtype)
+    own = length - done * pages.block
+    last = (x[tail, :, :own].transpose(0, 1).to(dtype) for x in (pages.recent.keys, pages.recent.values))
+    return torch.cat((k, next(last))), torch.cat((v, next(last)))
+
+
 def write_kv(q: Tensor, k: Tensor, v: Tensor, pages: Pages, place: Placement, rotation: Rotation | None) -> Tensor:
     if rotation is not None:
         cos, sin = rotation.cos[rotation.rows.long()], rotation.sin[rotation.rows.long()]
         q, k = rope(q, cos, sin), rope(k, cos, sin)
-    write_pages(k, v, pages, place.slots)
-    return q
+    tails = None if place.tails is None else place.tails.repeat_interleave(place.row_starts.diff().long())
+    write_pages(k, v, pages, place.slots, tails)
+    return q if pages.bases is None else pages.bases.keys.turn_queries(q)
 
 
 def paged_attention(
     q: Tensor, pages: Pages, place: Placement, form: AttentionForm, want_mass: bool = False
 ) -> tuple[Tensor, Tensor | None]:
+    mixed, mass = _paged_attention(q, pages, place, form, want_mass)
+    if pages.bases is not None:
+        mixed = pages.bases.values.turn_back(mixed.unflatten(1, (form.heads, -1))).flatten(1)
+    return mixed, mass
+
+
+def _paged_attention(
+    q: Tensor, pages: Pages, place: Placement, form: AttentionForm, want_mass: bool
+) -> tuple[Tensor, Tensor | None]:
     starts, lengths = place.row_starts.tolist(), place.lengths.tolist()
     counts = [end - first for first, end in itertools.pairwise(starts)]
     out = torch.zeros_like(q)
     mass = q.new_zeros((len(counts), form.kv_heads, place.tables.shape[1] * pages.block), dtype=torch.float32)
-    plain = place.key_positions is None and place.tree is None and not want_mass
+    plain = place.key_positions is None and place.tree is None and not want_mass and pages.recent is None
     if plain and len(counts) > 1 and len(set(counts)) == len(set(lengths)) == 1 and counts[0] > 0:
         at = place.positions.view(len(counts), -1)
         if (at == at[0]).all():  # sequences of the same positions are computed as one batch
@@ -166,7 +281,7 @@ def paged_attention(
     tree_at = 0
     for b, (first, count, length) in enumerate(zip(starts, counts, lengths, strict=False)):
         table = place.tables[b, : -(-length // pages.block)]
-        k, v = (t[:length] for t in read_pages(pages, table, q.dtype))
+        k, v = read_sequence(pages, table, length, None if place.tails is None else int(place.tails[b]), q.dtype)
         at = place.positions[first : first + count]
         if place.key_positions is None:
             key_at = torch.arange(length, device=q.device, dtype=at.dtype)

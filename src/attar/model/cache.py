@@ -3,27 +3,37 @@
 A cache is pages (`kernels.pages`): blocks of slots that a sequence's row of the block table names. Here each sequence
 has its blocks from the start, side by side; an engine that hands them out as sequences grow brings tables of its own
 (`KVCache.over`), and nothing else changes. Keys are stored rotated.
+
+Some schemes keep a sequence's unfinished block in 16 bits (`formats/kv.py`). A call's rows of a sequence then lie in
+one block; `KVCache.pieces` cuts longer ones, and `Decoder.states` runs the pieces.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from attar.kernels.pages import Pages, Placement, Rotation
+from attar.formats.kv import SCHEMES, KvScheme
+from attar.kernels import ops
+from attar.kernels.pages import Bases, Pages, Placement, Rotation
 from attar.model.config import ModelConfig, Rope
 from attar.model.rope import rotation, table
 
 BLOCK = 64  # slots: a head's keys of a block are then 4 KiB or more, which memory delivers at full speed
 
 
-class KVCache:
-    """Room for `batch` sequences of up to `capacity` positions each, kept as float32, bfloat16 or int8.
+Tails = Callable[[int, int], int]
+"""tails(s, i): the unfinished block that holds the i-th block of sequence s."""
 
-    int8 has one scale per token and head, a quarter of float32's bytes (and 4 bytes a head). Raises ValueError on other
-    dtypes, and where a block is no multiple of 16 slots.
+
+class KVCache:
+    """Room for `batch` sequences of up to `capacity` positions each, kept as `scheme` says (`formats/kv.py`).
+
+    `bases` are for schemes that are calibrated, one a layer. Raises ValueError where a block is no multiple of 16
+    slots, or the scheme does not keep heads of the model's size.
     """
 
     def __init__(
@@ -31,21 +41,24 @@ class KVCache:
         config: ModelConfig,
         capacity: int,
         batch: int = 1,
-        dtype: torch.dtype = torch.float32,
+        scheme: KvScheme = SCHEMES["float32"],
         device: str = "cpu",
         block: int = BLOCK,
+        bases: Sequence[Bases] | None = None,
     ) -> None:
         width = -(-capacity // block)
-        self.layers = pool(config, batch * width, dtype, device, block)
+        self.layers = pool(config, batch * width, scheme, device, block, batch, bases)
         self.tables = torch.arange(batch * width, dtype=torch.int32, device=device).view(batch, width)  # [batch, width]
         self.capacity = capacity
         self.filled = [0] * batch
+        self.tails: Tails = _own
 
     @classmethod
-    def over(cls, layers: list[Pages], tables: Tensor, filled: list[int]) -> KVCache:
-        """Sequences on blocks that somebody else hands out: their rows of `tables` [B, width] int32 name these."""
+    def over(cls, layers: list[Pages], tables: Tensor, filled: list[int], tails: Tails | None = None) -> KVCache:
+        """Sequences on blocks that somebody else hands out: their rows of `tables` [B, width] int32 name these; so do
+        `tails` unfinished blocks, where the scheme keeps those apart."""
         made = cls.__new__(cls)
-        made.layers, made.tables, made.filled = layers, tables, filled
+        made.layers, made.tables, made.filled, made.tails = layers, tables, filled, tails or _own
         made.capacity = tables.shape[1] * layers[0].block
         return made
 
@@ -58,16 +71,42 @@ class KVCache:
         device, ends = self.tables.device, [first + n for first, n in zip(self.filled, lengths, strict=True)]
         pieces = [torch.arange(first, end) for first, end in zip(self.filled, ends, strict=True)]
         slots = [
-            t[at // self.block] * self.block + at % self.block for t, at in zip(self.tables.long(), pieces, strict=True)
+            t[at // self.block] * self.block + at % self.block
+            for t, at in zip(self.tables.cpu().long(), pieces, strict=True)
         ]
         starts = torch.tensor([0, *lengths]).cumsum(0)
+        tails = None
+        if self.recent:
+            last = ((s, max(end - 1, 0) // self.block) for s, end in enumerate(ends))
+            tails = torch.tensor([self.tails(s, i) if n else 0 for (s, i), n in zip(last, lengths, strict=True)])
         return Placement(
             row_starts=starts.to(device, torch.int32),
             lengths=torch.tensor(ends, dtype=torch.int32, device=device),
             tables=self.tables,
             positions=torch.cat(pieces).to(device, torch.int32),
             slots=torch.cat(slots).to(device),
+            tails=tails,
         )
+
+    @property
+    def scheme(self) -> KvScheme:
+        return self.layers[0].scheme
+
+    @property
+    def recent(self) -> bool:
+        """Whether unfinished blocks lie apart, so that a call's rows of a sequence are of one block."""
+        return self.scheme.recent
+
+    def pieces(self, lengths: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """The next `lengths` rows of each sequence in calls that this cache takes, in order."""
+        left, at = list(lengths), list(self.filled)
+        while any(left):
+            piece = [
+                min(n, self.block - first % self.block) if self.recent else n for n, first in zip(left, at, strict=True)
+            ]
+            yield tuple(piece)
+            left = [n - m for n, m in zip(left, piece, strict=True)]
+            at = [first + m for first, m in zip(at, piece, strict=True)]
 
     def advance(self, lengths: tuple[int, ...]) -> None:
         """Count the rows of a finished step as part of their sequences."""
@@ -79,10 +118,23 @@ class KVCache:
         self.filled[sequence] = length
 
 
-def pool(config: ModelConfig, blocks: int, dtype: torch.dtype, device: str = "cpu", block: int = BLOCK) -> list[Pages]:
-    """`blocks` blocks of `block` slots in every layer."""
+def _own(sequence: int, block: int) -> int:
+    return sequence
+
+
+def pool(
+    config: ModelConfig,
+    blocks: int,
+    scheme: KvScheme,
+    device: str = "cpu",
+    block: int = BLOCK,
+    tails: int = 0,
+    bases: Sequence[Bases] | None = None,
+) -> list[Pages]:
+    """`blocks` blocks of `block` slots in every layer, and `tails` unfinished ones where the scheme has such."""
     sizes = (blocks, block, config.kv_heads, config.head_dim)
-    return [Pages.zeros(*sizes, dtype, device) for _ in range(config.layers)]
+    each = [None] * config.layers if bases is None else bases
+    return [ops.pages(*sizes, scheme, device, tails, of_layer) for of_layer in each]
 
 
 @dataclass(frozen=True)
@@ -130,9 +182,10 @@ class Step:
         if rope.grows and len(set(self.horizons)) > 1:  # sequences turn by angles of their own
             pieces = zip(self.split(self.positions), self.horizons, strict=True)
             cos, sin = zip(*(rotation(rope, at, horizon) for at, horizon in pieces), strict=True)
-            return Rotation(torch.cat(cos), torch.cat(sin), torch.arange(len(self.positions), dtype=torch.int32))
+            rows = torch.arange(len(self.positions), dtype=torch.int32, device=self.positions.device)
+            return Rotation(torch.cat(cos), torch.cat(sin), rows)
         rows = self.positions.int() if self.place is None else self.place.positions
-        return Rotation(*table(rope, max(self.horizons)), rows)
+        return Rotation(*table(rope, max(self.horizons), rows.device), rows)
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """Rows [N, ...] as one tensor per sequence."""

@@ -6,17 +6,20 @@ block in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from attar.formats.kv import SCHEMES, KvScheme
 from attar.formats.packed import PackedTensor
 from attar.kernels import ops
 from attar.kernels.operands import AttentionForm, Linear, Norm, Prepared
-from attar.kernels.ops import Store, Table
+from attar.kernels.ops import Store, Table, TritonStore
+from attar.kernels.pages import Bases
 from attar.model.cache import KVCache, Step
 from attar.model.config import ModelConfig
 from attar.model.layers import Attention, Block, FeedForward, MixtureOfExperts
@@ -77,20 +80,34 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
 
-    def cache(self, capacity: int, batch: int = 1, dtype: torch.dtype | None = None) -> KVCache:
-        """Room for keys and values, in float32, bfloat16 or int8: without `dtype`, the first that loses nothing."""
-        lossless = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
-        return KVCache(self.config, capacity, batch, dtype or lossless)
+    @property
+    def device(self) -> torch.device:
+        return self.final_norm.weight.device
+
+    def cache(
+        self, capacity: int, batch: int = 1, scheme: KvScheme | None = None, bases: Sequence[Bases] | None = None
+    ) -> KVCache:
+        """Room for keys and values, kept as `scheme` says: by default what loses nothing."""
+        return KVCache(self.config, capacity, batch, scheme or self.lossless, str(self.device), bases=bases)
+
+    @property
+    def lossless(self) -> KvScheme:
+        """How keys and values are kept as they are."""
+        return SCHEMES["bfloat16" if self.dtype == torch.bfloat16 else "float32"]
 
     def against_recording(self) -> str | None:
         """The reason why a step cannot be recorded as native calls and replayed, or None where it can."""
         if self.store is None:
             return "the model is not laid out for the native kernels"
+        if isinstance(self.store, TritonStore):
+            return "steps of a GPU are not recorded yet"
         if self.store.refused:
             name, reason = next(iter(self.store.refused.items()))
             return f"{name}: {reason}"
         if any(isinstance(block.feed_forward, MixtureOfExperts) for block in self.blocks):
             return "which experts run depends on the token"
+        if any(linear.adapter for block in self.blocks for linear in block.linears()) or self.head.adapter:
+            return "an adapter adds its products"
         return None
 
     @torch.inference_mode()
@@ -125,6 +142,8 @@ class Decoder:
         self, ids: Tensor, step: Step, watch: Callable[[int, Tensor], None] | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """What the final norm takes: hidden states [N, I], and what is still to be added to them."""
+        if step.cache is not None and step.cache.recent and len(pieces := list(step.cache.pieces(step.lengths))) > 1:
+            return self._states_by_piece(ids, step, pieces, watch)
         table = self.embedding.positions
         known, longest = self.config.learned_positions, max(step.horizons)
         if table is not None and longest > known:
@@ -137,6 +156,23 @@ class Decoder:
         if step.cache is not None:
             step.cache.advance(step.lengths)
         return stream, delta
+
+    def _states_by_piece(
+        self, ids: Tensor, step: Step, pieces: list[tuple[int, ...]], watch: Callable[[int, Tensor], None] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `states`, in calls that the cache takes. `watch` sees the pieces."""
+        first = list(itertools.accumulate(step.lengths, initial=0))[:-1]
+        order, streams, deltas = [], [], []
+        for lengths in pieces:
+            rows = torch.cat([torch.arange(at, at + n) for at, n in zip(first, lengths, strict=True)])
+            first = [at + n for at, n in zip(first, lengths, strict=True)]
+            stream, delta = self.states(ids[rows], Step(lengths, step.horizon, step.cache), watch)
+            order.append(rows)
+            streams.append(stream)
+            if delta is not None:
+                deltas.append(delta)
+        back = torch.cat(order).argsort()
+        return torch.cat(streams)[back], torch.cat(deltas)[back] if deltas else None
 
     def logits(self, stream: Tensor, delta: Tensor | None = None) -> Tensor:
         return logits(self.config, self.final_norm, self.head, stream, delta)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attar.kernels import ops
 from attar.kernels.operands import AttentionForm, Linear, Norm, Tap
+from attar.kernels.pages import Rotation
 from attar.model.cache import Step
 from attar.model.config import Activation, Rope
 
@@ -39,15 +40,25 @@ class Attention:
             q = ops.write_kv(q, k, v, pages, step.place, rotation, self.q_norm, self.k_norm)
             mixed, _ = ops.paged_attention(q, pages, step.place, form)
         else:
-            if self.q_norm is not None and self.k_norm is not None:
-                q, k = ops.norm(q, None, self.q_norm)[1], ops.norm(k, None, self.k_norm)[1]
-            if rotation is not None:
-                cos, sin = rotation.cos[rotation.rows], rotation.sin[rotation.rows]
-                q, k = ops.rope(q, cos, sin), ops.rope(k, cos, sin)
+            q, k = self._placed(q, k, rotation)
             keys, values = step.whole(k, v)
             positions = step.split(step.positions)
             mixed = ops.attention(q, keys, values, positions, positions, form)
         return ops.linear(mixed, (self.output,), tap)
+
+    def heads(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, H, D], keys and values [N, G, D] of rows x [N, I], normed and rotated: what attention is of."""
+        heads = ops.linear(x, self.qkv).view(x.shape[0], -1, self.form.head_dim)
+        q, k, v = heads.split((self.form.heads, self.form.kv_heads, self.form.kv_heads), 1)
+        return *self._placed(q, k, rotation), v
+
+    def _placed(self, q: Tensor, k: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = ops.norm(q, None, self.q_norm)[1], ops.norm(k, None, self.k_norm)[1]
+        if rotation is not None:
+            cos, sin = rotation.cos[rotation.rows], rotation.sin[rotation.rows]
+            q, k = ops.rope(q, cos, sin), ops.rope(k, cos, sin)
+        return q, k
 
 
 @dataclass(eq=False)

@@ -69,19 +69,19 @@ def rotation(rope: Rope, positions: Tensor, horizon: int) -> tuple[Tensor, Tenso
     return angle.cos() * rope.attention_factor, angle.sin() * rope.attention_factor
 
 
-def table(rope: Rope, horizon: int) -> tuple[Tensor, Tensor]:
+def table(rope: Rope, horizon: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """cos and sin, float32 [positions, dims / 2], of every position below `horizon`, and of some beyond.
 
     Callers share the tensors: they are read only.
     """
     rows = -(-horizon // TABLE_ROWS)
-    return _table(rope, (1 << (rows - 1).bit_length()) * TABLE_ROWS, horizon if rope.grows else 0)
+    return _table(rope, (1 << (rows - 1).bit_length()) * TABLE_ROWS, horizon if rope.grows else 0, str(device))
 
 
 @functools.lru_cache(maxsize=8)
-def _table(rope: Rope, rows: int, horizon: int) -> tuple[Tensor, Tensor]:
+def _table(rope: Rope, rows: int, horizon: int, device: str) -> tuple[Tensor, Tensor]:
     """`table`, kept. Every piece has the same shape, so a number does not depend on how torch shares out the work."""
     with torch.inference_mode(False):
         pieces = [rotation(rope, torch.arange(at, at + TABLE_ROWS), horizon) for at in range(0, rows, TABLE_ROWS)]
         cos, sin = zip(*pieces, strict=True)
-        return torch.cat(cos), torch.cat(sin)
+        return torch.cat(cos).to(device), torch.cat(sin).to(device)

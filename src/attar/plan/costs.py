@@ -22,13 +22,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from attar.formats.scheme import ITEM_BITS, Scheme
+from attar.formats.kv import scheme
+from attar.formats.scheme import ITEM_BITS, Grid, Scheme
 from attar.model.config import ModelConfig
 
 Part = Literal["linears", "head"]
-KvDtype = Literal["float32", "bfloat16", "int8"]
-
-KV_DTYPES: tuple[KvDtype, ...] = ("float32", "bfloat16", "int8")
+USUAL_KV = ("float32", "bfloat16", "int8", "int4")
+"""Ways to keep keys and values that a plan compares, by falling precision."""
 BLOCK = 64  # slots of a block, as `model.cache.BLOCK`
 LANES = 16  # outputs that lie together in the kernels' layout, and slots in that of pages
 RUN = 32  # columns that the layout packs together
@@ -133,13 +133,15 @@ def against(scheme: Scheme | None) -> str | None:
     if scheme is None:
         return None
     grid, rounding = scheme.weight, scheme.activation
-    if grid.kind != "int":
-        return f"{grid.kind} weights have no CPU kernel yet"
+    if not isinstance(grid, Grid) or grid.kind != "int":
+        return f"{grid.kind if isinstance(grid, Grid) else grid.name} weights have no CPU kernel yet"
     if grid.group_size is not None and grid.group_size % RUN:
         return f"groups of {grid.group_size} are not a multiple of {RUN}"
-    if rounding is not None and (rounding.kind != "int" or rounding.bits != 8 or not rounding.symmetric):
+    if rounding is None:
+        return None
+    if not isinstance(rounding, Grid) or rounding.kind != "int" or rounding.bits != 8 or not rounding.symmetric:
         return "activations other than symmetric int8 have no CPU kernel yet"
-    if rounding is not None and rounding.granularity == "tensor" and not scheme.static:
+    if rounding.granularity == "tensor" and not scheme.static:
         return "one activation scale for all rows of a call would tie them to each other"
     return None
 
@@ -155,7 +157,7 @@ def read_bytes(rows: int, columns: int, scheme: Scheme | None, dtype: str = "bfl
     if against(scheme) is not None:
         scheme.parts((rows, columns))  # which checks the groups
         return 4 * rows * columns
-    grid, groups = scheme.weight, scheme.weight.groups(columns)
+    grid, groups = scheme.grid, scheme.grid.groups(columns)
     padded = _up(columns, 2 * RUN) if groups == 1 else columns
     beside = ITEM_BITS[scheme.scale_dtype] // 8 + (0 if grid.symmetric else 1)
     return _up(rows, LANES) * (padded * grid.bits // 8 + groups * beside)
@@ -200,7 +202,7 @@ def _scheme(storage: Storage, each: Matrix) -> Scheme | None:
     scheme = storage.of(each)
     if scheme is not None:
         try:
-            scheme.weight.groups(each.columns)
+            scheme.check(each.columns)
         except ValueError as error:
             raise ValueError(f"{each.name}: {error}") from None
     return scheme
@@ -227,35 +229,42 @@ def step_bytes(config: ModelConfig, storage: Storage, rows: int = 1) -> int:
 # Keys and values
 
 
-def page_bytes(config: ModelConfig, dtype: KvDtype, block: int = BLOCK) -> int:
-    """Bytes of one block of one layer: keys and values of `block` slots, and the scales of int8 ones.
+def page_bytes(config: ModelConfig, kv: str, block: int = BLOCK) -> int:
+    """Bytes of one block of one layer: keys and values of `block` slots, and what the scheme keeps beside them.
 
-    Raises ValueError where a block is no multiple of 16 slots, or for a dtype that pages do not store.
+    Raises ValueError where a block is no multiple of 16 slots, or for a scheme that there is not, or that does not keep
+    such heads.
     """
-    if dtype not in KV_DTYPES:
-        raise ValueError(f"keys and values are kept as {', '.join(KV_DTYPES)}, not {dtype}")
-    if block < LANES or block % LANES:
-        raise ValueError(f"a block holds a multiple of {LANES} slots, not {block}")
-    together = 4 if dtype == "int8" else 1
-    keys, values = _up(config.head_dim, together), _up(config.head_dim, LANES)
-    scales = 8 if dtype == "int8" else 0
-    return block * config.kv_heads * ((keys + values) * ITEM_BITS[dtype] // 8 + scales)
+    return scheme(kv).bytes(config.kv_heads, config.head_dim, block)
 
 
-def block_bytes(config: ModelConfig, dtype: KvDtype, block: int = BLOCK) -> int:
+def usual_kv(config: ModelConfig) -> tuple[str, ...]:
+    """Those of `USUAL_KV` that keep heads of the model's size."""
+    return tuple(name for name in USUAL_KV if name != "int4" or config.head_dim % LANES == 0)
+
+
+def block_bytes(config: ModelConfig, kv: str, block: int = BLOCK) -> int:
     """Bytes of one block in all layers."""
-    return config.layers * page_bytes(config, dtype, block)
+    return config.layers * page_bytes(config, kv, block)
 
 
-def kv_bytes(config: ModelConfig, dtype: KvDtype) -> int:
-    """Bytes of one token's keys and values in all layers."""
-    return block_bytes(config, dtype, LANES) // LANES
+def kv_bytes(config: ModelConfig, kv: str) -> int:
+    """Bytes of one token's keys and values in all layers, in a finished block."""
+    return block_bytes(config, kv, BLOCK) // BLOCK
 
 
-def kv_read_bytes(config: ModelConfig, dtype: KvDtype, context: int) -> int:
+def beside_bytes(config: ModelConfig, kv: str, sequences: int, block: int = BLOCK) -> int:
+    """Bytes that a scheme wants beside the blocks: unfinished ones, where it keeps those apart, two for each sequence
+    that runs, and one; and bases, where it is calibrated."""
+    chosen = scheme(kv)
+    unfinished = chosen.recent_bytes(config.kv_heads, config.head_dim, block) * (2 * sequences + 1)
+    return config.layers * (unfinished + chosen.basis_bytes(config.kv_heads, config.head_dim))
+
+
+def kv_read_bytes(config: ModelConfig, kv: str, context: int) -> int:
     """Bytes that one sequence's attention reads for its next token, with `context` positions filled."""
     seen = sum(context if window is None else min(context, window) for window in config.windows)
-    return seen * (kv_bytes(config, dtype) // config.layers)
+    return seen * (kv_bytes(config, kv) // config.layers)
 
 
 # Operations

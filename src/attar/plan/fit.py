@@ -25,7 +25,7 @@ from typing import Any
 
 from attar.model.config import ModelConfig
 from attar.plan import costs, steps
-from attar.plan.costs import BLOCK, KV_DTYPES, KvDtype, Storage
+from attar.plan.costs import BLOCK, Storage
 from attar.plan.steps import StepLimits
 
 ENGINE = 300 << 20  # bytes of the engine's process with torch and no model: 255 MB measured
@@ -105,7 +105,7 @@ class Fit:
 def fit(
     config: ModelConfig,
     storage: Storage,
-    kv: KvDtype,
+    kv: str,
     memory: int,
     context: int | None = None,
     limits: StepLimits | None = None,
@@ -124,7 +124,9 @@ def fit(
     context = config.context if context is None else context
     Demand(context)  # which checks it
     weights = costs.weight_bytes(config, storage).total
-    step = steps.largest_step(config, storage, limits or StepLimits(), context).total
+    limits = limits or StepLimits()
+    step = steps.largest_step(config, storage, limits, context).total
+    step += costs.beside_bytes(config, kv, limits.sequences, block)
     processes = ENGINE + SERVER + 2 * TOKENIZER * config.vocab_size
     each = costs.block_bytes(config, kv, block)
     left = memory - weights - step - processes
@@ -147,7 +149,7 @@ def require(found: Fit, source: str) -> None:
     if found.requests < 1:
         raise ValueError(
             f"the cache would hold {found.tokens:,} tokens, less than one request of {found.context:,}: "
-            f"{size(found.short())} too little; a smaller --context, a smaller KV dtype or more memory would do"
+            f"{size(found.short())} too little; a smaller --context, a smaller --kv or more memory would do"
         )
 
 
@@ -170,7 +172,7 @@ class Speed:
 def speed(
     config: ModelConfig,
     storage: Storage,
-    kv: KvDtype,
+    kv: str,
     demand: Demand,
     bandwidth: float,
     int8_rate: float | None = None,
@@ -195,7 +197,7 @@ class Row:
     """One choice of precisions in a plan."""
 
     weights: str
-    kv: KvDtype
+    kv: str
     fit: Fit
     weight_bytes: costs.WeightBytes
     short: int  # bytes missing for all users; 0: they fit
@@ -224,19 +226,21 @@ def plan(
     memory: int,
     source: str,
     *,
-    kv_dtypes: Iterable[KvDtype] = KV_DTYPES,
+    kv_schemes: Iterable[str] | None = None,
     limits: StepLimits | None = None,
     max_tokens: int | None = None,
     bandwidth: float | None = None,
     int8_rate: float | None = None,
 ) -> Plan:
-    """Every storage with every dtype of keys and values. Raises ValueError where a setting is not possible, and where
-    the context asked for is longer than the model's."""
+    """Every storage with every scheme of keys and values, by default the usual ones.
+
+    Raises ValueError where a setting is not possible, and where the context asked for is longer than the model's.
+    """
     if demand.context > config.context:
         raise ValueError(f"a context of {demand.context:,} is past the {config.context:,} positions of {model}")
     rows = []
     for storage in storages:
-        for kv in kv_dtypes:
+        for kv in costs.usual_kv(config) if kv_schemes is None else kv_schemes:
             found = fit(config, storage, kv, memory, demand.context, limits, max_tokens)
             short, fast = found.short(demand.users), None
             if bandwidth is not None and not short:

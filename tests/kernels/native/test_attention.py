@@ -16,22 +16,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attar import _native
+from attar.formats.kv import scheme
 from attar.kernels import ref, ref_attention
 from attar.kernels.native import attention as native
 from attar.kernels.operands import AttentionForm, Norm
-from attar.kernels.pages import DTYPES, Pages, Placement, Rotation
+from attar.kernels.pages import Pages, Placement, Rotation
 
 TOLERANCE = {  # of outputs, relative to the largest: what the arithmetic adds, for the oracle reads what is stored
-    torch.float32: 2e-6,
-    torch.bfloat16: 2e-6,
-    torch.int8: 4e-4,  # queries and softmax weights of 15 bits
+    "float32": 2e-6,
+    "bfloat16": 2e-6,
+    "int8": 4e-4,  # queries and softmax weights of 15 bits
 }
-MASS = {torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.int8: 4e-4}  # of a slot, relative to the largest
+MASS = {"float32": 2e-6, "bfloat16": 2e-6, "int8": 4e-4}  # of a slot, relative to the largest
 ROTATED = 1e-6  # a float32 norm and rotation of values around 1
 
 LEVELS = _native.levels()
 at_every_level = pytest.mark.parametrize("level", LEVELS)
-for_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+NATIVE = ("float32", "bfloat16", "int8")  # those in planes have a test of their own
+for_every_scheme = pytest.mark.parametrize("kv", NATIVE)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -67,13 +69,13 @@ class Case:
 
 
 def case(
-    counts: list[int], lengths: list[int], dtype: torch.dtype = torch.float32, block: int = 32, seed: int = 0,
+    counts: list[int], lengths: list[int], kv: str = "float32", block: int = 32, seed: int = 0,
     **form: object,
 ) -> Case:  # fmt: skip
     """Sequences of `lengths` slots with their last `counts` rows as queries, their blocks scattered."""
     wanted = AttentionForm(**{"heads": 4, "kv_heads": 2, "head_dim": 40, "scale": 0.3} | form)  # type: ignore[arg-type]
     width = max(1, *(-(-length // block) for length in lengths))
-    pages = Pages.zeros(len(counts) * width + 1, block, wanted.kv_heads, wanted.head_dim, dtype)
+    pages = Pages.zeros(len(counts) * width + 1, block, wanted.kv_heads, wanted.head_dim, scheme(kv))
     order = torch.randperm(pages.blocks, generator=torch.Generator().manual_seed(seed))[:-1]
     tables = order.view(len(counts), width)
     for b, length in enumerate(lengths):
@@ -103,52 +105,52 @@ FORMS = [
 ]
 
 
-@for_every_dtype
+@for_every_scheme
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_against_the_oracle(form: dict[str, object], dtype: torch.dtype) -> None:
+def test_against_the_oracle(form: dict[str, object], kv: str) -> None:
     """Decode, a prompt, the rest of one, a sequence that sits out, one that has only begun; lengths around a split."""
-    one = case([1, 70, 130, 0, 1], [1100, 70, 513, 20, 1], dtype, **form)
+    one = case([1, 70, 130, 0, 1], [1100, 70, 513, 20, 1], kv, **form)
     expected, mass = one.oracle()
     results = {level: one.run(level, want_mass=True) for level in LEVELS}
     ours, our_mass = results[LEVELS[-1]]
     assert our_mass is not None
-    close(ours, expected, TOLERANCE[dtype])
-    close(our_mass, mass, MASS[dtype])
+    close(ours, expected, TOLERANCE[kv])
+    close(our_mass, mass, MASS[kv])
     for level, (other, other_mass) in results.items():
         assert other_mass is not None
         assert torch.equal(other, ours), level
         assert torch.equal(other_mass, our_mass), level
 
 
-@for_every_dtype
+@for_every_scheme
 @pytest.mark.parametrize("size", [1, 3, 16, 33, 64, 80, 96, 128, 256])
-def test_every_head_size(size: int, dtype: torch.dtype) -> None:
-    one = case([3, 1, 19], [50, 33, 19], dtype, head_dim=size, scale=size**-0.5)
+def test_every_head_size(size: int, kv: str) -> None:
+    one = case([3, 1, 19], [50, 33, 19], kv, head_dim=size, scale=size**-0.5)
     ours, _ = one.run()
-    close(ours, one.oracle()[0], TOLERANCE[dtype])
+    close(ours, one.oracle()[0], TOLERANCE[kv])
     assert all(torch.equal(ours, one.run(level)[0]) for level in LEVELS)
 
 
-@for_every_dtype
+@for_every_scheme
 @pytest.mark.parametrize("block", [16, 48, 64, 1024])
-def test_every_block_size(block: int, dtype: torch.dtype) -> None:
+def test_every_block_size(block: int, kv: str) -> None:
     """The blocks of a cache change where numbers lie and nothing else."""
-    ours, _ = case([5, 1], [700, 1030], dtype, block).run()
-    assert torch.equal(ours, case([5, 1], [700, 1030], dtype, 32, seed=0).run()[0])
+    ours, _ = case([5, 1], [700, 1030], kv, block).run()
+    assert torch.equal(ours, case([5, 1], [700, 1030], kv, 32, seed=0).run()[0])
 
 
-@for_every_dtype
+@for_every_scheme
 @pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 47, 48, 49, 512, 1000, 2000])
-def test_one_to_two_thousand_rows(rows: int, dtype: torch.dtype) -> None:
-    one = case([rows], [rows], dtype, heads=2, kv_heads=1, head_dim=24)
-    close(one.run()[0], one.oracle()[0], TOLERANCE[dtype])
+def test_one_to_two_thousand_rows(rows: int, kv: str) -> None:
+    one = case([rows], [rows], kv, heads=2, kv_heads=1, head_dim=24)
+    close(one.run()[0], one.oracle()[0], TOLERANCE[kv])
 
 
-@for_every_dtype
+@for_every_scheme
 @pytest.mark.parametrize("window", [None, 9])
-def test_tree_of_guesses(dtype: torch.dtype, window: int | None) -> None:
+def test_tree_of_guesses(kv: str, window: int | None) -> None:
     counts, lengths = [7, 1, 20, 3], [530, 40, 20, 18]
-    one = case(counts, lengths, dtype, window=window)
+    one = case(counts, lengths, kv, window=window)
     generator, masks, at = torch.Generator().manual_seed(3), [], []
     for count, length in zip(counts, lengths, strict=True):
         parents = [-1] + [int(torch.randint(0, i, (), generator=generator)) for i in range(1, count)]
@@ -162,15 +164,15 @@ def test_tree_of_guesses(dtype: torch.dtype, window: int | None) -> None:
     expected, mass = one.oracle()
     ours, our_mass = one.run(want_mass=True)
     assert our_mass is not None
-    close(ours, expected, TOLERANCE[dtype])
-    close(our_mass, mass, MASS[dtype])
+    close(ours, expected, TOLERANCE[kv])
+    close(our_mass, mass, MASS[kv])
     assert all(torch.equal(ours, one.run(level)[0]) for level in LEVELS)
 
 
-@for_every_dtype
+@for_every_scheme
 @pytest.mark.parametrize("window", [None, 200])
-def test_explicit_positions_with_empty_slots(dtype: torch.dtype, window: int | None) -> None:
-    one = case([2, 30], [900, 60], dtype, window=window)
+def test_explicit_positions_with_empty_slots(kv: str, window: int | None) -> None:
+    one = case([2, 30], [900, 60], kv, window=window)
     positions = torch.full((one.pages.blocks, one.pages.block), -1, dtype=torch.int32)
     generator = torch.Generator().manual_seed(5)
     for b, length in enumerate(one.place.lengths.tolist()):
@@ -183,14 +185,14 @@ def test_explicit_positions_with_empty_slots(dtype: torch.dtype, window: int | N
     expected, mass = one.oracle()
     ours, our_mass = one.run(want_mass=True)
     assert our_mass is not None
-    close(ours, expected, TOLERANCE[dtype])
-    close(our_mass, mass, MASS[dtype])
+    close(ours, expected, TOLERANCE[kv])
+    close(our_mass, mass, MASS[kv])
     assert all(torch.equal(ours, one.run(level)[0]) for level in LEVELS)
 
 
-@for_every_dtype
-def test_a_query_that_sees_nothing_gives_zeros(dtype: torch.dtype) -> None:
-    one = case([1], [20], dtype)
+@for_every_scheme
+def test_a_query_that_sees_nothing_gives_zeros(kv: str) -> None:
+    one = case([1], [20], kv)
     nowhere = torch.full((one.pages.blocks, one.pages.block), 100, dtype=torch.int32)
     one.place = dataclasses.replace(one.place, key_positions=nowhere)
     ours, mass = one.run(want_mass=True)
@@ -200,10 +202,10 @@ def test_a_query_that_sees_nothing_gives_zeros(dtype: torch.dtype) -> None:
     assert not one.oracle()[0].any()
 
 
-@for_every_dtype
+@for_every_scheme
 @at_every_level
-def test_what_is_not_a_number_comes_out_where_it_is_seen_and_nowhere_else(dtype: torch.dtype, level: str) -> None:
-    one = case([1, 1], [600, 40], dtype)
+def test_what_is_not_a_number_comes_out_where_it_is_seen_and_nowhere_else(kv: str, level: str) -> None:
+    one = case([1, 1], [600, 40], kv)
     clean, _ = one.run(level)
     slot = int(one.place.tables[0, 17]) * 32 + 3
     for broken in (float("nan"), float("inf")):
@@ -241,12 +243,12 @@ def schedules(draw: st.DrawFn) -> tuple[list[int], list[list[int]], int]:
 
 
 def generate(
-    lengths: list[int], calls: list[list[int]], dtype: torch.dtype, block: int, seed: int, form: AttentionForm
+    lengths: list[int], calls: list[list[int]], kv: str, block: int, seed: int, form: AttentionForm
 ) -> list[Tensor]:
     """Run sequences through `write_kv` and `paged_attention` in the given calls: the outputs of each sequence."""
     inputs = [randn(length, form.heads + 2 * form.kv_heads, form.head_dim, seed=i) for i, length in enumerate(lengths)]
     width = max(-(-length // block) for length in lengths)
-    pages = Pages.zeros(len(lengths) * width, block, form.kv_heads, form.head_dim, dtype)
+    pages = Pages.zeros(len(lengths) * width, block, form.kv_heads, form.head_dim, scheme(kv))
     tables = torch.randperm(pages.blocks, generator=torch.Generator().manual_seed(seed)).view(len(lengths), width)
     angle = torch.arange(600)[:, None] * torch.tensor([1.0, 0.1, 0.01])
     norms = Norm("rms", randn(form.head_dim, seed=90)), Norm("rms", randn(form.head_dim, seed=91))
@@ -274,31 +276,31 @@ def generate(
 
 
 @settings(deadline=None, max_examples=60)
-@given(schedules(), st.sampled_from(DTYPES), st.sampled_from([16, 32, 64]), st.sampled_from([None, 100]))
+@given(schedules(), st.sampled_from(NATIVE), st.sampled_from([16, 32, 64]), st.sampled_from([None, 100]))
 def test_a_row_does_not_depend_on_what_else_is_computed(
-    schedule: tuple[list[int], list[list[int]], int], dtype: torch.dtype, block: int, window: int | None
+    schedule: tuple[list[int], list[list[int]], int], kv: str, block: int, window: int | None
 ) -> None:
     lengths, calls, seed = schedule
     form = AttentionForm(6, 2, 20, 0.3, window)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1 + seed % 3)
-        ours = generate(lengths, calls, dtype, block, seed, form)
+        ours = generate(lengths, calls, kv, block, seed, form)
         torch.set_num_threads(1)
         for b in range(len(lengths)):
             alone = [n if i == b else 0 for i, n in enumerate(lengths)]
-            expected = generate(lengths, [alone], dtype, 32, 0, form)[b]
+            expected = generate(lengths, [alone], kv, 32, 0, form)[b]
             assert torch.equal(ours[b], expected)
     finally:
         torch.set_num_threads(before)
 
 
-@for_every_dtype
-def test_long_decode_on_threads(dtype: torch.dtype) -> None:
+@for_every_scheme
+def test_long_decode_on_threads(kv: str) -> None:
     """Few tiles and many slots: the splits of one tile are computed by several threads and merged."""
-    one = case([1, 2], [20000, 9000], dtype, head_dim=16)
+    one = case([1, 2], [20000, 9000], kv, head_dim=16)
     expected, before = one.run()[0], torch.get_num_threads()
-    close(expected, one.oracle()[0], TOLERANCE[dtype])
+    close(expected, one.oracle()[0], TOLERANCE[kv])
     try:
         for threads in (1, 2, 3, 8):
             torch.set_num_threads(threads)
@@ -310,10 +312,10 @@ def test_long_decode_on_threads(dtype: torch.dtype) -> None:
 # Writing
 
 
-@for_every_dtype
+@for_every_scheme
 @pytest.mark.parametrize("turned", [0, 2, 20, 40])
 @pytest.mark.parametrize("normed", [None, 0.0, 1.0])
-def test_write_kv(dtype: torch.dtype, turned: int, normed: float | None) -> None:
+def test_write_kv(kv: str, turned: int, normed: float | None) -> None:
     """q, k and v as columns of one matrix, to pages whose other slots stay as they are."""
     rows, heads, kv_heads, size = 9, 4, 2, 40
     x = randn(rows, heads + 2 * kv_heads, size) * 2
@@ -329,12 +331,12 @@ def test_write_kv(dtype: torch.dtype, turned: int, normed: float | None) -> None
     slots = torch.randperm(96, generator=torch.Generator().manual_seed(3))[:rows]
     nothing = torch.zeros(0, dtype=torch.int32)
     place = Placement(nothing, nothing, nothing, nothing, slots)
-    theirs = Pages.zeros(3, 32, kv_heads, size, dtype)
+    theirs = Pages.zeros(3, 32, kv_heads, size, scheme(kv))
     normed_q, normed_k = (ref.norm(t, None, n)[1] for t, n in zip((q, k), norms, strict=True)) if norms else (q, k)
     expected = ref_attention.write_kv(normed_q, normed_k, v, theirs, place, rotation)
     first = None
     for level in LEVELS:
-        pages, out = Pages.zeros(3, 32, kv_heads, size, dtype), torch.full((rows, heads, size), torch.nan)
+        pages, out = Pages.zeros(3, 32, kv_heads, size, scheme(kv)), torch.full((rows, heads, size), torch.nan)
         native.write_kv(q, k, v, pages, place, rotation, *norms, out=out, level=level)
         close(out, expected.double(), ROTATED)
         assert torch.equal(pages.values, theirs.values) or size % 16
@@ -343,7 +345,7 @@ def test_write_kv(dtype: torch.dtype, turned: int, normed: float | None) -> None
             ref_attention.read_pages(theirs, torch.arange(3), torch.float32),
             strict=True,
         ):
-            step = {torch.float32: ROTATED, torch.bfloat16: 2**-7, torch.int8: 1 / 100}[dtype]
+            step = {"float32": ROTATED, "bfloat16": 2**-7, "int8": 1 / 100}[kv]
             close(ours, wanted.double(), step if norms or turned else 1e-9)
         everything = [out, *(t for t in (pages.keys, pages.key_scales, pages.value_scales) if t is not None)]
         first = first or [t.clone() for t in everything]
@@ -355,7 +357,7 @@ def test_rotation_is_that_of_the_reference_to_the_bit() -> None:
     rotation = Rotation(angle.cos(), angle.sin(), torch.arange(5, dtype=torch.int32))
     nothing = torch.zeros(0, dtype=torch.int32)
     place = Placement(nothing, nothing, nothing, nothing, torch.arange(5))
-    q = native.write_kv(x, x, x, Pages.zeros(1, 16, 3, 32, torch.float32), place, rotation)
+    q = native.write_kv(x, x, x, Pages.zeros(1, 16, 3, 32, scheme("float32")), place, rotation)
     assert torch.equal(q, ref_attention.rope(x, angle.cos(), angle.sin()))
 
 
@@ -410,7 +412,7 @@ def test_bad_forms_and_pages_are_refused() -> None:
     scaled = dataclasses.replace(good.pages, key_scales=torch.ones(good.pages.blocks, 2, 32))
     with pytest.raises(ValueError, match="values is"):
         native.paged_attention(good.q, short, good.place, good.form)
-    with pytest.raises(ValueError, match="int8 pages, and no others, have scales"):
+    with pytest.raises(ValueError, match="float32 pages have keys, values"):
         native.paged_attention(good.q, scaled, good.place, good.form)
     with pytest.raises(ValueError, match="unknown kernel level sse"):
         native.paged_attention(good.q, good.pages, good.place, good.form, level="sse")
@@ -421,7 +423,7 @@ def test_bad_forms_and_pages_are_refused() -> None:
 
 def test_bad_writes_are_refused() -> None:
     q, k, v = randn(2, 4, 8), randn(2, 2, 8), randn(2, 2, 8)
-    pages = Pages.zeros(3, 16, 2, 8, torch.float32)
+    pages = Pages.zeros(3, 16, 2, 8, scheme("float32"))
     nothing = torch.zeros(0, dtype=torch.int32)
     place = Placement(nothing, nothing, nothing, nothing, torch.tensor([0, 47]))
     angle = torch.zeros(5, 4)
@@ -454,14 +456,14 @@ def test_bad_writes_are_refused() -> None:
 def test_beyond_two_to_the_31_elements() -> None:
     """Only the pages that are touched take memory."""
     blocks = (2**31) // (16 * 16) + 64
-    pages = Pages(
-        16, *(torch.empty(shape, dtype=torch.bfloat16) for shape in ((blocks, 1, 1, 16, 16, 1), (blocks, 1, 16, 16, 1)))
-    )
+    shapes = ((blocks, 1, 1, 16, 16, 1), (blocks, 1, 16, 16, 1))
+    made = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
+    pages = Pages(16, *made, scheme=scheme("bfloat16"))
     assert pages.keys.numel() > 2**31
     q, k, v = randn(20, 2, 16), randn(20, 1, 16, seed=1), randn(20, 1, 16, seed=2)
     form, at = AttentionForm(2, 1, 16, 0.25), torch.arange(20)
     results = []
-    for table, where in [((blocks - 1, blocks - 7), pages), ((1, 0), Pages.zeros(2, 16, 1, 16, torch.bfloat16))]:
+    for table, where in [((blocks - 1, blocks - 7), pages), ((1, 0), Pages.zeros(2, 16, 1, 16, scheme("bfloat16")))]:
         tables = torch.tensor([table], dtype=torch.int32)
         slots = tables[0].long()[at // 16] * 16 + at % 16
         place = Placement(torch.tensor([0, 20]).int(), torch.tensor([20]).int(), tables, at.int(), slots)
@@ -473,6 +475,7 @@ def test_beyond_two_to_the_31_elements() -> None:
 
 MEMORY = """
 import resource, torch
+from attar.formats.kv import scheme
 from attar.kernels.native import attention
 from attar.kernels.operands import AttentionForm
 from attar.kernels.pages import Pages, Placement
@@ -480,7 +483,7 @@ torch.set_num_threads(2)
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 def run(n):
-    pages = Pages.zeros(n // 64, 64, 1, 16, torch.{dtype})
+    pages = Pages.zeros(n // 64, 64, 1, 16, scheme("{kv}"))
     batch = (torch.tensor(t).int() for t in ([0, n], [n], [list(range(n // 64))]))
     place = Placement(*batch, torch.arange(n).int(), None)
     q, out = torch.zeros(n, 2, 16), torch.zeros(n, 32)
@@ -492,10 +495,10 @@ print(run({n}))
 """
 
 
-@for_every_dtype
-def test_memory_does_not_grow_with_the_square(dtype: torch.dtype) -> None:
+@for_every_scheme
+def test_memory_does_not_grow_with_the_square(kv: str) -> None:
     """A score for each of 8192 x 8192 pairs and head would be 512 MiB."""
     unit = 1024 if sys.platform.startswith("linux") else 1  # what ru_maxrss counts in
-    code = MEMORY.format(n=8192, dtype=str(dtype).removeprefix("torch."))
+    code = MEMORY.format(n=8192, kv=kv)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) * unit < 8 << 20

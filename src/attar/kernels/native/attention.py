@@ -9,9 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attar.formats.kv import BUCKET, KvScheme
 from attar.kernels.native import extension
 from attar.kernels.operands import AttentionForm, Norm
-from attar.kernels.pages import Pages, Placement, Rotation, shapes
+from attar.kernels.pages import Pages, Placement, Rotation
+
+
+def against(scheme: KvScheme) -> str | None:
+    """Why these kernels do not read such pages, or None where they do."""
+    return (
+        None
+        if scheme.kind in ("float", "int8", "planes")
+        else f"keys and values in {scheme.name} have no CPU kernel yet"
+    )
 
 
 def write_kv(
@@ -34,6 +44,10 @@ def write_kv(
     for name, heads_of, count in (("q", q, heads), ("k", k, pages.kv_heads), ("v", v, pages.kv_heads)):
         _check(name, heads_of, torch.float32, (rows, count, pages.head_dim), rows_apart=True)
     _check("slots", place.slots, torch.int64, (rows,))
+    sequences = 0
+    if pages.recent is not None:
+        sequences = len(place.lengths)
+        _check("row_starts", place.row_starts, torch.int32, (sequences + 1,))
     out = extension.empty((rows, heads, size)) if out is None else out
     _check("out", out, torch.float32, (rows, heads, size))
     eps = offset = 0.0
@@ -59,7 +73,7 @@ def write_kv(
         extension.library.write_kv, *_pages(pages),
         q.data_ptr(), k.data_ptr(), v.data_ptr(), *(t.stride(0) if rows > 1 else t.shape[1] * size for t in (q, k, v)),
         rows, heads, *weights, eps, offset, *rotary[:2], angles, turned, rotary[2],
-        place.slots.data_ptr(), out.data_ptr(), level or extension.cpu_level(),
+        place.slots.data_ptr(), out.data_ptr(), *_tails(pages, place), sequences, level or extension.cpu_level(),
     )  # fmt: skip
     return out
 
@@ -104,23 +118,57 @@ def paged_attention(
         extension.library.attention, *_pages(pages), q.data_ptr(), rows, form.heads, sequences,
         place.row_starts.data_ptr(), place.lengths.data_ptr(), place.tables.data_ptr(), width,
         place.positions.data_ptr(), key_positions, tree, tree_size, form.window or 0, form.scale, form.soft_cap or 0.0,
-        out.data_ptr(), 0 if mass is None else mass.data_ptr(), level or extension.cpu_level(),
+        out.data_ptr(), 0 if mass is None else mass.data_ptr(), _tails(pages, place)[1], level or extension.cpu_level(),
     )  # fmt: skip
     return out, mass
 
 
-def _pages(pages: Pages) -> tuple[str, int, int, int, int, int, int, int, int]:
+def _pages(pages: Pages) -> tuple[str | int, ...]:
     """The pages as the extension takes them."""
-    dtype, sizes = pages.dtype, (pages.blocks, pages.block, pages.kv_heads, pages.head_dim)
-    keys, values = shapes(*sizes, dtype)
-    _check("keys", pages.keys, dtype, keys)
-    _check("values", pages.values, dtype, values)
-    scales = [0, 0]
-    for i, each in enumerate((pages.key_scales, pages.value_scales)):
-        if each is not None:
-            _check("scales", each, torch.float32, (pages.blocks, pages.kv_heads, pages.block))
-            scales[i] = each.data_ptr()
-    return extension.number_name(dtype), pages.keys.data_ptr(), pages.values.data_ptr(), scales[0], scales[1], *sizes
+    if (reason := against(pages.scheme)) is not None:
+        raise ValueError(reason)
+    scheme, bases, recent = pages.scheme, 0, (0, 0, 0)
+    if pages.bases is not None:
+        _check_bases(pages)
+        bases = pages.bases.addresses.data_ptr()
+    if pages.recent is not None:
+        shape = (len(pages.recent.keys), pages.kv_heads, pages.block, pages.head_dim)
+        _check("recent keys", pages.recent.keys, torch.bfloat16, shape)
+        _check("recent values", pages.recent.values, torch.bfloat16, shape)
+        recent = (pages.recent.keys.data_ptr(), pages.recent.values.data_ptr(), shape[0])
+    sizes = (pages.blocks, pages.block, pages.kv_heads, pages.head_dim)
+    expected = pages.scheme.parts(pages.kv_heads, pages.head_dim, pages.block)
+    addresses = dict.fromkeys(("keys", "values", "key_scales", "value_scales"), 0)
+    for name in addresses:
+        if (each := getattr(pages, name)) is not None and name in expected:
+            part = expected[name]
+            _check(name, each, getattr(torch, part.dtype), (pages.blocks, *part.shape))
+            addresses[name] = each.data_ptr()
+        elif each is not None or name in expected:
+            raise ValueError(f"{pages.scheme.name} pages have {', '.join(expected)}")
+    kind, units = (scheme.kind, scheme.units(pages.head_dim)) if scheme.planes else (scheme.name, 0)
+    return kind, *addresses.values(), *sizes, bases, units, *recent
+
+
+def _tails(pages: Pages, place: Placement) -> tuple[int, int]:
+    """Which recent blocks are whose: addresses of row_starts and of their numbers; 0 where there are none."""
+    if pages.recent is None:
+        return 0, 0
+    if place.tails is None:
+        raise ValueError("pages with recent blocks want to know which is whose (Placement.tails)")
+    _check("tails", place.tails, torch.int64, (len(place.lengths),))
+    return place.row_starts.data_ptr(), place.tails.data_ptr()
+
+
+def _check_bases(pages: Pages) -> None:
+    assert pages.bases is not None
+    heads, size = pages.kv_heads, pages.head_dim
+    for each in (pages.bases.keys, pages.bases.values):
+        for name, matrix in (("into", each.into), ("back", each.back), ("queries", each.queries)):
+            _check(f"{name} of a basis", matrix, torch.float32, (heads, size, size))
+        for name, row in (("mean", each.mean), ("weights", each.weights), ("shares", each.shares)):
+            _check(f"{name} of a basis", row, torch.float32, (heads, size))
+        _check("bits of a basis", each.buckets, torch.uint8, (heads, size // BUCKET))
 
 
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], rows_apart: bool = False) -> None:

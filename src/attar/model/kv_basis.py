@@ -1,0 +1,107 @@
+"""The coordinates in which a model's keys and values are best rounded: transform coding, calibrated per layer and head.
+
+What an error of a key costs is what it does to scores: with queries of second moment S, e costs e^T S e. So keys are
+first turned to where errors count alike, y = S^1/2 k, and then to the axes of their own covariance there, along which
+they are uncorrelated (Karhunen and Loeve). Variances of a trained model's keys differ a thousandfold along those, and
+a bit is worth most where variance is greatest: `formats.kv.divide` deals out the bits, by buckets of 8 coordinates.
+Values are treated alike, with what the output matrix makes of their errors in the place of S.
+
+Tokens have scales of their own, so what counts is the covariance of their directions. It is found by three rounds of
+dividing each token by its length in the coordinates of the round before (Tyler's estimate of shape): without it a few
+common tokens decide, and rare ones, which a model's answers hang on, are rounded worst.
+
+Keys turn with their position, and calibration texts are short. So each is placed somewhere in the context at random.
+Where angles depend on the length of a text they stay at its beginning.
+
+A mean is subtracted, for values and for keys: softmax does not see what it adds to all scores of a query. It would with
+soft-capped scores: there keys keep theirs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attar.formats.kv import BUCKET, UNIT, KvScheme, divide
+from attar.kernels import ops
+from attar.kernels.pages import Bases, Rotation
+from attar.kernels.planes import Basis
+from attar.model.cache import BLOCK, Step
+from attar.model.decoder import Decoder
+from attar.model.layers import Attention
+from attar.model.rope import table
+
+ROUNDS = 3
+RIDGE = 1e-3  # of the mean of what an error counts along each axis, added to all: no direction may be free
+FLOOR = 1e-3  # of the greatest variance: what was never seen varies at least so much
+
+
+@torch.inference_mode()
+def calibrate(decoder: Decoder, ids: Tensor, scheme: KvScheme, seed: int = 0) -> list[Bases]:
+    """Bases of every layer from token ids [S, L] that the model finds likely.
+
+    Raises ValueError where a text is longer than the model's context, or the scheme cannot keep its heads.
+    """
+    config = decoder.config
+    sequences, length = ids.shape
+    if not 1 < length <= config.context:
+        raise ValueError(f"calibration texts have 2 to {config.context} tokens, not {length}")
+    scheme.check(config.head_dim, BLOCK)
+    numbers = torch.Generator().manual_seed(seed)
+    first = torch.randint(0, config.context - length + 1, (sequences, 1), generator=numbers)
+    placed = (first + torch.arange(length)).flatten().int()
+    step = Step((length,) * sequences, length)
+    kept = torch.arange(length).repeat(sequences) > 0  # a first token's keys are like no other's
+    stream, delta = decoder.embedding.forward(ids.flatten(), step.positions), None
+    found = []
+    for block in decoder.blocks:
+        one = block.attention
+        rotation = None if one.rope is None else step.rotation(one.rope)
+        if one.rope is not None and not one.rope.grows:
+            rotation = Rotation(*table(one.rope, config.context), placed)
+        q, k, v = one.heads(ops.norm(stream, delta, block.attention_norm)[1], rotation)
+        q, k, v = (each[kept].double() for each in (q, k, v))
+        units, groups = scheme.units(config.head_dim), config.kv_heads
+        queries = q.unflatten(1, (groups, -1)).movedim(1, 0).flatten(1, 2)  # [G, N * H / G, D]
+        moment = queries.transpose(1, 2) @ queries
+        keys = basis(k, moment, units, centred=one.form.soft_cap is None)
+        found.append(Bases(keys, basis(v, _output_moment(one), units, centred=True)))
+        stream, delta = block.forward(stream, delta, step)
+    return found
+
+
+def _output_moment(attention: Attention) -> Tensor:
+    """What errors of mixed values count, [G, D, D]: those of the output matrix's rows, over the heads that mix them."""
+    form, width = attention.form, attention.form.heads * attention.form.head_dim
+    apart = ops.linear(torch.eye(width), (attention.output,)) - ops.linear(torch.zeros(1, width), (attention.output,))
+    heads = apart.double().view(form.kv_heads, -1, form.head_dim, apart.shape[1])  # [G, H / G, D, I]
+    return (heads @ heads.transpose(2, 3)).sum(1)
+
+
+def basis(x: Tensor, moment: Tensor, units: int, centred: bool) -> Basis:
+    """Of one layer's keys or values x [N, G, D], float64, whose errors count by `moment` [G, D, D]; buckets get `units`
+    bits together."""
+    size = x.shape[2]
+    into, back, means, weights, bits = [], [], [], [], []
+    for g in range(x.shape[1]):
+        mean = x[:, g].mean(0) if centred else torch.zeros(size, dtype=x.dtype)
+        values, axes = torch.linalg.eigh(moment[g] + RIDGE * moment[g].trace() / size * torch.eye(size))
+        root = axes * values.sqrt()
+        to, fro = root @ axes.T, (axes / values.sqrt()) @ axes.T
+        y = (x[:, g] - mean) @ to
+        variance, turn = torch.ones(size, dtype=x.dtype), torch.eye(size, dtype=x.dtype)
+        for _ in range(ROUNDS):
+            length = (y @ turn / variance.sqrt()).square().mean(1, keepdim=True)
+            even = y / length.clamp(min=1e-30).sqrt()
+            variance, turn = torch.linalg.eigh(even.T @ even / len(even))
+            variance, turn = variance.flip(0), turn.flip(1)
+            variance = variance.clamp(min=FLOOR * float(variance[0])) / variance.mean()
+        dealt = divide(variance.view(-1, BUCKET).mean(1).tolist(), units)
+        factor = variance.sqrt() / UNIT
+        into.append(to @ turn / factor)
+        back.append((turn.T @ fro) * factor[:, None])
+        means.append(mean)
+        weights.append(factor.square())
+        bits.append(tuple(dealt))
+    one, other, middle, counts = (torch.stack(each).float().contiguous() for each in (into, back, means, weights))
+    return Basis(one, other, middle, counts, tuple(bits))

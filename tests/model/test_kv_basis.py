@@ -1,0 +1,66 @@
+"""Calibrated coordinates: what they promise, on a small model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from attar.engine import kv as engine_kv
+from attar.formats.kv import scheme
+from attar.kernels import planes
+from attar.model import kv_basis
+from attar.model.decoder import Decoder
+
+Make = Callable[..., Decoder]
+GAIN = 0.5
+INVERSE = 2e-3  # of float32 matrices whose axes differ a thousandfold
+
+
+@pytest.fixture(scope="module")
+def decoder(request: pytest.FixtureRequest) -> Decoder:
+    made: Decoder = request.getfixturevalue("tiny_decoder")()
+    return made
+
+
+def test_bases_are_invertible_and_deal_out_all_bits(decoder: Decoder) -> None:
+    config = decoder.config
+    ids = engine_kv.sample(decoder, 3, 1)
+    assert ids.shape == (4, min(engine_kv.LENGTH, config.context))
+    assert torch.equal(ids, engine_kv.sample(decoder, 3, 1))
+    wanted = scheme("klt4")
+    found = kv_basis.calibrate(decoder, ids, wanted)
+    assert len(found) == config.layers
+    for bases in found:
+        for one in (bases.keys, bases.values):
+            eye = torch.eye(config.head_dim).expand_as(one.into)
+            assert (one.into @ one.back - eye).abs().max() <= INVERSE
+            assert all(sum(bits) == wanted.units(config.head_dim) for bits in one.bits)
+            assert all(sorted(bits, reverse=True) == list(bits) for bits in one.bits)
+    assert len({bases.keys.bits for bases in found} | {bases.values.bits for bases in found}) > 1
+
+
+def test_errors_count_less_than_in_the_plain_rotation() -> None:
+    """At equal bits, of numbers that calibration has not seen: axes that vary tenfold, tokens of other lengths."""
+    numbers = torch.Generator().manual_seed(0)
+    axes = torch.linalg.qr(torch.randn((2, 64, 64), generator=numbers, dtype=torch.float64))[0]
+    spread = torch.logspace(0, -1, 64, dtype=torch.float64)
+    lengths = torch.rand((3000, 2, 1), generator=numbers, dtype=torch.float64) * 4 + 0.2
+    x = (
+        torch.einsum("ngd,gde->nge", torch.randn((3000, 2, 64), generator=numbers).double() * spread, axes) * lengths
+        + 1
+    )
+    root = torch.randn((2, 64, 64), generator=numbers, dtype=torch.float64)
+    moment = root @ root.transpose(1, 2)
+    errors = []
+    for one in (kv_basis.basis(x[:2000], moment, 32, centred=True), planes.rotation(2, 64, 32)):
+        rounded = one.turn_back(planes.dequantize(*planes.quantize(one.turn(x[2000:]), one), one))
+        wrong = rounded.double() - x[2000:]
+        errors.append(float(torch.einsum("ngd,gde,nge->", wrong, moment, wrong)))
+    assert errors[0] <= GAIN * errors[1]
+
+
+def test_texts_that_do_not_fit(decoder: Decoder) -> None:
+    with pytest.raises(ValueError, match="calibration texts have 2 to"):
+        kv_basis.calibrate(decoder, torch.zeros((2, decoder.config.context + 1), dtype=torch.int64), scheme("klt4"))
