@@ -67,3 +67,11 @@ def test_what_transformers_cannot_read_is_said(recipe: str, tmp_path: Path) -> N
     (note,) = compress(write("Qwen3Moe", tmp_path / "source"), tmp_path / "out", recipe=recipe).notes
     assert "fuses the experts" in note
     assert note in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("recipe", ["guided-w4g32", "qronos-w4g32"])
+def test_what_compares_tokens_across_models_is_refused(recipe: str, tmp_path: Path) -> None:
+    source = write("Mixtral", tmp_path / "source")
+    with pytest.raises(ValueError, match="routers of a mixture"):
+        compress(source, tmp_path / "out", recipe=recipe, calibration=[[1, 2, 3]])
+    assert not (tmp_path / "out").exists()

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from attar.checkpoints import hf
 from attar.checkpoints.verify import verify
-from attar.compression import calibrate, passes, pipeline, rtn
+from attar.compression import calibrate, hessians, pipeline, rtn
 from attar.compression.calibrate import Rows
 from attar.compression.pipeline import compress
 from attar.formats.scheme import Grid, Scheme
@@ -40,25 +41,25 @@ def test_hessians_in_runs_give_the_same_bytes(
 ) -> None:
     """As in mixtures of experts, whose Hessians are too many for one run."""
     watched: list[int] = []
-    watch = passes.BlockWork._watch
+    gather = hessians._gather
 
-    def counted(self: passes.BlockWork, watchers: dict[str, object], rows: int | None = None) -> None:
-        watched.append(len(watchers))
-        watch(self, watchers, rows)  # type: ignore[arg-type]
+    def counted(*arguments: Any) -> None:
+        watched.append(len(arguments))
+        gather(*arguments)
 
-    monkeypatch.setattr(passes.BlockWork, "_watch", counted)
+    monkeypatch.setattr(hessians, "_gather", counted)
     compress(tiny, tmp_path / "one", recipe=recipe, calibration=calibration)
     once = len(watched)
-    monkeypatch.setattr(passes, "HESSIANS", 0)
+    monkeypatch.setattr(hessians, "HESSIANS", 0)
     compress(tiny, tmp_path / "many", recipe=recipe, calibration=calibration)
     assert len(watched) - once > once, "a run for each group, rather than one for all four"
     assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "many")
 
 
 def test_most_numbers_in_memory_at_once() -> None:
-    assert passes._most([4]) == 8  # a Hessian and its factor
-    assert passes._most([1, 1, 1, 16]) == 32  # the early ones are gone when the last is factored
-    assert passes._most([16, 1, 16]) == 49
+    assert hessians.most([4]) == 8  # a Hessian and its factor
+    assert hessians.most([1, 1, 1, 16]) == 32  # the early ones are gone when the last is factored
+    assert hessians.most([16, 1, 16]) == 49
 
 
 def test_the_output_matrix_in_parts(tiny: Path, stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,12 @@ def test_gptq_beats_rtn_on_a_foreign_model(story: Bench) -> None:
     assert story.ratio("gptq-w4g128", "rtn-w4g128")[2] < 1
 
 
+def test_knowing_the_loss_beats_gptq_on_a_foreign_model(story: Bench) -> None:
+    """The small one, since gradients of the embedded model would take the suite half a minute."""
+    assert story.ratio("guided-w4g128", "gptq-w4g128")[2] < 1
+    assert story.ratio("qronos-w4g128", "gptq-w4g128")[2] < 1
+
+
 def test_awq_does_no_harm_where_there_are_no_outliers(clean: Bench) -> None:
     assert clean.ratio("awq-w4g128", "rtn-w4g128")[0] <= CLEAN_AWQ
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attar.compression.recipe import Awq, Gptq, Override, Recipe, Rtn, SmoothQuant
+from attar.compression.recipe import Awq, Gptq, Guided, Override, Qronos, Recipe, Rtn, SmoothQuant, Tune
 from attar.formats.scheme import Scheme
 
 SHAPES = {
@@ -54,7 +54,7 @@ def test_a_name_says_passes_and_scheme(name: str, passes: tuple[object, ...], sc
         ("gptq-w4g12x", "did you mean w4g128"),
         ("gptq", "did you mean gptq-w4g128"),
         ("w4g128", "did you mean rtn-w4g128"),
-        ("zzz-w4g128", "known are awq, gptq, rtn, smoothquant"),
+        ("zzz-w4g128", "known are autoround, awq, gptq, guided"),
         ("gptq-w9g128", "2 to 8 bits"),
         ("gptq+rtn-w4", "comes last"),
         ("awq+awq-w4", "twice"),
@@ -205,3 +205,28 @@ def test_the_dict_is_canonical(tmp_path: Path) -> None:
     assert json.loads(json.dumps(plain)) == plain
     changed = Recipe.load(write(tmp_path, "recipe: smoothquant-w8a8\nalpha: 0.5"))
     assert changed.to_dict() != plain
+
+
+def test_tuning_follows_any_recipe_of_scales() -> None:
+    plain, tuned = Recipe.load("guided-w4g128"), Recipe.load("guided+tune-w4g128")
+    assert tuned == replace(plain, tune=Tune())
+    assert tuned.name == "guided+tune-w4g128"
+    assert Recipe.load("tune-w4g128").passes == (Rtn(),)
+    assert Recipe.load(Recipe.load("tune-w4g128").name) == Recipe.load("tune-w4g128")
+    assert Recipe.from_dict({"recipe": "gptq+tune-w4", "epochs": 2, "damping": 0.1}) == replace(
+        Recipe.load("gptq-w4"), passes=(Gptq(damping=0.1),), tune=Tune(epochs=2)
+    )
+    assert "tune" not in plain.to_dict()
+    assert tuned.to_dict()["tune"]["epochs"] == 4
+    with pytest.raises(ValueError, match=r"epochs is an option of .*tune, which gptq-w4 does not use"):
+        Recipe.from_dict({"recipe": "gptq-w4", "epochs": 2})
+    with pytest.raises(ValueError, match="no scales to tune"):
+        Recipe.load("gptq+tune-q4_k_m")
+
+
+def test_methods_that_are_gptq_with_other_defaults() -> None:
+    assert Recipe.load("guided-w4g128").rounding == Guided(couple=True, correct=True, polish=4)
+    assert Recipe.load("qronos-w4g128").rounding == Qronos(correct=True, polish=4)
+    assert isinstance(Recipe.load("guided-w4").rounding, Gptq)
+    assert Recipe.load("gptq-w4").rounding == Gptq(polish=0, guide=0, couple=False, correct=False)
+    assert Recipe.from_dict({"recipe": "gptq-w4", "guide": 2}).name == "gptq-w4"

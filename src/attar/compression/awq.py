@@ -87,7 +87,7 @@ def scaled_rounding(weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
     """Q(W diag(s)) diag(s)^-1 for a weight [O, I]: what the linear computes with, seen from its unscaled input."""
     found = torch.empty_like(weight)
     rows, columns = weight.shape
-    whole = scheme.weight.granularity == "tensor"  # then all rows share a scale
+    whole = not scheme.weight.by_row  # then all rows share a scale
     for part in [slice(0, rows)] if whole else row_slices(rows, columns):
         scaled = (weight[part].float() * scales).to(weight.dtype)
         found[part] = _rounded(scaled, scheme) / scales
@@ -150,11 +150,11 @@ def clip(weight: Tensor, x: Tensor, scheme: Scheme) -> Tensor:
     """
     rows, columns = weight.shape
     x = x[:: -(-len(x) // CLIP_TOKENS)].float()  # [N, I]
-    groups = scheme.weight.groups(columns)
+    groups = scheme.grid.groups(columns)
     # |X_g d| = |R_g d| where X_g = Q R_g: where groups are smaller than 512, fewer rows to multiply by.
     factors = torch.stack([torch.linalg.qr(part, mode="r").R for part in x.chunk(groups, 1)])  # [G, K, g]
     # A scale shared by all rows cannot be judged by some of them.
-    step = rows if scheme.weight.granularity == "tensor" else max(1, CHUNK_ELEMENTS // columns)
+    step = rows if not scheme.weight.by_row else max(1, CHUNK_ELEMENTS // columns)
     clipped = torch.empty_like(weight)
     for part, into in zip(weight.split(step), clipped.split(step), strict=True):
         into.copy_(_clip_rows(part, x, factors, scheme))
@@ -162,7 +162,7 @@ def clip(weight: Tensor, x: Tensor, scheme: Scheme) -> Tensor:
 
 
 def _clip_rows(weight: Tensor, x: Tensor, factors: Tensor, scheme: Scheme) -> Tensor:
-    shared = scheme.weight.granularity == "tensor"
+    shared = not scheme.weight.by_row
     parts = weight.unflatten(1, (len(factors), -1)).transpose(0, 1)  # [G, R, g]
     over = (1, 2) if shared else 2
     low, high = parts.amin(over, keepdim=True), parts.amax(over, keepdim=True)

@@ -29,17 +29,21 @@ Where peers go wrong, or differ:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from attar.compression import rtn
+from attar.compression.form_levels import LEVELLED, Scaled, Tables, levels_of
+from attar.compression.ggml_levels import Ggml
+from attar.compression.levels import Uniform
+from attar.compression.polish import descend
 from attar.compression.recipe import Order, ScaleSearch
 from attar.formats import affine
+from attar.formats.forms import GgmlBlocks
 from attar.formats.packed import PackedTensor
-from attar.formats.scheme import FLOAT8, Grid, Scheme
+from attar.formats.scheme import Grid, Scheme
 
 TOKENS_AT_ONCE = 2048
 ROWS_AT_ONCE = 512
@@ -55,15 +59,19 @@ class Hessian:
 
     def __init__(self, columns: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> None:
         self.mean = torch.zeros((columns, columns), dtype=dtype, device=device)
-        self.tokens = 0
+        self.tokens = 0.0  # that were seen, or what their weights add up to
 
-    def add(self, x: Tensor) -> None:
-        """Take in rows x [N, I] of any float dtype."""
-        for part in x.split(TOKENS_AT_ONCE):
-            part = part.to(self.mean.dtype)
-            total = self.tokens + len(part)
-            self.mean.addmm_(part.T, part, beta=self.tokens / total, alpha=1 / total)
-            self.tokens = total
+    def add(self, x: Tensor, weights: Tensor | None = None) -> None:
+        """Take in rows x [N, I] of any float dtype, each as often as its weight [N] says, which is not negative."""
+        for at, part in enumerate(x.split(TOKENS_AT_ONCE)):
+            part, count = part.to(self.mean.dtype), float(len(part))
+            if weights is not None:
+                some = weights[at * TOKENS_AT_ONCE :][: len(part)].to(part.dtype)
+                part, count = part * some.sqrt()[:, None], float(some.sum())
+            if count:
+                total = self.tokens + count
+                self.mean.addmm_(part.T, part, beta=self.tokens / total, alpha=1 / total)
+                self.tokens = total
 
     def merge(self, other: Hessian) -> None:
         """Take in the rows that `other` saw."""
@@ -93,18 +101,57 @@ class Prepared:
         part = self.upper[n - stop : n - start, n - stop :].flip(0, 1)
         return part / part[:, start:].diagonal()[:, None]
 
+    def solve(self, right: Tensor) -> Tensor:
+        """H^-1 right of the damped H, for right [I, N]."""
+        backwards = self.sweep.flip(0)
+        found = torch.cholesky_solve(right[backwards], self.upper, upper=True)
+        return found.index_select(0, backwards.argsort())
+
 
 @dataclass(frozen=True, eq=False)
 class GptqResult:
-    """The compressed weight and what it costs: tr(E H E^T) / tr(W H W^T), E the difference to the original weight.
+    """The compressed weight and what it costs: `damage` is tr(E H E^T), E the difference to the weight asked for, and
+    `energy` tr(W H W^T). `rtn_damage` is what rounding to nearest on the same levels, as first found, would cost.
 
-    That is the squared error of the outputs relative to the outputs, on the calibration tokens. `rtn_error` is what
-    rounding to nearest on the same grid, found by the same scale search, would cost.
+    Errors are relative: the squared error of the outputs over the outputs, on the calibration tokens.
     """
 
-    packed: PackedTensor
-    error: float
-    rtn_error: float
+    packed: PackedTensor | Tensor  # a tensor where weights are pruned and stay dense
+    damage: float
+    rtn_damage: float
+    energy: float
+
+    @property
+    def error(self) -> float:
+        return self.damage / self.energy if self.energy else 0.0
+
+    @property
+    def rtn_error(self) -> float:
+        return self.rtn_damage / self.energy if self.energy else 0.0
+
+
+def stacked(parts: Sequence[GptqResult]) -> GptqResult:
+    """The result of a weight whose rows were solved for some at a time, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    damage, rtn_damage, energy = (
+        sum(figures) for figures in zip(*((p.damage, p.rtn_damage, p.energy) for p in parts), strict=True)
+    )
+    packs = [part.packed for part in parts if isinstance(part.packed, PackedTensor)]
+    if not packs:
+        dense = torch.cat([part.packed for part in parts if isinstance(part.packed, Tensor)])
+        return GptqResult(dense, damage, rtn_damage, energy)
+    first = packs[0]
+    rows, columns = sum(part.shape[0] for part in packs), first.shape[1]
+    assert first.scheme.weight.by_row, "what all rows share is not known from some"
+    if isinstance(first.scheme.weight, Grid) and first.scheme.weight.kind == "int":
+        codes, scales, zeros = zip(*(affine.decode(part) for part in packs), strict=True)
+        zero = None if zeros[0] is None else torch.cat(zeros)
+        packed = affine.encode(torch.cat(codes), torch.cat(scales), zero, first.scheme, (rows, columns))
+    else:
+        joined = {name: torch.cat([part.parts[name] for part in packs]) for name in first.parts}
+        packed = PackedTensor(first.scheme, (rows, columns), joined)
+    return GptqResult(packed, damage, rtn_damage, energy)
 
 
 def prepare(hessian: Hessian, damping: float = 0.01, order: Order = "activation") -> Prepared:
@@ -148,111 +195,84 @@ def solve(
     block: int = 128,
     scale_search: ScaleSearch = "mse",
     static_groups: bool = True,
+    polish: int = 0,
+    damping: float = 0.01,
+    largest: Tensor | None = None,
 ) -> GptqResult:
     """Compress a weight [O, I] of any float dtype whose inputs are those that `prepared` knows.
 
     `block` sets how many columns share one product with all before them: speed, not results. Groups that are not static
-    are their own blocks; only natural order has them. Raises ValueError as `affine.min_max` and `affine.qparams` do.
+    are their own blocks; only natural order has them. Then `polish` sweeps of `polish.descend`, damped by `damping`.
+    Raises ValueError as `affine.min_max` and `affine.qparams` do.
     """
     assert static_groups or prepared.order == "natural", "activation order visits groups in pieces"
-    rows, columns = weight.shape
-    hessian, sweep, dtype = prepared.hessian, prepared.sweep, prepared.hessian.dtype
-    grid, groups = scheme.weight, scheme.weight.groups(columns)
-    group = columns // groups
-
-    scale, zero, work, energy, rtn_damage = _begin(weight, prepared, scheme, scale_search)
-    codes = torch.empty((columns, rows), dtype=_code_dtype(grid), device=weight.device)  # [I, O], in original order
-    dynamic = not static_groups and groups > 1
-    step = group if dynamic else block
+    columns = weight.shape[1]
+    hessian, sweep = prepared.hessian, prepared.sweep
+    levels, work, energy, rtn_damage = _begin(weight, prepared, scheme, scale_search, largest)
+    codes = torch.empty(weight.shape[::-1], dtype=levels.code_dtype, device=weight.device)  # [I, O], in original order
+    dynamic = not static_groups and isinstance(levels, Uniform) and levels.width < columns
+    step = levels.width if dynamic else block
     places = sweep.tolist()
     for start in range(0, columns, step):
         stop = min(start + step, columns)
         pull = prepared.rows(start, stop)  # [b, stop]: row k, column j holds V_jk
         within = pull[:, start:]
         target = pull[:, :start] @ work[:start]  # [b, O]
-        if dynamic:
+        if dynamic and isinstance(levels, Uniform):
             ahead = torch.linalg.solve_triangular(within, target, upper=False, unitriangular=True)
-            one = replace(grid, granularity="channel", group_size=None)
-            found = rtn.group_scales((work[start:stop] + ahead).T, one, scale.dtype, scale_search)
-            scale[:, start // group] = found[0][:, 0]
-            if zero is not None and found[1] is not None:
-                zero[:, start // group] = found[1][:, 0]
+            levels.reset(start // step, (work[start:stop] + ahead).T, scale_search)
         target += work[start:stop]
         for k, place in enumerate(places[start:stop]):
             wanted = target[k].addmv_(work[start : start + k].T, within[k, :k])  # [O]
-            code, value = _nearest(wanted, *_column(scale, zero, place // group, dtype), grid)
+            code, value = levels.nearest(place, wanted)
             codes[place] = code
             work[start + k] -= value  # from here on the row holds the difference w_k - w'_k
-    packed = _pack(codes.T.contiguous(), scale, zero, scheme, (rows, columns))
-    damage, back = 0.0, sweep.argsort()
-    for some in _slices(rows):
-        damage += _damage(work[:, some].T.index_select(1, back), hessian)
-    return GptqResult(packed, damage / energy if energy else 0.0, rtn_damage / energy if energy else 0.0)
+    back = sweep.argsort()
+    if polish:
+        del work  # in place of which comes a matrix of the same size
+        work, back = descend(codes, levels, weight, hessian, polish, damping), torch.arange(columns)
+    damage = sum(_damage(work[:, some].T.index_select(1, back), hessian) for some in _slices(len(weight)))
+    return GptqResult(levels.pack(codes), damage, rtn_damage, energy)
+
+
+def begin(
+    weight: Tensor, prepared: Prepared, scheme: Scheme, scale_search: ScaleSearch, largest: Tensor | None = None
+) -> tuple[Tensor, Uniform | Ggml | Scaled | Tables]:
+    """The weight [O, I] in the solver's dtype, columns without input zero, and the levels that it asks for.
+
+    Scales of forms that are no grid, and tables, are found for how much each column counts: its input's mean square.
+    `largest` [1] is that of all NVFP4 weights that engines fuse with this one.
+    """
+    original, importance = weight.to(prepared.hessian.dtype, copy=True), prepared.hessian.diagonal().float()
+    original[:, importance == 0] = 0
+    if isinstance(scheme.weight, GgmlBlocks):
+        return original, Ggml(original, scheme, importance)
+    if isinstance(scheme.weight, LEVELLED):
+        return original, levels_of(original, scheme, importance, scale_search, largest)
+    return original, Uniform.of(original, scheme, scale_search)
 
 
 def _begin(
-    weight: Tensor, prepared: Prepared, scheme: Scheme, scale_search: ScaleSearch
-) -> tuple[Tensor, Tensor | None, Tensor, float, float]:
-    """(scale, zero, work, tr(W H W^T), damage of rounding to nearest) before the first column is rounded.
+    weight: Tensor, prepared: Prepared, scheme: Scheme, scale_search: ScaleSearch, largest: Tensor | None
+) -> tuple[Uniform | Ggml | Scaled | Tables, Tensor, float, float]:
+    """(levels, work, tr(W H W^T), damage of rounding to nearest) before the first column is rounded.
 
     `work` [I, O] is the weight transposed, one row a column, in the order of the sweep.
     """
     hessian = prepared.hessian
-    original = weight.to(hessian.dtype, copy=True)
-    original[:, hessian.diagonal() == 0] = 0
-    scale, zero = rtn.group_scales(original, scheme.weight, getattr(torch, scheme.scale_dtype), scale_search)
+    original, levels = begin(weight, prepared, scheme, scale_search, largest)
     work = torch.empty((weight.shape[1], weight.shape[0]), dtype=hessian.dtype, device=weight.device)
     energy = damage = 0.0
     for some in _slices(len(weight)):
         part = original[some]
         work[:, some] = part.index_select(1, prepared.sweep).T
         energy += _damage(part, hessian)
-        damage += _damage(part - _rounded(part, scale, zero, some, scheme.weight), hessian)
-    return scale, zero, work, energy, damage
-
-
-def _nearest(x: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Codes and values of one column x [O], with scale and zero in its dtype, [O] or [1]: the codecs' arithmetic."""
-    scaled = x / scale
-    if zero is not None:
-        scaled += zero
-    scaled.clamp_(grid.qmin, grid.qmax)
-    if grid.kind != "int":
-        code = scaled.to(_code_dtype(grid))
-        return code, code.to(x.dtype) * scale
-    code = scaled.round_()
-    return code, (code if zero is None else code - zero) * scale
-
-
-def _column(scale: Tensor, zero: Tensor | None, at: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero of group `at` in the working dtype, [O], or [1] for the whole tensor."""
-    if scale.ndim == 2:
-        scale, zero = scale[:, at], None if zero is None else zero[:, at]
-    return scale.to(dtype), None if zero is None else zero.to(dtype)
-
-
-def _code_dtype(grid: Grid) -> torch.dtype:
-    dtype = torch.int8 if grid.kind == "int" else getattr(torch, FLOAT8[grid.kind])
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
-def _pack(codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme, shape: tuple[int, int]) -> PackedTensor:
-    if scheme.weight.kind == "int":
-        return affine.encode(codes, scale, zero, scheme, shape)
-    return PackedTensor(scheme, shape, {"codes": codes, "scale": scale})
+        damage += _damage(part - levels.rounded(part, some), hessian)
+    return levels, work, energy, damage
 
 
 def _slices(rows: int) -> Iterator[slice]:
     return (slice(at, min(at + ROWS_AT_ONCE, rows)) for at in range(0, rows, ROWS_AT_ONCE))
-
-
-def _rounded(part: Tensor, scale: Tensor, zero: Tensor | None, rows: slice, grid: Grid) -> Tensor:
-    """Rows [R, I] of the weight rounded to nearest."""
-    if scale.ndim == 2:
-        scale, zero = scale[rows], None if zero is None else zero[rows]
-    wide, shift = scale.to(part.dtype)[..., None], None if zero is None else zero.to(part.dtype)[..., None]
-    return _nearest(part.unflatten(1, (scale.shape[-1], -1)), wide, shift, grid)[1].flatten(1)
 
 
 def _damage(delta: Tensor, hessian: Tensor) -> float:

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.checkpoints import compressed_tensors
+from attar.checkpoints import bitsandbytes, compressed_tensors, libraries, own_format
 from attar.checkpoints.hf import Checkpoint
-from attar.checkpoints.writer import ShardWriter
-from attar.compression import rtn
+from attar.checkpoints.writer import FilePlan, ShardWriter, plan_files
+from attar.compression import rtn, structured
 from attar.compression.recipe import HEAD, KEEP, Recipe
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Part, Scheme
@@ -64,18 +64,23 @@ class Output:
             name: None if scheme is None else scheme.with_scale_dtype(folder.info(tensor).dtype)
             for (tensor, name), scheme in zip(stored.items(), recipe.schemes(shapes).values(), strict=True)
         }
-        if not any(self.schemes.values()):
+        self.sizes = None  # of what structured pruning leaves
+        if recipe.structured is not None:
+            self.sizes = structured.sizes(config, recipe.structured.percent)
+        if not any(self.schemes.values()) and not any(map(recipe.reshapes, self.schemes)):
             raise ValueError(f"recipe {recipe.name} with its overrides compresses nothing")
         self.head, self.head_shape = self.schemes[HEAD], shapes[HEAD]
         self.packed_ends = self.shared and self.head is not None
         self._modules = {name: checkpoint.stored_name(name) for name in self.schemes}  # as the output names them
         if self.packed_ends:
             self._modules[HEAD] = ends[0]
-        self._quantization = self._quantization_config()
+        used = {scheme for scheme in self.schemes.values() if scheme is not None}
+        self._library = libraries.library_for(used)
+        self._quantization = self._quantization_config(shapes)
         self._head_parts: dict[str, str] = {}  # tensor of each part of a compressed output matrix
         if self.head is not None:
             self._head_parts = {
-                part: f"{self._modules[HEAD]}.{compressed_tensors.stored_part(part, self.head)}"
+                part: f"{self._modules[HEAD]}.{self._library.stored_part(part, self.head)}"
                 for part in self.head.parts(self.head_shape)
             }
         self.layout: dict[str, Part] = {}
@@ -84,19 +89,28 @@ class Output:
         packed_bytes = weights = 0
         for tensor in folder.names():
             parts = {tensor: folder.info(tensor)}
+            if self.sizes is not None:
+                parts[tensor] = structured.declared(config, self.sizes, tensor, parts[tensor])
             name = stored.get(tensor, "")
             scheme = self.schemes.get(name)
             if scheme is not None:
-                parts = compressed_tensors.declared(self._modules[name], scheme, shapes[name])
+                parts = libraries.declared(self._library, self._modules[name], scheme, shapes[name])
                 packed_bytes += scheme.bytes(shapes[name])
                 weights += math.prod(shapes[name])
+            elif name and recipe.reshapes(name):
+                packed_bytes += parts[tensor].bytes  # zeros are stored like any other weight
+                weights += math.prod(parts[tensor].shape)
             self.layout |= parts
             for prefix, layer in layers.items():
                 if tensor.startswith(prefix):
                     self._in_block |= dict.fromkeys(parts, layer)
         self.bits_per_weight = 8 * packed_bytes / weights
-        used = {scheme for scheme in self.schemes.values() if scheme is not None}
-        self.notes = _notes(config.names.transposed, config.experts is not None, self.packed_ends, used)
+        self.method = self._library.METHOD if used else "safetensors"  # what is pruned and dense is in no other
+        self.notes = _notes(config.names.transposed, config.experts is not None, self.packed_ends, used, self.method)
+
+    def plans(self, max_shard_bytes: int) -> list[FilePlan]:
+        """The files of the layout. Raises ValueError as `plan_files`."""
+        return plan_files(self.layout, max_shard_bytes)
 
     def written(self, blocks_done: int) -> list[str]:
         """The tensors that are on disk once so many blocks are done."""
@@ -122,7 +136,7 @@ class Output:
         if linear.bias is not None:
             yield f"{module}.bias", linear.bias
         if isinstance(linear.weight, PackedTensor):
-            yield from compressed_tensors.parts_of(module, linear.weight, linear.activation_scale).items()
+            yield from libraries.parts_of(self._library, module, linear.weight, linear.activation_scale).items()
         else:
             assert isinstance(linear.weight, Tensor)
             transposed = self.checkpoint.config.names.is_transposed(linear.name)
@@ -136,19 +150,29 @@ class Output:
         except ValueError as error:
             raise ValueError(f"{HEAD}: {error}") from None
 
+    def round_embedding(self, rows: Tensor) -> PackedTensor | None:
+        """Rows [R, I] of the embedding as they are stored; None where that is as they are."""
+        return self.round_head(rows) if self.packed_ends else None
+
+    def as_read(self, packed: PackedTensor) -> Tensor | PackedTensor:
+        """Rows of the output matrix as they will be read."""
+        return packed
+
     def write_head(self, writer: ShardWriter, pieces: Iterable[PackedTensor]) -> None:
         """Write the output matrix, whose rows come in `pieces`, all but the last of a multiple of 32."""
         assert self.head is not None
         names = self._head_parts
-        small: dict[str, list[Tensor]] = {part: [] for part in names if part not in ("codes", "shape")}
+        sizes = {part: declared.bytes for part, declared in self.head.parts(self.head_shape).items()}
+        largest = max(sizes, key=sizes.__getitem__)
+        small: dict[str, list[Tensor]] = {part: [] for part in names if part not in (largest, "shape")}
 
-        def codes() -> Iterator[Tensor]:
+        def rows() -> Iterator[Tensor]:
             for piece in pieces:
                 for part, found in small.items():
                     found.append(piece.parts[part])
-                yield piece.parts["codes"]
+                yield piece.parts[largest]
 
-        writer.write_rows(names["codes"], codes())
+        writer.write_rows(names[largest], rows())
         for part, found in small.items():
             writer.write(names[part], torch.cat(found))
         if "shape" in names:
@@ -175,18 +199,24 @@ class Output:
         config: dict[str, Any] = dict(self.checkpoint.folder.config)
         if self.head is not None:  # two tables that differ now, or one that is found under no name but its own
             config["tie_word_embeddings"] = self.shared
-        config["quantization_config"] = self._quantization
+        if self.sizes is not None:
+            config = structured.config_json(config, self.checkpoint.config.head_dim, self.sizes)
+        if self._quantization is not None:
+            config["quantization_config"] = self._quantization
         (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
         for name in self.carried:
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(self.checkpoint.folder.path / name, folder / name)
 
-    def _quantization_config(self) -> dict[str, Any]:
+    def _quantization_config(self, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Any] | None:
+        if not any(self.schemes.values()):
+            return None  # pruned, and as dense as any checkpoint
         modules = [(self._modules[name], scheme) for name, scheme in self.schemes.items()]
         packed = {module: scheme for module, scheme in modules if scheme is not None}
         dense = [module for module, scheme in modules if scheme is None] + self._other_linears()
         embeddings = [self._modules[HEAD]] if self.packed_ends else []
-        return compressed_tensors.quantization_config(packed, dense, embeddings)
+        sizes = {self._modules[name]: shape for name, shape in shapes.items()}
+        return self._library.quantization_config(packed, dense, embeddings, sizes)
 
     def _other_linears(self) -> list[str]:
         """Linears that hold no compressed weight, whatever the recipe: the gates of mixtures of experts, and an output
@@ -201,15 +231,23 @@ class Output:
         return [self.checkpoint.stored_name(name) for name in found]
 
 
-def _notes(transposed: bool, experts: bool, packed_ends: bool, used: Collection[Scheme]) -> tuple[str, ...]:
+def _notes(
+    transposed: bool, experts: bool, packed_ends: bool, used: Collection[Scheme], method: str
+) -> tuple[str, ...]:
     """What whoever loads the output elsewhere must know, a sentence each. `used` are the schemes in it; `packed_ends`:
-    whether one packed matrix is both ends of the model."""
+    whether one packed matrix is both ends of the model; `method`: in which library's format it is."""
+    if not used:
+        return ()
+    if method == own_format.METHOD:
+        return ("It loads in attar only: no other reader has a place for these schemes in one folder.",)
+    if method == bitsandbytes.METHOD:
+        return ("attar reads it, and transformers where bitsandbytes is installed.",)
     if transposed:
         return (
             "It loads in attar only: transformers, which keeps these weights in Conv1D modules, passes the packed ones "
             "over and starts from random ones.",
         )
-    asymmetric = any(scheme.layout == "packed" and not scheme.weight.symmetric for scheme in used)
+    asymmetric = any(scheme.layout == "packed" and not scheme.grid.symmetric for scheme in used)
     if packed_ends:
         once = (
             "Its embedding, which is its output matrix too, is stored once and packed: attar reads it, and vLLM if it "
@@ -237,7 +275,13 @@ def _notes(transposed: bool, experts: bool, packed_ends: bool, used: Collection[
 
 
 def model_card(
-    recipe: str, head: str, bits_per_weight: float, size: int, cost: Mapping[str, Any] | None, notes: Sequence[str] = ()
+    recipe: str,
+    head: str,
+    bits_per_weight: float,
+    size: int,
+    cost: Mapping[str, Any] | None,
+    notes: Sequence[str] = (),
+    method: str = compressed_tensors.METHOD,
 ) -> str:
     """README.md of a compressed folder: what it is, how to run it, and what the compression cost."""
     measured = "Not measured: `attar eval` does, against the original."
@@ -250,9 +294,9 @@ def model_card(
     readers = " ".join(notes) or "attar, transformers and vLLM read it."
     with_head = "" if head == KEEP else f", the output matrix in `{head}`"
     return (
-        "---\nlibrary_name: transformers\ntags: [attar, compressed-tensors]\n---\n\n# Compressed with attar\n\n"
+        f"---\nlibrary_name: transformers\ntags: [attar, {method}]\n---\n\n# Compressed with attar\n\n"
         f"Recipe `{recipe}`{with_head}: {bits_per_weight:.3f} bits per weight in the compressed linears, {size:,}\n"
-        f"bytes of weights. Stored as compressed-tensors. {readers}\n\n"
+        f"bytes of weights. Stored in the format of {method}. {readers}\n\n"
         "`receipt.json` holds the recipe, hashes and probes; `attar verify` checks them on your machine.\n\n"
         f"## What it cost\n\nAgainst the original, on held-out text:\n\n{measured}\n"
     )

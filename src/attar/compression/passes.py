@@ -12,30 +12,44 @@ rows (of its weight, where the recipe reads no calibration data), beside what pl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from attar.compression import awq, fold, gptq, rtn, smoothquant
+from attar.compression import awq, fold, hessians, hqq, learning, rtn, smoothquant, structured, zeros
 from attar.compression.calibrate import HiddenStates, Rows
+from attar.compression.form_levels import shared_largest
+from attar.compression.guide import Hints
+from attar.compression.hessians import naming
 from attar.compression.memory import give_back
-from attar.compression.recipe import Awq, Gptq, Recipe, Rtn, SmoothQuant
-from attar.formats import affine
-from attar.formats.packed import PackedTensor
+from attar.compression.recipe import (
+    AutoRound,
+    Awq,
+    Gptq,
+    Hqq,
+    Magnitude,
+    Prune,
+    Recipe,
+    Rtn,
+    SmoothQuant,
+    SparseGpt,
+    Structured,
+    Wanda,
+)
+from attar.compression.structured import Sizes
+from attar.formats.packed import PackedTensor, codec
 from attar.formats.packing import row_slices
-from attar.formats.scheme import Scheme
+from attar.formats.scheme import Grid, Scheme
 from attar.kernels import ops
 from attar.kernels.operands import Linear, Norm
 from attar.model.cache import Step
-from attar.model.layers import Block, MixtureOfExperts
+from attar.model.layers import Block, FeedForward, MixtureOfExperts
 
 SEARCH_ROWS = 4096  # rows on which AWQ compares block outputs
 ERROR_ROWS = 512  # rows on which a linear's error is reported where no Hessian is at hand
-HESSIANS = 2.5  # how many of a block's widest Hessian, its factor included, are in memory at once
 
 
 @dataclass(frozen=True)
@@ -97,15 +111,23 @@ class BlockWork:
         recipe: Recipe,
         schemes: Mapping[str, Scheme | None],
         architecture: str,
+        importances: Mapping[str, Tensor] | None = None,
+        guide: Mapping[str, Hints] | None = None,
+        original: HiddenStates | None = None,
+        sizes: Sizes | None = None,
     ) -> None:
         self.block, self.recipe, self.architecture = block, recipe, architecture
+        self._importances = importances or {}
+        self._guide, self._original = dict(guide or {}), original
+        self._sizes = sizes
         self._hidden, self._schemes = hidden, schemes
         self._rtn_errors: dict[str, float] = {}
 
     def run(self) -> list[Record]:
         """Run the recipe. Raises ValueError naming the linear where a value is not finite or a solver gives up."""
         compressed = [pair for _, members in self._groups() for pair in members]
-        for linear, _ in compressed:
+        pruned = [linear for _, members in self._pruned() for linear, _ in members]
+        for linear in pruned or [linear for linear, _ in compressed]:
             weight = fold.dense_weight(linear)
             if not all(weight[rows].isfinite().all() for rows in row_slices(*linear.shape)):
                 raise ValueError(f"{linear.name}.weight holds a NaN or an infinity")
@@ -120,7 +142,15 @@ class BlockWork:
         if any(scheme.static for _, scheme in compressed):
             self._fix_activation_scales()
         rounding = self.recipe.rounding
-        return self._gptq(rounding) if isinstance(rounding, Gptq) else self._rtn(rounding)
+        if isinstance(rounding, Structured):
+            return self._shrink(rounding)
+        if isinstance(rounding, Magnitude | Wanda):
+            return self._prune(rounding)
+        if isinstance(rounding, AutoRound):
+            return self._autoround(rounding)
+        if isinstance(rounding, Gptq | SparseGpt | Prune):
+            return self._gptq(rounding)
+        return self._rtn(rounding)
 
     # --- inputs -------------------------------------------------------------------------------------------------------
 
@@ -131,6 +161,13 @@ class BlockWork:
         """The linears to compress with their schemes, by input group, under the name of the group's first linear."""
         for group in input_groups(self.block):
             members = [(each, scheme) for each in group if (scheme := self._scheme(each)) is not None]
+            if members:
+                yield group[0].name, members
+
+    def _pruned(self) -> Iterator[tuple[str, list[tuple[Linear, Scheme | None]]]]:
+        """As `_groups`, the linears to prune; those without a scheme stay dense."""
+        for group in input_groups(self.block):
+            members = [(each, self._scheme(each)) for each in group if self.recipe.pattern_for(each.name) is not None]
             if members:
                 yield group[0].name, members
 
@@ -233,7 +270,9 @@ class BlockWork:
             found = awq.search_scales(weights, [self._scheme(each) for each in linears], mean, loss, points=points)
         del weights
         if found.alpha > 0:
-            awq.apply(place.before, linears, found.scales)
+            taken = awq.apply(place.before, linears, found.scales)
+            if place.before.name in self._guide:  # a linear, whose outputs are divided
+                self._guide[place.before.name] = self._guide[place.before.name].divided(taken)
         give_back()
 
     def _clip(self) -> None:
@@ -242,7 +281,7 @@ class BlockWork:
         inputs = self._inputs([name for name, _ in groups], awq.CLIP_TOKENS)
         for name, members in groups:
             for linear, scheme in members:
-                if linear.name not in queries_and_keys:
+                if linear.name not in queries_and_keys and isinstance(scheme.weight, Grid):
                     linear.weight = awq.clip(fold.dense_weight(linear), inputs[name], scheme)
 
     def _fix_activation_scales(self) -> None:
@@ -253,7 +292,7 @@ class BlockWork:
             peak = largest[name].value.amax().reshape(1)
             for linear, scheme in members:
                 if scheme.static and scheme.activation is not None:
-                    linear.activation_scale = affine.qparams(-peak, peak, scheme.activation)[0]
+                    linear.activation_scale = codec(scheme.activation.kind).fixed_scale(peak, scheme.activation)
 
     # --- rounding -----------------------------------------------------------------------------------------------------
 
@@ -262,83 +301,137 @@ class BlockWork:
         inputs = self._inputs([name for name, _ in groups], ERROR_ROWS)
         for name, members in groups:
             for linear, scheme in members:
-                with _naming(linear):
+                with naming(linear):
                     weight = fold.dense_weight(linear)
                     self._rtn_errors[linear.name] = output_error(inputs[name], weight, rtn.solve(weight, scheme))
 
-    def _rtn(self, options: Rtn) -> list[Record]:
+    def _rtn(self, options: Rtn | Hqq) -> list[Record]:
         groups, records = list(self._groups()), []
         inputs = self._inputs([name for name, _ in groups], ERROR_ROWS) if self._rtn_errors else {}
+        largest = shared_largest(members for _, members in groups)
         for name, members in groups:
             for linear, scheme in members:
                 weight = fold.dense_weight(linear)
-                with _naming(linear):
-                    packed = rtn.solve(weight, scheme, scale_search=options.scale_search)
+                with naming(linear):
+                    if isinstance(options, Hqq):
+                        packed = hqq.solve(weight, scheme, steps=options.steps)
+                    else:
+                        importance = self._importances.get(linear.name)
+                        packed = rtn.solve(
+                            weight,
+                            scheme,
+                            scale_search=options.scale_search,
+                            importance=importance,
+                            largest=largest.get(linear.name),
+                        )
                 if inputs:
                     error = output_error(inputs[name], weight, packed)
                     record = Record(linear.name, scheme.name, "output", error, self._rtn_errors[linear.name])
                 else:
-                    error = weight_error(weight, packed)
-                    record = Record(linear.name, scheme.name, "weight", error, error)
+                    error = plain = weight_error(weight, packed)
+                    if isinstance(options, Hqq):
+                        plain = weight_error(weight, rtn.solve(weight, scheme))
+                    record = Record(linear.name, scheme.name, "weight", error, plain)
                 records.append(record)
                 linear.weight = packed
             give_back()
         return records
 
-    def _gptq(self, options: Gptq) -> list[Record]:
-        records = []
-        solved: list[tuple[Linear, PackedTensor]] = []
-        waves = list(self._waves())
-        for number, wave in enumerate(waves, 1):
-            hessians = {name: gptq.Hessian(members[0][0].shape[1]) for name, members in wave}
-            self._watch({name: hessian.add for name, hessian in hessians.items()})
-            for name, members in wave:
-                with _naming(members[0][0]):
-                    prepared = gptq.prepare(hessians.pop(name), options.damping, options.order)
-                for linear, scheme in members:
-                    with _naming(linear):
-                        found = gptq.solve(
-                            fold.dense_weight(linear), prepared, scheme,
-                            block=options.block, scale_search=options.scale_search,
-                            static_groups=options.static_groups,
-                        )  # fmt: skip
-                    rtn_error = self._rtn_errors.get(linear.name, found.rtn_error)
-                    records.append(Record(linear.name, scheme.name, "output", found.error, rtn_error))
-                    solved.append((linear, found.packed))
-                    if number == len(waves):  # nobody needs the block as it was any more
-                        _install(solved)
-                del prepared  # before the next group's factor is made
-                give_back()
+    def _autoround(self, options: AutoRound) -> list[Record]:
+        """All linears of the block together, on the block's output for the inputs that it will really see."""
+        assert self._hidden is not None
+        if not self._rtn_errors:
+            self._remember_rtn()
+        groups, records = list(self._groups()), []
+        inputs = self._inputs([name for name, _ in groups], ERROR_ROWS)
+        weights = {linear.name: fold.dense_weight(linear) for _, members in groups for linear, _ in members}
+        pairs = [pair for _, members in groups for pair in members]
+        learning.solve(self.block, pairs, self._hidden, options, self._original)
+        for name, members in groups:
+            for linear, scheme in members:
+                assert isinstance(linear.weight, PackedTensor)
+                error = output_error(inputs[name], weights[linear.name], linear.weight)
+                records.append(Record(linear.name, scheme.name, "output", error, self._rtn_errors[linear.name]))
+        give_back()
         return records
 
-    def _waves(self) -> Iterator[list[tuple[str, list[tuple[Linear, Scheme]]]]]:
-        """The groups, in order, in runs whose Hessians are in memory together; every run costs a pass over the block.
+    def _gptq(self, options: Gptq | SparseGpt | Prune) -> list[Record]:
+        assert self._hidden is not None
+        records = []
+        groups: list[hessians.Group] = list(self._groups() if isinstance(options, Gptq) else self._pruned())
+        for each in hessians.solve(self.block, groups, self._hidden, options, self._guide, self._original):
+            rtn_error = self._rtn_errors.get(each.linear.name, each.result.rtn_error)
+            stored = self._stored_as(each.scheme)
+            records.append(Record(each.linear.name, stored, each.measure, each.result.error, rtn_error))
+        return records
 
-        A run takes as much as `HESSIANS` of the widest and half the block in bf16. Dense families need one run; only
-        mixtures of experts, where each expert has its own, need more.
-        """
-        groups = list(self._groups())
-        room = HESSIANS * max((members[0][0].shape[1] ** 2 for _, members in groups), default=0)
-        room += sum(math.prod(linear.shape) for linear in self.block.linears()) / 4  # in float32 numbers
-        wave: list[tuple[str, list[tuple[Linear, Scheme]]]] = []
-        for group in groups:
-            if wave and _most([members[0][0].shape[1] ** 2 for _, members in (*wave, group)]) > room:
-                yield wave
-                wave = []
-            wave.append(group)
-        if wave:
-            yield wave
+    def _prune(self, options: Magnitude | Wanda) -> list[Record]:
+        """Zeros by a score of each weight, what is kept being as it was."""
+        groups, records = list(self._pruned()), []
+        squares = {name: zeros.SquareMean(members[0][0].shape[1]) for name, members in groups}
+        if isinstance(options, Wanda):
+            self._watch({name: statistic.add for name, statistic in squares.items()})
+        for name, members in groups:
+            for linear, scheme in members:
+                weight, pattern, search = fold.dense_weight(linear), options.pattern, options.scale_search
+                plain = zeros.solved_as(scheme)
+                with naming(linear):
+                    if isinstance(options, Wanda):
+                        found = zeros.by_wanda(weight, squares[name].value, pattern, plain, search)
+                    else:
+                        found = zeros.by_magnitude(weight, pattern, plain, search)
+                measure = "output" if isinstance(options, Wanda) else "weight"
+                records.append(Record(linear.name, self._stored_as(scheme), measure, found.error, found.rtn_error))
+                linear.weight = zeros.stored_as(found.packed, scheme)
+            give_back()
+        return records
+
+    def _stored_as(self, scheme: Scheme | None) -> str:
+        """What a record calls it."""
+        sparsity = [] if self.recipe.pruning is None else [self.recipe.pruning.sparsity]
+        return "-".join([*sparsity, *([] if scheme is None else [scheme.name])])
+
+    def _shrink(self, options: Structured) -> list[Record]:
+        """Fewer heads, then a narrower feed-forward, chosen and repaired on what a block with fewer heads shows it."""
+        assert self._sizes is not None
+        attention, mlp = self.block.attention, self.block.feed_forward
+        assert isinstance(mlp, FeedForward), "sizes are known for dense models only"
+        assert len(attention.qkv) == 3, "and for those that store q, k and v apart"
+        form, new = attention.form, self._sizes
+        records: list[Record] = []
+        twin = hessians.twin_of(self.block) if options.correct else None
+        if new.kv_heads < form.kv_heads:
+            wide = form.heads // form.kv_heads * form.head_dim  # columns of o that one key-value head feeds
+            runs = self._shrink_one(attention.output, wide, new.kv_heads, options, twin, records)
+            _keep_rows(attention.qkv[0], structured.columns_of(runs, wide))
+            for linear in attention.qkv[1:]:
+                _keep_rows(linear, structured.columns_of(runs, form.head_dim))
+            attention.form = replace(form, heads=new.heads, kv_heads=new.kv_heads)
+        if new.intermediate < mlp.down.shape[1]:
+            runs = self._shrink_one(mlp.down, 1, new.intermediate, options, twin, records)
+            for linear in mlp.up:
+                _keep_rows(linear, runs)
+        return records
+
+    def _shrink_one(
+        self, linear: Linear, width: int, keep: int, options: Structured, twin: Block | None, records: list[Record]
+    ) -> Tensor:
+        """Leave the linear `keep` runs of `width` of its columns; returns which."""
+        assert self._hidden is not None
+        hessian, drift = hessians.of_inputs(self.block, linear, self._hidden, twin, self._original)
+        with naming(linear):
+            found = structured.shrink(fold.dense_weight(linear), hessian, width, keep, options.damping, drift)
+        measure = "output" if twin is None else "corrected output"
+        records.append(Record(linear.name, f"p{options.percent}", measure, found.error, found.plain_error))
+        linear.weight = found.weight
+        give_back()
+        return found.runs
 
 
-def _install(solved: list[tuple[Linear, PackedTensor]]) -> None:
-    for linear, packed in solved:
-        linear.weight = packed
-    solved.clear()
-
-
-def _most(sizes: Sequence[int]) -> int:
-    """The most numbers in memory while each of the Hessians in turn is factored, solved with and dropped."""
-    return max(sum(sizes[i:]) + size for i, size in enumerate(sizes))
+def _keep_rows(linear: Linear, rows: Tensor) -> None:
+    linear.weight = fold.dense_weight(linear)[rows]
+    if linear.bias is not None:
+        linear.bias = linear.bias[rows]
 
 
 def output_error(x: Tensor, weight: Tensor, packed: PackedTensor) -> float:
@@ -358,12 +451,3 @@ def _relative(see: Callable[[Tensor], Tensor], weight: Tensor, packed: PackedTen
         whole += float(see(part).double().square().sum())
         wrong += float(see(packed.dequantize(rows=rows) - part).double().square().sum())
     return wrong / whole if whole else 0.0
-
-
-@contextmanager
-def _naming(linear: Linear) -> Iterator[None]:
-    """Put the linear's name in front of what went wrong in it."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{linear.name}: {error}") from None

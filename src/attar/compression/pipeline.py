@@ -12,7 +12,7 @@ counters, so the bytes are those of an uninterrupted run, given the same torch b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,24 +20,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.checkpoints import hf, hub, receipt
+from attar.checkpoints import hf, hub, receipt, sources
+from attar.checkpoints.gguf_writer import atomic_file
 from attar.checkpoints.probes import ProbeRun
 from attar.checkpoints.vocabulary import is_gguf
-from attar.checkpoints.writer import MAX_SHARD, ShardWriter, allocated, atomic_folder, plan_files, require_free
-from attar.compression import calibrate
+from attar.checkpoints.writer import MAX_SHARD, ShardWriter, allocated, atomic_folder, require_free
+from attar.compression import allocate, best, calibrate, gradients, importance, tune
+from attar.compression.allocate import Target
 from attar.compression.calibrate import Calibration, HiddenStates
+from attar.compression.gguf_output import GgufOutput
+from attar.compression.guide import Guide, key
 from attar.compression.memory import give_back, large_blocks_apart
 from attar.compression.output import Output, model_card
 from attar.compression.passes import BlockWork, Record, weight_error
-from attar.compression.recipe import HEAD, Recipe, Rtn, parse_head
+from attar.compression.recipe import (
+    HEAD,
+    AutoRound,
+    Awq,
+    Gptq,
+    Hqq,
+    Magnitude,
+    Prune,
+    Recipe,
+    Rtn,
+    Structured,
+    parse_head,
+)
 from attar.compression.state import RunState
+from attar.formats import ggml_mix
 from attar.formats.packed import PackedTensor
+from attar.formats.scheme import Scheme
 from attar.kernels.operands import Linear
 from attar.metrics.measure import measure
-from attar.model.decoder import build_block, build_embedding, build_final_norm, build_head
+from attar.model.decoder import build_block, build_embedding, build_final_norm, build_head, compressible
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
 
+STREAMS = ("probe", "calibration", "original")  # what goes through the blocks; the last as if nothing were compressed
 HEAD_ROWS = 4096  # of the output matrix, in memory at once; zero points are packed 32 rows at a time
 
 Progress = Callable[[str, int, int], None]
@@ -76,13 +95,21 @@ class Compressed:
         }
 
 
+def default_recipe(dst: str | Path) -> str:
+    """What the output asks for where nobody says."""
+    return "q4_k_m" if Path(dst).suffix.lower() == ".gguf" else "gptq-w4g128"
+
+
 def compress(
     src: str | Path,
     dst: str | Path,
     *,
     recipe: str | Path | Recipe = "gptq-w4g128",
     head: str | None = None,
+    target: Target | None = None,
+    ladder: Sequence[Scheme] | None = None,
     calibration: Calibration | None = None,
+    imatrix: str | Path | None = None,
     evaluation: str | Path | None = None,
     samples: int = 128,
     length: int = 512,
@@ -94,22 +121,22 @@ def compress(
     resume: bool = True,
     progress: Progress | None = None,
 ) -> Compressed:
-    """Compress the checkpoint `src` (folder, Hub id or `demo`) into the folder `dst`.
+    """Compress the checkpoint `src` (folder, Hub id or `demo`) into the folder `dst`, or the file, if it ends in .gguf.
 
-    `recipe` is a name such as `gptq-w4g128`, a YAML file, or a Recipe. `head` is what the output matrix is stored in,
+    `recipe` is a name such as `gptq-w4g128`, a YAML file, or a Recipe; of several names, or `best-w4g128`, the one is
+    kept that does best on calibration text set aside (`best`). `head` is what the output matrix is stored in,
     whatever the recipe says of it: `bf16` (as it is), `int8`, `int4`, or a scheme of weights alone. `calibration` is a
-    text file, token ids [S][L], or `self` for text sampled from the model; recipes that only round need none.
-    `evaluation` is a held-out text file on which the cost is measured. At most `calib_memory` bytes of calibration
-    activations are held in memory. A killed run resumes, unless `resume` is false.
+    text file, token ids [S][L], or `self` for text sampled from the model; recipes that only round need none. `imatrix`
+    is an importance matrix for a GGUF file, which weighs errors by it; with calibration alone one is computed.
+    With a `target`, each linear gets the scheme of `ladder` that `allocate` chooses, by default the recipe's with other
+    bits. `evaluation` is a held-out text file on which the cost is measured. At most `calib_memory` bytes of
+    calibration activations are held in memory. A killed run resumes, unless `resume` is false.
 
     Raises ValueError (CheckpointError among them) for anything a user can mend: an unknown recipe word, a group size
     that does not divide, an existing output, a full disk, a NaN in a named layer.
     """
     began = time.monotonic()
     report = progress or (lambda stage, done, total: None)
-    plan = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
-    if head is not None:
-        plan = replace(plan, head=parse_head(head))
     source = hub.resolve(src)
     if not str(dst):  # an unset variable of a shell, which Path would take for the current folder
         raise ValueError("the output's name is empty: give a folder to write")
@@ -118,24 +145,79 @@ def compress(
     if is_gguf(source):
         raise ValueError(f"{source} is a GGUF file, which compress does not read: give the folder it was made from")
     checkpoint = hf.Checkpoint.open(source)
-    output = Output(checkpoint, plan)
+    choice = None
+    if (names := best.recipes(recipe)) is not None:
+
+        def make(name: str, ids: list[list[int]], out: Path) -> float:
+            return compress(
+                src, out, recipe=name, head=head, calibration=ids, seed=seed, calib_memory=calib_memory,
+                overwrite=True, resume=resume, progress=progress,
+            ).bits_per_weight  # fmt: skip
+
+        amount = calibrate.Amount(samples, length, seed)
+        choice = best.for_output(names, checkpoint, calibration, amount, Path(dst), overwrite, resume, make, report)
+        recipe, calibration = choice.winner, choice.calibration
+    plan = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+    if head is not None:
+        plan = replace(plan, head=parse_head(head))
+    to_file = Path(dst).suffix.lower() == ".gguf"
+    if plan.mix is not None and not to_file:
+        raise ValueError(f"{plan.name} is a mix of GGUF files: give an output that ends in .gguf, not {dst}")
+    if to_file and (plan.pruning is not None or plan.structured is not None or plan.tune is not None):
+        raise ValueError(f"{plan.name} writes a folder, not a GGUF file: give an output that does not end in .gguf")
+    if to_file:
+        plan = plan.for_file()
+    if imatrix is not None and not to_file:
+        raise ValueError("an importance matrix is for GGUF files: give an output that ends in .gguf")
+    known = None if imatrix is None else importance.known(imatrix, checkpoint)
+    weighs = to_file and plan.mix not in ggml_mix.DENSE_MIXES and calibration is not None and known is None
+
+    def laid_out(plan: Recipe) -> Output | GgufOutput:
+        if not to_file:
+            return Output(checkpoint, plan)
+        output = GgufOutput(checkpoint, plan, Path(dst).name, weighs or known is not None)
+        output.importances = known or {}
+        return output
+
+    output = laid_out(plan)
     tokenizer = _tokenizer(checkpoint.folder.path, calibration, evaluation)
-    needs_inputs = not isinstance(plan.passes[0], Rtn) or any(s.static for s in output.schemes.values() if s)
+    static = any(scheme.static for scheme in output.schemes.values() if scheme is not None)
+    needs_inputs = static or plan.tune is not None or not isinstance(plan.passes[0], Rtn | Hqq | Magnitude)
     if needs_inputs and calibration is None:
         raise ValueError(f"{plan.name} needs calibration: give a text file, or `self` to sample it from the model")
+    rounding = plan.rounding if isinstance(plan.rounding, Gptq | Prune) else Gptq()
+    couples = isinstance(rounding, Gptq) and rounding.couple
+    if (rounding.guide or couples or rounding.correct) and checkpoint.config.experts is not None:
+        raise ValueError(
+            f"{plan.name} compares tokens across models, and routers of a mixture of experts send the same token to "
+            "different experts: use gptq, or sparsegpt to prune"
+        )
+    if rounding.guide and any(isinstance(each, Awq) for each in plan.passes):
+        raise ValueError(f"{plan.name}: awq scales the rows that guide has weighed before: leave one of them out")
+    if plan.tune is not None and to_file:
+        raise ValueError(f"{plan.name}: a GGUF file holds its scales within its blocks, which tuning does not write")
     held_out = None
     if evaluation is not None:
         assert tokenizer is not None
         held_out = tokenizer.encode(read_text(evaluation), add_special_tokens=False)[:eval_tokens]
         if len(held_out) < 2:
             raise ValueError(f"{evaluation} has {len(held_out)} token: at least 2 are needed to measure on")
-    files = plan_files(output.layout, max_shard_bytes)
+    chosen = None
+    if target is not None:
+        amount = calibrate.Amount(samples, length, seed)
+        chosen = allocate.for_output(
+            checkpoint, plan, target, ladder, calibration, amount, Path(dst), overwrite, resume,
+            lambda recipe: sum(f.size for f in laid_out(recipe).plans(max_shard_bytes)), report,
+        )  # fmt: skip
+        plan, calibration = chosen.allocation.recipe, chosen.calibration
+        output = laid_out(plan)
+    files = output.plans(max_shard_bytes)
 
-    with atomic_folder(dst, overwrite) as work, large_blocks_apart():
+    with (atomic_file if to_file else atomic_folder)(dst, overwrite) as work, large_blocks_apart():
         hashes = checkpoint.folder.source_hashes(lambda done, total: report("hashing", done, total))
         source_hash = receipt.combined_hash(hashes)
         ids = None
-        if needs_inputs and calibration is not None:
+        if (needs_inputs or weighs) and calibration is not None:
             drawn = work.state / f"self-{source_hash[:16]}-{samples}x{length}-{seed}.i32"
             amount = calibrate.Amount(samples, length, seed)
             ids = calibrate.tokens(
@@ -148,25 +230,55 @@ def compress(
             "seed": seed,
             "shard": max_shard_bytes,
         }
+        if imatrix is not None:
+            about["imatrix"] = receipt.sha256(Path(imatrix))
+        if chosen is not None:
+            about["allocation"] = chosen.allocation.to_dict()
         state = RunState.open(work.state, about, resume)
+        if weighs and ids is not None:
+            assert isinstance(output, GgufOutput)
+            output.importances = importance.kept(checkpoint, ids, work.state, calib_memory, report)
+            ids = ids if needs_inputs else None
+        walked = ids  # less what judges at the end
+        if ids is not None and plan.tune is not None and len(ids) > 1:
+            judges = set(tune.aside(ids))
+            walked = ids[[s for s in range(len(ids)) if s not in judges]]
+        guide = None
+        if rounding.guide or couples:
+            assert walked is not None
+            rows = _guided(checkpoint, plan, output.schemes, whole=rounding.guide < 2)
+            guide = Guide(work.state, key(about), rows, walked.numel(), rounding.guide, couples)
+            guide.collect(checkpoint, walked, calib_memory, seed, report)
         probes = ProbeRun(checkpoint.config, seed)
         if not state.blocks_done:
-            tokens = probes.ids.numel() + (0 if ids is None else ids.numel())
+            tokens = probes.ids.numel() + (0 if ids is None else (1 + rounding.correct) * ids.numel())
             needed = sum(f.size for f in files) + 2 * 4 * tokens * checkpoint.config.hidden
             had = [*(work.out / f.name for f in files), *work.state.glob("*.f32")]  # by a killed run, and used again
             require_free(work.out, needed - allocated(had))
         with ShardWriter(work.out, files, output.written(state.blocks_done)) as writer:
-            walk = Walk(checkpoint, output, plan, writer, state, ids, calib_memory, probes)
+            walk = Walk(checkpoint, output, plan, writer, state, walked, calib_memory, probes, guide)
             probed = walk.run(report)
             records = state.records + walk.head_records
             output.copy_rest(writer, report)
             writer.finish()
         output.write_config(work.out)
+        tuned = None
+        if plan.tune is not None:
+            assert ids is not None
+            assert isinstance(output, Output)
+            dense = [name for name, scheme in output.schemes.items() if scheme is None and plan.reshapes(name)]
+            tuned = tune.run(checkpoint, work.out, work.state, ids, plan.tune, seed=seed, progress=report, dense=dense)
+            with ShardWriter(work.out, files, output.layout) as writer:
+                for name, tensor in tuned.tensors.items():
+                    writer.write(name, tensor)
+                writer.finish()
+            probed = tune.probes(work.out, seed)
+        made = work.out / files[0].name if to_file else work.out
         cost = None
         if held_out is not None:
             assert tokenizer is not None
             cost = measure(
-                hf.load(work.out, torch.float32),
+                sources.load(made, torch.float32),
                 held_out,
                 base=hf.load(checkpoint.folder.path, torch.float32),
                 bos=tokenizer.added_bos,
@@ -185,9 +297,15 @@ def compress(
             cost,
             output.notes,
         )
-        card = model_card(plan.name, plan.head_name, result.bits_per_weight, result.bytes, cost, output.notes)
-        (work.out / "README.md").write_text(card)
-        receipt.write(work.out, about, hashes, [asdict(r) for r in records], output.bits_per_weight, cost, probed)
+        if isinstance(output, Output):
+            about_it = (plan.name, plan.head_name, result.bits_per_weight, result.bytes, cost, output.notes)
+            (work.out / "README.md").write_text(model_card(*about_it, output.method))
+        about |= {} if tuned is None else {"tune": tuned.to_dict()}
+        about |= {} if choice is None else {"selection": choice.to_dict()}
+        receipt.write(made, about, hashes, [asdict(r) for r in records], output.bits_per_weight, cost, probed)
+    for search in (chosen, choice):
+        if search is not None:
+            search.forget()
     return result
 
 
@@ -197,20 +315,38 @@ def _tokenizer(folder: Path, calibration: Calibration | None, evaluation: str | 
     return Tokenizer.load(folder) if text_calibration or evaluation is not None else None
 
 
+def _guided(
+    checkpoint: hf.Checkpoint, recipe: Recipe, schemes: Mapping[str, Scheme | None], whole: bool
+) -> dict[int, dict[str, int]]:
+    """By block, the linears to compress with the number of their rows; unless their rows are solved for as a whole, not
+    those whose rows share a scale."""
+    found = {}
+    for layer in range(checkpoint.config.layers):
+        names = compressible(checkpoint.config, layer)
+        pruned = {name for name in names if recipe.pattern_for(name) is not None}
+        chosen = [
+            n for n in names if (n in pruned if (scheme := schemes.get(n)) is None else whole or scheme.weight.by_row)
+        ]
+        found[layer] = {name: checkpoint.linear_shape(name)[0] for name in chosen}
+    return found
+
+
 class Walk:
     """The block walk: the calibration states and the probes go through the blocks, each compressed on the way."""
 
     def __init__(
         self,
         checkpoint: hf.Checkpoint,
-        output: Output,
+        output: Output | GgufOutput,
         recipe: Recipe,
         writer: ShardWriter,
         state: RunState,
         ids: Tensor | None,
         memory: int,
         probes: ProbeRun,
+        guide: Guide | None,
     ) -> None:
+        self.guide = guide
         self.checkpoint, self.output, self.recipe = checkpoint, output, recipe
         self.writer, self.state = writer, state
         self.config = checkpoint.config
@@ -218,9 +354,10 @@ class Walk:
         # Two files in turn: block i reads number i % 2 and writes the other.
         self.streams: list[tuple[HiddenStates, HiddenStates]] = []
         self.probes = probes
-        sources = [self.probes.ids] if ids is None else [self.probes.ids, ids]
-        spare, rows = memory - calibrate.IN_A_BLOCK, calibrate.rows_at_once(self.config)
-        for name, tokens, limit in zip(("probe", "calibration"), sources, (1 << 20, spare), strict=False):
+        corrects = isinstance(recipe.rounding, Gptq | Prune | AutoRound | Structured) and recipe.rounding.correct
+        sources = [self.probes.ids] if ids is None else [self.probes.ids, *[ids] * (1 + corrects)]
+        spare, rows = (memory - calibrate.IN_A_BLOCK) // (1 + corrects), calibrate.rows_at_once(self.config)
+        for name, tokens, limit in zip(STREAMS, sources, (1 << 20, spare, spare), strict=False):
             shape = (*tokens.shape, self.config.hidden)
             files = [HiddenStates(state.folder / f"{name}-{i}.f32", shape, limit // 2, rows) for i in range(2)]
             self.streams.append((files[0], files[1]))
@@ -246,9 +383,10 @@ class Walk:
             used, place = torch.unique(tokens, return_inverse=True)
             needed = replace(self.config, vocab_size=len(used))
             embedding = build_embedding(needed, self.checkpoint.rows(used))
-            if self.output.packed_ends:
-                assert isinstance(embedding.table, Tensor)
-                embedding.table, embedding.dtype = self.output.round_head(embedding.table), torch.float32
+            assert isinstance(embedding.table, Tensor)
+            rounded = None if first is self._original(0) else self.output.round_embedding(embedding.table)
+            if rounded is not None:
+                embedding.table, embedding.dtype = rounded, torch.float32
             for batch in first.batches():
                 step = first.step(batch)
                 rows = place[batch.start : batch.stop].reshape(-1)
@@ -261,7 +399,13 @@ class Walk:
         for linear in block.linears():
             linear.keep_dense = False  # its float32 copies would take four times the block
         inputs = self.streams[1][layer % 2] if len(self.streams) > 1 else None
-        work = BlockWork(block, inputs, self.recipe, self.output.schemes, self.config.architecture)
+        weights = self.output.importances if isinstance(self.output, GgufOutput) else {}
+        guide = None if self.guide is None else self.guide.of(layer)
+        original = self._original(layer)
+        work = BlockWork(
+            block, inputs, self.recipe, self.output.schemes, self.config.architecture, weights, guide, original,
+            self.output.sizes if isinstance(self.output, Output) else None,
+        )  # fmt: skip
         records = work.run()
         self.output.write_block(self.writer, block, layer)
         if inputs is not None and layer + 1 < self.config.layers:
@@ -272,10 +416,17 @@ class Walk:
                     raise ValueError(f"the output of block {layer} holds a NaN or an infinity")
                 outputs.write(batch, out)
             outputs.settle()
+            if original is not None and (after := self._original(layer + 1)) is not None:
+                gradients.advance(self.checkpoint, layer, original, after)
+                after.settle()
         rows, seen = self.probes.run(layer, block, self._probe_rows(layer))
         self._set_probe_rows(layer + 1, rows)
         self.writer.sync()
         self.state.finish_block(layer, records, seen)
+
+    def _original(self, layer: int) -> HiddenStates | None:
+        """The calibration states that enter block `layer` of the original model, where the recipe needs them."""
+        return self.streams[2][layer % 2] if len(self.streams) > 2 else None
 
     def _probe_rows(self, layer: int) -> Tensor:
         """The probes' hidden states that enter block `layer`."""
@@ -318,7 +469,8 @@ class Walk:
         for ids, head in self._head():
             weight = head.weight
             assert isinstance(weight, Tensor)
-            packed = head.weight = self.output.round_head(weight)
+            packed = self.output.round_head(weight)
+            head.weight = self.output.as_read(packed)
             size = float(torch.linalg.vector_norm(weight, dtype=torch.float64)) ** 2
             whole += size
             wrong += size * weight_error(weight, packed)

@@ -2,9 +2,13 @@
 
 A recipe has a short name, `method[+method]-scheme`: `rtn-w4g128`, `awq-w3g64`, `smoothquant+gptq-w8a8`. Methods come in
 two sorts. Transforms (`smoothquant`, `awq`) move scale between a linear and what feeds it; roundings (`rtn`, `gptq`)
-choose codes. A recipe is any transforms followed by one rounding, which is `rtn` where none is named. SmoothQuant's
+choose codes. A recipe is any transforms followed by one rounding, which is `rtn` where none is named. A pruning
+(`magnitude`, `wanda`, `sparsegpt`, `prune`) stands where a rounding could, and has a sparsity before the scheme, or
+instead of one: `prune-2:4`, `sparsegpt-s50-w4g128`. Without a scheme what it prunes stays dense, in its own dtype.
+`structured-p25` leaves a quarter of the blocks' weights out and a smaller model behind, and stands alone. SmoothQuant's
 three presets (Xiao et al. 2022, table 2) are ways to scale the activations, hence spellings of the scheme: `w8a8-o1` is
-w8a8 (per token), `w8a8-o2` w8a8-atensor (per tensor), `w8a8-o3` w8a8-static (fixed at calibration).
+w8a8 (per token), `w8a8-o2` w8a8-atensor (per tensor), `w8a8-o3` w8a8-static (fixed at calibration). Of a GGUF file
+the scheme is a mix of types (`formats.ggml_mix`), and may stand alone: `q4_k_m`, `gptq-iq4_xs`.
 
 The same as a YAML file, with the methods' options and per-layer overrides:
 
@@ -36,7 +40,10 @@ from typing import Any, ClassVar, Literal
 
 import yaml
 
-from attar.formats.scheme import HEADS, Scheme
+from attar.compression.sparsity import Pattern
+from attar.formats import ggml_mix
+from attar.formats.forms import FORMS, Sparse24
+from attar.formats.scheme import HEADS, Grid, Scheme
 from attar.text.files import neighbours
 
 ScaleSearch = Literal["minmax", "mse"]
@@ -58,7 +65,11 @@ MAX_FILE_BYTES = 64 * 1024
 PRESETS: Mapping[str, str] = {"w8a8-o1": "w8a8", "w8a8-o2": "w8a8-atensor", "w8a8-o3": "w8a8-static"}
 
 _KEYS = ("recipe", "overrides", "keep", "head")
-_EXAMPLES = ("rtn-w4g128", "awq-w3g64", "gptq-w4g128", "awq+gptq-w4g128", "smoothquant-w8a8", "smoothquant+gptq-w8a8")
+_EXAMPLES = (
+    "rtn-w4g128", "awq-w3g64", "gptq-w4g128", "awq+gptq-w4g128", "smoothquant-w8a8", "smoothquant+gptq-w8a8",
+    "prune-2:4", "prune-s50",
+)  # fmt: skip
+_KNOWN = (*_EXAMPLES, *ggml_mix.MIXES)
 _SCHEMES = ("w4g128", "w4g64", "w4g32", "w3g128", "w3g64", "w2g64", "w4g128-asym", "w8", "w8a8", "fp8", "fp8-e5m2")
 
 
@@ -108,9 +119,23 @@ class Gptq:
     order: Order = "activation"
     scale_search: ScaleSearch = "mse"
     static_groups: bool = True  # scales are set before the sweep; false: when it reaches the group, in natural order
+    polish: int = 0  # sweeps of coordinate descent over codes, scales and zero points afterwards
+    guide: int = 0  # Hessians a linear, of tokens weighted by how the loss minds each one's rows; 0: one, unweighted
+    couple: bool = False  # whether rows make up for one another, as far as the loss couples them
+    output_damping: float = 0.1  # the same as `damping` for what couples them
+    correct: bool = False  # whether to aim at what the original model computes, from the inputs of the compressed one
+    residual: float = 0.0  # with it, how much of what is wrong in the residual stream what adds to it makes up for
 
     def __post_init__(self) -> None:
         _whole("block", self.block, 1)
+        _whole("polish", self.polish, 0)
+        _whole("guide", self.guide, 0)
+        _truth("couple", self.couple)
+        _number("output_damping", self.output_damping, 0, 100)
+        _truth("correct", self.correct)
+        _number("residual", self.residual, 0, 1)
+        if self.couple and (self.guide > 1 or not self.static_groups):
+            raise ValueError("couple: true needs one Hessian for all rows, guide: 0 or 1, and static_groups: true")
         _number("damping", self.damping, 0, 1)
         _word("order", self.order, ("natural", "activation"))
         _word("scale_search", self.scale_search, ("minmax", "mse"))
@@ -121,11 +146,167 @@ class Gptq:
             )
 
 
-Pass = SmoothQuant | Awq | Rtn | Gptq
+@dataclass(frozen=True, slots=True)
+class Qronos(Gptq):
+    """GPTQ of weights corrected for what the compressed blocks before have changed, polished."""
+
+    method: ClassVar[str] = "qronos"
+    polish: int = 4
+    correct: bool = True
+    residual: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Guided(Gptq):
+    """GPTQ in the metric of the loss, polished: needs gradients of the original model, one pass over the text."""
+
+    method: ClassVar[str] = "guided"
+    polish: int = 4
+    couple: bool = True
+    correct: bool = True
+    residual: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Pruning:
+    """Make `sparsity` of the weights zero, and round the others where the recipe has a scheme."""
+
+    sparsity: str = "s50"
+    scale_search: ScaleSearch = "mse"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.sparsity, str):
+            raise ValueError(f"sparsity is a word such as s50 or 2:4, in quotes, not {self.sparsity!r}")
+        Pattern.parse(self.sparsity)
+        _word("scale_search", self.scale_search, ("minmax", "mse"))
+
+    @property
+    def pattern(self) -> Pattern:
+        return Pattern.parse(self.sparsity)
+
+
+@dataclass(frozen=True, slots=True)
+class Magnitude(_Pruning):
+    """Zero the smallest weights."""
+
+    method: ClassVar[str] = "magnitude"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanda(_Pruning):
+    """Zero the smallest products of a weight and the norm of its input, row by row."""
+
+    method: ClassVar[str] = "wanda"
+
+
+@dataclass(frozen=True, slots=True)
+class SparseGpt(_Pruning):
+    """Zero, column by column, what costs least; later columns make up for the error of earlier ones."""
+
+    method: ClassVar[str] = "sparsegpt"
+    block: int = 128  # columns that share a threshold, unless the sparsity is n:m
+    damping: float = 0.01
+
+    def __post_init__(self) -> None:
+        _Pruning.__post_init__(self)
+        _whole("block", self.block, 1)
+        _number("damping", self.damping, 0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Prune(_Pruning):
+    """Search all places of zeros together, then the best weights for them."""
+
+    method: ClassVar[str] = "prune"
+    steps: int = 60  # of the search
+    damping: float = 0.01
+    guide: int = 0  # as of GPTQ
+    correct: bool = True  # as of GPTQ
+
+    def __post_init__(self) -> None:
+        _Pruning.__post_init__(self)
+        _whole("steps", self.steps, 1)
+        _number("damping", self.damping, 0, 1)
+        _whole("guide", self.guide, 0)
+        _truth("correct", self.correct)
+
+
+Pruning = Magnitude | Wanda | SparseGpt | Prune
+
+
+@dataclass(frozen=True, slots=True)
+class Structured:
+    """Leave out whole heads and columns of the feed-forward: so many percent of the weights of the blocks' linears."""
+
+    method: ClassVar[str] = "structured"
+    percent: int = 25
+    damping: float = 0.01
+    correct: bool = True  # as of GPTQ
+    scale_search: ScaleSearch = "mse"  # of an output matrix that is rounded
+
+    def __post_init__(self) -> None:
+        _whole("percent", self.percent, 1)
+        _number("percent", self.percent, 1, 95)
+        _truth("correct", self.correct)
+        _number("damping", self.damping, 0, 1)
+        _word("scale_search", self.scale_search, ("minmax", "mse"))
+
+
+@dataclass(frozen=True, slots=True)
+class AutoRound:
+    """Learn, block by block, which way to round each weight and how far to clip, from the block's output."""
+
+    method: ClassVar[str] = "autoround"
+    steps: int = 200
+    batch: int = 2048  # tokens a step
+    scale_search: ScaleSearch = "mse"  # where ranges begin
+    correct: bool = True  # whether to aim at the original model's states, or at the block's own output for its inputs
+
+    def __post_init__(self) -> None:
+        _whole("steps", self.steps, 1)
+        _truth("correct", self.correct)
+        _whole("batch", self.batch, 1)
+        _word("scale_search", self.scale_search, ("minmax", "mse"))
+
+
+@dataclass(frozen=True, slots=True)
+class Hqq:
+    """Round to nearest, on scales and zero points for which few errors are large and most small; reads no text."""
+
+    method: ClassVar[str] = "hqq"
+    steps: int = 20
+    scale_search: ScaleSearch = "minmax"  # of an output matrix that is rounded
+
+    def __post_init__(self) -> None:
+        _whole("steps", self.steps, 0)
+        _word("scale_search", self.scale_search, ("minmax", "mse"))
+
+
+@dataclass(frozen=True, slots=True)
+class Tune:
+    """After all blocks: train scales, norms and biases, codes frozen, towards the original's predictions."""
+
+    method: ClassVar[str] = "tune"
+    epochs: int = 4  # passes over the calibration text, of which at most `tune.TOKENS` tokens are used
+    rate: float = 1e-3  # Adam's largest step, relative to the size of each number
+    batch: int = 512  # tokens a step
+
+    def __post_init__(self) -> None:
+        _whole("epochs", self.epochs, 1)
+        if self.epochs > 10:
+            raise ValueError("epochs is at most 10: more would fit the calibration text, not the model")
+        _number("rate", self.rate, 0, 0.1)
+        _whole("batch", self.batch, 1)
+
+
+Pass = SmoothQuant | Awq | Rtn | Gptq | AutoRound | Hqq | Pruning | Structured
 
 TRANSFORMS: Mapping[str, type[SmoothQuant] | type[Awq]] = {c.method: c for c in (SmoothQuant, Awq)}
-ROUNDINGS: Mapping[str, type[Rtn] | type[Gptq]] = {c.method: c for c in (Rtn, Gptq)}
-METHODS: Mapping[str, type[Pass]] = {**TRANSFORMS, **ROUNDINGS}
+ROUNDINGS: Mapping[str, type[Rtn | Gptq | AutoRound | Hqq]] = {
+    c.method: c for c in (Rtn, Gptq, Qronos, Guided, AutoRound, Hqq)
+}
+PRUNINGS: Mapping[str, type[Pruning]] = {c.method: c for c in (Magnitude, Wanda, SparseGpt, Prune)}
+METHODS: Mapping[str, type[Pass]] = {**TRANSFORMS, **ROUNDINGS, **PRUNINGS, Structured.method: Structured}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +327,12 @@ class Recipe:
     """
 
     passes: tuple[Pass, ...]
-    scheme: Scheme
+    scheme: Scheme | None  # None: what is pruned stays dense
     overrides: tuple[Override, ...] = ()
     keep: tuple[str, ...] = KEPT
     head: Scheme | Keep | None = None
+    tune: Tune | None = None  # what follows after the last block
+    mix: str | None = None  # of a GGUF file: `formats.ggml_mix` says the scheme of each matrix, and nothing is kept
 
     @property
     def name(self) -> str:
@@ -157,26 +340,65 @@ class Recipe:
         methods = [p.method for p in self.passes]
         if len(methods) > 1 and methods[-1] == "rtn":
             methods.pop()
-        return f"{'+'.join(methods)}-{self.scheme.name}"
+        if self.tune is not None:
+            methods.append(self.tune.method)
+        if self.mix is not None:
+            return self.mix if methods == ["rtn"] else f"{'+'.join(methods)}-{self.mix}"
+        sparsity = [self.pruning.sparsity] if self.pruning is not None else []
+        if self.structured is not None:
+            sparsity = [f"p{self.structured.percent}"]
+        return "-".join(["+".join(methods), *sparsity, *([self.scheme.name] if self.scheme is not None else [])])
 
     @property
-    def rounding(self) -> Rtn | Gptq:
+    def pruning(self) -> Pruning | None:
+        """The last pass, where it prunes."""
+        last = self.passes[-1]
+        return last if isinstance(last, Pruning) else None
+
+    @property
+    def structured(self) -> Structured | None:
+        """The one pass, where it leaves structures out."""
+        last = self.passes[-1]
+        return last if isinstance(last, Structured) else None
+
+    def reshapes(self, module: str) -> bool:
+        """Whether the linear with this module name gets zeros, or may lose rows or columns."""
+        return module != HEAD if self.structured is not None else self.pattern_for(module) is not None
+
+    @property
+    def rounding(self) -> Rtn | Gptq | AutoRound | Hqq | Pruning | Structured:
         """The last pass, which chooses the codes."""
         last = self.passes[-1]
-        assert isinstance(last, Rtn | Gptq)
+        assert isinstance(last, Rtn | Gptq | AutoRound | Hqq | Pruning | Structured)
         return last
 
-    def scheme_for(self, module: str) -> Scheme | None:
-        """The scheme of the linear with this module name; None where it stays as it is."""
+    def pattern_for(self, module: str) -> Pattern | None:
+        """Where the linear with this module name gets zeros; None where it does not. The output matrix never does."""
+        if self.pruning is None or module == HEAD:
+            return None
+        for override in self.overrides:
+            if fnmatch.fnmatchcase(module, override.match):
+                return None if override.scheme is None else self.pruning.pattern
+        return None if any(fnmatch.fnmatchcase(module, pattern) for pattern in self.keep) else self.pruning.pattern
+
+    def scheme_for(self, module: str, mixed: Scheme | None = None) -> Scheme | None:
+        """The scheme of the linear with this module name; None where it stays as it is. `mixed` is what the mix of the
+        recipe makes of it, which only what a user said himself outweighs."""
         if module == HEAD and self.head is not None:
             return None if self.head == KEEP else self.head
         for override in self.overrides:
             if fnmatch.fnmatchcase(module, override.match):
                 return override.scheme
-        return None if any(fnmatch.fnmatchcase(module, pattern) for pattern in self.keep) else self.scheme
+        if mixed is not None and self.keep == KEPT:
+            return mixed
+        kept = any(fnmatch.fnmatchcase(module, pattern) for pattern in self.keep)
+        return None if kept else mixed or self.scheme
 
-    def schemes(self, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Scheme | None]:
-        """The scheme of each linear, given the module name and shape (out, in) of all of them.
+    def schemes(
+        self, shapes: Mapping[str, tuple[int, int]], mixed: Mapping[str, Scheme] | None = None
+    ) -> dict[str, Scheme | None]:
+        """The scheme of each linear, given the module name and shape (out, in) of all of them, and, where the recipe
+        has a mix, what that makes of each.
 
         Raises ValueError where an override matches no linear, and, naming the linear, where a group size does not
         divide its columns or a scheme is not for the output matrix: all before any work is done.
@@ -184,14 +406,23 @@ class Recipe:
         for override in self.overrides:
             if not any(fnmatch.fnmatchcase(name, override.match) for name in shapes):
                 raise ValueError(f"override {override.match!r} matches no linear{_offer(override.match, shapes)}")
-        chosen = {name: self.scheme_for(name) for name in shapes}
+        chosen = {name: self.scheme_for(name, None if mixed is None else mixed[name]) for name in shapes}
+        if self.structured is not None and self.overrides:
+            raise ValueError("structured pruning leaves all layers of one size: it takes no overrides")
+        for name, (_, columns) in shapes.items():
+            if (sparsity := self.pattern_for(name)) is not None:
+                _check_sparsity(name, sparsity, chosen[name], columns)
         for name, scheme in chosen.items():
             if scheme is not None:
                 try:
-                    scheme.weight.groups(shapes[name][1])
+                    scheme.check(shapes[name][1])
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from None
-                if name == HEAD and (scheme.activation is not None or scheme.weight.granularity == "tensor"):
+                learned = isinstance(self.rounding, AutoRound | Hqq) and name != HEAD
+                if learned and not isinstance(scheme.weight, Grid):
+                    method = self.rounding.method
+                    raise ValueError(f"{name}: {method} is for grids such as w4g128; {scheme.name} is for rtn and gptq")
+                if name == HEAD and (scheme.activation is not None or not scheme.weight.by_row):
                     raise ValueError(
                         f"{name}: the output matrix has a scheme of weights alone, with a scale for each row or group, "
                         f"such as w8 or w4g128, not {scheme.name}"
@@ -203,17 +434,34 @@ class Recipe:
         return {
             "recipe": self.name,
             "passes": [{"method": p.method, **asdict(p)} for p in self.passes],
-            "scheme": self.scheme.name,
+            "scheme": KEEP if self.scheme is None else self.scheme.name,
             "overrides": [{"match": o.match, "scheme": o.scheme.name if o.scheme else KEEP} for o in self.overrides],
             "keep": list(self.keep),
             "head": self.head_name,
-        }
+        } | ({} if self.tune is None else {"tune": asdict(self.tune)})
 
     @property
     def head_name(self) -> str:
         """The scheme of the output matrix by name, or `keep`."""
         scheme = self.scheme_for(HEAD)
+        if self.mix is not None and self.head is None:
+            return self.mix
         return KEEP if scheme is None else scheme.name
+
+    def for_file(self) -> Recipe:
+        """As a GGUF file takes it, where a type stands for the mix of its name, as llama.cpp has it.
+
+        Raises ValueError where its scheme is no type of GGML.
+        """
+        if self.mix is not None:
+            return self
+        mix = None if self.scheme is None else ggml_mix.find(self.scheme.name)
+        if mix is None:
+            raise ValueError(
+                f"{self.name} has no place in a GGUF file, which holds types and mixes such as q4_k_m or q6_k: name "
+                "one, or an output that does not end in .gguf"
+            )
+        return replace(self, mix=mix.name)
 
     @staticmethod
     def load(name_or_path: str | Path) -> Recipe:
@@ -244,15 +492,18 @@ class Recipe:
             raise ValueError("a recipe file is a mapping with a name under `recipe`, for example recipe: gptq-w4g128")
         recipe = _parse_name(data["recipe"])
         options = {key: value for key, value in data.items() if key not in _KEYS}
-        known = set(_KEYS).union(*(_options(p) for p in recipe.passes))
+        tune = [] if recipe.tune is None else [recipe.tune]
+        known = set(_KEYS).union(*(_options(p) for p in (*recipe.passes, *tune)))
         for key in options:
             if key not in known:
-                owners = [method for method, cls in METHODS.items() if key in _options(cls)]
+                owners = [each.method for each in (*METHODS.values(), Tune) if key in _options(each)]
                 if owners:
                     raise ValueError(f"{key} is an option of {' and '.join(owners)}, which {recipe.name} does not use")
                 raise ValueError(f"unknown key {key!r}{_offer(str(key), known)}")
         passes = tuple(replace(p, **{k: v for k, v in options.items() if k in _options(p)}) for p in recipe.passes)
         recipe = replace(recipe, passes=passes)
+        for each in tune:
+            recipe = replace(recipe, tune=replace(each, **{k: v for k, v in options.items() if k in _options(each)}))
         if "overrides" in data:
             entries = data["overrides"]
             if not isinstance(entries, list):
@@ -289,20 +540,55 @@ def parse_head(word: object) -> Scheme | Keep:
 
 def _parse_name(name: str) -> Recipe:
     methods, dash, scheme = name.partition("-")
+    *before, last = methods.split("+")
+    if not dash or last != Tune.method:
+        return _parse_passes(name)
+    recipe = _parse_passes(f"{'+'.join(before or ['rtn'])}-{scheme}")
+    if recipe.mix is not None:
+        raise ValueError(f"recipe {name!r}: there are no scales to tune in what {recipe.name} leaves")
+    return replace(recipe, tune=Tune())
+
+
+def _parse_passes(name: str) -> Recipe:
+    if ggml_mix.find(name) is not None:
+        return _with_mix((Rtn(),), name)
+    methods, dash, scheme = name.partition("-")
     if not dash or not scheme:
-        raise ValueError(f"recipe {name!r} is not of the form method[+method]-scheme{_offer(name, _EXAMPLES)}")
+        raise ValueError(f"recipe {name!r} is not of the form method[+method]-scheme{_offer(name, _KNOWN)}")
     passes: list[Pass] = []
     for word in methods.split("+"):
         if word not in METHODS:
-            raise ValueError(f"recipe {name!r}: unknown method {word!r}{_offer(word, METHODS)}")
+            raise ValueError(f"recipe {name!r}: unknown method {word!r}{_offer(word, (*METHODS, Tune.method))}")
         if any(p.method == word for p in passes):
             raise ValueError(f"recipe {name!r} names {word} twice")
-        if passes and passes[-1].method in ROUNDINGS:
-            raise ValueError(f"recipe {name!r}: {passes[-1].method} chooses the codes, so it comes last, and alone")
+        if passes and passes[-1].method not in TRANSFORMS:
+            does = "codes" if passes[-1].method in ROUNDINGS else "zeros"
+            raise ValueError(f"recipe {name!r}: {passes[-1].method} chooses the {does}, so it comes last, and alone")
         passes.append(METHODS[word]())
+    if isinstance(last := passes[-1], Pruning):
+        sparsity, _, scheme = scheme.partition("-")
+        passes[-1] = replace(last, sparsity=sparsity)
+        if len(passes) > 1 and not scheme:
+            raise ValueError(f"recipe {name!r}: {passes[0].method} prepares weights for a scheme, and there is none")
+        return Recipe(tuple(passes), _parse_scheme(scheme) if scheme else None)
+    if isinstance(last, Structured):
+        percent = scheme.removeprefix("p")
+        if len(passes) > 1 or not scheme.startswith("p") or not percent.isdecimal() or not percent.isascii():
+            raise ValueError(f"recipe {name!r}: structured pruning stands alone, with a percentage: structured-p25")
+        return Recipe((replace(last, percent=int(percent)),), None)
     if passes[-1].method not in ROUNDINGS:
         passes.append(Rtn())
+    if scheme.lower() in ggml_mix.MIXES and scheme not in FORMS:  # a type alone is the type of every linear
+        return _with_mix(tuple(passes), scheme)
     return Recipe(tuple(passes), _parse_scheme(scheme))
+
+
+def _with_mix(passes: tuple[Pass, ...], name: str) -> Recipe:
+    mix = ggml_mix.find(name)
+    assert mix is not None
+    if mix.base.name in ggml_mix.DENSE and passes != (Rtn(),):
+        raise ValueError(f"{mix.name} holds plain numbers, which leave {passes[-1].method} nothing to choose")
+    return Recipe(passes, ggml_mix.scheme(mix.base), mix=mix.name)
 
 
 def _parse_scheme(name: str) -> Scheme:
@@ -324,7 +610,19 @@ def _override(entry: object) -> Override:
     return Override(match, None if scheme == KEEP else _parse_scheme(scheme))
 
 
-def _options(one: Pass | type[Pass]) -> set[str]:
+def _check_sparsity(name: str, sparsity: Pattern, scheme: Scheme | None, columns: int) -> None:
+    try:
+        sparsity.check(columns)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    if scheme is not None and isinstance(scheme.weight, Sparse24):
+        if sparsity.name != "2:4":
+            raise ValueError(f"{name}: {scheme.name} stores 2:4 sparse weights, not {sparsity.name}")
+    elif scheme is not None and not isinstance(scheme.weight, Grid):
+        raise ValueError(f"{name}: what is pruned is rounded to a grid with a zero, such as w4g128, not {scheme.name}")
+
+
+def _options(one: Pass | Tune | type[Pass | Tune]) -> set[str]:
     return {f.name for f in fields(one)}
 
 

@@ -14,20 +14,35 @@ import torch
 from torch import Tensor
 
 from attar.compression.recipe import ScaleSearch
-from attar.formats import affine, observers
+from attar.formats import affine, fp4, ggml_codec, observers
+from attar.formats.forms import Fp4, GgmlBlocks
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Grid, Scheme
 
 
-def solve(weight: Tensor, scheme: Scheme, *, scale_search: ScaleSearch = "minmax") -> PackedTensor:
+def solve(
+    weight: Tensor,
+    scheme: Scheme,
+    *,
+    scale_search: ScaleSearch = "minmax",
+    importance: Tensor | None = None,
+    largest: Tensor | None = None,
+) -> PackedTensor:
     """The weight [O, I], any float dtype, rounded to nearest.
 
-    Raises ValueError on a NaN or an infinity, where the group size does not divide I, and where a scale overflows.
+    `importance` [I] are the mean squares of the columns' inputs, for blocks of GGML, which are searched; `largest` [1]
+    the largest magnitude of all weights that share NVFP4's number for a tensor with this one. Raises ValueError on a
+    NaN or an infinity, where the group size does not divide I, and where a scale overflows.
     """
+    if isinstance(scheme.weight, Fp4):
+        return fp4.quantize(weight, scheme, "mse" if scale_search == "mse" else fp4.RULE, largest)
+    if isinstance(scheme.weight, GgmlBlocks):
+        counts = None if importance is None else ggml_codec.by_column(weight, scheme, importance)
+        return ggml_codec.quantize(weight, scheme, counts)
     if scale_search == "minmax" or scheme.weight.kind != "int":
         return codec(scheme.weight.kind).quantize(weight, scheme)
-    grid, scale_dtype = scheme.weight, getattr(torch, scheme.scale_dtype)
+    grid, scale_dtype = scheme.grid, getattr(torch, scheme.scale_dtype)
     rows, columns = weight.shape
     codes = torch.empty(weight.shape, dtype=torch.int8)
     parts = [slice(None)] if grid.granularity == "tensor" else list(row_slices(rows, columns))

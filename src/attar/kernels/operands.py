@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from attar.formats.packed import PackedTensor
@@ -29,6 +30,21 @@ class Prepared(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """A low-rank change of a linear: its product gets (x A^T) B^T added, x the rows as they come."""
+
+    down: Tensor  # A [r, I], float32
+    up: Tensor  # B [O, r], float32, times the adapter's scale
+
+    def to(self, device: torch.device) -> Adapter:
+        return Adapter(self.down.to(device), self.up.to(device))
+
+    def product(self, x: Tensor) -> Tensor:
+        """What rows x [N, I] get added, [N, O], in their dtype."""
+        return ((x.to(self.down.dtype) @ self.down.T) @ self.up.T).to(x.dtype)
+
+
 @dataclass(eq=False)
 class Linear:
     """y = x' W^T + b with W a dense tensor [O, I], or a PackedTensor or a prepared weight of that shape.
@@ -46,9 +62,12 @@ class Linear:
     permutation: Tensor | None = None  # [I] int64
     input_scale: Tensor | None = None  # [I]
     activation_scale: Tensor | None = None  # [1], float32
+    adapter: Adapter | None = None
     dense: Tensor | None = field(default=None, repr=False)
     """Filled by the reference backend on first use: the dequantized weight in the dtype it computes in."""
     keep_dense: bool = True  # whether it may be filled: no where memory is short and calls are few and large
+    on_gradient: Callable[[Tensor, Tensor], None] | None = field(default=None, repr=False)
+    """Sees, in a backward pass, the rows x' [N, I] that met W and the loss's gradient at their products, [N, O]."""
 
     @property
     def shape(self) -> tuple[int, int]:

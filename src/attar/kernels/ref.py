@@ -4,18 +4,24 @@ It favours being obviously right. A packed weight is dequantized on first use an
 reference is slow only once; the kernels that multiply by packed weights directly replace it behind the same door. Where
 it may not be kept (`Linear.keep_dense`), and where a dense weight is stored in another dtype than the rows, a few rows
 of the weight at a time take the dtype of the product.
+
+It can be differentiated: where torch records gradients of the rows, products, norms, rotations, activations and
+attention do. A weight that learns is `Linear.weight`, or `Linear.dense` of a packed one, that requires its gradient;
+any other is read anew in the backward pass, so that no copy of it is kept. Rounding of rows to an activation grid is
+passed through as if it were not there (the straight-through estimate).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attar.formats.forms import Form
 from attar.formats.packed import PackedTensor, codec
-from attar.formats.scheme import Grid
 from attar.kernels.operands import Activation, Linear, Norm
 
 WEIGHTS_AT_ONCE = 1 << 21  # enough for a product at full speed
@@ -86,28 +92,80 @@ def rounded_input(x: Tensor, each: Linear) -> Tensor:
     grid = activation_grid(each)
     if grid is None:
         return x
-    return codec(grid.kind).fake_quantize(x, grid, each.activation_scale)
+    rounded = codec(grid.kind).fake_quantize(x.detach(), grid, each.activation_scale)
+    return rounded + (x - x.detach()) if x.requires_grad else rounded  # plus zero, whose gradient is that of x
 
 
-def activation_grid(each: Linear) -> Grid | None:
+def activation_grid(each: Linear) -> Form | None:
     return each.weight.scheme.activation if isinstance(each.weight, PackedTensor) else None
 
 
 def linear(x: Tensor, linears: Sequence[Linear]) -> Tensor:
     shared: dict[tuple[object, ...], Tensor] = {}
-    out, at = x.new_empty((len(x), sum(each.shape[0] for each in linears))), 0
-    for each in linears:
+
+    def rows_for(each: Linear) -> Tensor:
         key = (id(each.permutation), id(each.input_scale), id(each.activation_scale), activation_grid(each))
         if key not in shared:
             shared[key] = rounded_input(x, each)
-        for rows, weight in dense(each, x):
-            target = out[:, at + rows.start : at + rows.stop]
-            if each.bias is None:
-                torch.mm(shared[key], weight.T, out=target)
-            else:
-                torch.addmm(each.bias[rows].to(x.dtype), shared[key], weight.T, out=target)
+        return shared[key]
+
+    if torch.is_grad_enabled() and (x.requires_grad or any(_learns(each) for each in linears)):
+        return torch.cat([_differentiable(rows_for(each), each) for each in linears], 1)
+    out, at = x.new_empty((len(x), sum(each.shape[0] for each in linears))), 0
+    for each in linears:
+        _multiply(rows_for(each), each, out[:, at : at + each.shape[0]])
         at += each.shape[0]
     return out
+
+
+def _multiply(x: Tensor, each: Linear, out: Tensor) -> None:
+    """The products of rows x [N, I], as the linear wants them, into `out` [N, O]."""
+    for rows, weight in dense(each, x):
+        if each.bias is None:
+            torch.mm(x, weight.T, out=out[:, rows])
+        else:
+            torch.addmm(each.bias[rows].to(x.dtype), x, weight.T, out=out[:, rows])
+
+
+def _learns(each: Linear) -> bool:
+    tensors = (each.weight, each.dense, each.bias)
+    return any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
+
+
+def _differentiable(x: Tensor, each: Linear) -> Tensor:
+    """The products of rows x [N, I], as the linear wants them, with their gradient recorded."""
+    if not _learns(each):
+        product: Tensor = _Frozen.apply(x, each)  # type: ignore[no-untyped-call]
+        return product
+    assert each.on_gradient is None, "gradients are shown at weights that do not learn"
+    weight = each.weight if each.dense is None else each.dense
+    if isinstance(weight, PackedTensor):  # only its bias learns
+        weight = weight.dequantize(x.dtype)
+    assert isinstance(weight, Tensor), f"{each.name} is laid out for the kernels"
+    return F.linear(x, weight.to(x.dtype), None if each.bias is None else each.bias.to(x.dtype))
+
+
+class _Frozen(torch.autograd.Function):
+    """A product with a weight that does not learn, which is read twice rather than kept in the dtype of the product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, each: Linear) -> Tensor:
+        out = x.new_empty((len(x), each.shape[0]))
+        _multiply(x, each, out)
+        ctx.each = each
+        if each.on_gradient is not None:
+            ctx.save_for_backward(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,), each = gradients, ctx.each
+        if each.on_gradient is not None:
+            each.on_gradient(ctx.saved_tensors[0], gradient)
+        back = gradient.new_zeros((len(gradient), each.shape[1]))
+        for rows, weight in dense(each, gradient):
+            back.addmm_(gradient[:, rows], weight)
+        return back, None
 
 
 def activate(x: Tensor, kind: Activation, gated: bool) -> Tensor:
@@ -118,7 +176,9 @@ def activate(x: Tensor, kind: Activation, gated: bool) -> Tensor:
         a = F.relu(a)
     else:
         a = F.gelu(a, approximate="tanh" if kind == "gelu_tanh" else "none")
-    return a if b is None else a.mul_(b)
+    if b is None:
+        return a
+    return a * b if a.requires_grad else a.mul_(b)  # gradients need both factors
 
 
 def quantize_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:

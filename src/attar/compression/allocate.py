@@ -1,0 +1,381 @@
+"""Bit allocation: which linears get how many bits, by what each choice does to the model's predictions.
+
+Uniform bits spend as much on linears that hardly matter as on those that do. Here every group of linears is compressed
+alone, with each scheme of a ladder, and the divergence from the original is measured (`sensitivity.py`; forward passes
+only). A multiple-choice knapsack (`knapsack.py`) then spends the budget where it buys most, as if damages added up.
+They do not quite: errors meet in later layers. So the choice is measured whole, then each group one scheme up and one
+down around it, and the knapsack decides again among those neighbours; a step is kept only if the whole model is closer
+for it. (The local search of EvoPress, Sieberling et al. 2024, arXiv:2410.14649, with measured steps for random ones.)
+
+What comes out is a recipe with an override for each linear, which the usual walk then runs with all of its methods:
+transforms, guides and corrections are not part of the measurements. The output matrix, overrides and what a recipe
+keeps are left as the recipe says; so is what the mix of a GGUF file makes of the ends of a model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.checkpoints import hf
+from attar.compression import calibrate, knapsack
+from attar.compression.calibrate import Amount, Calibration
+from attar.compression.recipe import Gptq, Override, Recipe, Rtn
+from attar.compression.sensitivity import Choice, Group, Log, Trial, fingerprint, groups_of
+from attar.formats.forms import GgmlBlocks
+from attar.formats.scheme import Grid, Scheme
+from attar.model.decoder import Decoder
+from attar.text.tokenizer import Tokenizer
+
+ROUNDS = 3  # of steps around the choice
+HEADER = 64  # bytes a linear by which the headers of files may differ between schemes
+
+K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")
+
+Progress = Callable[[str, int, int], None]
+"""progress(stage, done, total)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the result must keep: `bits` a weight of the blocks' linears, `size` in bytes of all weight files, or the
+    mean `kl` on the tokens that allocation measures on. One of them."""
+
+    bits: float | None = None
+    size: int | None = None
+    kl: float | None = None
+
+    def __post_init__(self) -> None:
+        given = list(self.to_dict().values())
+        if len(given) != 1:
+            raise ValueError("give one target: bits, size or KL")
+        if not given[0] > 0 or not math.isfinite(given[0]):
+            raise ValueError(f"a target is a positive number, not {given[0]}")
+
+    def to_dict(self) -> dict[str, float]:
+        pairs = (("bits", self.bits), ("size", self.size), ("kl", self.kl))
+        return {name: value for name, value in pairs if value is not None}
+
+
+@dataclass(frozen=True, eq=False)
+class Allocation:
+    """What was chosen: `choice` [G] indexes `ladder`; `alone` [G][C] are the divergences with one group compressed.
+
+    `measured` is the divergence of the whole model as chosen, `unrefined` that of the first choice, and `uniform` that
+    of each scheme for all groups: all on the same tokens, each group rounded by itself.
+    """
+
+    recipe: Recipe
+    target: Target
+    ladder: tuple[Scheme, ...]
+    groups: tuple[Group, ...]
+    alone: tuple[tuple[float, ...], ...]
+    choice: Choice
+    unrefined: float
+    measured: float
+    uniform: tuple[float, ...]
+    tokens: int
+    calibration: str  # the hash of all tokens that it was given
+
+    @property
+    def bits_per_weight(self) -> float:
+        return _bits(self.groups, self.ladder, self.choice)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the receipt."""
+        each_uniform = [
+            {"bits": _bits(self.groups, self.ladder, (c,) * len(self.groups)), "kl": kl}
+            for c, kl in enumerate(self.uniform)
+        ]
+        return {
+            "target": self.target.to_dict(),
+            "ladder": [scheme.name for scheme in self.ladder],
+            "calibration": self.calibration,
+            "tokens": self.tokens,
+            "bits": self.bits_per_weight,
+            "kl": self.measured,
+            "kl_unrefined": self.unrefined,
+            "uniform": each_uniform,
+            "groups": [
+                {
+                    "layer": group.layer,
+                    "linears": list(group.linears),
+                    "weights": group.weights,
+                    "kl": list(row),
+                    "chosen": self.ladder[chosen].name,
+                }
+                for group, row, chosen in zip(self.groups, self.alone, self.choice, strict=True)
+            ],
+        }
+
+
+def ladder_for(recipe: Recipe) -> tuple[Scheme, ...]:
+    """The schemes that a recipe chooses among where nobody says otherwise: its own grid with other bits, or K-quants.
+
+    Raises ValueError where its scheme is neither a grid of integers in groups nor a type of GGUF files.
+    """
+    scheme = recipe.scheme
+    if scheme is not None and isinstance(scheme.weight, GgmlBlocks):
+        return tuple(map(Scheme.parse, K_QUANTS))
+    grid = None if scheme is None or scheme.activation is not None else scheme.weight
+    if scheme is None or not isinstance(grid, Grid) or grid.kind != "int" or grid.group_size is None:
+        raise ValueError(
+            f"{recipe.name} has no ladder of bits: give a recipe such as gptq-w4g128, or name the schemes to choose "
+            "among, such as w2g64,w3g128,w4g128,w6g128"
+        )
+    fine = min(grid.group_size, 64)  # few bits need small groups
+    rungs = [replace(grid, bits=2, group_size=fine), replace(grid, bits=3), replace(grid, bits=3, group_size=fine)]
+    rungs += [replace(grid, bits=bits) for bits in (4, 5, 6, 8)]
+    return tuple(replace(scheme, weight=rung) for rung in dict.fromkeys(rungs))
+
+
+def parse_ladder(text: str) -> tuple[Scheme, ...]:
+    """Schemes by name, with commas between. Raises ValueError on an unknown one."""
+    return tuple(Scheme.parse(name.strip()) for name in text.split(","))
+
+
+@dataclass(frozen=True, eq=False)
+class Allocated:
+    """An allocation for one output, with the calibration tokens it used, for the walk to go on with."""
+
+    allocation: Allocation
+    calibration: list[list[int]]
+    _files: tuple[Path, ...]
+
+    def forget(self) -> None:
+        """Remove what resuming would need."""
+        for file in self._files:
+            file.unlink(missing_ok=True)
+
+
+def for_output(
+    checkpoint: hf.Checkpoint,
+    recipe: Recipe,
+    target: Target,
+    ladder: Sequence[Scheme] | None,
+    calibration: Calibration | None,
+    amount: Amount,
+    dst: Path,
+    overwrite: bool,
+    resume: bool,
+    bytes_of: Callable[[Recipe], int],
+    progress: Progress,
+) -> Allocated:
+    """Allocate for the output `dst`, beside which the measurements are kept until it is there; `resume` goes on with
+    those of a killed run.
+
+    Raises ValueError as `allocate`, where there is nothing to calibrate on, and where the output exists.
+    """
+    if dst.exists() and not overwrite:  # said now, not after all measurements
+        raise ValueError(f"{dst} exists and is kept; choose another output, or pass --overwrite")
+    ladder = tuple(ladder or ladder_for(recipe))
+    if calibration is None:
+        raise ValueError("a target needs calibration to measure on: give a text file, or `self` to sample it")
+    folder = checkpoint.folder.path
+    is_text = isinstance(calibration, str | Path) and str(calibration) != calibrate.SELF
+    tokenizer = Tokenizer.load(folder) if is_text else None
+    dst = dst.absolute()
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    log = dst.parent / f".{dst.name}.attar-allocation.jsonl"
+    drawn = log.with_suffix(f".{amount.samples}x{amount.length}-{amount.seed}.i32")
+    if not resume:
+        log.unlink(missing_ok=True)
+    ids = calibrate.tokens(
+        calibration, checkpoint, tokenizer, amount, drawn, lambda done, total: progress("sampling", done, total)
+    )
+
+    decoder = hf.load(folder, torch.float32)
+    names = checkpoint.config.names
+    first = f"{names.layer.format(i=0)}.{names.output}.weight"
+    stored = checkpoint.folder.info(checkpoint.stored_name(first)).dtype
+    found = allocate(decoder, recipe, target, ladder, ids, log, stored, bytes_of, progress)
+    return Allocated(found, ids.tolist(), (log, drawn))
+
+
+def allocate(
+    decoder: Decoder,
+    recipe: Recipe,
+    target: Target,
+    ladder: Sequence[Scheme],
+    ids: Tensor,
+    file: Path,
+    scale_dtype: str = "float32",
+    bytes_of: Callable[[Recipe], int] | None = None,
+    progress: Progress | None = None,
+) -> Allocation:
+    """Choose a scheme of `ladder` for every group of a dense decoder. `ids` [S, L] are calibration tokens.
+
+    `file` keeps measurements. `scale_dtype` is what scales are stored in. `bytes_of` says how many bytes the weight
+    files of a recipe have, for a target of bytes. Deterministic, given the same torch, machine and threads.
+
+    Raises ValueError where no choice keeps the target, a scheme does not fit a linear, or there is nothing to choose.
+    """
+    rounding = recipe.rounding
+    if not isinstance(rounding, Gptq | Rtn):
+        raise ValueError(f"{recipe.name} leaves no bits to choose: a target is for recipes that round")
+    groups = groups_of(decoder, recipe)
+    _check(groups, ladder)
+    named = {scheme.name: scheme.with_scale_dtype(scale_dtype) for scheme in ladder}
+    ladder = tuple(sorted(named.values(), key=lambda scheme: sum(group.bytes(scheme) for group in groups)))
+    if len(ladder) < 2:
+        raise ValueError("a ladder has at least two schemes to choose among")
+    budget = _budget(target, groups, ladder, recipe, bytes_of)
+    about = fingerprint(decoder, groups, ladder, rounding, ids)
+    log, count = Log(file, about), len(groups)
+    done, total = 0, count * (len(ladder) + 2 * ROUNDS)
+
+    def told() -> None:
+        nonlocal done
+        done = min(done + 1, total)
+        if progress is not None:
+            progress("allocating", done, total)
+
+    def result(alone: Sequence[Sequence[float]], value: Mapping[str, Any]) -> Allocation:
+        choice = tuple(value["choice"])
+        plain = [Scheme.parse(scheme.name) for scheme in ladder]  # what stores it says the dtype of its scales
+        overrides = [Override(n, plain[c]) for g, c in zip(groups, choice, strict=True) for n in g.linears]
+        chosen = replace(recipe, overrides=(*recipe.overrides, *overrides))
+        return Allocation(
+            chosen, target, ladder, tuple(groups), tuple(map(tuple, alone)), choice, value["unrefined"],
+            value["measured"], tuple(value["uniform"]), value["tokens"],
+            calibrate.token_hash(ids),
+        )  # fmt: skip
+
+    finished = f"{target.to_dict()}, {budget}"
+    if (known := log.get(finished)) is not None:  # the run was killed after this
+        return result(known["alone"], known)
+    trial = Trial(decoder, groups, ladder, rounding, ids, log, told)
+    alone = trial.alone()
+    found = knapsack.front([
+        [(group.bytes(scheme), cost) for scheme, cost in zip(ladder, row, strict=True)]
+        for group, row in zip(groups, alone, strict=True)
+    ])  # fmt: skip
+    at = found.within(budget) if budget is not None else _smallest_within(found, target.kl or 0.0, trial)
+    assert at is not None, "the smallest choice is on the front, and within the budget"
+    first = found.choice(at)
+    unrefined = trial.whole(first)
+    choice, measured = refine(trial, first, unrefined, int(found.bytes[at]) if budget is None else budget)
+    uniform = [trial.whole((c,) * count) for c in range(len(ladder))]
+    value = {"choice": choice, "unrefined": unrefined, "measured": measured, "uniform": uniform, "alone": alone}
+    value["tokens"] = trial.tokens
+    log.put(finished, value)
+    done = total
+    told()
+    return result(alone, value)
+
+
+def _check(groups: Sequence[Group], ladder: Sequence[Scheme]) -> None:
+    """Raise ValueError, naming the linear, where a scheme does not fit it."""
+    for group in groups:
+        for name, (_, columns) in zip(group.linears, group.shapes, strict=True):
+            for scheme in ladder:
+                try:
+                    scheme.check(columns)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None
+
+
+def _bits(groups: Sequence[Group], ladder: Sequence[Scheme], choice: Choice) -> float:
+    size = sum(group.bytes(ladder[chosen]) for group, chosen in zip(groups, choice, strict=True))
+    return 8 * size / sum(group.weights for group in groups)
+
+
+def _budget(
+    target: Target,
+    groups: Sequence[Group],
+    ladder: Sequence[Scheme],
+    recipe: Recipe,
+    bytes_of: Callable[[Recipe], int] | None,
+) -> int | None:
+    """Bytes that the groups may take; None where the target is a divergence. Raises ValueError where the smallest
+    choice takes more."""
+    if target.kl is not None:
+        return None
+    least = sum(group.bytes(ladder[0]) for group in groups)
+    if target.bits is not None:
+        budget = math.floor(target.bits * sum(group.weights for group in groups) / 8)
+    else:
+        assert target.size is not None
+        assert bytes_of is not None, "a size is of files, which the caller lays out"
+        smallest = [Override(name, ladder[0]) for group in groups for name in group.linears]
+        headers = HEADER * sum(len(group.linears) for group in groups)
+        whole = bytes_of(replace(recipe, overrides=(*recipe.overrides, *smallest)))
+        budget = target.size - (whole - least) - headers
+    if budget < least:
+        over = f"{least - budget:,} bytes more than the target leaves"
+        raise ValueError(f"with {ladder[0].name} everywhere the linears take {least:,} bytes, {over}")
+    return budget
+
+
+def _smallest_within(found: knapsack.Front, goal: float, trial: Trial) -> int:
+    """The smallest point of the front whose choice, measured, has at most the divergence `goal`, by bisection: along
+    the front it falls, but for noise far below the difference of most points.
+
+    Raises ValueError where even the last has more.
+    """
+    low, high = -1, len(found) - 1
+    if (least := trial.whole(found.choice(high))) > goal:
+        raise ValueError(
+            f"a KL of {goal:g} cannot be kept: with the largest schemes it is {least:.3g}; name larger ones, or allow "
+            "more"
+        )
+    while high - low > 1:
+        middle = (low + high) // 2
+        if trial.whole(found.choice(middle)) <= goal:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def refine(trial: Trial, choice: Choice, measured: float, budget: int) -> tuple[Choice, float]:
+    """Step from a choice, whose divergence is `measured`, to neighbours that the model is closer with, within `budget`
+    bytes; returns the last choice and its divergence.
+
+    In each round every group is measured one scheme up and one down, the others as chosen. The knapsack takes the best
+    of these steps together; where that is no gain, only the four, then the two that promise most; then the search ends.
+    """
+    for _ in range(ROUNDS):
+        steps = trial.neighbours(choice)
+        for limit in (len(choice), 2, 1):
+            proposed = _proposed(trial, choice, measured, steps, budget, limit)
+            found = measured if proposed == choice else trial.whole(proposed)
+            if found < measured:
+                choice, measured = proposed, found
+                break
+        else:
+            return choice, measured
+    return choice, measured
+
+
+def _proposed(
+    trial: Trial, choice: Choice, measured: float, steps: Sequence[Mapping[int, float]], budget: int, limit: int
+) -> Choice:
+    """What the steps promise most of together, of those up the `limit` that gain most a byte, of those down the `limit`
+    that lose least a byte."""
+
+    def size(g: int, c: int) -> int:
+        return trial.groups[g].bytes(trial.ladder[c])
+
+    moves = sorted(
+        (
+            ((measured - kl) / max(1, abs(size(g, c) - size(g, choice[g]))), g, c)
+            for g, row in enumerate(steps)
+            for c, kl in row.items()
+        ),
+        reverse=True,
+    )
+    up, down = ([(g, c) for _, g, c in moves if (c > choice[g]) == rises][:limit] for rises in (True, False))
+    options = [[choice[g], *(c for c in row if (g, c) in up or (g, c) in down)] for g, row in enumerate(steps)]
+    found = knapsack.front([
+        [(size(g, c), 0.0 if c == choice[g] else steps[g][c] - measured) for c in row] for g, row in enumerate(options)
+    ])  # fmt: skip
+    at = found.within(budget)
+    assert at is not None, "the choice itself is within"
+    return tuple(row[i] for row, i in zip(options, found.choice(at), strict=True))

@@ -1,0 +1,144 @@
+"""Several recipes tried, one kept: the one closest to the original on text that none of them has seen.
+
+`rtn-w4g128,guided-w4g128` names the recipes; `best-w4g128` stands for attar's own ladder at that scheme, from the
+cheapest up (`STEPS`). Every eighth calibration sequence is set aside for the selection; the others calibrate. Each
+recipe is made, measured there by its mean KL divergence, and deleted; then the winner is made in its place, to the same
+bytes, which is simpler than moving what is finished and adds one run to several. Of equal ones the first wins. The
+receipt holds all that were tried with what each gained (`selection`): the text on which the cost is reported is a third
+one, which no choice was made on.
+
+Figures are kept beside the output until it is finished, so that a killed run tries none twice.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.checkpoints import hf, sources
+from attar.compression import calibrate
+from attar.compression.calibrate import SELF, Amount, Calibration
+from attar.compression.recipe import Recipe
+from attar.metrics.measure import measure
+from attar.model.decoder import Decoder
+from attar.text.tokenizer import Tokenizer
+
+PREFIX = "best-"
+STEPS = ("gptq", "qronos", "guided", "guided+tune")
+EVERY = 8  # sequences, of which one is for the selection
+
+
+def recipes(name: object) -> list[str] | None:
+    """The recipes that a name stands for, or None where it is one recipe's."""
+    if not isinstance(name, str):
+        return None
+    if name.startswith(PREFIX):
+        return [f"{step}-{name.removeprefix(PREFIX)}" for step in STEPS]
+    return [part.strip() for part in name.split(",")] if "," in name else None
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A recipe with its mean KL divergence on the selection, in nats, and the 95 % interval of that."""
+
+    recipe: str
+    bits_per_weight: float
+    kl: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was tried, and the tokens [S][L] that calibrated; `tokens` are those of the selection."""
+
+    tried: tuple[Tried, ...]
+    calibration: list[list[int]]
+    tokens: int
+    folder: Path | None = None  # what to remove once the output is there
+
+    @property
+    def winner(self) -> str:
+        return min(self.tried, key=lambda each: each.kl).recipe
+
+    def forget(self) -> None:
+        """Once the output is there."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, for the receipt."""
+        return {"tokens": self.tokens, "tried": [asdict(each) for each in self.tried]}
+
+
+def for_output(
+    names: Sequence[str],
+    checkpoint: hf.Checkpoint,
+    calibration: Calibration | None,
+    amount: Amount,
+    dst: Path,
+    overwrite: bool,
+    resume: bool,
+    run: Callable[[str, list[list[int]], Path], float],
+    progress: Callable[[str, int, int], None],
+) -> Choice:
+    """Try the recipes for the output `dst`, beside which a folder keeps what is known until it is there.
+
+    `run(name, calibration, out)` makes one in the folder `out` and returns its bits a weight. Raises ValueError where
+    there is nothing to calibrate on, where there are fewer than two sequences, and where the output exists.
+    """
+    if dst.exists() and not overwrite:  # said now, not after all trials
+        raise ValueError(f"{dst} exists and is kept; choose another output, or pass --overwrite")
+    if calibration is None:
+        raise ValueError("choosing among recipes needs calibration: give a text file, or `self` to sample it")
+    for name in names:
+        Recipe.load(name)  # whatever is wrong with one is said before the first is made
+    folder = checkpoint.folder.path
+    is_text = isinstance(calibration, str | Path) and str(calibration) != SELF
+    tokenizer = Tokenizer.load(folder) if is_text else None
+    kept = dst.absolute().parent / f".{dst.name}.attar-tried"
+    if not resume:
+        shutil.rmtree(kept, ignore_errors=True)
+    kept.mkdir(parents=True, exist_ok=True)
+    drawn = kept / f"self-{amount.samples}x{amount.length}-{amount.seed}.i32"
+    ids = calibrate.tokens(
+        calibration, checkpoint, tokenizer, amount, drawn, lambda done, total: progress("sampling", done, total)
+    )
+    return replace(choose(names, ids, hf.load(folder, torch.float32), run, kept, progress), folder=kept)
+
+
+def choose(
+    names: Sequence[str],
+    ids: Tensor,
+    base: Decoder,
+    run: Callable[[str, list[list[int]], Path], float],
+    folder: Path,
+    progress: Callable[[str, int, int], None],
+) -> Choice:
+    """Try recipes on token ids [S, L] of a model `base`; `folder` holds what is known so far."""
+    if len(ids) < 2:
+        raise ValueError("choosing among recipes takes at least 2 calibration sequences: one is for the selection")
+    aside = torch.arange(len(ids)) % EVERY == min(EVERY, len(ids)) - 1
+    selection, calibration = ids[aside], ids[~aside].tolist()
+    about = {"tokens": calibrate.token_hash(ids), "names": list(names)}
+    path, tried = folder / "tried.json", list[Tried]()
+    if path.is_file() and (left := json.loads(path.read_bytes()))["about"] == about:
+        tried = [Tried(**each) for each in left["tried"]]
+    for name in names[len(tried) :]:
+        progress("recipes", len(tried), len(names))
+        out = folder / "out"
+        bits = run(name, calibration, out)
+        found = measure(sources.load(out, torch.float32), selection.tolist(), base=base).figures["kl_mean"]
+        tried.append(Tried(name, bits, found.value, found.low, found.high))
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"about": about, "tried": [asdict(each) for each in tried]}))
+        temporary.replace(path)
+    progress("recipes", len(names), len(names))
+    return Choice(tuple(tried), calibration, selection.numel())

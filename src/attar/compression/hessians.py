@@ -1,0 +1,308 @@
+"""GPTQ or pruning on one block: which rows of which linears share a Hessian, which Hessians are in memory together.
+
+Every Hessian costs I x I numbers, and every pass that gathers some costs a run of the block over the calibration text.
+Without more ado the linears that read the same rows share one, and all of a dense block are gathered in one pass, on
+the block as it was. Three options of the recipe change that:
+
+* `guide`: tokens weighted by what the loss minds, with other weights for each group of rows of each linear (`guide`),
+  so that each has a Hessian of its own;
+* `couple`: a second matrix for each linear, of its outputs (`two_sided`);
+* `correct`: targets corrected for what was compressed before (`qronos`). Then linears are replaced as soon as they are
+  solved, so that those after them in the block see what they will really read, and a twin of the block as it was reads
+  the hidden states of the original model, which take a second pair of files.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from attar.compression import fold, gptq, prune, qronos, sparsegpt, two_sided, zeros
+from attar.compression.calibrate import HiddenStates
+from attar.compression.form_levels import shared_largest
+from attar.compression.gptq import GptqResult, Hessian
+from attar.compression.guide import Hints, row_groups
+from attar.compression.memory import give_back
+from attar.compression.recipe import Gptq, Prune, SparseGpt
+from attar.formats.packed import PackedTensor
+from attar.formats.scheme import Scheme
+from attar.kernels.operands import Linear
+from attar.model.layers import Block, FeedForward
+
+HESSIANS = 2.5  # how many of a block's widest Hessian, its factor included, are in memory at once
+
+Options = Gptq | SparseGpt | Prune
+
+Group = tuple[str, Sequence[tuple[Linear, Scheme | None]]]
+"""Linears to compress that read the same rows, under the name of the first of all that read them. Those without a
+scheme are pruned, and stay dense."""
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A linear, and the rounded weight it is to get, with what this costs by the measure of that name."""
+
+    linear: Linear
+    scheme: Scheme | None
+    result: GptqResult
+    measure: str
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """Rows of linears that one Hessian is for, made from the inputs of the linear `name`, and the tokens' weights."""
+
+    name: str
+    users: tuple[tuple[Linear, Scheme | None, slice], ...]
+    weights: Tensor | None = None  # [N], of all tokens
+
+    @property
+    def columns(self) -> int:
+        return self.users[0][0].shape[1]
+
+
+@dataclass(eq=False)
+class _Statistics:
+    """What is gathered for one share, in one pass over the block."""
+
+    share: Share
+    hessian: Hessian
+    drift: qronos.Drift | None
+    seen: int = 0  # tokens
+
+    @property
+    def adds(self) -> bool:
+        return self.drift is not None and self.drift.residual is not None
+
+    def add(self, x: Tensor, original: Tensor | None, residual: Tensor | None = None) -> None:
+        weights = self.share.weights
+        if weights is not None:
+            weights = weights[self.seen : self.seen + len(x)]
+            self.seen += len(x)
+        self.hessian.add(x, weights)
+        if self.drift is not None:
+            assert original is not None
+            self.drift.add(original, x, weights, residual)
+
+
+def solve(
+    block: Block,
+    groups: Sequence[Group],
+    hidden: HiddenStates,
+    options: Options,
+    guide: Mapping[str, Hints],
+    original: HiddenStates | None,
+) -> Iterator[Solved]:
+    """Solve for all linears of the groups, in order. `guide` holds, by linear, what the recipe wants to know of the
+    loss; `original` is needed where the recipe corrects.
+
+    Weights are replaced here, each once nobody needs the block as it was any more. Raises ValueError, naming the
+    linear, as the solvers do.
+    """
+    correct = not isinstance(options, SparseGpt) and options.correct
+    weights = {name: hints.weights for name, hints in guide.items() if hints.weights is not None}
+    twin = twin_of(block) if correct else None
+    couple = isinstance(options, Gptq) and options.couple
+    words = {"weighted": weights, "coupled": couple, "corrected": correct}
+    measure = " ".join([*(word for word, on in words.items() if on), "output"])
+    largest = shared_largest(members for _, members in groups)
+    takes_on = options.residual if isinstance(options, Gptq) else 0.0
+    enders = {each.name for each in _added(block)} if takes_on else set()
+
+    def adding(share: Share) -> int:
+        """The rows of a share that are to take on what is wrong in the residual stream."""
+        return share.users[0][0].shape[0] if share.name in enders else 0
+
+    solved: list[tuple[Linear, Tensor | PackedTensor]] = []
+    pieces: dict[str, list[GptqResult]] = {}
+    runs = list(waves([list(_shares(group, weights)) for group in groups], _room(block, groups), correct))
+    for number, wave in enumerate(runs, 1):
+        statistics = [
+            _Statistics(share, Hessian(share.columns), qronos.Drift(share.columns, adding(share)) if correct else None)
+            for share in wave
+        ]
+        _gather(block, hidden, twin, original, statistics)
+        while statistics:
+            found = statistics.pop(0)
+            with naming(found.share.users[0][0]):
+                prepared = _prepare(found.hessian, options)
+            for linear, scheme, rows in found.share.users:
+                with naming(linear):
+                    weight = fold.dense_weight(linear)[rows]
+                    if found.drift is not None:
+                        weight = qronos.corrected(weight, found.drift, prepared, takes_on, rows)
+                    outputs = guide[linear.name].outputs if linear.name in guide else None
+                    shared = largest.get(linear.name)
+                    result = _solve(weight, prepared, zeros.solved_as(scheme), options, outputs, shared)
+                pieces.setdefault(linear.name, []).append(result)
+                if rows.stop == linear.shape[0]:
+                    whole = gptq.stacked(pieces.pop(linear.name))
+                    yield Solved(linear, scheme, whole, measure)
+                    solved.append((linear, zeros.stored_as(whole.packed, scheme)))
+                if correct or number == len(runs):  # the linears after are to see it, or nobody is
+                    _install(solved)
+            del prepared, found  # before the next factor is made
+            give_back()
+
+
+def _prepare(hessian: Hessian, options: Options) -> gptq.Prepared:
+    if isinstance(options, Prune):
+        return prune.prepare(hessian, options.damping)
+    return gptq.prepare(hessian, options.damping, options.order if isinstance(options, Gptq) else "natural")
+
+
+def _solve(
+    weight: Tensor,
+    prepared: gptq.Prepared,
+    scheme: Scheme | None,
+    options: Options,
+    outputs: Tensor | None,
+    largest: Tensor | None,
+) -> GptqResult:
+    search = options.scale_search
+    if isinstance(options, SparseGpt):
+        return sparsegpt.solve(weight, prepared, options.pattern, scheme, block=options.block, scale_search=search)
+    if isinstance(options, Prune):
+        assert isinstance(prepared, prune.Prepared)
+        return prune.solve(weight, prepared, options.pattern, scheme, steps=options.steps, scale_search=search)
+    assert scheme is not None, "only what is pruned stays dense"
+    if outputs is not None:
+        coupling = Hessian(len(weight))
+        coupling.mean = outputs
+        return two_sided.solve(
+            weight, prepared, gptq.prepare(coupling, options.output_damping), scheme,
+            scale_search=search, polish=options.polish, damping=options.damping, output_damping=options.output_damping,
+        )  # fmt: skip
+    return gptq.solve(
+        weight, prepared, scheme,
+        block=options.block, scale_search=search, static_groups=options.static_groups,
+        polish=options.polish, damping=options.damping, largest=largest,
+    )  # fmt: skip
+
+
+def _install(solved: list[tuple[Linear, Tensor | PackedTensor]]) -> None:
+    for linear, weight in solved:
+        dtype = fold.dense_weight(linear).dtype  # corrected targets are float32
+        linear.weight = weight.to(dtype) if isinstance(weight, Tensor) else weight
+    solved.clear()
+
+
+def _shares(group: Group, weights: Mapping[str, Tensor]) -> Iterator[Share]:
+    name, members = group
+    alike = [(linear, scheme, slice(0, linear.shape[0])) for linear, scheme in members if linear.name not in weights]
+    if alike:
+        yield Share(name, tuple(alike))
+    for linear, scheme in members:
+        if linear.name in weights:
+            columns = weights[linear.name].unbind(1)
+            for rows, column in zip(row_groups(linear.shape[0], len(columns)), columns, strict=True):
+                yield Share(name, ((linear, scheme, rows),), column)
+
+
+def of_inputs(
+    block: Block, linear: Linear, hidden: HiddenStates, twin: Block | None, original: HiddenStates | None
+) -> tuple[Hessian, qronos.Drift | None]:
+    """The Hessian of one linear's inputs and, with a twin of the block as it was, their drift from the original's."""
+    columns = linear.shape[1]
+    share = Share(linear.name, ((linear, None, slice(0, linear.shape[0])),))
+    found = _Statistics(share, Hessian(columns), None if twin is None else qronos.Drift(columns))
+    _gather(block, hidden, twin, original, [found])
+    return found.hessian, found.drift
+
+
+def _gather(
+    block: Block,
+    hidden: HiddenStates,
+    twin: Block | None,
+    original: HiddenStates | None,
+    statistics: Sequence[_Statistics],
+) -> None:
+    """Run the block over all calibration states, and its twin over the original model's, and let the statistics see."""
+    takers: dict[str, list[_Statistics]] = {}
+    for each in statistics:
+        takers.setdefault(each.share.name, []).append(each)
+    originals: dict[str, Tensor] = {}
+    wrong: dict[str, Tensor] = {}  # in the residual stream, where a linear adds to it
+
+    def keep(linear: Linear, x: Tensor) -> None:
+        if linear.name in takers:
+            originals[linear.name] = x.clone()
+
+    def tap(linear: Linear, x: Tensor) -> None:
+        for each in takers.get(linear.name, ()):
+            with naming(linear, "the input of "):
+                each.add(x, originals.get(linear.name), wrong.get(linear.name))
+
+    for batch in hidden.batches():
+        rows, step = hidden.read(batch), hidden.step(batch)
+        if twin is not None:
+            assert original is not None
+            true = original.read(batch)
+            between, _ = twin.forward(true, None, original.step(batch), keep)
+            for linear in _added(block):
+                if linear is block.attention.output:
+                    wrong[linear.name] = true - rows
+                elif linear.name in takers and any(each.adds for each in takers[linear.name]):
+                    wrong[linear.name] = between - block.forward(rows, None, step)[0]
+        block.run(rows, step, tap)
+
+
+def _added(block: Block) -> list[Linear]:
+    """The linears whose outputs are added to the residual stream as they are."""
+    found = [] if block.attention_post_norm is not None else [block.attention.output]
+    if block.feed_forward_post_norm is None and isinstance(block.feed_forward, FeedForward):
+        found.append(block.feed_forward.down)
+    return found
+
+
+def _room(block: Block, groups: Sequence[Group]) -> float:
+    """How many float32 numbers Hessians may take together."""
+    widest = max((members[0][0].shape[1] ** 2 for _, members in groups), default=0)
+    return HESSIANS * widest + sum(math.prod(linear.shape) for linear in block.linears()) / 4
+
+
+def waves(groups: Sequence[Sequence[Share]], room: float, apart: bool) -> Iterator[list[Share]]:
+    """The shares of all groups, in order, in runs whose statistics are in memory together; each costs a pass over the
+    block.
+
+    A run takes as much as `HESSIANS` of the widest and half the block in bf16: dense families need one, where Hessians
+    are shared. `apart`: no run reaches beyond a group, and every share has two matrices.
+    """
+    wave: list[Share] = []
+    for group in groups:
+        for share in group:
+            if wave and most([(1 + apart) * each.columns**2 for each in (*wave, share)]) > room:
+                yield wave
+                wave = []
+            wave.append(share)
+        if apart and wave:
+            yield wave
+            wave = []
+    if wave:
+        yield wave
+
+
+def most(sizes: Sequence[int]) -> int:
+    """The most numbers in memory while each of the Hessians in turn is factored, solved with and dropped."""
+    return max(sum(sizes[i:]) + size for i, size in enumerate(sizes))
+
+
+def twin_of(block: Block) -> Block:
+    """The same block, whose linears can be replaced without this one's: tensors are shared."""
+    held = [each for linear in block.linears() for each in vars(linear).values() if isinstance(each, Tensor)]
+    held += [each for norm in block.norms() for each in vars(norm).values() if isinstance(each, Tensor)]
+    return copy.deepcopy(block, {id(each): each for each in held})
+
+
+@contextmanager
+def naming(linear: Linear, before: str = "") -> Iterator[None]:
+    """Put the linear's name in front of what went wrong in it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{before}{linear.name}: {error}") from None

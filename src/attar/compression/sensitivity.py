@@ -1,0 +1,313 @@
+"""How much the predictions of a model suffer when some of its linears are compressed: what `allocate.py` decides by.
+
+Linears are taken in groups that must be of one scheme, because engines run them as one: q, k and v; gate and up; in a
+mixture, those of all experts. A `Trial` holds the model dense, and every group packed in every scheme of a ladder, by
+the recipe's own kind of rounding: GPTQ on Hessians of the original's inputs, or to nearest. It swaps groups in and out
+and measures the mean KL divergence from the model as it was. Hidden states that enter each block are kept, so that a
+measurement starts at the block that changed: half a forward pass on average.
+
+Some calibration sequences make the Hessians, the last ones are what divergences are measured on. They are compared at
+as many evenly spaced positions as there is room for the original's logits. Measurements go to a file as they are made,
+by which a killed run resumes; candidates are rounded anew.
+
+Legend: S sequences, L tokens of each, N rows, I hidden size, V vocabulary, P positions, G groups, C schemes.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.compression import fold, gptq, rtn
+from attar.compression.calibrate import rows_at_once
+from attar.compression.passes import input_groups
+from attar.compression.recipe import Gptq, Recipe, Rtn
+from attar.formats.packed import PackedTensor
+from attar.formats.scheme import Grid, Scheme
+from attar.kernels.operands import Linear, Tap
+from attar.model.cache import Step
+from attar.model.decoder import Decoder
+from attar.model.layers import Block, MixtureOfExperts
+
+MEASURED_TOKENS = 4096  # on which a divergence is measured
+HESSIAN_TOKENS = 32768
+LOGITS = 1 << 27  # of the original that are kept
+LOGITS_AT_ONCE = 1 << 22
+
+Choice = tuple[int, ...]
+"""For each group, the index of its scheme in the ladder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Linears of one block that share a scheme: their names and shapes (out, in)."""
+
+    layer: int
+    linears: tuple[str, ...]
+    shapes: tuple[tuple[int, int], ...]
+
+    @property
+    def weights(self) -> int:
+        return sum(map(math.prod, self.shapes))
+
+    def bytes(self, scheme: Scheme) -> int:
+        return sum(map(scheme.bytes, self.shapes))
+
+
+def groups_of(decoder: Decoder, recipe: Recipe) -> list[Group]:
+    """What can be chosen for, block by block: the linears about which neither an override nor `keep` decides.
+
+    Raises ValueError where that is none.
+    """
+    decided = [*(override.match for override in recipe.overrides), *recipe.keep]
+    found = []
+    for layer, block in enumerate(decoder.blocks):
+        for linears in _fused(block):
+            free = [each for each in linears if not any(fnmatch.fnmatchcase(each.name, match) for match in decided)]
+            if free:
+                found.append(Group(layer, tuple(e.name for e in free), tuple(e.shape for e in free)))
+    if not found:
+        raise ValueError(f"{recipe.name} leaves nothing to choose: its overrides decide about every linear")
+    return found
+
+
+def _fused(block: Block) -> Iterator[tuple[Linear, ...]]:
+    yield block.attention.qkv
+    yield (block.attention.output,)
+    forwards = list(block.feed_forwards())
+    if isinstance(block.feed_forward, MixtureOfExperts):
+        yield tuple(linear for each in forwards for linear in each.up)
+        yield tuple(each.down for each in forwards)
+    else:
+        yield forwards[0].up
+        yield (forwards[0].down,)
+
+
+class Trial:
+    """A dense model with some groups compressed. Between calls its weights are as they were."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        groups: Sequence[Group],
+        ladder: Sequence[Scheme],
+        rounding: Gptq | Rtn,
+        ids: Tensor,
+        log: Log,
+        told: Callable[[], None],
+    ) -> None:
+        """`ids` [S, L] are calibration tokens. `told` is called after each measurement."""
+        self.groups, self.ladder = tuple(groups), tuple(ladder)
+        self._decoder, self._rounding, self._log, self._told = decoder, rounding, log, told
+        self._length = ids.shape[1]
+        count = max(1, min(len(ids) // 3, math.ceil(MEASURED_TOKENS / self._length)))
+        measured = ids[len(ids) - count :]
+        rest = ids[: len(ids) - count] if len(ids) > count else ids
+        self._rest = rest[: max(1, HESSIAN_TOKENS // self._length)]
+        self._batch = self._length * max(1, rows_at_once(decoder.config) // self._length)  # rows of one call
+        self.tokens = measured.numel()
+        positions = min(self.tokens, max(1, LOGITS // decoder.config.vocab_size))
+        self._rows = torch.arange(positions) * self.tokens // positions
+        self._linears = {linear.name: linear for block in decoder.blocks for linear in block.linears()}
+        self._weights = {name: linear.weight for name, linear in self._linears.items()}
+        self._packed: dict[tuple[int, int], list[PackedTensor]] = {}
+        self._original = [self._embedded(measured)]  # what enters each block
+        last = self._run(self._original[0], 0, self._original)
+        with torch.inference_mode():
+            self._base = decoder.logits(last[self._rows]).log_softmax(-1)  # [P, V]
+
+    # --- measurements -------------------------------------------------------------------------------------------------
+
+    def alone(self) -> tuple[tuple[float, ...], ...]:
+        """The divergence with each group alone in each scheme, [G][C]. To be called first: it rounds the candidates."""
+        states = self._embedded(self._rest)
+        rows = []
+        for layer, block in enumerate(self._decoder.blocks):
+            mine = [g for g, group in enumerate(self.groups) if group.layer == layer]
+            states = self._candidates(block, mine, states)
+            for g in mine:
+                found = (self._measured(f"{g}:{c}", {g: c}, self._original) for c in range(len(self.ladder)))
+                rows.append(tuple(found))
+        return tuple(rows)
+
+    def whole(self, choice: Choice) -> float:
+        """The divergence with every group as chosen."""
+        return self._measured(_key(choice), dict(enumerate(choice)), self._original)
+
+    def neighbours(self, choice: Choice) -> list[dict[int, float]]:
+        """For each group: the divergence of the whole with it one scheme up and one down, by index of the ladder."""
+        states = [self._original[0]]
+        found: list[dict[int, float]] = []
+        with self._with(dict(enumerate(choice))):
+            for g, chosen in enumerate(choice):
+                found.append({})
+                for other in (chosen - 1, chosen + 1):
+                    if 0 <= other < len(self.ladder):
+                        key = _key((*choice[:g], other, *choice[g + 1 :]))
+                        if self._log.get(key) is None and len(states) == 1:
+                            self._run(states[0], 0, states)
+                        found[-1][other] = self._measured(key, {g: other}, states)
+        return found
+
+    def _measured(self, key: str, changes: Mapping[int, int], states: Sequence[Tensor]) -> float:
+        """The divergence with `changes`, from the log or from a pass that starts at the first block they touch.
+
+        `states` are what enters the blocks without them.
+        """
+        value: float | None = self._log.get(key)
+        if value is None:
+            first = min(self.groups[g].layer for g in changes)
+            with self._with(changes):
+                value = self._divergence(self._run(states[first], first))
+            self._log.put(key, value)
+        self._told()
+        return value
+
+    @torch.inference_mode()
+    def _divergence(self, states: Tensor) -> float:
+        """Mean KL(original || this) in nats over the positions, given the last states [N, I]."""
+        total, at_once = 0.0, max(1, LOGITS_AT_ONCE // self._base.shape[1])
+        for base, rows in zip(self._base.split(at_once), self._rows.split(at_once), strict=True):
+            log_q = self._decoder.logits(states[rows]).log_softmax(-1)
+            total += float((base.exp() * (base - log_q)).sum(-1).double().sum())
+        if not math.isfinite(total):
+            raise ValueError("with a group compressed the model's predictions are not finite: leave 2 bits out")
+        return max(total / len(self._rows), 0.0)  # float32 may end just below
+
+    # --- forward passes -----------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """What enters the first block, [N, I]."""
+        step = Step((self._length,) * len(ids), self._length)
+        return self._decoder.embedding.forward(ids.reshape(-1), step.positions).float()
+
+    def _run(self, states: Tensor, first: int, kept: list[Tensor] | None = None) -> Tensor:
+        """Through the blocks from `first` on: the last states [N, I]. `kept` takes in what leaves each block."""
+        for block in self._decoder.blocks[first:]:
+            states = self._through(block, states)
+            if kept is not None:
+                kept.append(states)
+        return states
+
+    @torch.inference_mode()
+    def _through(self, block: Block, states: Tensor, tap: Tap | None = None) -> Tensor:
+        parts = states.split(self._batch)
+        steps = (Step((self._length,) * (len(part) // self._length), self._length) for part in parts)
+        return torch.cat([block.run(part, step, tap) for part, step in zip(parts, steps, strict=True)])
+
+    @contextmanager
+    def _with(self, changes: Mapping[int, int]) -> Iterator[None]:
+        """The groups (keys) in schemes of the ladder (values) while the context lasts."""
+        members = {g: [self._linears[name] for name in self.groups[g].linears] for g in changes}
+        before = [(linear, linear.weight) for linears in members.values() for linear in linears]
+        try:
+            for g, linears in members.items():
+                for linear, packed in zip(linears, self._packed[g, changes[g]], strict=True):
+                    linear.weight = packed.dequantize()
+            yield
+        finally:
+            for linear, weight in before:
+                linear.weight = weight
+
+    # --- candidates ---------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _candidates(self, block: Block, mine: Sequence[int], states: Tensor) -> Tensor:
+        """Round the groups of a block to every scheme of the ladder; returns what enters the next block."""
+        wanted = {name for g in mine for name in self.groups[g].linears}
+        shared = [[each for each in linears if each.name in wanted] for linears in input_groups(block)]
+        shared = [linears for linears in shared if linears]
+        hessians = {}
+        if isinstance(self._rounding, Gptq):
+            hessians = {linears[0].name: gptq.Hessian(linears[0].shape[1]) for linears in shared}
+
+        def tap(linear: Linear, x: Tensor) -> None:
+            if linear.name in hessians:
+                hessians[linear.name].add(x)
+
+        states = self._through(block, states, tap if hessians else None)
+        made: dict[str, list[PackedTensor]] = {}
+        for linears in shared:
+            hessian = hessians.pop(linears[0].name, None)
+            try:
+                factor = None
+                if hessian is not None and hessian.tokens and isinstance(self._rounding, Gptq):
+                    factor = gptq.prepare(hessian, self._rounding.damping, self._rounding.order)
+                for linear in linears:
+                    weight = fold.dense_weight(linear)
+                    made[linear.name] = [self._rounded(weight, scheme, factor) for scheme in self.ladder]
+            except ValueError as error:
+                raise ValueError(f"{linears[0].name}: {error}") from None
+        for g in mine:
+            for c in range(len(self.ladder)):
+                self._packed[g, c] = [made[name][c] for name in self.groups[g].linears]
+        return states
+
+    def _rounded(self, weight: Tensor, scheme: Scheme, factor: gptq.Prepared | None) -> PackedTensor:
+        rounding = self._rounding
+        if factor is None or not isinstance(rounding, Gptq) or not isinstance(scheme.weight, Grid):
+            return rtn.solve(weight, scheme, scale_search=rounding.scale_search)
+        found = gptq.solve(
+            weight, factor, scheme, block=rounding.block, scale_search=rounding.scale_search,
+            static_groups=rounding.static_groups,
+        ).packed  # fmt: skip
+        assert isinstance(found, PackedTensor)
+        return found
+
+
+def _key(choice: Choice) -> str:
+    return ",".join(map(str, choice))
+
+
+def fingerprint(decoder: Decoder, groups: Sequence[Group], ladder: Sequence[Scheme], rounding: Any, ids: Tensor) -> str:
+    """What measurements depend on, as one hash. A sum of each matrix is enough to tell models apart."""
+    names = [scheme.name for scheme in ladder], [group.linears for group in groups]
+    sizes = MEASURED_TOKENS, HESSIAN_TOKENS, LOGITS, list(ids.shape)
+    machine = str(torch.__version__), torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
+    digest = hashlib.sha256(json.dumps([names, sizes, repr(rounding), machine]).encode())
+    digest.update(ids.to(torch.int32).numpy().tobytes())
+    for block in decoder.blocks:
+        for linear in block.linears():
+            digest.update(repr(float(fold.dense_weight(linear).double().sum())).encode())
+    return digest.hexdigest()
+
+
+class Log:
+    """Values by key, on disk as they are made: JSON lines, the first of which says what they are about."""
+
+    def __init__(self, file: Path, about: str) -> None:
+        self._values: dict[str, Any] = {}
+        self._file = file
+        first = json.dumps({"about": about})
+        lines = file.read_text().splitlines() if file.is_file() else []
+        if lines and lines[0] == first:
+            for line in lines[1:]:
+                try:
+                    key, value = json.loads(line)
+                except ValueError:  # the line in which a run was killed
+                    break
+                self._values[key] = value
+        file.write_text("\n".join([first, *map(json.dumps, self._values.items())]) + "\n")
+
+    def get(self, key: str) -> Any:
+        """None where there is none."""
+        return self._values.get(key)
+
+    def put(self, key: str, value: Any) -> None:
+        self._values[key] = value
+        with self._file.open("a") as file:
+            file.write(json.dumps((key, value)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())

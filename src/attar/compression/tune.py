@@ -1,0 +1,360 @@
+"""Frozen-code tuning: after all codes are chosen, train the few continuous numbers that are stored beside them.
+
+Block by block, rounding can only make each block's output right; what the whole model then predicts is nobody's
+business. Here it is: the scales of groups, the weights of norms and the biases move, by Adam, towards the least
+KL(original || compressed) over the whole vocabulary, on the calibration text (the "E2E-QP" of EfficientQAT, Chen et al.
+2024, with the original's predictions instead of labels, and codes that never move). It adds no bit: every such number
+is stored anyway, in the same dtype as before.
+
+* Each number moves relative to its own size: w = w0 + |w0| d, d trained from 0 (biases, which may be zero, by the root
+  mean square of theirs). One learning rate then fits scales of 1e-3 and norms of 10, and a weight of zero stays.
+* A pruned model that stays dense has no codes to freeze: what is frozen is where its zeros are. All other weights of
+  what was pruned are trained, by the root mean square of their matrix, in the dtype in which they are stored.
+* Rounding is in the loop: every forward pass computes with what would be stored, and the gradient passes straight
+  through the rounding to d, which is float32. So what was measured is what is written.
+* One sequence in `HELD` is not trained on. On these the iterate after each epoch is compared with the untuned model,
+  and the best is kept: the result is never worse there, and `Tuned` reports both figures.
+* The original is walked once, block by block; only the states before its final norm are kept, and its logits are made
+  anew for the few rows at hand. Of the compressed model the codes stay in memory at two bytes a weight and the tables
+  as they are stored (`whole`).
+
+Lookup tables are trained as scales are. Not done: zero points, which are integers; scales of a packed output matrix;
+scales that are themselves quantized (GGML's, NF4's, 4-bit floats'). They stay as they are. A killed run begins anew, to
+the same bytes: the model's files are touched only when all is found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.checkpoints.hf import Checkpoint
+from attar.checkpoints.libraries import library_of
+from attar.checkpoints.probes import ProbeRun
+from attar.compression import gradients
+from attar.compression.calibrate import HiddenStates, rows_at_once
+from attar.compression.recipe import Tune
+from attar.compression.whole import WholeModel, keep, left, schedule, shuffled
+from attar.formats.affine import by_scale
+from attar.formats.forms import Lookup
+from attar.formats.packed import PackedTensor
+from attar.formats.scheme import Grid
+from attar.kernels.operands import Linear, Norm
+from attar.model import decoder
+from attar.model.cache import Step
+
+TOKENS = 1 << 16
+"""Of the calibration text, at most: more would make this training rather than compression."""
+
+HELD = 8
+BETAS = (0.9, 0.99)  # a few hundred steps: the usual 0.999 remembers them all
+FOUND = "tuned"
+
+Progress = Callable[[str, int, int], None]
+"""progress(stage, done, total)"""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What tuning found: the tensors to store, by their names in the files, and the mean KL in nats on held-out
+    sequences of the calibration text before and after."""
+
+    kl_before: float
+    kl_after: float
+    kl_epochs: tuple[float, ...]  # the same after each epoch
+    epoch: int  # of the iterate that was kept; 0: nothing was better than the untuned model
+    steps: int
+    trained_tokens: int
+    held_out_tokens: int
+    tensors: dict[str, Tensor] = field(repr=False, compare=False)
+
+    def to_dict(self) -> dict[str, float | int]:
+        """JSON-ready, without the tensors."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "tensors"}
+
+
+def run(
+    source: Checkpoint,
+    folder: Path,
+    state: Path,
+    ids: Tensor,
+    options: Tune,
+    *,
+    memory: int | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+    dense: Collection[str] = (),
+) -> Tuned:
+    """Tune the finished model in `folder`, made from `source`, on token ids [S, L]. The caller stores the tensors.
+    `dense` names the linears whose weights, but for zeros, are trained themselves.
+
+    What is found is kept in the folder `state`, from which a run that was killed while it stored them takes it again.
+    At most `memory` bytes are used (by default what this machine gives). Raises ValueError where that is too little,
+    where there is only one sequence, and where the compressed model's predictions are not finite.
+    """
+    kept = state / FOUND
+    if kept.is_dir():
+        figures, tensors = left(kept)
+        return Tuned(**{**figures, "kl_epochs": tuple(figures["kl_epochs"])}, tensors=tensors)
+    if len(ids) < 2:
+        raise ValueError("tuning needs at least 2 calibration sequences: it trains on some and selects on others")
+    report = progress or (lambda stage, done, total: None)
+    with torch.inference_mode(False), torch.enable_grad():
+        student = _Student(Checkpoint.open(folder), dense)
+        length = ids.shape[1]
+        sequences = max(1, options.batch // length)
+        learned = sum(knob.base.numel() for knob in student.all_knobs())
+        student.fit(sequences * length, learned, memory, "tuning")
+        ids = ids[_taken(ids)]
+        shape = (*ids.shape, source.config.hidden)
+        path = state / "teacher.f32"
+        with closing(HiddenStates(path, shape, 0, rows_at_once(source.config))) as states:
+            gradients.enter(source, ids, states)
+            for layer in range(source.config.layers):
+                gradients.advance(source, layer, states, states)
+                report("original", layer + 1, source.config.layers)
+            found = _Tuning(student, _Teacher(source, states), ids, options, seed).run(sequences, report)
+        path.unlink()
+    keep(kept, found.to_dict(), found.tensors)
+    return found
+
+
+def aside(ids: Tensor) -> list[int]:
+    """The sequences of a calibration text [S, L] by which tuning judges: nothing before it should have seen them."""
+    taken = _taken(ids)
+    every = min(HELD, len(taken))
+    return [s for i, s in enumerate(taken) if i % every == every - 1]
+
+
+def _taken(ids: Tensor) -> list[int]:
+    """The sequences that tuning uses, evenly spread."""
+    count = min(len(ids), max(2, TOKENS // ids.shape[1]))
+    return [i * len(ids) // count for i in range(count)]
+
+
+@torch.inference_mode()
+def probes(folder: Path, seed: int) -> dict[str, Any]:
+    """The probes of the finished model in `folder`, for its receipt: those that the walk took are of what it was."""
+    checkpoint = Checkpoint.open(folder)
+    config, run = checkpoint.config, ProbeRun(checkpoint.config, seed)
+    embedding, head = decoder.build_ends(config, checkpoint)
+    count, length = run.ids.shape
+    rows = embedding.forward(run.ids.reshape(-1), Step((length,) * count, length).positions).float()
+    seen = []
+    for layer in range(config.layers):
+        block = decoder.build_block(config, checkpoint, layer)
+        for linear in block.linears():
+            linear.keep_dense = False
+        rows, noted = run.run(layer, block, rows)
+        seen.append(noted)
+    last = rows.view(count, length, -1)[:, -1]
+    return run.finish(seen, run.logits(decoder.build_final_norm(config, checkpoint), head, last))
+
+
+# What is trained
+
+
+@dataclass(eq=False)
+class _Knob:
+    """One stored tensor, `base` + `size` times what is learned, and where its value goes before the model runs."""
+
+    name: str
+    base: Tensor  # as it is stored
+    size: Tensor  # float32, of its shape or a single number
+    install: Callable[[Tensor], None]
+
+    def __post_init__(self) -> None:
+        self.learned = torch.zeros(self.base.shape, requires_grad=True)
+
+    def _exact(self) -> Tensor:
+        return self.base.float() + self.size * self.learned
+
+    def stored(self) -> Tensor:
+        """As it goes into the file."""
+        return self._exact().detach().to(self.base.dtype)
+
+    def value(self) -> Tensor:
+        """What is stored, in float32, with the gradient of what is learned."""
+        exact = self._exact()
+        return self.stored().float() + (exact - exact.detach())
+
+
+class _Student(WholeModel):
+    """The compressed model and its knobs by block; the last are the final norm's."""
+
+    def __init__(self, checkpoint: Checkpoint, dense: Collection[str] = ()) -> None:
+        super().__init__(checkpoint)
+        self.knobs = [list(_knobs(checkpoint, block.linears(), block.norms(), dense)) for block in self.blocks]
+        self.knobs.append(list(_knobs(checkpoint, (), (self.final_norm,))))
+
+    def all_knobs(self) -> list[_Knob]:
+        return [knob for knobs in self.knobs for knob in knobs]
+
+    def install(self, layer: int) -> None:
+        for knob in self.knobs[layer]:
+            knob.install(knob.value())
+
+
+def _knobs(
+    checkpoint: Checkpoint, linears: Sequence[Linear] | Iterator[Linear], norms: Any, dense: Collection[str] = ()
+) -> Iterator[_Knob]:
+    library = library_of(checkpoint.folder.config.get("quantization_config", {}).get("quant_method"))
+    for linear in linears:
+        module = checkpoint.stored_name(linear.name)
+        weight = linear.weight
+        if isinstance(weight, PackedTensor) and isinstance(weight.scheme.weight, Grid):
+            scale = weight.parts["scale"]
+            name = f"{module}.{library.stored_part('scale', weight.scheme)}"
+            yield _Knob(name, scale, scale.float().abs(), _into_dense(linear, weight))
+        elif isinstance(weight, PackedTensor) and isinstance(weight.scheme.weight, Lookup):
+            table = weight.parts["table"]
+            name = f"{module}.{library.stored_part('table', weight.scheme)}"
+            size = table.float().square().mean(1, keepdim=True).sqrt()
+            yield _Knob(name, table, size, _into_lookup(linear, weight))
+        elif isinstance(weight, Tensor) and linear.name in dense:
+            turned = checkpoint.config.names.is_transposed(linear.name)
+            base = weight.T.contiguous() if turned else weight
+            yield _Knob(f"{module}.weight", base, _rms(base) * (base != 0), _into_weight(linear, turned))
+        if linear.bias is not None:
+            yield _Knob(f"{module}.bias", linear.bias, _rms(linear.bias), _into(linear, "bias"))
+    for norm in norms:
+        module = checkpoint.stored_name(norm.name)
+        size = (norm.weight.float() + norm.offset).abs()
+        yield _Knob(f"{module}.weight", norm.weight, size, _into(norm, "weight"))
+        if norm.bias is not None:
+            yield _Knob(f"{module}.bias", norm.bias, _rms(norm.bias), _into(norm, "bias"))
+
+
+def _rms(x: Tensor) -> Tensor:
+    return x.float().square().mean().sqrt()
+
+
+def _into(owner: Linear | Norm, field_name: str) -> Callable[[Tensor], None]:
+    return lambda value: setattr(owner, field_name, value)
+
+
+def _into_weight(linear: Linear, turned: bool) -> Callable[[Tensor], None]:
+    return lambda value: setattr(linear, "weight", value.T if turned else value)
+
+
+def _into_dense(linear: Linear, packed: PackedTensor) -> Callable[[Tensor], None]:
+    """Makes the linear compute with its codes times other scales."""
+    ones = torch.ones_like(packed.parts["scale"])
+    # Differences of codes, and float8 values, which bfloat16 holds exactly.
+    unit = PackedTensor(packed.scheme, packed.shape, {**packed.parts, "scale": ones}).dequantize(torch.bfloat16)
+
+    def install(scale: Tensor) -> None:
+        linear.dense = (by_scale(unit.float(), scale.shape[-1]) * scale.unsqueeze(-1)).flatten(-2)
+
+    return install
+
+
+def _into_lookup(linear: Linear, packed: PackedTensor) -> Callable[[Tensor], None]:
+    """Makes the linear compute with its codes into other tables."""
+    parts = dict(packed.parts)
+    numbers = torch.arange(parts["table"].shape[1], dtype=parts["table"].dtype)
+    parts["table"] = numbers.repeat(packed.shape[0], 1)
+    if "extras" in parts:
+        parts["extras"] = torch.zeros_like(parts["extras"])
+    codes = PackedTensor(packed.scheme, packed.shape, parts).dequantize().to(torch.uint8)
+
+    def install(table: Tensor) -> None:
+        dense = table.gather(1, codes.long())
+        if "extras" in packed.parts:
+            rows = torch.arange(len(codes)).repeat_interleave(packed.parts["starts"].diff())
+            where = (rows, packed.parts["places"].long())
+            dense = dense.index_put(where, packed.parts["extras"].float(), accumulate=True)
+        linear.dense = dense
+
+    return install
+
+
+class _Teacher:
+    """The original: its states before the final norm, its final norm and its output matrix."""
+
+    def __init__(self, source: Checkpoint, final: HiddenStates) -> None:
+        self._config, self._final = source.config, final
+        self._norm = decoder.build_final_norm(source.config, source)
+        self._head = decoder.build_ends(source.config, source)[1]
+        self._head.keep_dense = False
+
+    def states(self, sequences: Sequence[int]) -> Tensor:
+        """What the final norm reads, [len(sequences) * L, I]."""
+        return torch.cat([self._final.read(range(s, s + 1)) for s in sequences])
+
+    @torch.no_grad()
+    def log_probabilities(self, rows: Tensor) -> Tensor:
+        return decoder.logits(self._config, self._norm, self._head, rows).log_softmax(-1)
+
+
+# Training
+
+
+class _Tuning:
+    """One run of Adam over the knobs of a student."""
+
+    def __init__(self, student: _Student, teacher: _Teacher, ids: Tensor, options: Tune, seed: int) -> None:
+        self.student, self.teacher, self.ids, self.options, self.seed = student, teacher, ids, options, seed
+        every = min(HELD, len(ids))
+        self.held = [s for s in range(len(ids)) if s % every == every - 1]
+        self.trained = [s for s in range(len(ids)) if s % every != every - 1]
+
+    def run(self, sequences: int, report: Progress) -> Tuned:
+        """Train `sequences` sequences a step; returns the best of the untuned model and the iterate of every epoch."""
+        knobs = self.student.all_knobs()
+        adam = torch.optim.Adam([knob.learned for knob in knobs], lr=self.options.rate, betas=BETAS)
+        before = least = self._held_out(sequences)
+        best, kept = 0, [knob.stored() for knob in knobs]
+        after: list[float] = []
+        total = self.options.epochs * -(-len(self.trained) // sequences)
+        step = 0
+        for epoch in range(1, self.options.epochs + 1):
+            order = shuffled(self.trained, self.seed, epoch)
+            for at in range(0, len(order), sequences):
+                for group in adam.param_groups:
+                    group["lr"] = self.options.rate * schedule((step + 0.5) / total)
+                adam.zero_grad(set_to_none=True)
+                self._learn(order[at : at + sequences])
+                adam.step()
+                step += 1
+                report("tuning", step, total)
+            after.append(found := self._held_out(sequences))
+            if found < least:
+                least, best, kept = found, epoch, [knob.stored() for knob in knobs]
+        length = self.ids.shape[1]
+        tensors = {knob.name: tensor for knob, tensor in zip(knobs, kept, strict=True)}
+        trained, held = len(self.trained) * length, len(self.held) * length
+        return Tuned(before, least, tuple(after), best, step, trained, held, tensors)
+
+    def _learn(self, sequences: Sequence[int]) -> None:
+        """Add the gradient of the mean KL over the tokens of some sequences."""
+        self.student.learn(self.ids[list(sequences)], self._divergence(sequences, len(sequences) * self.ids.shape[1]))
+
+    @torch.no_grad()
+    def _held_out(self, at_once: int) -> float:
+        """The mean KL over the tokens of the held-out sequences."""
+        total, count = 0.0, len(self.held) * self.ids.shape[1]
+        for at in range(0, len(self.held), at_once):
+            some = self.held[at : at + at_once]
+            losses = self.student.losses(self.student.states(self.ids[some]), self._divergence(some, count))
+            total += sum(float(each) for each in losses)
+        if not math.isfinite(total):
+            raise ValueError("the compressed model's predictions on the calibration text are not finite")
+        return total
+
+    def _divergence(self, sequences: Sequence[int], count: int) -> Callable[[Tensor, slice], Tensor]:
+        """KL(original || compressed) of some rows of these sequences, summed, over `count`."""
+        wanted = self.teacher.states(sequences)
+
+        def loss(logits: Tensor, rows: slice) -> Tensor:
+            log_p, log_q = self.teacher.log_probabilities(wanted[rows]), logits.log_softmax(-1)
+            return (log_p.exp() * (log_p - log_q)).sum() / count
+
+        return loss

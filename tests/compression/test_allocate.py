@@ -1,0 +1,241 @@
+"""Allocation: measurements against whole forward passes, targets kept, fused linears together, the walk's output as
+promised, and a killed run that goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from attar.checkpoints import hf
+from attar.checkpoints.receipt import read_receipt
+from attar.compression import allocate, sensitivity
+from attar.compression.allocate import Target, ladder_for, parse_ladder
+from attar.compression.pipeline import compress
+from attar.compression.recipe import Recipe
+from attar.compression.sensitivity import Group, Log, Trial, groups_of
+from attar.formats.packed import codec
+from attar.metrics.measure import measure
+from attar.text.tokenizer import Tokenizer
+
+Ids = list[list[int]]
+LADDER = ("w2g32", "w4g64", "w8g64")
+
+SAME_PASS = 1e-4  # relative difference of a divergence, restarted in the middle and in float32, to the whole in float64
+
+
+def schemes(names: tuple[str, ...] = LADDER):  # type: ignore[no-untyped-def]
+    return parse_ladder(",".join(names))
+
+
+def trial_of(folder: Path, ids: Ids, file: Path, recipe: str = "rtn-w4g64") -> Trial:
+    decoder, plan = hf.load(folder, torch.float32), Recipe.load(recipe)
+    groups = groups_of(decoder, plan)
+    return Trial(decoder, groups, schemes(), plan.rounding, torch.tensor(ids), Log(file, "x"), lambda: None)  # type: ignore[arg-type]
+
+
+def test_divergences_are_those_of_whole_passes(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    """Against `metrics.measure` of a decoder whose weights were put in by hand, on the tokens that allocation keeps for
+    measuring: the last two of eight sequences."""
+    trial = trial_of(tiny, calibration, tmp_path / "log")
+    alone = trial.alone()
+    base = hf.load(tiny, torch.float32)
+    assert trial.tokens == 2 * 32
+
+    def oracle(choice: dict[int, int]) -> float:
+        model = hf.load(tiny, torch.float32)
+        for g, c in choice.items():
+            for block in model.blocks:
+                for linear in block.linears():
+                    if linear.name in trial.groups[g].linears:
+                        assert isinstance(linear.weight, torch.Tensor)
+                        linear.weight = codec("int").quantize(linear.weight, schemes()[c])
+        # Windows of a measurement leave out the last position, which predicts nothing that is there.
+        return float(measure(model, [[*row, 0] for row in calibration[-2:]], base=base).figures["kl_mean"].value)
+
+    for g, c in ((0, 0), (5, 1), (11, 0)):
+        assert alone[g][c] == pytest.approx(oracle({g: c}), rel=SAME_PASS)
+    choice = (0, 1, 2, 0) * 3
+    assert trial.whole(choice) == pytest.approx(oracle(dict(enumerate(choice))), rel=SAME_PASS)
+    steps = trial.neighbours(choice)
+    assert [sorted(row) for row in steps] == [[1], [0, 2], [1], [1]] * 3
+    changed = (*choice[:5], 2, *choice[6:])
+    assert steps[5][2] == pytest.approx(oracle(dict(enumerate(changed))), rel=SAME_PASS)
+
+
+def test_the_model_is_as_it_was_afterwards(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    decoder, plan = hf.load(tiny, torch.float32), Recipe.load("gptq-w4g64")
+    before = {linear.name: linear.weight for block in decoder.blocks for linear in block.linears()}
+    allocate.allocate(decoder, plan, Target(bits=4.5), schemes(), torch.tensor(calibration), tmp_path / "log")
+    after = {linear.name: linear.weight for block in decoder.blocks for linear in block.linears()}
+    assert all(after[name] is weight for name, weight in before.items())
+
+
+@pytest.mark.parametrize("recipe", ["rtn-w4g64", "gptq-w4g64"])
+def test_the_output_keeps_its_target(recipe: str, tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    done = compress(
+        tiny, tmp_path / "out", recipe=recipe, target=Target(bits=4.0), ladder=schemes(), calibration=calibration
+    )
+    assert 3.8 < done.bits_per_weight <= 4.0
+    found = read_receipt(tmp_path / "out")
+    assert found is not None
+    table = found.value["allocation"]
+    assert table["target"] == {"bits": 4.0}
+    assert table["bits"] == done.bits_per_weight
+    assert table["ladder"] == list(LADDER)
+    assert len(table["groups"]) == 3 * 4
+    chosen = {name: group["chosen"] for group in table["groups"] for name in group["linears"]}
+    assert {record.name: record.scheme for record in done.records} == chosen
+    assert len(set(chosen.values())) > 1
+    checkpoint = hf.Checkpoint.open(tmp_path / "out")
+    for layer in range(3):
+        at = f"model.layers.{layer}"
+        for fused in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+            assert len({checkpoint.scheme_of(f"{at}.{name}") for name in fused}) == 1
+    assert not list(tmp_path.glob(".out*"))  # what a resumed run would need is gone
+
+
+def test_a_size_is_kept_by_the_files(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    limits = [compress(tiny, tmp_path / name, recipe=f"rtn-{name}").bytes for name in ("w2g32", "w8g64")]
+    target = sum(limits) // 2
+    done = compress(
+        tiny,
+        tmp_path / "out",
+        recipe="rtn-w4g64",
+        target=Target(size=target),
+        ladder=schemes(),
+        calibration=calibration,
+    )
+    assert 0.95 * target < done.bytes <= target
+
+
+def test_a_divergence_is_kept_on_what_it_is_measured_on(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    ids, plan = torch.tensor(calibration), Recipe.load("rtn-w4g64")
+
+    def bits(goal: float) -> float:
+        found = allocate.allocate(hf.load(tiny, torch.float32), plan, Target(kl=goal), schemes(), ids, tmp_path / "log")
+        assert found.measured <= goal
+        return found.bits_per_weight
+
+    low, high = found_uniform(tiny, ids, tmp_path)
+    middle = (low * high) ** 0.5
+    assert bits(2 * high) < bits(middle) < bits(2 * low)
+    with pytest.raises(ValueError, match="cannot be kept"):
+        bits(low / 100)
+
+
+def found_uniform(tiny: Path, ids: torch.Tensor, folder: Path) -> tuple[float, float]:
+    """The divergences of w8g64 and of w2g32 everywhere."""
+    found = allocate.allocate(
+        hf.load(tiny, torch.float32), Recipe.load("rtn-w4g64"), Target(bits=4.0), schemes(), ids, folder / "log"
+    )
+    assert list(found.uniform) == sorted(found.uniform, reverse=True)
+    return found.uniform[-1], found.uniform[0]
+
+
+def test_it_is_closer_than_uniform_bits(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the embedded model, at the size of a uniform scheme, on the tokens it chose by."""
+    text = (
+        "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
+    )
+    ids = torch.tensor(Tokenizer.load(demo).encode(text * 4, add_special_tokens=False)[:96]).view(3, 32)
+    decoder, ladder = hf.load(demo, torch.float32), schemes(("w2g64", "w3g128", "w4g128"))
+    monkeypatch.setattr(allocate, "ROUNDS", 1)
+    found = allocate.allocate(
+        decoder, Recipe.load("rtn-w3g128"), Target(bits=3.13), ladder, ids, tmp_path / "log", "bfloat16"
+    )
+    assert found.bits_per_weight <= 3.13
+    assert found.measured <= found.unrefined
+    assert found.measured < found.uniform[1]
+
+
+def test_a_killed_run_measures_only_what_is_missing(
+    tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> allocate.Allocation:
+        return allocate.allocate(
+            hf.load(tiny, torch.float32), Recipe.load("rtn-w4g64"), Target(bits=4.0), schemes(),
+            torch.tensor(calibration), log,
+        )  # fmt: skip
+
+    log = tmp_path / "log"
+    whole = run().to_dict()
+    lines = log.read_text().splitlines()
+    passes: list[int] = []
+    divergence = Trial._divergence
+
+    def counted(self: Trial, states: torch.Tensor) -> float:
+        passes.append(1)
+        return divergence(self, states)
+
+    monkeypatch.setattr(Trial, "_divergence", counted)
+    log.write_text("\n".join(lines[:20]) + '\n["7:1", 0.0')  # killed in the middle of a line
+    assert run().to_dict() == whole
+    assert len(passes) == len(lines) - 20 - 1  # all but what was there, and the line that holds the result
+    assert log.read_text().splitlines() == lines
+    passes.clear()
+    assert run().to_dict() == whole
+    assert passes == []
+    log.write_text("\n".join(['{"about": "another model"}', *lines[1:]]))
+    assert run().to_dict() == whole
+    assert len(passes) == len(lines) - 2
+
+
+def test_what_a_recipe_decides_is_left_alone(tiny: Path) -> None:
+    decoder = hf.load(tiny, torch.float32)
+    recipe = Recipe.from_dict(
+        {
+            "recipe": "rtn-w4g64",
+            "overrides": [{"match": "*.0.mlp.*", "scheme": "w8"}, {"match": "*.k_proj", "scheme": "keep"}],
+        }
+    )
+    found = groups_of(decoder, recipe)
+    assert [group.layer for group in found] == [0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+    assert found[0].linears == ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj")
+    assert found[0] == Group(0, found[0].linears, ((128, 128), (64, 128)))
+    with pytest.raises(ValueError, match="leaves nothing to choose"):
+        groups_of(decoder, Recipe.from_dict({"recipe": "rtn-w4g64", "overrides": [{"match": "*", "scheme": "w8"}]}))
+
+
+def test_ladders() -> None:
+    names = [scheme.name for scheme in ladder_for(Recipe.load("gptq-w4g128"))]
+    assert names == ["w2g64", "w3g128", "w3g64", "w4g128", "w5g128", "w6g128", "w8g128"]
+    assert [s.name for s in ladder_for(Recipe.load("rtn-w3g32-asym"))][:2] == ["w2g32-asym", "w3g32-asym"]
+    assert [s.name for s in ladder_for(Recipe.load("rtn-q4_k"))] == list(allocate.K_QUANTS)
+    for name in ("rtn-w8a8", "rtn-w4", "rtn-fp8"):
+        with pytest.raises(ValueError, match="has no ladder of bits"):
+            ladder_for(Recipe.load(name))
+
+
+@pytest.mark.parametrize(
+    "target, ladder, sentence",
+    [
+        (Target(bits=2.0), LADDER, "with w2g32 everywhere the linears take"),
+        (Target(size=1000), LADDER, "bytes more than the target leaves"),
+        (Target(bits=4.0), ("w4g48", "w8"), r"q_proj: group size 48 does not divide 128"),
+        (Target(bits=4.0), ("w4g64",), "at least two schemes"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_measured(
+    target: Target, ladder: tuple[str, ...], sentence: str, tiny: Path, calibration: Ids, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.delattr(sensitivity.Trial, "alone")
+    with pytest.raises(ValueError, match=sentence):
+        compress(
+            tiny, tmp_path / "out", recipe="rtn-w4g64", target=target, ladder=schemes(ladder), calibration=calibration
+        )
+
+
+def test_other_mistakes(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs calibration to measure on"):
+        compress(tiny, tmp_path / "out", recipe="rtn-w4g64", target=Target(bits=4.0))
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ValueError, match="exists and is kept"):
+        compress(tiny, tmp_path / "there", recipe="rtn-w4g64", target=Target(bits=4.0), calibration=calibration)
+    for wrong in ({}, {"bits": 3.0, "kl": 0.1}, {"bits": -1.0}, {"kl": float("nan")}):
+        with pytest.raises(ValueError, match="target"):
+            Target(**wrong)  # type: ignore[arg-type]
+    assert json.loads(json.dumps(Target(size=7).to_dict())) == {"size": 7}
