@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from attar.text.tokenizer import Tokenizer
 Make = Callable[..., Decoder]
 STORY = "Once upon a time there was a little girl who liked to play in the garden. One day she found a red ball."
 LOSS = 1e-5
+NOTHING = 1e-9  # nats: one product is in another order
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +107,20 @@ def test_input_that_is_refused(tiny_decoder: Make, letters: Tokenizer, tmp_path:
         evaluate(model, text=tmp_path / "binary.txt", tokenizer=letters)
     with pytest.raises(ValueError, match="no such file"):
         evaluate(model, text=str(tmp_path / "absent.txt"), tokenizer=letters)
+
+
+def test_what_keeping_keys_and_values_so_costs(tiny_decoder: Make) -> None:
+    """Against the model itself, keys and values as they are; several calls of a window, and blocks within it."""
+    decoder = tiny_decoder()
+    decoder.config = replace(decoder.config, context=200)
+    ids = torch.randint(0, 97, (3, 150), generator=torch.Generator().manual_seed(0)).tolist()
+    found = {kv: evaluate(decoder, tokens=ids, kv=kv, context=150) for kv in ("float32", "int8", "fp8", "int4")}
+    cost = {kv: report.figures["kl_mean"].value for kv, report in found.items()}
+    assert cost["float32"] <= NOTHING
+    assert cost["float32"] < cost["int8"] < cost["fp8"] < cost["int4"] < 1.0
+    assert found["int4"].protocol.context == 150
+    assert evaluate(decoder, tokens=ids, kv="int8").protocol.context == decoder.config.context
+    with pytest.raises(ValueError, match="kept as float32, bfloat16, int8, fp8, klt4, int4, kivi2, klt2, not 'q4_0'"):
+        evaluate(decoder, tokens=ids, kv="q4_0")
+    with pytest.raises(ValueError, match="groups of 32 tokens and columns"):
+        evaluate(decoder, tokens=ids, kv="kivi2")

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from attar.checkpoints import hf, hub, sources, vocabulary
+from attar.engine import kv as engine_kv
 from attar.metrics.measure import Report, measure
 from attar.model.decoder import Decoder
 from attar.text.files import read_text
@@ -20,6 +22,8 @@ from attar.text.tokenizer import Tokenizer
 
 Model = str | os.PathLike[str] | Decoder
 """A folder, a Hub id, `demo`, or a decoder that is loaded already."""
+
+KV_CONTEXT = 4096
 
 Progress = Callable[[str, int, int], None]
 """progress(stage, done, total): blocks while loading, tokens while evaluating."""
@@ -36,6 +40,7 @@ def evaluate(
     stride: int | None = None,
     max_tokens: int | None = None,
     dtype: str = "float32",
+    kv: str | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Measure a model on a text, or on token sequences taken as they are; where `against` is given, also against it.
@@ -44,6 +49,10 @@ def evaluate(
     with whole sequences). A decoder given as `model` has no tokenizer of its own: `tokenizer` stands in. `context` and
     `stride` are explained in `metrics.perplexity`. Both models compute in `dtype`; one that is loaded already computes
     in its own.
+
+    `kv` names how keys and values are kept (`formats/kv.py`): each window then runs as a prompt through such a cache.
+    Without `against`, that is compared with the model itself, keys and values as they are; windows have up to
+    `KV_CONTEXT` tokens by default, for what such a cache costs grows with what is in it.
 
     Raises ValueError for an empty text or one of fewer than two tokens, models of different vocabularies, logits that
     are not finite, and models that cannot be loaded.
@@ -67,14 +76,23 @@ def evaluate(
         bos = tokenizer.added_bos
     else:
         ids = _first_tokens(tokens or [], max_tokens)
+    loaded = load(model, folder, computed, told)
+    base = None if against is None else load(against, None, computed, told)
+    cache = None
+    if kv is not None:
+        scheme = engine_kv.of(loaded, kv)
+        cache = partial(loaded.cache, scheme=scheme, bases=engine_kv.bases(loaded, scheme))
+        base = loaded if base is None else base
+        context = min(KV_CONTEXT, loaded.config.context, base.config.context) if context is None else context
     return measure(
-        load(model, folder, computed, told),
+        loaded,
         ids,
-        base=None if against is None else load(against, None, computed, told),
+        base=base,
         bos=bos,
         context=context,
         stride=stride,
         bytes_of=tokenizer,
+        cache=cache,
         progress=lambda done, total: told("evaluating", done, total),
     )
 

@@ -1,0 +1,266 @@
+"""What a compressed output says of itself: its receipt and its headers, as the report shows them.
+
+Receipts come from strangers. Whatever is drawn or compared here is checked to be the number or the text that it should
+be; all else stays text, which the page escapes.
+
+Two outputs compare only where the same text was predicted by the same original under the same protocol. A receipt does
+not name its text, but the original's perplexity on it, to the last digit, is as good as a name (`measured_on`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from attar.checkpoints import hub, receipt
+from attar.checkpoints.inspect import inspect
+from attar.checkpoints.safetensors import CheckpointError
+
+TARGETS = {"bits": "{:g} bits a weight", "size": "{:,.0f} bytes", "kl": "a KL of {:g}"}
+"""What an allocation was asked to keep, as receipts name it and as it reads."""
+
+_IN_A_BLOCK = re.compile(r"(?P<stack>.*?)\.(?P<layer>\d+)\.(?P<kind>.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure and the ends of its 95 % interval, where it has one."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What rounding did to one linear: relative squared errors, as stored and had it been rounded to nearest."""
+
+    name: str
+    scheme: str
+    measure: str
+    error: float
+    rtn_error: float
+
+    @property
+    def layer(self) -> int | None:
+        """The block it belongs to."""
+        found = _IN_A_BLOCK.fullmatch(self.name)
+        return None if found is None else int(found["layer"])
+
+    @property
+    def kind(self) -> str:
+        """Its name within a block, experts taken together: `mlp.down_proj`."""
+        found = _IN_A_BLOCK.fullmatch(self.name)
+        return self.name if found is None else re.sub(r"\.\d+\.", ".*.", found["kind"])
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What allocation measured of one group of linears, and the scheme it chose: KL of the model with only that group
+    compressed, for each scheme of the ladder."""
+
+    layer: int
+    linears: tuple[str, ...]
+    kl: tuple[float, ...]
+    chosen: str
+
+    @property
+    def kind(self) -> str:
+        """The linears by their last names, each once: `q_proj, k_proj, v_proj`."""
+        return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in self.linears))
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """The receipt of an allocation: `uniform` are (bits a weight, KL) of each scheme of the ladder everywhere; `bits`
+    and `kl` of the choice, `kl_unrefined` before its steps: all on the same tokens."""
+
+    target: str
+    ladder: tuple[str, ...]
+    tokens: int
+    bits: float
+    kl: float
+    kl_unrefined: float
+    uniform: tuple[tuple[float, float], ...]
+    groups: tuple[Choice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Tokens a second, as `attar bench` measures them."""
+
+    decode: float
+    prefill: float
+    batch: int
+    threads: int
+    isa: str
+
+    @staticmethod
+    def of(report: Mapping[str, Any], place: str) -> Speed:
+        """From what `attar bench --json` prints. Raises ValueError, naming `place`, where it is something else."""
+        decode, prefill = (_finite(report.get(key)) for key in ("decode_tok_s", "prefill_tok_s"))
+        batch, threads, isa = report.get("batch"), report.get("threads"), report.get("isa")
+        if decode is None or prefill is None or not isinstance(batch, int) or not isinstance(threads, int):
+            raise ValueError(f"{place} is not what `attar bench --json` prints")
+        return Speed(decode, prefill, batch, threads, str(isa))
+
+
+@dataclass(frozen=True, eq=False)
+class Compressed:
+    """One output. `label` is what it is called beside others; `receipt` is the whole JSON object."""
+
+    path: Path
+    label: str
+    recipe: str
+    architecture: str
+    bytes: int
+    bits_per_weight: float
+    figures: Mapping[str, Figure]
+    layers: tuple[Layer, ...]
+    receipt: Mapping[str, Any]
+    speed: Speed | None = None
+    allocation: Allocation | None = None
+
+    @property
+    def measured_on(self) -> tuple[object, ...] | None:
+        """Equal where figures compare; None where nothing was measured against the original."""
+        evaluation, source = self.receipt["evaluation"], self.receipt["source"]
+        if "kl_mean" not in self.figures:
+            return None
+        protocol = evaluation.get("protocol")
+        protocol = protocol if isinstance(protocol, dict) else {}
+        cut = (str(protocol.get(key)) for key in ("context", "stride", "bos"))
+        return (source.get("sha256"), evaluation.get("ppl_base"), evaluation.get("tokens"), *cut)
+
+    @property
+    def gain(self) -> float | None:
+        """The geometric mean over linears of error over rounding's error; None where there is nothing to compare."""
+        ratios = [each.error / each.rtn_error for each in self.layers if each.error > 0 and each.rtn_error > 0]
+        return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+
+
+def read(output: str | Path, speed: Speed | None = None) -> Compressed:
+    """Read a compressed folder or GGUF file. Raises CheckpointError where it has no receipt or a damaged one."""
+    path = hub.resolve(output)
+    found = receipt.read_receipt(path)
+    if found is None:
+        raise CheckpointError(f"{path}: {receipt.MISSING}")
+    value, seen = found.value, inspect(path)
+    place = str(receipt.receipt_path(path))
+    for key in ("recipe", "evaluation", "source", "versions"):
+        if not isinstance(value[key], dict):
+            raise _damaged(place, key)
+    recipe = value["recipe"].get("recipe")
+    bits = _finite(value["bits_per_weight"])
+    if bits is None:
+        raise _damaged(place, "bits_per_weight")
+    recipe = recipe if isinstance(recipe, str) else "unnamed recipe"
+    allocation = None
+    if "allocation" in value:
+        allocation = _allocation(value["allocation"], place)
+        recipe = f"{recipe.partition('-')[0]}, {allocation.bits:.2f} bits chosen"
+    layers = value["layers"]
+    if not isinstance(layers, list):
+        raise _damaged(place, "layers")
+    return Compressed(
+        path, recipe, recipe, seen.architecture, seen.bytes, bits, _figures(value["evaluation"], place),
+        tuple(_layer(each, place) for each in layers), value, speed, allocation,
+    )  # fmt: skip
+
+
+def tell_apart(outputs: Sequence[Compressed]) -> list[Compressed]:
+    """The same with labels that differ: the recipe where that is enough, else with the folder's name, or the path."""
+    labels = [each.recipe for each in outputs]
+    if len(set(labels)) < len(labels):
+        labels = [f"{each.recipe} ({each.path.name})" for each in outputs]
+    if len(set(labels)) < len(labels):
+        labels = [str(each.path) for each in outputs]
+    return [replace(each, label=label) for each, label in zip(outputs, labels, strict=True)]
+
+
+def front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Which points (x, y) no other beats, both the smaller the better: their indices, from left to right.
+
+    A point is beaten by one that is at least as good in both and better in one.
+    """
+    kept: list[int] = []
+    for i in sorted(range(len(points)), key=lambda i: points[i]):
+        last = points[kept[-1]] if kept else None
+        if last is None or points[i][1] < last[1] or points[i] == last:
+            kept.append(i)
+    return kept
+
+
+def _finite(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        return None
+    return float(value)
+
+
+def _figures(evaluation: Mapping[str, Any], place: str) -> dict[str, Figure]:
+    """Every figure that was measured, by name."""
+    intervals = evaluation.get("intervals")
+    intervals = intervals if isinstance(intervals, dict) else {}
+    figures = {}
+    for name, value in evaluation.items():
+        if name in ("intervals", "protocol") or value is None:
+            continue
+        number = _finite(value)
+        if number is None:
+            raise _damaged(place, f"evaluation.{name}")
+        pair = intervals.get(name)
+        ends = [_finite(end) for end in pair] if isinstance(pair, list) else []
+        figures[name] = Figure(number, *ends) if len(ends) == 2 and None not in ends else Figure(number)
+    return figures
+
+
+def _layer(value: object, place: str) -> Layer:
+    if not isinstance(value, dict):
+        raise _damaged(place, "layers")
+    error, rtn_error = (_finite(value.get(key)) for key in ("error", "rtn_error"))
+    words = [value.get(key) for key in ("name", "scheme")]
+    if error is None or rtn_error is None or not all(isinstance(word, str) for word in words):
+        raise _damaged(place, "layers")
+    return Layer(str(words[0]), str(words[1]), str(value.get("measure", "weight")), error, rtn_error)
+
+
+def _allocation(value: object, place: str) -> Allocation:
+    """Raises CheckpointError where anything in it is not what `compression.allocate` writes."""
+    try:
+        assert isinstance(value, dict)
+        ladder = tuple(map(_text, value["ladder"]))
+        ((kind, most),) = value["target"].items()
+        target = TARGETS[kind].format(_number(most))
+        uniform = tuple((_number(each["bits"]), _number(each["kl"])) for each in value["uniform"])
+        groups = []
+        for each in value["groups"]:
+            names, kl = tuple(map(_text, each["linears"])), tuple(map(_number, each["kl"]))
+            chosen = _text(each["chosen"])
+            assert names
+            assert chosen in ladder
+            assert len(kl) == len(ladder)
+            groups.append(Choice(int(_number(each["layer"])), names, kl, chosen))
+        bits, whole, unrefined = (_number(value[key]) for key in ("bits", "kl", "kl_unrefined"))
+        return Allocation(target, ladder, int(_number(value["tokens"])), bits, whole, unrefined, uniform, tuple(groups))
+    except (AssertionError, KeyError, TypeError, AttributeError, ValueError):
+        raise _damaged(place, "allocation") from None
+
+
+def _text(value: object) -> str:
+    assert isinstance(value, str)
+    return value
+
+
+def _number(value: object) -> float:
+    found = _finite(value)
+    assert found is not None
+    return found
+
+
+def _damaged(place: str, what: str) -> CheckpointError:
+    return CheckpointError(f"{place}: the receipt is damaged: `{what}` is not what it should be")

@@ -1,0 +1,273 @@
+"""The page: each drawn number is the receipt's, nothing is loaded, nothing of a file is more than text."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from outliers import inject
+from typer.testing import CliRunner
+
+from attar.checkpoints.safetensors import CheckpointError
+from attar.cli import app
+from attar.compression.allocate import Target, parse_ladder
+from attar.compression.pipeline import compress
+from attar.evaluation import page
+from attar.evaluation.outputs import read
+
+HOSTILE = '<img src=x onerror="alert(1)">{{ 7 * 7 }}</script>\u202e&amp;'
+BENCH = {"decode_tok_s": 31.25, "prefill_tok_s": 700.0, "batch": 1, "threads": 2, "isa": "amx"}
+LOADS = {
+    "script",
+    "link",
+    "img",
+    "iframe",
+    "object",
+    "embed",
+    "video",
+    "audio",
+    "source",
+    "base",
+    "form",
+    "use",
+    "image",
+}
+VOID = {"meta", "br"}
+
+
+class Seen(HTMLParser):
+    """What a browser would make of it: elements, attributes, all text, and the marks of each figure by its title."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.text = ""
+        self.marks: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        self._open: list[str] = []
+        self._title = ""
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        given = dict(attrs)
+        self.attributes |= given.keys()
+        if tag == "figure":
+            self._title = ""
+        if "data-x" in given:
+            figure = self.marks.setdefault(self._title, {})
+            point = float(str(given["data-x"])), float(str(given["data-y"]))
+            figure.setdefault(str(given["data-series"]), []).append(point)
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self._open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self._open[-2:] == ["figcaption", "b"]:
+            self._title += data
+
+
+def change(folder: Path, **evaluation: Any) -> dict[str, Any]:
+    path = folder / "receipt.json"
+    value: dict[str, Any] = json.loads(path.read_text())
+    value["evaluation"] |= evaluation
+    path.write_text(json.dumps(value))
+    return value
+
+
+@pytest.fixture(scope="module")
+def outputs(tiny: Path, calibration: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Three outputs, two of which were measured on the same text."""
+    folder = tmp_path_factory.mktemp("report")
+    made = {}
+    for recipe, kl in (("rtn-w4g32", 0.3), ("gptq-w4g32", 0.2), ("rtn-w8", 0.01)):
+        made[recipe] = compress(tiny, folder / recipe, recipe=recipe, calibration=calibration).path
+        text = 7.0 if recipe != "rtn-w8" else 8.0
+        change(
+            made[recipe], kl_mean=kl, ppl=9.0, ppl_base=text, tokens=64, top1=0.9,
+            intervals={"kl_mean": [kl / 2, kl * 2]}, protocol={"context": 32, "stride": 32, "bos": None},
+        )  # fmt: skip
+    return made
+
+
+def test_every_number_drawn_is_the_receipts(outputs: dict[str, Path]) -> None:
+    found = [read(outputs[name]) for name in ("rtn-w4g32", "gptq-w4g32")]
+    seen = Seen(page.html(page.Contents(found)))
+    values = {each.recipe: each for each in found}
+    for title, x in (("KL against size", "bytes"), ("KL against bits", "bits_per_weight")):
+        scale = 1e6 if x == "bytes" else 1
+        assert seen.marks[title] == {
+            "rtn": [(getattr(values["rtn-w4g32"], x) / scale, 0.3)],
+            "gptq": [(getattr(values["gptq-w4g32"], x) / scale, 0.2)],
+        }
+    assert "KL against speed" not in seen.marks
+    layers = json.loads((outputs["gptq-w4g32"] / "receipt.json").read_text())["layers"]
+    drawn = seen.marks["mlp.down_proj"]
+    down = [each for each in layers if each["name"].endswith("down_proj")]
+    for series, key in (("as stored", "error"), ("rounded to nearest", "rtn_error")):
+        ours = [(float(i), each[key]) for i, each in enumerate(down)]
+        assert all(point in drawn[series] for point in ours)
+        assert len(drawn[series]) == 2 * len(ours)  # those of the other output, too
+
+
+def test_models_that_do_not_compare_get_charts_of_their_own(outputs: dict[str, Path]) -> None:
+    text = page.html(page.Contents([read(path) for path in outputs.values()]))
+    assert "figures compare within a chart" in text
+    assert len(re.findall("<b>KL against size</b>", text)) == 2
+
+
+def test_allocation_is_shown_as_measured(tiny: Path, calibration: list[list[int]], tmp_path: Path) -> None:
+    ladder = parse_ladder("w2g32,w4g64,w8g64")
+    made = compress(
+        tiny, tmp_path / "out", recipe="rtn-w4g64", target=Target(bits=4.0), ladder=ladder, calibration=calibration
+    ).path
+    value = json.loads((made / "receipt.json").read_text())["allocation"]
+    text = page.html(page.Contents([read(made)]))
+    seen = Seen(text)
+    down = [group for group in value["groups"] if group["linears"][0].endswith("down_proj")]
+    picked = [(float(g["layer"]), g["kl"][value["ladder"].index(g["chosen"])]) for g in down]
+    assert seen.marks["down_proj alone"] == {"chosen": picked}
+    assert seen.marks["the whole model"] == {
+        "one scheme for all": [(each["bits"], each["kl"]) for each in value["uniform"]],
+        "chosen": [(value["bits"], value["kl"])],
+    }
+    cells = re.findall(r'<td style="--share: \d+%" title="[^"]*">([^<]*)</td>', text)
+    assert sorted(cells) == sorted(group["chosen"] for group in value["groups"])
+    assert read(made).label == f"rtn, {value['bits']:.2f} bits chosen"
+    for damage in ({"ladder": ["w4g64"]}, {"groups": [{}]}, {"uniform": [{"bits": "4", "kl": 1}]}, {"kl": None}):
+        receipt = json.loads((made / "receipt.json").read_text())
+        (made / "receipt.json").write_text(json.dumps(receipt | {"allocation": value | damage}))
+        with pytest.raises(CheckpointError, match="`allocation` is not what it should be"):
+            read(made)
+
+
+def test_an_output_that_was_never_measured(tiny: Path, tmp_path: Path) -> None:
+    made = compress(tiny, tmp_path / "out", recipe="rtn-w4g32").path
+    text = page.html(page.Contents([read(made)]))
+    assert "Not measured against the original: rtn-w4g32" in text
+    assert "KL against size" not in text
+
+
+def test_the_page_loads_nothing(outputs: dict[str, Path]) -> None:
+    text = page.html(page.Contents([read(path) for path in outputs.values()]))
+    seen = Seen(text)
+    assert not seen.tags & LOADS
+    assert not seen.attributes & {"src", "href", "srcset", "action", "onload", "onerror", "onclick"}
+    assert not re.search(r"https?:|//|url\(|@import", text)
+    assert "default-src &#39;none&#39;" in text or "default-src 'none'" in text
+
+
+def test_hostile_names_stay_text(outputs: dict[str, Path], tmp_path: Path) -> None:
+    """Everything in a receipt that is a string, keys too, turned into an attack."""
+    folder = tmp_path / "<b onmouseover=alert(1)>"
+    shutil.copytree(outputs["rtn-w4g32"], folder)
+
+    def poison(value: Any, key: str = "") -> Any:
+        if key in ("probes", "format", "file"):
+            return value
+        if isinstance(value, dict):
+            return {name: poison(each, name) for name, each in value.items()} | (
+                {} if key in ("probes", "evaluation") else {HOSTILE: "00" if key == "files" else HOSTILE}
+            )
+        if isinstance(value, list):
+            return [poison(each) for each in value]
+        return value + HOSTILE if isinstance(value, str) else value
+
+    path = folder / "receipt.json"
+    value = json.loads(path.read_text())
+    probes = value.pop("probes")
+    layers = [each | {"name": each["name"] + HOSTILE, "scheme": HOSTILE} for each in value.pop("layers")]
+    value = poison(value) | {"probes": probes, "layers": layers, "format": 1}
+    value["files"] = {name.replace("\u202e", "").replace("</", "<"): "00" for name in value["files"]}
+    path.write_text(json.dumps(value))
+    text = page.html(page.Contents([read(folder)]))
+    seen = Seen(text)
+    assert not seen.tags & (LOADS | {"b onmouseover"})
+    assert not any(name.startswith("on") for name in seen.attributes)
+    assert "<img" not in text
+    assert "49" not in re.findall(r"7 \* 7|49", seen.text)
+    assert HOSTILE in seen.text
+
+
+def test_the_command(demo: Path, tmp_path: Path) -> None:
+    """Outlier channels before and after smoothing, speeds from a file, JSON; and each mistake in a sentence."""
+    source = inject(demo, tmp_path / "source")
+    ids = [list(range(10, 42))] * 2
+    made = compress(source, tmp_path / "smooth", recipe="smoothquant-w8a8", calibration=ids).path
+    change(made, kl_mean=0.5, ppl_base=7.0)
+    text, bench, out = (tmp_path / name for name in ("text.txt", "bench.json", "page.html"))
+    text.write_text("It was a dark and stormy night, and the rain fell in torrents. " * 4)
+    bench.write_text("prefill 700\n" + json.dumps(BENCH) + "\n")
+
+    def report(*more: str) -> Any:
+        return CliRunner().invoke(app, ["report", str(made), "-o", str(out), "--json", "-q", *more])
+
+    options = ["--profile", str(text), "--source", str(source), "--profile-tokens", "48"]
+    done = report(*options, "--speed", f"{made}={bench}")
+    assert done.exit_code == 0, done.output
+    value = json.loads(done.stdout.splitlines()[-1])
+    seen = Seen(out.read_text(encoding="utf-8"))
+    assert seen.marks["KL against speed"] == {"smoothquant": [(31.25, 0.5)]}
+    assert value["outputs"][0]["decode_tok_s"] == 31.25
+    peaks = seen.marks["input of q_proj, k_proj, v_proj"]
+    assert peaks["smoothquant-w8a8"] == [
+        (place["layer"], place["peak"])
+        for place in value["outliers"]["smoothquant-w8a8"]
+        if "q_proj" in place["linears"][0]
+    ]
+    for (_, before), (_, after) in zip(peaks["original"], peaks["smoothquant-w8a8"], strict=True):
+        assert before > 10 > after
+    for wrong, sentence in (
+        (["--speed", f"other={bench}"], "with OUT among the outputs"),
+        (["--speed", f"{made}={text}"], "is not what `attar bench --json` prints"),
+        (["--source", str(source)], "give the text to profile on"),
+        (["-o", str(tmp_path / "page.pdf")], "is a .html file"),
+        (["-o", str(tmp_path / "none" / "page.html")], "name a file in a folder that exists"),
+    ):
+        refused = report(*wrong)
+        assert refused.exit_code == 2
+        assert sentence in json.loads(refused.stdout.splitlines()[-1])["error"]
+
+
+BROWSER = """
+import sys
+from playwright.sync_api import sync_playwright
+with sync_playwright() as playwright:
+    browser = playwright.chromium.launch(executable_path=sys.argv[2], args=["--no-sandbox"])
+    for width in (1280, 390):
+        page = browser.new_page(viewport={"width": width, "height": 800})
+        asked = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("console", lambda line: asked.append(line.text))
+        page.goto(sys.argv[1])
+        assert asked == [sys.argv[1]], asked
+        assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), width
+    browser.close()
+"""
+
+
+def test_in_a_browser(outputs: dict[str, Path], tmp_path: Path) -> None:
+    """It asks for nothing, complains of nothing, and a phone is wide enough."""
+    python = Path(__file__).parents[2] / ".venv-clients" / "bin" / "python"
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None or not python.exists():
+        pytest.skip("no chromium, or no playwright to drive it")
+    out = tmp_path / "page.html"
+    out.write_text(page.html(page.Contents([read(path) for path in outputs.values()])), encoding="utf-8")
+    done = subprocess.run([python, "-c", BROWSER, out.as_uri(), chromium], capture_output=True, text=True, timeout=120)
+    assert not done.returncode, done.stderr[-2000:]
