@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from attar.formats.packed import codec
+from attar.formats.scheme import Scheme
 from attar.kernels import ops, ref
 from attar.kernels.operands import Linear, Norm
 
@@ -90,6 +92,62 @@ def test_linear_shows_its_input_to_the_tap() -> None:
     ops.linear(x, linears, lambda linear, rows: seen.append((linear.name, rows)))
     assert [name for name, _ in seen] == ["a", "b"]
     assert all(rows is x for _, rows in seen)
+
+
+# gradients
+
+
+def gradient(out: Tensor, of: Tensor) -> Tensor:
+    """Of the sum of squares, which weighs every element differently."""
+    return torch.autograd.grad(out.square().sum(), of, retain_graph=True)[0]
+
+
+@pytest.mark.parametrize("scheme", [None, "w4g8", "w8a8"])
+@pytest.mark.parametrize("keep", [True, False])
+def test_linear_has_the_gradient_of_its_product(
+    scheme: str | None, keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows that meet frozen weights, dense and packed, some rows of the weight at a time; rounding rows to a grid
+    passes the gradient on."""
+    monkeypatch.setattr(ref, "WEIGHTS_AT_ONCE", 3 * 16)
+    dense = randn(5, 16, seed=1)
+    packed = None if scheme is None else codec("int").quantize(dense, Scheme.parse(scheme))
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(4))
+    bias = randn(5, seed=3)
+    frozen = Linear("a", dense.bfloat16() if packed is None else packed, bias, order, keep_dense=keep)
+    weight = dense.bfloat16().float() if packed is None else packed.dequantize()
+    seen: list[tuple[Tensor, Tensor]] = []
+    frozen.on_gradient = lambda x, g: seen.append((x, g))
+    x = randn(3, 16).requires_grad_()
+    out = ops.linear(x, (frozen, frozen))
+    with torch.no_grad():
+        assert torch.equal(out, ops.linear(x, (frozen, frozen)))
+    back = 2 * out.detach()[:, :5] @ weight
+    close(gradient(out, x), torch.zeros_like(x).index_copy_(1, order, 2 * back))
+    assert len(seen) == 2
+    for rows, slope in seen:
+        close(slope @ weight, back)
+        assert torch.equal(rows, x.detach()[:, order]) == (scheme != "w8a8")
+
+
+@pytest.mark.parametrize("scheme", [None, "w4g8"])
+def test_weights_and_biases_learn(scheme: str | None) -> None:
+    x, dense, bias = randn(3, 16), randn(5, 16, seed=1).requires_grad_(), randn(5, seed=3).requires_grad_()
+    linear = Linear("a", dense, bias)
+    if scheme is not None:
+        linear = Linear("a", codec("int").quantize(dense.detach(), Scheme.parse(scheme)), bias, dense=dense)
+    out = ops.linear(x, (linear, Linear("b", randn(2, 16, seed=2))))
+    close(out.detach()[:, :5], (x @ dense.T + bias).detach())
+    out_too = out.detach()
+    close(gradient(out, dense), (2 * out_too[:, :5]).T @ x)
+    close(gradient(out, bias), 2 * out_too[:, :5].sum(0))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_activate_has_a_gradient(kind: ops.Activation, gated: bool) -> None:
+    x = randn(4, 12).double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda rows: ops.activate(rows, kind, gated, READER), (x,))
 
 
 # activate

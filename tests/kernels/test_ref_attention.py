@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from attar.formats.kv import scheme
 from attar.kernels import ops, ref_attention
 from attar.kernels.operands import AttentionForm
-from attar.kernels.pages import DTYPES, Pages, Placement
+from attar.kernels.pages import Pages, Placement
 
 FLOAT32 = 2e-6  # of values around 1, sums of a few hundred terms
 BFLOAT16 = 2**-7  # two roundings to 8 bits
 INT8 = 1 / 254  # of a head's largest: half a code
+FP8 = 2**-4  # of the number: half a step of three bits of fraction
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -150,10 +152,10 @@ def test_causality() -> None:
 # pages
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8", "fp8"])
 @pytest.mark.parametrize("size", [8, 33, 64])
-def test_what_is_written_to_pages_is_read_back(dtype: torch.dtype, size: int) -> None:
-    pages = Pages.zeros(5, 32, 3, size, dtype)
+def test_what_is_written_to_pages_is_read_back(kv: str, size: int) -> None:
+    pages = Pages.zeros(5, 32, 3, size, scheme(kv))
     k, v = randn(50, 3, size, seed=1), randn(50, 3, size, seed=2)
     table = torch.tensor([3, 1])
     at = torch.arange(50)
@@ -161,10 +163,12 @@ def test_what_is_written_to_pages_is_read_back(dtype: torch.dtype, size: int) ->
     for ours, stored in zip(ref_attention.read_pages(pages, table, torch.float32), (k, v), strict=True):
         assert ours.shape == (64, 3, size)
         assert not ours[50:].any()
-        if dtype == torch.int8:
+        if kv == "int8":
             assert ((ours[:50] - stored).abs() <= (INT8 + 1e-6) * stored.abs().amax(-1, keepdim=True)).all()
+        elif kv == "fp8":
+            assert ((ours[:50] - stored).abs() <= FP8 * stored.abs() + 1e-5).all()
         else:
-            assert torch.equal(ours[:50], stored.to(dtype).float())
+            assert torch.equal(ours[:50], stored.to(getattr(torch, kv)).float())
     several = ref_attention.read_pages(pages, torch.tensor([[3, 1], [0, 3]]), torch.float32)
     assert torch.equal(several[0][0], ref_attention.read_pages(pages, table, torch.float32)[0])
     assert torch.equal(several[1][1, 32:], several[1][0, :32])
@@ -184,15 +188,15 @@ def test_a_head_that_is_not_finite_shows() -> None:
 @pytest.mark.parametrize("block", [0, 8, 24])
 def test_blocks_are_whole_runs(block: int) -> None:
     with pytest.raises(ValueError, match="a multiple of 16 slots"):
-        Pages.zeros(2, block, 1, 8, torch.float32)
-    with pytest.raises(ValueError, match=r"float32, bfloat16 or int8, not torch\.float16"):
-        Pages.zeros(2, 16, 1, 8, torch.float16)
+        Pages.zeros(2, block, 1, 8, scheme("float32"))
+    with pytest.raises(ValueError, match="float32, bfloat16, int8, fp8, klt4, int4, kivi2, klt2, not 'float16'"):
+        scheme("float16")
 
 
 def test_pages_with_a_tree_of_guesses() -> None:
     """Three rows after five slots, two of them children of the first: these do not see each other."""
     form = AttentionForm(4, 2, 8, 0.7, window=6)
-    pages = Pages.zeros(1, 16, 2, 8, torch.float32)
+    pages = Pages.zeros(1, 16, 2, 8, scheme("float32"))
     k, v, q = randn(8, 2, 8, seed=1), randn(8, 2, 8, seed=2), randn(3, 4, 8, seed=3)
     ref_attention.write_pages(k, v, pages, torch.arange(8))
     at = torch.tensor([5, 6, 6], dtype=torch.int32)

@@ -1,13 +1,14 @@
 """The one door to every kernel: the operations a decoder is made of. These docstrings are the specification.
 
 Each operation exists first in `ref.py`, readable PyTorch and the oracle of every test, then, where it pays, as C++ for
-CPUs (`native/`). The door takes the first backend that gives no reason against; `ATTAR_KERNELS=ref` forces the
-oracle. `candidates` shows the choice with every reason, which is what `attar doctor` prints.
+CPUs (`native/`) and in Triton for NVIDIA's GPUs (`triton/`). The door takes the first backend that gives no reason
+against; `ATTAR_KERNELS=ref` forces the oracle. `candidates` shows the choice with every reason, which is what
+`attar doctor` prints.
 
-A model is native or it is not: native products read weights in a layout of their own, so a model is loaded into a
+A model is native or it is not: a backend's products read weights in a layout of their own, so a model is loaded into a
 `store` for them, and its norms, activations and embedding go with it. One that is not, such as one being compressed or
-evaluated, is computed by the reference, in torch's arithmetic, which is transformers'; only a KV cache of float32 rows
-is native for both.
+evaluated, is computed by the reference, in torch's arithmetic, which is transformers'; on CPUs, only a KV cache of
+float32 rows is native for both. A cache is the backend's that its `pages` were made for.
 
 Rows are tokens, of any number of sequences, one after another: no operation knows of padding. The residual is added
 only by the next `norm`, so projections return plain outputs, where an all-reduce, a post-norm or an adapter has its
@@ -15,29 +16,59 @@ place. Legend: N rows, I input and O output columns, H query heads, G key-value 
 sequence.
 
 What is promised. Native kernels: a row's result is the same bits whatever rows are beside it, on whatever threads, in
-one piece or in chunks. `ref`, which is torch's matrix products, promises the values within rounding and nothing more.
+one piece or in chunks. Triton's: the same call gives the same bits, but how a product or a softmax is shared out among
+programs follows from the rows of a call, and rounding with it. `ref`, which is torch's matrix products, promises the
+values within rounding and nothing more.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
 from attar import env
+from attar.formats.kv import KvScheme
 from attar.formats.packed import PackedTensor
 from attar.kernels import ref, ref_attention
 from attar.kernels.native import attention as native_attention
 from attar.kernels.native import extension, quantize, rows
 from attar.kernels.native import linear as products
 from attar.kernels.native.linear import Activations as Activations
-from attar.kernels.native.rows import Table as Table
-from attar.kernels.native.store import Store as Store
+from attar.kernels.native.rows import Table as NativeTable
+from attar.kernels.native.store import Store as NativeStore
 from attar.kernels.operands import Activation, AttentionForm, Linear, Norm, Tap
-from attar.kernels.pages import Pages, Placement, Rotation
+from attar.kernels.pages import Bases, Pages, Placement, Rotation
+from attar.kernels.triton import backend as gpu
+from attar.kernels.triton import store as gpu_store
+from attar.kernels.triton.pages import PlainPages
+from attar.kernels.triton.store import TritonStore as TritonStore
+from attar.kernels.triton.store import TritonTable
+from attar.kernels.triton.weights import TritonWeight
 
-OPS = ("embed", "norm", "linear", "rope", "attention", "write_kv", "paged_attention", "activate", "quantize_rows_int8")
+if TYPE_CHECKING:
+    from types import ModuleType
+
+Store: TypeAlias = NativeStore | TritonStore
+"""A model's weights in the layout of a backend."""
+Table: TypeAlias = NativeTable | TritonTable
+"""An embedding that a backend reads rows of."""
+
+OPS = (
+    "embed",
+    "norm",
+    "linear",
+    "rope",
+    "attention",
+    "write_kv",
+    "paged_attention",
+    "activate",
+    "quantize_rows_int8",
+    "argmax",
+)
 
 
 def candidates(op: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[tuple[str, str | None]]:
@@ -45,23 +76,69 @@ def candidates(op: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
     forced = env.get().kernels
     if op not in OPS:
         raise ValueError(f"unknown op {op!r}: known are {', '.join(OPS)}")
-    against = "ATTAR_KERNELS=ref forces the reference" if forced == "ref" else extension.supports(op, device, dtype)
-    return [("native", against), ("ref", None)]
+    backends = {"triton": gpu.supports, "native": extension.supports}
+    if not gpu.takes(device):
+        del backends["triton"]
+    against = "ATTAR_KERNELS=ref forces the reference" if forced == "ref" else None
+    return [*((name, against or supports(op, device, dtype)) for name, supports in backends.items()), ("ref", None)]
 
 
-def store(activations: str = "int8g128") -> Store | None:
-    """Where a CPU model's weights go to be multiplied natively; None where the reference is what runs."""
-    if candidates("linear")[0][1] is not None:
+def store(activations: str = "int8g128", device: str = "cpu", dtype: torch.dtype = torch.float32) -> Store | None:
+    """Where the weights of a model that computes in `dtype` go to be multiplied natively on `device`; None where the
+    reference is what runs. `activations` says how rows are rounded on CPUs.
+
+    Raises ValueError, in a sentence for whoever asked for it, where nothing can be computed on the device.
+    """
+    gpu.require(device)
+    name, _ = next(each for each in candidates("linear", gpu.kind_of(device), dtype) if each[1] is None)
+    if name == "triton":
+        return TritonStore(device, dtype)
+    if name == "ref":
+        if gpu.kind_of(device) != "cpu":
+            raise ValueError(f"the reference computes on {device} only what is loaded there: it has no store")
         return None
     extension.fit_threads()
-    return Store(activations)
+    return NativeStore(activations)
+
+
+def pages(
+    blocks: int,
+    block: int,
+    kv_heads: int,
+    head_dim: int,
+    scheme: KvScheme,
+    device: str = "cpu",
+    tails: int = 0,
+    bases: Bases | None = None,
+) -> Pages:
+    """Room for the keys and values of a layer, as the kernels of the device want it: `blocks` blocks of `block` slots,
+    and what the scheme wants of a layer beside them (`Pages.zeros`).
+
+    Raises ValueError where the slots are no multiple of 16, or the device's kernels keep nothing as `scheme` says.
+    """
+    if not gpu.takes(device) or env.get().kernels == "ref":
+        return Pages.zeros(blocks, block, kv_heads, head_dim, scheme, device, tails, bases)
+    if scheme.kind not in ("float", "int8"):
+        raise ValueError(f"kernels of {device} keep keys and values as float32, bfloat16 or int8, not {scheme.name}")
+    made = PlainPages.make(blocks, block, kv_heads, head_dim, getattr(torch, scheme.name), device)
+    made.scheme = scheme
+    return made
+
+
+def _triton(module: str) -> ModuleType:
+    """A module of Triton's kernels, imported when one is first wanted."""
+    return importlib.import_module(f"attar.kernels.triton.{module}")
 
 
 def argmax(rows: Tensor) -> Tensor:
     """The index [B] of the largest number of each row [B, V], of equals the first; of a NaN, where there is one.
 
-    On CPUs by numpy: torch takes 2 ms for a vocabulary of 152,000, a hundred times as long as reading it.
+    On CPUs by numpy: torch takes 2 ms for a vocabulary of 152,000, a hundred times as long as reading it. torch's own
+    on a GPU says nothing of equals.
     """
+    if candidates("argmax", rows.device.type, torch.float32)[0] == ("triton", None):
+        found: Tensor = _triton("sampling").argmax(rows)
+        return found
     return torch.from_numpy(rows.numpy().argmax(-1)) if rows.device.type == "cpu" else rows.argmax(-1)
 
 
@@ -81,13 +158,15 @@ def embed(
 ) -> Tensor:
     """Rows `ids` [N] of a table [vocab, I] in `dtype`, times `scale`, which is rounded to that dtype, as models that
     have one were trained; plus rows `positions + offset` of a table of learned positions, where there is one."""
-    if isinstance(table, Table):
+    if isinstance(table, TritonTable):
+        return gpu_store.embed(table, ids, dtype, scale, position_table, positions, offset)
+    if isinstance(table, NativeTable):
         return rows.embed(table, ids, scale, position_table, positions, offset)
     return ref.embed(table, ids, dtype, scale, position_table, positions, offset)
 
 
 def _is_native(op: str, x: Tensor) -> bool:
-    return candidates(op, x.device.type, x.dtype)[0][1] is None
+    return ("native", None) in candidates(op, x.device.type, x.dtype)
 
 
 def norm(stream: Tensor, delta: Tensor | None, spec: Norm) -> tuple[Tensor, Tensor]:
@@ -96,6 +175,9 @@ def norm(stream: Tensor, delta: Tensor | None, spec: Norm) -> tuple[Tensor, Tens
     RMSNorm (Zhang and Sennrich 2019) is computed in float32 and rounded to the stream's dtype before the weight is
     applied, unless the weight has an offset (Gemma), which is applied in float32. LayerNorm is torch's.
     """
+    if spec.prepared and gpu.takes(stream.device):
+        both: tuple[Tensor, Tensor] = _triton("rows").norm(stream, delta, spec)
+        return both
     if spec.prepared:
         return rows.norm(stream.contiguous(), None if delta is None else delta.contiguous(), spec)
     return ref.norm(stream, delta, spec)
@@ -105,16 +187,29 @@ def linear(x: Tensor, linears: Sequence[Linear], tap: Tap | None = None) -> Tens
     """The products of rows x [N, I] with each of `linears`, side by side: [N, sum of O].
 
     Weights may be of any schemes, mixed. Where a scheme quantizes activations, x is rounded to that grid first, once
-    for all linears that want the same.
+    for all linears that want the same. A linear's adapter adds its product.
     """
     if tap is not None:
         for each in linears:
             tap(each, x)
+    out, at = _products(x, linears), 0
+    for each in linears:
+        if each.adapter is not None:
+            out[:, at : at + each.shape[0]] += each.adapter.product(x)
+        at += each.shape[0]
+    return out
+
+
+def _products(x: Tensor, linears: Sequence[Linear]) -> Tensor:
     prepared = [isinstance(each.weight, products.KernelWeight) for each in linears]
     if all(prepared):
         return products.linear(x, linears)
-    if any(prepared):  # some schemes have no kernel
-        return torch.cat([linear(x, (each,)) for each in linears], 1)
+    on_gpu = [isinstance(each.weight, TritonWeight) for each in linears]
+    if all(on_gpu):
+        out: Tensor = _triton("linear").linear(x, linears)
+        return out
+    if any(prepared) or any(on_gpu):  # some schemes have no kernel
+        return torch.cat([_products(x, (each,)) for each in linears], 1)
     return ref.linear(x, linears)
 
 
@@ -155,12 +250,19 @@ def write_kv(
 ) -> Tensor:
     """Write keys and values [N, G, D] to the slots of their rows; returns queries [N, H, D] as attention wants them.
 
-    First `norm` of each head of q and k where norms are given, then `rope` where a rotation is. int8 pages are rounded
-    symmetrically per token and head: scale = max|x| / 127, code = round-half-even(x / scale); what is not finite makes
-    the scale NaN, for the reader to see. q, k and v may be columns of one matrix. Raises ValueError on slots or angles
-    outside their arrays.
+    First `norm` of each head of q and k where norms are given, then `rope` where a rotation is, then the pages' own
+    basis where they have one (`planes.py`). int8 pages are rounded symmetrically per token and head: scale =
+    max|x| / 127, code = round-half-even(x / scale); others as `formats/kv.py` says. What is not finite makes a scale
+    NaN, for the reader to see. q, k and v may be columns of one matrix. Raises ValueError on slots or angles outside
+    their arrays.
     """
-    native = _is_native("write_kv", q)
+    if isinstance(pages, PlainPages):
+        if q_norm is not None and k_norm is not None and q_norm.kind != "rms":
+            q, k = norm(q, None, q_norm)[1], norm(k, None, k_norm)[1]
+            q_norm = k_norm = None
+        turned: Tensor = _triton("kv_write").write_kv(q, k, v, pages, place, rotation, q_norm, k_norm)
+        return turned
+    native = _is_native("write_kv", q) and pages_against(pages.scheme) is None
     if q_norm is not None and k_norm is not None and not (native and q_norm.kind == "rms"):
         q, k = norm(q, None, q_norm)[1], norm(k, None, k_norm)[1]
         q_norm = k_norm = None
@@ -169,20 +271,31 @@ def write_kv(
     return ref_attention.write_kv(q, k, v, pages, place, rotation)
 
 
+def pages_against(scheme: KvScheme) -> str | None:
+    """Why the kernels of the CPU do not read such pages, or None where they do."""
+    return native_attention.against(scheme)
+
+
 def paged_attention(
     q: Tensor, pages: Pages, place: Placement, form: AttentionForm, want_mass: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of queries [N, H, D] over the pages of their sequences: ([N, H * D], mass).
 
-    Who sees what is as in `attention`, with positions as `Placement` says; a query that sees nothing gives zeros. The
+    Who sees what is as in `attention`, with positions as `Placement` says; a query that sees nothing gives zeros (of
+    coordinates: the mean of values where the pages' basis has one). The
     mass, float32 [B, G, slots of a table], is how much of the softmax each slot received, summed over the sequence's
     rows of this call and over the H / G query heads that read its head; None unless wanted.
 
     `native` gives a row the same bits whatever else is in the call, however its prompt was cut into calls, whichever
     blocks hold its slots, and on any number of threads: scores are merged in splits of fixed slots, in their order.
-    Raises ValueError on lengths or block numbers outside their arrays.
+    Raises ValueError on lengths or block numbers outside their arrays; Triton's kernels, which would have to wait for
+    the device, do not look at them. They have no mass yet, and raise ValueError where it is wanted.
     """
-    if _is_native("paged_attention", q):
+    if isinstance(pages, PlainPages):
+        if want_mass:
+            raise ValueError("no kernel of this device tells the mass of a softmax yet: what evicts by it runs on CPUs")
+        return _triton("attention").paged_attention(q, pages, place, form), None
+    if _is_native("paged_attention", q) and pages_against(pages.scheme) is None:
         return native_attention.paged_attention(q, pages, place, form, want_mass)
     return ref_attention.paged_attention(q, pages, place, form, want_mass)
 
@@ -191,13 +304,17 @@ def feed_forward_in(
     x: Tensor, up: Sequence[Linear], kind: Activation, gated: bool, reader: Linear, tap: Tap | None = None
 ) -> Tensor:
     """What `reader` multiplies in a feed-forward: `activate` of the products of rows x [N, I] with `up`."""
-    if gated and tap is None and products.gateable(up) and isinstance(reader.weight, products.KernelWeight):
+    plain = tap is None and all(each.adapter is None for each in up)
+    if gated and plain and products.gateable(up) and isinstance(reader.weight, products.KernelWeight):
         return products.gated_linear(x, up, kind)
     return activate(linear(x, up, tap), kind, gated, reader)
 
 
 def activate(x: Tensor, kind: Activation, gated: bool, reader: Linear) -> Tensor:
     """act(x) [N, I], or, gated, act(a) * b of rows laid out as [a | b]: [N, I / 2], for `reader` to multiply."""
+    if isinstance(reader.weight, TritonWeight):
+        out: Tensor = _triton("rows").activate(x, kind, gated)
+        return out
     if isinstance(reader.weight, products.KernelWeight):
         return rows.activate(x.contiguous(), kind, gated)
     return ref.activate(x, kind, gated)
@@ -209,6 +326,6 @@ def quantize_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = max|x| / 127.5, float32's epsilon where a row is all zero; code = round-half-even(x / scale) in -128 .. 127.
     Raises ValueError naming the first row that holds a NaN or an infinity.
     """
-    if candidates("quantize_rows_int8", x.device.type, x.dtype)[0][1] is None:
+    if _is_native("quantize_rows_int8", x):
         return quantize.quantize_rows_int8(x)
     return ref.quantize_rows_int8(x)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attar.formats import packing
 from attar.formats.packed import PackedTensor
-from attar.formats.scheme import Scheme
+from attar.formats.scheme import Grid, Scheme
 from attar.kernels.native import extension
 from attar.kernels.native.extension import library
 from attar.kernels.operands import Activation, Linear
@@ -68,13 +68,15 @@ def against(each: Linear) -> str | None:
     if not isinstance(weight, PackedTensor):
         return "is laid out for another device"
     grid, rounding = weight.scheme.weight, weight.scheme.activation
-    if grid.kind != "int":
-        return f"{grid.kind} weights have no CPU kernel yet"
+    if not isinstance(grid, Grid) or grid.kind != "int":
+        return f"{grid.kind if isinstance(grid, Grid) else grid.name} weights have no CPU kernel yet"
     if grid.group_size is not None and grid.group_size % RUN:
         return f"groups of {grid.group_size} are not a multiple of {RUN}"
-    if rounding is not None and (rounding.kind != "int" or rounding.bits != 8 or not rounding.symmetric):
+    if rounding is None:
+        return None
+    if not isinstance(rounding, Grid) or rounding.kind != "int" or rounding.bits != 8 or not rounding.symmetric:
         return "activations other than symmetric int8 have no CPU kernel yet"
-    if rounding is not None and rounding.granularity == "tensor" and not weight.scheme.static:
+    if rounding.granularity == "tensor" and not weight.scheme.static:
         return "one activation scale for all rows of a call would tie them to each other"
     return None
 
@@ -109,7 +111,7 @@ def prepare(each: Linear, arena: Arena, activations: Activations = "int8g128") -
 
 def _pack(weight: PackedTensor, arena: Arena, activations: Activations) -> KernelWeight:
     scheme, (rows, columns) = weight.scheme, weight.shape
-    grid, plain = scheme.weight, scheme.layout == "plain"
+    grid, plain = scheme.grid, scheme.layout == "plain"
     groups = grid.groups(columns)
     codes, scale = weight.parts["codes"].contiguous(), weight.parts["scale"].expand(rows, groups).contiguous()
     zero = weight.parts.get("zero")
@@ -121,7 +123,7 @@ def _pack(weight: PackedTensor, arena: Arena, activations: Activations) -> Kerne
         arena, codes.data_ptr(), plain, rows, columns, grid.bits, columns // groups, scale.data_ptr(),
         extension.number_name(scale.dtype), 0 if zero is None else zero.data_ptr(),
     )  # fmt: skip
-    if scheme.activation is not None:
+    if isinstance(scheme.activation, Grid):
         return KernelWeight(matrix, scheme, True, scheme.activation.group_size or 0)
     group = int(activations.removeprefix("int8g")) if "g" in activations else 0
     of_weight = columns // groups
@@ -185,7 +187,7 @@ def _form(each: Linear) -> tuple[object, ...]:
     """What linears must share for one call."""
     weight = each.weight
     assert isinstance(weight, KernelWeight), f"{each.name} is not prepared"
-    group = 0 if weight.scheme is None or not weight.integer else weight.scheme.weight.group_size or each.shape[1]
+    group = 0 if weight.scheme is None or not weight.integer else weight.scheme.grid.group_size or each.shape[1]
     inputs = (each.permutation, each.input_scale, each.activation_scale)
     return (weight.integer, weight.activation_group, group, *(None if t is None else t.data_ptr() for t in inputs))
 

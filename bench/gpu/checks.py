@@ -1,0 +1,167 @@
+"""Every kernel against the reference on the device, in bfloat16 too, which the interpreter gets wrong.
+
+The oracle computes in float32 from the same stored numbers, so what is left is the kernel's own rounding. An error is
+the largest difference, relative to the largest number expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from gpu.timing import DEVICE
+from torch import Tensor
+
+from attar.engine.sampler import uniform
+from attar.formats.kv import SCHEMES
+from attar.formats.packed import codec
+from attar.formats.scheme import Scheme
+from attar.kernels import ops, ref, ref_attention
+from attar.kernels.operands import AttentionForm, Linear, Norm
+from attar.kernels.pages import Pages, Placement, Rotation
+from attar.kernels.triton import attention, backend, kv_write, linear, rows, sampling, weights
+from attar.kernels.triton.pages import PlainPages
+
+DTYPES = (torch.float32, torch.float16) if backend.interpreted() else (torch.bfloat16, torch.float16, torch.float32)
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-23}
+FEW = 2  # roundings of a result that is summed in float32
+SOME = 8  # of one that is rounded on the way as well, such as the weights of a softmax
+EIGHT = 0.02  # of rows rounded to 8 bits by other arithmetic than the oracle's: codes may fall to the neighbour
+
+WEIGHTS = ("w4g128-asym", "w4g128", "w4g64", "w4g32-asym", "w4a8g128", "w8", "w8a8", "w8a8-static", "fp8", "fp8-tensor")
+ROWS = (1, 40) if DEVICE == "cpu" else (1, 7, 16, 33, 64, 100, 300, 1100)
+FORMS: tuple[dict[str, object], ...] = (
+    {}, {"window": 100}, {"soft_cap": 20.0}, {"head_dim": 256}, {"heads": 7, "kv_heads": 1}
+)  # fmt: skip
+BATCHES = (([1, 1, 1], [3000, 70, 1]), ([1, 300, 200, 0], [400, 300, 700, 9]))  # counts of rows, lengths
+if DEVICE == "cpu":
+    BATCHES = (([1, 1, 1], [300, 70, 1]), ([1, 30, 20, 0], [40, 30, 70, 9]))
+
+Check = Callable[[], tuple[float, float]]
+"""Gives the error and the most that it may be."""
+
+
+def every() -> Iterator[tuple[str, Check]]:
+    """Name and check: in bfloat16 everything, in the others one of each kind, for compiling takes a second."""
+    for dtype in DTYPES:
+        name, first = str(dtype).removeprefix("torch."), dtype == DTYPES[0]
+        for kind in ("rms", "layer"):
+            yield f"{kind} norm {name}", partial(_norm, kind, dtype)
+        for act in rows.KINDS:
+            yield f"{act} {name}", partial(_activate, act, dtype)
+        for scheme in WEIGHTS if first else WEIGHTS[:1]:
+            for n in ROWS:
+                yield f"{scheme} {n} rows {name}", partial(_product, scheme, n, dtype)
+        for kv in (dtype, torch.int8):
+            stored = str(kv).removeprefix("torch.")
+            yield f"write_kv {name} to {stored}", partial(_write, kv, dtype)
+            for form in FORMS if first else FORMS[:1]:
+                for counts, lengths in BATCHES:
+                    label = f"attention {counts} of {lengths} {form} {name}, {stored} pages"
+                    yield label, partial(_attend, counts, lengths, kv, dtype, form)
+    yield "argmax", _argmax
+    yield "uniforms", _uniforms
+
+
+def _randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def _error(ours: Tensor, expected: Tensor) -> float:
+    """Infinity where a number is missing."""
+    difference = (ours.double() - expected.double()).abs().max()
+    error = float(difference / expected.double().abs().max().clamp(min=1e-30))
+    return error if error == error else float("inf")
+
+
+def _norm(kind: str, dtype: torch.dtype) -> tuple[float, float]:
+    stream, delta, weight, bias = (_randn(9, 4096, seed=i).to(dtype) for i in range(4))
+    spec = Norm("rms", weight[0]) if kind == "rms" else Norm("layer", weight[0], bias[0])
+    ours, expected = rows.norm(stream, delta, spec), ref.norm(stream, delta, spec)
+    return max(_error(a, b) for a, b in zip(ours, expected, strict=True)), FEW * ROUNDING[dtype]
+
+
+def _activate(kind: str, dtype: torch.dtype) -> tuple[float, float]:
+    x = _randn(9, 2 * 1408).to(dtype) * 3
+    return _error(rows.activate(x, kind, True), ref.activate(x.clone(), kind, True)), SOME * ROUNDING[dtype]  # type: ignore[arg-type]
+
+
+def _product(scheme: str, n: int, dtype: torch.dtype) -> tuple[float, float]:
+    parsed = Scheme.parse(scheme)
+    shape = (1100, 2048) if DEVICE == "cuda" else (70, 256)
+    packed = codec(parsed.weight.kind).quantize(_randn(*shape), parsed)
+    one = Linear("l", packed, _randn(shape[0], seed=1).to(dtype))
+    if parsed.static:
+        one.activation_scale = torch.tensor([0.03], device=DEVICE)
+    x = _randn(n, shape[1], seed=2).to(dtype)
+    expected = ref.linear(x.float(), (one,))
+    weights.prepare(one, dtype)
+    most = FEW * ROUNDING[dtype] + 1e-6
+    return _error(linear.linear(x, (one,)), expected), most if parsed.activation is None else max(most, EIGHT)
+
+
+def _write(kv: torch.dtype, dtype: torch.dtype) -> tuple[float, float]:
+    matrix = _randn(5, 8, 128).to(dtype)
+    q, k, v = matrix.split((4, 2, 2), 1)
+    slots = torch.tensor([3, 40, 17, 0, 31], device=DEVICE)
+    place = Placement(slots, slots, slots, slots, slots)
+    angles = _randn(9, 64, seed=1)
+    turns = torch.tensor([0, 8, 3, 3, 1], dtype=torch.int32, device=DEVICE)
+    rotation, norm = Rotation(angles.cos(), angles.sin(), turns), Norm("rms", _randn(128, seed=2).to(dtype))
+    ours = PlainPages.make(3, 16, 2, 128, kv, DEVICE)
+    theirs = Pages.zeros(3, 16, 2, 128, SCHEMES["int8" if kv == torch.int8 else "float32"], DEVICE)
+    out = kv_write.write_kv(q, k, v, ours, place, rotation, norm, norm)
+    normed = [ref.norm(x.float(), None, Norm("rms", norm.weight.float()))[1] for x in (q, k)]
+    expected = ref_attention.write_kv(*normed, v.float(), theirs, place, rotation)
+    errors = [_error(out, expected)]
+    stored = ref_attention.read_pages(theirs, torch.arange(3, device=DEVICE), torch.float32)
+    for held, scales, wanted in zip(
+        (ours.keys, ours.values), (ours.key_scales, ours.value_scales), stored, strict=True
+    ):
+        numbers = held.float() if scales is None else held.float() * scales[..., None]
+        errors.append(_error(numbers.transpose(1, 2).flatten(0, 1), wanted))
+    return max(errors), SOME * ROUNDING[dtype] + (EIGHT if kv == torch.int8 else 0)
+
+
+def _attend(
+    counts: list[int], lengths: list[int], kv: torch.dtype, dtype: torch.dtype, form: dict[str, object]
+) -> tuple[float, float]:
+    wanted = AttentionForm(**({"heads": 8, "kv_heads": 2, "head_dim": 128, "scale": 0.09} | form))  # type: ignore[arg-type]
+    block, width = 64, -(-max(lengths) // 64)
+    sizes = (len(counts) * width + 1, block, wanted.kv_heads, wanted.head_dim)
+    ours = PlainPages.make(*sizes, kv, DEVICE)
+    theirs = Pages.zeros(*sizes, SCHEMES["int8" if kv == torch.int8 else "float32"], DEVICE)
+    tables = torch.randperm(sizes[0], generator=torch.Generator().manual_seed(0))[:-1].view(len(counts), width)
+    for b, length in enumerate(lengths):
+        at = torch.arange(length)
+        slots = (tables[b, at // block] * block + at % block).to(DEVICE)
+        k, v = (_randn(length, wanted.kv_heads, wanted.head_dim, seed=10 * b + i).to(dtype) for i in (1, 2))
+        ref_attention.write_pages(k.float(), v.float(), theirs, slots)
+        place = Placement(slots, slots, slots, slots, slots)
+        kv_write.write_kv(k.new_zeros(length, wanted.heads, wanted.head_dim), k, v, ours, place)
+    positions = [torch.arange(length - count, length) for count, length in zip(counts, lengths, strict=True)]
+    place = Placement(
+        torch.tensor([0, *counts]).cumsum(0).int().to(DEVICE),
+        torch.tensor(lengths).int().to(DEVICE),
+        tables.int().contiguous().to(DEVICE),
+        torch.cat(positions).int().to(DEVICE),
+        torch.zeros(sum(counts), dtype=torch.int64, device=DEVICE),
+    )
+    q = _randn(sum(counts), wanted.heads, wanted.head_dim).to(dtype)
+    expected, _ = ref_attention.paged_attention(q.float(), theirs, place, wanted)
+    again = [attention.paged_attention(q, ours, place, wanted) for _ in range(3)]
+    assert all(torch.equal(each, again[0]) for each in again), "the same call gave other bits"
+    return _error(again[0], expected), SOME * ROUNDING[dtype] + 1e-6
+
+
+def _argmax() -> tuple[float, float]:
+    x = torch.randint(-50, 50, (9, 128256 if DEVICE == "cuda" else 9000)).float()
+    x[3, 700] = torch.nan
+    return float((ops.argmax(x.to(DEVICE)).cpu() != ops.argmax(x) if DEVICE == "cuda" else torch.zeros(1)).sum()), 0.0
+
+
+def _uniforms() -> tuple[float, float]:
+    seeds, indices = torch.arange(100) * 7919, torch.arange(100)
+    ours = sampling.uniforms(seeds.to(DEVICE), indices.to(DEVICE)).tolist()
+    return float(ours != [uniform(s, i) for s, i in zip(seeds.tolist(), indices.tolist(), strict=True)]), 0.0

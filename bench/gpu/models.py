@@ -1,0 +1,99 @@
+"""A decoder of a published shape with random weights, made on the device in seconds, and its steps."""
+
+from __future__ import annotations
+
+import torch
+from gpu.timing import DEVICE, HALF
+from torch import Tensor
+
+from attar.formats.packed import PackedTensor
+from attar.formats.scheme import Scheme
+from attar.kernels import ops
+from attar.kernels.operands import Linear, Prepared
+from attar.model import decoder as model
+from attar.model.cache import Step
+from attar.model.config import ModelConfig
+from attar.model.decoder import Decoder
+from attar.model.shapes import shape
+
+
+class RandomWeights:
+    """Numbers of the size that trained ones have, so that no arithmetic overflows; the output matrix is dense."""
+
+    dtype = HALF
+
+    def __init__(self, config: ModelConfig, scheme: str) -> None:
+        self.config = config
+        self.scheme = None if scheme == "bf16" else Scheme.parse(scheme)
+
+    def has(self, name: str) -> bool:
+        names = self.config.names
+        return name != f"{names.head}.weight" and not name.endswith(".bias")
+
+    def tensor(self, name: str) -> Tensor:
+        size = self.config.head_dim if "q_norm" in name or "k_norm" in name else self.config.hidden
+        return torch.ones(size, dtype=self.dtype, device=DEVICE)
+
+    def matrix(self, name: str) -> Tensor:
+        return dense((self.config.vocab_size, self.config.hidden))
+
+    def linear(self, name: str) -> Linear:
+        config, names = self.config, self.config.names
+        if name == names.head:
+            return Linear(name, self.matrix(name))
+        q, kv, wide = config.heads * config.head_dim, config.kv_heads * config.head_dim, config.intermediate
+        sizes = {names.output: (config.hidden, q), names.down: (config.hidden, wide)}
+        sizes |= dict(zip(names.qkv, ((q, config.hidden), (kv, config.hidden), (kv, config.hidden)), strict=True))
+        sizes |= dict.fromkeys(names.gate_up, (wide, config.hidden))
+        size = sizes[name.split(".", len(names.layer.split(".")))[-1]]
+        return Linear(name, dense(size) if self.scheme is None else packed(size, self.scheme))
+
+
+def dense(size: tuple[int, int]) -> Tensor:
+    return torch.empty(size, dtype=HALF, device=DEVICE).normal_(0, size[1] ** -0.5)
+
+
+def packed(size: tuple[int, int], scheme: Scheme) -> PackedTensor:
+    """A weight of random codes, on the device."""
+    scheme = scheme.with_scale_dtype("float16" if scheme.activation is None else "float32")
+    parts = {}
+    for name, part in scheme.parts(size).items():
+        dtype = getattr(torch, part.dtype)
+        if name == "shape":
+            parts[name] = torch.tensor(size)
+        elif name == "scale":
+            step = 2.0 / (scheme.grid.qmax * size[1] ** 0.5)
+            parts[name] = torch.full(part.shape, step, dtype=dtype, device=DEVICE)
+        elif dtype == torch.float8_e4m3fn:
+            parts[name] = (torch.randn(part.shape, device=DEVICE) * 100).clamp(-448, 448).to(dtype)
+        else:
+            raw = torch.randint(-128, 128, (part.bytes,), dtype=torch.int8, device=DEVICE)
+            parts[name] = raw.view(dtype).view(part.shape)
+    return PackedTensor(scheme, size, parts)
+
+
+def decoder(name: str, scheme: str) -> Decoder:
+    config = shape(name)
+    return model.build(config, RandomWeights(config, scheme), None, ops.store(device=DEVICE, dtype=HALF))
+
+
+def read_bytes(made: Decoder) -> int:
+    """Bytes of weights that a step reads."""
+    linears = [made.head, *(linear for block in made.blocks for linear in block.linears())]
+    return sum(each.weight.read_bytes for each in linears if isinstance(each.weight, Prepared))
+
+
+def multiplications(made: Decoder) -> int:
+    """Of a token, by the blocks' weights."""
+    return sum(each.shape[0] * each.shape[1] for block in made.blocks for each in block.linears())
+
+
+def step(made: Decoder, batch: int, filled: int, rows: int) -> tuple[Tensor, Step]:
+    """Token ids and the step that appends `rows` of them to each of `batch` sequences of `filled` tokens."""
+    cache = made.cache(filled + rows, batch)
+    for pages in cache.layers:
+        pages.keys.normal_()
+        pages.values.normal_()
+    cache.filled = [filled] * batch
+    ids = torch.randint(0, made.config.vocab_size, (batch * rows,), device=DEVICE)
+    return ids, Step((rows,) * batch, filled + rows, cache)

@@ -1,0 +1,204 @@
+"""`ops.paged_attention` in Triton: one kernel for decoding, for prompts in pieces, and for anything between.
+
+A program takes one key-value head and a tile of queries: some rows of one sequence with all the H / G query heads that
+read this head, so that a key is read once for all of them. It walks over the slots with a running maximum and sum
+(Flash-attention; Dao et al. 2022), keeps what it sums unnormalised and divides once. Where queries are few the slots of
+a sequence are split among programs (Flash-decoding), and the last to arrive merges their parts (`language.py`).
+
+Nothing is asked of the host that it would have to wait for: which rows are whose, lengths and tables are read by the
+kernel, so a recorded graph replays with new ones. The grid counts tiles from above: sequence b begins at tile
+row_starts[b] // TILE + b, which leaves room for each sequence's last, partly filled tile; tiles in excess return at
+once. How many programs share a sequence follows from the shapes of a call, so on this device a row's bits may depend on
+how many sequences are beside it.
+
+Slots past a sequence's length may hold anything, even a NaN of somebody's past: their values are not read.
+
+Who sees whom is as in `ops.attention`. A tile of keys lies within one block, since it divides it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attar.kernels.operands import AttentionForm
+from attar.kernels.pages import Placement
+from attar.kernels.triton.backend import same_device
+from attar.kernels.triton.language import ACCUMULATE, arrive_last, counters, kernel, next_power, nothing, processors, tl
+from attar.kernels.triton.pages import PlainPages
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+FEW = 16  # queries of a tile where sequences have few rows: the tensor cores' least
+MANY = 128
+SLOTS = 64  # keys of a tile
+LEAST = 256  # slots that a split is worth
+
+
+@kernel
+def _tile(
+    starts: tl.tensor, sequences: tl.tensor, ROWS: tl.constexpr, BLOCK_B: tl.constexpr, TREE: tl.constexpr
+) -> tl.tensor:
+    """Of this program's tile: its sequence, its first row, the sequence's rows [first, end), and where in the masks of
+    a tree the sequence's begins."""
+    each = tl.arange(0, BLOCK_B)
+    known = each < sequences
+    first = tl.load(starts + each, mask=known, other=0)
+    b = tl.sum(tl.where(known & (first // ROWS + each <= tl.program_id(0)), 1, 0), 0) - 1
+    own = tl.load(starts + b)
+    mask_at = 0
+    if TREE:
+        count = tl.load(starts + each + 1, mask=known, other=0) - first
+        mask_at = tl.sum(tl.where(each < b, count * count, 0), 0)
+    return b, own + (tl.program_id(0) - own // ROWS - b) * ROWS, own, tl.load(starts + b + 1), mask_at
+
+
+@kernel
+def _attend(
+    q: tl.tensor, keys: tl.tensor, values: tl.tensor, key_scales: tl.tensor, value_scales: tl.tensor, out: tl.tensor,
+    sums: tl.tensor, extremes: tl.tensor, arrived: tl.tensor, starts: tl.tensor, lengths: tl.tensor, tables: tl.tensor,
+    positions: tl.tensor, key_positions: tl.tensor, tree: tl.tensor, sequences: tl.tensor, width: tl.tensor,
+    scale: tl.tensor, cap: tl.tensor, window: tl.tensor, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_B: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SCALED: tl.constexpr,
+    PLACED: tl.constexpr, TREE: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
+    SHARE: tl.constexpr = H // G
+    g, split = tl.program_id(1), tl.program_id(2)
+    b, row, first, last, mask_at = _tile(starts, sequences, ROWS, BLOCK_B, TREE)
+    if row >= last:
+        return
+    length = tl.load(lengths + b)
+    m, d, s = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
+    rows = row + m // SHARE
+    asked = (m < ROWS * SHARE) & (rows < last)
+    at = tl.load(positions + rows, mask=asked, other=-1)
+    q_at = (rows.to(tl.int64) * H + g * SHARE + m % SHARE)[:, None] * D + d[None, :]
+    q_mask = asked[:, None] & (d < D)[None, :]
+    query = tl.load(q + q_at, mask=q_mask, other=0.0)
+    low, high = 0, length
+    if not PLACED and not TREE:
+        high = tl.minimum(length, tl.max(at, 0) + 1)
+        if WINDOW:
+            low = tl.maximum(tl.min(tl.where(asked, at, 2147483647), 0) - window + 1, 0) // BLOCK_S * BLOCK_S
+    share = tl.cdiv(tl.cdiv(high - low, BLOCK_S), SPLITS) * BLOCK_S
+    begin = low + split * share
+    end = tl.minimum(begin + share, high)
+
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    mass = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for slot in range(begin, end, BLOCK_S):
+        block = tl.load(tables + b * width + slot // BLOCK).to(tl.int64)
+        place = (block * G + g) * BLOCK + slot % BLOCK + s
+        held = slot + s < end
+        k = tl.load(keys + place[None, :] * D + d[:, None], mask=held[None, :] & (d < D)[:, None], other=0)
+        scores = tl.dot(query, k.to(query.dtype), input_precision=PRECISION) * scale
+        if SCALED:
+            scores *= tl.load(key_scales + place, mask=held, other=0.0)[None, :]
+        if CAP:  # tanh(y) = 1 - 2 / (exp(2 y) + 1)
+            scores = cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / cap)) + 1.0))
+        key_at = slot + s
+        own = key_at - (length - (last - first))
+        if PLACED:
+            key_at = tl.load(key_positions + block * BLOCK + slot % BLOCK + s, mask=held, other=-1)
+        if TREE:
+            key_at = tl.where(own >= 0, tl.load(positions + first + own, mask=held & (own >= 0), other=0), key_at)
+        sees = (held & (key_at >= 0))[None, :] & (key_at[None, :] <= at[:, None])
+        if WINDOW:
+            sees = sees & (at[:, None] - key_at[None, :] < window)
+        if TREE:
+            among = tree + mask_at + (rows - first)[:, None] * (last - first) + own[None, :]
+            branch = asked[:, None] & (held & (own >= 0))[None, :]
+            sees = sees & ((own < 0)[None, :] | (tl.load(among, mask=branch, other=0) != 0))
+        scores = tl.where(sees, scores * LOG2_E, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        ground = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen so far: no infinity less infinity
+        weights = tl.exp2(scores - ground[:, None])
+        fade = tl.exp2(top - ground)
+        mass = mass * fade + tl.sum(weights, 1)
+        if SCALED:
+            weights = weights * tl.load(value_scales + place, mask=held, other=0.0)[None, :]
+        v = tl.load(values + place[:, None] * D + d[None, :], mask=held[:, None] & (d < D)[None, :], other=0)
+        acc = tl.dot(weights.to(query.dtype), v.to(query.dtype), acc * fade[:, None], input_precision=PRECISION)
+        top = higher
+
+    if SPLITS > 1:
+        number = (tl.program_id(0) * G + g).to(tl.int64)
+        part = sums + (number * SPLITS * BLOCK_M + m[:, None]) * BLOCK_D + d[None, :]
+        extreme = extremes + number * SPLITS * 2 * BLOCK_M + m
+        tl.store(part + split * (BLOCK_M * BLOCK_D), acc)
+        tl.store(extreme + split * (2 * BLOCK_M), top)
+        tl.store(extreme + split * (2 * BLOCK_M) + BLOCK_M, mass)
+        if not arrive_last(arrived, number, SPLITS):
+            return
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        mass = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for each in range(SPLITS):
+            theirs = tl.load(extreme + each * (2 * BLOCK_M), cache_modifier=".cg")
+            higher = tl.maximum(top, theirs)
+            ground = tl.where(higher == float("-inf"), 0.0, higher)
+            ours, fade = tl.exp2(top - ground), tl.exp2(theirs - ground)
+            mass = mass * ours + tl.load(extreme + each * (2 * BLOCK_M) + BLOCK_M, cache_modifier=".cg") * fade
+            acc = acc * ours[:, None]
+            acc += tl.load(part + each * (BLOCK_M * BLOCK_D), cache_modifier=".cg") * fade[:, None]
+            top = higher
+    acc = acc / tl.where(mass == 0, 1.0, mass)[:, None]
+    tl.store(out + q_at, acc.to(out.dtype.element_ty), mask=q_mask)
+
+
+def paged_attention(q: Tensor, pages: PlainPages, place: Placement, form: AttentionForm) -> Tensor:
+    """`ops.paged_attention` of queries [N, H, D] over plain pages, without the mass: [N, H * D].
+
+    Raises ValueError where shapes or devices do not fit. Lengths and tables are read by the kernel and not checked.
+    """
+    if (pages.kv_heads, pages.head_dim) != (form.kv_heads, form.head_dim):
+        raise ValueError(
+            f"the pages hold {pages.kv_heads} heads of {pages.head_dim} columns, not {form.kv_heads} of {form.head_dim}"
+        )
+    rows, sequences, width = len(q), len(place.lengths), place.tables.shape[1]
+    if q.shape[1:] != (form.heads, form.head_dim) or place.positions.shape != (rows,):
+        raise ValueError(f"queries are {list(q.shape)}, not [rows, {form.heads}, {form.head_dim}] with a position each")
+    if place.row_starts.shape != (sequences + 1,) or len(place.tables) != sequences:
+        raise ValueError(f"{sequences} sequences need as many block tables, and a start of rows each, and the end")
+    if (form.window is not None and form.window < 1) or (form.soft_cap is not None and not form.soft_cap > 0):
+        raise ValueError("a window and a soft cap are greater than zero")
+    same_device(q, pages.keys, place.positions, place.tables, place.lengths, place.key_positions, place.tree)
+    q, none = q.contiguous(), nothing(q.device)
+    out = q.new_empty((rows, form.heads * form.head_dim))
+    if not rows:
+        return out
+    share, block_d = form.heads // form.kv_heads, max(16, next_power(form.head_dim))
+    many = MANY if block_d <= 128 else MANY // 2
+    queries = max(FEW if -(-rows // sequences) * share <= FEW else many, next_power(share))
+    tile = queries // share
+    slots = min(SLOTS, pages.block & -pages.block)  # a power of two that divides the block
+    grid = (rows // tile + sequences, form.kv_heads, 1)
+    if queries == FEW:
+        grid = (*grid[:2], _splits(sequences * form.kv_heads, width * pages.block, processors(q.device)))
+    sums = extremes = none
+    if grid[2] > 1:
+        parts = (grid[0] * grid[1], grid[2])
+        sums = torch.empty((*parts, queries, block_d), dtype=torch.float32, device=q.device)
+        extremes = torch.empty((*parts, 2, queries), dtype=torch.float32, device=q.device)
+    scaled = pages.key_scales is not None
+    _attend[grid](
+        q, pages.keys, pages.values, pages.key_scales if scaled else none, pages.value_scales if scaled else none, out,
+        sums, extremes, counters(q.device), place.row_starts, place.lengths, place.tables, place.positions,
+        none if place.key_positions is None else place.key_positions,
+        none if place.tree is None else place.tree.view(torch.uint8), sequences, width, form.scale,
+        form.soft_cap or 1.0, form.window or 0, H=form.heads, G=form.kv_heads, D=form.head_dim, BLOCK=pages.block,
+        ROWS=tile, BLOCK_M=queries, BLOCK_S=slots, BLOCK_D=block_d, BLOCK_B=next_power(sequences), SPLITS=grid[2],
+        WINDOW=form.window is not None, CAP=form.soft_cap is not None, SCALED=scaled,
+        PLACED=place.key_positions is not None, TREE=place.tree is not None, PRECISION=ACCUMULATE,
+        num_warps=4 if queries == FEW else 8, num_stages=3 if block_d <= 128 else 2,
+    )  # fmt: skip
+    return out
+
+
+def _splits(pairs: int, slots: int, processors: int) -> int:
+    """Programs for each pair of sequence and head: a power of two, two programs a multiprocessor in all."""
+    splits = 1
+    while pairs * splits * 2 <= 2 * processors and slots >= 2 * LEAST * splits:
+        splits *= 2
+    return splits

@@ -1,0 +1,93 @@
+"""Triton, imported in one place, and what several kernels share.
+
+Only modules that hold kernels import this one, and `backend.py` imports those when a kernel is first wanted: who has no
+GPU never pays for Triton, nor needs it.
+
+Kernels are annotated for readers as much as for Triton: `tl.tensor` is a pointer or a number given at the launch,
+`tl.constexpr` a number that the code is compiled for.
+
+Split sums. Where an output tile alone would leave most of the card idle, several programs share its inputs, each writes
+a partial sum, and the last to arrive adds them up, in their order, so that equal calls give equal bits. It costs no
+second launch, which at batch 1 would cost as much as the product itself. Who is last is counted in memory that starts
+as zeros and that the last program sets back to zero, which holds for launches of one stream, one after another.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
+
+from attar.kernels.triton import backend
+
+__all__ = [
+    "ACCUMULATE",
+    "arrive_last",
+    "counters",
+    "device_name",
+    "kernel",
+    "next_power",
+    "nothing",
+    "processors",
+    "tl",
+]
+
+COUNTERS = 1 << 16  # output tiles of one launch that may be split
+ACCUMULATE = "ieee"  # float32 products in float32: the default would round their factors to 10 bits
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """A function in Triton's language: launched as `f[grid](...)`, or called by another."""
+    return triton.jit(function)
+
+
+@kernel
+def arrive_last(counters: tl.tensor, tile: tl.tensor, SPLITS: tl.constexpr) -> tl.tensor:
+    """Whether all other programs of a tile have stored their parts, which this one may then read.
+
+    The barrier puts the stores of all threads before the one thread's count, and acquire-release makes those of the
+    other programs visible behind it.
+    """
+    tl.debug_barrier()
+    last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1
+    if last:
+        tl.store(counters + tile, 0)
+    tl.debug_barrier()
+    return last
+
+
+@functools.cache
+def counters(device: torch.device) -> Tensor:
+    """Zeros to count arrivals in, for the launches of one stream."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def nothing(device: torch.device) -> Tensor:
+    """What is passed for an operand that a kernel is compiled to do without."""
+    return torch.zeros(1, device=device)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many programs run side by side at least: the card's multiprocessors; of the interpreter, as if there were 4,
+    so that small shapes take every way."""
+    if backend.interpreted():
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def device_name(device: torch.device) -> str:
+    """What tuning tables call the card; nothing in the interpreter."""
+    return "" if backend.interpreted() else torch.cuda.get_device_name(device)
+
+
+def next_power(number: int) -> int:
+    """The smallest power of two that is no smaller."""
+    return 1 << max(0, number - 1).bit_length()

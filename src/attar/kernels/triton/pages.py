@@ -1,0 +1,47 @@
+"""Keys and values in blocks, as Triton's kernels want them: rows of D numbers, nothing interleaved.
+
+The CPU kernels' layout (`kernels.pages`) puts 16 slots side by side for dot products of one vector register. Tensor
+cores take matrices whose rows lie together, of keys and of values alike, and a token's key is then one piece of memory
+to write. Tables, slots and placements are the same. Plain torch: who reads a cache of this kind is known by its class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from attar.kernels.pages import RUN, Pages
+
+PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
+
+
+@dataclass(eq=False)
+class PlainPages(Pages):
+    """The blocks of one layer: keys and values [blocks, G, block, D], and of int8 codes scales [blocks, G, block]."""
+
+    @classmethod
+    def make(
+        cls, blocks: int, block: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str = "cpu"
+    ) -> Self:
+        """Blocks of `block` slots, all zeros.
+
+        Raises ValueError where the slots are no multiple of 16, or numbers of `dtype` cannot be kept.
+        """
+        if block < RUN or block % RUN:
+            raise ValueError(f"a block holds a multiple of {RUN} slots, not {block}")
+        if dtype not in PLAIN_DTYPES:
+            raise ValueError(
+                f"keys and values are kept as float32, float16, bfloat16 or int8 on this device, not {dtype}"
+            )
+        shape = (blocks, kv_heads, block, head_dim)
+        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        if dtype != torch.int8:
+            return cls(head_dim, keys, values)
+        key_scales, value_scales = torch.zeros((2, *shape[:3]), device=device).unbind()
+        return cls(head_dim, keys, values, key_scales, value_scales)
+
+    @property
+    def block(self) -> int:
+        return self.keys.shape[2]

@@ -1,0 +1,98 @@
+"""A model in a GPU's memory: where its parts go when it is loaded, and which of them the kernels cannot multiply by.
+
+Each part moves as it is read, so that ordinary memory never holds more than one. The numbers stay those of the model's
+dtype: unlike on CPUs, where rows are float32, a GPU computes in bfloat16 or float16, with sums in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.formats.packed import PackedTensor
+from attar.kernels.operands import Linear, Norm, Prepared
+from attar.kernels.triton.weights import TritonWeight, against, prepare
+
+
+class TritonStore:
+    """The weights of one model in the layout of Triton's kernels, on `device`; dense ones in `dtype`."""
+
+    def __init__(self, device: torch.device | str, dtype: torch.dtype) -> None:
+        self.device, self.dtype = torch.device(device), dtype
+        self.refused: dict[str, str] = {}
+        """Why some linears stay with the reference, by name."""
+
+    def take(self, each: Linear) -> None:
+        """Move the linear, and prepare its weight, or note why it cannot be."""
+        each.weight, each.dense = _moved(each.weight, self.device), None
+        for name in ("bias", "permutation", "input_scale", "activation_scale", "adapter"):
+            part = getattr(each, name)
+            if part is not None:
+                setattr(each, name, part.to(self.device))
+        reason = against(each)
+        if reason is None:
+            prepare(each, self.dtype)
+        else:
+            self.refused[each.name] = reason
+
+    def take_norm(self, norm: Norm) -> None:
+        norm.weight = norm.weight.to(self.device, self.dtype).contiguous()
+        norm.bias = None if norm.bias is None else norm.bias.to(self.device, self.dtype).contiguous()
+        norm.prepared = True
+
+    def table(self, table: Tensor | PackedTensor | Prepared) -> TritonTable:
+        """An embedding to read rows of."""
+        if isinstance(table, PackedTensor):
+            own = Linear("embedding", _moved(table, self.device))
+            if against(own) is not None:
+                return TritonTable(TritonWeight("dense", table.shape, table.dequantize(self.dtype).to(self.device)))
+            prepare(own, self.dtype)
+            table = own.weight
+        elif isinstance(table, Tensor):
+            dense = table.to(self.device, self.dtype)
+            table = TritonWeight("dense", (dense.shape[0], dense.shape[1]), dense)
+        assert isinstance(table, TritonWeight)
+        return TritonTable(table)
+
+
+class TritonTable:
+    """The rows of an embedding [vocab, I]: a weight of its own, or the output matrix of a tied model."""
+
+    def __init__(self, weight: TritonWeight) -> None:
+        self.weight = weight
+        self.shape = weight.shape
+
+
+def embed(
+    table: TritonTable,
+    ids: Tensor,
+    dtype: torch.dtype,
+    scale: float = 1.0,
+    position_table: Tensor | None = None,
+    positions: Tensor | None = None,
+    offset: int = 0,
+) -> Tensor:
+    """`ops.embed` from a table of this device. Rows of 4-bit codes are widened as they are read."""
+    from attar.kernels.triton import w4  # which needs Triton; a store does not
+
+    weight = table.weight
+    factor = float(torch.tensor(scale, dtype=dtype))
+    if weight.form in ("w4a16", "w4a8"):
+        hidden = w4.dense(weight, dtype, ids, factor)
+    else:
+        hidden = weight.codes.index_select(0, ids) if weight.form == "dense" else weight.codes[ids]
+        hidden = hidden.to(dtype) if weight.scales is None else (hidden.float() * weight.scales[ids, None]).to(dtype)
+        hidden = hidden if factor == 1.0 else hidden * factor
+    if position_table is not None and positions is not None:
+        hidden = hidden + position_table[positions + offset].to(dtype)
+    return hidden
+
+
+def _moved(weight: Any, device: torch.device) -> Any:
+    """A weight on the device, in memory of its own: what came from a file may still lie on its pages."""
+    if isinstance(weight, PackedTensor):
+        return replace(weight, parts={name: part.to(device, copy=True) for name, part in weight.parts.items()})
+    return weight.to(device) if isinstance(weight, Tensor) else weight

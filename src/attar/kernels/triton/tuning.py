@@ -1,0 +1,63 @@
+"""How products are cut into programs: what was fastest on a device, where that was measured, and rules where not.
+
+`tuned.json` holds what `bench/gpu_check.py --tune` found, by device name: data, made by a script, never by hand. It is
+empty so far. The rules are what arithmetic suggests for a card that reads 4 TB/s with 132 multiprocessors, which are
+the start of every search and the answer for every other device.
+
+Torch-free and Triton-free: integers in, integers out.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Kind = Literal["w4a16", "w4a8", "w8a16", "w8a8"]
+
+STEP = 128  # columns that a step of a program multiplies
+FEW = 16  # rows: one tile of the smallest size
+WAVES = 2  # programs for each multiprocessor, so that one loads while another waits for its sums
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One way to cut a product: a program makes `outputs` x `rows` numbers, `splits` programs share their columns."""
+
+    outputs: int
+    rows: int
+    splits: int = 1
+    warps: int = 4
+    stages: int = 4
+
+
+def config(kind: Kind, rows: int, outputs: int, columns: int, processors: int, device: str = "") -> Config:
+    """How to multiply `rows` rows by a weight [outputs, columns] on a device of so many multiprocessors."""
+    for entry in tables().get(device, {}).get(f"{kind} {outputs}x{columns}", ()):
+        if rows <= entry["most"]:
+            return Config(**entry["config"])
+    return rule(kind, rows, outputs, columns, processors)
+
+
+def rule(kind: Kind, rows: int, outputs: int, columns: int, processors: int) -> Config:
+    """What arithmetic suggests."""
+    if rows > 64:
+        return Config(128, 64 if kind in ("w4a16", "w4a8") and rows <= 256 else 128, 1, 8, 3)
+    steps, splits = -(-columns // STEP), 1
+    while -(-outputs // 64) * splits * 2 <= processors * WAVES and steps >= 8 * splits:
+        splits *= 2  # a power of two, so that few kernels are compiled; each split has four steps at least
+    if rows <= FEW:
+        return Config(64, FEW, splits, 4, 6)
+    return Config(64, 32 if rows <= 32 else 64, splits, 4, 4)
+
+
+@functools.cache
+def tables() -> Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]:
+    """Device to product to entries, {"most": rows, "config": fields of a `Config`}, by rows."""
+    found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]] = json.loads(
+        Path(__file__).with_name("tuned.json").read_text(encoding="utf-8")
+    )
+    return found

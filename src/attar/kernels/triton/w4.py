@@ -1,0 +1,206 @@
+"""Products of rows with 4-bit weights in Triton: one kernel for a few rows and for many, and the way back to numbers.
+
+The product is computed as W x^T, tiles [64 or 128 outputs, rows]: the weight is then the first factor, which tensor
+cores take from registers, where its codes have just been widened, and the rows the second, from shared memory. A batch
+of one costs a tile of 16 rows, which no memory-bound product notices.
+
+Widening is free of conversions, which run at a quarter of the rate of other instructions: 128 + n is the bfloat16 with
+bits 0x4300 | n, and 1024 + n the float16 with bits 0x6400 | n, for n < 16; one subtraction takes off the offset and the
+zero point together, exactly.
+
+Codes and rows feed the tensor cores, so Triton loads them steps ahead of their use. Scales and zero points do not, as
+it sees it, and each step would wait for them: they are carried through the loop, loaded one step ahead. Two would be
+safer, but then Triton no longer loads anything ahead.
+
+How many rows decides what bounds the product. Few: the bytes of the weight, so every multiprocessor must have many of
+them in flight; where outputs give fewer programs than there are, several share the columns (`language.py` on split
+sums). Some: tiles of 64 rows and 128 outputs. From `DENSE_ROWS` on widening the weight once, into bfloat16, and leaving
+the product to torch costs less than widening it for each tile of rows: 2.5 bytes moved for each weight, against 2 N
+operations. That bound is arithmetic, not yet a measurement.
+
+Rows that are int8 codes take the same way, through the integer tensor cores: a run's sum is exact, and gets the
+weight's scale as a float; the rows' own scales come last.
+
+Shapes: N rows, I input columns, O output columns; the layout of codes is drawn in `weights.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attar.kernels.triton import tuning
+from attar.kernels.triton.backend import same_device
+from attar.kernels.triton.language import (
+    ACCUMULATE,
+    arrive_last,
+    counters,
+    device_name,
+    kernel,
+    next_power,
+    nothing,
+    processors,
+    tl,
+)
+from attar.kernels.triton.weights import TritonWeight
+
+DENSE_ROWS = 1024  # from which on the weight is widened once
+
+
+@kernel
+def _numbers(nibbles: tl.tensor, zero: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """nibble - zero in a dtype, where `zero` already counts the offset of `_offset`."""
+    if dtype == tl.bfloat16:
+        return (nibbles.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - zero
+    elif dtype == tl.float16:
+        return (nibbles.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - zero
+    else:
+        return nibbles.to(dtype) - zero
+
+
+@kernel
+def _product(
+    x: tl.tensor, x_scales: tl.tensor, codes: tl.tensor, scales: tl.tensor, zeros: tl.tensor, bias: tl.tensor,
+    out: tl.tensor, partials: tl.tensor, arrived: tl.tensor, rows: tl.tensor, outputs: tl.tensor, runs: tl.tensor,
+    stride: tl.tensor, SCALED: tl.constexpr, OFFSET: tl.constexpr, RUN: tl.constexpr, RUNS_A_GROUP: tl.constexpr,
+    ASYMMETRIC: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
+    HALF: tl.constexpr = RUN // 2
+    NONE: tl.constexpr = 0 if SCALED else 0.0
+    SUM: tl.constexpr = tl.int32 if SCALED else tl.float32
+    dtype: tl.constexpr = x.dtype.element_ty
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
+    split = tl.program_id(2)
+    tile, inside = (o // 64).to(tl.int64), o % 64
+    j = tl.arange(0, HALF)
+    there = o < tl.cdiv(outputs, 64) * 64  # whole tiles are stored
+    some = (n < rows)[None, :]
+    groups = runs // RUNS_A_GROUP
+    share = tl.cdiv(runs, SPLITS)
+    first = split * share
+    at = codes + (tile * runs * 64 + inside)[:, None] * HALF + j[None, :]
+    scale_at = scales + tile * groups * 64 + inside
+    zero_at = zeros + tile * groups * 64 + inside
+    low_at = x + n.to(tl.int64)[None, :] * (runs * RUN) + j[:, None]
+    zero = tl.full([BLOCK_O], OFFSET + 8, tl.float32).to(dtype)
+    acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
+    group = tl.minimum(first, runs - 1) // RUNS_A_GROUP  # the last splits may have nothing to do
+    scale = tl.load(scale_at + group * 64, mask=there, other=0.0)
+    code = tl.load(zero_at + group * 64, mask=there, other=0) if ASYMMETRIC else zero
+    for run in range(first, tl.minimum(first + share, runs)):
+        packed = tl.load(at + run * (64 * HALF), mask=there[:, None], other=0)
+        low = tl.load(low_at + run * RUN, mask=some, other=NONE)
+        high = tl.load(low_at + run * RUN + HALF, mask=some, other=NONE)
+        group = tl.minimum(run + 1, runs - 1) // RUNS_A_GROUP
+        later = tl.load(scale_at + group * 64, mask=there, other=0.0)
+        if ASYMMETRIC:
+            zero = (code.to(tl.float32) + OFFSET).to(dtype)
+            code = tl.load(zero_at + group * 64, mask=there, other=0)
+        part = tl.dot(_numbers(packed & 15, zero[:, None], dtype), low, input_precision=PRECISION, out_dtype=SUM)
+        part = tl.dot(_numbers(packed >> 4, zero[:, None], dtype), high, part, input_precision=PRECISION, out_dtype=SUM)
+        acc += part.to(tl.float32) * scale.to(tl.float32)[:, None]
+        scale = later
+
+    wanted = (o < outputs)[:, None] & some
+    if SPLITS > 1:
+        number = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        place = partials + (number.to(tl.int64) * SPLITS * BLOCK_O + tl.arange(0, BLOCK_O)[:, None]) * BLOCK_N
+        place += tl.arange(0, BLOCK_N)[None, :]
+        tl.store(place + split * (BLOCK_O * BLOCK_N), acc)
+        if not arrive_last(arrived, number, SPLITS):
+            return
+        acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
+        for each in range(SPLITS):
+            acc += tl.load(place + each * (BLOCK_O * BLOCK_N), cache_modifier=".cg")
+    if SCALED:
+        acc *= tl.load(x_scales + n, mask=n < rows, other=0.0)[None, :]
+    if BIAS:
+        acc += tl.load(bias + o, mask=o < outputs, other=0.0).to(tl.float32)[:, None]
+    tl.store(out + n.to(tl.int64)[None, :] * stride + o[:, None], acc.to(out.dtype.element_ty), mask=wanted)
+
+
+def product(x: Tensor, weight: TritonWeight, bias: Tensor | None, out: Tensor, x_scales: Tensor | None = None) -> None:
+    """Rows x [N, I] times the weight, plus the bias [O], into `out` [N, O], whose rows may be apart.
+
+    `x_scales` [N] are the scales of rows that are int8 codes.
+    """
+    assert weight.form == ("w4a16" if x_scales is None else "w4a8")
+    assert weight.scales is not None
+    assert x.is_contiguous()
+    assert out.stride(1) == 1
+    same_device(x, weight.codes, bias, out)
+    rows, (outputs, columns) = len(x), weight.shape
+    if rows >= DENSE_ROWS and x_scales is None:
+        matrix = dense(weight, x.dtype)
+        torch.mm(x, matrix.T, out=out) if bias is None else torch.addmm(bias.to(x.dtype), x, matrix.T, out=out)
+        return
+    runs = columns // weight.run
+    config = tuning.config(weight.form, rows, outputs, columns, processors(x.device), device_name(x.device))
+    grid = (-(-rows // config.rows), -(-outputs // config.outputs), config.splits)
+    none = nothing(x.device)
+    partials = none
+    if config.splits > 1:
+        partials = x.new_empty((grid[0] * grid[1] * config.splits, config.outputs, config.rows), dtype=torch.float32)
+    _product[grid](
+        x, none if x_scales is None else x_scales, weight.codes, weight.scales,
+        none if weight.zeros is None else weight.zeros, none if bias is None else bias, out, partials,
+        counters(x.device), rows, outputs, runs, out.stride(0), SCALED=x_scales is not None, OFFSET=_offset(x.dtype),
+        RUN=weight.run, RUNS_A_GROUP=weight.group // weight.run, ASYMMETRIC=weight.zeros is not None,
+        BIAS=bias is not None, SPLITS=config.splits, BLOCK_O=config.outputs, BLOCK_N=config.rows, PRECISION=ACCUMULATE,
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+
+
+@kernel
+def _widen(
+    codes: tl.tensor, scales: tl.tensor, zeros: tl.tensor, which: tl.tensor, out: tl.tensor, runs: tl.tensor,
+    factor: tl.tensor, RUN: tl.constexpr, RUNS_A_GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr, CHOSEN: tl.constexpr,
+    COUNT: tl.constexpr,
+) -> None:  # fmt: skip
+    HALF: tl.constexpr = RUN // 2
+    row = tl.program_id(0).to(tl.int64)
+    o = tl.load(which + row).to(tl.int64) if CHOSEN else row
+    run = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
+    held = run < runs
+    j = tl.arange(0, HALF)
+    packed = tl.load(
+        codes + ((o // 64 * runs + run)[:, None] * 64 + o % 64) * HALF + j[None, :], mask=held[:, None], other=0
+    )
+    group = o // 64 * (runs // RUNS_A_GROUP) + run // RUNS_A_GROUP
+    scale = tl.load(scales + group * 64 + o % 64, mask=held, other=0.0).to(tl.float32)[:, None]
+    zero = tl.full([COUNT], 8, tl.float32)
+    if ASYMMETRIC:
+        zero = tl.load(zeros + group * 64 + o % 64, mask=held, other=0).to(tl.float32)
+    at = out + row * runs * RUN + run[:, None] * RUN + j[None, :]
+    low = (((packed & 15).to(tl.float32) - zero[:, None]) * scale).to(out.dtype.element_ty)
+    high = (((packed >> 4).to(tl.float32) - zero[:, None]) * scale).to(out.dtype.element_ty)
+    if CHOSEN:
+        low, high = (low * factor).to(low.dtype), (high * factor).to(high.dtype)
+    tl.store(at, low, mask=held[:, None])
+    tl.store(at + HALF, high, mask=held[:, None])
+
+
+def dense(weight: TritonWeight, dtype: torch.dtype, which: Tensor | None = None, factor: float = 1.0) -> Tensor:
+    """The weight [O, I] in `dtype`; or its rows `which` [N], times `factor`, as an embedding reads them."""
+    assert weight.form in ("w4a16", "w4a8")
+    assert weight.scales is not None
+    outputs, columns = weight.shape
+    runs = columns // weight.run
+    device = weight.codes.device
+    out = torch.empty((outputs if which is None else len(which), columns), dtype=dtype, device=device)
+    none, count = nothing(device), min(next_power(runs), 16)
+    if len(out):
+        _widen[(len(out), -(-runs // count))](
+            weight.codes, weight.scales, none if weight.zeros is None else weight.zeros,
+            none if which is None else which, out, runs, factor, RUN=weight.run,
+            RUNS_A_GROUP=weight.group // weight.run, ASYMMETRIC=weight.zeros is not None, CHOSEN=which is not None,
+            COUNT=count, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def _offset(dtype: torch.dtype) -> int:
+    """What the bits that `_numbers` adds are worth."""
+    return {torch.bfloat16: 128, torch.float16: 1024}.get(dtype, 0)

@@ -1,0 +1,137 @@
+"""Products with 8-bit weights in Triton: of rows that are 8-bit codes themselves, or of rows as they are.
+
+out = (codes of rows x codes of weight) * scale of the row * scale of the output. Sums are int32 or float32; scales are
+applied once, at the end. Rows as they are have no scale, and the codes are widened to their dtype on the way, which is
+exact. As in `w4.py` the product is computed as W x^T, and a few rows share out the columns.
+
+Hopper's tensor cores keep 14 bits of a running sum of float8: it is moved to float32 every 128 columns.
+
+float8 on many rows goes to `torch._scaled_mm`, whose kernels are NVIDIA's own, with its fast accumulation, which would
+not move them, left off. A few rows stay here: they are bound by the bytes of the weight, and torch pads them to its
+smallest tile.
+
+Shapes: N rows, I input columns, O output columns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attar.kernels.triton import tuning
+from attar.kernels.triton.backend import interpreted, same_device
+from attar.kernels.triton.language import (
+    ACCUMULATE,
+    arrive_last,
+    counters,
+    device_name,
+    kernel,
+    nothing,
+    processors,
+    tl,
+)
+from attar.kernels.triton.weights import TritonWeight
+
+SCALED_ROWS = 64  # from which on float8 is torch's
+
+
+@kernel
+def _product(
+    x: tl.tensor, x_scales: tl.tensor, codes: tl.tensor, scales: tl.tensor, bias: tl.tensor, out: tl.tensor,
+    partials: tl.tensor, arrived: tl.tensor, rows: tl.tensor, outputs: tl.tensor, columns: tl.tensor,
+    stride: tl.tensor, INTEGER: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
+    NONE: tl.constexpr = 0 if INTEGER else 0.0
+    NO_ROW: tl.constexpr = 0 if INTEGER and not WIDE else 0.0
+    SUM: tl.constexpr = tl.int32 if INTEGER and not WIDE else tl.float32
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
+    split = tl.program_id(2)
+    i = tl.arange(0, BLOCK_I)
+    steps = tl.cdiv(columns, BLOCK_I)
+    share = tl.cdiv(steps, SPLITS)
+    first = split * share
+    x_at = x + n.to(tl.int64)[None, :] * columns + i[:, None]
+    at = codes + o.to(tl.int64)[:, None] * columns + i[None, :]
+    ours, theirs = (o < outputs)[:, None], (n < rows)[None, :]
+    acc = tl.zeros([BLOCK_O, BLOCK_N], SUM)
+    for step in range(first, tl.minimum(first + share, steps)):
+        if WHOLE:
+            a = tl.load(at + step * BLOCK_I, mask=ours, other=NONE)
+            b = tl.load(x_at + step * BLOCK_I, mask=theirs, other=NO_ROW)
+        else:
+            inside = step * BLOCK_I + i < columns
+            a = tl.load(at + step * BLOCK_I, mask=ours & inside[None, :], other=NONE)
+            b = tl.load(x_at + step * BLOCK_I, mask=theirs & inside[:, None], other=NO_ROW)
+        if WIDE:
+            a = a.to(b.dtype)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION, max_num_imprecise_acc=BLOCK_I, out_dtype=SUM)
+
+    total = acc.to(tl.float32)
+    if SPLITS > 1:
+        number = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        place = partials + (number.to(tl.int64) * SPLITS * BLOCK_O + tl.arange(0, BLOCK_O)[:, None]) * BLOCK_N
+        place += tl.arange(0, BLOCK_N)[None, :]
+        tl.store(place + split * (BLOCK_O * BLOCK_N), total)
+        if not arrive_last(arrived, number, SPLITS):
+            return
+        total = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
+        for each in range(SPLITS):
+            total += tl.load(place + each * (BLOCK_O * BLOCK_N), cache_modifier=".cg")
+    if not WIDE:
+        total *= tl.load(x_scales + n, mask=n < rows, other=0.0)[None, :]
+    total *= tl.load(scales + o, mask=o < outputs, other=0.0)[:, None]
+    if BIAS:
+        total += tl.load(bias + o, mask=o < outputs, other=0.0).to(tl.float32)[:, None]
+    tl.store(out + n.to(tl.int64)[None, :] * stride + o[:, None], total.to(out.dtype.element_ty), mask=ours & theirs)
+
+
+def product(x: Tensor, scales: Tensor | None, weight: TritonWeight, bias: Tensor | None, out: Tensor) -> None:
+    """Rows x [N, I] times the weight, plus the bias [O], into `out` [N, O].
+
+    With `scales` [N] the rows are codes of the weight's dtype; a scale that is NaN makes its row NaN.
+    """
+    assert weight.form == ("w8a16" if scales is None else "w8a8")
+    assert weight.scales is not None
+    assert scales is None or x.dtype == weight.codes.dtype
+    assert x.is_contiguous()
+    assert out.stride(1) == 1
+    same_device(x, weight.codes, bias, out)
+    rows, (outputs, columns) = len(x), weight.shape
+    integer = weight.codes.dtype == torch.int8
+    if scales is not None and not integer and rows >= SCALED_ROWS and scaled_mm_fits(out, outputs, columns):
+        scaled_mm(x, scales, weight, bias, out)
+        return
+    config = tuning.config(weight.form, rows, outputs, columns, processors(x.device), device_name(x.device))
+    grid = (-(-rows // config.rows), -(-outputs // config.outputs), config.splits)
+    none = nothing(x.device)
+    partials = none
+    if config.splits > 1:
+        shape = (grid[0] * grid[1] * config.splits, config.outputs, config.rows)
+        partials = torch.empty(shape, dtype=torch.float32, device=x.device)
+    _product[grid](
+        x, none if scales is None else scales, weight.codes, weight.scales, none if bias is None else bias, out,
+        partials, counters(x.device), rows, outputs, columns, out.stride(0), INTEGER=integer, WIDE=scales is None,
+        WHOLE=columns % tuning.STEP == 0, BIAS=bias is not None, SPLITS=config.splits, BLOCK_O=config.outputs,
+        BLOCK_N=config.rows, BLOCK_I=tuning.STEP, PRECISION=ACCUMULATE, num_warps=config.warps,
+        num_stages=config.stages,
+    )  # fmt: skip
+
+
+def scaled_mm_fits(out: Tensor, outputs: int, columns: int) -> bool:
+    """Whether torch's own float8 product takes these shapes."""
+    return not interpreted() and out.dtype == torch.bfloat16 and outputs % 16 == 0 and columns % 16 == 0
+
+
+def scaled_mm(codes: Tensor, scales: Tensor, weight: TritonWeight, bias: Tensor | None, out: Tensor) -> None:
+    """The float8 product by torch, of rows that are codes [N, I] and scales [N]."""
+    assert weight.scales is not None
+    whole = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    torch._scaled_mm(
+        codes, weight.codes.t(), scales[:, None], weight.scales[None, :], None if bias is None else bias.to(out.dtype),
+        out_dtype=out.dtype, out=whole,
+    )  # fmt: skip
+    if whole is not out:
+        out.copy_(whole)

@@ -1,0 +1,205 @@
+"""Weights laid out for Triton's products. Plain torch: a layout can be made and looked at where there is no Triton.
+
+Five forms, by what meets in the tensor cores:
+
+* `dense`: rows and weight as they are. That is torch's own product, which nobody beats at it;
+* `w4a16`: 4-bit codes, widened on the way to the tensor cores, times rows as they are;
+* `w4a8`: the same codes, times rows rounded to int8;
+* `w8a16`: int8 or E4M3 codes, likewise;
+* `w8a8`: such codes on both sides, rows rounded on the fly with a scale each.
+
+Four bits are drawn for one program that walks along the input columns of 64 outputs. A *run* is 32 to 128 columns under
+one scale; its 64 x run codes lie together, so the program reads one piece of memory from end to end:
+
+    codes   uint8 [O / 64, I / run, 64, run / 2]   low nibble: column j of the run, high nibble: column run / 2 + j
+    scales        [O / 64, I / group, 64]
+    zeros   uint8 [O / 64, I / group, 64]          on asymmetric grids
+
+A byte's two nibbles are half a run apart, so the low ones of a tile are a matrix that multiplies the first half of the
+rows' run and the high ones another: nothing is ever interleaved in registers. O is padded to whole tiles by codes that
+mean zero. Linears that read the same rows are laid side by side, tile behind tile, and multiplied at once.
+
+Numbers are code - zero, exact in any of the rows' dtypes; the scale is applied in float32 to each run's sum. That is
+one rounding less than multiplying by dequantized weights, and a few instructions less for every weight.
+
+Shapes: N rows, I input columns, O output columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attar.formats import affine
+from attar.formats.packed import PackedTensor
+from attar.formats.scheme import Grid, Scheme
+from attar.kernels.operands import Linear
+from attar.kernels.triton.backend import DTYPES
+
+Form = Literal["dense", "w4a16", "w4a8", "w8a16", "w8a8"]
+
+FLOAT8_FROM = (8, 9)  # the first cards with float8 in their tensor cores
+TILE = 64  # outputs that lie together
+RUNS = (128, 64, 32)
+INTEGER_RUN = 64  # at least: the integer tensor cores take 32 columns of each half
+ZERO = 8  # the code of zero on a symmetric 4-bit grid, as nibbles are stored
+
+
+@dataclass(eq=False)
+class TritonWeight:
+    """A weight [O, I] that only Triton's kernels read. `codes` are [O, I] but in 4 bits, `scales` [O] in 8."""
+
+    form: Form
+    shape: tuple[int, int]
+    codes: Tensor
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    group: int = 0  # of 4 bits: columns under one scale
+    static: bool = False  # whether rows are rounded by the linear's own scale
+    fused: dict[tuple[int, ...], TritonWeight] = field(default_factory=dict, repr=False)
+    """For each tuple of weights that this one is the first of: all of them side by side."""
+
+    @property
+    def run(self) -> int:
+        """Columns whose codes lie together."""
+        return self.codes.shape[3] * 2
+
+    @property
+    def read_bytes(self) -> int:
+        """What one product reads."""
+        return sum(part.nbytes for part in (self.codes, self.scales, self.zeros) if part is not None)
+
+
+def against(each: Linear) -> str | None:
+    """The reason why the kernels cannot multiply by this weight, or None where they can."""
+    weight = each.weight
+    if isinstance(weight, TritonWeight):
+        return None
+    if isinstance(weight, Tensor):
+        return None if weight.dtype in DTYPES else f"{weight.dtype} weights have no Triton kernel"
+    if not isinstance(weight, PackedTensor):
+        return "is laid out for another device"
+    grid, rounding = weight.scheme.weight, weight.scheme.activation
+    if not isinstance(grid, Grid):
+        return f"{grid.name} weights have no Triton kernel yet"
+    four = (grid.kind, grid.bits) == ("int", 4)
+    if four:
+        group, least = grid.group_size or weight.shape[1], RUNS[-1] if rounding is None else INTEGER_RUN
+        if group % least:
+            return f"groups of {group} are not a multiple of {least}"
+    eight = (grid.kind, grid.bits) in (("int", 8), ("e4m3", 8)) and grid.symmetric and grid.granularity != "group"
+    if not four and not eight:
+        return f"{weight.scheme.name} has no Triton kernel yet"
+    device = weight.parts["codes"].device
+    if grid.kind == "e4m3" and device.type == "cuda" and torch.cuda.get_device_capability(device) < FLOAT8_FROM:
+        return "this card knows no float8"
+    if weight.shape[1] % 16:
+        return f"rows of {weight.shape[1]} bytes are no multiple of 16"
+    if rounding is None:
+        return None
+    if not isinstance(rounding, Grid) or rounding.kind != grid.kind or rounding.bits != 8 or not rounding.symmetric:
+        return "activations of another grid than the weight's have no Triton kernel"
+    if rounding.granularity == "group":
+        return "activations in groups have no Triton kernel yet"
+    if rounding.granularity == "tensor" and not weight.scheme.static:
+        return "one activation scale for all rows of a call would tie them to each other"
+    return None
+
+
+def prepare(each: Linear, dtype: torch.dtype) -> None:
+    """Lay the linear's weight out, dense ones in `dtype`. Raises ValueError where `against` gives a reason."""
+    reason = against(each)
+    if reason is not None:
+        raise ValueError(f"{each.name}: {reason}")
+    for what, size in (("bias", each.shape[0]), ("permutation", each.shape[1]), ("input_scale", each.shape[1])):
+        vector = getattr(each, what)
+        if vector is not None and vector.shape != (size,):
+            raise ValueError(f"{each.name}: {what} has shape {tuple(vector.shape)}, not ({size},)")
+    weight = each.weight
+    if isinstance(weight, Tensor):
+        each.weight = TritonWeight("dense", (weight.shape[0], weight.shape[1]), weight.to(dtype).contiguous())
+    elif isinstance(weight, PackedTensor):
+        each.weight = _w4(weight) if weight.scheme.grid.bits == 4 else _w8(weight)
+    each.dense = None
+
+
+def _w4(weight: PackedTensor) -> TritonWeight:
+    outputs, columns = weight.shape
+    codes, scale, zero = affine.decode(weight)
+    groups = weight.scheme.grid.groups(columns)
+    scale = scale.expand(outputs, groups)
+    group = columns // groups
+    run = next(run for run in RUNS if group % run == 0)
+    padding = (0, 0, 0, -outputs % TILE)
+    nibbles = torch.nn.functional.pad((codes + ZERO).to(torch.uint8), padding, value=ZERO)
+    low, high = nibbles.view(-1, TILE, columns // run, 2, run // 2).unbind(3)
+    zeros = None
+    if zero is not None:
+        zeros = _tiles(
+            torch.nn.functional.pad((zero.expand(outputs, groups) + ZERO).to(torch.uint8), padding, value=ZERO)
+        )
+    return TritonWeight(
+        "w4a16" if weight.scheme.activation is None else "w4a8",
+        weight.shape,
+        (low | high << 4).transpose(1, 2).contiguous(),
+        _tiles(torch.nn.functional.pad(scale, padding)),
+        zeros,
+        group,
+        weight.scheme.static,
+    )
+
+
+def _tiles(parts: Tensor) -> Tensor:
+    """[O, groups] to [O / 64, groups, 64]."""
+    return parts.reshape(-1, TILE, parts.shape[1]).transpose(1, 2).contiguous()
+
+
+def _w8(weight: PackedTensor) -> TritonWeight:
+    scheme: Scheme = weight.scheme
+    codes = weight.parts["codes"] if scheme.layout == "plain" else affine.decode(weight)[0]
+    scales = weight.parts["scale"].float().flatten().expand(weight.shape[0]).contiguous()
+    form: Form = "w8a16" if scheme.activation is None else "w8a8"
+    return TritonWeight(form, weight.shape, codes.contiguous(), scales, static=scheme.static)
+
+
+def side_by_side(weights: Sequence[TritonWeight]) -> TritonWeight | None:
+    """The weights as one, [sum of O, I], kept for next time; None where they are of different forms.
+
+    Their numbers move: each weight is then a view of the one, so memory holds them once.
+    """
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    key = tuple(id(each) for each in weights)
+    if key not in first.fused:
+        if any(_kind(each) != _kind(first) for each in weights):
+            return None
+        if first.form in ("w4a16", "w4a8") and any(each.shape[0] % TILE for each in weights[:-1]):
+            return None
+        codes = _joined(weights, "codes")
+        assert codes is not None
+        shape = (sum(each.shape[0] for each in weights), first.shape[1])
+        scales, zeros = _joined(weights, "scales"), _joined(weights, "zeros")
+        first.fused[key] = TritonWeight(first.form, shape, codes, scales, zeros, first.group, first.static)
+    return first.fused[key]
+
+
+def _kind(each: TritonWeight) -> tuple[object, ...]:
+    parts = (each.codes, each.scales, each.zeros)
+    types = tuple(None if part is None else (part.dtype, part.device) for part in parts)
+    return (each.form, each.shape[1], each.group, each.static, types)
+
+
+def _joined(weights: Sequence[TritonWeight], name: str) -> Tensor | None:
+    """The parts of that name behind one another, of which each weight then holds a view."""
+    parts: list[Tensor] = [part for each in weights if (part := getattr(each, name)) is not None]
+    if not parts:
+        return None
+    joined = torch.cat(parts)
+    for each, part in zip(weights, joined.split([len(part) for part in parts]), strict=True):
+        setattr(each, name, part)
+    return joined

@@ -1,0 +1,155 @@
+"""Coordinates and their planes, KIVI's groups, and unfinished blocks: the reference by its own promises."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from attar.formats.kv import DISTORTION, LEVELS, scheme
+from attar.kernels import kivi, planes, ref_attention
+from attar.kernels.operands import AttentionForm
+from attar.kernels.pages import Bases, Pages, Placement
+from attar.kernels.planes import Basis
+
+HEADS, SIZE = 2, 32
+INVERSE = 1e-4  # of numbers around 1: two products by matrices of moderate condition
+SCALE = 2**-7  # of a scale in bfloat16, and of what it scales
+ROUNDING = 1e-3  # of outputs, relative: sums in another order, and 16-bit numbers
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def basis(bits: list[list[int]], seed: int = 0) -> Basis:
+    """Any invertible one, a mean with it."""
+    into = torch.stack([torch.linalg.qr(randn(SIZE, SIZE, seed=seed + g))[0] for g in range(HEADS)])
+    into = into * (1 + randn(HEADS, 1, SIZE, seed=seed).abs())
+    mean, weights = randn(HEADS, SIZE, seed=seed + 1), randn(HEADS, SIZE, seed=seed + 2).abs() + 0.1
+    return Basis(into, torch.linalg.inv(into), mean, weights, tuple(map(tuple, bits)))
+
+
+UNEVEN = basis([[6, 3, 1, 0], [4, 4, 2, 0]])
+
+
+def test_a_basis_loses_nothing() -> None:
+    q, k = randn(5, 3 * HEADS, SIZE, seed=7), randn(9, HEADS, SIZE, seed=8)
+    y = UNEVEN.turn(k)
+    assert (UNEVEN.turn_back(y) - k).abs().max() <= INVERSE
+    scores = q.unflatten(1, (HEADS, 3)).transpose(0, 1).flatten(1, 2) @ k.permute(1, 2, 0)
+    turned = UNEVEN.turn_queries(q).unflatten(1, (HEADS, 3)).transpose(0, 1).flatten(1, 2) @ y.permute(1, 2, 0)
+    apart = scores - turned  # the same for all keys of a query
+    assert (apart - apart[..., :1]).abs().max() <= INVERSE * 10
+
+
+@pytest.mark.parametrize("size", [16, 64, 80, 96])
+def test_the_rotation_is_orthogonal_and_spreads(size: int) -> None:
+    turn = planes.rotation(1, size, 4 * size // 8)
+    assert torch.allclose(turn.into[0] @ turn.into[0].T, torch.eye(size), atol=1e-6)
+    assert torch.equal(turn.back[0], turn.into[0].T)
+    spike = torch.zeros(1, 1, size)
+    spike[0, 0, 3] = 8.0
+    assert turn.turn(spike).abs().max() <= 8.0 / math.sqrt(size & -size) + 1e-5
+
+
+def test_planes_hold_codes() -> None:
+    """Every code of uneven bits comes back; a plane's bytes are where the layout says."""
+    most = (1 << UNEVEN.columns) - 1
+    codes = (torch.rand((3, HEADS, 16, SIZE), generator=torch.Generator().manual_seed(1)) * (most[:, None] + 1)).byte()
+    for values in (False, True):
+        packed = planes.pack(codes, UNEVEN, values)
+        assert packed.shape == (3, HEADS, 10, 16)
+        assert torch.equal(planes.unpack(packed, UNEVEN, values), codes)
+    one = torch.zeros((1, HEADS, 16, SIZE), dtype=torch.uint8)
+    one[0, 0, 5, 8 + 6] = 4  # slot 5, coordinate 6 of bucket 1, bit 2: plane 6 + 2
+    key, value = planes.pack(one, UNEVEN, False)[0, 0], planes.pack(one, UNEVEN, True)[0, 0]
+    bit = 64 * 1 + 4 * 5 + 2
+    assert key[8, bit // 8] == 1 << bit % 8
+    assert key.count_nonzero() == 1
+    bit = 32 * 1 + 4 * 6 + 1
+    assert value[8, bit // 8] == 1 << bit % 8
+    assert value.count_nonzero() == 1
+
+
+@pytest.mark.parametrize("bits", range(1, 7))
+def test_normal_numbers_lose_what_lloyd_says(bits: int) -> None:
+    """Of 4096 rows; a scale of each row's own loses a little less than one for all."""
+    turn = Basis(*(randn(1, 1, 1) for _ in range(2)), torch.zeros(1, 64), torch.ones(1, 64), ((bits,) * 8,))  # type: ignore[call-arg, arg-type]
+    y = randn(4096, 1, 64, seed=bits) * 3
+    codes, scales = planes.quantize(y, turn)
+    assert int(codes.max()) == (1 << bits) - 1
+    error = (planes.dequantize(codes, scales, turn) - y).square().mean() / 9
+    assert 0.75 * DISTORTION[bits] <= error <= 1.01 * DISTORTION[bits]
+    nearest = planes.tables()[1]
+    levels = torch.tensor([*(-x for x in reversed(LEVELS[bits])), *LEVELS[bits]])
+    for i in range(-127, 128):
+        assert (levels[int(nearest[bits, i + 127])] - i).abs() == (levels - i).abs().min()
+
+
+def test_what_is_not_finite_shows() -> None:
+    x = torch.zeros(3, HEADS, SIZE)
+    x[0, 0, 1], x[1, 1, 2] = math.nan, math.inf
+    _, scales = planes.quantize(UNEVEN.turn(x), UNEVEN)
+    assert scales.isnan().tolist() == [[True, False], [False, True], [False, False]]
+    zero = planes.quantize(torch.zeros(1, HEADS, SIZE), UNEVEN)
+    assert not planes.dequantize(*zero, UNEVEN).any()
+    for along in (2, 3):
+        _, scale, _ = kivi.quantize(torch.where(torch.arange(64)[:, None] == 40, math.inf, randn(1, 1, 64, 64)), along)
+        assert scale.isnan().any()
+        assert scale.isfinite().any()
+
+
+@pytest.mark.parametrize("along", [2, 3])
+def test_kivi_by_its_formula(along: int) -> None:
+    """Zero is the least of a group of 32, scale a third of its range, codes the nearest."""
+    x = randn(2, HEADS, 64, 32, seed=3)
+    codes, scales, zeros = kivi.quantize(x, along)
+    assert codes.shape == (2, HEADS, 64, 8)
+    ours = kivi.dequantize(codes, scales, zeros, along)
+    groups = x.unflatten(along, (-1, 32))
+    low, high = groups.amin(along + 1, keepdim=True), groups.amax(along + 1, keepdim=True)
+    step = (high - low) / 3
+    plain = (((groups - low) / step).round() * step + low).flatten(along, along + 1)
+    assert (ours - plain).abs().quantile(0.99) <= 2**-9 * x.abs().max()  # float16 beside float32
+    assert ((ours - x).abs() <= (step.expand_as(groups).flatten(along, along + 1) / 2) * 1.01 + 2**-9).all()
+
+
+def paged(pages: Pages, k: Tensor, v: Tensor, q: Tensor, cuts: list[int], form: AttentionForm) -> Tensor:
+    """Rows through `write_kv` and `paged_attention` in calls that end at `cuts`, on blocks in any order."""
+    table, out, start = torch.tensor([[2, 0, 3, 1]]), [], 0
+    for end in cuts:
+        at = torch.arange(start, end)
+        slots = table[0, at // pages.block] * pages.block + at % pages.block
+        place = Placement(
+            torch.tensor([0, end - start]), torch.tensor([end]), table, at.int(), slots, tails=torch.tensor([1])
+        )
+        turned = ref_attention.write_kv(q[start:end], k[start:end], v[start:end], pages, place, None)
+        out.append(ref_attention.paged_attention(turned, pages, place, form)[0])
+        start = end
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("kv", ["kivi2", "klt2"])
+def test_a_token_sees_its_own_block_as_it_is_and_others_rounded(kv: str) -> None:
+    form, block = AttentionForm(2 * HEADS, HEADS, SIZE, 0.3), 32
+    low = Bases(basis([[4, 2, 2, 0]] * HEADS), basis([[3, 3, 2, 0]] * HEADS, seed=5))
+    bases = low if kv == "klt2" else None
+    pages = Pages.zeros(4, block, HEADS, SIZE, scheme(kv), tails=2, bases=bases)
+    q, k, v = randn(80, 2 * HEADS, SIZE, seed=1), randn(80, HEADS, SIZE, seed=2), randn(80, HEADS, SIZE, seed=3)
+    ours = paged(pages, k, v, q, [20, 32, 50, 64, 65, 80], form)
+    again = paged(Pages.zeros(4, block, HEADS, SIZE, scheme(kv), tails=2, bases=bases), k, v, q, [32, 33, 64, 80], form)
+    assert (ours - again).norm() <= ROUNDING * ours.norm()
+    table = torch.tensor([2, 0])
+    old_k, old_v = ref_attention.read_pages(pages, table, torch.float32)
+    if bases is not None:
+        old_k, old_v = bases.keys.turn_back(old_k), bases.values.turn_back(old_v)
+    assert not torch.allclose(old_k, k[:64], atol=0.05)
+    for row in (0, 31, 40, 64, 79):
+        own = row // block * block
+        keys, values = (torch.cat((old[:own], x[own : row + 1])) for old, x in ((old_k, k), (old_v, v)))
+        at = torch.arange(row + 1)
+        expected = ref_attention.attention(q[row : row + 1], [keys], [values], [at[-1:]], [at], form)
+        assert (ours[row] - expected[0]).norm() <= 2 * SCALE * expected.norm()

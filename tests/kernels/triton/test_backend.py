@@ -1,0 +1,110 @@
+"""Who runs where, and what is said where nothing can. Needs neither a GPU nor Triton."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attar.formats.packed import codec
+from attar.formats.scheme import Scheme
+from attar.kernels import ops
+from attar.kernels.operands import Linear
+from attar.kernels.triton import backend, weights
+
+without = pytest.mark.skipif(torch.cuda.is_available() or backend.interpreted(), reason="the kernels can run here")
+
+
+def against(scheme: str, columns: int = 128) -> str | None:
+    parsed = Scheme.parse(scheme)
+    numbers = torch.randn(64, columns, generator=torch.Generator().manual_seed(0))
+    return weights.against(Linear("l", codec(parsed.weight.kind).quantize(numbers, parsed)))
+
+
+@without
+def test_asking_for_a_gpu_that_is_not_there_is_one_sentence() -> None:
+    with pytest.raises(ValueError, match=r"^cannot compute on cuda: (Triton is not installed|torch finds no CUDA)"):
+        ops.store(device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="attar computes on cpu and cuda, not on mps"):
+        ops.store(device="mps")
+
+
+@without
+def test_candidates_of_a_gpu_are_shown_with_reasons() -> None:
+    found = ops.candidates("linear", "cuda", torch.bfloat16)
+    assert [name for name, _ in found] == ["triton", "native", "ref"]
+    assert all(found[i][1] for i in range(2))
+    assert dict(ops.candidates("rope", "cuda", torch.bfloat16))["triton"] == "has no Triton kernel"
+    assert "float64" in str(dict(ops.candidates("norm", "cuda", torch.float64))["triton"])
+
+
+def test_every_operation_of_the_backend_is_one_of_the_door() -> None:
+    assert set(ops.OPS) >= backend.OPS
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "w4g128",
+        "w4g32-asym",
+        "w4",
+        "w4-tensor",
+        "w4a8g64",
+        "w8",
+        "fp8-weight",
+        "w8a8",
+        "w8a8-static",
+        "fp8",
+        "fp8-static",
+    ],
+)
+def test_schemes_with_a_kernel(scheme: str) -> None:
+    assert against(scheme) is None
+
+
+@pytest.mark.parametrize(
+    ("scheme", "reason"),
+    [
+        ("w3g64", "w3g64 has no Triton kernel yet"),
+        ("w8g128", "w8g128 has no Triton kernel yet"),
+        ("w4g16", "groups of 16 are not a multiple of 32"),
+        ("w4a8g32", "groups of 32 are not a multiple of 64"),
+        ("w8a8-asym", "w8a8-asym has no Triton kernel yet"),
+        ("fp8-e5m2", "fp8-e5m2 has no Triton kernel yet"),
+        ("w8a8-atensor", "would tie them to each other"),
+        ("q8_0", "q8_0 weights have no Triton kernel yet"),
+    ],
+)
+def test_schemes_without_one_say_why(scheme: str, reason: str) -> None:
+    assert reason in str(against(scheme))
+
+
+def test_rows_that_are_no_multiple_of_16_bytes() -> None:
+    assert "multiple of 16" in str(against("w8a8", 72))
+
+
+@pytest.mark.parametrize("scheme", ["w4g128", "w4g32-asym", "w4-asym", "w4-tensor"])
+def test_the_layout_of_four_bits_holds_the_codes(scheme: str) -> None:
+    """Element for element, as `weights.py` draws it."""
+    parsed = Scheme.parse(scheme)
+    source = codec("int").quantize(torch.randn(70, 256, generator=torch.Generator().manual_seed(0)), parsed)
+    one = Linear("l", source)
+    weights.prepare(one, torch.float32)
+    laid = one.weight
+    assert isinstance(laid, weights.TritonWeight)
+    assert laid.scales is not None
+    expected = source.dequantize()
+    half = laid.run // 2
+    for o, i in [(0, 0), (63, 255), (64, 31), (69, 100), (5, 200)]:
+        run, j = divmod(i, laid.run)
+        byte = int(laid.codes[o // 64, run, o % 64, j % half])
+        group = i // laid.group
+        zero = weights.ZERO if laid.zeros is None else int(laid.zeros[o // 64, group, o % 64])
+        nibble = byte >> 4 if j >= half else byte & 15
+        assert (nibble - zero) * laid.scales[o // 64, group, o % 64] == expected[o, i]
+    assert laid.read_bytes == sum(p.nbytes for p in (laid.codes, laid.scales, laid.zeros) if p is not None)
+
+
+def test_vectors_of_another_size_are_refused() -> None:
+    one = Linear("l", torch.zeros(4, 8), bias=torch.zeros(5))
+    with pytest.raises(ValueError, match=r"l: bias has shape \(5,\), not \(4,\)"):
+        weights.prepare(one, torch.float32)

@@ -1,0 +1,185 @@
+"""Products with 4-bit and 8-bit weights, interpreted, against the reference in float64.
+
+The card counts as one of four multiprocessors there, so that small shapes are split too.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed here: `make test-triton` has it")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("TRITON_INTERPRET=1 interprets the kernels: `make test-triton` sets it", allow_module_level=True)
+
+from attar.formats.packed import PackedTensor, codec
+from attar.formats.scheme import Scheme
+from attar.kernels import ops, ref
+from attar.kernels.operands import Linear
+from attar.kernels.triton import rows, store, tuning, w4, w8, weights
+from attar.kernels.triton.linear import linear
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}  # of outputs, relative to the largest: sums; then one rounding
+BFLOAT16 = 2.0**-7  # of outputs, relative to the largest: a product and a sum are rounded
+dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def packed(scheme: str, rows: int, columns: int, seed: int = 0) -> PackedTensor:
+    parsed = Scheme.parse(scheme)
+    return codec(parsed.weight.kind).quantize(randn(rows, columns, seed=seed), parsed)
+
+
+def on_grid(scheme: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Rows that lie on the activation grid of the scheme: rounding them is not what is tested."""
+    numbers = torch.Generator().manual_seed(rows)
+    if scheme.startswith("fp8"):
+        codes = torch.randint(0, 127, (rows, columns), dtype=torch.uint8, generator=numbers)
+        x = codes.view(torch.float8_e4m3fn).float() * (torch.randint(0, 2, (rows, columns), generator=numbers) * 2 - 1)
+        x[:, 0] = 448
+    else:
+        x = torch.randint(-127, 128, (rows, columns), generator=numbers).float()
+        x[:, 0] = -127.5
+    return (x * 2.0**-6).to(dtype)
+
+
+def check(x: Tensor, linears: list[Linear]) -> None:
+    """Twice: the second time the weights lie side by side."""
+    wide = [replace(each, dense=None) for each in linears]
+    expected = ref.linear(x.double(), wide)
+    for each in linears:
+        weights.prepare(each, x.dtype)
+    for _ in range(2):
+        ours = linear(x, linears)
+        assert (ours.shape, ours.dtype) == (expected.shape, x.dtype)
+        assert (ours.double() - expected).abs().max() <= TOLERANCE[x.dtype] * expected.abs().max()
+
+
+@dtypes
+@pytest.mark.parametrize("count", [1, 40, 70])
+@pytest.mark.parametrize(
+    ("scheme", "shape"),
+    [
+        ("w4g128", (96, 256)),
+        ("w4g128-asym", (64, 1024)),
+        ("w4g64", (130, 192)),
+        ("w4g32-asym", (200, 96)),
+        ("w4g256", (64, 512)),
+        ("w4", (64, 96)),
+        ("w4-tensor", (70, 128)),
+    ],
+)
+def test_four_bits(scheme: str, shape: tuple[int, int], count: int, dtype: torch.dtype) -> None:
+    bias = randn(shape[0], seed=1).to(dtype) if count > 1 else None
+    check(randn(count, shape[1]).to(dtype), [Linear("l", packed(scheme, *shape), bias)])
+
+
+def test_some_of_those_are_split() -> None:
+    for kind in ("w4a16", "w8a8"):
+        assert tuning.config(kind, 1, 64, 1024, 4).splits > 1  # type: ignore[arg-type]
+
+
+@dtypes
+@pytest.mark.parametrize("count", [1, 40, 70])
+@pytest.mark.parametrize(
+    ("scheme", "shape"),
+    [
+        ("w8a8", (96, 1024)),
+        ("w8a8", (70, 80)),
+        ("w8a8-static", (64, 256)),
+        ("w8", (96, 1024)),
+        ("w8-tensor", (70, 80)),
+        ("fp8-weight", (70, 80)),
+        ("w4a8g64", (96, 256)),
+        ("w4a8g128-asym", (64, 1024)),
+        ("fp8", (96, 1024)),
+        ("fp8-tensor", (70, 80)),
+    ],
+)
+def test_eight_bits(scheme: str, shape: tuple[int, int], count: int, dtype: torch.dtype) -> None:
+    one = Linear("l", packed(scheme, *shape), randn(shape[0], seed=1).to(dtype) if count > 1 else None)
+    if Scheme.parse(scheme).static:
+        one.activation_scale = torch.tensor([2.0**-6])
+    check(on_grid(scheme, count, shape[1], dtype), [one])
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_torchs_float8_product_is_ours(apart: bool) -> None:
+    """What many rows take, into rows that lie together or apart."""
+    one = Linear("l", packed("fp8", 32, 64))
+    weights.prepare(one, torch.float32)
+    assert isinstance(one.weight, weights.TritonWeight)
+    codes, scales = rows.round_rows(on_grid("fp8", 16, 64, torch.float32), torch.float8_e4m3fn)
+    ours, bias = torch.empty(16, 32), randn(32)
+    w8.product(codes, scales, one.weight, bias, ours)
+    theirs = torch.empty(16, 48 if apart else 32, dtype=torch.bfloat16)[:, :32]
+    w8.scaled_mm(codes, scales, one.weight, bias, theirs)
+    assert (theirs.float() - ours).abs().max() <= BFLOAT16 * ours.abs().max()
+
+
+@pytest.mark.parametrize("scheme", [None, "w4g32", "w4g32-asym", "w8", "w8a8", "fp8"])
+def test_side_by_side(scheme: str | None) -> None:
+    """Three that read the same rows, of which one has a bias, are one product, and one memory."""
+    columns = 128
+    sources = [randn(n, columns, seed=n) if scheme is None else packed(scheme, n, columns, n) for n in (64, 128, 60)]
+    linears = [Linear(f"l{i}", source) for i, source in enumerate(sources)]
+    linears[1].bias = randn(128, seed=5)
+    check(on_grid(scheme or "w8a8", 3, columns, torch.float32), linears)
+    first, last = (each.weight for each in (linears[0], linears[2]))
+    assert isinstance(first, weights.TritonWeight)
+    assert isinstance(last, weights.TritonWeight)
+    (fused,) = first.fused.values()
+    assert last.codes.untyped_storage().data_ptr() == fused.codes.untyped_storage().data_ptr()
+
+
+def test_what_does_not_go_side_by_side() -> None:
+    """Other forms, outputs that do not fill tiles, and other rows."""
+    x = on_grid("w8a8", 2, 64, torch.float32)
+    check(x, [Linear("a", packed("w4g32", 60, 64)), Linear("b", packed("w4g32", 64, 64))])
+    check(x, [Linear("a", packed("w4g32", 64, 64)), Linear("b", packed("w8a8", 64, 64))])
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    permuted = Linear("a", packed("w4g32", 64, 64), permutation=order)
+    divided = Linear("b", packed("w4g32", 64, 64, 1), input_scale=torch.rand(64) + 0.5)
+    check(randn(2, 64), [permuted, divided, Linear("c", packed("w4g32", 64, 64, 2))])
+
+
+def test_many_rows_go_by_way_of_the_dense_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(w4, "DENSE_ROWS", 4)
+    check(randn(5, 128), [Linear("l", packed("w4g64-asym", 70, 128), randn(70))])
+
+
+@dtypes
+@pytest.mark.parametrize("scheme", ["w4g128", "w4g32-asym", "w4-tensor"])
+def test_four_bits_widen_to_the_very_numbers(scheme: str, dtype: torch.dtype) -> None:
+    source = packed(scheme, 70, 256)
+    one = Linear("l", source)
+    weights.prepare(one, dtype)
+    assert isinstance(one.weight, weights.TritonWeight)
+    assert torch.equal(w4.dense(one.weight, dtype), source.dequantize(dtype))
+    ids = torch.tensor([3, 69, 3])
+    assert torch.equal(w4.dense(one.weight, dtype, ids, 3.0), source.dequantize(dtype)[ids] * 3)
+
+
+@pytest.mark.parametrize("scheme", [None, "w4g64", "w8", "w8a8", "w3g64"])
+def test_embedding(scheme: str | None) -> None:
+    """Of any weight: those without a kernel are widened once."""
+    source = randn(70, 64) if scheme is None else packed(scheme, 70, 64)
+    table, ids = store.TritonStore("cpu", torch.float32).table(source), torch.tensor([0, 69, 5])
+    positions, places = randn(9, 64, seed=3), torch.tensor([2, 0, 6])
+    ours = ops.embed(table, ids, torch.float32, 8.0, positions, places, 2)
+    expected = ref.embed(source, ids, torch.float32, 8.0, positions, places, 2)
+    assert torch.allclose(ours, expected, rtol=1e-6)
+
+
+def test_rows_of_another_width_are_refused() -> None:
+    one = Linear("l", packed("w4g32", 64, 64))
+    weights.prepare(one, torch.float32)
+    with pytest.raises(ValueError, match="l takes rows of 64 columns, not 32"):
+        linear(randn(2, 32), [one])
