@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attar import machine
+from attar.formats.kv import scheme
 from attar.kernels.native import attention, extension
 from attar.kernels.operands import AttentionForm
 from attar.kernels.pages import Pages, Placement
@@ -97,7 +98,7 @@ def filled(kv_heads: int, size: int, lengths: list[int], dtype: torch.dtype, row
     """Pages of random numbers, the blocks of each sequence scattered, and a call of `rows` last rows each."""
     width = max(-(-length // BLOCK) for length in lengths)
     blocks = width * len(lengths)
-    pages = Pages.zeros(blocks, BLOCK, kv_heads, size, dtype)
+    pages = Pages.zeros(blocks, BLOCK, kv_heads, size, scheme(str(dtype).removeprefix("torch.")))
     for part in (pages.keys, pages.values):
         part.random_(-127, 128) if dtype == torch.int8 else part.normal_()
     if pages.key_scales is not None and pages.value_scales is not None:

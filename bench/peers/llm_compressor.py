@@ -6,11 +6,13 @@ The file holds {"model": folder, "tokens": [[id, ...], ...], "jobs": [job, ...]}
 
     {"name", "out", "method": "rtn" | "awq" | "gptq", "group_size", "observer"}
 
-and for GPTQ also "order" ("static" or null), "block_size" and "damping". Token sequences go in as they are, in their
-order, without a mask: no tokenizer, shuffling or padding stands between the two sides. Each job writes a checkpoint to
-`out`; the last line printed is {"seconds": {name: seconds}, "versions": {...}}. Where a Hessian cannot be factored,
-llm-compressor rounds to nearest and says so in its log only: here that ends the run, because the figures would be of
-another method than their name.
+and for GPTQ also "order" ("static" or null), "block_size" and "damping". Any of them may have "bits" (4) and
+"symmetric" (true). Two more methods are of other kinds: {"method": "smoothquant", "strength"}, which ends in W8A8 by
+GPTQ, and {"method": "sparsegpt" | "wanda", "pattern": "2:4"}, whose output is dense. Token sequences go in as they are,
+in their order, without a mask: no tokenizer, shuffling or padding stands between the two sides. Each job writes a
+checkpoint to `out`; the last line printed is {"seconds": {name: seconds}, "versions": {...}}. Where a Hessian cannot be
+factored, llm-compressor rounds to nearest and says so in its log only: here that ends the run, because the figures
+would be of another method than their name.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from llmcompressor import oneshot
 from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.pruning import SparseGPTModifier, WandaPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQModifier
+from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 from llmcompressor.pipelines.cache import IntermediatesCache
 from loguru import logger
 from torch.utils.data import DataLoader
@@ -72,9 +76,18 @@ def run(folder: str, rows: list[dict[str, torch.Tensor]], job: dict[str, Any]) -
 
 
 def recipe(job: dict[str, Any]) -> list[Any]:
+    if job["method"] in ("sparsegpt", "wanda"):
+        modifier = SparseGPTModifier if job["method"] == "sparsegpt" else WandaPruningModifier
+        return [modifier(sparsity=0.5, mask_structure=job["pattern"], targets=["Linear"], ignore=["lm_head"])]
+    if job["method"] == "smoothquant":
+        return [
+            SmoothQuantModifier(smoothing_strength=job["strength"]),
+            GPTQModifier(targets=["Linear"], scheme="W8A8", ignore=["lm_head"]),
+        ]
     weights = QuantizationArgs(
-        num_bits=4, strategy="group", group_size=job["group_size"], symmetric=True, observer=job["observer"]
-    )
+        num_bits=job.get("bits", 4), strategy="group", group_size=job["group_size"],
+        symmetric=job.get("symmetric", True), observer=job["observer"],
+    )  # fmt: skip
     where = {
         "config_groups": {"all": QuantizationScheme(targets=["Linear"], weights=weights)},
         "ignore": ["lm_head"],

@@ -1,0 +1,255 @@
+"""KL at equal bits, lane by lane, beside what else can be installed here: each at the best of its settings.
+
+    make bench-quality
+    python bench/lanes.py [LANE ...] [--model demo] [--tokens N] [--samples N] [--ours NAME ...] [--json FILE]
+
+    int4    4 bits in groups of 128, stored as compressed-tensors, AWQ and GPTQ store them. Peers: llm-compressor's AWQ
+            and GPTQ on MSE and min-max ranges, and its asymmetric AWQ; auto-round, its extended algorithm too.
+    int3    the same with 3 bits.
+    w8a8    int8 weights a row and activations a token, with outlier channels injected. Peers: llm-compressor's
+            SmoothQuant before GPTQ, at strengths 0.5 and 0.8.
+    sparse  two of four weights are zero, the others dense. Peers: llm-compressor's SparseGPT and Wanda.
+
+Every side gets the same token ids to calibrate on, and writes its output; attar reads all of them and measures each
+against the original in one float32 forward, so that nobody is judged by its own. Scored is held-out text of the kind
+that the embedded model was trained on, read once, and another kind (`--other`): never what anybody calibrated on, or
+chose by. Ratios are KL over that of the best peer, "best" by the held-out text itself, which favours the peers; with
+paired-bootstrap intervals over windows. Bits are all stored bytes of the linears.
+
+Without test data both texts are sampled from the model, with other seeds than the calibration text's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressors import DATA, ROOT, group_size
+from outliers import inject
+
+import attar
+from attar.checkpoints import hf, hub
+from attar.compression import calibrate
+from attar.evaluation.report import evaluate
+from attar.metrics.bootstrap import paired_bootstrap_ratio
+from attar.metrics.measure import Report
+from attar.text.tokenizer import Tokenizer
+
+PEERS = ROOT / "bench" / "peers"
+LENGTH = 512
+MINMAX, MSE = "memoryless_minmax", "memoryless_mse"
+
+Job = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What is compared: recipes of attar's, jobs of the peers' by program, and the goal as a ratio to the best peer."""
+
+    ours: tuple[str, ...]
+    peers: Mapping[str, tuple[Job, ...]]
+    goal: float
+    injected: bool = False
+
+
+def integers(bits: int, group: int, iterations: int) -> Mapping[str, tuple[Job, ...]]:
+    """Every peer on a grid of so many bits."""
+    grid = {"bits": bits, "group_size": group}
+    gptq = {"method": "gptq", "block_size": 128, "damping": 0.01, "order": "static"}
+    theirs = []
+    for word, observer in (("minmax", MINMAX), ("mse", MSE)):
+        theirs.append({"name": f"GPTQ, {word}", **grid, **gptq, "observer": observer})
+        theirs.append({"name": f"AWQ, {word}", **grid, "method": "awq", "observer": observer})
+    theirs.append({"name": "AWQ, asymmetric", **grid, "method": "awq", "observer": MINMAX, "symmetric": False})
+    rounding = {**grid, "symmetric": True, "iterations": iterations}
+    return {
+        "llm_compressor": tuple(theirs),
+        "auto_round": (
+            {"name": f"auto-round, {iterations}", **rounding},
+            {"name": f"auto-round, {iterations}, extended", **rounding, "extended": True},
+        ),
+    }
+
+
+def lanes(group: int, iterations: int) -> dict[str, Lane]:
+    def recipes(scheme: str) -> tuple[str, ...]:
+        return tuple(f"{method}-{scheme}g{group}" for method in ("rtn", "gptq", "qronos", "guided", "guided+tune"))
+
+    smooth = tuple({"name": f"SmoothQuant {s:g}, GPTQ", "method": "smoothquant", "strength": s} for s in (0.5, 0.8))
+    sparse = tuple({"name": method, "method": method, "pattern": "2:4"} for method in ("wanda", "sparsegpt"))
+    return {
+        "int4": Lane(recipes("w4"), integers(4, group, iterations), 0.60),
+        "int3": Lane(recipes("w3"), integers(3, group, iterations), 0.55),
+        "w8a8": Lane(
+            ("rtn-w8a8", "smoothquant+gptq-w8a8", "smoothquant+gptq+tune-w8a8"), {"llm_compressor": smooth}, 0.30, True
+        ),
+        "sparse": Lane(("sparsegpt-2:4", "prune-2:4", "prune+tune-2:4"), {"llm_compressor": sparse}, 0.80),
+    }
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Token sequences: to calibrate on, and by name to score on."""
+
+    calibration: list[list[int]]
+    held_out: dict[str, list[list[int]]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("lanes", nargs="*", metavar="LANE", help="int4, int3, w8a8, sparse; default: all")
+    parser.add_argument("--model", default="demo", help="a folder, a Hub id or `demo`")
+    parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers" / "bin" / "python", metavar="PYTHON")
+    parser.add_argument("--samples", type=int, default=128, help=f"calibration sequences of {LENGTH} tokens")
+    parser.add_argument("--tokens", type=int, default=65536, help="of each held-out text")
+    parser.add_argument("--iterations", type=int, default=200, help="of auto-round")
+    parser.add_argument("--ours", nargs="+", metavar="RECIPE", help="instead of the lane's recipes")
+    parser.add_argument("--no-peers", action="store_true", help="only attar's")
+    parser.add_argument("--calib", type=Path, default=DATA / "data" / "text" / "novels.jsonl.xz")
+    parser.add_argument("--text", type=Path, default=DATA / "data" / "text" / "novels_valid.jsonl")
+    parser.add_argument("--other", type=Path, default=DATA / "data" / "text" / "wikitext2_test.txt")
+    parser.add_argument("--seed", type=int, default=0, help="of calibration texts")
+    parser.add_argument("--keep", type=Path, help="leave the outputs in this folder")
+    parser.add_argument("--json", type=Path, help="where the result goes; else it is the last line")
+    args = parser.parse_args()
+    if not args.no_peers and not args.peers.exists():
+        parser.error(f"there is no {args.peers}: `make bench-quality` sets it up")
+    source = hub.resolve(args.model)
+    known = lanes(group_size(hf.Checkpoint.open(source)), args.iterations)
+    if unknown := set(args.lanes) - set(known):
+        parser.error(f"no such lane: {', '.join(sorted(unknown))}")
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        place = args.keep or Path(folder)
+        read = texts(source, args)
+        for name in args.lanes or known:
+            found[name] = run(name, known[name], source, read, place / name, args)
+    line = json.dumps({"model": args.model, "samples": args.samples, "tokens": args.tokens, "lanes": found})
+    args.json.write_text(line + "\n") if args.json else print(line)
+
+
+def texts(source: Path, args: argparse.Namespace) -> Texts:
+    if not (args.calib.exists() and args.text.exists() and args.other.exists()):
+        print("no test data: all texts are sampled from the model")
+        decoder = hf.load(source, torch.float32)
+        amounts = [
+            calibrate.Amount(n, LENGTH, args.seed + i) for i, n in enumerate((args.samples, args.tokens // LENGTH))
+        ]
+        calibration, held_out = (calibrate.sample_from(decoder, amount).tolist() for amount in amounts)
+        return Texts(calibration, {"its own": held_out})
+    tokenizer = Tokenizer.load(source)
+
+    def windows(path: Path, count: int, seed: int) -> list[list[int]]:
+        """From all over the text: `count` windows, evenly apart, the first at a place that the seed says."""
+        needed, ids = 8 * count * LENGTH, list[int]()
+        for text in contents(path):
+            ids += tokenizer.encode(text, add_special_tokens=False)
+            if len(ids) > needed:
+                break
+        room = len(ids) // LENGTH
+        if room < count:
+            raise SystemExit(f"{path} has {room} windows of {LENGTH} tokens, not {count}")
+        starts = [(i * room // count * LENGTH + seed * 7919) % ((room - 1) * LENGTH) for i in range(count)]
+        return [ids[at : at + LENGTH] for at in starts]
+
+    count = args.tokens // LENGTH
+    scored = {"held out": windows(args.text, count, 0), "another kind": windows(args.other, count, 0)}
+    return Texts(windows(args.calib, args.samples, args.seed), scored)
+
+
+def contents(path: Path) -> Iterator[str]:
+    """The texts in a file: of JSON lines each one's `text`, else the whole."""
+    if ".jsonl" not in path.suffixes:
+        yield path.read_text()
+        return
+    with lzma.open(path, "rt") if path.suffix == ".xz" else path.open() as file:
+        for line in file:
+            yield json.loads(line)["text"]
+
+
+def run(name: str, lane: Lane, original: Path, read: Texts, place: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """One lane: everybody compresses, all are scored, the table is printed."""
+    place.mkdir(parents=True, exist_ok=True)
+    source = inject(original, place / "injected") if lane.injected else original
+    decoder = hf.load(source, torch.float32)
+    print(f"\n{name}: calibrated on {len(read.calibration)} x {LENGTH} tokens, scored on {args.tokens:,} of each text")
+    print(f"{'':<32}{'bits':>7}" + "".join(f"{text:>32}" for text in read.held_out) + f"{'seconds':>9}")
+    rows: dict[str, dict[str, Any]] = {}
+    scores: dict[str, dict[str, Report]] = {}
+
+    def score(label: str, folder: Path, seconds: float, peer: bool, bits: float | None) -> None:
+        scores[label] = {text: evaluate(folder, against=decoder, tokens=ids) for text, ids in read.held_out.items()}
+        kls = {text: one.figures["kl_mean"].value for text, one in scores[label].items()}
+        top = {text: one.figures["top1"].value for text, one in scores[label].items()}
+        rows[label] = {"peer": peer, "bits": bits, "kl": kls, "top1": top, "seconds": seconds}
+        shown = f"{bits:7.3f}" if bits is not None else f"{'':>7}"
+        values = "".join(f"{kl:>32.6f}" for kl in kls.values())
+        print(f"{label:<32}{shown}{values}{seconds:>9.1f}", flush=True)
+
+    if not args.no_peers:
+        for program, jobs in lane.peers.items():
+            for job, seconds in peer(args.peers, program, jobs, source, read.calibration, place).items():
+                score(job, place / slug(job), seconds, True, None)
+    for recipe in args.ours or lane.ours:
+        out = place / slug(recipe)
+        done = attar.compress(
+            source, out, recipe=recipe, calibration=read.calibration, seed=args.seed, overwrite=True, resume=False
+        )
+        score(recipe, out, done.seconds, False, done.bits_per_weight)
+    peers = [label for label, row in rows.items() if row["peer"]]
+    if peers:
+        print(f"{'over the best peer':<39}" + "".join(f"{_best(scores, peers, text):>32}" for text in read.held_out))
+        for label in (label for label, row in rows.items() if not row["peer"]):
+            rows[label]["ratio"] = {}
+            shown = ""
+            for text in read.held_out:
+                ours, theirs = (scores[one][text].measurement.kl_windows for one in (label, _best(scores, peers, text)))
+                ratio = paired_bootstrap_ratio(ours, theirs)
+                rows[label]["ratio"][text] = [ratio.value, ratio.low, ratio.high]
+                shown += f"{f'{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]':>32}"
+            print(f"{label:<39}{shown}   goal {lane.goal:.2f}", flush=True)
+    return {"goal": lane.goal, "rows": rows}
+
+
+def _best(scores: Mapping[str, Mapping[str, Report]], labels: list[str], text: str) -> str:
+    return min(labels, key=lambda label: scores[label][text].figures["kl_mean"].value)
+
+
+def slug(name: str) -> str:
+    return "".join(c if c.isalnum() or c in ".+-" else "-" for c in name)
+
+
+def peer(
+    python: Path, program: str, jobs: tuple[Job, ...], source: Path, tokens: list[list[int]], place: Path
+) -> dict[str, float]:
+    """Seconds of each job, each run in a process of the peers' environment. What a folder that is kept has, from the
+    same job on the same tokens, is not made again."""
+    seconds: dict[str, float] = {}
+    for job in jobs:
+        work = {"model": str(source), "tokens": tokens, "jobs": [{**job, "out": str(place / slug(job["name"]))}]}
+        text = json.dumps(work)
+        file, done = place / f"{slug(job['name'])}.json", place / f"{slug(job['name'])}.done.json"
+        if not done.exists() or not file.exists() or file.read_text() != text:
+            done.unlink(missing_ok=True)
+            file.write_text(text)
+            log = done.with_suffix(".log")
+            with log.open("w") as errors:
+                command = [python, PEERS / f"{program}.py", file]
+                ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+            if ended.returncode:
+                raise SystemExit(f"{job['name']} failed; the end of its log:\n{log.read_text()[-4000:]}")
+            done.write_text(ended.stdout.splitlines()[-1])
+        seconds |= json.loads(done.read_text())["seconds"]
+    return seconds
+
+
+if __name__ == "__main__":
+    main()
