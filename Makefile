@@ -10,7 +10,8 @@ INSTALL := $(PIP) install --quiet --constraint constraints-cpu.txt
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints-cpu.txt src/attar/version.py $(wildcard src/attar/csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint soak soak-api sanitize neon bench-compressors bench-peers bench-serving bench-lm-eval clean
+.PHONY: help demo test lint soak soak-api sanitize neon test-triton gpu-check bench-compressors bench-quality bench-peers \
+  bench-serving bench-lm-eval clean
 
 help:
 	@echo "make demo    compress the embedded model, print what it cost, generate text before and after"
@@ -22,8 +23,14 @@ help:
 	@echo "make sanitize"
 	@echo "             the kernels' tests on an extension built with AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make neon    the kernels built for 64-bit Arm and run under emulation, where Debian's packages for it are there"
+	@echo "make test-triton"
+	@echo "             Triton's kernels interpreted, then compiled for a Hopper card, set up in .venv-triton"
+	@echo "make gpu-check OUT=<folder>"
+	@echo "             every GPU kernel checked and timed on this machine's card, with GPU_PYTHON=<an environment with Triton>"
 	@echo "make bench-compressors"
 	@echo "             KL beside llm-compressor's, set up in .venv-peers (or PEERS=<an environment that has it>)"
+	@echo "make bench-quality"
+	@echo "             KL at equal bits beside AWQ, GPTQ, auto-round, SmoothQuant and SparseGPT, in the same environment"
 	@echo "make bench-peers"
 	@echo "             speed beside llama.cpp's and OpenVINO's, set up in .venv-llamacpp and .venv-openvino"
 	@echo "             (or LLAMACPP=, OPENVINO=<environments that have them>); options go in BENCH="
@@ -67,9 +74,30 @@ sanitize: $(VENV)/.installed-dev
 neon: $(VENV)/.installed-dev
 	@tools/check_neon.sh
 
+# Triton takes 1 GB, so it has an environment of its own. Where it cannot be had, that is said, and nothing is tested.
+.venv-triton/.installed: tests/kernels/triton/requirements.txt | $(BIN)/python
+	@echo "setting up .venv-triton: a minute or two the first time"
+	@$(BIN)/python -m venv --clear .venv-triton
+	@{ .venv-triton/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-cpu.txt torch && \
+	  .venv-triton/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<; } || true
+	@touch $@
+
+# The kernels first interpreted, then compiled: Triton decides which when it is imported.
+test-triton: .venv-triton/.installed
+	@if .venv-triton/bin/python -c 'import triton'; then \
+	  PYTHONPATH=src OMP_NUM_THREADS=1 TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest -q tests/kernels/triton && \
+	  PYTHONPATH=src OMP_NUM_THREADS=1 TRITON_CACHE_DIR=build/triton .venv-triton/bin/python -m pytest -q tests/kernels/triton/test_compile.py; \
+	else echo "test-triton: skipped, because Triton could not be installed"; fi
+
+gpu-check:
+	@PYTHONPATH=src $(or $(GPU_PYTHON),python3) bench/gpu_check.py $(or $(OUT),build/gpu-check) $(BENCH)
+
 # The peers pin other versions of what attar uses, so they have an environment of their own.
 bench-compressors: $(VENV)/.installed $(if $(PEERS),,.venv-peers/.installed)
 	@$(BIN)/python bench/compressors.py --peers $(or $(PEERS),.venv-peers)/bin/python $(BENCH)
+
+bench-quality: $(VENV)/.installed $(if $(PEERS),,.venv-peers/.installed)
+	@$(BIN)/python bench/lanes.py --peers $(or $(PEERS),.venv-peers)/bin/python $(BENCH)
 
 .venv-peers/.installed: bench/peers/requirements.txt | $(BIN)/python
 	@echo "setting up .venv-peers: some minutes the first time"
@@ -147,4 +175,5 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-clients .venv-peers .venv-llamacpp .venv-openvino .venv-lmeval build/engines build/sanitize build/neon build/cp3* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-clients .venv-peers .venv-llamacpp .venv-openvino .venv-lmeval .venv-triton build/engines \
+  build/sanitize build/neon build/triton build/gpu-check build/cp3* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -33,9 +33,14 @@ COMMANDS = (
     "bench",
     "doctor",
     "demo",
+    "imatrix",
+    "convert",
     "serve",
     "plan",
     "bench-serve",
+    "report",
+    "finetune",
+    "merge",
 )
 ATTAR = [sys.executable, "-m", "attar"]
 TEXT = (ROOT / "LICENSE").read_text()
@@ -128,6 +133,13 @@ def test_eval_without_the_original(out: str) -> None:
     assert report["ppl"] > 1
     assert report["kl_mean"] is report["top1"] is None
     assert report["tokens"] == 49
+
+
+def test_eval_of_keys_and_values_in_few_bits(out: str) -> None:
+    args = ["eval", out, "--text", "heldout.txt", "--max-tokens", "50", "--json"]
+    cost = {kv: last_json(attar(*args, "--kv", kv))["kl_mean"] for kv in ("int8", "int4")}
+    assert 0 < cost["int8"] < cost["int4"]
+    refused(attar(*args[:-1], "--kv", "int5"), BAD_INPUT, "keys and values are kept as float32, bfloat16, int8")
 
 
 def test_generate(out: str) -> None:

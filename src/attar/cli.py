@@ -14,8 +14,9 @@ from typing import Annotated
 
 import typer
 
-from attar import cli_serving
-from attar.options import MODEL, Activations, ComputeDtype, Dtype, Json, Model, NoVerify, Quiet, Rounding
+from attar import cli_adapters, cli_formats, cli_report, cli_serving
+from attar.cli_report import Ladder, TargetBits, TargetKl, TargetSize, parse_target
+from attar.options import MODEL, Activations, ComputeDtype, Dtype, Json, Kv, Model, NoVerify, Quiet, Rounding
 from attar.terminal import (
     CHECK_FAILED,
     Commands,
@@ -50,18 +51,36 @@ def compress(
     source: Model,
     output: Annotated[
         str,
-        typer.Argument(metavar="OUTPUT", help="The folder to write. It is absent or complete, never half-written."),
+        typer.Argument(
+            metavar="OUTPUT",
+            help="The folder to write, or a file OUT.gguf. It is absent or complete, never half-written.",
+        ),
     ],
     recipe: Annotated[
-        str, typer.Option(help="method[+method]-scheme, such as gptq-w4g128, or a YAML file with overrides.")
-    ] = "gptq-w4g128",
+        str | None,
+        typer.Option(
+            help="method[+method]-scheme, such as gptq-w4g128, the default; for OUT.gguf a type or mix, such as q4_k_m "
+            "(the default), iq4_xs or f16; or a YAML file with overrides."
+        ),
+    ] = None,
     head: Annotated[
         str | None,
         typer.Option(help="The output matrix: bf16 (as it is), int8, int4, or a scheme; default: the recipe's, kept."),
     ] = None,
+    target_bits: TargetBits = None,
+    target_size: TargetSize = None,
+    target_kl: TargetKl = None,
+    ladder: Ladder = None,
     calib: Annotated[
         str | None,
-        typer.Option(help="Calibration text (.txt, .jsonl), or `self`: sampled from the model; rtn needs none."),
+        typer.Option(
+            help="Calibration text (.txt, .jsonl), or `self`: sampled from the model; rtn and GGUF mixes need none, "
+            "but the latter weigh errors by it."
+        ),
+    ] = None,
+    imatrix: Annotated[
+        Path | None,
+        typer.Option(help="Of OUT.gguf: importances to weigh errors by, from `attar imatrix` or llama.cpp's."),
     ] = None,
     evaluation: Annotated[
         Path | None, typer.Option("--eval", help="Held-out text: measure the cost on it and write it into the receipt.")
@@ -83,20 +102,24 @@ def compress(
 ) -> None:
     """Compress a checkpoint, and say what that cost.
 
-    The output loads in whatever reads compressed-tensors. A run that was stopped resumes: give the same command again.
+    A folder loads in whatever reads compressed-tensors, a file OUT.gguf in whatever reads GGUF. A run that was stopped
+    resumes: give the same command again.
     """
     with errors(as_json, after_interrupt=RESUME), progress(quiet) as bar:
         from attar.compression.pipeline import compress as run
+        from attar.compression.pipeline import default_recipe
         from attar.compression.recipe import KEEP
         from attar.evaluation.table import Row, cost_table
 
+        target, rungs = parse_target(target_bits, target_size, target_kl, ladder)
         done = run(
-            source, output, recipe=recipe, head=head, calibration=calib, evaluation=evaluation, samples=samples,
-            length=length, seed=seed, calib_memory=parse_bytes(calib_memory), max_shard_bytes=parse_bytes(max_shard),
-            eval_tokens=eval_tokens, overwrite=overwrite, resume=not restart, progress=bar,
+            source, output, recipe=recipe or default_recipe(output), head=head, target=target, ladder=rungs,
+            calibration=calib, imatrix=imatrix, evaluation=evaluation, samples=samples, length=length, seed=seed,
+            calib_memory=parse_bytes(calib_memory), max_shard_bytes=parse_bytes(max_shard), eval_tokens=eval_tokens,
+            overwrite=overwrite, resume=not restart, progress=bar,
         )  # fmt: skip
         bar.close()
-        name = done.recipe if done.head == KEEP else f"{done.recipe}, head {done.head}"
+        name = done.recipe if done.head in (KEEP, done.recipe) else f"{done.recipe}, head {done.head}"
         original = {"ppl": (done.cost or {}).get("ppl_base")}
         print(cost_table([
             Row("original", done.source_bytes, None, original),
@@ -125,20 +148,23 @@ def evaluate(
     stride: Annotated[int | None, typer.Option(min=1, help="Tokens between windows; default: the context.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=2, help="Use at most this many tokens of the text.")] = None,
     dtype: ComputeDtype = Dtype.float32,
+    kv: Kv = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Measure a model on a text or a task, and against its original.
 
     Perplexity; with --against also KL divergence and top-1 agreement; all with 95 % intervals. The protocol is that of
-    `compress --eval`, so the figures compare. Of a task, perplexity of the target and accuracy, as lm-eval has them.
+    `compress --eval`, so the figures compare. With --kv, what keeping keys and values so costs at the context, 4096
+    tokens by default where the model has them: against the same model, unless --against names another. Of a task,
+    perplexity of the target and accuracy, as lm-eval has them.
     """
     with errors(as_json), progress(quiet) as bar:
         if task is not None:
             from attar.evaluation.tasks import evaluate_task, parse_task
 
-            if any(given is not None for given in (text, against, stride, max_tokens)):
-                raise ValueError("--text, --against, --stride and --max-tokens are not for a --task")
+            if any(given is not None for given in (text, against, stride, max_tokens, kv)):
+                raise ValueError("--text, --against, --stride, --max-tokens and --kv are not for a --task")
             name, path = parse_task(task)
             found = evaluate_task(model, name, path, context=context, limit=limit, dtype=dtype.value, progress=bar)
             bar.close()
@@ -153,7 +179,7 @@ def evaluate(
             raise ValueError("--limit is of a --task; of a text, --max-tokens")
         report = run(
             model, against=against, text=text, context=context, stride=stride, max_tokens=max_tokens,
-            dtype=dtype.value, progress=bar,
+            dtype=dtype.value, kv=kv, progress=bar,
         )  # fmt: skip
         bar.close()
         print(report.table())
@@ -290,7 +316,7 @@ def verify(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Check a compressed folder against its receipt.
+    """Check a compressed folder or GGUF file against its receipt.
 
     Every hash, then every probe on this machine's kernels; where one differs, the first file or layer that does is
     named, and the exit status is 1.
@@ -319,6 +345,7 @@ def bench(
     gen: Annotated[int, typer.Option(min=2, help="Decode steps.")] = 128,
     batch: Annotated[int, typer.Option(min=1, help="Sequences that decode together.")] = 1,
     activations: Activations = Rounding.int8g128,
+    kv: Kv = None,
     as_json: Json = False,
 ) -> None:
     """Measure speed, beside what this machine can do."""
@@ -331,11 +358,11 @@ def bench(
         load = speed.Load(prompt, gen, batch)
         if shape is not None:
             name = shape
-            report = speed.run(lambda store: speed.build(name, scheme, head, store), load, activations.value)
+            report = speed.run(lambda store: speed.build(name, scheme, head, store), load, activations.value, kv)
             report |= {"shape": shape, "scheme": scheme, "head": "bf16" if scheme == "bf16" else head}
         else:
             path = hub.resolve(str(source))
-            report = speed.run(lambda store: speed.load(path, store), load, activations.value)
+            report = speed.run(lambda store: speed.load(path, store), load, activations.value, kv)
         print(speed.to_text(report))
         emit(as_json, report)
 
@@ -375,7 +402,10 @@ def demo(
         emit(as_json, shown.to_dict())
 
 
-for command in (cli_serving.serve, cli_serving.plan, cli_serving.bench_serve):
+for command in (
+    cli_formats.imatrix, cli_formats.convert, cli_serving.serve, cli_serving.plan, cli_serving.bench_serve,
+    cli_report.report, cli_adapters.finetune, cli_adapters.merge,
+):  # fmt: skip
     app.command()(command)
 
 

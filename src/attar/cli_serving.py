@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from attar.options import MODEL, Activations, Json, NoVerify, Quiet, Rounding
+from attar.options import MODEL, Activations, Json, Kv, NoVerify, Quiet, Rounding
 from attar.terminal import emit, errors, parse_bytes, progress, tell
 
 Memory = Annotated[
@@ -20,14 +20,6 @@ Memory = Annotated[
         parser=parse_bytes, metavar="SIZE", help="Memory to use, such as 16GB; default: 90 % of what is free."
     ),
 ]
-
-
-class Kv(StrEnum):
-    """What keys and values are kept in."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    int8 = "int8"
 
 
 class Preset(StrEnum):
@@ -69,7 +61,7 @@ def serve(
     context: Annotated[
         int | None, typer.Option(min=1, help="Longest request in tokens; default: the model's, or what fits.")
     ] = None,
-    kv_dtype: Annotated[Kv | None, typer.Option(help="What keys and values are kept in; default: float32.")] = None,
+    kv: Kv = None,
     preset: Annotated[Preset | None, typer.Option(help="Scheduler settings for a purpose.")] = None,
     policy: Annotated[Policy | None, typer.Option(help="How requests share steps; default: continuous.")] = None,
     max_running: Annotated[int | None, typer.Option(min=1, help="Sequences that run together.")] = None,
@@ -103,6 +95,7 @@ def serve(
     with errors(as_json):
         from attar.checkpoints import hub, vocabulary
         from attar.engine.settings import Settings
+        from attar.formats.kv import scheme
         from attar.server import supervisor
         from attar.server.door import Options
         from attar.server.quota import Limits
@@ -115,7 +108,7 @@ def serve(
             model=str(path),
             socket="",
             activations=activations.value,
-            kv_dtype=None if kv_dtype is None else kv_dtype.value,
+            kv=None if kv is None else scheme(kv).name,
             context=context,
             memory=memory,
             max_cached_tokens=max_tokens_in_cache,

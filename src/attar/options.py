@@ -41,4 +41,12 @@ Activations = Annotated[
         help="How rows meet packed weights: rounded to int8 with one scale a row or 128 or 32 columns, or exact.",
     ),
 ]
+Kv = Annotated[
+    str | None,
+    typer.Option(
+        "--kv",
+        help="How keys and values are kept: float32, bfloat16, int8, fp8, klt4, int4, klt2 or kivi2; "
+        "default: as they are.",
+    ),
+]
 NoVerify = Annotated[bool, typer.Option("--no-verify", help="Skip the probe that is replayed when the model loads.")]

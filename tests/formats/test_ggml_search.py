@@ -33,7 +33,7 @@ def error(name: str, raw: Tensor, x: Tensor, w: Tensor | float = 1.0) -> float:
     return float((w * (ggml_blocks.decode(TYPES[name], raw) - x).double() ** 2).sum())
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q5_0", "Q8_0"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_search_is_better_than_rounding(name: str, weighted: bool) -> None:
     x, w = numbers(8, 512), importances(512) if weighted else None
@@ -116,8 +116,8 @@ def test_what_no_scale_can_hold_is_refused(name: str, value: float) -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="Q4_1 is not encoded by search: Q4_0, Q5_0"):
-        ggml_search.encode(TYPES["Q4_1"], torch.zeros(1, 32))
+    with pytest.raises(ValueError, match="BF16 is not encoded by search: Q4_0, Q5_0"):
+        ggml_search.encode(TYPES["BF16"], torch.zeros(1, 32))
     with pytest.raises(ValueError, match="Q4_K stores rows in blocks of 256, which do not divide 32"):
         ggml_search.encode(TYPES["Q4_K"], torch.zeros(8, 32))
     for bad in (-1.0, float("nan"), float("inf")):

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from attar.formats.forms import FORMS
 from attar.formats.packed import PackedTensor, codec
-from attar.formats.scheme import FLOAT8, ITEM_BITS, Grid, Kind, Scheme
+from attar.formats.scheme import FLOAT8, ITEM_BITS, ROUNDS, Grid, Kind, Scheme
 
 SHAPES = [(1, 1), (3, 5), (7, 33), (8, 64), (33, 96), (64, 256)]
 NAMES = [
@@ -24,6 +25,40 @@ NAMES = [
 @pytest.mark.parametrize("name", NAMES)
 def test_names_are_read_back(name: str) -> None:
     assert Scheme.parse(name).name == name
+
+
+FORM_NAMES = [*FORMS, *(f"{name}-weight" for name in ROUNDS), "sparse24-w4g64", "sparse24-w8-asym"]
+
+
+@pytest.mark.parametrize("name", FORM_NAMES)
+def test_names_and_ledger_of_forms(name: str, tmp_path: Path) -> None:
+    scheme, shape = Scheme.parse(name).with_scale_dtype("bfloat16"), (5, 256)
+    assert scheme.name == name
+    assert scheme == Scheme.parse(name).with_scale_dtype("bfloat16")
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    weight.view(5, 64, 4)[..., ::2] = 0  # for those that are 2:4
+    packed = codec(scheme.weight.kind).quantize(weight, scheme)
+    stored = save({part: tensor.contiguous() for part, tensor in packed.parts.items()})
+    assert scheme.bytes(shape) == packed.bytes == len(stored) - 8 - int.from_bytes(stored[:8], "little")
+    again = packed.dequantize()
+    assert again.shape == shape
+    out = torch.empty((2, 256), dtype=torch.bfloat16)
+    assert packed.dequantize(torch.bfloat16, slice(3, 5), out) is out
+    assert out.equal(again[3:5].bfloat16())
+
+
+def test_forms_go_with_their_own_activations() -> None:
+    token = Grid(granularity="token")
+    with pytest.raises(ValueError, match="nf4 weights do not go with w8 activations"):
+        Scheme(FORMS["nf4"], token, layout="plain")
+    with pytest.raises(ValueError, match="w8 weights do not go with nvfp4 activations"):
+        Scheme(Grid(), ROUNDS["nvfp4"])
+    with pytest.raises(ValueError, match="static activation scales are per tensor"):
+        Scheme(FORMS["mxfp4"], ROUNDS["mxfp4"], static=True, layout="plain")
+    assert Scheme.parse("nvfp4").static
+    for name in ("nf4-weight", "q4_k-weight", "lut4-s46", "mxfp4-static"):
+        with pytest.raises(ValueError, match="unknown scheme"):
+            Scheme.parse(name)
 
 
 @pytest.mark.parametrize("name", NAMES)

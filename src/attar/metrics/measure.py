@@ -15,7 +15,7 @@ from typing import Any
 
 from attar.metrics.bootstrap import LEVEL, RESAMPLES, SEED, Interval
 from attar.metrics.perplexity import Window, plan_windows
-from attar.metrics.streaming import Measurement, Progress, decoder_logits, stream
+from attar.metrics.streaming import Measurement, NewCache, Progress, decoder_logits, stream
 from attar.model.decoder import Decoder
 from attar.text.tokenizer import Tokenizer
 
@@ -109,13 +109,14 @@ def measure(
     context: int | None = None,
     stride: int | None = None,
     bytes_of: Tokenizer | None = None,
+    cache: NewCache | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Perplexity of `model` on token ids, and its divergence from `base`.
 
     `ids` is one text's tokens, or several sequences that are cut each for itself. `context` defaults to what both
     models support, at most 2048; `stride` to `context`. `bytes_of` tells how many bytes each token stands for (special
-    tokens: none), which gives bits per byte.
+    tokens: none), which gives bits per byte. With `cache`, `model` (not `base`) runs through such caches.
 
     Raises ValueError for fewer than two tokens, ids outside the vocabulary, a context that a model does not support,
     two models of different vocabularies, and logits that are not finite.
@@ -137,7 +138,9 @@ def measure(
         if outside is not None:
             raise ValueError(f"token id {outside} lies outside the vocabulary of {config.vocab_size}")
         windows += plan_windows(sequence, context, stride, bos)
-    measurement = stream(decoder_logits(model), windows, None if base is None else decoder_logits(base), progress)
+    measurement = stream(
+        decoder_logits(model, cache), windows, None if base is None else decoder_logits(base), progress
+    )
     figures = measurement.figures()
     loss = figures.pop("nll")
     size = None if bytes_of is None else _bytes(bytes_of, windows)

@@ -23,14 +23,18 @@ from attar.metrics import bootstrap
 from attar.metrics.bootstrap import Floats, Interval, Ints
 from attar.metrics.divergence import compare
 from attar.metrics.perplexity import Window, nll
-from attar.model.cache import Step
+from attar.model.cache import KVCache, Step
 from attar.model.decoder import Decoder
 
 LOGITS_AT_ONCE = 1 << 24
+ROWS_AT_ONCE = 512  # of a prompt that goes through a cache
 
 Logits = Callable[[Tensor, int], Iterator[Tensor]]
 """A model as this loop sees it: from token ids [T] and a first position, the float32 logits [t, V] of the positions
 from there on, a run of rows at a time. Models that are compared yield runs of the same lengths."""
+
+NewCache = Callable[[int], KVCache]
+"""new_cache(length): room for one text of so many tokens."""
 
 Progress = Callable[[int, int], None]
 """progress(done, total), in tokens."""
@@ -84,20 +88,28 @@ def exp(x: float) -> float:
     return math.exp(x) if x < 709 else math.inf
 
 
-def decoder_logits(decoder: Decoder) -> Logits:
-    """A decoder as `stream` wants it: the blocks once a window, the output matrix by runs of rows."""
+def decoder_logits(decoder: Decoder, cache: NewCache | None = None) -> Logits:
+    """A decoder as `stream` wants it: the blocks once a window, the output matrix by runs of rows.
+
+    With a `cache`, each window runs as a prompt through one of its own, in pieces of `ROWS_AT_ONCE` rows.
+    """
     at_once = max(1, LOGITS_AT_ONCE // decoder.config.vocab_size)
     last = decoder.config.layers - 1
 
-    def run(ids: Tensor, first: int) -> Iterator[Tensor]:
+    def states(ids: Tensor) -> Tensor:
         kept: list[Tensor] = []
 
         def watch(layer: int, hidden: Tensor) -> None:
             if layer == last:
-                kept.append(hidden[first:])
+                kept.append(hidden)
 
-        decoder.forward(ids, Step((len(ids),), len(ids)), torch.tensor([len(ids) - 1]), watch)
-        for rows in kept.pop().split(at_once):
+        filled = None if cache is None else cache(len(ids))
+        for piece in ids.split(len(ids) if cache is None else ROWS_AT_ONCE):
+            decoder.forward(piece, Step((len(piece),), len(ids), filled), torch.tensor([len(piece) - 1]), watch)
+        return kept[0] if len(kept) == 1 else torch.cat(kept)
+
+    def run(ids: Tensor, first: int) -> Iterator[Tensor]:
+        for rows in states(ids)[first:].split(at_once):
             with torch.inference_mode():  # entered anew each time: a generator that yields inside would leave it on
                 logits = decoder.logits(rows)
             yield logits
