@@ -4,7 +4,7 @@
     python bench/lanes.py [LANE ...] [--model demo] [--tokens N] [--samples N] [--ours NAME ...] [--json FILE]
 
     int4    4 bits in groups of 128, stored as compressed-tensors, AWQ and GPTQ store them. Peers: llm-compressor's AWQ
-            and GPTQ on MSE and min-max ranges, and its asymmetric AWQ; auto-round, its extended algorithm too.
+            and GPTQ on MSE and min-max ranges, symmetric or not; auto-round, its extended algorithm too.
     int3    the same with 3 bits.
     w8a8    int8 weights a row and activations a token, with outlier channels injected. Peers: llm-compressor's
             SmoothQuant before GPTQ, at strengths 0.5 and 0.8.
@@ -66,22 +66,23 @@ def integers(bits: int, group: int, iterations: int) -> Mapping[str, tuple[Job, 
     gptq = {"method": "gptq", "block_size": 128, "damping": 0.01, "order": "static"}
     theirs = []
     for word, observer in (("minmax", MINMAX), ("mse", MSE)):
-        theirs.append({"name": f"GPTQ, {word}", **grid, **gptq, "observer": observer})
-        theirs.append({"name": f"AWQ, {word}", **grid, "method": "awq", "observer": observer})
-    theirs.append({"name": "AWQ, asymmetric", **grid, "method": "awq", "observer": MINMAX, "symmetric": False})
-    rounding = {**grid, "symmetric": True, "iterations": iterations}
-    return {
-        "llm_compressor": tuple(theirs),
-        "auto_round": (
-            {"name": f"auto-round, {iterations}", **rounding},
-            {"name": f"auto-round, {iterations}, extended", **rounding, "extended": True},
-        ),
-    }
+        for also, symmetric in (("", True), (", asymmetric", False)):
+            given = {**grid, "observer": observer, "symmetric": symmetric}
+            theirs.append({"name": f"GPTQ, {word}{also}", **given, **gptq})
+            theirs.append({"name": f"AWQ, {word}{also}", **given, "method": "awq"})
+    rounding = {**grid, "iterations": iterations}
+    rounded = (
+        {"name": f"auto-round, {iterations}", **rounding, "symmetric": True},
+        {"name": f"auto-round, {iterations}, extended", **rounding, "symmetric": True, "extended": True},
+        {"name": f"auto-round, {iterations}, asymmetric", **rounding, "symmetric": False},
+    )
+    return {"llm_compressor": tuple(theirs), "auto_round": rounded}
 
 
 def lanes(group: int, iterations: int) -> dict[str, Lane]:
     def recipes(scheme: str) -> tuple[str, ...]:
-        return tuple(f"{method}-{scheme}g{group}" for method in ("rtn", "gptq", "qronos", "guided", "guided+tune"))
+        symmetric = tuple(f"{method}-{scheme}g{group}" for method in ("rtn", "gptq", "qronos", "guided", "guided+tune"))
+        return (*symmetric, *(f"{method}-{scheme}g{group}-asym" for method in ("gptq", "guided", "guided+tune")))
 
     smooth = tuple({"name": f"SmoothQuant {s:g}, GPTQ", "method": "smoothquant", "strength": s} for s in (0.5, 0.8))
     sparse = tuple({"name": method, "method": method, "pattern": "2:4"} for method in ("wanda", "sparsegpt"))
