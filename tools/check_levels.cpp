@@ -175,7 +175,8 @@ void check_attention() {
                         turned = poisoned(slots * KV_HEADS * size), out = poisoned(rows * HEADS * size);
                     const bool scaled = stored == attar::Stored::int8;
                     const attar::Pages pages{stored, keys.data(), values.data(), scaled ? key_scales.data() : nullptr,
-                                             scaled ? value_scales.data() : nullptr, BLOCKS, BLOCK, KV_HEADS, size};
+                                             scaled ? value_scales.data() : nullptr, BLOCKS, BLOCK, KV_HEADS, size,
+                                             nullptr, 0, nullptr, nullptr, 0};
                     attar::Write write{};
                     write.q = k.data(), write.k = k.data(), write.v = v.data();
                     write.q_stride = write.k_stride = write.v_stride = KV_HEADS * size;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 import pytest
 import torch
@@ -289,3 +290,32 @@ def test_schemes_that_keep_unfinished_blocks_apart_share_whole_ones(decoder: Dec
     assert made.cache.reused == 0
     run(made, [Submit("b", (*prompt, 90, 91), params)])
     assert made.cache.reused == reused
+
+
+@pytest.mark.parametrize("kv", ["int4", "klt2"])
+def test_prompts_of_several_blocks_in_one_step_keep_apart(
+    decoder: Decoder, kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def apart(*_: object) -> NoReturn:
+        raise AssertionError("the step raised, and is healed one by one")
+
+    monkeypatch.setattr(Engine, "_run_apart", apart)
+    draw = random.Random(5)
+    params = SamplingParams(max_tokens=3, temperature=0, seed=0, logprobs=3)
+    prompts = [tuple(draw.randrange(decoder.config.vocab_size) for _ in range(n)) for n in (180, 30, 170, 130)]
+    asks = [Submit(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+    limits, alone = Limits(max_step_tokens=1024), dict[tuple[str, int], list[object]]()
+    for ask in asks:
+        alone |= answers(run(engine(decoder, limits=limits, kv=kv), [ask]))
+    assert answers(run(engine(decoder, limits=limits, kv=kv), asks)) == alone
+    short = Limits(max_step_tokens=48)
+    assert answers(run(engine(decoder, limits=short, kv=kv), asks)) == alone
+
+
+def test_equal_short_prompts_start_together_where_only_whole_blocks_are_shared(decoder: Decoder) -> None:
+    params = SamplingParams(max_tokens=2, temperature=0, seed=0)
+    made = engine(decoder, kv="klt2")
+    for i in range(4):
+        made.submit(Submit(str(i), tuple(range(1, 11)), params))
+    made.step()
+    assert len(made.scheduler.running) == 4

@@ -15,7 +15,7 @@ from tests.engine.simulation import failing
 ENGINE = Path(attar.engine.__path__[0])
 SEEDS = 500
 PARTS = 10  # so that workers share them
-ENOUGH = 100  # seeds, which must find any of the bugs below
+ENOUGH = 300  # seeds, which must find any of the bugs below
 
 
 @pytest.mark.parametrize("part", range(PARTS))

@@ -16,7 +16,7 @@ SIZE, RUNNING = 16, 3
 @given(st.data())
 def test_lives_of_unfinished_blocks(data: st.DataObject) -> None:
     """Contents are modelled: (sequence, block) in each, and what a row reads of its own block must be there."""
-    unfinished, held = Unfinished(2 * RUNNING), dict[int, tuple[Sequence, int]]()
+    unfinished, held = Unfinished(RUNNING), dict[int, tuple[Sequence, int]]()
     running: list[Sequence] = []
     names = iter(range(10**6))
     for _ in range(data.draw(st.integers(1, 25))):
@@ -31,12 +31,17 @@ def test_lives_of_unfinished_blocks(data: st.DataObject) -> None:
         chunks = [Chunk(s, s.computed, data.draw(st.integers(1, 50)), True) for s in chosen]
         for _ in range(data.draw(st.integers(1, 2))):  # a step that raised is run again
             tails = unfinished.tails(chunks, SIZE)
-            for row, (sequence, start, rows, _samples) in enumerate(chunks):
-                for block in range(start // SIZE, (start + rows - 1) // SIZE + 1):
-                    tail = tails(row, block)
-                    assert 0 <= tail <= unfinished.count
-                    if start // SIZE == block and start % SIZE:  # what was there before is read
-                        assert held[tail] == (sequence, block)
-                    held[tail] = (sequence, block)
+            blocks = [range(start // SIZE, (start + rows - 1) // SIZE + 1) for _, start, rows, _ in chunks]
+            for piece in range(max(map(len, blocks), default=0)):  # all sequences fill their next block side by side
+                filled = {}
+                for row, ((sequence, start, _, _), of_row) in enumerate(zip(chunks, blocks, strict=True)):
+                    if piece < len(of_row):
+                        block, tail = of_row[piece], tails(row, of_row[piece])
+                        assert 0 <= tail < unfinished.count
+                        assert tail not in filled
+                        if start // SIZE == block and start % SIZE:  # what was there before is read
+                            assert held[tail] == (sequence, block)
+                        filled[tail] = (sequence, block)
+                held |= filled
         for sequence, start, rows, _samples in chunks:
             sequence.computed = start + rows

@@ -89,7 +89,7 @@ class BitsAndBytes:
         self.folder = folder
         where = f"{folder.path}: quantization_config"
         four, eight = (config.get(key, False) for key in ("load_in_4bit", "load_in_8bit"))
-        if {four, eight} != {True, False}:
+        if not (type(four) is bool and type(eight) is bool and four != eight):
             raise CheckpointError(f"{where}: one of load_in_4bit and load_in_8bit must be true")
         kind = config.get("bnb_4bit_quant_type", "fp4")
         if four and kind != "nf4":

@@ -243,4 +243,6 @@ def _write_tokenizer(checkpoint: GgufCheckpoint, out: Path) -> None:
     tokenizer = vocabulary.tokenizer(path)
     tokenizer.save(out)
     generation = {"bos_token_id": tokenizer.bos_id, "eos_token_id": sorted(tokenizer.eos_ids)}
-    (out / hf.GENERATION).write_text(as_json({key: value for key, value in generation.items() if value}))
+    (out / hf.GENERATION).write_text(
+        as_json({key: value for key, value in generation.items() if value not in (None, [])})
+    )

@@ -31,6 +31,7 @@ from attar.checkpoints.gguf_header import (
     padded,
 )  # fmt: skip
 from attar.checkpoints.gguf_values import SCALARS, encode, text
+from attar.checkpoints.receipt import receipt_path
 from attar.checkpoints.safetensors import CheckpointError, Slot, check_name
 from attar.checkpoints.writer import (
     FULL,
@@ -142,6 +143,7 @@ def atomic_gguf(
             yield writer
             writer.finish()
         try:
+            receipt_path(target).unlink(missing_ok=True)  # it would be another file's
             (partial / planned.name).replace(target)
             sync_path(target.parent)
         except OSError as error:
@@ -167,7 +169,8 @@ def atomic_file(dst: str | os.PathLike[str], overwrite: bool = False) -> Iterato
     lock = take_lock(partial, target)
     try:
         _check_target(target, overwrite)  # again: the holder of the lock before us may have made it
-        if not (work.out / target.name).exists():  # what a run left that was killed when it was all but done
+        left = work.out.exists() and any(work.out.iterdir())
+        if left and not (work.out / target.name).exists():  # by a run that was killed when it was all but done
             _remove(work)
         work.out.mkdir(exist_ok=True)
         work.state.mkdir(exist_ok=True)

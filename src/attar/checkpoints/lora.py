@@ -87,7 +87,10 @@ def read(path: Path, names: Names, shapes: Mapping[str, tuple[int, int]]) -> Lor
         value = value.float()
         if not value.isfinite().all():
             raise CheckpointError(f"{file.path}: tensor {tensor!r} holds a NaN or an infinity")
-        halves.setdefault(modules[module], {})[half] = value
+        pair = halves.setdefault(modules[module], {})
+        if half in pair:
+            raise CheckpointError(f"{file.path}: holds {half.removeprefix('.')} of {modules[module]} twice")
+        pair[half] = value
     file.close()
     if not halves:
         raise CheckpointError(f"{file.path}: holds no adapter")
@@ -108,12 +111,21 @@ def read(path: Path, names: Names, shapes: Mapping[str, tuple[int, int]]) -> Lor
     return Lora(path, adapters)
 
 
+BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Of `init_lora_weights`: those of which the base stays as it was. Others take from it what the adapter begins with."""
+
+
 def _check(config: Mapping[str, Any], path: Path) -> None:
     where = path / CONFIG
     if config.get("peft_type") != "LORA":
         raise CheckpointError(f"{where}: peft_type is {config.get('peft_type')!r}: only LORA is supported")
     if config.get("bias", "none") != "none":
         raise CheckpointError(f"{where}: bias is {config['bias']!r}: trained biases are not supported")
+    if (beginning := config.get("init_lora_weights", True)) not in BEGINNINGS:
+        raise CheckpointError(
+            f"{where}: init_lora_weights is {beginning!r}, which changes the base: have PEFT convert the "
+            "adapter when it saves it (path_initial_model_for_weight_conversion)"
+        )
     for key, value in config.items():
         if key not in KNOWN and value:
             raise CheckpointError(f"{where}: {key} is set, which changes what is computed and is not supported")

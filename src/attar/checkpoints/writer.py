@@ -245,6 +245,12 @@ class Workspace:
     out: Path
     state: Path
 
+    def clear(self) -> None:
+        """Forget what an earlier run left."""
+        for folder in (self.out, self.state):
+            shutil.rmtree(folder)
+            folder.mkdir()
+
 
 @contextlib.contextmanager
 def atomic_folder(dst: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Workspace]:

@@ -186,6 +186,7 @@ def for_output(
     drawn = log.with_suffix(f".{amount.samples}x{amount.length}-{amount.seed}.i32")
     if not resume:
         log.unlink(missing_ok=True)
+        drawn.unlink(missing_ok=True)
     ids = calibrate.tokens(
         calibration, checkpoint, tokenizer, amount, drawn, lambda done, total: progress("sampling", done, total)
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints import hf, sources
+from attar.checkpoints.receipt import combined_hash, environment
 from attar.compression import calibrate
 from attar.compression.calibrate import SELF, Amount, Calibration
 from attar.compression.recipe import Recipe
+from attar.formats import ggml_mix
 from attar.metrics.measure import measure
 from attar.model.decoder import Decoder
 from attar.text.tokenizer import Tokenizer
@@ -40,7 +42,9 @@ def recipes(name: object) -> list[str] | None:
     if not isinstance(name, str):
         return None
     if name.startswith(PREFIX):
-        return [f"{step}-{name.removeprefix(PREFIX)}" for step in STEPS]
+        scheme = name.removeprefix(PREFIX)
+        steps = STEPS if ggml_mix.find(scheme) is None else [step for step in STEPS if not step.endswith("+tune")]
+        return [f"{step}-{scheme}" for step in steps]
     return [part.strip() for part in name.split(",")] if "," in name else None
 
 
@@ -87,6 +91,7 @@ def for_output(
     overwrite: bool,
     resume: bool,
     run: Callable[[str, list[list[int]], Path], float],
+    head: str | None,
     progress: Callable[[str, int, int], None],
 ) -> Choice:
     """Try the recipes for the output `dst`, beside which a folder keeps what is known until it is there.
@@ -107,11 +112,13 @@ def for_output(
     if not resume:
         shutil.rmtree(kept, ignore_errors=True)
     kept.mkdir(parents=True, exist_ok=True)
-    drawn = kept / f"self-{amount.samples}x{amount.length}-{amount.seed}.i32"
+    source = combined_hash(checkpoint.folder.source_hashes(lambda done, total: progress("hashing", done, total)))
+    drawn = kept / f"self-{source[:16]}-{amount.samples}x{amount.length}-{amount.seed}.i32"
     ids = calibrate.tokens(
         calibration, checkpoint, tokenizer, amount, drawn, lambda done, total: progress("sampling", done, total)
     )
-    return replace(choose(names, ids, hf.load(folder, torch.float32), run, kept, progress), folder=kept)
+    about = {**environment(), "source": source, "head": head, "file": dst.suffix.lower() == ".gguf"}
+    return replace(choose(names, ids, hf.load(folder, torch.float32), run, kept, progress, about), folder=kept)
 
 
 def choose(
@@ -121,19 +128,20 @@ def choose(
     run: Callable[[str, list[list[int]], Path], float],
     folder: Path,
     progress: Callable[[str, int, int], None],
+    about: Mapping[str, Any] | None = None,
 ) -> Choice:
-    """Try recipes on token ids [S, L] of a model `base`; `folder` holds what is known so far."""
+    """Try recipes on token ids [S, L] of a model `base`; `folder` holds what is known so far of a run `about` that."""
     if len(ids) < 2:
         raise ValueError("choosing among recipes takes at least 2 calibration sequences: one is for the selection")
     aside = torch.arange(len(ids)) % EVERY == min(EVERY, len(ids)) - 1
     selection, calibration = ids[aside], ids[~aside].tolist()
-    about = {"tokens": calibrate.token_hash(ids), "names": list(names)}
+    about = {**(about or {}), "tokens": calibrate.token_hash(ids), "names": list(names)}
     path, tried = folder / "tried.json", list[Tried]()
     if path.is_file() and (left := json.loads(path.read_bytes()))["about"] == about:
         tried = [Tried(**each) for each in left["tried"]]
     for name in names[len(tried) :]:
         progress("recipes", len(tried), len(names))
-        out = folder / "out"
+        out = folder / ("out.gguf" if about.get("file") else "out")
         bits = run(name, calibration, out)
         found = measure(sources.load(out, torch.float32), selection.tolist(), base=base).figures["kl_mean"]
         tried.append(Tried(name, bits, found.value, found.low, found.high))

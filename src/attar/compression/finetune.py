@@ -113,6 +113,8 @@ def finetune(
     hashes = checkpoint.folder.source_hashes(lambda done, total: report("hashing", done, total))
     about = {**asdict(options), "targets": list(options.targets), "base": hashes, "text": token_hash(ids)}
     with atomic_folder(out, overwrite) as work, torch.inference_mode(False), torch.enable_grad():
+        if not resume:
+            work.clear()
         learner = _Learner(checkpoint, options)
         sequences = max(1, options.batch // ids.shape[1])
         learner.fit(sequences * ids.shape[1], sum(p.numel() for p in learner.parameters()), memory, "training")

@@ -67,9 +67,11 @@ def collect(checkpoint: Checkpoint, ids: Tensor, folder: Path, memory: int, prog
     return found
 
 
-def kept(checkpoint: Checkpoint, ids: Tensor, folder: Path, memory: int, progress: Progress) -> dict[str, Tensor]:
-    """As `collect`, but computed once: a resumed run finds them in `folder`."""
-    path = folder / "importances.gguf"
+def kept(
+    checkpoint: Checkpoint, ids: Tensor, folder: Path, key: str, memory: int, progress: Progress
+) -> dict[str, Tensor]:
+    """As `collect`, but computed once: a resumed run finds them in `folder`, under the `key` of what it is about."""
+    path = folder / f"importances-{key}.gguf"
     if not path.exists():
         imatrix.write(path, as_imatrix(collect(checkpoint, ids, folder, memory, progress), ids, "calibration"))
     return known(path, checkpoint)

@@ -155,7 +155,9 @@ def compress(
             ).bits_per_weight  # fmt: skip
 
         amount = calibrate.Amount(samples, length, seed)
-        choice = best.for_output(names, checkpoint, calibration, amount, Path(dst), overwrite, resume, make, report)
+        choice = best.for_output(
+            names, checkpoint, calibration, amount, Path(dst), overwrite, resume, make, head, report
+        )
         recipe, calibration = choice.winner, choice.calibration
     plan = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
     if head is not None:
@@ -214,6 +216,8 @@ def compress(
     files = output.plans(max_shard_bytes)
 
     with (atomic_file if to_file else atomic_folder)(dst, overwrite) as work, large_blocks_apart():
+        if not resume:
+            work.clear()
         hashes = checkpoint.folder.source_hashes(lambda done, total: report("hashing", done, total))
         source_hash = receipt.combined_hash(hashes)
         ids = None
@@ -237,7 +241,7 @@ def compress(
         state = RunState.open(work.state, about, resume)
         if weighs and ids is not None:
             assert isinstance(output, GgufOutput)
-            output.importances = importance.kept(checkpoint, ids, work.state, calib_memory, report)
+            output.importances = importance.kept(checkpoint, ids, work.state, key(about), calib_memory, report)
             ids = ids if needs_inputs else None
         walked = ids  # less what judges at the end
         if ids is not None and plan.tune is not None and len(ids) > 1:

@@ -42,7 +42,7 @@ import yaml
 
 from attar.compression.sparsity import Pattern
 from attar.formats import ggml_mix
-from attar.formats.forms import FORMS, Sparse24
+from attar.formats.forms import FORMS, GgmlBlocks, Sparse24
 from attar.formats.scheme import HEADS, Grid, Scheme
 from attar.text.files import neighbours
 
@@ -407,8 +407,8 @@ class Recipe:
             if not any(fnmatch.fnmatchcase(name, override.match) for name in shapes):
                 raise ValueError(f"override {override.match!r} matches no linear{_offer(override.match, shapes)}")
         chosen = {name: self.scheme_for(name, None if mixed is None else mixed[name]) for name in shapes}
-        if self.structured is not None and self.overrides:
-            raise ValueError("structured pruning leaves all layers of one size: it takes no overrides")
+        if self.structured is not None and (self.overrides or self.keep != KEPT):
+            raise ValueError("structured pruning leaves all layers of one size: it takes no overrides and keeps none")
         for name, (_, columns) in shapes.items():
             if (sparsity := self.pattern_for(name)) is not None:
                 _check_sparsity(name, sparsity, chosen[name], columns)
@@ -418,16 +418,30 @@ class Recipe:
                     scheme.check(shapes[name][1])
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from None
-                learned = isinstance(self.rounding, AutoRound | Hqq) and name != HEAD
-                if learned and not isinstance(scheme.weight, Grid):
-                    method = self.rounding.method
-                    raise ValueError(f"{name}: {method} is for grids such as w4g128; {scheme.name} is for rtn and gptq")
+                if name != HEAD:
+                    self._check_rounding(name, scheme, shapes[name][1])
                 if name == HEAD and (scheme.activation is not None or not scheme.weight.by_row):
                     raise ValueError(
                         f"{name}: the output matrix has a scheme of weights alone, with a scale for each row or group, "
                         f"such as w8 or w4g128, not {scheme.name}"
                     )
         return chosen
+
+    def _check_rounding(self, name: str, scheme: Scheme, columns: int) -> None:
+        """Raise ValueError where the last pass has no way to round a linear to its scheme."""
+        method, form = self.rounding.method, scheme.weight
+        if isinstance(self.rounding, AutoRound | Hqq) and not isinstance(form, Grid):
+            raise ValueError(f"{name}: {method} is for grids such as w4g128; {scheme.name} is for rtn and gptq")
+        if isinstance(self.rounding, Gptq) and isinstance(form, GgmlBlocks) and form.type.elements == 1:
+            raise ValueError(
+                f"{name}: no quantized type takes rows of {columns} columns, so {self.mix or scheme.name} leaves them "
+                f"in 16 bits, and {method} has nothing to round: leave {method} out, or override that linear"
+            )
+        if isinstance(self.rounding, Gptq) and self.rounding.couple and not isinstance(form, Grid | GgmlBlocks):
+            raise ValueError(
+                f"{name}: {method} lets rows make up for one another on grids and GGUF types only: {scheme.name} is "
+                "for rtn, gptq and qronos"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready and canonical: equal recipes give equal dicts."""

@@ -39,12 +39,14 @@ class RunState:
         try:
             left = json.loads(path.read_bytes())
             records = [Record(**record) for record in left["records"]]
+            found_about = dict(left["about"])
             found = RunState(folder, about, int(left["blocks_done"]), records, list(left["observed"]))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path}: the state of an interrupted run is damaged ({error}); --restart begins anew"
             ) from None
-        differs = sorted(key for key in about if left["about"].get(key) != json.loads(json.dumps(about[key])))
+        now = json.loads(json.dumps(dict(about)))
+        differs = sorted(key for key in now.keys() | found_about.keys() if found_about.get(key) != now.get(key))
         if differs:
             raise ValueError(
                 f"{folder.parent}: an interrupted run of this output differs in {', '.join(differs)}; "

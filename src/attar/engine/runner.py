@@ -63,16 +63,18 @@ def horizon(sequence: Sequence) -> int:
 
 
 class Unfinished:
-    """Which unfinished block holds which of a sequence's, where a scheme keeps those apart: `count` of them, and one.
+    """Which unfinished block holds which of a sequence's, where a scheme keeps those apart: three for each sequence.
 
     A step that is run again finds the block that it began in as it was: what it runs through after that goes elsewhere.
     So a sequence has up to two at a time, the one its next token belongs to as far as is committed, and the last of a
-    step; blocks between those, which a step begins and finishes, all take the one that is nobody's.
+    step. Blocks between those, which a step begins and finishes one after another, take the third, which belongs to the
+    sequence's place in the step: those of different sequences are filled side by side.
     """
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._free = list(range(count))
+    def __init__(self, sequences: int) -> None:
+        self.lasting = 2 * sequences
+        self.count = 3 * sequences
+        self._free = list(range(self.lasting))
         self._held: dict[Sequence, dict[int, int]] = {}
 
     def tails(self, chunks: List[Chunk], size: int) -> Tails:
@@ -86,7 +88,7 @@ class Unfinished:
                 self._free.append(held.pop(done))
             for i in {first, last} - held.keys():
                 held[i] = self._free.pop()
-        return lambda row, i: self._held[chunks[row].sequence].get(i, self.count)
+        return lambda row, i: self._held[chunks[row].sequence].get(i, self.lasting + row)
 
 
 class Runner:
@@ -106,9 +108,8 @@ class Runner:
         bases: List[Bases] | None = None,
     ) -> None:
         self.decoder, self.context, self.scheme = decoder, context, scheme or decoder.lossless
-        self._unfinished = Unfinished(2 * sequences)
-        tails = self._unfinished.count + 1
-        device = str(decoder.device)
+        self._unfinished = Unfinished(sequences)
+        tails, device = self._unfinished.count, str(decoder.device)
         self.pages: list[Pages] = cache.pool(decoder.config, blocks, self.scheme, device, tails=tails, bases=bases)
         self.block = self.pages[0].block
         self.grows = any(rope is not None and rope.grows for rope in decoder.config.ropes)

@@ -302,7 +302,9 @@ class Scheduler:
         for other in self.running:
             if other.status is Status.PREFILL and other.salt == salt:
                 length = common(prompt, other.tokens)
-                if length - match.length >= (1 if length == len(prompt) else self.pool.size):
+                whole = length == len(prompt)
+                length -= length % self.cache.round_to
+                if length - match.length >= (1 if whole else self.pool.size):
                     return True
         return False
 

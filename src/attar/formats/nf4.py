@@ -34,6 +34,7 @@ from attar.formats.packed import ALL, PackedTensor
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Scheme
 
+LARGEST_OFFSET = 1e38
 BLOCK, NESTED_BLOCK = Nf4.block, Nf4.nested_block
 
 _TABLE = (
@@ -146,8 +147,9 @@ def read_state(state: Tensor, double: bool = True) -> dict[str, Any]:
     for key, value in wanted.items():
         if said.get(key) != value:
             raise ValueError(f"the quantization state has {key} {said.get(key)!r}: attar reads {value!r}")
-    if double and type(said.get("nested_offset")) not in (int, float):
-        raise ValueError("the quantization state has no nested_offset")
+    offset = said.get("nested_offset")
+    if double and not (isinstance(offset, int | float) and abs(offset) < LARGEST_OFFSET):
+        raise ValueError("the quantization state has no nested_offset that is a float32")
     return said
 
 

@@ -78,7 +78,10 @@ class KVCache:
         tails = None
         if self.recent:
             last = ((s, max(end - 1, 0) // self.block) for s, end in enumerate(ends))
-            tails = torch.tensor([self.tails(s, i) if n else 0 for (s, i), n in zip(last, lengths, strict=True)])
+            own = [self.tails(s, i) if n else None for (s, i), n in zip(last, lengths, strict=True)]
+            taken = [tail for tail in own if tail is not None]
+            assert len(set(taken)) == len(taken), "two sequences would fill one unfinished block"
+            tails = torch.tensor([tail or 0 for tail in own])
         return Placement(
             row_starts=starts.to(device, torch.int32),
             lengths=torch.tensor(ends, dtype=torch.int32, device=device),
@@ -115,6 +118,8 @@ class KVCache:
     def truncate(self, sequence: int, length: int) -> None:
         """Forget everything of `sequence` past `length` positions."""
         assert 0 <= length <= self.filled[sequence]
+        within = (self.filled[sequence] - 1) // self.block * self.block <= length
+        assert within or not self.recent or length % self.block == 0, "what was unfinished there is overwritten"
         self.filled[sequence] = length
 
 

@@ -33,6 +33,7 @@ from attar.model.rope import table
 
 ROUNDS = 3
 RIDGE = 1e-3  # of the mean of what an error counts along each axis, added to all: no direction may be free
+TINY = 1e-12  # of the largest eigenvalue, below which rounding left nothing of the smallest
 FLOOR = 1e-3  # of the greatest variance: what was never seen varies at least so much
 
 
@@ -82,10 +83,16 @@ def basis(x: Tensor, moment: Tensor, units: int, centred: bool) -> Basis:
     """Of one layer's keys or values x [N, G, D], float64, whose errors count by `moment` [G, D, D]; buckets get `units`
     bits together."""
     size = x.shape[2]
+    if not (x.isfinite().all() and moment.isfinite().all()):
+        raise ValueError("keys, values or weights hold a NaN or an infinity: caches that are calibrated cannot be had")
     into, back, means, weights, bits = [], [], [], [], []
     for g in range(x.shape[1]):
         mean = x[:, g].mean(0) if centred else torch.zeros(size, dtype=x.dtype)
-        values, axes = torch.linalg.eigh(moment[g] + RIDGE * moment[g].trace() / size * torch.eye(size))
+        counts = moment[g]
+        if not counts.trace() > 0:  # nothing reads this head: any coordinates do
+            counts = torch.eye(size, dtype=x.dtype)
+        values, axes = torch.linalg.eigh(counts + RIDGE * counts.trace() / size * torch.eye(size))
+        values = values.clamp(min=float(values[-1]) * TINY)
         root = axes * values.sqrt()
         to, fro = root @ axes.T, (axes / values.sqrt()) @ axes.T
         y = (x[:, g] - mean) @ to
@@ -93,7 +100,10 @@ def basis(x: Tensor, moment: Tensor, units: int, centred: bool) -> Basis:
         for _ in range(ROUNDS):
             length = (y @ turn / variance.sqrt()).square().mean(1, keepdim=True)
             even = y / length.clamp(min=1e-30).sqrt()
-            variance, turn = torch.linalg.eigh(even.T @ even / len(even))
+            covariance = even.T @ even / len(even)
+            if not covariance.trace() > 0:  # a head whose numbers are all alike, such as one that was zeroed
+                break
+            variance, turn = torch.linalg.eigh(covariance)
             variance, turn = variance.flip(0), turn.flip(1)
             variance = variance.clamp(min=FLOOR * float(variance[0])) / variance.mean()
         dealt = divide(variance.view(-1, BUCKET).mean(1).tolist(), units)

@@ -254,10 +254,10 @@ def kv_bytes(config: ModelConfig, kv: str) -> int:
 
 
 def beside_bytes(config: ModelConfig, kv: str, sequences: int, block: int = BLOCK) -> int:
-    """Bytes that a scheme wants beside the blocks: unfinished ones, where it keeps those apart, two for each sequence
-    that runs, and one; and bases, where it is calibrated."""
+    """Bytes that a scheme wants beside the blocks: unfinished ones, where it keeps those apart, three for each
+    sequence that runs; and bases, where it is calibrated."""
     chosen = scheme(kv)
-    unfinished = chosen.recent_bytes(config.kv_heads, config.head_dim, block) * (2 * sequences + 1)
+    unfinished = chosen.recent_bytes(config.kv_heads, config.head_dim, block) * 3 * sequences
     return config.layers * (unfinished + chosen.basis_bytes(config.kv_heads, config.head_dim))
 
 

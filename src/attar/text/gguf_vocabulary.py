@@ -69,7 +69,10 @@ def _ends(tokenizer: Tokenizer, eos_ids: Sequence[int]) -> dict[str, Any]:
     if tokenizer.bos_id is not None:
         found[_KEY + "bos_token_id"] = tokenizer.bos_id
     ends = [*([] if tokenizer.eos_id is None else [tokenizer.eos_id]), *eos_ids]
-    for name, token in zip(("eos", "eot"), dict.fromkeys(ends), strict=False):
+    ends = list(dict.fromkeys(ends))
+    if len(ends) > 3:
+        raise ValueError(f"the model ends texts with any of {len(ends)} tokens, and a GGUF file can say three")
+    for name, token in zip(("eos", "eot", "eom"), ends, strict=False):
         found[f"{_KEY}{name}_token_id"] = token
     found[_KEY + "add_bos_token"] = tokenizer.added_bos is not None
     plain, surrounded = (tokenizer.encode("a", add_special_tokens=each) for each in (False, True))
