@@ -170,7 +170,7 @@ def test_a_block_holds_what_pages_hold(kv: str, head_dim: int, kv_heads: int, bl
 def test_what_schemes_want_beside_blocks_is_what_pages_hold() -> None:
     config = llama(3, 2, 64, heads=2)
     assert costs.beside_bytes(config, "int4", 5) == costs.beside_bytes(config, "int8", 5) == 0
-    pages = Pages.zeros(1, 64, 2, 64, scheme("kivi2"), tails=11)
+    pages = Pages.zeros(1, 64, 2, 64, scheme("kivi2"), tails=15)
     assert pages.recent is not None
     assert costs.beside_bytes(config, "kivi2", 5) == 3 * (pages.recent.keys.nbytes + pages.recent.values.nbytes)
     turn = rotation(2, 64, 16)
