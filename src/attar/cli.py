@@ -102,8 +102,8 @@ def compress(
 ) -> None:
     """Compress a checkpoint, and say what that cost.
 
-    A folder loads in whatever reads compressed-tensors, or bitsandbytes for its schemes; its model card says who does. A
-    file OUT.gguf loads in whatever reads GGUF. A run that was stopped resumes: give the same command again.
+    A folder loads in whatever reads compressed-tensors, or bitsandbytes for its schemes; its model card says who
+    does. A file OUT.gguf loads in whatever reads GGUF. A run that was stopped resumes: give the same command again.
     """
     with errors(as_json, after_interrupt=RESUME), progress(quiet) as bar:
         from attar.compression.pipeline import compress as run
