@@ -24,10 +24,10 @@ from pathlib import Path
 import torch
 
 from attar.checkpoints.writer import ShardWriter, plan_files
+from attar.cli.terminal import parse_bytes
 from attar.compression.calibrate import IN_A_BLOCK
 from attar.compression.recipe import Gptq, Recipe, Rtn
 from attar.formats.scheme import Part
-from attar.terminal import parse_bytes
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FEED_FORWARD, VOCAB = 2048, 32, 8, 64, 8192, 128256
 BLOCK = 2 * (HIDDEN * HEAD_DIM * (2 * HEADS + 2 * KV_HEADS) + 3 * HIDDEN * FEED_FORWARD)

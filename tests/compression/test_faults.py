@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from attar.checkpoints.safetensors import CheckpointError
+from attar.cli.terminal import INTERRUPTED
 from attar.compression.pipeline import compress
-from attar.terminal import INTERRUPTED
 
 Ids = list[list[int]]
 

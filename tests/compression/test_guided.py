@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from attar.compression import gptq, guide, qronos
+from attar.compression import guide
 from attar.compression.pipeline import compress
 from attar.compression.recipe import Recipe
+from attar.compression.solvers import gptq, qronos
 
 Ids = list[list[int]]
 

@@ -17,9 +17,10 @@ from attar.checkpoints import hf
 from attar.checkpoints.inspect import inspect
 from attar.checkpoints.safetensors import TensorFile
 from attar.checkpoints.verify import verify
-from attar.compression import pipeline, rtn
+from attar.compression import pipeline
 from attar.compression.pipeline import compress
 from attar.compression.recipe import HEAD, HEADS, Override, Recipe
+from attar.compression.solvers import rtn
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.model.cache import Step

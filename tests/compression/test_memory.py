@@ -14,9 +14,10 @@ import torch
 
 from attar.checkpoints import hf
 from attar.checkpoints.verify import verify
-from attar.compression import calibrate, hessians, pipeline, rtn
+from attar.compression import calibrate, hessians, pipeline
 from attar.compression.calibrate import Rows
 from attar.compression.pipeline import compress
+from attar.compression.solvers import rtn
 from attar.formats.scheme import Grid, Scheme
 from attar.kernels import ref
 from attar.kernels.operands import Linear

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from attar.checkpoints import hf
 from attar.checkpoints.inspect import inspect
-from attar.compression import gptq, structured
+from attar.compression import structured
 from attar.compression.pipeline import compress
 from attar.compression.recipe import Recipe, Structured
+from attar.compression.solvers import gptq
 from attar.compression.structured import Sizes
 from attar.model.cache import Step
 from attar.model.config import ModelConfig

@@ -24,8 +24,8 @@ from attar.checkpoints.gguf_config import ROPE_FACTORS, file_name
 from attar.checkpoints.gguf_writer import GgufPlan, plan
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.writer import FilePlan, ShardWriter
-from attar.compression import rtn
 from attar.compression.recipe import HEAD, Recipe
+from attar.compression.solvers import rtn
 from attar.formats import ggml_codec, ggml_mix, ggml_round
 from attar.formats.forms import GgmlBlocks
 from attar.formats.ggml import TYPES, GgmlType

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from attar.checkpoints.hf import Checkpoint
 from attar.compression import gradients
-from attar.compression.gptq import Hessian
+from attar.compression.solvers.gptq import Hessian
 from attar.model.layers import Block
 
 Progress = Callable[[str, int, int], None]

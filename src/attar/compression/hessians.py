@@ -22,13 +22,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from attar.compression import fold, gptq, prune, qronos, sparsegpt, two_sided, zeros
+from attar.compression import fold
 from attar.compression.calibrate import HiddenStates
-from attar.compression.form_levels import shared_largest
-from attar.compression.gptq import GptqResult, Hessian
 from attar.compression.guide import Hints, row_groups
 from attar.compression.memory import give_back
 from attar.compression.recipe import Gptq, Prune, SparseGpt
+from attar.compression.solvers import gptq, prune, qronos, sparsegpt, two_sided, zeros
+from attar.compression.solvers.form_levels import shared_largest
+from attar.compression.solvers.gptq import GptqResult, Hessian
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.kernels.operands import Linear

@@ -15,10 +15,11 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
-from attar.compression import autoround, fold
+from attar.compression import fold
 from attar.compression.calibrate import HiddenStates, Rows
 from attar.compression.hessians import naming
 from attar.compression.recipe import AutoRound
+from attar.compression.solvers import autoround
 from attar.formats.scheme import Scheme
 from attar.kernels.operands import Linear
 from attar.model.layers import Block

@@ -26,8 +26,9 @@ from torch import Tensor
 from attar.checkpoints import bitsandbytes, compressed_tensors, libraries, own_format
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.writer import FilePlan, ShardWriter, plan_files
-from attar.compression import rtn, structured
+from attar.compression import structured
 from attar.compression.recipe import HEAD, KEEP, Recipe
+from attar.compression.solvers import rtn
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Part, Scheme
 from attar.kernels.operands import Linear

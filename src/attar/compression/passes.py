@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attar.compression import awq, fold, hessians, hqq, learning, rtn, smoothquant, structured, zeros
+from attar.compression import fold, hessians, learning, structured
 from attar.compression.calibrate import HiddenStates, Rows
-from attar.compression.form_levels import shared_largest
 from attar.compression.guide import Hints
 from attar.compression.hessians import naming
 from attar.compression.memory import give_back
@@ -39,6 +38,8 @@ from attar.compression.recipe import (
     Structured,
     Wanda,
 )
+from attar.compression.solvers import awq, hqq, rtn, smoothquant, zeros
+from attar.compression.solvers.form_levels import shared_largest
 from attar.compression.structured import Sizes
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.packing import row_slices

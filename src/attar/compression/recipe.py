@@ -40,7 +40,7 @@ from typing import Any, ClassVar, Literal
 
 import yaml
 
-from attar.compression.sparsity import Pattern
+from attar.compression.solvers.sparsity import Pattern
 from attar.formats import ggml_mix
 from attar.formats.forms import FORMS, GgmlBlocks, Sparse24
 from attar.formats.scheme import HEADS, Grid, Scheme

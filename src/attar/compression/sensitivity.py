@@ -29,10 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.compression import fold, gptq, rtn
+from attar.compression import fold
 from attar.compression.calibrate import rows_at_once
 from attar.compression.passes import input_groups
 from attar.compression.recipe import Gptq, Recipe, Rtn
+from attar.compression.solvers import gptq, rtn
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Grid, Scheme
 from attar.kernels.operands import Linear, Tap

@@ -30,10 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.compression import gptq, qronos
-from attar.compression.gptq import Hessian
-from attar.compression.qronos import Drift
-from attar.compression.zeros import damage
+from attar.compression.solvers import gptq, qronos
+from attar.compression.solvers.gptq import Hessian
+from attar.compression.solvers.qronos import Drift
+from attar.compression.solvers.zeros import damage
 from attar.formats.scheme import Part
 from attar.model.config import ModelConfig
 

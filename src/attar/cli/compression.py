@@ -1,0 +1,202 @@
+"""Commands that make a model smaller, or teach it: `compress`, `finetune`, `merge`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from attar.cli.options import Json, Model, Quiet
+from attar.cli.terminal import (
+    emit,
+    errors,
+    parse_bytes,
+    progress,
+    tell,
+)
+
+if TYPE_CHECKING:
+    from attar.compression.allocate import Target
+    from attar.formats.scheme import Scheme
+
+
+RESUME = "the same command goes on after the last finished block; --restart begins anew"
+
+
+TargetBits = Annotated[
+    float | None,
+    typer.Option(
+        metavar="BITS", help="Choose the bits of each layer by what they do to the predictions: so many a weight."
+    ),
+]
+TargetSize = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="The same, for weight files of at most this size, such as 700MB.")
+]
+TargetKl = Annotated[
+    float | None, typer.Option(metavar="KL", help="The same: as small as this mean KL on calibration text allows.")
+]
+Ladder = Annotated[
+    str | None,
+    typer.Option(metavar="SCHEMES", help="What a target chooses among, such as w2g64,w3g128,w4g128,w8; default: the "
+                 "recipe's own with 2 to 8 bits."),
+]  # fmt: skip
+
+
+def parse_target(
+    bits: float | None, size: str | None, kl: float | None, ladder: str | None
+) -> tuple[Target | None, tuple[Scheme, ...] | None]:
+    """What the options say. Raises ValueError for two targets, or a ladder without one."""
+    from attar.compression.allocate import Target, parse_ladder
+
+    if bits is None and size is None and kl is None:
+        if ladder is not None:
+            raise ValueError("--ladder is what a target chooses among: give --target-bits, -size or -kl as well")
+        return None, None
+    target = Target(bits, None if size is None else parse_bytes(size), kl)
+    return target, None if ladder is None else parse_ladder(ladder)
+
+
+def compress(
+    source: Model,
+    output: Annotated[
+        str,
+        typer.Argument(
+            metavar="OUTPUT",
+            help="The folder to write, or a file OUT.gguf. It is absent or complete, never half-written.",
+        ),
+    ],
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="method[+method]-scheme, such as gptq-w4g128, the default; for OUT.gguf a type or mix, such as q4_k_m "
+            "(the default), iq4_xs or f16; or a YAML file with overrides."
+        ),
+    ] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(help="The output matrix: bf16 (as it is), int8, int4, or a scheme; default: the recipe's, kept."),
+    ] = None,
+    target_bits: TargetBits = None,
+    target_size: TargetSize = None,
+    target_kl: TargetKl = None,
+    ladder: Ladder = None,
+    calib: Annotated[
+        str | None,
+        typer.Option(
+            help="Calibration text (.txt, .jsonl), or `self`: sampled from the model; rtn and GGUF mixes need none, "
+            "but the latter weigh errors by it."
+        ),
+    ] = None,
+    imatrix: Annotated[
+        Path | None,
+        typer.Option(help="Of OUT.gguf: importances to weigh errors by, from `attar imatrix` or llama.cpp's."),
+    ] = None,
+    evaluation: Annotated[
+        Path | None, typer.Option("--eval", help="Held-out text: measure the cost on it and write it into the receipt.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Calibration sequences.")] = 128,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of each calibration sequence.")] = 512,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of everything drawn at random.")] = 0,
+    calib_memory: Annotated[
+        str, typer.Option(help="Calibration activations held in memory at most; more is read from disk.")
+    ] = "2GiB",
+    max_shard: Annotated[str, typer.Option(help="Size at which the output is split into another file.")] = "5GB",
+    eval_tokens: Annotated[int | None, typer.Option(min=2, help="Use at most this many tokens of --eval.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output folder where it exists.")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Discard what a killed run left, do not resume it.")
+    ] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compress a checkpoint, and say what that cost.
+
+    A folder loads in whatever reads compressed-tensors, or bitsandbytes for its schemes; its model card says who
+    does. A file OUT.gguf loads in whatever reads GGUF. A run that was stopped resumes: give the same command again.
+    """
+    with errors(as_json, after_interrupt=RESUME), progress(quiet) as bar:
+        from attar.compression.pipeline import compress as run
+        from attar.compression.pipeline import default_recipe
+        from attar.compression.recipe import KEEP
+        from attar.evaluation.table import Row, cost_table
+
+        target, rungs = parse_target(target_bits, target_size, target_kl, ladder)
+        done = run(
+            source, output, recipe=recipe or default_recipe(output), head=head, target=target, ladder=rungs,
+            calibration=calib, imatrix=imatrix, evaluation=evaluation, samples=samples, length=length, seed=seed,
+            calib_memory=parse_bytes(calib_memory), max_shard_bytes=parse_bytes(max_shard), eval_tokens=eval_tokens,
+            overwrite=overwrite, resume=not restart, progress=bar,
+        )  # fmt: skip
+        bar.close()
+        name = done.recipe if done.head in (KEEP, done.recipe) else f"{done.recipe}, head {done.head}"
+        original = {"ppl": (done.cost or {}).get("ppl_base")}
+        print(cost_table([
+            Row("original", done.source_bytes, None, original),
+            Row(name, done.bytes, done.bits_per_weight, done.cost),
+        ]))  # fmt: skip
+        share = done.bytes / done.source_bytes
+        print(f"{done.path}: {done.bytes:,} bytes, {share:.1%} of the original's, in {done.seconds:.1f} s")
+        for sentence in done.notes:
+            tell(sentence)
+        emit(as_json, done.to_dict())
+
+
+def finetune(
+    model: Model,
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="The adapter's folder, as PEFT reads it.")],
+    text: Annotated[Path, typer.Option(help="What to learn: a text (.txt, .jsonl).")],
+    samples: Annotated[int, typer.Option(min=1, help="Sequences taken from the text.")] = 1024,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of each sequence.")] = 512,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of each adapter.")] = 16,
+    alpha: Annotated[float, typer.Option(help="The adapter counts alpha / rank times.")] = 32.0,
+    targets: Annotated[str, typer.Option(help="Patterns of the linears that get one, with commas between.")] = "*",
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the text.")] = 1,
+    rate: Annotated[float, typer.Option(help="Adam's learning rate.")] = 2e-4,
+    batch: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 2048,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between two saves, from which a run resumes.")] = 25,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of everything drawn at random.")] = 0,
+    memory: Annotated[str | None, typer.Option(help="Memory to use at most; by default, the machine's.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output where it exists.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Do not resume an interrupted run.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a low-rank adapter (LoRA, QLoRA).
+
+    The model stays as it is, compressed or not. A run that was interrupted resumes where it was last saved.
+    """
+    with errors(as_json, "the same command resumes the run"), progress(quiet) as bar:
+        from attar.checkpoints import hub
+        from attar.compression.finetune import FineTuning, read_ids
+        from attar.compression.finetune import finetune as run
+
+        path = hub.resolve(model)
+        options = FineTuning(rank, alpha, tuple(targets.split(",")), epochs, rate, batch, save_every, seed)
+        made = run(
+            path, output, read_ids(path, text, samples, length), options, overwrite=overwrite, resume=not restart,
+            memory=None if memory is None else parse_bytes(memory), progress=bar,
+        )  # fmt: skip
+        bar.close()
+        print(f"{made.path}: {made.numbers:,} numbers, {len(made.losses)} steps")
+        print(f"loss of the first step {made.losses[0]:.4f}, of the last {made.losses[-1]:.4f}")
+        emit(as_json, made.to_dict())
+
+
+def merge(
+    model: Model,
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="A PEFT adapter's folder.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="The model's folder to write.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output where it exists.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a model with an adapter merged into it.
+
+    The model must not be compressed: a grid has no place for small changes. What reads adapters can add one to it.
+    """
+    with errors(as_json):
+        from attar.checkpoints import hub, lora
+
+        found = lora.merge(hub.resolve(model), adapter, output, overwrite=overwrite)
+        print(f"{output}: {len(found.adapters)} linears changed")
+        emit(as_json, {"path": str(output), "adapter": str(adapter), "linears": sorted(found.adapters)})

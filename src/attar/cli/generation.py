@@ -1,0 +1,149 @@
+"""Commands that run a model in this process: `generate`, `chat`, `bench`."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from typing import Annotated
+
+import typer
+
+from attar.cli.options import MODEL, Activations, ComputeDtype, Dtype, Json, Kv, Model, NoVerify, Quiet, Rounding
+from attar.cli.terminal import NO_RECEIPT, emit, errors, print_pieces, progress, read_stdin, tell
+
+
+def generate(
+    model: Model,
+    prompt: Annotated[
+        str | None, typer.Option(help="The text to continue; default: stdin, less its last line break.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw among the k likeliest; 0: all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw among the likeliest that hold this much probability; in (0, 1].")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Drop tokens below this fraction of the likeliest one's probability; in [0, 1].")
+    ] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens seen before become less likely.")] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Subtracted from the logit of each token generated before.")
+    ] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same, once for each time it was generated.")] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option(help="End at this text, which is not printed. Repeatable.")] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on past the tokens that end a text, to --max-tokens.")
+    ] = False,
+    seed: Annotated[int | None, typer.Option(min=0, help="Makes a drawn text repeatable.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(min=0, help="Also report the log-probabilities of the k likeliest.")
+    ] = None,
+    dtype: ComputeDtype = Dtype.float32,
+    activations: Activations = Rounding.int8g128,
+    no_verify: NoVerify = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Continue a prompt.
+
+    The text streams to stdout as it is made. Options are as given here: of the model's generation_config.json only the
+    tokens that end a text are taken, never a temperature or filter.
+    """
+    with errors(as_json), progress(quiet) as bar:
+        from attar.engine.llm import LLM
+        from attar.engine.request import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty, stop=tuple(stop or ()), ignore_eos=ignore_eos, seed=seed,
+            logprobs=logprobs,
+        )  # fmt: skip
+        if prompt is None:
+            prompt = read_stdin()
+        llm = LLM(model, dtype=dtype.value, activations=activations.value, verify=not no_verify, progress=bar)
+        bar.close()
+        if llm.receipt is None:
+            tell(NO_RECEIPT)
+        done = print_pieces(llm.stream(prompt, params))
+        emit(as_json, done.to_dict())
+
+
+def chat(
+    model: Model,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one answer at most.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.7,
+    top_p: Annotated[
+        float, typer.Option(help="Draw among the likeliest that hold this much probability; in (0, 1].")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Makes a drawn answer repeatable.")] = None,
+    dtype: ComputeDtype = Dtype.float32,
+    activations: Activations = Rounding.int8g128,
+    no_verify: NoVerify = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Talk to a model through its own chat template.
+
+    One line is one turn; an empty line or Ctrl-D ends. With stdin piped, each of its lines is a turn.
+    """
+    with errors(as_json), progress(quiet) as bar:
+        from attar.engine.llm import LLM
+        from attar.engine.request import SamplingParams
+
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+        llm = LLM(model, dtype=dtype.value, activations=activations.value, verify=not no_verify, progress=bar)
+        bar.close()
+        if llm.receipt is None:
+            tell(NO_RECEIPT)
+        llm.tokenizer.chat_template()  # a model that cannot chat says so before the first turn
+        if sys.stdin.isatty():
+            with suppress(ImportError):
+                import readline  # noqa: F401 - arrow keys and history in input()
+        messages = [{"role": "system", "content": system}] if system else []
+        while True:
+            try:
+                said = input("you> " if sys.stdin.isatty() else "")
+            except EOFError:
+                said = ""
+            if not said.strip():
+                break
+            messages.append({"role": "user", "content": said})
+            answer = print_pieces(llm.stream_chat(messages, params))
+            messages.append({"role": "assistant", "content": answer.text})
+        emit(as_json, {"messages": messages})
+
+
+def bench(
+    source: Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL)] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Instead of a model, random weights in the shape of one, such as llama-3.2-1b.")
+    ] = None,
+    scheme: Annotated[str, typer.Option(help="Of a shape: w4g128, w8a8, ... or bf16.")] = "w4g128",
+    head: Annotated[str, typer.Option(help="Of a shape: its output matrix in bf16, int8 or int4.")] = "int8",
+    prompt: Annotated[int, typer.Option(min=16, help="Tokens of each prompt.")] = 512,
+    gen: Annotated[int, typer.Option(min=2, help="Decode steps.")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that decode together.")] = 1,
+    activations: Activations = Rounding.int8g128,
+    kv: Kv = None,
+    as_json: Json = False,
+) -> None:
+    """Measure speed, beside what this machine can do."""
+    with errors(as_json):
+        from attar.checkpoints import hub
+        from attar.engine import speed
+
+        if (source is None) == (shape is None):
+            raise ValueError("name a model or a --shape, one of the two")
+        load = speed.Load(prompt, gen, batch)
+        if shape is not None:
+            name = shape
+            report = speed.run(lambda store: speed.build(name, scheme, head, store), load, activations.value, kv)
+            report |= {"shape": shape, "scheme": scheme, "head": "bf16" if scheme == "bf16" else head}
+        else:
+            path = hub.resolve(str(source))
+            report = speed.run(lambda store: speed.load(path, store), load, activations.value, kv)
+        print(speed.to_text(report))
+        emit(as_json, report)

@@ -1,0 +1,197 @@
+"""What every command owes whoever reads it: a person at a terminal, a pipe, or a script.
+
+Results go to stdout, everything else to stderr. With `--json` the last line of stdout is one JSON object: after a
+mistake, {"error": sentence}. Exit status 0 is success, 1 a check that failed, 2 bad usage or input, 130 Ctrl-C, 141 a
+reader of stdout that has left (as other tools under `| head`). What a user can mend is one sentence; whatever else goes
+wrong is a bug, and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
+
+import typer
+from typer.core import TyperGroup
+
+CHECK_FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
+NO_RECEIPT = "no receipt: nothing says what this checkpoint should compute, so no probe is replayed"
+
+Result = TypeVar("Result")
+
+USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # UsageError, of whichever click this typer is built on
+
+
+class Commands(TyperGroup):
+    """The table of subcommands; a command line with --json that cannot be understood leaves a JSON object as well."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta["json"] = "--json" in args
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except USAGE_ERROR as error:
+            emit(ctx.meta["json"], {"error": error.format_message()})
+            raise
+
+
+def emit(as_json: bool, value: dict[str, Any]) -> None:
+    """The JSON object, in ASCII, so that neither the locale nor an exotic line separator can break it."""
+    if as_json:
+        print(json.dumps(value, allow_nan=False), flush=True)
+
+
+def print_pieces(stream: Generator[str, None, Result]) -> Result:
+    """Print a text as it is made, and a line break behind it; returns what the generator does."""
+    try:
+        while True:
+            print(next(stream), end="", flush=True)
+    except StopIteration as end:
+        result: Result = end.value
+        return result
+    finally:
+        print()
+
+
+def read_stdin() -> str:
+    """A prompt from stdin, less one line break at its end, which shells add."""
+    if sys.stdin.isatty():
+        tell("reading the prompt from stdin; Ctrl-D ends it")
+    try:
+        text = sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"stdin is not UTF-8 text: byte {error.start} does not decode") from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def parse_bytes(text: str) -> int:
+    """A size such as 512MiB, 5GB or 1e9 in bytes. Raises ValueError naming the units."""
+    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    number = text.rstrip("BbKkMmGgIi ")
+    unit = text[len(number) :].strip().upper()
+    try:
+        size = float(number) * units[unit]
+    except (ValueError, KeyError):
+        raise ValueError(f"{text!r} is not a size: write it like 512MiB, 2GiB or 5GB") from None
+    if not 0 <= size < 2**63:
+        raise ValueError(f"{text!r} is not a size a machine could have")
+    return int(size)
+
+
+@contextmanager
+def errors(as_json: bool, after_interrupt: str | None = None) -> Iterator[None]:
+    """Turn what a user can mend into one sentence on stderr, {"error": sentence} if JSON is wanted, and an exit status.
+
+    `after_interrupt` says what a user can do after Ctrl-C, where there is something.
+    """
+
+    def end(sentence: str, status: int) -> NoReturn:
+        emit(as_json, {"error": sentence})
+        fail(sentence, status)
+
+    try:
+        yield
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        end("interrupted" + (f": {after_interrupt}" if after_interrupt else ""), INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+        raise typer.Exit(PIPE_CLOSED) from None
+    except (ValueError, OSError) as error:
+        from attar.checkpoints.safetensors import VerificationError
+
+        end(_sentence(error), CHECK_FAILED if isinstance(error, VerificationError) else BAD_INPUT)
+    except (MemoryError, RuntimeError) as error:
+        # torch has no class of its own for running out of memory on a CPU.
+        if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        end("out of memory: close other programs, or take a smaller model, batch or --calib-memory", BAD_INPUT)
+
+
+def _sentence(error: ValueError | OSError) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror.lower()}" if error.filename is not None else error.strerror.lower()
+    return " ".join(str(error).split("\n"))
+
+
+def tell(sentence: str) -> None:
+    print(f"attar: {sentence}", file=sys.stderr)
+
+
+def fail(sentence: str, status: int) -> NoReturn:
+    sys.stdout.flush()  # in the order in which they were said
+    tell(sentence)
+    raise typer.Exit(status)
+
+
+class Progress:
+    """Named stages and the time left, on stderr: bars on a terminal, elsewhere a line every half minute."""
+
+    LINE_SECONDS = 30.0
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self._bars: Any = None
+        self._tasks: dict[str, Any] = {}
+        self._stage = ""
+        self._start = (0.0, 0)  # of the stage: time, and what was done by then
+        self._told = time.monotonic()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if self._quiet:
+            return
+        if sys.stderr.isatty():
+            self._draw(stage, done, total)
+        else:
+            self._log(stage, done, total)
+
+    def _draw(self, stage: str, done: int, total: int) -> None:
+        if self._bars is None:
+            from rich import progress
+            from rich.console import Console
+
+            self._bars = progress.Progress(
+                progress.TextColumn("{task.description:<14}"), progress.BarColumn(), progress.TaskProgressColumn(),
+                progress.TimeElapsedColumn(), progress.TextColumn("left"), progress.TimeRemainingColumn(),
+                console=Console(stderr=True), transient=True, redirect_stdout=False,
+                speed_estimate_period=1e9,  # a block may take minutes: the speed is that of the whole stage
+            )  # fmt: skip
+            self._bars.start()
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bars.add_task(stage, total=total)
+        task = self._tasks[stage]
+        if done < self._bars.tasks[task].completed:
+            self._bars.reset(task, total=total)  # the stage begins again, for another model
+        self._bars.update(task, completed=done, total=total)
+
+    def _log(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if stage != self._stage or done < self._start[1]:
+            self._stage, self._start = stage, (now, done)
+        if now - self._told < self.LINE_SECONDS:
+            return
+        self._told = now
+        since, before = self._start
+        left = f", {(now - since) / (done - before) * (total - done):.0f} s left" if done > before else ""
+        print(f"{stage}: {done} of {total}{left}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars, self._tasks = None, {}
+
+
+@contextmanager
+def progress(quiet: bool) -> Iterator[Progress]:
+    bar = Progress(quiet)
+    try:
+        yield bar
+    finally:
+        bar.close()

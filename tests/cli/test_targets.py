@@ -1,0 +1,42 @@
+"""The options of `compress` that choose bits by layer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from attar.cli import app
+from attar.cli.compression import parse_target
+
+
+def test_a_target_on_the_command_line(tiny: Path, tmp_path: Path) -> None:
+    command = ["compress", str(tiny), str(tmp_path / "out"), "--recipe", "rtn-w4g64", "--ladder", "w2g32, w4g64"]
+    command += ["--calib", "self", "--samples", "3", "--length", "16", "--json", "-q"]
+    done = CliRunner().invoke(app, [*command, "--target-bits", "3.5"])
+    assert done.exit_code == 0, done.output
+    value = json.loads(done.stdout.splitlines()[-1])
+    assert 3 < value["bits_per_weight"] <= 3.5
+    assert {layer["scheme"] for layer in value["layers"]} == {"w2g32", "w4g64"}
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 2
+    assert "--ladder is what a target chooses among" in json.loads(refused.stdout.splitlines()[-1])["error"]
+
+
+def test_what_the_options_say() -> None:
+    assert parse_target(None, None, None, None) == (None, None)
+    target, ladder = parse_target(None, "1.5MB", None, "w2g64,w4")
+    assert target is not None
+    assert target.to_dict() == {"size": 1_500_000}
+    assert ladder is not None
+    assert [scheme.name for scheme in ladder] == ["w2g64", "w4"]
+    for wrong in (
+        (3.0, "1MB", None, None),
+        (None, None, 0.0, None),
+        (None, "much", None, None),
+        (3.0, None, None, "w9"),
+    ):
+        with pytest.raises(ValueError):
+            parse_target(*wrong)

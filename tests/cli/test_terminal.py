@@ -1,0 +1,71 @@
+"""What every command shares: sizes as users write them, and progress that leaves stdout alone."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Generator
+
+import pytest
+
+from attar.cli.terminal import Progress, parse_bytes, print_pieces
+
+
+@pytest.mark.parametrize(
+    "text, size", [("0", 0), ("1e3", 1000), ("5GB", 5 * 10**9), ("2 GiB", 2 << 30), ("512mib", 512 << 20), ("7b", 7)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "1 TB", "-1", "nan", "inf", "1e30"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="size"):
+        parse_bytes(text)
+
+
+def test_progress_off_a_terminal_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = Progress(quiet=False)
+    bar("blocks", 1, 4)
+    assert capsys.readouterr().err == "", "too early to tell"
+    bar.LINE_SECONDS = 0
+    bar("blocks", 3, 4)
+    assert capsys.readouterr().err == "blocks: 3 of 4, 0 s left\n"
+    bar("evaluating", 10, 20)
+    assert capsys.readouterr().err == "evaluating: 10 of 20\n", "no speed is known yet"
+    quiet = Progress(quiet=True)
+    quiet.LINE_SECONDS = 0
+    quiet("blocks", 1, 4)
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_on_a_terminal_leaves_stdout_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    stdout = sys.stdout
+    bar = Progress(quiet=False)
+    bar("blocks", 2, 4)
+    assert sys.stdout is stdout
+    bar("blocks", 4, 4)
+    bar("blocks", 1, 4)  # the next model
+    bar.close()
+    assert "blocks" in screen.getvalue()
+    assert "left" in screen.getvalue()
+
+
+def test_a_text_that_breaks_off_still_ends_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """So that the JSON of the error has a line of its own."""
+
+    def pieces() -> Generator[str, None, int]:
+        yield "so "
+        yield "far"
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        print_pieces(pieces())
+    assert capsys.readouterr().out == "so far\n"
