@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from attar import demo
-from attar.cli import app
+from attar.cli.main import app
 from attar.compression.calibrate import Amount
 from attar.engine.request import SamplingParams
 

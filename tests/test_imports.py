@@ -83,7 +83,7 @@ def test_import_attar_is_quick_and_loads_nothing_heavy() -> None:
             "attar.plan.fit",
         ),
         *("attar.engine.request", "attar.engine.scheduler", "attar.engine.settings", "attar.server.supervisor"),
-        *("attar.cli", "attar.load.sweep"),
+        *("attar.cli.main", "attar.load.sweep"),
     ],
 )
 def test_the_torch_free_island_stays_so_when_run(module: str) -> None:

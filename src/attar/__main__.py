@@ -1,3 +1,3 @@
-from attar.cli import app
+from attar.cli.main import app
 
 app()

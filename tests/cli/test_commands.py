@@ -19,7 +19,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from attar.cli import app
+from attar.cli.main import app
 from attar.cli.terminal import BAD_INPUT, CHECK_FAILED, INTERRUPTED, PIPE_CLOSED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -499,7 +499,7 @@ def process(*args: str, env: dict[str, str] | None = None) -> subprocess.Complet
 
 def test_help_and_version_load_no_torch() -> None:
     code = (
-        "import sys\nfrom attar.cli import app\n"
+        "import sys\nfrom attar.cli.main import app\n"
         "for args in ['--help'], ['--version'], ['compress', '--help']:\n"
         "    app(args, standalone_mode=False)\n"
         "sys.exit(bool({'torch', 'numpy', 'rich', 'huggingface_hub', 'attar._native'} & set(sys.modules)))"

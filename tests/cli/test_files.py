@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from attar.cli import app
+from attar.cli.main import app
 from attar.cli.terminal import BAD_INPUT
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 12

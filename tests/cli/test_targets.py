@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from attar.cli import app
 from attar.cli.compression import parse_target
+from attar.cli.main import app
 
 
 def test_a_target_on_the_command_line(tiny: Path, tmp_path: Path) -> None:

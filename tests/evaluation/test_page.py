@@ -15,7 +15,7 @@ from outliers import inject
 from typer.testing import CliRunner
 
 from attar.checkpoints.safetensors import CheckpointError
-from attar.cli import app
+from attar.cli.main import app
 from attar.compression.allocate import Target, parse_ladder
 from attar.compression.pipeline import compress
 from attar.evaluation import page

@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from attar.cli import app
+from attar.cli.main import app
 from attar.evaluation import tasks
 from attar.evaluation.tasks import Encoded, Item, Score, encode, evaluate_task, lambada, parse_task, score
 from attar.model.decoder import Decoder

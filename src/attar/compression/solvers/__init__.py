@@ -1,1 +1,0 @@
-"""The methods of compression: each a statistic and a solve, on tensors alone."""
