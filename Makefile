@@ -10,7 +10,7 @@ INSTALL := $(PIP) install --quiet --constraint constraints-cpu.txt
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints-cpu.txt src/attar/version.py $(wildcard src/attar/csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint soak soak-api sanitize neon test-triton gpu-check bench-compressors bench-quality bench-peers \
+.PHONY: help demo test lint soak soak-api soak-faults sanitize neon test-triton gpu-check bench-compressors bench-quality bench-peers \
   bench-serving bench-lm-eval clean
 
 help:
@@ -20,6 +20,8 @@ help:
 	@echo "make soak    the scheduler's simulation with 20,000 seeds"
 	@echo "make soak-api"
 	@echo "             the server against its OpenAPI document, 2,000 examples an operation"
+	@echo "make soak-faults"
+	@echo "             every fault point raises a hundred times, at as many moments"
 	@echo "make sanitize"
 	@echo "             the kernels' tests on an extension built with AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make neon    the kernels built for 64-bit Arm and run under emulation, where Debian's packages for it are there"
@@ -67,6 +69,10 @@ soak: $(VENV)/.installed-dev
 # Every phase of schemathesis; a quarter of an hour.
 soak-api: $(VENV)/.installed-dev .venv-clients/.installed
 	@ATTAR_OPENAPI_EXAMPLES=2000 $(BIN)/python -m pytest -p no:xdist -q tests/server/test_openapi.py
+
+# An hour. What a point does not reach is a failed test, so that none goes without.
+soak-faults: $(VENV)/.installed-dev .venv-clients/.installed
+	@ATTAR_FAULT_MOMENTS=100 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q tests/engine/test_faults.py tests/server/test_faults.py
 
 sanitize: $(VENV)/.installed-dev
 	@tools/sanitize.sh

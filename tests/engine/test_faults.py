@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,8 @@ CONTEXT = 320
 BLOCKS = 9  # so few that requests have to give way to each other
 LIMITS = Limits(max_step_tokens=48, headroom=0.0)
 LATE = 10**9  # hits, which never come
+MOMENTS = int(os.environ.get("ATTAR_FAULT_MOMENTS", "3"))
+"""At how many moments of a scene each point raises; `make soak-faults` asks for a hundred."""
 
 BEGINNING = tuple(i * 13 % 97 for i in range(150))  # of the victim's prompt and a canary's
 EVERYTHING = SamplingParams(
@@ -59,6 +62,7 @@ CASES: dict[str, Submit | Embed | None] = {
     "scheduler.grow": VICTIM,
     "scheduler.preempt": LAST,
     "runner.copy": VICTIM,
+    "runner.memory": VICTIM,
     "runner.table": VICTIM,
     "runner.rows": VICTIM,
     "runner.replay": VICTIM,
@@ -84,8 +88,8 @@ CASES: dict[str, Submit | Embed | None] = {
 IN_THE_PROCESS = "events.encode"  # the last on an event's way out of the engine's process
 
 HEALED = [
-    "runner.copy", "runner.table", "runner.rows", "runner.replay", "engine.prompt_logprobs", "engine.pool",
-    "sampler.penalties", "sampler.uniform", "sampler.draw",
+    "runner.copy", "runner.memory", "runner.table", "runner.rows", "runner.replay", "engine.prompt_logprobs",
+    "engine.pool", "sampler.penalties", "sampler.uniform", "sampler.draw",
 ]  # fmt: skip
 """Passed for a whole batch: where they raise once, nobody fails."""
 
@@ -202,11 +206,14 @@ def of(found: Answers, id: str) -> Answers:
     return {key: answer for key, answer in found.items() if key[0] == id}
 
 
-@pytest.mark.parametrize(
-    "point, when",
+def moments(point: str) -> list[float]:
+    """When it raises, from 0 for its first hit to 1 for its last."""
     # A late row of a table comes of somebody else's prompt in the step: apart from that, the victim's is a replay.
-    [(point, when) for point in CASES for when in (0.0, 0.4, 1.0) if when < 1 or point not in IN_COMPANY],
-)
+    last = 0.4 if point in IN_COMPANY else 1.0
+    return [last * moment / (MOMENTS - 1) for moment in range(MOMENTS)]
+
+
+@pytest.mark.parametrize("point, when", [(point, when) for point in CASES for when in moments(point)])
 def test_one_request_fails_and_no_other_notices(
     make: Callable[..., Made], alone: Alone, point: str, when: float
 ) -> None:
@@ -318,16 +325,19 @@ def test_a_failure_while_a_request_is_ended_from_outside(
     made.ends()
 
 
-def test_what_cannot_be_encoded_ends_its_request_and_the_engine_forgets_it(tmp_path: Path, decoder: Decoder) -> None:
+@pytest.mark.parametrize("after", range(4, 4 + max(1, MOMENTS - 2)))
+def test_what_cannot_be_encoded_ends_its_request_and_the_engine_forgets_it(
+    tmp_path: Path, decoder: Decoder, after: int
+) -> None:
     running = Running(tmp_path / "engine", decoder)
     try:
         client = Client(running.path)
         client.send(Submit("canary", (1, 2, 3), replace(GREEDY, max_tokens=40)))
         expected = answers(client.until(Finished))
-        fault = Fault(IN_THE_PROCESS, after=4, times=0, key="victim")
+        fault = Fault(IN_THE_PROCESS, after=after, times=0, key="victim")
         faults.arm(fault)
         client.send(
-            Submit("victim", (5, 6, 7), replace(GREEDY, max_tokens=100)),
+            Submit("victim", (5, 6, 7), replace(GREEDY, max_tokens=200)),
             Submit("canary", (1, 2, 3), replace(GREEDY, max_tokens=40)),
         )
         events = client.until(Finished)
@@ -339,7 +349,7 @@ def test_what_cannot_be_encoded_ends_its_request_and_the_engine_forgets_it(tmp_p
         said = [event for event in events if getattr(event, "id", "") == "victim"]
         assert [event.code for event in said if isinstance(event, Failed)] == ["internal"]
         assert isinstance(said[-1], Failed)
-        assert 1 < len(said) < 100
+        assert 1 < len(said) < 200
         assert running.engine.idle
         assert running.engine.pool.active == 0
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import secrets
 import socket
 from collections.abc import Callable, Iterator
@@ -27,6 +28,8 @@ PLAIN: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 12, "seed":
 TALK: dict[str, Any] = {"messages": USER, "max_tokens": 12, "temperature": 0}
 CANARY = PLAIN | {"prompt": "canary", "max_tokens": 80}
 LATE = 10**9  # hits, which never come
+TIMES = int(os.environ.get("ATTAR_FAULT_MOMENTS", "1"))
+"""How often each point raises; `make soak-faults` asks for a hundred."""
 
 BOTH, WHOLE, STREAM = (False, True), (False,), (True,)
 
@@ -145,7 +148,7 @@ def test_one_request_fails_and_its_neighbours_read_on(
     dry = Fault(point, after=LATE, key=key)
     ask(dry)
     assert dry.hits > 0, "the point was never reached"
-    for after in {0, dry.hits // 2, dry.hits - 1} if point in ON_TIME else {0}:
+    for after in (0, dry.hits // 2, dry.hits - 1) * TIMES if point in ON_TIME else (0,) * TIMES:
         with begun(faulty) as canary:
             fault = Fault(point, after=after, key=key)
             ended_with_an_error(ask(fault), case.path, stream)
