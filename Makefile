@@ -10,7 +10,7 @@ INSTALL := $(PIP) install --quiet --constraint constraints-cpu.txt
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints-cpu.txt src/attar/version.py $(wildcard src/attar/csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint soak soak-api soak-faults sanitize neon test-triton gpu-check bench-compressors bench-quality bench-peers \
+.PHONY: help demo test lint soak soak-api soak-faults sanitize neon test-triton gpu-check bench-compressors bench-quality bench-hostile bench-peers \
   bench-serving bench-lm-eval clean
 
 help:
@@ -32,7 +32,10 @@ help:
 	@echo "make bench-compressors"
 	@echo "             KL beside llm-compressor's, set up in .venv-peers (or PEERS=<an environment that has it>)"
 	@echo "make bench-quality"
-	@echo "             KL at equal bits beside AWQ, GPTQ, auto-round, SmoothQuant and SparseGPT, in the same environment"
+	@echo "             KL at equal bits beside AWQ, GPTQ, auto-round, SmoothQuant and SparseGPT, in the same environment;"
+	@echo "             then of KV caches"
+	@echo "make bench-hostile"
+	@echo "             20,000 damaged model files: refused, or read right"
 	@echo "make bench-peers"
 	@echo "             speed beside llama.cpp's and OpenVINO's, set up in .venv-llamacpp and .venv-openvino"
 	@echo "             (or LLAMACPP=, OPENVINO=<environments that have them>); options go in BENCH="
@@ -104,6 +107,10 @@ bench-compressors: $(VENV)/.installed $(if $(PEERS),,.venv-peers/.installed)
 
 bench-quality: $(VENV)/.installed $(if $(PEERS),,.venv-peers/.installed)
 	@$(BIN)/python bench/lanes.py --peers $(or $(PEERS),.venv-peers)/bin/python $(BENCH)
+	@$(BIN)/python bench/kv.py
+
+bench-hostile: $(VENV)/.installed-dev
+	@$(BIN)/python bench/hostile.py $(BENCH)
 
 .venv-peers/.installed: bench/peers/requirements.txt | $(BIN)/python
 	@echo "setting up .venv-peers: some minutes the first time"

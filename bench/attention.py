@@ -6,6 +6,9 @@ Both limits are loops compiled here and run in the same rounds, alternating with
 are medians, and a fraction is the median of the rounds' own fractions. The peak is a loop on registers alone. The
 bandwidth is that of reading the very pages of the cache, in order. `torch` is its attention on contiguous keys
 and values of the same numbers. Causal prefill counts the multiply-adds of the lower triangle.
+
+The last table is about caches of fewer bits: decode over a long cache, and the writing of a prompt, each beside int8's
+in the same rounds.
 """
 
 from __future__ import annotations
@@ -26,13 +29,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attar import machine
-from attar.formats.kv import scheme
+from attar.formats.kv import BUCKET, UNIT, KvScheme, divide, scheme
 from attar.kernels.native import attention, extension
 from attar.kernels.operands import AttentionForm
-from attar.kernels.pages import Pages, Placement
+from attar.kernels.pages import Bases, Pages, Placement
+from attar.kernels.planes import Basis
 
 SHAPES = {"llama-3.2-1b": (32, 8, 64), "qwen2.5-0.5b": (14, 2, 64), "llama-3.1-8b": (32, 8, 128)}
 BLOCK = 64
+NARROW = ("int8", "int4", "klt4", "klt2")
 
 LIMITS = r"""
 #include <cstdint>
@@ -184,6 +189,86 @@ def decode(name: str, length: int, batch: int, dtype: torch.dtype, lib: ctypes.C
             "limit_gb_s": limit / 1e9, "fraction": fraction, "us": each * 1e6, "torch_us": sdpa * 1e6}  # fmt: skip
 
 
+def basis(kind: KvScheme, kv_heads: int, size: int) -> Basis:
+    """Axes at random, with bits as uneven as a trained model's: variances a thousandfold apart."""
+    axes = torch.linalg.qr(torch.randn(kv_heads, size, size))[0]
+    variances = torch.logspace(0, -3, size)
+    bits = divide(variances.view(-1, BUCKET).mean(1).tolist(), kind.units(size))
+    factor = variances.sqrt() / UNIT
+    back = (factor[:, None] * axes.transpose(1, 2)).contiguous()
+    weights = factor.square().expand(kv_heads, -1).contiguous()
+    return Basis((axes / factor).contiguous(), back, torch.zeros(kv_heads, size), weights, (tuple(bits),) * kv_heads)
+
+
+def narrow(name: str, length: int, prompt: int, rounds: int) -> list[dict[str, object]]:
+    """Decode over `length` tokens, and a prompt's writing, of each scheme in turn."""
+    heads, kv_heads, size = SHAPES[name]
+    form = AttentionForm(heads, kv_heads, size, size**-0.5)
+    width = -(-length // BLOCK)
+    q, out = torch.randn(1, heads, size), torch.empty(1, heads * size)
+    rows = torch.randn(prompt, heads + 2 * kv_heads, size).split((heads, kv_heads, kv_heads), 1)
+    turned = torch.empty(prompt, heads, size)
+    decodes: dict[str, Callable[[], object]] = {}
+    writes: dict[str, Callable[[], object]] = {}
+    takes = {}
+    for each in NARROW:
+        kind = scheme(each)
+        bases = Bases(basis(kind, kv_heads, size), basis(kind, kv_heads, size)) if kind.calibrated else None
+        takes[each] = kind.bits_per_value(size, BLOCK, length)
+        layers = max(1, 300_000_000 // (width * kind.bytes(kv_heads, size, BLOCK)))  # beyond the caches
+        made = [Pages.zeros(width, BLOCK, kv_heads, size, kind, tails=1, bases=bases) for _ in range(layers)]
+        for pages in made:
+            for part in (pages.keys, pages.values):
+                part.random_(-127, 128) if each == "int8" else part.random_(0, 256)
+            for scales in (pages.key_scales, pages.value_scales):
+                assert scales is not None
+                scales.fill_(0.02)
+        table = torch.randperm(width, generator=torch.Generator().manual_seed(0)).int()[None]
+        tails = torch.zeros(1, dtype=torch.int64) if kind.recent else None
+        place = Placement(
+            torch.tensor([0, 1]).int(), torch.tensor([length]).int(), table, torch.tensor([length - 1]).int(),
+            torch.zeros(0, dtype=torch.int64), tails=tails,
+        )  # fmt: skip
+
+        def decode(made: list[Pages] = made, place: Placement = place) -> None:
+            for pages in made:
+                attention.paged_attention(q, pages, place, form, out=out)
+
+        def write(pages: Pages = made[0], table: Tensor = table, tails: Tensor | None = tails) -> None:
+            step = BLOCK if tails is not None else prompt
+            for first in range(0, prompt, step):
+                at = torch.arange(first, first + step)
+                slots = table[0, at // BLOCK].long() * BLOCK + at % BLOCK
+                where = Placement(
+                    torch.tensor([0, step]).int(), torch.tensor([first + step]).int(), table, at.int(), slots,
+                    tails=tails,
+                )  # fmt: skip
+                piece = (part[first : first + step] for part in rows)
+                attention.write_kv(*piece, pages, where, out=turned[first : first + step])
+
+        decodes[each], writes[each] = decode, write
+        decode()
+        write()
+    found: dict[str, list[tuple[float, float]]] = {each: [] for each in NARROW}
+    layers_of = {each: max(1, 300_000_000 // (width * scheme(each).bytes(kv_heads, size, BLOCK))) for each in NARROW}
+    for _ in range(rounds):
+        for each in NARROW:
+            found[each].append((seconds(decodes[each]) / layers_of[each], seconds(writes[each])))
+    results: list[dict[str, object]] = []
+    for each in NARROW:
+        decoding, writing = (statistics.median(column) for column in zip(*found[each], strict=True))
+        ratios = [
+            statistics.median(a[i] / b[i] for a, b in zip(found[each], found["int8"], strict=True)) for i in (0, 1)
+        ]
+        print(
+            f"{name:<14}{length:>7}{each:>10}{takes[each]:>10.3f}{decoding * 1e6:>12.0f}{ratios[0]:>10.2f}"
+            f"{writing * 1e6:>12.0f}{ratios[1]:>10.2f}"
+        )
+        results.append({"shape": name, "length": length, "kv": each, "bits": takes[each], "decode_us": decoding * 1e6,
+                        "decode_ratio": ratios[0], "write_us": writing * 1e6, "write_ratio": ratios[1]})  # fmt: skip
+    return results
+
+
 def memory(length: int) -> int:
     """Bytes by which a prefill of `length` raises the process's peak, above its inputs and its output."""
     form = AttentionForm(32, 8, 64, 0.125)
@@ -194,12 +279,24 @@ def memory(length: int) -> int:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
 
 
+def narrows(rounds: int) -> list[dict[str, object]]:
+    print(
+        f"\n{'few bits':<14}{'keys':>7}{'kv':>10}{'bits':>10}{'decode us':>12}{'to int8':>10}{'512 rows us':>12}"
+        f"{'to int8':>10}"
+    )
+    return [row for name in ("llama-3.2-1b", "llama-3.1-8b") for row in narrow(name, 8192, 512, rounds)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=machine.cores())
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only-narrow", action="store_true", help="the last table alone")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.only_narrow:
+        print(json.dumps({"threads": args.threads, "level": extension.cpu_level(), "narrow": narrows(args.rounds)}))
+        return
     lib, results = limits(), []
     lib.multiply_adds(1)
     grown = memory(8192)
@@ -215,7 +312,8 @@ def main() -> None:
     for name, batch in (("llama-3.2-1b", 1), ("qwen2.5-0.5b", 1), ("llama-3.1-8b", 1), ("llama-3.2-1b", 8)):
         for dtype in (torch.int8, torch.bfloat16, torch.float32):
             results.append(decode(name, 8192, batch, dtype, lib, args.rounds))
-    print(json.dumps({"threads": args.threads, "level": extension.cpu_level(), "grown": grown, "runs": results}))
+    found = {"threads": args.threads, "level": extension.cpu_level(), "grown": grown, "runs": results}
+    print(json.dumps({**found, "narrow": narrows(args.rounds)}))
 
 
 if __name__ == "__main__":

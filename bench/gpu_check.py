@@ -1,11 +1,13 @@
 """Is the GPU backend right on this card, and how near is it to what the card can do?
 
-    python bench/gpu_check.py OUT [--minutes 8] [--tune] [--skip-checks]
+    python bench/gpu_check.py OUT [--minutes 7] [--tune] [--skip-checks]
 
-First every kernel is compared with the reference (`gpu/checks.py`), then timed beside two roofs of the same run: the
-bandwidth of a copy and torch's best dense product. Everything is a ratio to one of them. Model weights are random, made
-on the card; nothing is downloaded. Results go to OUT/gpu_check.json as they come, so that a run that is cut short
-leaves what it had; what there was no time for is listed under `left_out`. The exit status is 1 where a check failed.
+First every kernel is compared with the reference (`gpu/checks.py`), and the engine's steps with themselves: replayed
+from CUDA graphs and launched one by one, on the card and on the CPU (`gpu/engine.py`). Then they are timed beside two
+roofs of the same run: the bandwidth of a copy and torch's best dense product. Everything is a ratio to one of them.
+Model weights are random, made on the card; nothing is downloaded. Results go to OUT/gpu_check.json as they come, so
+that a run that is cut short leaves what it had; what there was no time for is listed under `left_out`. At the end the
+ratios stand beside their targets. The exit status is 1 where a check failed, whatever the ratios are.
 
 `--tune` searches how products of a few rows are best cut into programs, for the shapes of Llama-3.1-8B, and writes
 OUT/tuned.json in the form that `attar/kernels/triton/tuned.json` has.
@@ -33,7 +35,7 @@ from typing import Any
 
 import torch
 import triton
-from gpu import checks, models, timing
+from gpu import checks, engine, models, timing
 from gpu.timing import DEVICE, HALF, copies, seconds
 
 from attar.formats.scheme import Scheme
@@ -59,6 +61,23 @@ CUTS = tuple(
     for stages in ((3,) if backend.interpreted() else (3, 5, 7))
 )
 Row = dict[str, Any]
+
+TARGETS: tuple[tuple[str, str, float, float], ...] = (
+    ("decode w4g128, batch 1,", "read", 0.75, 0.85),
+    ("decode bf16, batch 1,", "read", 0.75, 0.85),
+    ("w4g128 qkv, 1 rows", "read", 0.80, 0.90),
+    ("w4g128 gate and up, 1 rows", "read", 0.80, 0.90),
+    ("w4g128 down, 16 rows", "read", 0.80, 0.90),
+    ("fp8 gate and up, 4096 rows", "peak", 0.70, 0.85),
+    ("w8a8 gate and up, 4096 rows", "peak", 0.70, 0.85),
+    ("decode attention, 32 x 8192, bfloat16", "read", 0.80, 0.90),
+    ("decode attention, 32 x 8192, int8", "read", 0.80, 0.90),
+    ("prefill bf16 of 8192", "peak", 0.55, 0.70),
+    ("prefill fp8 of 8192", "peak", 0.55, 0.70),
+    ("decode fp8, batch 128,", "of_roof", 0.60, 0.75),
+    ("served fp8, batch 128,", "of_roof", 0.60, 0.75),
+)
+"""What a figure's name begins with, which of its ratios counts, the target and the stretch."""
 
 
 def products() -> dict[str, tuple[int, int]]:
@@ -103,7 +122,7 @@ def many_rows(roofs: Row) -> Iterator[Row]:
     for name, size in products().items():
         work = 2.0 * MANY_ROWS * size[0] * size[1]
         x = torch.randn(MANY_ROWS, size[1], device=DEVICE).to(HALF)
-        for scheme, kind in (("w4g128", "bf16"), ("w8a8", "int8"), ("fp8", "fp8")):
+        for scheme, kind in (("w4g128", "bf16"), ("w8a8", "int8"), ("fp8", "fp8"), ("fp8-block", "fp8")):
             laid = prepared(scheme, size)[:1]
             once = seconds([lambda one=laid[0], x=x: linear.linear(x, (one,))])  # type: ignore[misc]
             row = {"work": f"{scheme} {name}, {MANY_ROWS} rows", "us": once * 1e6, "peak": work / once / roofs[kind]}
@@ -128,7 +147,7 @@ def decode_attention(roofs: Row) -> Iterator[Row]:
     config = shape(MODEL)
     form = AttentionForm(config.heads, config.kv_heads, config.head_dim, config.head_dim**-0.5)
     for batch, length in CACHES:
-        for kv in (HALF, torch.int8):
+        for kv in (HALF, torch.int8, torch.float8_e4m3fn):
             pages, place = cached(batch, length, 1, form, kv)
             q = torch.randn(batch, form.heads, form.head_dim, device=DEVICE).to(HALF)
             sets = copies(pages.nbytes)
@@ -144,7 +163,12 @@ def cached(batch: int, length: int, rows: int, form: AttentionForm, kv: torch.dt
     width = -(-length // 64)
     pages = PlainPages.make(batch * width, 64, form.kv_heads, form.head_dim, kv, DEVICE)
     for part in (pages.keys, pages.values):
-        part.random_(-127, 128) if kv == torch.int8 else part.normal_()
+        if kv == torch.int8:
+            part.random_(-127, 128)
+        elif kv == torch.float8_e4m3fn:
+            part.view(torch.uint8).random_(0, 120)  # no NaN among them
+        else:
+            part.normal_()
     for scales in (pages.key_scales, pages.value_scales):
         if scales is not None:
             scales.fill_(0.01)
@@ -212,6 +236,41 @@ def again(step: Any) -> Any:
     return step
 
 
+def served(roofs: Row) -> Iterator[Row]:
+    """The same through the engine's own runner, tokens chosen and fetched."""
+    yield from engine.serving(MODEL, ("w4g128", "fp8"), BATCHES, LONG // 8, roofs)
+
+
+def memory(roofs: Row) -> Iterator[Row]:
+    """Where a server's memory would go."""
+    yield from engine.memory(MODEL, "w4g128")
+
+
+def compression(roofs: Row) -> Iterator[Row]:
+    """A block of the model, by the amount of calibration text that `attar compress` takes by default."""
+    if backend.interpreted():
+        return
+    yield from engine.block(MODEL, 128, 512, "gptq-w4g128")
+
+
+def targets(measured: list[Row]) -> list[Row]:
+    """Each target with what was found; without a figure where it was not measured."""
+    found = []
+    for name, ratio, target, stretch in TARGETS:
+        row = next((row for row in measured if row["work"].startswith(name)), {})
+        found.append(
+            {"work": name.rstrip(","), "ratio": ratio, "found": row.get(ratio), "target": target, "stretch": stretch}
+        )
+    times = {row["work"].split(",")[0]: row["us"] for row in measured if ", batch 1," in row["work"]}
+    reads = {row["work"].split(",")[0]: row.get("read_bytes") for row in measured if ", batch 1," in row["work"]}
+    if all(times.get(f"decode {scheme}") and reads.get(f"decode {scheme}") for scheme in ("bf16", "w4g128")):
+        faster = times["decode bf16"] / times["decode w4g128"] / (reads["decode bf16"] / reads["decode w4g128"])
+        found.append(
+            {"work": "w4g128 faster than bf16", "ratio": "of its bytes", "found": faster, "target": 0.9, "stretch": 1.0}
+        )
+    return found
+
+
 def tune(roofs: Row, out: Path) -> Iterator[Row]:
     """Every sensible way to cut the products of a few rows; the fastest go to OUT/tuned.json."""
     found: dict[str, list[Row]] = {}
@@ -246,7 +305,7 @@ def tune(roofs: Row, out: Path) -> Iterator[Row]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="folder for gpu_check.json")
-    parser.add_argument("--minutes", type=float, default=8.0, help="after which no further part is begun (default 8)")
+    parser.add_argument("--minutes", type=float, default=7.0, help="after which no further part is begun (default 7)")
     parser.add_argument("--tune", action="store_true", help="search for the best cuts of products; writes tuned.json")
     parser.add_argument("--skip-checks", action="store_true", help="only measure")
     args = parser.parse_args()
@@ -258,7 +317,7 @@ def main() -> int:
         "python": platform.python_version(), "checks": [], "measured": [], "errors": [], "left_out": [],
     }  # fmt: skip
     if not args.skip_checks:
-        every = list(checks.every())[:: REHEARSED if backend.interpreted() else 1]
+        every = list(checks.every())[:: REHEARSED if backend.interpreted() else 1] + list(engine.checks())
         for name, check in every:
             attempt(report, name, lambda check=check, name=name: checked(report, name, check))  # type: ignore[misc]
     write(args.out / "gpu_check.json", report)
@@ -271,7 +330,16 @@ def main() -> int:
     print("  ".join(f"{name} {rate / 1e12:.3g} T/s" for name, rate in roofs.items()), flush=True)
     parts: list[tuple[str, Callable[[], Iterator[Row]]]] = [
         (part.__name__, lambda part=part: part(roofs))  # type: ignore[misc]
-        for part in (few_rows, decode_attention, whole_model, many_rows, prefill_attention)
+        for part in (
+            few_rows,
+            decode_attention,
+            whole_model,
+            served,
+            memory,
+            compression,
+            many_rows,
+            prefill_attention,
+        )
     ]
     if args.tune:
         parts.insert(0, ("tune", lambda: tune(roofs, args.out)))
@@ -284,6 +352,11 @@ def main() -> int:
             torch.cuda.empty_cache()
         report["seconds"] = time.monotonic() - began
         write(args.out / "gpu_check.json", report)
+    report["targets"] = targets(report["measured"])
+    for row in report["targets"]:
+        shown = "not measured" if row["found"] is None else f"{row['found']:.2f}"
+        print(f"{row['work']:48} {row['ratio']:12} {shown:>12}, target {row['target']}, stretch {row['stretch']}")
+    write(args.out / "gpu_check.json", report)
     print(json.dumps({key: report[key] for key in ("device", "roofs", "errors", "left_out")}))
     return 1 if bad or report["errors"] else 0
 
@@ -306,7 +379,9 @@ def measured(report: Row, part: Callable[[], Iterator[Row]]) -> None:
     for row in part():
         report["measured"].append(row)
         ratios = "  ".join(f"{key} {row[key]:.2f}" for key in ("read", "peak", "of_roof") if key in row)
-        rest = "  ".join(f"{key} {row[key]:.1f}" for key in ("tok_s", "torch_us", "triton_us", "rule") if key in row)
+        figures = ("tok_s", "torch_us", "triton_us", "rule", "record_s", "made_s", "model_minutes")
+        rest = "  ".join(f"{key} {row[key]:.1f}" for key in figures if key in row)
+        rest += "".join(f"  {part} {size:.2f} GB" for part, size in row.get("gb", {}).items())
         print(f"{row['work']:48} {row['us']:10.1f} us  {ratios}  {rest}", flush=True)
 
 

@@ -90,6 +90,8 @@ def random_weight(scheme: str, outputs: int, inputs: int) -> Tensor | PackedTens
             parts[name] = torch.full(part.shape, 0.01, dtype=dtype)
         elif name == "shape":
             parts[name] = torch.tensor((outputs, inputs))
+        elif name in ("factor", "offset"):  # of two levels: any such, but that all is int8
+            parts[name] = torch.full(part.shape, 16 if name == "factor" else 120, dtype=dtype)
         else:
             low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
             parts[name] = torch.randint(low, high, part.shape, dtype=dtype)

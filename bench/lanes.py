@@ -6,8 +6,12 @@
     int4    4 bits in groups of 128, stored as compressed-tensors, AWQ and GPTQ store them. Peers: llm-compressor's AWQ
             and GPTQ on MSE and min-max ranges, symmetric or not; auto-round, its extended algorithm too.
     int3    the same with 3 bits.
-    w8a8    int8 weights a row and activations a token, with outlier channels injected. Peers: llm-compressor's
-            SmoothQuant before GPTQ, at strengths 0.5 and 0.8.
+    w4a8kv4 4-bit weights of two levels, int8 activations a token, keys and values in 4 bits. Instead of a peer, QoQ as
+            published, on the same storage; all beside 4-bit weights alone (AWQ), keys and values as they are.
+    w8a8    int8 weights a row and activations a token, with outliers of all kinds injected (`outliers.py`; other kinds
+            by --kinds). Peers: llm-compressor's SmoothQuant before GPTQ, at strengths 0.5 and 0.8.
+    w4a4    4-bit weights a row and 4-bit activations a token, with the same outliers. Instead of a peer, QuaRot as
+            published: the same rotations, what o and down read not balanced first.
     sparse  two of four weights are zero, the others dense. Peers: llm-compressor's SparseGPT and Wanda.
 
 Every side gets the same token ids to calibrate on, and writes its output; attar reads all of them and measures each
@@ -27,17 +31,18 @@ import lzma
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from compressors import DATA, ROOT, group_size
-from outliers import inject
+from outliers import KINDS, inject
 
 import attar
 from attar.checkpoints import hf, hub
 from attar.compression import calibrate
+from attar.compression.recipe import Recipe
 from attar.evaluation.report import evaluate
 from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.measure import Report
@@ -52,12 +57,19 @@ Job = dict[str, Any]
 
 @dataclass(frozen=True)
 class Lane:
-    """What is compared: recipes of attar's, jobs of the peers' by program, and the goal as a ratio to the best peer."""
+    """What is compared: recipes of attar's, jobs of the peers' by program, and the goal as a ratio to the best peer.
+
+    What no peer can be installed for is made here from a recipe that does as was `published`, and counts as a peer.
+    `kv` is how everybody keeps keys and values, but for `uncached` recipes, beside which all others are shown as well.
+    """
 
     ours: tuple[str, ...]
     peers: Mapping[str, tuple[Job, ...]]
     goal: float
-    injected: bool = False
+    injected: bool = False  # whether the model gets outliers first
+    published: Mapping[str, Recipe] = field(default_factory=dict)
+    kv: str | None = None
+    uncached: tuple[str, ...] = ()
 
 
 def integers(bits: int, group: int, iterations: int) -> Mapping[str, tuple[Job, ...]]:
@@ -85,15 +97,46 @@ def lanes(group: int, iterations: int) -> dict[str, Lane]:
         return (*symmetric, *(f"{method}-{scheme}g{group}-asym" for method in ("gptq", "guided", "guided+tune")))
 
     smooth = tuple({"name": f"SmoothQuant {s:g}, GPTQ", "method": "smoothquant", "strength": s} for s in (0.5, 0.8))
+    eights = ("rtn-w8a8", "smoothquant+gptq-w8a8", "rotate+gptq-w8a8", "quarot+gptq-w8a8")
+    eights += ("quarot+guided-w8a8", "quarot+gptq+tune-w8a8")
+    fours = ("smoothquant+gptq-w4a4", "quarot+gptq-w4a4", "spinquant+gptq-w4a4", "spinquant+guided-w4a4")
+    quarot = {"QuaRot, GPTQ": Recipe.from_dict({"recipe": "quarot+gptq-w4a4", "balance": False})}
     sparse = tuple({"name": method, "method": method, "pattern": "2:4"} for method in ("wanda", "sparsegpt"))
     return {
         "int4": Lane(recipes("w4"), integers(4, group, iterations), 0.60),
         "int3": Lane(recipes("w3"), integers(3, group, iterations), 0.55),
-        "w8a8": Lane(
-            ("rtn-w8a8", "smoothquant+gptq-w8a8", "smoothquant+gptq+tune-w8a8"), {"llm_compressor": smooth}, 0.30, True
-        ),
+        "w8a8": Lane(eights, {"llm_compressor": smooth}, 0.30, True),
+        "w4a4": Lane(fours, {}, 0.60, True, published=quarot),
+        "w4a8kv4": four_eight_four(group),
         "sparse": Lane(("sparsegpt-2:4", "prune-2:4", "prune+tune-2:4"), {"llm_compressor": sparse}, 0.80),
     }
+
+
+def four_eight_four(group: int) -> Lane:
+    """W4A8KV4. QoQ's own program wants a GPU and models of its list; what it does to a Llama (Lin et al. 2024, and the
+    settings published for g128) is said in a recipe of ours: block inputs rotated, keys smoothed with alpha 0.5, o and
+    down smoothed with 0.3 (down alone where queries share heads), ranges searched by outputs, then GPTQ on levels from
+    least to greatest, columns in the order of their inputs' size. Without the rotation too, should that be better."""
+    scheme = f"qserve-g{group}"
+    keys = {"key_alpha": 0.5, "values": False}
+    smooth = {"through": True, "norms": False, "alpha": 0.3}
+    steps = f"smoothattention+smoothquant+clip+gptq-{scheme}"
+    published = {
+        "QoQ": {"recipe": f"rotate+{steps}", "heads": False, "balance": False},
+        "QoQ, not rotated": {"recipe": steps},
+    }
+    ours = ("gptq", "smoothattention+guided", "smoothattention+guided+tune")
+    return Lane(
+        tuple(f"{method}-{scheme}" for method in ours),
+        {},
+        0.70,
+        published={
+            name: Recipe.from_dict({**said, **keys, **smooth, "scale_search": "minmax"})
+            for name, said in published.items()
+        },
+        kv="int4",
+        uncached=(f"awq-w4g{group}-asym",),
+    )
 
 
 @dataclass(frozen=True)
@@ -106,7 +149,9 @@ class Texts:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("lanes", nargs="*", metavar="LANE", help="int4, int3, w8a8, sparse; default: all")
+    parser.add_argument(
+        "lanes", nargs="*", metavar="LANE", help="int4, int3, w8a8, w4a4, w4a8kv4, sparse; default: all"
+    )
     parser.add_argument("--model", default="demo", help="a folder, a Hub id or `demo`")
     parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers" / "bin" / "python", metavar="PYTHON")
     parser.add_argument("--samples", type=int, default=128, help=f"calibration sequences of {LENGTH} tokens")
@@ -118,6 +163,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=DATA / "data" / "text" / "novels_valid.jsonl")
     parser.add_argument("--other", type=Path, default=DATA / "data" / "text" / "wikitext2_test.txt")
     parser.add_argument("--seed", type=int, default=0, help="of calibration texts")
+    parser.add_argument("--kinds", default=KINDS, help="of outliers, where a lane injects them")
     parser.add_argument("--keep", type=Path, help="leave the outputs in this folder")
     parser.add_argument("--json", type=Path, help="where the result goes; else it is the last line")
     args = parser.parse_args()
@@ -179,7 +225,7 @@ def contents(path: Path) -> Iterator[str]:
 def run(name: str, lane: Lane, original: Path, read: Texts, place: Path, args: argparse.Namespace) -> dict[str, Any]:
     """One lane: everybody compresses, all are scored, the table is printed."""
     place.mkdir(parents=True, exist_ok=True)
-    source = inject(original, place / "injected") if lane.injected else original
+    source = inject(original, place / f"injected-{args.kinds}", kinds=args.kinds) if lane.injected else original
     decoder = hf.load(source, torch.float32)
     print(f"\n{name}: calibrated on {len(read.calibration)} x {LENGTH} tokens, scored on {args.tokens:,} of each text")
     print(f"{'':<32}{'bits':>7}" + "".join(f"{text:>32}" for text in read.held_out) + f"{'seconds':>9}")
@@ -187,7 +233,10 @@ def run(name: str, lane: Lane, original: Path, read: Texts, place: Path, args: a
     scores: dict[str, dict[str, Report]] = {}
 
     def score(label: str, folder: Path, seconds: float, peer: bool, bits: float | None) -> None:
-        scores[label] = {text: evaluate(folder, against=decoder, tokens=ids) for text, ids in read.held_out.items()}
+        kv = None if label in lane.uncached else lane.kv
+        scores[label] = {
+            text: evaluate(folder, against=decoder, tokens=ids, kv=kv) for text, ids in read.held_out.items()
+        }
         kls = {text: one.figures["kl_mean"].value for text, one in scores[label].items()}
         top = {text: one.figures["top1"].value for text, one in scores[label].items()}
         rows[label] = {"peer": peer, "bits": bits, "kl": kls, "top1": top, "seconds": seconds}
@@ -199,12 +248,14 @@ def run(name: str, lane: Lane, original: Path, read: Texts, place: Path, args: a
         for program, jobs in lane.peers.items():
             for job, seconds in peer(args.peers, program, jobs, source, read.calibration, place).items():
                 score(job, place / slug(job), seconds, True, None)
-    for recipe in args.ours or lane.ours:
-        out = place / slug(recipe)
+    made: list[tuple[str, str | Recipe, bool]] = [(name, said, True) for name, said in lane.published.items()]
+    made += [(recipe, recipe, False) for recipe in (*lane.uncached, *(args.ours or lane.ours))]
+    for label, recipe, as_peer in made:
+        out = place / slug(label)
         done = attar.compress(
             source, out, recipe=recipe, calibration=read.calibration, seed=args.seed, overwrite=True, resume=False
         )
-        score(recipe, out, done.seconds, False, done.bits_per_weight)
+        score(label, out, done.seconds, as_peer, done.bits_per_weight)
     peers = [label for label, row in rows.items() if row["peer"]]
     if peers:
         print(f"{'over the best peer':<39}" + "".join(f"{_best(scores, peers, text):>32}" for text in read.held_out))
@@ -217,6 +268,11 @@ def run(name: str, lane: Lane, original: Path, read: Texts, place: Path, args: a
                 rows[label]["ratio"][text] = [ratio.value, ratio.low, ratio.high]
                 shown += f"{f'{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]':>32}"
             print(f"{label:<39}{shown}   goal {lane.goal:.2f}", flush=True)
+    for beside in lane.uncached:
+        print(f"over {beside}, its keys and values as they are")
+        for label, row in rows.items():
+            row["over"] = {text: row["kl"][text] / rows[beside]["kl"][text] for text in read.held_out}
+            print(f"{label:<39}" + "".join(f"{ratio:>32.3f}" for ratio in row["over"].values()), flush=True)
     return {"goal": lane.goal, "rows": rows}
 
 

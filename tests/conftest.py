@@ -92,7 +92,8 @@ def tiny_decoder() -> Callable[..., Decoder]:
 
         def linear(self, name: str) -> Linear:
             weight = self.tensor(f"{name}.weight")
-            return Linear(name, weight if self.scheme is None else codec("int").quantize(weight, self.scheme))
+            packed = None if self.scheme is None else codec(self.scheme.weight.kind).quantize(weight, self.scheme)
+            return Linear(name, weight if packed is None else packed)
 
     def make(
         seed: int = 0,

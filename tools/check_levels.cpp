@@ -154,7 +154,8 @@ void check_rows() {
 
 void check_attention() {
     constexpr std::int64_t BLOCKS = 48, BLOCK = 16, HEADS = 6, KV_HEADS = 2;
-    for (const attar::Stored stored : {attar::Stored::float32, attar::Stored::bfloat16, attar::Stored::int8})
+    for (const attar::Stored stored :
+         {attar::Stored::float32, attar::Stored::bfloat16, attar::Stored::int8, attar::Stored::fp8})
         for (const std::int64_t size : {16, 40})
             for (const std::int64_t rows : {1, 20, 700}) {
                 const std::int64_t slots = BLOCKS * BLOCK, padded = (size + 15) / 16 * 16;
@@ -173,10 +174,10 @@ void check_attention() {
                     Bytes keys(bytes), values(bytes);
                     std::vector<float> key_scales(slots * KV_HEADS), value_scales(slots * KV_HEADS),
                         turned = poisoned(slots * KV_HEADS * size), out = poisoned(rows * HEADS * size);
-                    const bool scaled = stored == attar::Stored::int8;
+                    const bool scaled = stored == attar::Stored::int8 || stored == attar::Stored::fp8;
                     const attar::Pages pages{stored, keys.data(), values.data(), scaled ? key_scales.data() : nullptr,
-                                             scaled ? value_scales.data() : nullptr, BLOCKS, BLOCK, KV_HEADS, size,
-                                             nullptr, 0, nullptr, nullptr, 0};
+                                             scaled ? value_scales.data() : nullptr, nullptr, nullptr, BLOCKS,
+                                             BLOCK, KV_HEADS, size, nullptr, 0, nullptr, nullptr, 0};
                     attar::Write write{};
                     write.q = k.data(), write.k = k.data(), write.v = v.data();
                     write.q_stride = write.k_stride = write.v_stride = KV_HEADS * size;
@@ -191,6 +192,82 @@ void check_attention() {
                     attar::attention(what, pages, level);
                     Bytes found = bytes_of(out);
                     for (const Bytes& more : {keys, values, bytes_of(turned)})
+                        found.insert(found.end(), more.begin(), more.end());
+                    return found;
+                });
+            }
+}
+
+// Blocks of 2 runs are written in two calls each, the second of which fills them; of the last one only the first call is
+// made, so that it stays unfinished. Bits of planes are uneven, of every number from 0 to 6; KIVI's groups are of 16.
+void check_narrow() {
+    constexpr std::int64_t BLOCKS = 20, BLOCK = 32, HEADS = 6, KV_HEADS = 2, TAILS = 3;
+    for (const char* kind : {"planes", "planes with recent blocks", "KIVI"})
+        for (const std::int64_t size : {16, 64, 80})
+            for (const std::int64_t rows : {1, 16}) {
+                const bool recent = std::strcmp(kind, "planes") != 0, kivi = std::strcmp(kind, "KIVI") == 0;
+                const std::int64_t slots = BLOCKS * BLOCK, last = slots - BLOCK / 2, buckets = size / 8;
+                const std::vector<float> q = random_floats(rows * HEADS * size),
+                                         k = random_floats(slots * KV_HEADS * size),
+                                         v = random_floats(slots * KV_HEADS * size),
+                                         back = random_floats(KV_HEADS * size * size),
+                                         into = random_floats(KV_HEADS * size * size),
+                                         mean = random_floats(KV_HEADS * size);
+                std::vector<float> weights = random_floats(KV_HEADS * size), shares(KV_HEADS * size, 0.004f);
+                for (float& each : weights) each *= each;
+                std::vector<std::uint8_t> bits(KV_HEADS * buckets);
+                std::int64_t units = 0;
+                for (std::int64_t i = 0; i < buckets; ++i) {
+                    bits[i] = static_cast<std::uint8_t>(i % 7 == 0 ? 4 : i % 7 == 4 ? 0 : i % 7);
+                    bits[2 * buckets - 1 - i] = bits[i];
+                    units += bits[i];
+                }
+                const attar::Coordinates side{back.data(), into.data(), mean.data(), weights.data(), shares.data(),
+                                              bits.data()};
+                const attar::Bases bases{side, side};
+                const std::int64_t run = kivi ? 4 * size : 16 * units;  // bytes
+                const std::vector<std::int32_t> starts{0, static_cast<std::int32_t>(rows)},
+                    lengths{static_cast<std::int32_t>(last)}, call{0, BLOCK / 2};
+                std::vector<std::int32_t> tables(BLOCKS), positions;
+                for (std::int32_t i = 0; i < BLOCKS; ++i) tables[i] = (i * 7) % BLOCKS;
+                for (std::int64_t i = last - rows; i < last; ++i) positions.push_back(static_cast<std::int32_t>(i));
+                const std::vector<std::int64_t> tails{1};
+                compare(kind, [&](attar::Level level) {
+                    Bytes keys(BLOCKS * KV_HEADS * BLOCK / 16 * run), values = keys;
+                    std::vector<std::uint16_t> key_scales(slots * KV_HEADS * (kivi ? size / 16 : 1)),
+                                               value_scales = key_scales, key_zeros = key_scales, value_zeros = key_scales,
+                                               recent_keys(TAILS * KV_HEADS * BLOCK * size), recent_values = recent_keys;
+                    std::vector<float> turned = poisoned(slots * HEADS * size), out = poisoned(rows * HEADS * size);
+                    const auto halves = [recent](std::vector<std::uint16_t>& of) {
+                        return recent ? reinterpret_cast<attar::Bfloat16*>(of.data()) : nullptr;
+                    };
+                    const attar::Pages pages{kivi ? attar::Stored::kivi : attar::Stored::planes, keys.data(),
+                                             values.data(), key_scales.data(), value_scales.data(),
+                                             kivi ? key_zeros.data() : nullptr, kivi ? value_zeros.data() : nullptr,
+                                             BLOCKS, BLOCK, KV_HEADS, size, kivi ? nullptr : &bases, kivi ? 16 : units,
+                                             halves(recent_keys), halves(recent_values), TAILS};
+                    for (std::int64_t from = 0; from < last; from += BLOCK / 2) {
+                        std::vector<std::int64_t> where(BLOCK / 2);
+                        for (std::int64_t i = 0; i < BLOCK / 2; ++i)
+                            where[i] = tables[from / BLOCK] * BLOCK + from % BLOCK + i;
+                        attar::Write write{};
+                        write.q = write.k = k.data() + from * KV_HEADS * size;
+                        write.v = v.data() + from * KV_HEADS * size;
+                        write.q_stride = write.k_stride = write.v_stride = KV_HEADS * size;
+                        write.rows = BLOCK / 2, write.heads = KV_HEADS, write.eps = 1e-6f;
+                        write.slots = where.data(), write.q_out = turned.data() + from * KV_HEADS * size;
+                        if (recent) write.row_starts = call.data(), write.tails = tails.data(), write.sequences = 1;
+                        attar::write_kv(write, pages, level);
+                    }
+                    attar::Attention what{};
+                    what.q = q.data(), what.rows = rows, what.heads = HEADS, what.sequences = 1;
+                    what.row_starts = starts.data(), what.lengths = lengths.data(), what.tables = tables.data();
+                    what.width = BLOCKS, what.positions = positions.data(), what.scale = 0.02f, what.out = out.data();
+                    if (recent) what.tails = tails.data();
+                    attar::attention(what, pages, level);
+                    Bytes found = bytes_of(out);
+                    for (const Bytes& more : {keys, values, bytes_of(key_scales), bytes_of(value_scales),
+                                              bytes_of(key_zeros), bytes_of(value_zeros), bytes_of(turned), bytes_of(recent_keys), bytes_of(recent_values)})
                         found.insert(found.end(), more.begin(), more.end());
                     return found;
                 });
@@ -214,6 +291,7 @@ int main(int count, char** arguments) {
     check_linear();
     check_rows();
     check_attention();
+    check_narrow();
     check_limits();
     std::printf("levels");
     for (const std::string& name : attar::levels()) std::printf(" %s", name.c_str());

@@ -27,9 +27,13 @@ DTYPES = (torch.float32, torch.float16) if backend.interpreted() else (torch.bfl
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-23}
 FEW = 2  # roundings of a result that is summed in float32
 SOME = 8  # of one that is rounded on the way as well, such as the weights of a softmax
+FLOAT8 = 0.08  # of numbers that may fall to the neighbouring float8
 EIGHT = 0.02  # of rows rounded to 8 bits by other arithmetic than the oracle's: codes may fall to the neighbour
 
-WEIGHTS = ("w4g128-asym", "w4g128", "w4g64", "w4g32-asym", "w4a8g128", "w8", "w8a8", "w8a8-static", "fp8", "fp8-tensor")
+WEIGHTS = (
+    "w4g128-asym", "w4g128", "w4g64", "w4g32-asym", "w4a8g128", "w8", "w8a8", "w8a8-static", "fp8", "fp8-tensor",
+    "fp8-block", "fp8-block-weight",
+)  # fmt: skip
 ROWS = (1, 40) if DEVICE == "cpu" else (1, 7, 16, 33, 64, 100, 300, 1100)
 FORMS: tuple[dict[str, object], ...] = (
     {}, {"window": 100}, {"soft_cap": 20.0}, {"head_dim": 256}, {"heads": 7, "kv_heads": 1}
@@ -37,6 +41,10 @@ FORMS: tuple[dict[str, object], ...] = (
 BATCHES = (([1, 1, 1], [3000, 70, 1]), ([1, 300, 200, 0], [400, 300, 700, 9]))  # counts of rows, lengths
 if DEVICE == "cpu":
     BATCHES = (([1, 1, 1], [300, 70, 1]), ([1, 30, 20, 0], [40, 30, 70, 9]))
+
+SCALED = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}  # pages of 8 bits
+if DEVICE == "cpu":  # the interpreter halves numbers that it rounds up to a power of two
+    del SCALED[torch.float8_e4m3fn]
 
 Check = Callable[[], tuple[float, float]]
 """Gives the error and the most that it may be."""
@@ -53,13 +61,14 @@ def every() -> Iterator[tuple[str, Check]]:
         for scheme in WEIGHTS if first else WEIGHTS[:1]:
             for n in ROWS:
                 yield f"{scheme} {n} rows {name}", partial(_product, scheme, n, dtype)
-        for kv in (dtype, torch.int8):
+        for kv in (dtype, *SCALED):
             stored = str(kv).removeprefix("torch.")
             yield f"write_kv {name} to {stored}", partial(_write, kv, dtype)
             for form in FORMS if first else FORMS[:1]:
                 for counts, lengths in BATCHES:
                     label = f"attention {counts} of {lengths} {form} {name}, {stored} pages"
                     yield label, partial(_attend, counts, lengths, kv, dtype, form)
+    yield "pages of int4", _four_bits
     yield "argmax", _argmax
     yield "uniforms", _uniforms
 
@@ -110,7 +119,7 @@ def _write(kv: torch.dtype, dtype: torch.dtype) -> tuple[float, float]:
     turns = torch.tensor([0, 8, 3, 3, 1], dtype=torch.int32, device=DEVICE)
     rotation, norm = Rotation(angles.cos(), angles.sin(), turns), Norm("rms", _randn(128, seed=2).to(dtype))
     ours = PlainPages.make(3, 16, 2, 128, kv, DEVICE)
-    theirs = Pages.zeros(3, 16, 2, 128, SCHEMES["int8" if kv == torch.int8 else "float32"], DEVICE)
+    theirs = Pages.zeros(3, 16, 2, 128, SCHEMES[SCALED.get(kv, "float32")], DEVICE)
     out = kv_write.write_kv(q, k, v, ours, place, rotation, norm, norm)
     normed = [ref.norm(x.float(), None, Norm("rms", norm.weight.float()))[1] for x in (q, k)]
     expected = ref_attention.write_kv(*normed, v.float(), theirs, place, rotation)
@@ -121,7 +130,7 @@ def _write(kv: torch.dtype, dtype: torch.dtype) -> tuple[float, float]:
     ):
         numbers = held.float() if scales is None else held.float() * scales[..., None]
         errors.append(_error(numbers.transpose(1, 2).flatten(0, 1), wanted))
-    return max(errors), SOME * ROUNDING[dtype] + (EIGHT if kv == torch.int8 else 0)
+    return max(errors), SOME * ROUNDING[dtype] + {torch.int8: EIGHT, torch.float8_e4m3fn: FLOAT8}.get(kv, 0)
 
 
 def _attend(
@@ -131,7 +140,7 @@ def _attend(
     block, width = 64, -(-max(lengths) // 64)
     sizes = (len(counts) * width + 1, block, wanted.kv_heads, wanted.head_dim)
     ours = PlainPages.make(*sizes, kv, DEVICE)
-    theirs = Pages.zeros(*sizes, SCHEMES["int8" if kv == torch.int8 else "float32"], DEVICE)
+    theirs = Pages.zeros(*sizes, SCHEMES[SCALED.get(kv, "float32")], DEVICE)
     tables = torch.randperm(sizes[0], generator=torch.Generator().manual_seed(0))[:-1].view(len(counts), width)
     for b, length in enumerate(lengths):
         at = torch.arange(length)
@@ -153,6 +162,23 @@ def _attend(
     again = [attention.paged_attention(q, ours, place, wanted) for _ in range(3)]
     assert all(torch.equal(each, again[0]) for each in again), "the same call gave other bits"
     return _error(again[0], expected), SOME * ROUNDING[dtype] + 1e-6
+
+
+def _four_bits() -> tuple[float, float]:
+    """Written and read, with rows as wide as most models': codes fall to a neighbour here and there."""
+    form, int4, length = AttentionForm(8, 2, 128, 0.09), SCHEMES["int4"], 200 if DEVICE == "cuda" else 40
+    ours, theirs = ops.pages(4, 64, 2, 128, int4, DEVICE), Pages.zeros(4, 64, 2, 128, int4, DEVICE)
+    at = torch.arange(length)
+    whole = torch.tensor([0, length]).int().to(DEVICE), torch.tensor([length]).int().to(DEVICE)
+    table = torch.tensor([[2, 0, 3, 1]], dtype=torch.int32)
+    slots = (table[0].long()[at // 64] * 64 + at % 64).to(DEVICE)
+    place = Placement(*whole, table.to(DEVICE), at.int().to(DEVICE), slots)
+    q, k, v = (_randn(length, n, 128, seed=n).to(DTYPES[0]) for n in (8, 2, 2))
+    turned = ops.write_kv(q, k, v, ours, place)
+    ref_attention.write_kv(q.float(), k.float(), v.float(), theirs, place, None)
+    found, _ = ops.paged_attention(turned, ours, place, form)
+    expected, _ = ref_attention.paged_attention(turned.float(), theirs, place, form)
+    return _error(found, expected), EIGHT + SOME * ROUNDING[DTYPES[0]]
 
 
 def _argmax() -> tuple[float, float]:

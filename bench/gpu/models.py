@@ -7,7 +7,7 @@ from gpu.timing import DEVICE, HALF
 from torch import Tensor
 
 from attar.formats.packed import PackedTensor
-from attar.formats.scheme import Scheme
+from attar.formats.scheme import Grid, Scheme
 from attar.kernels import ops
 from attar.kernels.operands import Linear, Prepared
 from attar.model import decoder as model
@@ -62,7 +62,8 @@ def packed(size: tuple[int, int], scheme: Scheme) -> PackedTensor:
         if name == "shape":
             parts[name] = torch.tensor(size)
         elif name == "scale":
-            step = 2.0 / (scheme.grid.qmax * size[1] ** 0.5)
+            largest = scheme.weight.qmax if isinstance(scheme.weight, Grid) else 448
+            step = 2.0 / (largest * size[1] ** 0.5)
             parts[name] = torch.full(part.shape, step, dtype=dtype, device=DEVICE)
         elif dtype == torch.float8_e4m3fn:
             parts[name] = (torch.randn(part.shape, device=DEVICE) * 100).clamp(-448, 448).to(dtype)

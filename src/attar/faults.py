@@ -12,7 +12,8 @@ at everybody else (`tests/test_faults.py` says where); whoever runs a server can
 
 Both of its processes read it, and say loudly that they did. What is done for a whole batch is done again one by one
 where it raises (`runner.*`, `sampler.*` but commit, `events.encode`, `engine.pool` and `engine.prompt_logprobs`): there
-one fault is healed, and it takes a second (times=2) to end a request.
+one fault is healed, and it takes a second (times=2) to end a request. `runner.memory` raises what a device without
+memory does, which halves a step, until it raises for a single token.
 
 A name stands for one place: each of these literals occurs once in the source. An armed point that is reached raises
 `InjectedFault`, as if the line behind it had failed. With nothing armed, which is always, a point costs one look at a
@@ -51,6 +52,7 @@ POINTS = {
     "scheduler.grow": "A running sequence needs another block.",
     "scheduler.preempt": "A running sequence is about to lose its blocks to others.",
     "runner.copy": "A block of which a prefix is shared is about to be copied.",
+    "runner.memory": "A step is about to take memory: it is as if the device had none.",
     "runner.table": "A row of the step's block table is made.",
     "runner.rows": "The model has run, and a sequence's rows of the result are picked out.",
     "runner.replay": "A row of a recorded decode step is made.",

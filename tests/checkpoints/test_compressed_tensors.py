@@ -291,7 +291,7 @@ def test_g_idx_that_says_nothing_new_is_dropped(g_idx: Tensor, tiny: Any, tmp_pa
     [
         (config(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is set"),
         (config(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config is set"),
-        (config(transform_config={"config_groups": {}}), "transform_config is set"),
+        (config(transform_config={"config_groups": []}), "transform_config must be an object with config_groups"),
         (config(format="mxfp6-pack-quantized"), "'mxfp6-pack-quantized' is not one that attar reads: pack-quantized"),
         (config({"format": "marlin-24"}), "marlin-24"),
         (config({"output_activations": {"num_bits": 8}}), "output_activations is set"),
@@ -334,7 +334,7 @@ def test_a_module_that_no_group_covers(tiny: Any, tmp_path: Path) -> None:
         ("weight_scale", torch.ones(16, 2), "m: part 'scale' of w4g32"),
         ("weight_packed", torch.zeros(16, 11, dtype=torch.int32), "m: part 'codes' of w4g32"),
         ("weight_scale", torch.ones(16, 3, dtype=torch.float64), "m: scales are float32"),
-        ("weight_shape", torch.tensor([16, 96, 1]), "not a matrix"),
+        ("weight_shape", torch.tensor([16, 96, 1]), "must be two whole numbers"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(part: str, value: Tensor, words: str, tiny: Any, tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from attar.checkpoints import convert_gguf, hf, sources
 from attar.checkpoints.convert import convert
-from attar.checkpoints.convert_proof import proof
-from attar.checkpoints.convert_targets import Stored, as_half
+from attar.checkpoints.convert_proof import Digest, proof
+from attar.checkpoints.convert_source import Stored
+from attar.checkpoints.convert_targets import as_half
 from attar.checkpoints.gguf import GgufFile
 from attar.checkpoints.gguf_checkpoint import GgufCheckpoint
 from attar.checkpoints.safetensors import CheckpointError
@@ -251,3 +252,16 @@ def test_an_output_that_reads_back_otherwise_is_not_put_in_place(
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "config.json", "generation_config.json", "model.safetensors",
     ]  # fmt: skip
+
+
+def test_a_digest_does_not_depend_on_the_order() -> None:
+    tensors = {"a": torch.ones(2), "b": torch.zeros(3), "c": torch.ones(2)}
+    found = []
+    for names in ("abc", "cab"):
+        digest = Digest()
+        for name in names:
+            digest.add(name, tensors[name])
+        found.append(digest.whole)
+    assert found[0] == found[1]
+    digest.add("c", torch.zeros(2))
+    assert digest.whole != found[0]

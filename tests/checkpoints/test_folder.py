@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch as oracle
 import torch
 
+from attar.checkpoints import folder as checkpoint_folder
 from attar.checkpoints.folder import INDEX, Folder
 from attar.checkpoints.safetensors import CheckpointError
 from attar.formats.scheme import Part
@@ -69,34 +70,45 @@ def test_a_single_file_may_have_a_name_of_its_own(tmp_path: Path) -> None:
         Folder(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("weight_map", "words"),
-    [
-        ({**WEIGHT_MAP, "d": "model-00003-of-00003.safetensors"}, r"1 of 3 weight files missing: model-00003-of-00003"),
-        (
-            {**WEIGHT_MAP, "d": ONE},
-            r"model-00001.*has no tensor 'd', which model\.safetensors\.index\.json places in it",
-        ),
-        ({k: v for k, v in WEIGHT_MAP.items() if k != "c"}, r"holds tensor 'c', but .* does not list it"),
-        ({**WEIGHT_MAP, "c": ONE}, r"model-00002.*holds tensor 'c', but .* places it in model-00001"),
-        ({**WEIGHT_MAP, "d": "../x.safetensors"}, "is not the name of a safetensors file"),
-        ({**WEIGHT_MAP, "d": "/x.safetensors"}, "is not the name of a safetensors file"),
-        ({**WEIGHT_MAP, "d": ".x.safetensors"}, "is not the name of a safetensors file"),
-        ({**WEIGHT_MAP, "d": "sub/x.safetensors"}, "is not the name of a safetensors file"),
-        ({**WEIGHT_MAP, "d": "x\n.safetensors"}, "is not the name of a safetensors file"),
-        ({**WEIGHT_MAP, "d": "pytorch_model.bin"}, "is not the name of a safetensors file"),
-        ({**WEIGHT_MAP, "d": ""}, "is not the name of a safetensors file"),
-        ({**WEIGHT_MAP, "d": None}, "is not the name of a safetensors file"),
-        ({**WEIGHT_MAP, "d": ["x.safetensors"]}, "is not the name of a safetensors file"),
-        ({**WEIGHT_MAP, "d": INDEX}, "is not the name of a safetensors file"),
-        ({}, "needs a weight_map"),
-        ([], "needs a weight_map"),
-        (None, "needs a weight_map"),
-    ],
-)
+INDEX_REFUSED: list[tuple[Any, str]] = [
+    ({**WEIGHT_MAP, "d": "model-00003-of-00003.safetensors"}, r"1 of 3 weight files missing: model-00003-of-00003"),
+    (
+        {**WEIGHT_MAP, "d": ONE},
+        r"model-00001.*has no tensor 'd', which model\.safetensors\.index\.json places in it",
+    ),
+    ({k: v for k, v in WEIGHT_MAP.items() if k != "c"}, r"holds tensor 'c', but .* does not list it"),
+    ({**WEIGHT_MAP, "c": ONE}, r"model-00002.*holds tensor 'c', but .* places it in model-00001"),
+    ({**WEIGHT_MAP, "d": "../x.safetensors"}, "is not the name of a safetensors file"),
+    ({**WEIGHT_MAP, "d": "/x.safetensors"}, "is not the name of a safetensors file"),
+    ({**WEIGHT_MAP, "d": ".x.safetensors"}, "is not the name of a safetensors file"),
+    ({**WEIGHT_MAP, "d": "sub/x.safetensors"}, "is not the name of a safetensors file"),
+    ({**WEIGHT_MAP, "d": "x\n.safetensors"}, "is not the name of a safetensors file"),
+    ({**WEIGHT_MAP, "d": "pytorch_model.bin"}, "is not the name of a safetensors file"),
+    ({**WEIGHT_MAP, "d": ""}, "is not the name of a safetensors file"),
+    ({**WEIGHT_MAP, "d": None}, "is not the name of a safetensors file"),
+    ({**WEIGHT_MAP, "d": ["x.safetensors"]}, "is not the name of a safetensors file"),
+    ({**WEIGHT_MAP, "d": INDEX}, "is not the name of a safetensors file"),
+    ({}, "needs a weight_map"),
+    ([], "needs a weight_map"),
+    (None, "needs a weight_map"),
+]
+
+
+@pytest.mark.parametrize(("weight_map", "words"), INDEX_REFUSED)
 def test_an_index_that_does_not_fit_its_shards_is_refused(weight_map: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=words):
         Folder(sharded(tmp_path, weight_map))
+
+
+def test_an_index_of_a_million_entries_is_refused_before_it_is_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sharded(tmp_path, dict.fromkeys((f"d{i}" for i in range(1_000_000)), ONE))
+    lengths: list[int] = []
+    monkeypatch.setattr(checkpoint_folder, "parse_json", lambda text, path: lengths.append(len(text)) or {})
+    with pytest.raises(CheckpointError, match="attar accepts 300000"):
+        Folder(tmp_path)
+    assert lengths == [2], "config.json alone"
 
 
 def test_the_same_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
@@ -124,27 +136,28 @@ def test_two_answers_to_where_the_weights_are_is_an_error(tmp_path: Path) -> Non
         Folder(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (b"", "not valid JSON"),
-        (b"[]", "must hold a JSON object, not list"),
-        (b'"x"', "must hold a JSON object, not str"),
-        (b"{", "not valid JSON"),
-        (b'{"a":1,"a":2}', "'a' is given twice"),
-        (b'{"a":{"b":1,"b":1}}', "'b' is given twice"),
-        (b'{"a":NaN}', "NaN is not a JSON number"),
-        (b'{"a":-Infinity}', "-Infinity is not a JSON number"),
-        (b'{"a":1e999}', "out of range"),
-        (b'\xef\xbb\xbf{"a":1}', "not valid JSON"),
-        (b'{"a":"\xff"}', "not valid JSON"),
-        (b'{"a":1} x', "not valid JSON"),
-        (b"{'a':1}", "not valid JSON"),
-        (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
-        (b'{"a":' + b"9" * 5000 + b"}", "not valid JSON"),
-        (b" " * 16_000_001, "larger than 16000000 bytes"),
-    ],
-)
+CONFIG_REFUSED: list[tuple[bytes, str]] = [
+    (b"", "not valid JSON"),
+    (b"[]", "must hold a JSON object, not list"),
+    (b'"x"', "must hold a JSON object, not str"),
+    (b"{", "not valid JSON"),
+    (b'{"a":1,"a":2}', "'a' is given twice"),
+    (b'{"a":{"b":1,"b":1}}', "'b' is given twice"),
+    (b'{"a":NaN}', "NaN is not a JSON number"),
+    (b'{"a":-Infinity}', "-Infinity is not a JSON number"),
+    (b'{"a":1e999}', "out of range"),
+    (b'\xef\xbb\xbf{"a":1}', "not valid JSON"),
+    (b'{"a":"\xff"}', "not valid JSON"),
+    (b'{"a":1} x', "not valid JSON"),
+    (b"{'a':1}", "not valid JSON"),
+    (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+    (b'{"a":' + b"9" * 5000 + b"}", "not valid JSON"),
+    (b" " * 16_000_001, "larger than 16000000 bytes"),
+    (b'{"a":[' + b"[]," * 5_000_000 + b"[]]}", "has 10000003 braces, brackets and commas; attar accepts 500000"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), CONFIG_REFUSED)
 def test_a_config_that_is_not_strict_json_is_refused(text: bytes, words: str, tmp_path: Path) -> None:
     (single(tmp_path) / "config.json").write_bytes(text)
     with pytest.raises(CheckpointError, match=words) as caught:
@@ -174,7 +187,7 @@ def test_other_kinds_of_folder_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="its subfolder checkpoint-500 has one"):
         Folder(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"an adapter .LoRA., not a model; merge it"):
+    with pytest.raises(CheckpointError, match=r"an adapter .LoRA., not a model: name its base, with --adapter"):
         Folder(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="has no safetensors file; download or copy"):

@@ -8,6 +8,7 @@ import math
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,7 @@ PARTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_source(folder: Path, layers: int = LAYERS) -> Path:
     """A random Llama as a Hugging Face folder, float32 of 8 significant bits, which BF16 holds exactly."""
     generator = torch.Generator().manual_seed(0)
 
@@ -89,29 +89,27 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     tensors = {"model.embed_tokens.weight": random(VOCAB, HIDDEN) * 8, "lm_head.weight": random(VOCAB, HIDDEN) * 4}
     tensors["model.norm.weight"] = random(HIDDEN)
-    for i in range(LAYERS):
+    for i in range(layers):
         at = f"model.layers.{i}"
         tensors[f"{at}.input_layernorm.weight"] = random(HIDDEN)
         tensors[f"{at}.post_attention_layernorm.weight"] = random(HIDDEN)
         tensors |= {f"{at}.{name}.weight": random(rows, columns) for name, rows, columns in PARTS.values()}
     config = {
-        "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS,
+        "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": layers,
         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "intermediate_size": WIDE,
         "rms_norm_eps": np.float32(1e-5).item(), "max_position_embeddings": 128, "tie_word_embeddings": False,
     }  # fmt: skip
-    folder = tmp_path_factory.mktemp("source")
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-@pytest.fixture(scope="module")
-def tensors(source: Path) -> dict[str, torch.Tensor]:
+def as_in_files(source: Path) -> dict[str, torch.Tensor]:
     """The tensors of `source` under the names and in the order of a `llama` file."""
     stored = load_file(source / "model.safetensors")
     found = {"token_embd.weight": stored["model.embed_tokens.weight"], "output.weight": stored["lm_head.weight"]}
     found["output_norm.weight"] = stored["model.norm.weight"]
-    for i in range(LAYERS):
+    for i in range(sum(name.endswith("input_layernorm.weight") for name in stored)):
         at, to = f"model.layers.{i}", f"blk.{i}"
         found[f"{to}.attn_norm.weight"] = stored[f"{at}.input_layernorm.weight"]
         found[f"{to}.ffn_norm.weight"] = stored[f"{at}.post_attention_layernorm.weight"]
@@ -121,37 +119,49 @@ def tensors(source: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+def write_file(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    kind: str = "F32",
+    metadata: Mapping[str, Any] | None = None,
+    more: Mapping[str, Any] | None = None,
+    less: tuple[str, ...] = (),
+) -> Path:
+    """A GGUF file of these tensors whose matrices are of that type. A value of None removes a key; `more` are tensors
+    (float32, or bytes with their type and shape); `less` are left out."""
+    values = {name: value for name, value in {**METADATA, **(metadata or {})}.items() if value is not None}
+    chosen = {name: tensor for name, tensor in {**tensors, **(more or {})}.items() if name not in less}
+    raw, layout = {}, {}
+    for name, tensor in chosen.items():
+        if isinstance(tensor, tuple):
+            raw[name], each, shape = tensor
+        else:
+            each, shape = TYPES[kind if tensor.ndim == 2 else "F32"], tuple(tensor.shape)
+            raw[name] = ggml_round.encode(each, tensor)
+        layout[name] = (each, shape)
+    with atomic_gguf(path, values, layout, overwrite=True) as writer:
+        for name in raw:
+            writer.write(name, raw[name])
+    return path
+
+
 Write = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_source(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def tensors(source: Path) -> dict[str, torch.Tensor]:
+    return as_in_files(source)
 
 
 @pytest.fixture
 def write(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> Write:
-    """`write(kind, metadata={}, more={}, less=())`: `source` as a GGUF file whose matrices are of that type. A value of
-    None removes a key; `more` are tensors (float32, or bytes with their type and shape); `less` are left out."""
-
-    def write(
-        kind: str = "F32",
-        metadata: Mapping[str, Any] | None = None,
-        more: Mapping[str, Any] | None = None,
-        less: tuple[str, ...] = (),
-    ) -> Path:
-        values = {name: value for name, value in {**METADATA, **(metadata or {})}.items() if value is not None}
-        chosen = {name: tensor for name, tensor in {**tensors, **(more or {})}.items() if name not in less}
-        raw, layout = {}, {}
-        for name, tensor in chosen.items():
-            if isinstance(tensor, tuple):
-                raw[name], each, shape = tensor
-            else:
-                each, shape = TYPES[kind if tensor.ndim == 2 else "F32"], tuple(tensor.shape)
-                raw[name] = ggml_round.encode(each, tensor)
-            layout[name] = (each, shape)
-        path = tmp_path / "model.gguf"
-        with atomic_gguf(path, values, layout, overwrite=True) as writer:
-            for name in raw:
-                writer.write(name, raw[name])
-        return path
-
-    return write
+    """`write(kind, metadata={}, more={}, less=())`: `source` as a GGUF file."""
+    return partial(write_file, tmp_path / "model.gguf", tensors)
 
 
 def logits(decoder: Decoder) -> torch.Tensor:
@@ -186,7 +196,7 @@ def test_types_that_a_scheme_represents_are_packed_with_the_same_values(kind: st
     assert not checkpoint.has("lm_head.weight")
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_1", "Q5_1"])
 def test_the_native_kernels_run_packed_files(kind: str, write: Write) -> None:
     from attar.kernels import ops
 
@@ -637,7 +647,7 @@ def test_a_file_is_verified_against_its_receipt(write: Write) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "head", "dtype"),
-    [("Q4_0", "w4g32", "float32"), ("Q4_1", None, "float32"), ("BF16", None, "bfloat16")],
+    [("Q4_0", "q4_0", "float32"), ("Q4_1", "q4_1", "float32"), ("BF16", None, "bfloat16")],
 )
 def test_memory_is_planned_as_the_file_will_run(kind: str, head: str | None, dtype: str, write: Write) -> None:
     config, storage = stored(write(kind))
@@ -646,12 +656,12 @@ def test_memory_is_planned_as_the_file_will_run(kind: str, head: str | None, dty
     assert (storage.head and storage.head.name) == head
 
 
-def test_inspection_says_what_a_type_runs_as(write: Write) -> None:
+def test_inspection_says_what_types_there_are(write: Write) -> None:
     path = write(
         "Q4_0", more={"blk.0.ffn_up.weight": (torch.zeros(256, 80, dtype=torch.uint8), TYPES["Q4_1"], (256, 128))}
     )
     found = inspect(path)
-    assert found.schemes == {"Q4_0, run as w4g32": 21, "Q4_1, run as float32": 1}
+    assert found.schemes == {"Q4_0": 21, "Q4_1": 1}
     assert found.bytes == path.stat().st_size
     assert 4.5 < found.bits_per_weight < 4.6
     assert "blk.0.ffn_up.weight" in found.table()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import struct
 from pathlib import Path
 
@@ -59,6 +60,21 @@ def test_the_older_form_is_llama_cpps(tmp_path: Path) -> None:
     assert path.read_bytes() == struct.pack("<i", 1) + entry + struct.pack("<ii1s", 3, 1, b"t")
     path.write_bytes(struct.pack("<i", 1) + entry)  # as older versions ended
     assert torch.equal(imatrix.read(path).means["w"], torch.from_numpy(values))
+
+
+def test_the_older_form_is_whole_or_as_it_was(matrix: Imatrix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.dat"
+    imatrix.write(path, matrix)
+    before = path.read_bytes()
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(imatrix, "sync_path", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        imatrix.write(path, Imatrix({}, {}, 0, 0), overwrite=True)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_no_prefix_of_the_older_form_is_read(matrix: Imatrix, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from attar import LLM, SamplingParams
-from attar.checkpoints import hf, lora
+from attar.checkpoints import hf, lora, sources
 from attar.checkpoints.safetensors import CheckpointError
 from attar.compression.pipeline import compress
 from attar.kernels import ops
@@ -149,6 +150,107 @@ def test_adapters_learn(base: Path, tmp_path: Path) -> None:
     assert torch.allclose(slopes[1], (x @ down.T).sum(0).expand(256, 4), rtol=1e-4, atol=1e-4)
 
 
+def test_nothing_is_read_of_what_its_header_rules_out(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what it will take is known from there."""
+    model, folder = hf.load(base, torch.float32), save(tmp_path / "adapter")
+    shapes = lora.shapes_of(model)
+    found = lora.outline(folder, model.config.names, shapes)
+    assert {name: pair.rank for name, pair in found.pairs.items()} == {
+        f"model.layers.{layer}.{name}": rank for layer in range(LAYERS) for name, rank in RANKS.items()
+    }
+    assert found.weight_bytes(shapes) == LAYERS * 4 * (16 * 256 + 256 * 4 + 16 * 768 + 256 * 2)
+    monkeypatch.setattr(lora.TensorFile, "read", lambda *given: pytest.fail("a tensor was read"))
+    with pytest.raises(CheckpointError, match="do not fit"):
+        lora.attach(model, save(tmp_path / "adapter", CONFIG | {"r": 8}))
+
+
+def test_a_tied_output_matrix_is_changed_at_run_time_alone(base: Path, tmp_path: Path) -> None:
+    """The embedding stays as it is; a merged matrix would have to be both."""
+    weights = {
+        "base_model.model.lm_head.lora_A.weight": torch.ones(4, 256) / 16,
+        "base_model.model.lm_head.lora_B.weight": torch.ones(rows_of_head(base), 4),
+    }
+    folder = save(tmp_path / "adapter", CONFIG, weights)
+    model = hf.load(base, torch.float32)
+    plain = logits(model)
+    lora.attach(model, folder)
+    assert (logits(model) - plain).abs().max() > MOVES
+    with pytest.raises(CheckpointError, match="an output matrix that is the embedding too"):
+        lora.merge(base, folder, tmp_path / "merged")
+
+
+def rows_of_head(base: Path) -> int:
+    """Rows of the embedding."""
+    size: int = json.loads((base / "config.json").read_text())["vocab_size"]
+    return size
+
+
+def test_damaged_files_are_refused_or_read_whole(base: Path, tmp_path: Path) -> None:
+    """Flipped bits and cut ends, of the config and of the matrices' file: never anything but CheckpointError."""
+    model, folder = hf.load(base, torch.float32), save(tmp_path / "adapter")
+    names, shapes = model.config.names, lora.shapes_of(model)
+    draw = random.Random(0)
+    refused = 0
+    for path in (folder / "adapter_config.json", folder / "adapter_model.safetensors"):
+        whole = path.read_bytes()
+        for _ in range(100):
+            broken = bytearray(whole)
+            for _ in range(draw.choice((1, 1, 4))):
+                broken[draw.randrange(min(len(whole), 1200))] ^= 1 << draw.randrange(8)
+            path.write_bytes(broken[: draw.choice((len(whole), draw.randrange(len(whole))))])
+            try:
+                lora.read(folder, names, shapes)
+            except CheckpointError:
+                refused += 1
+        path.write_bytes(whole)
+    assert refused > 150
+    lora.read(folder, names, shapes)
+
+
+def test_pickles_and_files_of_gguf_are_refused_by_name(base: Path, tmp_path: Path) -> None:
+    folder = save(tmp_path / "adapter")
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match="is a pickle, which is not read"):
+        lora.attach(hf.load(base, torch.float32), folder)
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ValueError, match="is a GGUF file, whose types have no place for an adapter"):
+        lora.merge(tmp_path / "model.gguf", folder, tmp_path / "merged")
+
+
+@pytest.mark.parametrize("recipe", ["f32", "q8_0"])
+def test_a_file_of_gguf_takes_what_was_trained_on_the_folder(recipe: str, base: Path, tmp_path: Path) -> None:
+    """Whose queries and keys lie in another order there."""
+    adapter = save(tmp_path / "adapter")
+    compress(base, tmp_path / "out.gguf", recipe=recipe)
+    plain, changed = (sources.load(tmp_path / "out.gguf", torch.float32) for _ in range(2))
+    lora.attach(changed, adapter)
+    assert (logits(changed) - logits(plain)).abs().max() > MOVES
+    same = SAME if recipe == "f32" else 0.5
+    assert (logits(changed) - expected(base)).abs().max() <= same
+
+
+@pytest.mark.parametrize("recipe, fits", [("gptq-w8", True), ("awq-w8", False), ("rotate-w8", False)])
+def test_bases_whose_linears_read_other_numbers_are_doubted(
+    recipe: str, fits: bool, base: Path, tmp_path: Path
+) -> None:
+    """And rightly so: 8 bits leave the model as it is, but not what an adapter of the original makes of it."""
+    adapter, out = save(tmp_path / "adapter"), tmp_path / "out"
+    compress(base, out, recipe=recipe, calibration=token_ids(4, 32, vocab=2000))
+    assert (lora.doubt(adapter, out) is None) == fits
+    model = hf.load(out, torch.float32)
+    plain, wanted = logits(model), expected(base)
+    assert (plain - logits(hf.load(base, torch.float32))).abs().mean() < 0.1
+    lora.attach(model, adapter)
+    off = float((logits(model) - wanted).abs().mean() / (plain - wanted).abs().mean())  # 1: as far as without it
+    assert (off < 0.2) == fits, off
+    (adapter / lora.BASE).write_text(json.dumps({"receipt": lora.identity(out)}))
+    assert lora.doubt(adapter, out) is None
+    assert lora.doubt(adapter, base) is None
+    assert lora.identity(base) is None
+
+
 def without(name: str) -> Callable[[dict[str, Tensor]], None]:
     return lambda weights: weights.pop(name)  # type: ignore[return-value]
 
@@ -170,11 +272,15 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
         ({"something_new": 3}, None, "something_new is set"),
         ({"lora_alpha": -1}, None, "lora_alpha must be a positive number"),
         ({"r": 8}, None, "its rank 8"),
+        ({"r": 513}, None, "a rank of 513 for model.layers.0.self_attn.q_proj: they are 1 to 512"),
+        ({"r": 1.5}, None, "a rank of 1.5"),
+        ({"lora_alpha": 1e300}, None, "lora_alpha must be a positive number"),
         ({"alpha_pattern": {"(a+)+": 3}}, None, "not accepted"),
         ({}, without(f"{FIRST}.lora_B.weight"), "only one of lora_A and lora_B"),
         ({}, having(f"{FIRST}.lora_magnitude_vector", torch.ones(256)), "neither the A nor the B"),
         ({}, having("base_model.model.model.layers.0.self_attn.q_porj.lora_A.weight", torch.ones(4, 256)), "no linear"),
         ({}, having("base_model.model.model.embed_tokens.lora_A.weight", torch.ones(4, 256)), "no linear"),
+        ({}, having("base_model.model.lm_head.base_layer.weight", torch.ones(4, 256)), "save_embedding_layers=False"),
         ({}, having(f"{FIRST}.lora_A.weight", torch.ones(4, 64)), "do not fit"),
         ({}, having(f"{FIRST}.lora_A.weight", torch.full((4, 256), torch.nan)), "NaN or an infinity"),
         ({}, having(f"{FIRST}.lora_A.weight", torch.ones(4, 256).int()), "not a matrix"),

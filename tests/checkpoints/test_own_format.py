@@ -117,3 +117,27 @@ def test_configs_that_do_not_describe_the_files(change: Any, words: str, tiny: A
     tiny.write(folder, hf_tensors(folder), quantization_config=config)
     with pytest.raises(CheckpointError, match=words):
         hf.Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize(
+    "scale, words",
+    [
+        (torch.tensor([torch.nan]), "input_scale is nan: a scale is finite and above 0"),
+        (torch.tensor([torch.inf]), "input_scale is inf"),
+        (torch.tensor(0.0), "input_scale is 0.0"),
+        (torch.tensor([-0.5]), "input_scale is -0.5"),
+        (torch.ones(2), r"input_scale must be one number, not float32 \[2\]"),
+        (torch.tensor([1]), r"must be one number, not int64 \[1\]"),
+        (None, "no tensor '.*input_scale'"),
+    ],
+)
+def test_fixed_scales_that_no_calibration_finds(
+    scale: torch.Tensor | None, words: str, tiny: Any, tmp_path: Path
+) -> None:
+    folder, packed = write(tiny, tmp_path / "ours")
+    (name,) = (f"{module}.input_scale" for module, each in packed.items() if each.scheme.static)
+    tensors, config = hf_tensors(folder), hf.Checkpoint.open(folder).folder.config["quantization_config"]
+    changed = {key: tensor for key, tensor in tensors.items() if key != name} | ({} if scale is None else {name: scale})
+    tiny.write(folder, changed, quantization_config=config)
+    with pytest.raises(CheckpointError, match=words):
+        hf.Checkpoint.open(folder)

@@ -118,7 +118,8 @@ def test_compress(compressed: Result, place: Path) -> None:
     assert done["bytes"] == (place / "out" / "model.safetensors").stat().st_size
     assert done["seconds"] > 0
     assert done["kl_mean"] > 0
-    assert compressed.stderr == ""
+    (warned,) = compressed.stderr.splitlines()
+    assert warned.startswith("attar: the calibration text has 512 tokens and the widest linear 768 input columns")
     assert compressed.stdout.splitlines()[0].split()[:2] == ["model", "size"]
 
 

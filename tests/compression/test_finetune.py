@@ -118,3 +118,12 @@ def test_a_text_becomes_windows_of_ids(demo: Path, tmp_path: Path) -> None:
     assert ids.shape == (3, 16)
     with pytest.raises(ValueError, match="no such file"):
         read_ids(demo, tmp_path / "none.txt", 3, 16)
+
+
+def test_a_file_of_gguf_is_refused(ids: Tensor, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    (tmp_path / "text.txt").write_text("a text")
+    with pytest.raises(ValueError, match="is a GGUF file, and adapters are trained on folders"):
+        read_ids(tmp_path / "model.gguf", tmp_path / "text.txt", 1, 8)
+    with pytest.raises(ValueError, match="is a GGUF file, and adapters are trained on folders"):
+        finetune(tmp_path / "model.gguf", tmp_path / "adapter", ids, OPTIONS)

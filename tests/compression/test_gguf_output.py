@@ -241,16 +241,14 @@ def test_a_weight_that_is_not_a_number_names_its_matrix(tiny: Path, tmp_path: Pa
 def test_as_read_is_what_the_reader_gives() -> None:
     from attar.compression.gguf_output import as_read
     from attar.formats import ggml_codec
-    from attar.formats.packed import PackedTensor
     from attar.formats.scheme import Scheme
 
     weight = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
     for name in ("q4_0", "q8_0", "q6_k"):
         packed = ggml_codec.quantize(weight, Scheme.parse(name))
         found = as_read(packed)
-        assert isinstance(found, PackedTensor) == (name.upper() in gguf_checkpoint.SCHEMES)
-        values = found.dequantize() if isinstance(found, PackedTensor) else found
-        assert torch.equal(values, packed.dequantize())
+        assert (found is packed) == (name.upper() not in gguf_checkpoint.SCHEMES)
+        assert torch.equal(found.dequantize(), packed.dequantize())
 
 
 LLAMA_CPP = """

@@ -16,7 +16,7 @@ from attar.compression.solvers import gptq, qronos
 
 Ids = list[list[int]]
 
-RECIPES = ("guided-w4g32", "awq+qronos-w3g64-asym")
+RECIPES = ("guided-w4g32", "awq+qronos-w3g64-asym", "squeezellm-lut3-s45")
 BOTH = {"recipe": "guided-w4g32", "couple": False, "correct": True, "residual": 0.5, "polish": 2, "guide": 3}
 
 
@@ -42,7 +42,7 @@ def test_a_stopped_run_resumes_to_the_same_bytes(name: str, tiny: Path, calibrat
     calibration = calibration[:4]
     compress(tiny, tmp_path / "whole", recipe=recipe, calibration=calibration)
     stops = [("blocks", 1), ("blocks", 2)]
-    if name in ("guided-w4g32", "both"):
+    if name != "awq+qronos-w3g64-asym":
         stops = [("gradients", 2), *stops[:1]]
     for stage, count in stops:
         with pytest.raises(Stop):
@@ -52,6 +52,11 @@ def test_a_stopped_run_resumes_to_the_same_bytes(name: str, tiny: Path, calibrat
             )  # fmt: skip
     compress(tiny, tmp_path / "out", recipe=recipe, calibration=calibration)
     assert digest(tmp_path / "out") == digest(tmp_path / "whole")
+
+
+def test_what_squeezellm_weighed_stays_as_it_is(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="awq changes weights after squeezellm has weighed them"):
+        compress(tiny, tmp_path / "out", recipe="awq+squeezellm-lut4", calibration=calibration)
 
 
 def test_a_weighted_hessian_is_the_weighted_mean() -> None:
@@ -115,7 +120,7 @@ def test_outputs_that_are_divided() -> None:
     x, g, scales = (torch.randn(shape, generator=generator) for shape in ((50, 4), (50, 6), (6,)))
     found = []
     for gradients in (g, g * scales):
-        taker = guide._Taker(6, 0, True)
+        taker = guide._Taker((6, 4), 0, True, False)
         taker(x, gradients)
         found += taker.numbers()
     divided = guide.Hints(None, found[0]).divided(scales).outputs

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attar.compression.recipe import Awq, Gptq, Guided, Override, Qronos, Recipe, Rtn, SmoothQuant, Tune
+from attar.compression.recipe import Awq, Gptq, Guided, Override, Qronos, QuaRot, Recipe, Rtn, SmoothQuant, Tune
 from attar.formats.scheme import Scheme
 
 SHAPES = {
@@ -54,7 +54,7 @@ def test_a_name_says_passes_and_scheme(name: str, passes: tuple[object, ...], sc
         ("gptq-w4g12x", "did you mean w4g128"),
         ("gptq", "did you mean gptq-w4g128"),
         ("w4g128", "did you mean rtn-w4g128"),
-        ("zzz-w4g128", "known are autoround, awq, gptq, guided"),
+        ("zzz-w4g128", "known are autoround, awq, clip, gptq, guided"),
         ("gptq-w9g128", "2 to 8 bits"),
         ("gptq+rtn-w4", "comes last"),
         ("awq+awq-w4", "twice"),
@@ -230,3 +230,35 @@ def test_methods_that_are_gptq_with_other_defaults() -> None:
     assert isinstance(Recipe.load("guided-w4").rounding, Gptq)
     assert Recipe.load("gptq-w4").rounding == Gptq(polish=0, guide=0, couple=False, correct=False)
     assert Recipe.from_dict({"recipe": "gptq-w4", "guide": 2}).name == "gptq-w4"
+
+
+def test_a_rotation_stands_in_front() -> None:
+    for name in ("rotate-w8a8", "quarot+gptq-w4a4", "spinquant+guided+tune-w4a8g128", "rotate-keep"):
+        recipe = Recipe.load(name)
+        assert recipe.name == name
+        assert recipe.rotate is not None
+        assert recipe.to_dict()["rotate"]["method"] == recipe.rotate.method == name.partition("-")[0].partition("+")[0]
+    told = Recipe.from_dict({"recipe": "quarot+smoothquant-w8a8", "online": False, "alpha": 0.7})
+    assert told.rotate == QuaRot(online=False)
+    assert told.passes[0] == SmoothQuant(alpha=0.7)
+    with pytest.raises(ValueError, match="online is an option of rotate and quarot and spinquant"):
+        Recipe.from_dict({"recipe": "gptq-w8a8", "online": True})
+    with pytest.raises(ValueError, match="rotation is one of hadamard, orthogonal"):
+        Recipe.from_dict({"recipe": "rotate-w8a8", "rotation": "givens"})
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("gptq+rotate-w8", "comes first, and once"),
+        ("rotate+quarot-w8", "comes first, and once"),
+        ("quarot-keep", "nor rotated at run time"),
+        ("rotate+gptq-keep", "what is kept is not rounded"),
+        ("rotate-q4_k_m", "is for folders"),
+        ("rotate+structured-p25", "mixes the columns"),
+        ("rotat-w8", "did you mean rotate"),
+    ],
+)
+def test_a_rotation_out_of_place_is_refused(name: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=hint):
+        Recipe.load(name)

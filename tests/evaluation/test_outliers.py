@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from outliers import CHANNELS, inject
+from outliers import CHANNELS, KINDS, inject
 from safetensors.torch import load_file
 
 from attar.checkpoints import hf
 from attar.evaluation.outliers import Spread, profile
+from attar.model.cache import Step
 from attar.model.decoder import Decoder
 
 Make = Callable[..., Decoder]
 
+SAME_LOGITS = 1e-4  # of float32
 FOURTH_MOMENTS = 1e-9  # relative difference of kurtosis to the textbook's order of operations
 
 
@@ -87,3 +89,13 @@ def test_what_is_refused(tiny_decoder: Make) -> None:
     broken = tiny_decoder(tensors={"model.layers.1.input_layernorm.weight": torch.full((64,), torch.nan)})
     with pytest.raises(ValueError, match=r"input of model\.layers\.1\.self_attn\.q_proj holds a NaN"):
         profile(broken, [[1, 2]])
+
+
+@pytest.mark.parametrize("kinds", ["b", "c", "d", KINDS])
+def test_planting_changes_no_logits(kinds: str, demo: Path, tmp_path: Path) -> None:
+    ids = torch.randint(0, 4096, (48,), generator=torch.Generator().manual_seed(1))
+    planted = inject(demo, tmp_path / "injected", kinds=kinds)
+    base, out = (hf.load(folder, torch.float32).forward(ids, Step((48,), 48)) for folder in (demo, planted))
+    assert (out - base).abs().max() < SAME_LOGITS * base.abs().max()
+    with pytest.raises(ValueError, match="letters of abcd"):
+        inject(demo, tmp_path / "other", kinds="e")

@@ -61,6 +61,8 @@ def test_what_compares(output: Path) -> None:
         {"layers": [{"name": 1, "scheme": "w4", "error": 0.1, "rtn_error": 0.1}]},
         {"layers": [{"name": "a", "scheme": "w4", "error": True, "rtn_error": 0.1}]},
         {"recipe": "rtn"},
+        {"layers": [{"name": "a", "scheme": "w4", "error": 1e308, "rtn_error": 0.1}]},
+        {"layers": [{"name": "a", "scheme": "w4", "error": -0.1, "rtn_error": 0.1}]},
         {"bits_per_weight": None},
         {"source": 1},
     ],
@@ -68,6 +70,12 @@ def test_what_compares(output: Path) -> None:
 def test_damaged_receipts_are_refused(output: Path, damage: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="the receipt is damaged"):
         read(change(output, **damage))
+
+
+def test_a_source_that_is_no_text_compares_as_one(output: Path) -> None:
+    figures = {"kl_mean": 0.25, "ppl_base": 7.0, "tokens": 99}
+    found = read(change(output, evaluation=figures, source={"sha256": ["a", {}]})).measured_on
+    assert {found} == {read(output).measured_on}
 
 
 def test_an_output_needs_a_receipt(output: Path) -> None:

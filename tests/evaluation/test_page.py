@@ -172,6 +172,31 @@ def test_the_page_loads_nothing(outputs: dict[str, Path]) -> None:
     assert "default-src &#39;none&#39;" in text or "default-src 'none'" in text
 
 
+def test_what_is_pruned_is_compared_with_leaving_out_the_smallest(
+    tiny: Path, calibration: list[list[int]], tmp_path: Path
+) -> None:
+    made = compress(tiny, tmp_path / "out", recipe="wanda-s50", calibration=calibration).path
+    text = page.html(page.Contents([read(made)]))
+    assert set(Seen(text).marks["mlp.down_proj"]) == {"as stored", "smallest left out"}
+    assert "rounded to nearest" not in text
+    assert "rounding to nearest" not in text
+
+
+def test_hostile_figures_are_drawn_or_left_out(outputs: dict[str, Path], tmp_path: Path) -> None:
+    """Whatever a number of a receipt may be and is not refused for, and names with more digits than an int takes."""
+    folder = tmp_path / "out"
+    shutil.copytree(outputs["rtn-w4g32"], folder)
+    path = folder / "receipt.json"
+    value = json.loads(path.read_text())
+    names = [f"model.layers.{'9' * digits}.mlp.down_proj" for digits in (1, 9, 5000)]
+    for errors in ((5e-324, 1e100), (1e100, 5e-324), (0, 1), (1e-90, 1e90)):
+        layers = [dict(zip(("error", "rtn_error"), errors, strict=True), name=name, scheme="w4") for name in names]
+        for ends in ([-1, 1e99], [1e-320, 1], [2, -2], [None, []]):
+            evaluation = value["evaluation"] | {"kl_mean": 1e-310, "intervals": {"kl_mean": ends}, "ppl_base": 1e100}
+            path.write_text(json.dumps(value | {"layers": layers, "evaluation": evaluation, "bits_per_weight": -1e100}))
+            page.html(page.Contents([read(folder), read(outputs["gptq-w4g32"])]))
+
+
 def test_hostile_names_stay_text(outputs: dict[str, Path], tmp_path: Path) -> None:
     """Everything in a receipt that is a string, keys too, turned into an attack."""
     folder = tmp_path / "<b onmouseover=alert(1)>"

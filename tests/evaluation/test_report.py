@@ -120,7 +120,7 @@ def test_what_keeping_keys_and_values_so_costs(tiny_decoder: Make) -> None:
     assert cost["float32"] < cost["int8"] < cost["fp8"] < cost["int4"] < 1.0
     assert found["int4"].protocol.context == 150
     assert evaluate(decoder, tokens=ids, kv="int8").protocol.context == decoder.config.context
-    with pytest.raises(ValueError, match="kept as float32, bfloat16, int8, fp8, klt4, int4, kivi2, klt2, not 'q4_0'"):
+    with pytest.raises(ValueError, match=r"kept as float32, bfloat16, .*, kivi2, klt2, not 'q4_0'"):
         evaluate(decoder, tokens=ids, kv="q4_0")
     with pytest.raises(ValueError, match="groups of 32 tokens and columns"):
         evaluate(decoder, tokens=ids, kv="kivi2")

@@ -17,7 +17,7 @@ LARGEST = {1: 0.7979, 2: 1.5104, 3: 2.1520, 4: 2.7326, 5: 3.2607, 6: 3.7441}
     [
         ("float32", 64, 32), ("bfloat16", 128, 16), ("int8", 64, 8.5), ("int8", 128, 8.25), ("fp8", 64, 8.5),
         ("int4", 64, 4.25), ("int4", 128, 4.125), ("klt4", 64, 4.5), ("klt4", 128, 4.375), ("klt2", 64, 2.25),
-        ("kivi2", 64, 3), ("kivi2", 128, 3),
+        ("kivi2", 64, 3), ("kivi2", 128, 3), ("nuq4", 64, 4.75), ("nuq3", 128, 3.5),
     ],
 )  # fmt: skip
 def test_bits_of_a_number_with_all_that_stands_beside_it(name: str, head_dim: int, bits: float) -> None:
@@ -39,7 +39,9 @@ def test_what_a_scheme_does_not_keep() -> None:
         scheme("kivi2").bytes(2, 64, 16)
     with pytest.raises(ValueError, match="a multiple of 16 slots, not 24"):
         scheme("float32").bytes(2, 64, 24)
-    with pytest.raises(ValueError, match="kept as float32, bfloat16, int8, fp8, klt4, int4, kivi2, klt2, not 'q4_0'"):
+    with pytest.raises(
+        ValueError, match="kept as float32, bfloat16, int8, fp8, klt4, int4, nuq4, nuq3, kivi2, klt2, not 'q4_0'"
+    ):
         scheme("q4_0")
 
 

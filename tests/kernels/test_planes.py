@@ -64,14 +64,14 @@ def test_planes_hold_codes() -> None:
         assert packed.shape == (3, HEADS, 10, 16)
         assert torch.equal(planes.unpack(packed, UNEVEN, values), codes)
     one = torch.zeros((1, HEADS, 16, SIZE), dtype=torch.uint8)
-    one[0, 0, 5, 8 + 6] = 4  # slot 5, coordinate 6 of bucket 1, bit 2: plane 6 + 2
-    key, value = planes.pack(one, UNEVEN, False)[0, 0], planes.pack(one, UNEVEN, True)[0, 0]
-    bit = 64 * 1 + 4 * 5 + 2
-    assert key[8, bit // 8] == 1 << bit % 8
-    assert key.count_nonzero() == 1
-    bit = 32 * 1 + 4 * 6 + 1
-    assert value[8, bit // 8] == 1 << bit % 8
-    assert value.count_nonzero() == 1
+    one[0, 0, 5, 8 + 6] = 4 + 1  # slot 5, coordinate 6 of bucket 1, which has 3 bits: a plane of 2 and one of 1
+    start = 16 * 6
+    for values, number in ((False, 64 * 1 + 4 * 5 + 2), (True, 32 * 1 + 4 * 6 + 1)):
+        found = planes.pack(one, UNEVEN, values)[0, 0].flatten()
+        low, high = found[start + number % 32], found[start + 32 + number % 16]
+        assert low == 1 << 2 * (number // 32)
+        assert high == 1 << number // 16
+        assert found.count_nonzero() == 2
 
 
 @pytest.mark.parametrize("bits", range(1, 7))
@@ -97,19 +97,34 @@ def test_what_is_not_finite_shows() -> None:
     zero = planes.quantize(torch.zeros(1, HEADS, SIZE), UNEVEN)
     assert not planes.dequantize(*zero, UNEVEN).any()
     for along in (2, 3):
-        _, scale, _ = kivi.quantize(torch.where(torch.arange(64)[:, None] == 40, math.inf, randn(1, 1, 64, 64)), along)
+        infinite = torch.where(torch.arange(64)[:, None] == 40, math.inf, randn(1, 1, 64, 64))
+        _, scale, _ = kivi.quantize(infinite, along, 32)
         assert scale.isnan().any()
         assert scale.isfinite().any()
 
 
+@pytest.mark.parametrize("size", [1e21, 1e30, 3e38])
+def test_what_is_too_large_shows_in_its_own_row(size: float) -> None:
+    """Where squares overflow, no scale has an error: not a zero, which would pass for a number."""
+    y = randn(3, HEADS, SIZE)
+    y[1, 0] *= size / y[1, 0].abs().max()
+    codes, scales = planes.quantize(y, UNEVEN)
+    assert scales.isnan().tolist() == [[False, False], [True, False], [False, False]]
+    alone = planes.quantize(y[[0, 2]], UNEVEN)
+    assert torch.equal(codes[[0, 2]], alone[0])
+    assert torch.equal(scales[[0, 2]], alone[1])
+
+
 @pytest.mark.parametrize("along", [2, 3])
-def test_kivi_by_its_formula(along: int) -> None:
-    """Zero is the least of a group of 32, scale a third of its range, codes the nearest."""
-    x = randn(2, HEADS, 64, 32, seed=3)
-    codes, scales, zeros = kivi.quantize(x, along)
-    assert codes.shape == (2, HEADS, 64, 8)
+@pytest.mark.parametrize("group", [32, 64])
+def test_kivi_by_its_formula(along: int, group: int) -> None:
+    """Zero is the least of a group, scale a third of its range, codes the nearest."""
+    x = randn(2, HEADS, 64, 64, seed=3)
+    codes, scales, zeros = kivi.quantize(x, along, group)
+    assert codes.shape == ((2, HEADS, 64, 16) if along == 3 else (2, HEADS, 4, 64, 4))
+    assert scales.shape[along] == 64 // group
     ours = kivi.dequantize(codes, scales, zeros, along)
-    groups = x.unflatten(along, (-1, 32))
+    groups = x.unflatten(along, (-1, group))
     low, high = groups.amin(along + 1, keepdim=True), groups.amax(along + 1, keepdim=True)
     step = (high - low) / 3
     plain = (((groups - low) / step).round() * step + low).flatten(along, along + 1)

@@ -10,11 +10,15 @@ import torch
 from attar.engine import kv as engine_kv
 from attar.formats.kv import scheme
 from attar.kernels import planes
+from attar.kernels.nuq import Channels
+from attar.kernels.planes import Basis
 from attar.model import kv_basis
+from attar.model.cache import Step
 from attar.model.decoder import Decoder
 
 Make = Callable[..., Decoder]
 GAIN = 0.5
+CLOSE = 0.2  # of logits of random weights, in 4 bits
 INVERSE = 2e-3  # of float32 matrices whose axes differ a thousandfold
 
 
@@ -34,11 +38,29 @@ def test_bases_are_invertible_and_deal_out_all_bits(decoder: Decoder) -> None:
     assert len(found) == config.layers
     for bases in found:
         for one in (bases.keys, bases.values):
+            assert isinstance(one, Basis)
             eye = torch.eye(config.head_dim).expand_as(one.into)
             assert (one.into @ one.back - eye).abs().max() <= INVERSE
             assert all(sum(bits) == wanted.units(config.head_dim) for bits in one.bits)
             assert all(sorted(bits, reverse=True) == list(bits) for bits in one.bits)
-    assert len({bases.keys.bits for bases in found} | {bases.values.bits for bases in found}) > 1
+    every = [one for bases in found for one in (bases.keys, bases.values)]
+    assert len({one.bits for one in every if isinstance(one, Basis)}) > 1
+
+
+def test_channels_of_kvquant(decoder: Decoder) -> None:
+    """Keys are divided by their spread and values by each token's; levels ascend, and a cache of them runs."""
+    config, wanted = decoder.config, scheme("nuq4")
+    found = kv_basis.calibrate(decoder, engine_kv.sample(decoder, 3, 1), wanted)
+    for bases in found:
+        for one, scaled in ((bases.keys, False), (bases.values, True)):
+            assert isinstance(one, Channels)
+            assert one.scaled == scaled
+            assert (one.levels.diff() > 0).all()
+            assert (one.spread == 1).all() == scaled
+    ids = torch.arange(40) % config.vocab_size
+    plain = decoder.forward(ids, Step((40,), 40), None)
+    ours = decoder.forward(ids, Step((40,), 40, decoder.cache(40, 1, wanted, found)), None)
+    assert 0 < (ours - plain).norm() <= CLOSE * plain.norm()
 
 
 def test_errors_count_less_than_in_the_plain_rotation() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attar.formats.kv import scheme as kv_scheme
 from attar.formats.scheme import Scheme
 from attar.model.shapes import shape
 from attar.plan import costs, fit
@@ -33,6 +34,16 @@ def test_every_byte_has_a_place(memory: int, context: int, kv: str) -> None:
     assert found.requests * -(-context // BLOCK) <= found.blocks
     if found.blocks:
         assert 0 <= found.unused < found.block_bytes
+
+
+@given(memories, contexts, st.integers(1, 4 * GB))
+def test_adapters_take_their_room_before_the_cache(memory: int, context: int, adapters: int) -> None:
+    with_them = fit.fit(CONFIG, W4, "int8", memory, context, adapters=adapters)
+    assert dict(with_them.table())["adapters"] == with_them.adapters == adapters
+    assert sum(count for _, count in with_them.table()) == memory
+    without = fit.fit(CONFIG, W4, "int8", memory, context)
+    assert "adapters" not in dict(without.table())
+    assert with_them.blocks <= without.blocks
 
 
 @given(memories, st.integers(0, 8 * GB), contexts, kinds, st.integers(1, 64))
@@ -75,6 +86,16 @@ def test_a_cache_of_a_given_size(tokens: int, kv: str) -> None:
     assert tokens <= found.tokens < tokens + BLOCK
     assert found.cache == found.blocks * costs.block_bytes(CONFIG, kv)
     assert sum(count for _, count in found.table()) == 16 * GB
+
+
+def test_what_is_calibrated_wants_room_for_it() -> None:
+    """Of the 1B shape 16 texts of 256 tokens: less than 0.1 GB, where all of them at once would take 0.9."""
+    taken = costs.calibration_bytes(CONFIG, "klt4")
+    assert 60 * 10**6 < taken < 100 * 10**6
+    assert costs.calibration_bytes(CONFIG, "int4") == 0
+    plain, calibrated = (fit.fit(CONFIG, W4, kv, 16 * GB, max_tokens=64) for kv in ("int4", "klt4"))
+    bases = CONFIG.layers * kv_scheme("klt4").basis_bytes(CONFIG.kv_heads, CONFIG.head_dim)
+    assert calibrated.step - plain.step == taken + bases
 
 
 def test_by_default_a_request_is_the_model_s_whole_context() -> None:

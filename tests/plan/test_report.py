@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 
+from typer.testing import CliRunner
+
+from attar.cli.main import app
 from attar.model.shapes import shape
 from attar.plan import fit, report
 from attar.plan.costs import Storage
@@ -51,3 +54,21 @@ def test_the_dict_is_json_and_says_the_same() -> None:
         assert plain["weights"] + plain["step"] + plain["processes"] + plain["cache"] + plain["unused"] == 4 * 10**9
         assert sum(plain["weight_parts"].values()) == plain["weights"]
         assert plain["fits"] == (row.speed is not None)
+
+
+def test_one_way_to_keep_keys_and_values() -> None:
+    for kv, slow in (("kivi2", False), ("nuq4", True)):
+        made = fit.plan("x", CONFIG, [W4], Demand(2048, 8), 4 * 10**9, "--memory", kv_schemes=(kv,))
+        assert [row.kv for row in made.rows] == [kv]
+        assert ("keys and values in nuq4 have no CPU kernel yet: attention" in report.to_text(made)) == slow
+
+
+def test_the_command_asks_for_one_way() -> None:
+    found = CliRunner().invoke(
+        app, ["plan", "--shape", "llama-3.2-1b", "--kv", "klt2", "--memory", "8GB", "--bandwidth", "20GB", "--json"]
+    )
+    assert found.exit_code == 0, found.output
+    rows = json.loads(found.stdout.splitlines()[-1])["rows"]
+    assert {row["kv"] for row in rows} == {"klt2"}
+    unknown = CliRunner().invoke(app, ["plan", "--shape", "tiny", "--kv", "q4_0", "--bandwidth", "20GB"])
+    assert "kept as float32, bfloat16" in unknown.output + unknown.stderr

@@ -63,9 +63,11 @@ class FakeEngine:
         step: float = 0.001,
         context: int = CONTEXT,
         longest: int = 2**31,
+        adapters: tuple[str, ...] = (),
     ) -> None:
         self.path, self.tokenizer, self.batch, self.queue, self.step = path, tokenizer, batch, queue, step
         self.context, self.longest = context, longest  # tokens: of a request, and of an answer
+        self.adapters, self.asked = adapters, list[str]()  # names, and those that requests took
         self.held = False
         self.beats, self.busy = True, 0.0
         self.fail: tuple[str, int] | None = None
@@ -107,7 +109,7 @@ class FakeEngine:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writer, self._drained = writer, False
         blocks = (("weights", 10), ("cache", 20))
-        writer.write(encode([Ready("fake", self.context, self.tokenizer.vocab_size, 100, 16, blocks)]))
+        writer.write(encode([Ready("fake", self.context, self.tokenizer.vocab_size, 100, 16, blocks, self.adapters)]))
         steps = asyncio.get_running_loop().create_task(self._steps(writer))
         heart = asyncio.get_running_loop().create_task(self._beat(writer))
         decoder = msgspec.msgpack.Decoder(list[Command])
@@ -132,6 +134,8 @@ class FakeEngine:
             await asyncio.sleep(0.1)
 
     def _obey(self, command: Command) -> None:
+        if isinstance(command, Submit | Embed):
+            self.asked.append(command.adapter)
         if isinstance(command, Submit):
             params = command.params
             if self.open >= self.queue:

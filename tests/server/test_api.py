@@ -6,6 +6,7 @@ import base64
 import json
 import math
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -235,6 +236,27 @@ def test_models(server: Running) -> None:
     assert (model["id"], model["max_model_len"]) == ("fake", 512)
     assert server.get("/v1/models/fake").json == model
     assert server.get("/v1/models/a/b").code == "model_not_found"
+
+
+def test_adapters_are_models(start: Callable[..., Running]) -> None:
+    made = start(adapters=("tone", "style"))
+    base, *adapters = made.get("/v1/models").json["data"]
+    assert [each["id"] for each in (base, *adapters)] == ["fake", "tone", "style"]
+    assert "parent" not in base
+    assert {each["parent"] for each in adapters} == {"fake"}
+    assert made.get("/v1/models/style").json == adapters[1]
+    body: dict[str, Any] = {"max_tokens": 1, "prompt": "a"}
+    chat: dict[str, Any] = {"max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
+    answered = [
+        made.post(path, asked).json["model"]
+        for path, asked in (
+            (COMPLETIONS, body), (COMPLETIONS, {**body, "model": "tone"}), ("/v1/messages", {**chat, "model": "style"}),
+            ("/v1/chat/completions", {**chat, "model": "fake"}), ("/v1/embeddings", {"input": "a", "model": "tone"}),
+        )
+    ]  # fmt: skip
+    assert answered == ["fake", "tone", "style", "fake", "tone"]
+    assert made.engine.asked == ["", "tone", "style", "", "tone"]
+    assert made.post(COMPLETIONS, {**body, "model": "ton"}).code == "model_not_found"
 
 
 def test_the_engines_state(server: Running) -> None:

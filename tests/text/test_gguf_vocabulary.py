@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
+from attar.text import convert
 from attar.text.gguf import tokenizer_from_gguf
-from attar.text.gguf_vocabulary import vocabulary
+from attar.text.gguf_vocabulary import lost, vocabulary
 from attar.text.tokenizer import Tokenizer
 from tests.text.gguf_metadata import TEXTS, random_texts
 
@@ -75,10 +76,29 @@ def test_what_a_file_has_no_words_for_is_refused() -> None:
 
 
 def test_a_tokenizer_that_reads_back_otherwise_is_refused() -> None:
-    """An added token that swallows the space before it, which no GGUF file can say."""
-    from tokenizers import AddedToken
-
+    """Of plain text, whatever flags are to blame."""
     tokenizer = bpe(pre_tokenizers.ByteLevel(add_prefix_space=False))
     tokenizer._backend.add_special_tokens([AddedToken("1234567", lstrip=True)])
     with pytest.raises(ValueError, match="read back, it encodes"):
         vocabulary(tokenizer, 300)
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word", "normalized"])
+def test_what_tokens_do_to_their_neighbours_is_lost_and_said(flag: str) -> None:
+    tokenizer = bpe(convert.byte_level(models.BPE({}, []), [convert.QWEN2_SPLIT], None).pre_tokenizer)
+    tokenizer._backend.normalizer = normalizers.NFC()
+    flags = {"normalized": False, flag: True}
+    tokenizer._backend.add_tokens([AddedToken("<plain>", normalized=False), AddedToken("<\u00e9>", **flags)])
+    words = vocabulary(tokenizer, 300)
+    said = lost(tokenizer, words)
+    assert said is not None
+    assert f"otherwise than by the source's tokenizer: '<\u00e9>' ({flag})." in said
+    again = tokenizer_from_gguf(words)
+    assert again.encode("<plain> a<plain>") == tokenizer.encode("<plain> a<plain>")
+
+
+def test_flags_that_change_nothing_are_not_named() -> None:
+    """As most tokenizers have them: `normalized` where nothing is."""
+    tokenizer = bpe(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    tokenizer._backend.add_tokens([AddedToken("<a>", normalized=True)])
+    assert lost(tokenizer, vocabulary(tokenizer, 300)) is None

@@ -144,8 +144,8 @@ class BitsAndBytes:
     def _state(self, module: str) -> dict[str, Any]:
         name = f"{module}.{STATE}"
         part = self.folder.info(name)
-        if part.dtype != "uint8" or part.bytes > MAX_STATE:
-            raise CheckpointError(f"{self.folder.path}: {name} is no line of JSON: {part.dtype} of {part.bytes} bytes")
+        if part.dtype != "uint8" or len(part.shape) != 1 or part.bytes > MAX_STATE:
+            raise CheckpointError(f"{self.folder.path}: {name} is no line of JSON: {part.dtype} {list(part.shape)}")
         try:
             return nf4.read_state(self.folder.read(name), self._double(module))
         except ValueError as error:

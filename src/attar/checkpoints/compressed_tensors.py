@@ -16,14 +16,19 @@ over patterns and patterns over class names, each in alphabetical order: compres
 Asymmetric packed weights, ours and compressed-tensors' own, load in transformers 5.23 only with
 `CompressedTensorsConfig(dequantize=True)`; its default road has no place for packed zero points.
 
-Not done: floats of six bits, MXFP8, quantized KV caches, output activations, sparsity and transforms. Each is refused
-by name, for ignoring it would give a model that runs and answers nonsense.
+`transform_config` says which linears' inputs are rotated at run time: groups of type "hadamard", whose `apply` lists
+modules with a location. Of these "input" counts; "weight_input" and "weight_output" are in the weights already. The
+matrix of an input is Sylvester's, in blocks of `head_dim` columns where that is given, and is not stored.
+
+Not done: floats of six bits, MXFP8, quantized KV caches, output activations, sparsity, and transforms of other types,
+with random numbers, or of outputs, queries and keys. Each is refused by name, for ignoring it would give a model that
+runs and answers nonsense.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +38,7 @@ from attar.checkpoints.folder import Folder
 from attar.checkpoints.gptq import by_group
 from attar.checkpoints.patterns import pattern
 from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.scales import activation_scale
 from attar.formats import affine
 from attar.formats.forms import Form, Fp4, Fp8Blocks
 from attar.formats.packed import PackedTensor
@@ -86,9 +92,9 @@ class CompressedTensors:
     def __init__(self, folder: Folder, config: Mapping[str, Any]) -> None:
         self.folder = folder
         where = f"{folder.path}: quantization_config"
-        for key, meaning in (("kv_cache_scheme", "a quantized KV cache"), ("transform_config", "a transform")):
-            if config.get(key):
-                raise CheckpointError(f"{where}: {key} is set: {meaning} is not supported")
+        if config.get("kv_cache_scheme"):
+            raise CheckpointError(f"{where}: kv_cache_scheme is set: a quantized KV cache is not supported")
+        self._rotations = list(_read_transforms(config.get("transform_config") or {}, f"{where}: transform_config"))
         sparsity = config.get("sparsity_config") or {}
         if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
             raise CheckpointError(f"{where}: sparsity_config is set: sparse storage is not supported")
@@ -136,10 +142,16 @@ class CompressedTensors:
             shape = self.folder.info(f"{module}.weight_packed").shape
             shape = (*shape[:-1], 2 * shape[-1]) if shape else shape
         elif self.folder.has(f"{module}.weight_packed"):
+            stored = self.folder.info(f"{module}.weight_shape")
+            if stored.shape != (2,) or stored.dtype not in ("int64", "int32"):
+                raise CheckpointError(
+                    f"{self.folder.path}: {module}.weight_shape must be two whole numbers, outputs and inputs, not "
+                    f"{stored.dtype} {list(stored.shape)}"
+                )
             shape = self.folder.read(f"{module}.weight_shape").tolist()
         else:
             shape = self.folder.info(f"{module}.weight").shape
-        if len(shape) != 2:
+        if len(shape) != 2 or not 0 < min(shape) <= max(shape) < 1 << 31:
             raise CheckpointError(f"{self.folder.path}: {module} is quantized but not a matrix: its shape is {shape}")
         return shape[0], shape[1]
 
@@ -159,12 +171,25 @@ class CompressedTensors:
             raise
         except (ValueError, RuntimeError) as error:
             raise CheckpointError(f"{self.folder.path}: {module}: {error}") from None
-        linear = Linear(module, packed)
+        linear = Linear(module, packed, hadamard=self._rotation(module, shape[1]))
         if scheme.static:
-            linear.activation_scale = self.folder.read(f"{module}.{stored_scale(scheme)}").reshape(-1).float()
+            linear.activation_scale = activation_scale(self.folder, f"{module}.{stored_scale(scheme)}")
         if self.folder.has(f"{module}.weight_g_idx"):
             self._sort_columns(linear, packed, self.folder.read(f"{module}.weight_g_idx"))
         return linear
+
+    def _rotation(self, module: str, columns: int) -> int:
+        """How many columns of a module's input are rotated together; 0: they are not."""
+        sizes = [each.size or columns for each in self._rotations if each.covers(module)]
+        if not sizes:
+            return 0
+        size = sizes[0]
+        if len(sizes) > 1 or size & (size - 1) or columns % size:
+            raise CheckpointError(
+                f"{self.folder.path}: {module}: transform_config rotates its {columns} columns in blocks of "
+                f"{' and '.join(map(str, sizes))}: supported is one power of two that divides them"
+            )
+        return size
 
     def _sort_columns(self, linear: Linear, packed: PackedTensor, g_idx: Tensor) -> None:
         if bool((g_idx == -1).all()):  # declared and never filled in
@@ -189,6 +214,51 @@ class CompressedTensors:
             f"{self.folder.path}: {module} is stored quantized, but no target of the quantization_config matches it: "
             f"{', '.join(list(self._groups)[:5])}"
         )
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """What one entry of `transform_config` says of the inputs of its modules."""
+
+    targets: tuple[str, ...]
+    patterns: tuple[re.Pattern[str], ...]
+    ignored: tuple[str, ...]
+    size: int | None  # columns of a block; None: all that the module has
+
+    def covers(self, module: str) -> bool:
+        named = module in self.targets or "Linear" in self.targets or any(p.match(module) for p in self.patterns)
+        return named and module not in self.ignored
+
+
+def _read_transforms(config: Any, where: str) -> Iterator[Rotated]:
+    groups = config.get("config_groups", {}) if isinstance(config, dict) else None
+    if not isinstance(groups, dict):
+        raise CheckpointError(f"{where} must be an object with config_groups")
+    for name, group in groups.items():
+        at = f"{where}: {name}"
+        if not isinstance(group, dict) or not isinstance(group.get("apply"), list):
+            raise CheckpointError(f"{at} must be an object with a list under apply")
+        size = group.get("head_dim")
+        for entry in group["apply"]:
+            location = entry.get("location") if isinstance(entry, dict) else None
+            if location in ("weight_input", "weight_output"):
+                continue
+            if location != "input":
+                raise CheckpointError(f"{at}: a transform at run time is supported of inputs alone, not {entry!r}")
+            if group.get("type") != "hadamard" or group.get("randomize", False) is not False:
+                raise CheckpointError(
+                    f"{at}: type {group.get('type')!r} is not supported: supported is hadamard, without randomize"
+                )
+            if size is not None and (type(size) is not int or size < 1):
+                raise CheckpointError(f"{at}: head_dim must be a number, not {size!r}")
+            targets, ignored = (
+                (found,) if isinstance(found, str) else tuple(found)
+                for found in (entry.get("targets", ()), entry.get("ignore", ()))
+            )
+            if not all(isinstance(each, str) for each in (*targets, *ignored)):
+                raise CheckpointError(f"{at}: targets and ignore are names of modules")
+            patterns = [pattern(each.removeprefix("re:"), at) for each in targets if each.startswith("re:")]
+            yield Rotated(targets, tuple(patterns), ignored, size)
 
 
 def _check_format(value: Any, inherited: bool, where: str) -> None:
@@ -315,6 +385,29 @@ def quantization_config(
         "ignore": list(ignored),
         "kv_cache_scheme": None,
     }
+
+
+def transform_config(rotated: Mapping[str, int]) -> dict[str, Any]:
+    """The `transform_config` of modules whose inputs are rotated at run time, by name with the columns of a block."""
+    sizes: dict[int, list[str]] = {}
+    for module, size in rotated.items():
+        sizes.setdefault(size, []).append(module)
+
+    def apply(modules: list[str], location: str) -> dict[str, Any]:
+        return {"targets": modules, "location": location, "inverse": location == "weight_input", "ignore": []}
+
+    groups = {
+        f"R4_{size}": {
+            "type": "hadamard",
+            "apply": [apply(modules, "input"), apply(modules, "weight_input")],
+            "randomize": False,
+            "requires_grad": False,
+            "head_dim": size,
+            "precision": "torch.float32",
+        }
+        for size, modules in sizes.items()
+    }
+    return {"config_groups": groups}
 
 
 def format_of(scheme: Scheme) -> str:

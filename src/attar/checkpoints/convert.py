@@ -12,31 +12,19 @@ blocks may have a type that no folder's format has (Q6_K, mostly): those are sto
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from attar.checkpoints import hub, vocabulary
-from attar.checkpoints.convert_files import GGUF, file_to_folder, folder_to_file
-from attar.checkpoints.convert_proof import (
-    Converted,
-    Digest,
-    Progress,
-    as_json,
-    compare,
-    emptied,
-    inexact,
-    packed_linears,
-    values_of,
-)
-from attar.checkpoints.convert_targets import TARGETS, Stored, Target
-from attar.checkpoints.folder import CONFIG
+from attar.checkpoints.convert_folders import folder_to_folder
+from attar.checkpoints.convert_from_gguf import file_to_folder
+from attar.checkpoints.convert_gguf import GGUF
+from attar.checkpoints.convert_proof import Converted, Progress
+from attar.checkpoints.convert_targets import TARGETS
+from attar.checkpoints.convert_to_gguf import folder_to_file
 from attar.checkpoints.gguf_checkpoint import GgufCheckpoint
 from attar.checkpoints.hf import Checkpoint
-from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files
-from attar.formats.scheme import Part
 
 FORMATS = (GGUF, *TARGETS)
 
@@ -64,67 +52,8 @@ def convert(
             raise ValueError(f"{source} is a GGUF file already")
         return file_to_folder(GgufCheckpoint.open(source, torch.float32), Path(dst), TARGETS[to], overwrite, report)
     checkpoint = Checkpoint.open(source, as_stored=True)
+    if (checkpoint.folder.config.get("quantization_config") or {}).get("transform_config"):
+        raise ValueError(f"{source} rotates inputs at run time (transform_config), which no other format can say")
     if to == GGUF:
         return folder_to_file(checkpoint, Path(dst), overwrite, report)
-    return _folder_to_folder(checkpoint, Path(dst), TARGETS[to], overwrite, report)
-
-
-def _folder_to_folder(
-    checkpoint: Checkpoint, dst: Path, target: Target, overwrite: bool, report: Progress
-) -> Converted:
-    folder, config = checkpoint.folder, checkpoint.config
-    linears = packed_linears(checkpoint)
-    if not linears:
-        raise ValueError(f"{folder.path} is not compressed: `attar compress` makes a smaller model of it")
-    if folder.config["quantization_config"]["quant_method"] == target.name:
-        raise ValueError(f"{folder.path} is stored as {target.name} already")
-    modules = {checkpoint.stored_linear(name): each for name, each in linears.items()}
-    if config.tied and config.names.head in linears and target.name != "compressed-tensors":
-        raise inexact(config.names.embed, f"{target.name} has no packed embedding", folder.path)
-    for name, each in linears.items():
-        if (reason := target.against(each)) is not None:
-            raise inexact(name, reason, folder.path)
-    kept = [name for name in folder.names() if name.rpartition(".")[0] not in modules or name.endswith(".bias")]
-    settings = target.config(modules, _dense_linears(checkpoint, linears, kept))
-    layout: dict[str, Part] = {name: folder.info(name) for name in kept}
-    for module, each in modules.items():
-        layout |= target.declared(module, each)
-    files, ours = plan_files(layout), Digest()
-    with atomic_folder(dst, overwrite) as work:
-        with ShardWriter(emptied(work), files) as writer:
-            for done, name in enumerate(linears, 1):
-                linear = checkpoint.linear(name)
-                try:
-                    arrays = target.arrays(checkpoint.stored_linear(name), linear)
-                except ValueError as error:
-                    raise inexact(name, error, folder.path) from None
-                for tensor, value in arrays.items():
-                    writer.write(tensor, value)
-                ours.add(name, values_of(linear))
-                report("converting", done, len(linears))
-            for name in kept:
-                value = folder.read(name)
-                writer.write(name, value)
-                ours.add(name, value)
-            writer.finish()
-        (work.out / CONFIG).write_text(as_json({**folder.config, "quantization_config": settings}))
-        for name in folder.carry_files():
-            (work.out / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(folder.path / name, work.out / name)
-        again, theirs = Checkpoint.open(work.out, as_stored=True), Digest()
-        for name in linears:
-            theirs.add(name, values_of(again.linear(name)))
-        for name in kept:
-            theirs.add(name, again.folder.read(name))
-        compare(ours, theirs)
-    size = sum(file.size for file in files)
-    return Converted(dst, target.name, len(ours.of), len(linears), size, ours.whole, ())
-
-
-def _dense_linears(checkpoint: Checkpoint, linears: Mapping[str, Stored], kept: list[str]) -> list[str]:
-    """Stored names of the linears that are not compressed, gates of experts and a tied output matrix among them."""
-    folder, names = checkpoint.folder, checkpoint.config.names
-    tables = [checkpoint.stored_name(each) for each in (names.embed, names.positions) if each is not None]
-    matrices = [name.removesuffix(".weight") for name in kept if len(folder.info(name).shape) == 2]
-    head = [] if names.head in linears else [checkpoint.stored_name(names.head)]
-    return list(dict.fromkeys([*(name for name in matrices if name not in tables), *head]))
+    return folder_to_folder(checkpoint, Path(dst), TARGETS[to], overwrite, report)

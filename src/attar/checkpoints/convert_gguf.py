@@ -8,14 +8,22 @@ is: whoever re-packs finds out block by block.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from attar.checkpoints.convert_targets import Stored, as_half, grid_of
+from attar.checkpoints.convert_source import Stored
+from attar.checkpoints.convert_targets import as_half, grid_of
 from attar.formats import affine, ggml_blocks
 from attar.formats.ggml import TYPES, GgmlType
 from attar.formats.ggml_blocks import Blocks
 from attar.formats.packed import PackedTensor
+
+GGUF = "gguf"  # what users call the format
+
+DENSE: Mapping[str, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""Types by the dtype of what they hold."""
 
 SYMMETRIC, ASYMMETRIC = ((4, "Q4_0"), (5, "Q5_0"), (8, "Q8_0")), ((4, "Q4_1"), (5, "Q5_1"))
 """Types by the bits of their grids."""

@@ -7,22 +7,12 @@ it is, so two models with the same digests compute the same, bit for bit, where 
 from __future__ import annotations
 
 import hashlib
-import json
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-
-from attar.checkpoints.convert_targets import Stored
-from attar.checkpoints.hf import Checkpoint
-from attar.checkpoints.writer import Workspace
-from attar.formats.packed import PackedTensor
-from attar.kernels.operands import Linear
-from attar.model.decoder import compressible, packed_ends
 
 Progress = Callable[[str, int, int], None]
 """progress(stage, done, total)"""
@@ -61,34 +51,18 @@ def proof(done: Converted) -> Iterator[str]:
 
 
 class Digest:
-    """SHA-256 over tensors as float32, each with its name."""
+    """SHA-256 over tensors as float32, each with its name, in whatever order they come."""
 
     def __init__(self) -> None:
-        self._sum = hashlib.sha256()
         self.of: dict[str, str] = {}  # of each tensor
 
     def add(self, name: str, values: Tensor) -> None:
         raw = values.float().contiguous().numpy().tobytes()
         self.of[name] = hashlib.sha256(raw).hexdigest()
-        self._sum.update(f"{self.of[name]}  {name}\n".encode())
 
     @property
     def whole(self) -> str:
-        return self._sum.hexdigest()
-
-
-def values_of(linear: Linear) -> Tensor:
-    """What the weight of a linear stands for, float32 [O, I], its columns in their order."""
-    weight = linear.weight
-    if isinstance(weight, Tensor):
-        return weight.float()
-    assert isinstance(weight, PackedTensor)
-    values = weight.dequantize(torch.float32)
-    if linear.permutation is None:
-        return values
-    found = torch.empty_like(values)
-    found[:, linear.permutation] = values
-    return found
+        return hashlib.sha256("".join(f"{self.of[name]}  {name}\n" for name in sorted(self.of)).encode()).hexdigest()
 
 
 def compare(ours: Digest, theirs: Digest) -> None:
@@ -96,40 +70,3 @@ def compare(ours: Digest, theirs: Digest) -> None:
     if different := [name for name in ours.of if ours.of[name] != theirs.of.get(name)]:
         raise ValueError(f"{different[0]} was read back otherwise than it was written: nothing is put in place")
     assert ours.whole == theirs.whole
-
-
-def packed_linears(checkpoint: Checkpoint) -> dict[str, Stored]:
-    """Every compressed linear of a folder, by our name."""
-    config, found = checkpoint.config, {}
-    for name in linear_names(checkpoint):
-        if name == config.names.head and config.tied and not packed_ends(config, checkpoint):
-            continue
-        scheme = checkpoint.scheme_of(name)
-        if scheme is not None:
-            module = checkpoint.stored_linear(name)
-            permuted = any(checkpoint.folder.has(f"{module}.{part}") for part in ("g_idx", "weight_g_idx"))
-            # What is declared is not always used: whether columns are out of their order, only the reader knows.
-            permuted = permuted and checkpoint.linear(name).permutation is not None
-            found[name] = Stored(scheme, checkpoint.linear_shape(name), permuted)
-    return found
-
-
-def inexact(name: str, reason: object, where: Path) -> ValueError:
-    return ValueError(f"{where}: {name} cannot be converted exactly: {reason}")
-
-
-def linear_names(checkpoint: Checkpoint) -> list[str]:
-    config = checkpoint.config
-    names = [name for layer in range(config.layers) for name in compressible(config, layer)]
-    return [*names, config.names.head]
-
-
-def emptied(work: Workspace) -> Path:
-    """The folder to write into, without what an interrupted run of something else left in it."""
-    shutil.rmtree(work.out)
-    work.out.mkdir()
-    return work.out
-
-
-def as_json(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

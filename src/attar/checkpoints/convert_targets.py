@@ -15,27 +15,18 @@ A group size and a number of bits hold for a whole folder in the last two.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from attar.checkpoints import compressed_tensors, libraries
+from attar.checkpoints.convert_source import Stored
 from attar.formats import affine
 from attar.formats.packed import PackedTensor
 from attar.formats.packing import pack_awq, pack_words
-from attar.formats.scheme import Grid, Part, Scheme
+from attar.formats.scheme import Grid, Part
 from attar.kernels.operands import Linear
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """One compressed linear, before it is read. `permuted`: its columns are sorted by group, out of their order."""
-
-    scheme: Scheme
-    shape: tuple[int, int]
-    permuted: bool = False
 
 
 class Target(Protocol):

@@ -11,9 +11,10 @@ for by the shards' own headers.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,9 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_CONFIG = 16_000_000
-MAX_INDEX = 100_000_000
+MAX_INDEX = 48_000_000
+MAX_MARKS = 500_000  # braces, brackets and commas of a config: that of a model with 80,000 packed linears has as many
+MAX_ENTRIES = 300_000  # of an index; the largest published have two thirds of it
 
 CARRIED = (
     "tokenizer.json",
@@ -58,21 +61,33 @@ CARRIED = (
 pickles and optimizer states stay behind without being named."""
 
 
-def read_json(path: Path, limit: int) -> dict[str, Any]:
-    """A JSON object from a file of at most `limit` bytes, decoded strictly. Raises CheckpointError."""
+def read_json(path: Path, limit: int, marks: int = MAX_MARKS) -> dict[str, Any]:
+    """A JSON object from a file of at most `limit` bytes and `marks` braces, brackets and commas, decoded strictly.
+
+    The marks are counted before parsing, so that 16 MB of "[],[]," cannot become half a gigabyte of lists. Raises
+    CheckpointError.
+    """
     if not path.is_file():
         raise CheckpointError(f"{path}: not a regular file")
     try:
         with path.open("rb") as file:
-            text = file.read(limit + 1)
+            size = os.fstat(file.fileno()).st_size
+            text = file.read(limit + 1) if size <= limit else b""
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(text) > limit:
+    if max(size, len(text)) > limit:
         raise CheckpointError(f"{path}: larger than {limit} bytes")
+    if (count := sum(map(text.count, (b"{", b"[", b",")))) > marks:
+        raise CheckpointError(f"{path}: has {count} braces, brackets and commas; attar accepts {marks}")
     value = parse_json(text, path)
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: must hold a JSON object, not {type(value).__name__}")
     return value
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a config as people read it."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 class Folder:
@@ -180,8 +195,8 @@ class Folder:
             return
         if (self.path / "adapter_config.json").is_file():
             raise CheckpointError(
-                f"{self.path}: an adapter (LoRA), not a model; merge it into its base first, with peft: "
-                "PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(folder)"
+                f"{self.path}: an adapter (LoRA), not a model: name its base, with --adapter {self.path}, or merge it "
+                "into that: attar merge BASE ADAPTER OUT"
             )
         inner = sorted(p.parent.name for p in self.path.glob(f"*/{CONFIG}"))[:5]
         hint = f"; its subfolder {' or '.join(inner)} has one" if inner else ""
@@ -194,7 +209,7 @@ class Folder:
         path = self.path / INDEX
         if not path.exists():
             return None
-        weight_map = read_json(path, MAX_INDEX).get("weight_map")
+        weight_map = read_json(path, MAX_INDEX, MAX_ENTRIES).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{path}: needs a weight_map that lists each tensor with its file")
         for shard in weight_map.values():

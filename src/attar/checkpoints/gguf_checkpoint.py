@@ -1,10 +1,11 @@
 """A GGUF file as a source of named weights: what `hf.Checkpoint` is for a folder.
 
-Three types are grids that attar's schemes name: Q4_0 is w4g32, Q5_0 w5g32 and Q8_0 w8g32, symmetric with fp16 scales.
-Their linears become `PackedTensor`s of the very same values, which the native kernels run. F32, F16 and BF16 are read
-as they are. All other types (k-quants, IQ4, Q4_1, Q5_1, FP4) have values that no scheme here represents exactly: they
-are decoded to the dtype that is computed in, so that results are right and memory is that of a dense model. `kind_of`
-and `runs_as` tell which is which.
+The CPU kernels run the blocks of every quantized type: for them linears become `PackedTensor`s of those blocks. For all
+others, three types are grids that attar's schemes name: Q4_0 is w4g32, Q5_0 w5g32 and Q8_0 w8g32, symmetric with fp16
+scales, and their linears become `PackedTensor`s of the very same values; the rest (k-quants, IQ4, Q4_1, Q5_1, FP4) has
+values that no grid here represents exactly, and is decoded to the dtype that is computed in, so that results are right
+and memory is that of a dense model. F32, F16 and BF16 are read as they are. `kind_of` and `runs_as` tell which is
+which.
 
 Rows of q and k of `llama` files are put back into the order in which a head's halves rotate, as bytes, for no block
 spans two rows. As with folders, opening builds the model once from shapes alone, so that a tensor that is missing or of
@@ -27,10 +28,13 @@ from attar.checkpoints.gguf import GgufFile
 from attar.checkpoints.gguf_config import EMBED, ROPE_FACTORS, file_name
 from attar.checkpoints.safetensors import CheckpointError
 from attar.formats import affine, ggml_blocks
+from attar.formats.forms import GgmlBlocks
 from attar.formats.ggml import DECODED, GgmlType
 from attar.formats.packed import PackedTensor
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Scheme
+from attar.kernels.native.layouts import GGML
+from attar.kernels.native.store import Store as NativeStore
 from attar.kernels.operands import Linear
 from attar.kernels.ops import Store
 from attar.model import decoder
@@ -54,14 +58,16 @@ class GgufCheckpoint:
     Nothing is read before it is asked for, but for the factors of the rope.
     """
 
-    def __init__(self, file: GgufFile, dtype: torch.dtype | None, as_stored: bool = False) -> None:
+    def __init__(
+        self, file: GgufFile, dtype: torch.dtype | None, as_stored: bool = False, blocks: bool = False
+    ) -> None:
         self.file = file
         if f"{EMBED}.weight" not in file:
             raise CheckpointError(f"{file.path}: has no tensor '{EMBED}.weight': not a language model with its weights")
         embed = file.info(f"{EMBED}.weight")
         own = PLAIN.get(embed.kind.name, torch.float32)
         self.dtype = own if dtype is None else dtype
-        self.as_stored = as_stored
+        self.as_stored, self.blocks = as_stored, blocks
         try:
             self._interleaved = gguf_config.architecture(file.metadata).interleaved
             self.config = gguf_config.read_gguf_config(
@@ -75,14 +81,17 @@ class GgufCheckpoint:
             raise CheckpointError(f"{file.path}: {error}") from None
 
     @classmethod
-    def open(cls, path: Path, dtype: torch.dtype | None = None, *, as_stored: bool = False) -> Self:
+    def open(
+        cls, path: Path, dtype: torch.dtype | None = None, *, as_stored: bool = False, blocks: bool = False
+    ) -> Self:
         """Open a GGUF file to compute in `dtype`; None: the dtype its embedding is stored in, float32 where that is
-        quantized. `as_stored` leaves 16-bit matrices as they are, for kernels that read them.
+        quantized. `as_stored` leaves 16-bit matrices as they are, and `blocks` quantized ones, for kernels that read
+        them.
 
         Raises CheckpointError where the file is malformed, of an architecture or a type that is not read, lacks a
         tensor, or holds one of another shape than its metadata say. No weight is read.
         """
-        checkpoint = cls(GgufFile(path), dtype, as_stored)
+        checkpoint = cls(GgufFile(path), dtype, as_stored, blocks)
         checkpoint._check()
         return checkpoint
 
@@ -107,7 +116,7 @@ class GgufCheckpoint:
     def has(self, name: str) -> bool:
         """Whether `tensor(name)` finds one, for which weights that `linear` gives packed do not count."""
         stored = file_name(name)
-        return stored in self.file and not (name.endswith(".weight") and self.file.info(stored).kind.name in SCHEMES)
+        return stored in self.file and not (name.endswith(".weight") and self._scheme(self._kind(name)))
 
     # What reports need
 
@@ -124,7 +133,7 @@ class GgufCheckpoint:
 
     def scheme_of(self, name: str) -> Scheme | None:
         """The scheme of the packed weight that `linear` gives; None where it gives a dense one."""
-        return SCHEMES.get(self.kind_of(name).name)
+        return self._scheme(self.kind_of(name))
 
     def runs_as(self, name: str) -> str:
         """What linear `name` is computed with: a scheme, or the dtype to which its type is decoded."""
@@ -139,6 +148,9 @@ class GgufCheckpoint:
 
     def _kind(self, name: str) -> GgmlType:
         return self.file.info(file_name(name)).kind
+
+    def _scheme(self, kind: GgmlType) -> Scheme | None:
+        return Scheme(GgmlBlocks(kind), layout="plain") if self.blocks and kind.name in GGML else SCHEMES.get(kind.name)
 
     def _dense(self, name: str) -> torch.dtype:
         return PLAIN.get(self._kind(name).name, self.dtype) if self.as_stored else self.dtype
@@ -163,7 +175,13 @@ class GgufCheckpoint:
         return ggml_blocks.decode(kind, self._in_order(name, raw), dtype)
 
     def _packed(self, name: str) -> PackedTensor:
-        return as_grid(self._kind(name), self._in_order(name, self.file.read(file_name(name))))
+        kind, raw = self._kind(name), self._in_order(name, self.file.read(file_name(name)))
+        if not self.blocks:
+            return as_grid(kind, raw)
+        scheme = self._scheme(kind)
+        assert scheme is not None
+        shape = self.file.info(file_name(name)).shape
+        return PackedTensor(scheme, (shape[0], shape[1]), {"blocks": raw})
 
     def _with_rope_factors(self, config: ModelConfig) -> ModelConfig:
         rope, tensor = config.ropes[0], self.file.info(ROPE_FACTORS)
@@ -249,5 +267,5 @@ def load(
 ) -> Decoder:
     """The whole model of a GGUF file, ready to run. Arguments and errors as `hf.load`."""
     assert store is None or dtype == torch.float32, "the native kernels compute in float32"
-    checkpoint = GgufCheckpoint.open(path, dtype, as_stored=store is not None)
+    checkpoint = GgufCheckpoint.open(path, dtype, as_stored=store is not None, blocks=isinstance(store, NativeStore))
     return decoder.build(checkpoint.config, checkpoint, progress, store)

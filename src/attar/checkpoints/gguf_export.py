@@ -32,7 +32,7 @@ from attar.checkpoints.vocabulary import NO_TOKENIZER, has_tokenizer
 from attar.model.config import ModelConfig, Rope
 from attar.model.decoder import compressible
 from attar.model.rope import frequencies
-from attar.text.gguf_vocabulary import vocabulary
+from attar.text.gguf_vocabulary import lost, vocabulary
 from attar.text.tokenizer import Tokenizer
 
 QUANTIZATION_VERSION = 2  # of the layout of blocks, by llama.cpp's count
@@ -103,11 +103,12 @@ def words(folder: Path, config: ModelConfig) -> tuple[dict[str, Any], str | None
     if not has_tokenizer(folder):
         none = next(name for name in NO_TOKENIZER if name is not None)
         return {"tokenizer.ggml.model": none}, "The source has no tokenizer, so the file has none: give it token ids."
-    found = vocabulary(Tokenizer.load(folder), config.vocab_size, config.eos_ids)
-    merges = "tokenizer.ggml.merges"
+    tokenizer = Tokenizer.load(folder)
+    found = vocabulary(tokenizer, config.vocab_size, config.eos_ids)
+    merges, note = "tokenizer.ggml.merges", lost(tokenizer, found)
     if not found.get(merges, True):  # an empty array has no type of its own
         found[merges] = Typed("[string]", [])
-    return found, None
+    return found, note
 
 
 def matrices(config: ModelConfig) -> Iterator[tuple[str, str, int]]:

@@ -293,8 +293,15 @@ DTYPES: Mapping[str, torch.dtype | None] = {
 }
 
 
-def compute_dtype(name: str) -> torch.dtype | None:
-    """The dtype of a name that a user gave; None for "auto", the checkpoint's own. Raises ValueError on others."""
+def compute_dtype(name: str | None, device: str = "cpu") -> torch.dtype | None:
+    """The dtype of a name that a user gave; None for "auto", the checkpoint's own. Raises ValueError on others.
+
+    Without a name, float32 on a CPU. Elsewhere it is bfloat16 then, and for "auto", because kernels are laid out for
+    one dtype.
+    """
+    if device != "cpu" and name in (None, "auto"):
+        return torch.bfloat16
+    name = name or "float32"
     if name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}: known are {', '.join(DTYPES)}{near(name, DTYPES)}")
     return DTYPES[name]

@@ -13,6 +13,7 @@ experts are refused too, for the models that attar writes GGUF files of have non
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,8 +25,9 @@ from torch import Tensor
 from attar.checkpoints.gguf import GgufFile
 from attar.checkpoints.gguf_header import MAGIC
 from attar.checkpoints.gguf_values import Typed
-from attar.checkpoints.gguf_writer import atomic_gguf
+from attar.checkpoints.gguf_writer import atomic_file, atomic_gguf
 from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.writer import sync_path
 from attar.formats.ggml import TYPES, GgmlType
 
 LEGACY = ".dat"
@@ -172,17 +174,20 @@ def _read_legacy(path: Path) -> Imatrix:
 
 
 def _write_legacy(path: Path, matrix: Imatrix, overwrite: bool) -> None:
-    if path.exists() and not overwrite:
-        raise CheckpointError(f"{path} exists and is kept; choose another output, or pass --overwrite")
     calls = max(1, matrix.chunks)
     pieces = [_I32.pack(len(matrix.means))]
     for name in sorted(matrix.means):
         values = (matrix.means[name] * calls).contiguous()
         pieces += [_text(name), _I32.pack(calls), _I32.pack(len(values)), values.numpy().astype("<f4").tobytes()]
     pieces += [_I32.pack(matrix.chunks), _text(matrix.datasets[-1] if matrix.datasets else "")]
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(b"".join(pieces))
-    temporary.replace(path)
+    with atomic_file(path, overwrite) as work:
+        whole = work.out / Path(os.path.realpath(path)).name
+        try:
+            whole.write_bytes(b"".join(pieces))
+            sync_path(whole)
+        except BaseException:
+            whole.unlink(missing_ok=True)  # nothing of it is worth keeping for another run
+            raise
 
 
 def _text(value: str) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from attar.checkpoints import hf, hub, receipt
-from attar.checkpoints.gguf_checkpoint import PLAIN, GgufCheckpoint
+from attar.checkpoints.gguf_checkpoint import GgufCheckpoint
 from attar.checkpoints.vocabulary import is_gguf
 from attar.formats.scheme import Part, Scheme
 from attar.model.decoder import compressible
@@ -65,6 +65,7 @@ class Inspection:
         }
 
     def table(self) -> str:
+        at = f"{receipt.receipt_path(self.path).name}: `attar verify` checks it" if self.receipt else "no receipt"
         schemes = ", ".join(f"{name} x {count}" for name, count in self.schemes.items())
         lines = [
             f"architecture     {self.architecture}, {self.layers} layers, context {self.context}",
@@ -73,7 +74,7 @@ class Inspection:
             f"bits per weight  {self.bits_per_weight:.4g} in the linears",
             f"bytes            {self.bytes:,}, in {len(self.tensors)} tensors",
             f"recipe           {self.recipe or 'not known'}",
-            f"receipt          {'receipt.json: `attar verify` checks it' if self.receipt else 'no receipt'}",
+            f"receipt          {at}",
             "",
         ]
         width = max(map(len, self.tensors))
@@ -115,8 +116,7 @@ def inspect(model: str | Path) -> Inspection:
 
 
 def _inspect_gguf(path: Path) -> Inspection:
-    """A type is shown with what it is run as: a scheme, or the dtype to which it is decoded when it is loaded."""
-    checkpoint = GgufCheckpoint.open(path, torch.float32, as_stored=True)
+    checkpoint = GgufCheckpoint.open(path, torch.float32, as_stored=True, blocks=True)
     config, file = checkpoint.config, checkpoint.file
     tensors = {
         name: Stored(tensor.kind.name, tensor.shape, tensor.end - tensor.begin)
@@ -128,8 +128,7 @@ def _inspect_gguf(path: Path) -> Inspection:
         modules.append(config.names.head)
     found: Counter[str] = Counter()
     for module in modules:
-        kind, runs_as = checkpoint.kind_of(module).name, checkpoint.runs_as(module)
-        found[kind if kind in PLAIN else f"{kind}, run as {runs_as}"] += 1
+        found[checkpoint.kind_of(module).name] += 1
     shapes = [checkpoint.linear_shape(module) for module in modules]
     bits = sum(8 * checkpoint.kind_of(m).bytes(shape) for m, shape in zip(modules, shapes, strict=True))
     return Inspection(

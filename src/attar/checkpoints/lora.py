@@ -6,12 +6,16 @@ A folder holds adapter_config.json and adapter_model.safetensors. Of each linear
     y = x' W^T + b + (alpha / r) (x A^T) B^T        (alpha / sqrt(r) for rank-stabilised LoRA, Kalajdzievski 2023).
 
 x' may be rounded, permuted or divided, as the stored W wants it; the adapter reads x as it comes, which is what it was
-trained on. So any base will do, compressed ones too, and W stays as it is (`attach`). Merging (`merge`) makes one
-matrix of both, which only a dense base has the room for: on a grid most of a small update would be rounded away.
+trained on. So compressed bases will do, and W stays as it is: an adapter is there for every row (`attach`), or under a
+number for the rows that ask for it (`install`), beside others. Not so where a recipe moved scales from norms into
+weights, or rotated what runs between the blocks: the base then computes the same with an x that the adapter was not
+trained on, unless it was trained on that very base (`doubt`). Merging (`merge`) makes one matrix of both, which only a
+dense base has the room for: on a grid most of a small update would be rounded away.
 
 An adapter that is read in part is a model that runs and answers otherwise than trained. So every tensor must have its
 place, every pair be whole, and every key of the config that changes what is computed be one that is known here: DoRA,
-trained biases or embeddings, activated and quantization-aware adapters are refused by name.
+trained biases or embeddings, activated and quantization-aware adapters are refused by name. All that the header and
+the config say is checked, and what memory the adapter will take is known (`Outline`), before a number of it is read.
 """
 
 from __future__ import annotations
@@ -20,26 +24,36 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from attar.checkpoints import receipt
 from attar.checkpoints.folder import read_json
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.patterns import pattern
 from attar.checkpoints.safetensors import CheckpointError, TensorFile, near
+from attar.checkpoints.vocabulary import is_gguf
 from attar.checkpoints.writer import MAX_SHARD, ShardWriter, atomic_folder, plan_files, require_free
-from attar.kernels.operands import Adapter, Linear
-from attar.model.config import Names
+from attar.kernels import ops
+from attar.kernels.operands import Adapter, Linear, PreparedAdapter
+from attar.model.config import ModelConfig, Names
 from attar.model.decoder import Decoder, compressible
+from attar.plan.costs import matrices
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE = "attar_base.json"
+"""What `finetune` notes of the base beside them."""
 MAX_CONFIG = 1_000_000
+MAX_RANK = 512
 PREFIX = "base_model.model."
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+ENDS = (".base_layer.weight", "embed_tokens.weight", "wte.weight", "lm_head.weight")
+"""Of a base's own ends, which PEFT saves along where one of them is a target."""
 
 KNOWN = frozenset(
     (
@@ -54,6 +68,53 @@ KNOWN = frozenset(
 refused unless it is empty or false."""
 
 
+FLOATS = ("float32", "float16", "bfloat16", "float64")
+LANES = 16  # rows that lie together in the kernels' layout
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The two tensors of a linear's adapter by their names in the file, its rank, and how often B A counts."""
+
+    down: str
+    up: str
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What an adapter is, from its config and header alone; `pairs` by the name of the linear that each changes."""
+
+    path: Path
+    pairs: Mapping[str, Pair]
+
+    def weight_bytes(self, shapes: Mapping[str, tuple[int, int]]) -> int:
+        """What its matrices take in memory, as the kernels of CPUs lay them out, of linears of `shapes` (O, I)."""
+        return sum(_laid_out(pair.rank, shapes[name]) for name, pair in self.pairs.items())
+
+    def step_bytes(self, shapes: Mapping[str, tuple[int, int]], rows: int) -> int:
+        """What a product with it takes at most besides: rows gathered, what lies between A and B, sums."""
+        each = (shapes[name][1] + pair.rank + 2 * shapes[name][0] for name, pair in self.pairs.items())
+        return 4 * rows * max(each)
+
+
+def _laid_out(rank: int, shape: tuple[int, int]) -> int:
+    rows, columns = shape
+    return 4 * (-(-rank // LANES) * LANES * columns + -(-rows // LANES) * LANES * rank)
+
+
+def memory(folders: Sequence[Path], config: ModelConfig, rows: int) -> int:
+    """Bytes that adapters of a model of `config` take beside it, their products in steps of `rows` tokens included, by
+    their headers. Raises CheckpointError as `outline` does."""
+    shapes = {each.name: (each.rows, each.columns) for each in matrices(config)}
+    found = [outline(folder, config.names, shapes) for folder in folders]
+    step = max((each.step_bytes(shapes, rows) for each in found), default=0)
+    if found and config.gated:
+        step += 12 * rows * config.intermediate  # gate and up are no longer one call
+    return sum(each.weight_bytes(shapes) for each in found) + step
+
+
 @dataclass(frozen=True, eq=False)
 class Lora:
     """An adapter's matrices by the name of the linear that each changes."""
@@ -62,53 +123,87 @@ class Lora:
     adapters: Mapping[str, Adapter]
 
 
-def read(path: Path, names: Names, shapes: Mapping[str, tuple[int, int]]) -> Lora:
-    """Read the adapter folder `path` for a model whose linears, by name, have `shapes` (O, I); in float32.
+def outline(path: Path, names: Names, shapes: Mapping[str, tuple[int, int]]) -> Outline:
+    """What the adapter folder `path` says it is, for a model whose linears, by name, have `shapes` (O, I).
 
     Raises CheckpointError where it is no LoRA adapter, does what is not known here, has a tensor without a place, half
-    a pair, or one of another shape, rank or kind, or a value that is not finite.
+    a pair, or one of another shape, rank or kind.
     """
+    with closing(_open(path)) as file:
+        return _outline(path, file, names, shapes)
+
+
+def _open(path: Path) -> TensorFile:
+    if not (path / WEIGHTS).exists() and (path / "adapter_model.bin").exists():
+        raise CheckpointError(f"{path}: adapter_model.bin is a pickle, which is not read: have PEFT save safetensors")
+    return TensorFile(path / WEIGHTS)
+
+
+def _outline(path: Path, file: TensorFile, names: Names, shapes: Mapping[str, tuple[int, int]]) -> Outline:
     config = read_json(path / CONFIG, MAX_CONFIG)
     _check(config, path)
-    file = TensorFile(path / WEIGHTS)
     modules = {spelling: name for name in shapes for spelling in names.spellings(name)}
-    halves: dict[str, dict[str, Tensor]] = {}
+    halves: dict[str, dict[str, str]] = {}
     for tensor in file.names():
         half = next((end for end in (DOWN, UP) if tensor.endswith(end)), None)
         module = tensor.removeprefix(PREFIX)
+        if module.endswith(ENDS):
+            raise CheckpointError(
+                f"{file.path}: {tensor!r} is a matrix of the base itself, which training may have changed: have PEFT "
+                "save with save_embedding_layers=False"
+            )
         if half is None or not tensor.startswith(PREFIX):
             raise CheckpointError(f"{file.path}: tensor {tensor!r} is neither the A nor the B of a linear's LoRA")
         module = module.removesuffix(half)
         if module not in modules:
             raise CheckpointError(f"{file.path}: the model has no linear {module!r}{near(module, modules)}")
-        value = file.read(tensor)
-        if not value.is_floating_point() or value.ndim != 2:
-            raise CheckpointError(f"{file.path}: tensor {tensor!r} is {value.dtype} {list(value.shape)}, not a matrix")
-        value = value.float()
-        if not value.isfinite().all():
-            raise CheckpointError(f"{file.path}: tensor {tensor!r} holds a NaN or an infinity")
+        part = file.info(tensor)
+        if part.dtype not in FLOATS or len(part.shape) != 2:
+            raise CheckpointError(f"{file.path}: tensor {tensor!r} is {part.dtype} {list(part.shape)}, not a matrix")
         pair = halves.setdefault(modules[module], {})
         if half in pair:
             raise CheckpointError(f"{file.path}: holds {half.removeprefix('.')} of {modules[module]} twice")
-        pair[half] = value
-    file.close()
+        pair[half] = tensor
     if not halves:
         raise CheckpointError(f"{file.path}: holds no adapter")
     alphas = _Patterned(config, "alpha_pattern", "lora_alpha", path)
     ranks = _Patterned(config, "rank_pattern", "r", path)
-    adapters = {}
+    pairs = {}
     for name, pair in halves.items():
         if len(pair) < 2:
             raise CheckpointError(f"{file.path}: {name} has only one of lora_A and lora_B")
-        down, up, rank = pair[DOWN], pair[UP], ranks.of(name)
-        if down.shape != (rank, shapes[name][1]) or up.shape != (shapes[name][0], rank):
+        rank = ranks.of(name)
+        if rank > MAX_RANK or rank != int(rank):
+            raise CheckpointError(f"{path / CONFIG}: a rank of {rank:g} for {name}: they are 1 to {MAX_RANK}")
+        down, up = file.info(pair[DOWN]).shape, file.info(pair[UP]).shape
+        if down != (rank, shapes[name][1]) or up != (shapes[name][0], rank):
             raise CheckpointError(
-                f"{file.path}: {name} is {list(shapes[name])} and its rank {rank:g}, which A {list(down.shape)} and "
-                f"B {list(up.shape)} do not fit"
+                f"{file.path}: {name} is {list(shapes[name])} and its rank {rank:g}, which A {list(down)} and "
+                f"B {list(up)} do not fit"
             )
         scale = alphas.of(name) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        adapters[name] = Adapter(down, up * scale)
+        pairs[name] = Pair(pair[DOWN], pair[UP], int(rank), scale)
+    return Outline(path, pairs)
+
+
+def read(path: Path, names: Names, shapes: Mapping[str, tuple[int, int]]) -> Lora:
+    """Read the adapter folder `path` for a model whose linears, by name, have `shapes` (O, I); in float32.
+
+    Raises CheckpointError as `outline` does, and for a value that is not finite.
+    """
+    with closing(_open(path)) as file:
+        adapters = {
+            name: Adapter(_finite(file, pair.down), _finite(file, pair.up, pair.scale))
+            for name, pair in _outline(path, file, names, shapes).pairs.items()
+        }
     return Lora(path, adapters)
+
+
+def _finite(file: TensorFile, tensor: str, scale: float = 1.0) -> Tensor:
+    value = file.read(tensor).float() * scale
+    if not value.isfinite().all():
+        raise CheckpointError(f"{file.path}: tensor {tensor!r} holds a NaN or an infinity")
+    return value
 
 
 BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -164,25 +259,89 @@ def linears_of(decoder: Decoder) -> Iterator[Linear]:
     yield decoder.head
 
 
+def doubt(adapter: Path, base: Path) -> str | None:
+    """Why an adapter may not fit a base, in a sentence; None where nothing speaks against it.
+
+    Raises CheckpointError where the base's receipt is damaged, or its config.json.
+    """
+    made = receipt.read_receipt(base)
+    said = None if made is None else made.value["recipe"]
+    recipe: Mapping[str, Any] = said if isinstance(said, dict) else {}
+    passes = recipe.get("passes")
+    methods = [each.get("method") for each in passes if isinstance(each, dict)] if isinstance(passes, list) else []
+    moved = methods[:-1]  # the last pass chooses codes, and moves nothing
+    moved += ["rotate"] if recipe.get("rotate") else []
+    if made is None and base.is_dir():
+        quantization = read_json(base / "config.json", MAX_CONFIG).get("quantization_config")
+        moved = ["awq"] if isinstance(quantization, dict) and quantization.get("quant_method") == "awq" else []
+    if not moved or trained_on(adapter) == identity(base) is not None:
+        return None
+    return (
+        f"{base} was made with {moved[0]}, after which its linears read other numbers than the original's: an adapter "
+        "that was trained on the original does not fit it; train it on this folder, or take one made with gptq"
+    )
+
+
+def identity(base: Path) -> str | None:
+    """The SHA-256 of a base's receipt, by which an adapter knows what it was trained on; None where it has none."""
+    path = receipt.receipt_path(base)
+    return receipt.sha256(path) if path.is_file() else None
+
+
+def trained_on(adapter: Path) -> str | None:
+    """The `identity` that was noted when it was trained; None where none was."""
+    if not (adapter / BASE).is_file():
+        return None
+    found = read_json(adapter / BASE, MAX_CONFIG).get("receipt")
+    return found if isinstance(found, str) else None
+
+
 def attach(decoder: Decoder, path: Path) -> Lora:
-    """Read an adapter and have the model compute with it; its weights stay as they are. Another takes its place.
+    """Read an adapter and have the model compute with it in every row; its weights stay as they are. Another takes its
+    place.
 
     Raises CheckpointError as `read` does.
     """
-    linears = {linear.name: linear for linear in linears_of(decoder)}
-    found = read(path, decoder.config.names, {name: linear.shape for name, linear in linears.items()})
-    for name, linear in linears.items():
-        change = found.adapters.get(name)
-        linear.adapter = None if change is None else change.to(decoder.device)
+    found = read(path, decoder.config.names, shapes_of(decoder))
+    for linear in linears_of(decoder):
+        linear.adapter = _prepared(found, linear, decoder)
     return found
+
+
+def install(decoder: Decoder, number: int, path: Path) -> Lora:
+    """Read an adapter for the rows of a step that ask for `number`, which is 1 or more.
+
+    Raises CheckpointError as `read` does.
+    """
+    assert number > 0, "0 is for rows without an adapter"
+    found = read(path, decoder.config.names, shapes_of(decoder))
+    for linear in linears_of(decoder):
+        if (made := _prepared(found, linear, decoder)) is not None:
+            linear.adapters[number] = made
+    return found
+
+
+def shapes_of(decoder: Decoder) -> dict[str, tuple[int, int]]:
+    """[O, I] of every linear by name."""
+    return {linear.name: linear.shape for linear in linears_of(decoder)}
+
+
+def _prepared(found: Lora, linear: Linear, decoder: Decoder) -> Adapter | PreparedAdapter | None:
+    change = found.adapters.get(linear.name)
+    return None if change is None else ops.prepare_adapter(change, decoder.store, decoder.device)
 
 
 def merge(base: Path, adapter: Path, out: Path, *, overwrite: bool = False, max_shard_bytes: int = MAX_SHARD) -> Lora:
     """Write the checkpoint `base` with an adapter merged into it, W + B A in float32, rounded to W's dtype, to `out`.
 
     Raises CheckpointError as `read` does, where the base is compressed, where an output matrix that is also the
-    embedding would be changed, and for whatever keeps `out` from being written.
+    embedding would be changed, and for whatever keeps `out` from being written; ValueError for a GGUF file.
     """
+    if is_gguf(base):
+        raise ValueError(
+            f"{base} is a GGUF file, whose types have no place for an adapter: use it unmerged (--adapter), or merge "
+            "it into the folder that the file was made from"
+        )
     source = Checkpoint.open(base)
     folder, config = source.folder, source.config
     if "quantization_config" in folder.config:
@@ -190,10 +349,9 @@ def merge(base: Path, adapter: Path, out: Path, *, overwrite: bool = False, max_
             f"{base} is compressed, and its grid has no place for an adapter: use it unmerged, or merge it into the "
             "original and compress that"
         )
-    names = [name for layer in range(config.layers) for name in compressible(config, layer)] + [config.names.head]
-    found = read(
-        adapter, config.names, {name: source.linear_shape(name) for name in names if source.has(f"{name}.weight")}
-    )
+    names = [name for layer in range(config.layers) for name in compressible(config, layer)]
+    shapes = {name: source.linear_shape(name) for name in names}
+    found = read(adapter, config.names, shapes | {config.names.head: (config.vocab_size, config.hidden)})
     if config.tied and config.names.head in found.adapters:
         raise CheckpointError(f"{adapter} changes an output matrix that is the embedding too: use it unmerged")
     changes = {source.stored_name(f"{name}.weight"): (name, each) for name, each in found.adapters.items()}

@@ -2,8 +2,8 @@
 outside of a GGUF file, 2:4 sparse weights, and folders that mix libraries.
 
 The parts of module X lie under X.weight.<part>. config.json's `quantization_config` names every module with its scheme
-and shape, so that all that is declared is compared with the headers when the folder is opened, before any weight is
-read:
+and shape, so that all that is declared is compared with the headers when the folder is opened, and fixed scales of
+activations are looked at, before any weight is read:
 
     {"quant_method": "attar", "version": 1,
      "modules": {"model.layers.0.mlp.up_proj": {"scheme": "lut4-s45", "scale_dtype": "bfloat16", "shape": [768, 256]}}}
@@ -16,6 +16,7 @@ from typing import Any
 
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.scales import activation_scale
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.kernels.operands import Linear
@@ -75,6 +76,8 @@ class OwnFormat:
                         f"{folder.path}: {module}: part {part!r} of {scheme.name} {shape} must be {wanted.dtype} "
                         f"{wanted.shape}, not {found.dtype} {found.shape}"
                     )
+            if scheme.static:
+                activation_scale(folder, f"{module}.{stored_scale(scheme)}")
 
     def holds(self, module: str) -> bool:
         return module in self._modules
@@ -92,7 +95,7 @@ class OwnFormat:
         parts = {part: self.folder.read(f"{module}.{stored_part(part, scheme)}") for part in scheme.parts(shape)}
         linear = Linear(module, PackedTensor(scheme, shape, parts))
         if scheme.static:
-            linear.activation_scale = self.folder.read(f"{module}.{stored_scale(scheme)}").reshape(1).float()
+            linear.activation_scale = activation_scale(self.folder, f"{module}.{stored_scale(scheme)}")
         return linear
 
 

@@ -50,6 +50,7 @@ from attar.formats.scheme import Grid
 from attar.kernels import ops
 from attar.kernels.native.linear import KernelWeight
 from attar.kernels.operands import Linear, Norm
+from attar.kernels.triton.weights import TritonWeight
 from attar.model import decoder as model
 from attar.model.cache import Step
 from attar.model.config import ModelConfig
@@ -66,6 +67,11 @@ MARGIN: Mapping[str, float] = {"exact": 4.0, "int8_activations": 3.0, "cuda": 4.
 """What a replay may differ by, over the floor. Sound replays on rounded rows were seen at up to 1.6."""
 LEAST: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 """Smallest relative difference that counts, by the dtype that a replay computes in."""
+
+LEAST_OF_FLOATS = 0.1
+"""The same where a scheme rounds rows to floats of 4 or 8 bits. A value that crosses a border moves by a sixteenth of
+itself or more, which is seen; but of so few borders shaking crosses none, or one, as it happens: it measures no floor.
+"""
 
 EXACT, ROUNDED, CUDA = "exact", "int8_activations", "cuda"
 COARSEST: ops.Activations = "int8"
@@ -106,12 +112,19 @@ def rounds_activations(linears: Iterable[Linear]) -> bool:
     """Whether any of the linears rounds its input to a grid: because its scheme says so, or because it was prepared for
     kernels that do."""
     weights = (each.weight for each in linears)
-    return any(w.integer if isinstance(w, KernelWeight) else _by_scheme(w) for w in weights)
+    return any(w.rounds if isinstance(w, KernelWeight | TritonWeight) else _by_scheme(w) for w in weights)
 
 
 def _by_scheme(weight: object) -> bool:
     """Whether a weight's scheme has its inputs rounded, whatever kernels multiply by it."""
     return isinstance(weight, PackedTensor) and weight.scheme.activation is not None
+
+
+def _rounds_to_floats(decoder: Decoder) -> bool:
+    weights = (linear.weight for block in decoder.blocks for linear in block.linears())
+    schemes = (each.scheme for each in weights if isinstance(each, PackedTensor | KernelWeight))
+    grids = (scheme.activation for scheme in schemes if scheme is not None and scheme.activation is not None)
+    return any(not isinstance(grid, Grid) or grid.kind != "int" for grid in grids)
 
 
 def kernel_path(decoder: Decoder) -> str:
@@ -361,12 +374,15 @@ def _differences(decoder: Decoder, probe: Probe, path: str, noise: Noise) -> Ite
     config, last = decoder.config, len(probe.tokens) - 1
     seen: list[Tensor] = []
     step = Step((last + 1,), last + 1, decoder.cache(last + 1))  # with a cache, so that its kernels are replayed too
-    rows = torch.tensor([last])
+    rows = torch.tensor([last], device=decoder.device)
     logits = decoder.forward(
-        torch.tensor(probe.tokens), step, rows, lambda layer, hidden: seen.append(project(layer, hidden[rows]))
-    )
-    least = LEAST[decoder.dtype]
-    margin = MARGIN[path] * (least / LEAST[torch.float32] if path == EXACT else 1)
+        torch.tensor(probe.tokens, device=decoder.device),
+        step,
+        rows,
+        lambda layer, hidden: seen.append(project(layer, hidden[rows].cpu())),
+    ).cpu()
+    least = max(LEAST[decoder.dtype], LEAST_OF_FLOATS if _rounds_to_floats(decoder) else 0.0)
+    margin = MARGIN[path] * (LEAST[decoder.dtype] / LEAST[torch.float32] if path == EXACT else 1)
     floor = 0.0 if path == EXACT else max(*noise.layers, noise.head)
     for layer, (projection, stored, level) in enumerate(zip(seen, probe.layers, noise.layers, strict=True)):
         floor = max(floor, level)

@@ -43,8 +43,6 @@ FIGURES = ("ppl", "bits_per_byte", "kl_mean", "kl_p999", "top1", "tokens")
 READ = (".safetensors", ".json", ".jinja", ".model", ".tiktoken")
 """Endings of files that a loader may read: one that appears beside those of the receipt is a difference."""
 
-MISSING = "no receipt: this folder was not made by attar, or its receipt.json was not copied along"
-
 _MACHINE = ("attar", "torch", "python", "instruction_set", "threads", "kernels")
 _REQUIRED = ("source", "recipe", "calibration", "seed", "versions", "layers", "bits_per_weight", "evaluation", "files")
 
@@ -71,6 +69,11 @@ def combined_hash(hashes: Mapping[str, str]) -> str:
 def receipt_path(output: Path) -> Path:
     """Where the receipt of an output lies: in a folder, or beside a file (a GGUF)."""
     return output / NAME if output.is_dir() else output.with_name(f"{output.name}.{NAME}")
+
+
+def missing(output: Path) -> str:
+    """What is to be said of an output without a receipt."""
+    return f"no receipt: attar did not make this, or its {receipt_path(output).name} was not copied along"
 
 
 def write(
@@ -188,7 +191,7 @@ def verify(
     """
     receipt = read_receipt(output)
     if receipt is None:
-        return Verdict(False, None, MISSING)
+        return Verdict(False, None, missing(output))
     if hashes and (verdict := _verify_files(output, receipt)) is not None:
         return verdict
     done = [f"{len(receipt.files)} files have the hashes of the receipt"] if hashes else []

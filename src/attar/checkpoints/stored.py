@@ -33,8 +33,8 @@ def stored(path: Path) -> tuple[ModelConfig, Storage]:
 
 
 def _stored_gguf(path: Path) -> tuple[ModelConfig, Storage]:
-    """As the native kernels run it: types that no scheme represents count as the dense numbers they are decoded to."""
-    checkpoint = GgufCheckpoint.open(path, torch.float32, as_stored=True)
+    """As the CPU kernels run it."""
+    checkpoint = GgufCheckpoint.open(path, torch.float32, as_stored=True, blocks=True)
     config = checkpoint.config
     all_of = list(matrices(config))
     schemes = {each.name: checkpoint.scheme_of(each.name) for each in all_of}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attar.cli.options import Json, Model, Quiet
+from attar.cli.options import Device, Json, Model, Quiet
 from attar.cli.terminal import (
     emit,
     errors,
@@ -27,7 +27,9 @@ RESUME = "the same command goes on after the last finished block; --restart begi
 TargetBits = Annotated[
     float | None,
     typer.Option(
-        metavar="BITS", help="Choose the bits of each layer by what they do to the predictions: so many a weight."
+        metavar="BITS",
+        help="Choose the bits of each layer by what they do to the predictions: so many a weight of the blocks' "
+        "linears; a packed output matrix is not counted.",
     ),
 ]
 TargetSize = Annotated[
@@ -75,7 +77,10 @@ def compress(
     ] = None,
     head: Annotated[
         str | None,
-        typer.Option(help="The output matrix: bf16 (as it is), int8, int4, or a scheme; default: the recipe's, kept."),
+        typer.Option(
+            help="The output matrix: bf16 (as it is), int8, int4, or a scheme; in OUT.gguf int8 is q8_0 and int4 q4_0. "
+            "Default: the recipe's, kept."
+        ),
     ] = None,
     target_bits: TargetBits = None,
     target_size: TargetSize = None,
@@ -84,8 +89,8 @@ def compress(
     calib: Annotated[
         str | None,
         typer.Option(
-            help="Calibration text (.txt, .jsonl), or `self`: sampled from the model; rtn and GGUF mixes need none, "
-            "but the latter weigh errors by it."
+            help="Calibration text (.txt, .jsonl), or `self`: sampled from the model. rtn and hqq need none, unless "
+            "the scheme fixes activation scales (nvfp4, w8a8-static); nor do GGUF mixes, which weigh errors by it."
         ),
     ] = None,
     imatrix: Annotated[
@@ -103,6 +108,7 @@ def compress(
     ] = "2GiB",
     max_shard: Annotated[str, typer.Option(help="Size at which the output is split into another file.")] = "5GB",
     eval_tokens: Annotated[int | None, typer.Option(min=2, help="Use at most this many tokens of --eval.")] = None,
+    device: Device = "cpu",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output folder where it exists.")] = False,
     restart: Annotated[
         bool, typer.Option("--restart", help="Discard what a killed run left, do not resume it.")
@@ -126,7 +132,7 @@ def compress(
             source, output, recipe=recipe or default_recipe(output), head=head, target=target, ladder=rungs,
             calibration=calib, imatrix=imatrix, evaluation=evaluation, samples=samples, length=length, seed=seed,
             calib_memory=parse_bytes(calib_memory), max_shard_bytes=parse_bytes(max_shard), eval_tokens=eval_tokens,
-            overwrite=overwrite, resume=not restart, progress=bar,
+            overwrite=overwrite, resume=not restart, progress=bar, device=device,
         )  # fmt: skip
         bar.close()
         name = done.recipe if done.head in (KEEP, done.recipe) else f"{done.recipe}, head {done.head}"
@@ -137,7 +143,12 @@ def compress(
         ]))  # fmt: skip
         share = done.bytes / done.source_bytes
         print(f"{done.path}: {done.bytes:,} bytes, {share:.1%} of the original's, in {done.seconds:.1f} s")
-        for sentence in done.notes:
+        with_head = " and the output matrix" if done.head != KEEP else ""
+        counted = f"bits/weight: all stored bits of the compressed linears{with_head}, over their weights"
+        if done.allocated is not None:
+            counted += f"; of the blocks' linears alone, which a target is about, {done.allocated:.3f}"
+        print(counted)
+        for sentence in (*done.warnings, *done.notes):
             tell(sentence)
         emit(as_json, done.to_dict())
 

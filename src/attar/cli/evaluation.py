@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attar.cli.options import ComputeDtype, Dtype, Json, Kv, Model, Quiet
-from attar.cli.terminal import CHECK_FAILED, emit, errors, fail, progress
+from attar.cli.options import Adapter, ComputeDtype, Device, Json, Kv, Model, Pp, Quiet, Tp
+from attar.cli.terminal import CHECK_FAILED, Progress, emit, errors, fail, progress, tell_doubt, tell_shared
+
+if TYPE_CHECKING:
+    from attar.model.decoder import Decoder
+    from attar.text.tokenizer import Tokenizer
 
 
 def evaluate(
@@ -25,8 +29,12 @@ def evaluate(
     ] = None,
     stride: Annotated[int | None, typer.Option(min=1, help="Tokens between windows; default: the context.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=2, help="Use at most this many tokens of the text.")] = None,
-    dtype: ComputeDtype = Dtype.float32,
+    device: Device = "cpu",
+    dtype: ComputeDtype = None,
     kv: Kv = None,
+    adapter: Adapter = None,
+    tp: Tp = 1,
+    pp: Pp = 1,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -34,17 +42,33 @@ def evaluate(
 
     Perplexity; with --against also KL divergence and top-1 agreement; all with 95 % intervals. The protocol is that of
     `compress --eval`, so the figures compare. With --kv, what keeping keys and values so costs at the context, 4096
-    tokens by default where the model has them: against the same model, unless --against names another. Of a task,
-    perplexity of the target and accuracy, as lm-eval has them.
+    tokens by default where the model has them: against the same model, unless --against names another. An --adapter is
+    MODEL's alone. Of a task, perplexity of the target and accuracy, as lm-eval has them.
     """
     with errors(as_json), progress(quiet) as bar:
+        if adapter is not None:
+            from attar.checkpoints import hub
+
+            tell_doubt(adapter, hub.resolve(model))
         if task is not None:
             from attar.evaluation.tasks import evaluate_task, parse_task
 
             if any(given is not None for given in (text, against, stride, max_tokens, kv)):
                 raise ValueError("--text, --against, --stride, --max-tokens and --kv are not for a --task")
             name, path = parse_task(task)
-            found = evaluate_task(model, name, path, context=context, limit=limit, dtype=dtype.value, progress=bar)
+            subject, tokenizer = _subject(model, adapter, tp, pp, device, dtype, bar)
+            found = evaluate_task(
+                subject,
+                name,
+                path,
+                tokenizer=tokenizer,
+                context=context,
+                limit=limit,
+                device=device,
+                dtype=dtype,
+                adapter=adapter,
+                progress=bar,
+            )
             bar.close()
             print(found.table())
             emit(as_json, found.to_dict())
@@ -55,19 +79,41 @@ def evaluate(
             raise ValueError("give the text to measure on: --text heldout.txt, or a --task")
         if limit is not None:
             raise ValueError("--limit is of a --task; of a text, --max-tokens")
+        subject, tokenizer = _subject(model, adapter, tp, pp, device, dtype, bar)
         report = run(
-            model, against=against, text=text, context=context, stride=stride, max_tokens=max_tokens,
-            dtype=dtype.value, kv=kv, progress=bar,
+            subject, against=against, text=text, tokenizer=tokenizer, context=context, stride=stride,
+            max_tokens=max_tokens, device=device, dtype=dtype, kv=kv, adapter=adapter, progress=bar,
         )  # fmt: skip
         bar.close()
         print(report.table())
         emit(as_json, report.to_dict())
 
 
+def _subject(
+    model: str, adapter: Path | None, tp: int, pp: int, device: str, dtype: str | None, bar: Progress
+) -> tuple[str | Decoder, Tokenizer | None]:
+    """What is measured, by its name; or, in several processes, the model itself, with its tokenizer."""
+    if tp * pp == 1:
+        return model, None
+    from attar.checkpoints import hf, hub, vocabulary
+    from attar.engine.team import Team
+
+    if adapter is not None:
+        raise ValueError("an adapter is not shared between processes yet: --tp and --pp go without one")
+    tell_shared(device, tp, pp)
+    path, computed = hub.resolve(model), hf.compute_dtype(dtype, device)
+    team = Team(
+        path, tp, pp, device=device, dtype=computed, native=device != "cpu",
+        progress=lambda done, total: bar("loading", done, total),
+    )  # fmt: skip
+    return team.decoder, vocabulary.tokenizer(path)
+
+
 def verify(
     model: Model,
     no_hashes: Annotated[bool, typer.Option("--no-hashes", help="Replay the probes only.")] = False,
-    dtype: ComputeDtype = Dtype.float32,
+    device: Device = "cpu",
+    dtype: ComputeDtype = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -79,7 +125,7 @@ def verify(
     with errors(as_json), progress(quiet) as bar:
         from attar.checkpoints.verify import verify as run
 
-        verdict = run(model, hashes=not no_hashes, dtype=dtype.value, progress=bar)
+        verdict = run(model, hashes=not no_hashes, device=device, dtype=dtype, progress=bar)
         bar.close()
         if verdict.ok:
             print(verdict.sentence)

@@ -34,10 +34,11 @@ def inspect(model: Model, as_json: Json = False) -> None:
     """
     with errors(as_json):
         from attar.checkpoints.inspect import inspect as run
+        from attar.checkpoints.receipt import missing
 
         found = run(model)
         if not found.receipt:
-            tell("no receipt: this folder was not made by attar, or its receipt.json was not copied along")
+            tell(missing(found.path))
         print(found.table())
         emit(as_json, found.to_dict())
 

@@ -8,8 +8,32 @@ from typing import Annotated
 
 import typer
 
-from attar.cli.options import MODEL, Activations, ComputeDtype, Dtype, Json, Kv, Model, NoVerify, Quiet, Rounding
-from attar.cli.terminal import NO_RECEIPT, emit, errors, print_pieces, progress, read_stdin, tell
+from attar.cli.options import (
+    MODEL,
+    Activations,
+    Adapter,
+    ComputeDtype,
+    Device,
+    Json,
+    Kv,
+    Model,
+    NoVerify,
+    Pp,
+    Quiet,
+    Rounding,
+    Tp,
+)
+from attar.cli.terminal import (
+    NO_RECEIPT,
+    emit,
+    errors,
+    print_pieces,
+    progress,
+    read_stdin,
+    tell,
+    tell_doubt,
+    tell_shared,
+)
 
 
 def generate(
@@ -39,8 +63,12 @@ def generate(
     logprobs: Annotated[
         int | None, typer.Option(min=0, help="Also report the log-probabilities of the k likeliest.")
     ] = None,
-    dtype: ComputeDtype = Dtype.float32,
+    device: Device = "cpu",
+    dtype: ComputeDtype = None,
     activations: Activations = Rounding.int8g128,
+    adapter: Adapter = None,
+    tp: Tp = 1,
+    pp: Pp = 1,
     no_verify: NoVerify = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -62,10 +90,15 @@ def generate(
         )  # fmt: skip
         if prompt is None:
             prompt = read_stdin()
-        llm = LLM(model, dtype=dtype.value, activations=activations.value, verify=not no_verify, progress=bar)
+        tell_shared(device, tp, pp)
+        llm = LLM(
+            model, device=device, dtype=dtype, activations=activations.value, verify=not no_verify, progress=bar,
+            adapter=adapter, tp=tp, pp=pp,
+        )  # fmt: skip
         bar.close()
         if llm.receipt is None:
             tell(NO_RECEIPT)
+        tell_doubt(adapter, llm.path)
         done = print_pieces(llm.stream(prompt, params))
         emit(as_json, done.to_dict())
 
@@ -79,8 +112,12 @@ def chat(
         float, typer.Option(help="Draw among the likeliest that hold this much probability; in (0, 1].")
     ] = 1.0,
     seed: Annotated[int | None, typer.Option(min=0, help="Makes a drawn answer repeatable.")] = None,
-    dtype: ComputeDtype = Dtype.float32,
+    device: Device = "cpu",
+    dtype: ComputeDtype = None,
     activations: Activations = Rounding.int8g128,
+    adapter: Adapter = None,
+    tp: Tp = 1,
+    pp: Pp = 1,
     no_verify: NoVerify = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -94,10 +131,15 @@ def chat(
         from attar.engine.request import SamplingParams
 
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-        llm = LLM(model, dtype=dtype.value, activations=activations.value, verify=not no_verify, progress=bar)
+        tell_shared(device, tp, pp)
+        llm = LLM(
+            model, device=device, dtype=dtype, activations=activations.value, verify=not no_verify, progress=bar,
+            adapter=adapter, tp=tp, pp=pp,
+        )  # fmt: skip
         bar.close()
         if llm.receipt is None:
             tell(NO_RECEIPT)
+        tell_doubt(adapter, llm.path)
         llm.tokenizer.chat_template()  # a model that cannot chat says so before the first turn
         if sys.stdin.isatty():
             with suppress(ImportError):
@@ -126,8 +168,11 @@ def bench(
     prompt: Annotated[int, typer.Option(min=16, help="Tokens of each prompt.")] = 512,
     gen: Annotated[int, typer.Option(min=2, help="Decode steps.")] = 128,
     batch: Annotated[int, typer.Option(min=1, help="Sequences that decode together.")] = 1,
+    device: Device = "cpu",
     activations: Activations = Rounding.int8g128,
     kv: Kv = None,
+    tp: Tp = 1,
+    pp: Pp = 1,
     as_json: Json = False,
 ) -> None:
     """Measure speed, beside what this machine can do."""
@@ -138,12 +183,19 @@ def bench(
         if (source is None) == (shape is None):
             raise ValueError("name a model or a --shape, one of the two")
         load = speed.Load(prompt, gen, batch)
-        if shape is not None:
+        if tp * pp > 1:
+            if source is None:
+                raise ValueError("--tp and --pp are of a model: a --shape is measured in one process")
+            tell_shared(device, tp, pp)
+            report = speed.run_shared(hub.resolve(source), tp, pp, load, activations.value, kv, device)
+        elif shape is not None:
             name = shape
-            report = speed.run(lambda store: speed.build(name, scheme, head, store), load, activations.value, kv)
+            report = speed.run(
+                lambda store: speed.build(name, scheme, head, store), load, activations.value, kv, device
+            )
             report |= {"shape": shape, "scheme": scheme, "head": "bf16" if scheme == "bf16" else head}
         else:
             path = hub.resolve(str(source))
-            report = speed.run(lambda store: speed.load(path, store), load, activations.value, kv)
+            report = speed.run(lambda store: speed.load(path, store), load, activations.value, kv, device)
         print(speed.to_text(report))
         emit(as_json, report)

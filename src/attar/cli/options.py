@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,7 +22,15 @@ class Dtype(StrEnum):
 
 
 ComputeDtype = Annotated[
-    Dtype, typer.Option("--dtype", help="What to compute in: float32 by the kernels of the CPU, bfloat16 by torch.")
+    Dtype | None,
+    typer.Option(
+        "--dtype",
+        help="What to compute in. On a CPU float32 by its kernels, the default, or bfloat16 by torch; on a GPU either, "
+        "by default bfloat16.",
+    ),
+]
+Device = Annotated[
+    str, typer.Option("--device", help="Where to compute: cpu, or cuda, an NVIDIA GPU; cuda:1 is the second.")
 ]
 
 
@@ -45,8 +54,16 @@ Kv = Annotated[
     str | None,
     typer.Option(
         "--kv",
-        help="How keys and values are kept: float32, bfloat16, int8, fp8, klt4, int4, klt2 or kivi2; "
+        help="How keys and values are kept: float32, bfloat16, int8, fp8, klt4, int4, klt2, kivi2, nuq4 or nuq3; "
         "default: as they are.",
     ),
+]
+Adapter = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Compute with this LoRA adapter, as PEFT stores it, beside the weights."),
+]
+Tp = Annotated[int, typer.Option("--tp", min=1, help="GPUs that compute each layer together; on a CPU, processes.")]
+Pp = Annotated[
+    int, typer.Option("--pp", min=1, help="GPUs, or with --tp groups of them, that have some of the layers each.")
 ]
 NoVerify = Annotated[bool, typer.Option("--no-verify", help="Skip the probe that is replayed when the model loads.")]

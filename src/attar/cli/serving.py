@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from attar.cli.options import MODEL, Activations, Json, Kv, NoVerify, Quiet, Rounding
-from attar.cli.terminal import emit, errors, parse_bytes, progress, tell
+from attar.cli.options import MODEL, Activations, Device, Json, Kv, NoVerify, Pp, Quiet, Rounding, Tp
+from attar.cli.terminal import emit, errors, parse_bytes, progress, tell, tell_shared
 
 Memory = Annotated[
     int | None,
@@ -84,7 +84,17 @@ def serve(
     origin: Annotated[
         list[str] | None, typer.Option(help="A web page's origin that may call; can be repeated.")
     ] = None,
+    device: Device = "cpu",
     activations: Activations = Rounding.int8g128,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FOLDER",
+            help="A LoRA adapter, as PEFT stores it, for requests whose `model` is NAME. Repeatable.",
+        ),
+    ] = None,
+    tp: Tp = 1,
+    pp: Pp = 1,
     no_verify: NoVerify = False,
     as_json: Json = False,
 ) -> None:
@@ -94,7 +104,7 @@ def serve(
     """
     with errors(as_json):
         from attar.checkpoints import hub, vocabulary
-        from attar.engine.settings import Settings
+        from attar.engine.settings import Settings, parse_adapters
         from attar.formats.kv import scheme
         from attar.server import supervisor
         from attar.server.door import Options
@@ -107,6 +117,7 @@ def serve(
         settings = Settings(
             model=str(path),
             socket="",
+            device=device,
             activations=activations.value,
             kv=None if kv is None else scheme(kv).name,
             context=context,
@@ -118,8 +129,12 @@ def serve(
             max_step_tokens=max_step_tokens,
             max_waiting=max_waiting,
             verify=not no_verify,
+            tp=tp,
+            pp=pp,
+            adapters=parse_adapters(adapter or (), path.name),
         )
         settings.limits()  # refuses what cannot be before anything starts
+        tell_shared(device, tp, pp)
         options = Options(
             host=host,
             port=port,
@@ -154,21 +169,33 @@ def plan(
         int | None, typer.Option(min=1, help="Tokens of prompt and answer; default: the model's.")
     ] = None,
     users: Annotated[int, typer.Option(min=1, help="Requests of that length at once.")] = 1,
+    kv: Annotated[
+        str | None,
+        typer.Option("--kv", help="One way to keep keys and values, by `serve`'s words; default: the usual ones."),
+    ] = None,
     max_step_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one step.")] = 512,
     bandwidth: Annotated[
         int | None,
         typer.Option(parser=parse_bytes, metavar="SIZE", help="Bytes that memory reads a second; default: measured."),
     ] = None,
+    adapter: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FOLDER", help="A LoRA adapter that is served beside the model. Repeatable."),
+    ] = None,
+    tp: Tp = 1,
+    pp: Pp = 1,
     as_json: Json = False,
 ) -> None:
     """Say what fits, for how many users, and how fast.
 
     For each precision of weights and of keys and values, before anything is loaded, by the arithmetic of the server's
-    start-up table. Speeds are what memory allows at best.
+    start-up table. Speeds are what memory allows at best. With --tp or --pp, --memory and --bandwidth are of one GPU.
     """
     with errors(as_json):
         from attar import machine
+        from attar.formats.kv import scheme as kv_scheme
         from attar.formats.scheme import Scheme
+        from attar.model.split import Share
         from attar.plan import fit, report
         from attar.plan.costs import Storage
         from attar.plan.steps import StepLimits
@@ -188,6 +215,11 @@ def plan(
                 raise ValueError("--head is of a shape: a model's output matrix is as it is stored")
             name = str(model)
             config, storage = stored(hub.resolve(name))
+        beside = 0
+        if adapter:
+            from attar.checkpoints import lora
+
+            beside = lora.memory(adapter, config, max_step_tokens)
         here, rate = machine.examine(), None
         if bandwidth is None:
             from attar.kernels.native import extension, limits
@@ -197,11 +229,13 @@ def plan(
                 bandwidth, rate = int(roof.read_gb_s * 1e9), 1e9 * (roof.tile_gops or roof.int8_gops)
             else:
                 tell("the kernels do not load, so how fast memory reads is not known: give --bandwidth")
+        each = f", each of {tp * pp} processes" if tp * pp > 1 else ""
         made = fit.plan(
             name, config, fit.usual(config, storage), fit.Demand(context or config.context, users),
-            memory or here.budget, "--memory" if memory else here.limited_by,
+            memory or here.budget // (tp * pp), ("--memory" if memory else here.limited_by) + each,
             limits=StepLimits(rows=max_step_tokens, sequences=min(users, max_step_tokens), threads=here.cores),
-            bandwidth=bandwidth, int8_rate=rate,
+            kv_schemes=None if kv is None else (kv_scheme(kv).name,),
+            bandwidth=bandwidth, int8_rate=rate, adapters=beside, share=Share(0, tp, pp),
         )  # fmt: skip
         print(report.to_text(made))
         emit(as_json, report.to_dict(made))

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import typer
@@ -123,6 +124,20 @@ def _sentence(error: ValueError | OSError) -> str:
 
 def tell(sentence: str) -> None:
     print(f"attar: {sentence}", file=sys.stderr)
+
+
+def tell_shared(device: str, tp: int, pp: int) -> None:
+    """Say what several processes on a CPU are good for."""
+    if device == "cpu" and tp * pp > 1:
+        tell(f"{tp * pp} processes share this machine's cores: that is for checks, and no faster than one")
+
+
+def tell_doubt(adapter: Path | None, base: Path) -> None:
+    """Say it where an adapter may not fit its base."""
+    from attar.checkpoints import lora
+
+    if adapter is not None and (sentence := lora.doubt(adapter, base)) is not None:
+        tell(sentence)
 
 
 def fail(sentence: str, status: int) -> NoReturn:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints import hf
-from attar.compression import calibrate, knapsack
+from attar.compression import calibrate, knapsack, requirements, tune
 from attar.compression.calibrate import Amount, Calibration
 from attar.compression.recipe import Gptq, Override, Recipe, Rtn
 from attar.compression.sensitivity import Choice, Group, Log, Trial, fingerprint, groups_of
@@ -195,7 +195,12 @@ def for_output(
     names = checkpoint.config.names
     first = f"{names.layer.format(i=0)}.{names.output}.weight"
     stored = checkpoint.folder.info(checkpoint.stored_name(first)).dtype
-    found = allocate(decoder, recipe, target, ladder, ids, log, stored, bytes_of, progress)
+    seen = ids
+    if recipe.tune is not None:  # which judges by text that nothing before it has seen
+        requirements.enough(recipe, len(ids))
+        judges = set(tune.aside(ids))
+        seen = ids[[s for s in range(len(ids)) if s not in judges]]
+    found = allocate(decoder, recipe, target, ladder, seen, log, stored, bytes_of, progress)
     return Allocated(found, ids.tolist(), (log, drawn))
 
 

@@ -26,7 +26,6 @@ from attar.checkpoints import hf, sources
 from attar.checkpoints.receipt import combined_hash, environment
 from attar.compression import calibrate
 from attar.compression.calibrate import SELF, Amount, Calibration
-from attar.compression.recipe import Recipe
 from attar.formats import ggml_mix
 from attar.metrics.measure import measure
 from attar.model.decoder import Decoder
@@ -91,20 +90,23 @@ def for_output(
     overwrite: bool,
     resume: bool,
     run: Callable[[str, list[list[int]], Path], float],
+    check: Callable[[str, int], object],
     head: str | None,
     progress: Callable[[str, int, int], None],
 ) -> Choice:
     """Try the recipes for the output `dst`, beside which a folder keeps what is known until it is there.
 
-    `run(name, calibration, out)` makes one in the folder `out` and returns its bits a weight. Raises ValueError where
-    there is nothing to calibrate on, where there are fewer than two sequences, and where the output exists.
+    `run(name, calibration, out)` makes one in the folder `out` and returns its bits a weight. `check(name, sequences)`
+    raises ValueError where one cannot be made of so many calibration sequences: asked of all before the first is made.
+    Raises ValueError also where there is nothing to calibrate on, where there are fewer than two sequences, and where
+    the output exists.
     """
     if dst.exists() and not overwrite:  # said now, not after all trials
         raise ValueError(f"{dst} exists and is kept; choose another output, or pass --overwrite")
     if calibration is None:
         raise ValueError("choosing among recipes needs calibration: give a text file, or `self` to sample it")
     for name in names:
-        Recipe.load(name)  # whatever is wrong with one is said before the first is made
+        check(name, amount.samples)
     folder = checkpoint.folder.path
     is_text = isinstance(calibration, str | Path) and str(calibration) != SELF
     tokenizer = Tokenizer.load(folder) if is_text else None
@@ -117,23 +119,31 @@ def for_output(
     ids = calibrate.tokens(
         calibration, checkpoint, tokenizer, amount, drawn, lambda done, total: progress("sampling", done, total)
     )
+    for name in names:
+        check(name, int((~_aside(len(ids))).sum()))
     about = {**environment(), "source": source, "head": head, "file": dst.suffix.lower() == ".gguf"}
-    return replace(choose(names, ids, hf.load(folder, torch.float32), run, kept, progress, about), folder=kept)
+    return replace(choose(names, ids, lambda: hf.load(folder, torch.float32), run, kept, progress, about), folder=kept)
+
+
+def _aside(count: int) -> Tensor:
+    """Which of so many sequences are for the selection, [count] bool."""
+    return torch.arange(count) % EVERY == min(EVERY, count) - 1
 
 
 def choose(
     names: Sequence[str],
     ids: Tensor,
-    base: Decoder,
+    base: Callable[[], Decoder],
     run: Callable[[str, list[list[int]], Path], float],
     folder: Path,
     progress: Callable[[str, int, int], None],
     about: Mapping[str, Any] | None = None,
 ) -> Choice:
-    """Try recipes on token ids [S, L] of a model `base`; `folder` holds what is known so far of a run `about` that."""
+    """Try recipes on token ids [S, L] of the model that `base` loads, which is in memory only while one is measured;
+    `folder` holds what is known so far of a run `about` that."""
     if len(ids) < 2:
         raise ValueError("choosing among recipes takes at least 2 calibration sequences: one is for the selection")
-    aside = torch.arange(len(ids)) % EVERY == min(EVERY, len(ids)) - 1
+    aside = _aside(len(ids))
     selection, calibration = ids[aside], ids[~aside].tolist()
     about = {**(about or {}), "tokens": calibrate.token_hash(ids), "names": list(names)}
     path, tried = folder / "tried.json", list[Tried]()
@@ -143,7 +153,7 @@ def choose(
         progress("recipes", len(tried), len(names))
         out = folder / ("out.gguf" if about.get("file") else "out")
         bits = run(name, calibration, out)
-        found = measure(sources.load(out, torch.float32), selection.tolist(), base=base).figures["kl_mean"]
+        found = measure(sources.load(out, torch.float32), selection.tolist(), base=base()).figures["kl_mean"]
         tried.append(Tried(name, bits, found.value, found.low, found.high))
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps({"about": about, "tried": [asdict(each) for each in tried]}))

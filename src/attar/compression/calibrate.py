@@ -166,10 +166,18 @@ def rows_at_once(config: ModelConfig) -> int:
 
 
 class HiddenStates:
-    """The hidden states [S, L, I], float32, of all calibration sequences, in a file and, if they fit, in memory."""
+    """The hidden states [S, L, I], float32, of all calibration sequences, in a file and, if they fit, in memory. They
+    are read to `device`."""
 
-    def __init__(self, path: Path, shape: tuple[int, int, int], memory: int, rows_at_once: int = ROWS_AT_ONCE) -> None:
-        self.path, self.shape, self.rows_at_once = path, shape, rows_at_once
+    def __init__(
+        self,
+        path: Path,
+        shape: tuple[int, int, int],
+        memory: int,
+        rows_at_once: int = ROWS_AT_ONCE,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.path, self.shape, self.rows_at_once, self.device = path, shape, rows_at_once, device
         self._row_bytes = shape[1] * shape[2] * 4
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.posix_fallocate(self._file, 0, shape[0] * self._row_bytes)
@@ -182,20 +190,21 @@ class HiddenStates:
             yield range(start, min(start + size, self.shape[0]))
 
     def step(self, batch: range) -> Step:
-        return Step((self.shape[1],) * len(batch), self.shape[1])
+        return Step((self.shape[1],) * len(batch), self.shape[1], device=self.device)
 
     def read(self, batch: range) -> Tensor:
         """Rows [len(batch) * L, I]."""
         if self._held is not None and all(s in self._held for s in batch):
-            return torch.cat([self._held[s] for s in batch])
+            return torch.cat([self._held[s] for s in batch]).to(self.device)
         out = torch.empty(len(batch) * self.shape[1], self.shape[2])
         if not _read(self._file, out, batch.start * self._row_bytes):
             raise ValueError(f"{self.path} is shorter than it was written: the disk or the folder was tampered with")
         if self._held is not None:
             self._held.update(zip(batch, out.split(self.shape[1]), strict=True))
-        return out
+        return out.to(self.device)
 
     def write(self, batch: range, rows: Tensor) -> None:
+        rows = rows.cpu()
         _write(self._file, rows.contiguous(), batch.start * self._row_bytes)
         if self._held is not None:
             self._held.update(zip(batch, rows.split(self.shape[1]), strict=True))
@@ -217,6 +226,7 @@ class Rows:
 
     def __init__(self, folder: Path, limit: int, columns: int) -> None:
         self.columns, self._limit, self._count = columns, limit, 0
+        self._device = torch.device("cpu")  # where rows come from, and are read to
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
 
     def __len__(self) -> int:
@@ -224,7 +234,8 @@ class Rows:
 
     def append(self, x: Tensor) -> None:
         """Take in rows x [N, columns], as many as there is room for."""
-        x = x[: self._limit - self._count].float().contiguous()
+        self._device = x.device
+        x = x[: self._limit - self._count].float().cpu().contiguous()
         _write(self._file.fileno(), x, self._count * self.columns * 4)
         self._count += len(x)
 
@@ -236,7 +247,7 @@ class Rows:
         out = torch.empty(len(some), self.columns)
         whole = _read(self._file.fileno(), out, some.start * self.columns * 4)
         assert whole, "nobody else can reach the file"
-        return out
+        return out.to(self._device)
 
     def close(self) -> None:
         self._file.close()

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from attar.checkpoints import lora
 from attar.checkpoints.hf import Checkpoint
+from attar.checkpoints.vocabulary import is_gguf
 from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files
 from attar.compression.calibrate import token_hash, windows
 from attar.compression.whole import WholeModel, keep, left, schedule, shuffled
@@ -80,11 +81,21 @@ class FineTuned:
         return {"path": str(self.path), "numbers": self.numbers, "losses": list(self.losses)}
 
 
+def refuse_file(base: Path) -> None:
+    """Raise ValueError for a GGUF file, which is read for running alone."""
+    if is_gguf(base):
+        raise ValueError(
+            f"{base} is a GGUF file, and adapters are trained on folders: give the one it was made from, compressed or "
+            "not; what is trained there runs on the file too"
+        )
+
+
 def read_ids(base: Path, text: Path, samples: int, length: int) -> Tensor:
     """Token ids [S, L] of at most `samples` windows of a text file, by the tokenizer of the model `base`.
 
     Raises ValueError where there is no such file, or it has fewer than two tokens.
     """
+    refuse_file(base)
     tokenizer = Tokenizer.load(base)
     ids = tokenizer.encode(read_text(text), add_special_tokens=False)
     return windows(ids, samples, length, tokenizer.added_bos)
@@ -108,6 +119,7 @@ def finetune(
     """
     if ids.shape[1] < 2:
         raise ValueError("sequences of one token have no next token to learn from")
+    refuse_file(base)
     report = progress or (lambda stage, done, total: None)
     checkpoint = Checkpoint.open(base)
     hashes = checkpoint.folder.source_hashes(lambda done, total: report("hashing", done, total))
@@ -119,7 +131,7 @@ def finetune(
         sequences = max(1, options.batch // ids.shape[1])
         learner.fit(sequences * ids.shape[1], sum(p.numel() for p in learner.parameters()), memory, "training")
         losses = _train(learner, ids, options, sequences, about, work.state if resume else None, work.state, report)
-        _write(work.out, learner, options)
+        _write(work.out, learner, options, lora.identity(base))
     return FineTuned(out, sum(p.numel() for p in learner.parameters()), tuple(losses))
 
 
@@ -236,8 +248,8 @@ def _resume(state: Path, learner: _Learner, adam: torch.optim.Adam, about: Mappi
     return [float(loss) for loss in figures["losses"]]
 
 
-def _write(folder: Path, learner: _Learner, options: FineTuning) -> None:
-    """The adapter as PEFT stores it."""
+def _write(folder: Path, learner: _Learner, options: FineTuning, base: str | None) -> None:
+    """The adapter as PEFT stores it, and of which base it is."""
     tensors: dict[str, Tensor] = {}
     for name, (down, up) in learner.factors.items():
         tensors |= {f"{lora.PREFIX}{name}{lora.DOWN}": down.detach(), f"{lora.PREFIX}{name}{lora.UP}": up.detach()}
@@ -261,3 +273,5 @@ def _write(folder: Path, learner: _Learner, options: FineTuning) -> None:
         "target_modules": sorted(learner.factors),
     }
     (folder / lora.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    if base is not None:
+        (folder / lora.BASE).write_text(json.dumps({"receipt": base}) + "\n")

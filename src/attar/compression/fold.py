@@ -76,3 +76,24 @@ def into_columns(linears: Iterable[Linear], scales: Tensor) -> None:
             multiplied[part] = weight[part].float() * scales
         linear.weight = multiplied
         linear.dense = None
+
+
+def between(source: Linear, reader: Linear, turn: Tensor, back: Tensor) -> None:
+    """Multiply the last outputs of a dense linear, G heads of D, by matrices T [G, D, D], and what reads heads of these
+    columns, as many of each in turn, by their inverses, `back`."""
+    groups, size, _ = turn.shape
+    weight, dtype = dense_weight(source), dense_weight(source).dtype
+    first = len(weight) - groups * size
+    heads = weight[first:].double().unflatten(0, (groups, size))
+    source.weight = torch.cat((weight[:first], torch.einsum("gde,gdi->gei", turn, heads).flatten(0, 1).to(dtype)))
+    if source.bias is not None:
+        heads = source.bias[first:].double().unflatten(0, (groups, size))
+        turned = torch.einsum("gde,gd->ge", turn, heads).flatten().to(source.bias.dtype)
+        source.bias = torch.cat((source.bias[:first], turned))
+    columns = dense_weight(reader)
+    turned = torch.empty_like(columns)
+    for part in row_slices(*columns.shape):
+        heads = columns[part].double().unflatten(1, (groups, -1, size))
+        turned[part] = torch.einsum("ogrd,ged->ogre", heads, back).flatten(1).to(columns.dtype)
+    reader.weight = turned
+    source.dense = reader.dense = None

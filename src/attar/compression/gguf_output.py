@@ -5,8 +5,8 @@ the output matrix are in the mix too, norms and biases are F32, as llama.cpp wan
 `formats.ggml_mix`'s rules, unless the recipe overrides one. Types are met as schemes (`forms.GgmlBlocks`), so that
 whatever chooses codes for a scheme can choose them for a file.
 
-A block that was written is left as a reader of the file has it: the grids that kernels know as such, everything else as
-the numbers that its blocks stand for. So what is calibrated on it, and the probes of the receipt, see the file's model.
+A block that was written is left as a reader of the file has it: the grids that schemes name as such, everything else as
+its blocks. So what is calibrated on it, and the probes of the receipt, see the file's model, and its kernels' rounding.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ class GgufOutput:
         self.schemes: dict[str, Scheme | None] = recipe.schemes(shapes, mixed)
         for module, scheme in self.schemes.items():
             if scheme is not None and not isinstance(scheme.weight, GgmlBlocks):
+                what = "the output matrix" if module == HEAD else module
                 raise ValueError(
-                    f"{module}: {scheme.name} has no place in a GGUF file, which holds types such as q4_k or q6_k"
+                    f"{what}: {scheme.name} has no place in a GGUF file, which holds types such as q4_k or q6_k"
                 )
         self.head = self.schemes[HEAD]
         self.packed_ends = self.shared and self.head is not None
@@ -195,7 +196,7 @@ class GgufOutput:
         except ValueError as error:
             raise ValueError(f"{module}: {error}") from None
 
-    def as_read(self, packed: PackedTensor) -> Tensor | PackedTensor:
+    def as_read(self, packed: PackedTensor) -> PackedTensor:
         return as_read(packed)
 
     def write_head(self, writer: ShardWriter, pieces: Iterable[PackedTensor]) -> None:
@@ -231,12 +232,10 @@ class GgufOutput:
         """Nothing: a file says of itself what a folder's config.json does."""
 
 
-def as_read(packed: PackedTensor) -> Tensor | PackedTensor:
-    """A weight in GGML blocks as `GgufCheckpoint` gives it: a grid that kernels know, or float32."""
+def as_read(packed: PackedTensor) -> PackedTensor:
+    """A weight in GGML blocks as `GgufCheckpoint` gives it: a grid that a scheme names, or the blocks."""
     kind = ggml_codec.type_of(packed.scheme)
-    if kind.name in gguf_checkpoint.SCHEMES:
-        return gguf_checkpoint.as_grid(kind, packed.parts["blocks"])
-    return packed.dequantize(torch.float32)
+    return gguf_checkpoint.as_grid(kind, packed.parts["blocks"]) if kind.name in gguf_checkpoint.SCHEMES else packed
 
 
 def _write_plain(writer: ShardWriter, name: str, values: Tensor) -> None:

@@ -33,7 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attar.checkpoints.hf import Checkpoint
-from attar.checkpoints.writer import require_free
+from attar.checkpoints.writer import allocated, require_free
+from attar.compression import place
 from attar.compression.calibrate import HiddenStates, rows_at_once
 from attar.metrics.perplexity import in_rows
 from attar.model import decoder
@@ -75,7 +76,8 @@ def walk(
     """
     report = progress or (lambda stage, done, total: None)
     config, shape = source.config, (*ids.shape, source.config.hidden)
-    require_free(folder, 4 * (config.layers + 2) * ids.numel() * config.hidden)
+    had = allocated(folder.glob("gradient-*.f32"))  # by a killed run, and used again
+    require_free(folder, 4 * (config.layers + 2) * ids.numel() * config.hidden - had)
     with torch.inference_mode(False), _states(folder, shape, config.layers + 2, memory, rows_at_once(config)) as states:
         *inputs, gradient = states
         _forward(source, ids, inputs, report)
@@ -131,6 +133,7 @@ def enter(source: Checkpoint, ids: Tensor, into: HiddenStates) -> None:
 def advance(source: Checkpoint, layer: int, here: HiddenStates, there: HiddenStates) -> None:
     """Run block `layer` on the states `here` and write its outputs `there`, which may be the same place."""
     block = build_block(source.config, source, layer)
+    place.move(block, torch.device(here.device))
     for linear in block.linears():
         linear.keep_dense = False
     for batch in here.batches():

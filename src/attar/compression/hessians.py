@@ -2,7 +2,8 @@
 
 Every Hessian costs I x I numbers, and every pass that gathers some costs a run of the block over the calibration text.
 Without more ado the linears that read the same rows share one, and all of a dense block are gathered in one pass, on
-the block as it was. Three options of the recipe change that:
+the block as it was. An expert of a mixture that no token was sent to is solved for its weights alone; whoever calls is
+told of it (`coverage`). Three options of the recipe change that:
 
 * `guide`: tokens weighted by what the loss minds, with other weights for each group of rows of each linear (`guide`),
   so that each has a Hessian of its own;
@@ -33,7 +34,7 @@ from attar.compression.solvers.gptq import GptqResult, Hessian
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.kernels.operands import Linear
-from attar.model.layers import Block, FeedForward
+from attar.model.layers import Block, FeedForward, MixtureOfExperts
 
 HESSIANS = 2.5  # how many of a block's widest Hessian, its factor included, are in memory at once
 
@@ -130,6 +131,9 @@ def solve(
         _gather(block, hidden, twin, original, statistics)
         while statistics:
             found = statistics.pop(0)
+            blind = not found.hessian.tokens and isinstance(block.feed_forward, MixtureOfExperts)
+            if blind:  # an expert that no token was sent to: all that is known of it are its weights
+                found.hessian.mean.fill_diagonal_(1.0)
             with naming(found.share.users[0][0]):
                 prepared = _prepare(found.hessian, options)
             for linear, scheme, rows in found.share.users:
@@ -143,7 +147,7 @@ def solve(
                 pieces.setdefault(linear.name, []).append(result)
                 if rows.stop == linear.shape[0]:
                     whole = gptq.stacked(pieces.pop(linear.name))
-                    yield Solved(linear, scheme, whole, measure)
+                    yield Solved(linear, scheme, whole, "weight" if blind else measure)
                     solved.append((linear, zeros.stored_as(whole.packed, scheme)))
                 if correct or number == len(runs):  # the linears after are to see it, or nobody is
                     _install(solved)
@@ -174,7 +178,7 @@ def _solve(
     assert scheme is not None, "only what is pruned stays dense"
     if outputs is not None:
         coupling = Hessian(len(weight))
-        coupling.mean = outputs
+        coupling.mean = outputs.to(weight.device)
         return two_sided.solve(
             weight, prepared, gptq.prepare(coupling, options.output_damping), scheme,
             scale_search=search, polish=options.polish, damping=options.damping, output_damping=options.output_damping,

@@ -25,6 +25,7 @@ from attar.checkpoints.vocabulary import is_gguf
 from attar.compression import calibrate
 from attar.compression.calibrate import Calibration, HiddenStates
 from attar.compression.passes import input_groups
+from attar.compression.solvers.means import ColumnMean
 from attar.kernels import ops
 from attar.kernels.operands import Linear
 from attar.model.decoder import build_block, build_embedding, build_final_norm, compressible
@@ -56,10 +57,10 @@ def collect(checkpoint: Checkpoint, ids: Tensor, folder: Path, memory: int, prog
             found |= _block(block, streams[layer % 2], streams[1 - layer % 2], layer)
             progress("importances", layer + 1, config.layers)
         norm = build_final_norm(config, checkpoint)
-        last = _Mean(config.hidden)
+        last = ColumnMean(config.hidden, 2, config.names.head)
         for batch in streams[config.layers % 2].batches():
             last.add(ops.norm(streams[config.layers % 2].read(batch), None, norm)[1])
-        found[config.names.head] = last.value(config.names.head)
+        found[config.names.head] = last.value
     finally:
         for stream in streams:
             stream.close()
@@ -108,22 +109,6 @@ def known(path: str | Path, checkpoint: Checkpoint) -> dict[str, Tensor]:
     return importances
 
 
-class _Mean:
-    """The mean square of each column of rows that come in pieces."""
-
-    def __init__(self, columns: int) -> None:
-        self._sum, self._count = torch.zeros(columns, dtype=torch.float64), 0
-
-    def add(self, x: Tensor) -> None:
-        self._sum += x.float().square().sum(0, dtype=torch.float64)
-        self._count += len(x)
-
-    def value(self, name: str) -> Tensor:
-        if not self._count:
-            raise ValueError(f"no calibration token reached {name}: give more calibration text")
-        return (self._sum / self._count).float()
-
-
 def _embed(checkpoint: Checkpoint, ids: Tensor, into: HiddenStates) -> None:
     """Hidden states that enter the first block; only the rows of the table that are needed are read."""
     used, place = torch.unique(ids, return_inverse=True)
@@ -136,7 +121,7 @@ def _embed(checkpoint: Checkpoint, ids: Tensor, into: HiddenStates) -> None:
 def _block(block: Block, inputs: HiddenStates, outputs: HiddenStates, layer: int) -> dict[str, Tensor]:
     """What the inputs of a block's linears are, while its outputs are written."""
     groups = {group[0].name: group for group in input_groups(block)}
-    means = {name: _Mean(group[0].shape[1]) for name, group in groups.items()}
+    means = {name: ColumnMean(group[0].shape[1], 2, name) for name, group in groups.items()}
 
     def tap(linear: Linear, x: Tensor) -> None:
         if linear.name in means:
@@ -147,7 +132,7 @@ def _block(block: Block, inputs: HiddenStates, outputs: HiddenStates, layer: int
         if not out.isfinite().all():
             raise ValueError(f"the output of block {layer} holds a NaN or an infinity")
         outputs.write(batch, out)
-    return {each.name: means[name].value(name) for name, group in groups.items() for each in group}
+    return {each.name: means[name].value for name, group in groups.items() for each in group}
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.writer import FilePlan, ShardWriter, plan_files
 from attar.compression import structured
 from attar.compression.recipe import HEAD, KEEP, Recipe
+from attar.compression.rotated import RotatedCheckpoint
 from attar.compression.solvers import rtn
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Part, Scheme
@@ -68,7 +69,8 @@ class Output:
         self.sizes = None  # of what structured pruning leaves
         if recipe.structured is not None:
             self.sizes = structured.sizes(config, recipe.structured.percent)
-        if not any(self.schemes.values()) and not any(map(recipe.reshapes, self.schemes)):
+        changes = any(self.schemes.values()) or any(map(recipe.reshapes, self.schemes))
+        if not changes and recipe.rotate is None:
             raise ValueError(f"recipe {recipe.name} with its overrides compresses nothing")
         self.head, self.head_shape = self.schemes[HEAD], shapes[HEAD]
         self.packed_ends = self.shared and self.head is not None
@@ -98,8 +100,8 @@ class Output:
                 parts = libraries.declared(self._library, self._modules[name], scheme, shapes[name])
                 packed_bytes += scheme.bytes(shapes[name])
                 weights += math.prod(shapes[name])
-            elif name and recipe.reshapes(name):
-                packed_bytes += parts[tensor].bytes  # zeros are stored like any other weight
+            elif name and (recipe.reshapes(name) or (not changes and name != HEAD)):
+                packed_bytes += parts[tensor].bytes  # zeros, and what is only rotated, are stored like any other weight
                 weights += math.prod(parts[tensor].shape)
             self.layout |= parts
             for prefix, layer in layers.items():
@@ -108,6 +110,8 @@ class Output:
         self.bits_per_weight = 8 * packed_bytes / weights
         self.method = self._library.METHOD if used else "safetensors"  # what is pruned and dense is in no other
         self.notes = _notes(config.names.transposed, config.experts is not None, self.packed_ends, used, self.method)
+        if isinstance(checkpoint, RotatedCheckpoint):
+            self.notes += checkpoint.notes
 
     def plans(self, max_shard_bytes: int) -> list[FilePlan]:
         """The files of the layout. Raises ValueError as `plan_files`."""
@@ -217,7 +221,17 @@ class Output:
         dense = [module for module, scheme in modules if scheme is None] + self._other_linears()
         embeddings = [self._modules[HEAD]] if self.packed_ends else []
         sizes = {self._modules[name]: shape for name, shape in shapes.items()}
-        return self._library.quantization_config(packed, dense, embeddings, sizes)
+        config = self._library.quantization_config(packed, dense, embeddings, sizes)
+        online = self.checkpoint.online if isinstance(self.checkpoint, RotatedCheckpoint) else {}
+        if online and self._library is not compressed_tensors:
+            raise ValueError(
+                f"{self.recipe.name}: rotations at run time have a place in compressed-tensors alone, these schemes "
+                "have none there: use rotate, or online: false"
+            )
+        if online:
+            rotated = {self._modules[name]: block for name, block in online.items()}
+            config["transform_config"] = compressed_tensors.transform_config(rotated)
+        return config
 
     def _other_linears(self) -> list[str]:
         """Linears that hold no compressed weight, whatever the recipe: the gates of mixtures of experts, and an output

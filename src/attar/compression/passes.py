@@ -27,20 +27,26 @@ from attar.compression.memory import give_back
 from attar.compression.recipe import (
     AutoRound,
     Awq,
+    Clip,
     Gptq,
     Hqq,
     Magnitude,
     Prune,
     Recipe,
     Rtn,
+    SmoothAttention,
     SmoothQuant,
     SparseGpt,
+    SqueezeLlm,
     Structured,
     Wanda,
 )
-from attar.compression.solvers import awq, hqq, rtn, smoothquant, zeros
+from attar.compression.solvers import awq, hqq, rtn, smooth_attention, smoothquant, squeezellm, zeros
 from attar.compression.solvers.form_levels import shared_largest
+from attar.compression.solvers.means import ColumnMean
 from attar.compression.structured import Sizes
+from attar.formats import kv
+from attar.formats.forms import Progressive
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Grid, Scheme
@@ -59,7 +65,7 @@ class Record:
 
     name: str
     scheme: str
-    measure: str  # "output" on calibration rows, or "weight"
+    measure: str  # "output" on calibration rows, "weight", or "sensitivity": each weight as the loss minds it
     error: float
     rtn_error: float
 
@@ -93,9 +99,9 @@ def folds(block: Block) -> list[Fold]:
     if isinstance(mlp, MixtureOfExperts):
         readers += [mlp.router] + ([mlp.shared_gate] if mlp.shared_gate is not None else [])
     found.append(Fold(block.feed_forward_norm, tuple(readers), lambda x, step: mlp.forward(x)))
-    # Through the gate's product the scale of `up` passes; through an activation it would not.
-    found += [_through(each.up[1], each.down) for each in block.feed_forwards() if each.gated and len(each.up) == 2]
-    return found
+    # Through the gate's product the scale of `up` passes; through an activation, or a rotation, it would not.
+    gated = [each for each in block.feed_forwards() if each.gated and len(each.up) == 2 and not each.down.hadamard]
+    return found + [_through(each.up[1], each.down) for each in gated]
 
 
 def _through(before: Linear, after: Linear) -> Fold:
@@ -138,6 +144,10 @@ class BlockWork:
         for each in transforms:
             if isinstance(each, SmoothQuant):
                 self._smooth(each)
+            elif isinstance(each, SmoothAttention):
+                self._smooth_attention(each)
+            elif isinstance(each, Clip):
+                self._clip()
             elif isinstance(each, Awq):
                 self._awq(each)
         if any(scheme.static for _, scheme in compressed):
@@ -151,6 +161,8 @@ class BlockWork:
             return self._autoround(rounding)
         if isinstance(rounding, Gptq | SparseGpt | Prune):
             return self._gptq(rounding)
+        if isinstance(rounding, SqueezeLlm):
+            return self._squeeze()
         return self._rtn(rounding)
 
     # --- inputs -------------------------------------------------------------------------------------------------------
@@ -207,18 +219,66 @@ class BlockWork:
 
     def _smooth(self, options: SmoothQuant) -> None:
         alpha = smoothquant.alpha_for(self.architecture) if options.alpha is None else options.alpha
-        places = [each for each in folds(self.block) if isinstance(each.before, Norm)]
+        places = [
+            each for each in folds(self.block) if (options.norms if isinstance(each.before, Norm) else options.through)
+        ]
         largest = {each.linears[-1].name: smoothquant.AbsMax(each.linears[-1].shape[1]) for each in places}
         self._watch({name: statistic.add for name, statistic in largest.items()})
         for each in places:
-            assert isinstance(each.before, Norm)
-            smoothquant.smooth(each.before, each.linears, largest[each.linears[-1].name].value, alpha)
+            peaks = largest[each.linears[-1].name].value
+            if isinstance(each.before, Norm):
+                smoothquant.smooth(each.before, each.linears, peaks, alpha)
+            else:
+                found = smoothquant.scales(peaks, [fold.dense_weight(linear) for linear in each.linears], alpha)
+                self._fold(each, found)
+
+    def _smooth_attention(self, options: SmoothAttention) -> None:
+        assert self._hidden is not None
+        attention = self.block.attention
+        form, turning = attention.form, 0 if attention.rope is None else attention.rope.dims
+        seen = smooth_attention.Channels(form.kv_heads, form.head_dim)
+        for batch in self._hidden.batches():
+            step = self._hidden.step(batch)
+            x = ops.norm(self._hidden.read(batch), None, self.block.attention_norm)[1]
+            heads = attention.heads(x, None if attention.rope is None else step.rotation(attention.rope))
+            with naming(attention.qkv[0], "what comes of "):
+                seen.add(*heads)
+        if options.values:
+            self._turn_values(seen.values)
+        if options.key_alpha is None:
+            found = smooth_attention.search(seen, turning, kv.scheme("int4"))
+        else:
+            found = smooth_attention.scales(seen.key_max, turning, options.key_alpha)
+        if attention.q_norm is not None and attention.k_norm is not None:  # which undo what comes before
+            taken = fold.into_norm(attention.k_norm, found.amax(0))
+            fold.into_norm(attention.q_norm, 1 / taken)
+            return
+        queries = 1 / found.repeat_interleave(form.heads // form.kv_heads, 0)
+        divided = [queries.flatten(), found.flatten()]
+        if len(attention.qkv) == 1:
+            rest = attention.qkv[0].shape[0] - sum(map(len, divided))
+            divided = [torch.cat((*divided, torch.ones(rest)))]
+        for linear, scales in zip(attention.qkv, divided, strict=False):
+            fold.into_rows(linear, scales)
+            if linear.name in self._guide:
+                self._guide[linear.name] = self._guide[linear.name].divided(scales)
+
+    def _turn_values(self, seen: Tensor) -> None:
+        """Put a matrix between values and the output matrix, given the sum of v v^T [G, D, D]."""
+        attention = self.block.attention
+        source, reader = attention.qkv[-1], attention.output
+        turn, back = smooth_attention.between(seen, fold.dense_weight(reader))
+        fold.between(source, reader, turn, back)
+        if source.name in self._guide:
+            first = source.shape[0] - len(turn) * turn.shape[1]
+            whole = torch.block_diag(torch.eye(first, dtype=back.dtype), *back).float()
+            self._guide[source.name] = self._guide[source.name].turned(whole)
 
     def _awq(self, options: Awq) -> None:
         assert self._hidden is not None
         places = folds(self.block)
         # The last reader sees every row: in a mixture of experts it is a gate.
-        means = {each.linears[-1].name: awq.MeanAbs(each.linears[-1].shape[1]) for each in places}
+        means = {each.linears[-1].name: ColumnMean(each.linears[-1].shape[1], power=1) for each in places}
         self._watch({name: statistic.add for name, statistic in means.items()})
         length = self._hidden.shape[1]
         rows = length * max(1, min(self._hidden.shape[0], SEARCH_ROWS // length))
@@ -241,13 +301,14 @@ class BlockWork:
         if not len(inputs):
             raise ValueError(f"no calibration token reached {place.linears[-1].name}: give more calibration text")
         linears, length = place.linears, self._hidden.shape[1]
-        size = self._hidden.rows_at_once
+        size, device = self._hidden.rows_at_once, self._hidden.device
         if place.mixes:
             size = length * max(1, size // length)
 
         def outputs() -> Iterator[Tensor]:
             for some in inputs.batches(size):
-                step = Step((length,) * (len(some) // length), length) if place.mixes else Step((len(some),), len(some))
+                lengths = (length,) * (len(some) // length) if place.mixes else (len(some),)
+                step = Step(lengths, max(lengths), device=device)
                 yield place.run(inputs.read(some), step)
 
         # Whatever the place is, its outputs are added to the residual stream.
@@ -271,10 +332,14 @@ class BlockWork:
             found = awq.search_scales(weights, [self._scheme(each) for each in linears], mean, loss, points=points)
         del weights
         if found.alpha > 0:
-            taken = awq.apply(place.before, linears, found.scales)
-            if place.before.name in self._guide:  # a linear, whose outputs are divided
-                self._guide[place.before.name] = self._guide[place.before.name].divided(taken)
+            self._fold(place, found.scales)
         give_back()
+
+    def _fold(self, place: Fold, scales: Tensor) -> None:
+        """Divide what feeds the place by the scales and multiply its linears' columns."""
+        taken = awq.apply(place.before, place.linears, scales)
+        if place.before.name in self._guide:  # a linear, whose outputs are divided
+            self._guide[place.before.name] = self._guide[place.before.name].divided(taken)
 
     def _clip(self) -> None:
         queries_and_keys = {each.name for each in self.block.attention.qkv[:2]}
@@ -282,7 +347,7 @@ class BlockWork:
         inputs = self._inputs([name for name, _ in groups], awq.CLIP_TOKENS)
         for name, members in groups:
             for linear, scheme in members:
-                if linear.name not in queries_and_keys and isinstance(scheme.weight, Grid):
+                if linear.name not in queries_and_keys and isinstance(scheme.weight, Grid | Progressive):
                     linear.weight = awq.clip(fold.dense_weight(linear), inputs[name], scheme)
 
     def _fix_activation_scales(self) -> None:
@@ -356,6 +421,21 @@ class BlockWork:
         give_back()
         return records
 
+    def _squeeze(self) -> list[Record]:
+        """Tables in the metric of the original model's loss."""
+        records = []
+        for _, members in self._groups():
+            for linear, scheme in members:
+                weight, minded = fold.dense_weight(linear), self._guide[linear.name].weighed
+                assert minded is not None
+                with naming(linear):
+                    packed = squeezellm.solve(weight, scheme, minded)
+                    errors = [squeezellm.damage(weight, each, minded) for each in (packed, rtn.solve(weight, scheme))]
+                records.append(Record(linear.name, scheme.name, "sensitivity", *errors))
+                linear.weight = packed
+            give_back()
+        return records
+
     def _gptq(self, options: Gptq | SparseGpt | Prune) -> list[Record]:
         assert self._hidden is not None
         records = []
@@ -369,7 +449,7 @@ class BlockWork:
     def _prune(self, options: Magnitude | Wanda) -> list[Record]:
         """Zeros by a score of each weight, what is kept being as it was."""
         groups, records = list(self._pruned()), []
-        squares = {name: zeros.SquareMean(members[0][0].shape[1]) for name, members in groups}
+        squares = {name: ColumnMean(members[0][0].shape[1], power=2) for name, members in groups}
         if isinstance(options, Wanda):
             self._watch({name: statistic.add for name, statistic in squares.items()})
         for name, members in groups:

@@ -25,7 +25,19 @@ from attar.checkpoints.gguf_writer import atomic_file
 from attar.checkpoints.probes import ProbeRun
 from attar.checkpoints.vocabulary import is_gguf
 from attar.checkpoints.writer import MAX_SHARD, ShardWriter, allocated, atomic_folder, require_free
-from attar.compression import allocate, best, calibrate, gradients, importance, tune
+from attar.compression import (
+    allocate,
+    best,
+    calibrate,
+    coverage,
+    gradients,
+    importance,
+    place,
+    requirements,
+    rotation,
+    spin,
+    tune,
+)
 from attar.compression.allocate import Target
 from attar.compression.calibrate import Calibration, HiddenStates
 from attar.compression.gguf_output import GgufOutput
@@ -36,27 +48,30 @@ from attar.compression.passes import BlockWork, Record, weight_error
 from attar.compression.recipe import (
     HEAD,
     AutoRound,
-    Awq,
     Gptq,
-    Hqq,
-    Magnitude,
     Prune,
     Recipe,
-    Rtn,
+    SpinQuant,
+    SqueezeLlm,
     Structured,
     parse_head,
 )
+from attar.compression.rotated import RotatedCheckpoint
 from attar.compression.state import RunState
 from attar.formats import ggml_mix
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
+from attar.kernels import ops
 from attar.kernels.operands import Linear
 from attar.metrics.measure import measure
 from attar.model.decoder import build_block, build_embedding, build_final_norm, build_head, compressible
+from attar.plan.costs import matrices
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
 
 STREAMS = ("probe", "calibration", "original")  # what goes through the blocks; the last as if nothing were compressed
+FILE_HEADS = {"int8": "q8_0", "int4": "q4_0"}
+"""What the words for an output matrix mean in a GGUF file."""
 HEAD_ROWS = 4096  # of the output matrix, in memory at once; zero points are packed 32 rows at a time
 
 Progress = Callable[[str, int, int], None]
@@ -77,6 +92,8 @@ class Compressed:
     records: tuple[Record, ...]
     cost: Mapping[str, Any] | None
     notes: tuple[str, ...]  # what whoever loads it elsewhere must know
+    warnings: tuple[str, ...] = ()  # of calibration text that says too little
+    allocated: float | None = None  # bits a weight that a target chose, of the blocks' linears alone
 
     def to_dict(self) -> dict[str, Any]:
         figures = dict(self.cost or {})
@@ -92,6 +109,8 @@ class Compressed:
             "evaluation": self.cost,
             "layers": [asdict(record) for record in self.records],
             "notes": list(self.notes),
+            "warnings": list(self.warnings),
+            "allocated_bits": self.allocated,
         }
 
 
@@ -120,6 +139,7 @@ def compress(
     overwrite: bool = False,
     resume: bool = True,
     progress: Progress | None = None,
+    device: str = "cpu",
 ) -> Compressed:
     """Compress the checkpoint `src` (folder, Hub id or `demo`) into the folder `dst`, or the file, if it ends in .gguf.
 
@@ -130,13 +150,15 @@ def compress(
     is an importance matrix for a GGUF file, which weighs errors by it; with calibration alone one is computed.
     With a `target`, each linear gets the scheme of `ladder` that `allocate` chooses, by default the recipe's with other
     bits. `evaluation` is a held-out text file on which the cost is measured. At most `calib_memory` bytes of
-    calibration activations are held in memory. A killed run resumes, unless `resume` is false.
+    calibration activations are held in memory. A killed run resumes, unless `resume` is false. On a `device` that is no
+    CPU each block is moved there, run and solved there, and what came of it comes back to be written (`place`).
 
     Raises ValueError (CheckpointError among them) for anything a user can mend: an unknown recipe word, a group size
     that does not divide, an existing output, a full disk, a NaN in a named layer.
     """
     began = time.monotonic()
     report = progress or (lambda stage, done, total: None)
+    ops.require(device)
     source = hub.resolve(src)
     if not str(dst):  # an unset variable of a shell, which Path would take for the current folder
         raise ValueError("the output's name is empty: give a folder to write")
@@ -144,60 +166,67 @@ def compress(
         raise ValueError(f"{dst} would replace the model that it is made from: choose another output")
     if is_gguf(source):
         raise ValueError(f"{source} is a GGUF file, which compress does not read: give the folder it was made from")
-    checkpoint = hf.Checkpoint.open(source)
+    checkpoint = original = hf.Checkpoint.open(source)
+    to_file = Path(dst).suffix.lower() == ".gguf"
+    if imatrix is not None and not to_file:
+        raise ValueError("an importance matrix is for GGUF files: give an output that ends in .gguf")
+    known = None if imatrix is None else importance.known(imatrix, checkpoint)
+
+    def weighing(plan: Recipe) -> bool:
+        return to_file and plan.mix not in ggml_mix.DENSE_MIXES and calibration is not None and known is None
+
+    def laid_out(plan: Recipe, checkpoint: hf.Checkpoint) -> Output | GgufOutput:
+        if not to_file:
+            return Output(checkpoint, plan)
+        output = GgufOutput(checkpoint, plan, Path(dst).name, weighing(plan) or known is not None)
+        output.importances = known or {}
+        return output
+
+    def ready(
+        recipe: str | Path | Recipe, sequences: int | None
+    ) -> tuple[Recipe, hf.Checkpoint, Output | GgufOutput, bool]:
+        """A recipe as it will run, the source as it begins with, what comes out, and whether inputs are read: all that
+        can be refused before the first block is."""
+        plan, checkpoint = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe), original
+        if head is not None:
+            plan = replace(plan, head=parse_head(FILE_HEADS.get(head, head) if to_file else head))
+        if plan.mix is not None and not to_file:
+            raise ValueError(f"{plan.name} is a mix of GGUF files: give an output that ends in .gguf, not {dst}")
+        whole = plan.rotate is not None or plan.structured is not None or plan.tune is not None
+        if to_file and (plan.pruning is not None or whole):
+            raise ValueError(f"{plan.name} writes a folder, not a GGUF file: give an output that does not end in .gguf")
+        if to_file:
+            plan = plan.for_file()
+        if plan.rotate is not None:
+            if target is not None:
+                raise ValueError(
+                    f"{plan.name}: a target measures the model as it is, not rotated: leave one of them out"
+                )
+            checkpoint = rotation.rotated(checkpoint, plan, seed)
+        output = laid_out(plan, checkpoint)
+        place.check(plan, output.schemes.values(), to_file, device)
+        reads = requirements.check(plan, checkpoint.config, output.schemes, sequences, to_file)
+        return plan, checkpoint, output, reads
+
     choice = None
     if (names := best.recipes(recipe)) is not None:
 
         def make(name: str, ids: list[list[int]], out: Path) -> float:
             return compress(
                 src, out, recipe=name, head=head, calibration=ids, seed=seed, calib_memory=calib_memory,
-                overwrite=True, resume=resume, progress=progress,
+                overwrite=True, resume=resume, progress=progress, device=device,
             ).bits_per_weight  # fmt: skip
 
         amount = calibrate.Amount(samples, length, seed)
         choice = best.for_output(
-            names, checkpoint, calibration, amount, Path(dst), overwrite, resume, make, head, report
+            names, checkpoint, calibration, amount, Path(dst), overwrite, resume, make, ready, head, report
         )
         recipe, calibration = choice.winner, choice.calibration
-    plan = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
-    if head is not None:
-        plan = replace(plan, head=parse_head(head))
-    to_file = Path(dst).suffix.lower() == ".gguf"
-    if plan.mix is not None and not to_file:
-        raise ValueError(f"{plan.name} is a mix of GGUF files: give an output that ends in .gguf, not {dst}")
-    if to_file and (plan.pruning is not None or plan.structured is not None or plan.tune is not None):
-        raise ValueError(f"{plan.name} writes a folder, not a GGUF file: give an output that does not end in .gguf")
-    if to_file:
-        plan = plan.for_file()
-    if imatrix is not None and not to_file:
-        raise ValueError("an importance matrix is for GGUF files: give an output that ends in .gguf")
-    known = None if imatrix is None else importance.known(imatrix, checkpoint)
-    weighs = to_file and plan.mix not in ggml_mix.DENSE_MIXES and calibration is not None and known is None
-
-    def laid_out(plan: Recipe) -> Output | GgufOutput:
-        if not to_file:
-            return Output(checkpoint, plan)
-        output = GgufOutput(checkpoint, plan, Path(dst).name, weighs or known is not None)
-        output.importances = known or {}
-        return output
-
-    output = laid_out(plan)
+    plan, checkpoint, output, needs_inputs = ready(recipe, _sequences(calibration, samples))
+    weighs = weighing(plan)
     tokenizer = _tokenizer(checkpoint.folder.path, calibration, evaluation)
-    static = any(scheme.static for scheme in output.schemes.values() if scheme is not None)
-    needs_inputs = static or plan.tune is not None or not isinstance(plan.passes[0], Rtn | Hqq | Magnitude)
-    if needs_inputs and calibration is None:
-        raise ValueError(f"{plan.name} needs calibration: give a text file, or `self` to sample it from the model")
     rounding = plan.rounding if isinstance(plan.rounding, Gptq | Prune) else Gptq()
     couples = isinstance(rounding, Gptq) and rounding.couple
-    if (rounding.guide or couples or rounding.correct) and checkpoint.config.experts is not None:
-        raise ValueError(
-            f"{plan.name} compares tokens across models, and routers of a mixture of experts send the same token to "
-            "different experts: use gptq, or sparsegpt to prune"
-        )
-    if rounding.guide and any(isinstance(each, Awq) for each in plan.passes):
-        raise ValueError(f"{plan.name}: awq scales the rows that guide has weighed before: leave one of them out")
-    if plan.tune is not None and to_file:
-        raise ValueError(f"{plan.name}: a GGUF file holds its scales within its blocks, which tuning does not write")
     held_out = None
     if evaluation is not None:
         assert tokenizer is not None
@@ -209,10 +238,10 @@ def compress(
         amount = calibrate.Amount(samples, length, seed)
         chosen = allocate.for_output(
             checkpoint, plan, target, ladder, calibration, amount, Path(dst), overwrite, resume,
-            lambda recipe: sum(f.size for f in laid_out(recipe).plans(max_shard_bytes)), report,
+            lambda recipe: sum(f.size for f in laid_out(recipe, checkpoint).plans(max_shard_bytes)), report,
         )  # fmt: skip
         plan, calibration = chosen.allocation.recipe, chosen.calibration
-        output = laid_out(plan)
+        output = laid_out(plan, checkpoint)
     files = output.plans(max_shard_bytes)
 
     with (atomic_file if to_file else atomic_folder)(dst, overwrite) as work, large_blocks_apart():
@@ -227,6 +256,7 @@ def compress(
             ids = calibrate.tokens(
                 calibration, checkpoint, tokenizer, amount, drawn, lambda done, total: report("sampling", done, total)
             )
+            requirements.enough(plan, len(ids))
         about = receipt.environment() | {
             "source": source_hash,
             "recipe": plan.to_dict(),
@@ -234,6 +264,8 @@ def compress(
             "seed": seed,
             "shard": max_shard_bytes,
         }
+        if device != "cpu":
+            about["device"] = device
         if imatrix is not None:
             about["imatrix"] = receipt.sha256(Path(imatrix))
         if chosen is not None:
@@ -247,20 +279,32 @@ def compress(
         if ids is not None and plan.tune is not None and len(ids) > 1:
             judges = set(tune.aside(ids))
             walked = ids[[s for s in range(len(ids)) if s not in judges]]
+        spun = None
+        if isinstance(plan.rotate, SpinQuant):
+            assert walked is not None
+            assert isinstance(checkpoint, RotatedCheckpoint)
+            spun = spin.learn(checkpoint, walked, plan.rotate, work.state, key(about), seed)
         guide = None
-        if rounding.guide or couples:
+        weighs_each = isinstance(plan.rounding, SqueezeLlm)
+        if rounding.guide or couples or weighs_each:
             assert walked is not None
             rows = _guided(checkpoint, plan, output.schemes, whole=rounding.guide < 2)
-            guide = Guide(work.state, key(about), rows, walked.numel(), rounding.guide, couples)
-            guide.collect(checkpoint, walked, calib_memory, seed, report)
+            guide = Guide(work.state, key(about), rows, walked.numel(), rounding.guide, couples, weighs_each)
         probes = ProbeRun(checkpoint.config, seed)
         if not state.blocks_done:
-            tokens = probes.ids.numel() + (0 if ids is None else (1 + rounding.correct) * ids.numel())
-            needed = sum(f.size for f in files) + 2 * 4 * tokens * checkpoint.config.hidden
-            had = [*(work.out / f.name for f in files), *work.state.glob("*.f32")]  # by a killed run, and used again
-            require_free(work.out, needed - allocated(had))
+            row = 4 * checkpoint.config.hidden
+            streams = probes.ids.numel() + (0 if ids is None else (1 + rounding.correct) * ids.numel())
+            needed = sum(f.size for f in files) + 2 * row * streams
+            needed += row * ids.numel() if ids is not None and plan.tune is not None else 0  # what tuning aims at
+            if guide is not None and walked is not None:
+                first = 0 if guide.collected else row * (checkpoint.config.layers + 2) * walked.numel()
+                needed = guide.bytes + max(first, needed)  # the gradients are gone before the walk begins
+            had = [*(work.out / f.name for f in files), *work.state.glob("*.f32"), *work.state.glob("*.hints")]
+            require_free(work.out, needed - allocated(had))  # by a killed run, and used again
+        if guide is not None and walked is not None:
+            guide.collect(checkpoint, walked, calib_memory, seed, report)
         with ShardWriter(work.out, files, output.written(state.blocks_done)) as writer:
-            walk = Walk(checkpoint, output, plan, writer, state, walked, calib_memory, probes, guide)
+            walk = Walk(checkpoint, output, plan, writer, state, walked, calib_memory, probes, guide, device)
             probed = walk.run(report)
             records = state.records + walk.head_records
             output.copy_rest(writer, report)
@@ -277,6 +321,12 @@ def compress(
                     writer.write(name, tensor)
                 writer.finish()
             probed = tune.probes(work.out, seed)
+            records = [replace(r, measure=f"{r.measure}, before tuning") if r.name != HEAD else r for r in records]
+        warnings: tuple[str, ...] = ()
+        if walked is not None:
+            columns = max(each.columns for each in matrices(checkpoint.config) if each.compressible)
+            shown = coverage.kept(work.state, checkpoint.config.layers)
+            warnings = tuple(coverage.warnings(walked.numel(), columns, shown))
         made = work.out / files[0].name if to_file else work.out
         cost = None
         if held_out is not None:
@@ -300,17 +350,28 @@ def compress(
             tuple(records),
             cost,
             output.notes,
+            warnings,
+            None if chosen is None else chosen.allocation.bits_per_weight,
         )
         if isinstance(output, Output):
             about_it = (plan.name, plan.head_name, result.bits_per_weight, result.bytes, cost, output.notes)
             (work.out / "README.md").write_text(model_card(*about_it, output.method))
         about |= {} if tuned is None else {"tune": tuned.to_dict()}
+        about |= {} if spun is None else {"rotation": {"before": spun.before, "after": spun.after}}
         about |= {} if choice is None else {"selection": choice.to_dict()}
+        about |= {"warnings": list(warnings)} if warnings else {}
         receipt.write(made, about, hashes, [asdict(r) for r in records], output.bits_per_weight, cost, probed)
     for search in (chosen, choice):
         if search is not None:
             search.forget()
     return result
+
+
+def _sequences(calibration: Calibration | None, samples: int) -> int | None:
+    """How many there will be, at most."""
+    if calibration is None:
+        return None
+    return samples if isinstance(calibration, str | Path) else len(calibration)
 
 
 def _tokenizer(folder: Path, calibration: Calibration | None, evaluation: str | Path | None) -> Tokenizer | None:
@@ -321,8 +382,8 @@ def _tokenizer(folder: Path, calibration: Calibration | None, evaluation: str | 
 
 def _guided(
     checkpoint: hf.Checkpoint, recipe: Recipe, schemes: Mapping[str, Scheme | None], whole: bool
-) -> dict[int, dict[str, int]]:
-    """By block, the linears to compress with the number of their rows; unless their rows are solved for as a whole, not
+) -> dict[int, dict[str, tuple[int, int]]]:
+    """By block, the linears to compress with their shapes; unless their rows are solved for as a whole, not
     those whose rows share a scale."""
     found = {}
     for layer in range(checkpoint.config.layers):
@@ -331,7 +392,7 @@ def _guided(
         chosen = [
             n for n in names if (n in pruned if (scheme := schemes.get(n)) is None else whole or scheme.weight.by_row)
         ]
-        found[layer] = {name: checkpoint.linear_shape(name)[0] for name in chosen}
+        found[layer] = {name: checkpoint.linear_shape(name) for name in chosen}
     return found
 
 
@@ -349,8 +410,9 @@ class Walk:
         memory: int,
         probes: ProbeRun,
         guide: Guide | None,
+        device: str = "cpu",
     ) -> None:
-        self.guide = guide
+        self.guide, self.device = guide, torch.device(device)
         self.checkpoint, self.output, self.recipe = checkpoint, output, recipe
         self.writer, self.state = writer, state
         self.config = checkpoint.config
@@ -363,7 +425,8 @@ class Walk:
         spare, rows = (memory - calibrate.IN_A_BLOCK) // (1 + corrects), calibrate.rows_at_once(self.config)
         for name, tokens, limit in zip(STREAMS, sources, (1 << 20, spare, spare), strict=False):
             shape = (*tokens.shape, self.config.hidden)
-            files = [HiddenStates(state.folder / f"{name}-{i}.f32", shape, limit // 2, rows) for i in range(2)]
+            at = place.CPU if name == STREAMS[0] else self.device
+            files = [HiddenStates(state.folder / f"{name}-{i}.f32", shape, limit // 2, rows, at) for i in range(2)]
             self.streams.append((files[0], files[1]))
         if not state.blocks_done:
             self._embed(sources)
@@ -394,7 +457,7 @@ class Walk:
             for batch in first.batches():
                 step = first.step(batch)
                 rows = place[batch.start : batch.stop].reshape(-1)
-                first.write(batch, embedding.forward(rows, step.positions).float())
+                first.write(batch, embedding.forward(rows, step.positions.cpu()).float())
             first.settle()
 
     @torch.inference_mode()
@@ -406,27 +469,33 @@ class Walk:
         weights = self.output.importances if isinstance(self.output, GgufOutput) else {}
         guide = None if self.guide is None else self.guide.of(layer)
         original = self._original(layer)
+        place.move(block, self.device)
         work = BlockWork(
             block, inputs, self.recipe, self.output.schemes, self.config.architecture, weights, guide, original,
             self.output.sizes if isinstance(self.output, Output) else None,
         )  # fmt: skip
         records = work.run()
+        place.move(block, place.CPU)
         self.output.write_block(self.writer, block, layer)
         if inputs is not None and layer + 1 < self.config.layers:
             outputs = self.streams[1][1 - layer % 2]
+            place.move(block, self.device)
+            seen = coverage.Coverage(block)
             for batch in inputs.batches():
-                out = block.run(inputs.read(batch), inputs.step(batch))
+                out = block.run(inputs.read(batch), inputs.step(batch), seen.tap)
                 if not out.isfinite().all():
                     raise ValueError(f"the output of block {layer} holds a NaN or an infinity")
                 outputs.write(batch, out)
             outputs.settle()
+            coverage.keep(self.state.folder, layer, seen)
             if original is not None and (after := self._original(layer + 1)) is not None:
                 gradients.advance(self.checkpoint, layer, original, after)
                 after.settle()
-        rows, seen = self.probes.run(layer, block, self._probe_rows(layer))
+        place.move(block, place.CPU)
+        rows, observed = self.probes.run(layer, block, self._probe_rows(layer))
         self._set_probe_rows(layer + 1, rows)
         self.writer.sync()
-        self.state.finish_block(layer, records, seen)
+        self.state.finish_block(layer, records, observed)
 
     def _original(self, layer: int) -> HiddenStates | None:
         """The calibration states that enter block `layer` of the original model, where the recipe needs them."""

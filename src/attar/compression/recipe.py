@@ -2,9 +2,12 @@
 
 A recipe has a short name, `method[+method]-scheme`: `rtn-w4g128`, `awq-w3g64`, `smoothquant+gptq-w8a8`. Methods come in
 two sorts. Transforms (`smoothquant`, `awq`) move scale between a linear and what feeds it; roundings (`rtn`, `gptq`)
-choose codes. A recipe is any transforms followed by one rounding, which is `rtn` where none is named. A pruning
-(`magnitude`, `wanda`, `sparsegpt`, `prune`) stands where a rounding could, and has a sparsity before the scheme, or
-instead of one: `prune-2:4`, `sparsegpt-s50-w4g128`. Without a scheme what it prunes stays dense, in its own dtype.
+choose codes. A recipe is any transforms followed by one rounding, which is `rtn` where none is named. In front of them
+may stand a rotation, of the whole model before its first block: `rotate+gptq-w8a8` is folded into the weights and
+leaves an ordinary model, `quarot+gptq-w4a4` also rotates the inputs of down at run time, and `rotate-keep` rounds
+nothing. A pruning (`magnitude`, `wanda`, `sparsegpt`, `prune`) stands where a rounding could, and has a sparsity before
+the scheme, or instead of one: `prune-2:4`, `sparsegpt-s50-w4g128`. Without a scheme what it prunes stays dense, in its
+own dtype.
 `structured-p25` leaves a quarter of the blocks' weights out and a smaller model behind, and stands alone. SmoothQuant's
 three presets (Xiao et al. 2022, table 2) are ways to scale the activations, hence spellings of the scheme: `w8a8-o1` is
 w8a8 (per token), `w8a8-o2` w8a8-atensor (per tensor), `w8a8-o3` w8a8-static (fixed at calibration). Of a GGUF file
@@ -36,13 +39,13 @@ import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import yaml
 
 from attar.compression.solvers.sparsity import Pattern
 from attar.formats import ggml_mix
-from attar.formats.forms import FORMS, GgmlBlocks, Sparse24
+from attar.formats.forms import FORMS, GgmlBlocks, Lookup, Progressive, Sparse24
 from attar.formats.scheme import HEADS, Grid, Scheme
 from attar.text.files import neighbours
 
@@ -67,10 +70,49 @@ PRESETS: Mapping[str, str] = {"w8a8-o1": "w8a8", "w8a8-o2": "w8a8-atensor", "w8a
 _KEYS = ("recipe", "overrides", "keep", "head")
 _EXAMPLES = (
     "rtn-w4g128", "awq-w3g64", "gptq-w4g128", "awq+gptq-w4g128", "smoothquant-w8a8", "smoothquant+gptq-w8a8",
-    "prune-2:4", "prune-s50",
+    "rotate+gptq-w8a8", "quarot+gptq-w4a4", "prune-2:4", "prune-s50",
 )  # fmt: skip
 _KNOWN = (*_EXAMPLES, *ggml_mix.MIXES)
 _SCHEMES = ("w4g128", "w4g64", "w4g32", "w3g128", "w3g64", "w2g64", "w4g128-asym", "w8", "w8a8", "fp8", "fp8-e5m2")
+
+
+@dataclass(frozen=True, slots=True)
+class Rotate:
+    """Turn the residual stream, and what each head mixes, by orthogonal matrices that are folded into the weights."""
+
+    method: ClassVar[str] = "rotate"
+    rotation: Literal["hadamard", "orthogonal"] = "hadamard"  # of the stream: with random signs, or any at random
+    heads: bool = True  # whether values, and with them the inputs of o, are rotated too
+    balance: bool = True  # whether what o and down read is scaled first, so that no channel is large for nothing
+    online: bool = False  # whether the inputs of down are, at run time: in blocks, the largest power of two that fits
+
+    def __post_init__(self) -> None:
+        _word("rotation", self.rotation, ("hadamard", "orthogonal"))
+        _truth("heads", self.heads)
+        _truth("balance", self.balance)
+        _truth("online", self.online)
+
+
+@dataclass(frozen=True, slots=True)
+class QuaRot(Rotate):
+    """The same, and a Hadamard matrix at run time before down, whose inputs no folded rotation reaches."""
+
+    method: ClassVar[str] = "quarot"
+    online: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SpinQuant(QuaRot):
+    """The same, the folded rotations learned: those in which what linears read stands out least."""
+
+    method: ClassVar[str] = "spinquant"
+    rotation_steps: int = 300
+    rotation_batch: int = 2048  # rows a step
+
+    def __post_init__(self) -> None:
+        QuaRot.__post_init__(self)
+        _whole("rotation_steps", self.rotation_steps, 1)
+        _whole("rotation_batch", self.rotation_batch, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +121,37 @@ class SmoothQuant:
 
     method: ClassVar[str] = "smoothquant"
     alpha: float | None = None  # None: the model family's own, `smoothquant.ALPHA`
+    through: bool = False  # also from linear to linear, up to down and v to o, which the paper leaves alone
+    norms: bool = True  # and from norms; without them only from linear to linear
 
     def __post_init__(self) -> None:
         if self.alpha is not None:
             _number("alpha", self.alpha, 0, 1)
+        _truth("through", self.through)
+        _truth("norms", self.norms)
+        if not (self.through or self.norms):
+            raise ValueError("norms: false leaves smoothquant nothing to do without through: true")
+
+
+@dataclass(frozen=True, slots=True)
+class SmoothAttention:
+    """Divide keys and multiply queries, channel by channel, for caches that round keys; and turn values."""
+
+    method: ClassVar[str] = "smoothattention"
+    key_alpha: float | None = None  # the power of max|k|, as published 0.5; None: searched, for a cache of int4
+    values: bool = True  # whether values are turned as well, by a matrix a head that the output matrix takes back
+
+    def __post_init__(self) -> None:
+        if self.key_alpha is not None:
+            _number("key_alpha", self.key_alpha, 0, 1)
+        _truth("values", self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """Limit each group's values to the range whose rounding leaves the least error of its outputs."""
+
+    method: ClassVar[str] = "clip"
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +352,17 @@ class Hqq:
 
 
 @dataclass(frozen=True, slots=True)
+class SqueezeLlm:
+    """Tables for each row, by k-means in which a weight counts as the loss minds it: needs gradients, one pass."""
+
+    method: ClassVar[str] = "squeezellm"
+    scale_search: ScaleSearch = "mse"  # of an output matrix that is rounded to a grid
+
+    def __post_init__(self) -> None:
+        _word("scale_search", self.scale_search, ("minmax", "mse"))
+
+
+@dataclass(frozen=True, slots=True)
 class Tune:
     """After all blocks: train scales, norms and biases, codes frozen, towards the original's predictions."""
 
@@ -299,11 +379,16 @@ class Tune:
         _whole("batch", self.batch, 1)
 
 
-Pass = SmoothQuant | Awq | Rtn | Gptq | AutoRound | Hqq | Pruning | Structured
+Pass = SmoothQuant | SmoothAttention | Clip | Awq | Rtn | Gptq | AutoRound | Hqq | SqueezeLlm | Pruning | Structured
 
-TRANSFORMS: Mapping[str, type[SmoothQuant] | type[Awq]] = {c.method: c for c in (SmoothQuant, Awq)}
-ROUNDINGS: Mapping[str, type[Rtn | Gptq | AutoRound | Hqq]] = {
-    c.method: c for c in (Rtn, Gptq, Qronos, Guided, AutoRound, Hqq)
+_Method = TypeVar("_Method", bound=Pass | Rotate | Tune)
+
+ROTATIONS: Mapping[str, type[Rotate]] = {c.method: c for c in (Rotate, QuaRot, SpinQuant)}
+TRANSFORMS: Mapping[str, type[SmoothQuant | SmoothAttention | Clip | Awq]] = {
+    c.method: c for c in (SmoothQuant, SmoothAttention, Clip, Awq)
+}
+ROUNDINGS: Mapping[str, type[Rtn | Gptq | AutoRound | Hqq | SqueezeLlm]] = {
+    c.method: c for c in (Rtn, Gptq, Qronos, Guided, AutoRound, Hqq, SqueezeLlm)
 }
 PRUNINGS: Mapping[str, type[Pruning]] = {c.method: c for c in (Magnitude, Wanda, SparseGpt, Prune)}
 METHODS: Mapping[str, type[Pass]] = {**TRANSFORMS, **ROUNDINGS, **PRUNINGS, Structured.method: Structured}
@@ -327,17 +412,18 @@ class Recipe:
     """
 
     passes: tuple[Pass, ...]
-    scheme: Scheme | None  # None: what is pruned stays dense
+    scheme: Scheme | None  # None: what is pruned, or only rotated, stays dense
     overrides: tuple[Override, ...] = ()
     keep: tuple[str, ...] = KEPT
     head: Scheme | Keep | None = None
     tune: Tune | None = None  # what follows after the last block
     mix: str | None = None  # of a GGUF file: `formats.ggml_mix` says the scheme of each matrix, and nothing is kept
+    rotate: Rotate | None = None  # what comes before the first block
 
     @property
     def name(self) -> str:
         """The canonical short name; it says nothing of options, overrides, `keep` and `head`."""
-        methods = [p.method for p in self.passes]
+        methods = [*([self.rotate.method] if self.rotate is not None else []), *(p.method for p in self.passes)]
         if len(methods) > 1 and methods[-1] == "rtn":
             methods.pop()
         if self.tune is not None:
@@ -347,7 +433,8 @@ class Recipe:
         sparsity = [self.pruning.sparsity] if self.pruning is not None else []
         if self.structured is not None:
             sparsity = [f"p{self.structured.percent}"]
-        return "-".join(["+".join(methods), *sparsity, *([self.scheme.name] if self.scheme is not None else [])])
+        stored = [self.scheme.name] if self.scheme is not None else [KEEP] * (not sparsity)
+        return "-".join(["+".join(methods), *sparsity, *stored])
 
     @property
     def pruning(self) -> Pruning | None:
@@ -366,10 +453,10 @@ class Recipe:
         return module != HEAD if self.structured is not None else self.pattern_for(module) is not None
 
     @property
-    def rounding(self) -> Rtn | Gptq | AutoRound | Hqq | Pruning | Structured:
+    def rounding(self) -> Rtn | Gptq | AutoRound | Hqq | SqueezeLlm | Pruning | Structured:
         """The last pass, which chooses the codes."""
         last = self.passes[-1]
-        assert isinstance(last, Rtn | Gptq | AutoRound | Hqq | Pruning | Structured)
+        assert isinstance(last, Rtn | Gptq | AutoRound | Hqq | SqueezeLlm | Pruning | Structured)
         return last
 
     def pattern_for(self, module: str) -> Pattern | None:
@@ -430,14 +517,22 @@ class Recipe:
     def _check_rounding(self, name: str, scheme: Scheme, columns: int) -> None:
         """Raise ValueError where the last pass has no way to round a linear to its scheme."""
         method, form = self.rounding.method, scheme.weight
-        if isinstance(self.rounding, AutoRound | Hqq) and not isinstance(form, Grid):
+        integers = isinstance(form, Grid) and form.kind == "int"
+        if isinstance(self.rounding, AutoRound | Hqq) and not integers:
             raise ValueError(f"{name}: {method} is for grids such as w4g128; {scheme.name} is for rtn and gptq")
+        if isinstance(self.rounding, Gptq) and isinstance(form, Sparse24):
+            raise ValueError(f"{name}: {scheme.name} is for what is pruned, as by prune-2:4-{scheme.name}")
+        if isinstance(self.rounding, SqueezeLlm) and not isinstance(form, Lookup):
+            raise ValueError(f"{name}: {method} finds tables such as lut4, lut3-s45 or lut4-s5, not {scheme.name}")
         if isinstance(self.rounding, Gptq) and isinstance(form, GgmlBlocks) and form.type.elements == 1:
             raise ValueError(
                 f"{name}: no quantized type takes rows of {columns} columns, so {self.mix or scheme.name} leaves them "
                 f"in 16 bits, and {method} has nothing to round: leave {method} out, or override that linear"
             )
-        if isinstance(self.rounding, Gptq) and self.rounding.couple and not isinstance(form, Grid | GgmlBlocks):
+        if isinstance(self.rounding, Gptq) and isinstance(form, Progressive) and not self.rounding.static_groups:
+            raise ValueError(f"{name}: {scheme.name} sets a row's scale for all its groups: leave static_groups on")
+        levelled = isinstance(form, Grid | GgmlBlocks | Progressive)
+        if isinstance(self.rounding, Gptq) and self.rounding.couple and not levelled:
             raise ValueError(
                 f"{name}: {method} lets rows make up for one another on grids and GGUF types only: {scheme.name} is "
                 "for rtn, gptq and qronos"
@@ -452,7 +547,11 @@ class Recipe:
             "overrides": [{"match": o.match, "scheme": o.scheme.name if o.scheme else KEEP} for o in self.overrides],
             "keep": list(self.keep),
             "head": self.head_name,
-        } | ({} if self.tune is None else {"tune": asdict(self.tune)})
+        } | {
+            key: {"method": each.method, **asdict(each)} if key == "rotate" else asdict(each)
+            for key, each in (("rotate", self.rotate), ("tune", self.tune))
+            if each is not None
+        }
 
     @property
     def head_name(self) -> str:
@@ -506,18 +605,22 @@ class Recipe:
             raise ValueError("a recipe file is a mapping with a name under `recipe`, for example recipe: gptq-w4g128")
         recipe = _parse_name(data["recipe"])
         options = {key: value for key, value in data.items() if key not in _KEYS}
-        tune = [] if recipe.tune is None else [recipe.tune]
-        known = set(_KEYS).union(*(_options(p) for p in (*recipe.passes, *tune)))
+        around = [each for each in (recipe.rotate, recipe.tune) if each is not None]
+        known = set(_KEYS).union(*(_options(p) for p in (*recipe.passes, *around)))
         for key in options:
             if key not in known:
-                owners = [each.method for each in (*METHODS.values(), Tune) if key in _options(each)]
+                everything = (*ROTATIONS.values(), *METHODS.values(), Tune)
+                owners = [each.method for each in everything if key in _options(each)]
                 if owners:
                     raise ValueError(f"{key} is an option of {' and '.join(owners)}, which {recipe.name} does not use")
                 raise ValueError(f"unknown key {key!r}{_offer(str(key), known)}")
-        passes = tuple(replace(p, **{k: v for k, v in options.items() if k in _options(p)}) for p in recipe.passes)
-        recipe = replace(recipe, passes=passes)
-        for each in tune:
-            recipe = replace(recipe, tune=replace(each, **{k: v for k, v in options.items() if k in _options(each)}))
+
+        recipe = replace(
+            recipe,
+            passes=tuple(_told(each, options) for each in recipe.passes),
+            rotate=None if recipe.rotate is None else _told(recipe.rotate, options),
+            tune=None if recipe.tune is None else _told(recipe.tune, options),
+        )
         if "overrides" in data:
             entries = data["overrides"]
             if not isinstance(entries, list):
@@ -553,14 +656,24 @@ def parse_head(word: object) -> Scheme | Keep:
 
 
 def _parse_name(name: str) -> Recipe:
+    """What stands around the passes, and they."""
     methods, dash, scheme = name.partition("-")
-    *before, last = methods.split("+")
-    if not dash or last != Tune.method:
-        return _parse_passes(name)
-    recipe = _parse_passes(f"{'+'.join(before or ['rtn'])}-{scheme}")
-    if recipe.mix is not None:
+    words = methods.split("+")
+    rotate = ROTATIONS[words.pop(0)]() if dash and words[0] in ROTATIONS else None
+    tune = Tune() if dash and words and words[-1] == Tune.method else None
+    words = words[:-1] if tune is not None else words
+    if rotate is not None and scheme == KEEP:
+        if words or tune is not None or rotate.online:
+            raise ValueError(f"recipe {name!r}: what is kept is not rounded, nor rotated at run time: rotate-{KEEP}")
+        return Recipe((Rtn(),), None, rotate=rotate)
+    recipe = _parse_passes(f"{'+'.join(words or ['rtn'])}-{scheme}" if rotate or tune else name)
+    if tune is not None and recipe.mix is not None:
         raise ValueError(f"recipe {name!r}: there are no scales to tune in what {recipe.name} leaves")
-    return replace(recipe, tune=Tune())
+    if rotate is not None and recipe.mix is not None:
+        raise ValueError(f"recipe {name!r}: {rotate.method} is for folders; blocks of a GGUF file gain nothing by it")
+    if rotate is not None and recipe.structured is not None:
+        raise ValueError(f"recipe {name!r}: {rotate.method} mixes the columns that structured pruning chooses among")
+    return replace(recipe, rotate=rotate, tune=tune)
 
 
 def _parse_passes(name: str) -> Recipe:
@@ -571,8 +684,11 @@ def _parse_passes(name: str) -> Recipe:
         raise ValueError(f"recipe {name!r} is not of the form method[+method]-scheme{_offer(name, _KNOWN)}")
     passes: list[Pass] = []
     for word in methods.split("+"):
+        if word in ROTATIONS:
+            raise ValueError(f"recipe {name!r}: {word} is of the whole model, so it comes first, and once")
         if word not in METHODS:
-            raise ValueError(f"recipe {name!r}: unknown method {word!r}{_offer(word, (*METHODS, Tune.method))}")
+            offered = (*ROTATIONS, *METHODS, Tune.method)
+            raise ValueError(f"recipe {name!r}: unknown method {word!r}{_offer(word, offered)}")
         if any(p.method == word for p in passes):
             raise ValueError(f"recipe {name!r} names {word} twice")
         if passes and passes[-1].method not in TRANSFORMS:
@@ -636,8 +752,13 @@ def _check_sparsity(name: str, sparsity: Pattern, scheme: Scheme | None, columns
         raise ValueError(f"{name}: what is pruned is rounded to a grid with a zero, such as w4g128, not {scheme.name}")
 
 
-def _options(one: Pass | Tune | type[Pass | Tune]) -> set[str]:
+def _options(one: Any) -> set[str]:
     return {f.name for f in fields(one)}
+
+
+def _told(one: _Method, options: Mapping[str, Any]) -> _Method:
+    """The method with those of the options that are its own."""
+    return replace(one, **{key: value for key, value in options.items() if key in _options(one)})
 
 
 def _offer(word: str, known: Iterable[str]) -> str:

@@ -43,7 +43,7 @@ from attar.compression.calibrate import HiddenStates, rows_at_once
 from attar.compression.recipe import Tune
 from attar.compression.whole import WholeModel, keep, left, schedule, shuffled
 from attar.formats.affine import by_scale
-from attar.formats.forms import Lookup
+from attar.formats.forms import Lookup, Progressive
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Grid
 from attar.kernels.operands import Linear, Norm
@@ -209,7 +209,7 @@ def _knobs(
     for linear in linears:
         module = checkpoint.stored_name(linear.name)
         weight = linear.weight
-        if isinstance(weight, PackedTensor) and isinstance(weight.scheme.weight, Grid):
+        if isinstance(weight, PackedTensor) and isinstance(weight.scheme.weight, Grid | Progressive):
             scale = weight.parts["scale"]
             name = f"{module}.{library.stored_part('scale', weight.scheme)}"
             yield _Knob(name, scale, scale.float().abs(), _into_dense(linear, weight))

@@ -59,6 +59,7 @@ constexpr float STEPS[] = {0.75f, 0.825f, 0.9f, 0.975f, 1.05f, 1.125f, 1.2f, 1.3
 struct Tables {
     alignas(64) std::int8_t level[MOST_BITS + 1][64] = {};
     std::uint8_t code[MOST_BITS + 1][255] = {};
+    float nearest[MOST_BITS + 1][255] = {};  // that level
 
     Tables() {
         static const std::int8_t halves[MOST_BITS + 1][32] = {
@@ -77,9 +78,11 @@ struct Tables {
                 level[b][half + i] = halves[b][i];
                 level[b][half - 1 - i] = static_cast<std::int8_t>(-halves[b][i]);
             }
-            for (int at = -127; at <= 127; ++at)
+            for (int at = -127; at <= 127; ++at) {
                 for (int i = 0; i + 1 < 2 * half; ++i)
                     if (level[b][i] + level[b][i + 1] < 2 * at) code[b][at + 127] = static_cast<std::uint8_t>(i + 1);
+                nearest[b][at + 127] = level[b][code[b][at + 127]];
+            }
         }
     }
 };
@@ -89,8 +92,8 @@ constexpr std::int32_t LANES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13
 
 struct Sizes {
     std::int64_t kv_heads, head_dim, padded, block;
-    std::int64_t key_run, value_run;  // elements of a run of 16 slots of one head; of planes, once they are int8
-    std::int64_t raw_run;             // bytes of a run in planes
+    std::int64_t key_run, value_run;  // elements of a run of 16 slots of one head, once it is expanded
+    std::int64_t raw_key, raw_value;  // bytes of a run that is expanded before it is used; else 0
 };
 
 struct Tile {
@@ -110,8 +113,8 @@ struct Tile {
     float *q_scale, *scores, *part, *out, *top, *total, *weight_scale;
     std::int32_t *q_bias, *weight_bias;
     std::int8_t* weights;
-    std::int8_t* expanded;   // of planes: the keys of a split, then its values, as int8
-    float* expanded_scales;  // of its keys, then of its values
+    void* expanded;          // the keys of a split, then its values: of planes as int8, else as floats
+    float* expanded_scales;  // of planes: of its keys, then of its values
 };
 
 inline std::int32_t oldest_seen(std::int32_t position, std::int64_t window) {
@@ -149,7 +152,8 @@ class Buffer {
 };
 
 Sizes checked_sizes(const Pages& pages) {
-    const bool planes = pages.stored == Stored::planes, quantized = planes || pages.stored == Stored::int8;
+    const bool planes = pages.stored == Stored::planes, integers = planes || pages.stored == Stored::int8;
+    const bool kivi = pages.stored == Stored::kivi, quantized = integers || kivi || pages.stored == Stored::fp8;
     if (pages.head_dim < 1 || pages.head_dim > MOST_COLUMNS) refuse("heads of 1 to 512 columns are supported");
     if (pages.kv_heads < 1 || pages.kv_heads > 1 << 16) refuse("impossible number of key-value heads");
     if (pages.block < 16 || pages.block % 16 != 0 || pages.block > 1 << 16)
@@ -158,9 +162,17 @@ Sizes checked_sizes(const Pages& pages) {
     const std::int64_t most = std::numeric_limits<std::int64_t>::max() / 4 / padded / pages.kv_heads / pages.block;
     if (pages.blocks < 0 || pages.blocks > std::min<std::int64_t>(most, EMPTY)) refuse("impossible number of blocks");
     if (quantized != (pages.key_scales != nullptr) || quantized != (pages.value_scales != nullptr))
-        refuse("int8 pages and planes, and no others, have scales");
+        refuse("pages of codes, and no others, have scales");
+    if (kivi != (pages.key_zeros != nullptr) || kivi != (pages.value_zeros != nullptr))
+        refuse("pages of KIVI, and no others, have zeros");
     if (planes != (pages.bases != nullptr)) refuse("planes, and no others, have bases");
-    if (!planes && pages.recent_keys != nullptr) refuse("planes, and no others, may have recent blocks");
+    if (!planes && !kivi && pages.recent_keys != nullptr) refuse("planes and KIVI alone have recent blocks");
+    if (kivi) {
+        if (pages.recent_keys == nullptr || pages.recent_values == nullptr) refuse("KIVI wants recent blocks");
+        if (pages.units < 16 || pages.units % 16 != 0 || pages.head_dim % pages.units != 0 ||
+            pages.block % pages.units != 0)
+            refuse("groups of KIVI are a multiple of 16, and divide blocks and heads");
+    }
     if (planes) {
         if (pages.head_dim % 16 != 0) refuse("planes are of heads of a multiple of 16 columns");
         for (const Coordinates* each : {&pages.bases->keys, &pages.bases->values})
@@ -174,8 +186,12 @@ Sizes checked_sizes(const Pages& pages) {
                 if (units != pages.units) refuse("the bits of a head do not add up to its planes");
             }
     }
-    const std::int64_t key_run = quantized ? (pages.head_dim + 3) / 4 * 64 : pages.head_dim * 16;
-    return {pages.kv_heads, pages.head_dim, padded, pages.block, key_run, padded * 16, 16 * pages.units};
+    const std::int64_t key_run = integers ? (pages.head_dim + 3) / 4 * 64 : pages.head_dim * 16;
+    std::int64_t raw_key = 0, raw_value = 0;
+    if (planes) raw_key = raw_value = 16 * pages.units;
+    if (kivi) raw_key = raw_value = 4 * pages.head_dim;
+    if (pages.stored == Stored::fp8) raw_key = key_run, raw_value = padded * 16;
+    return {pages.kv_heads, pages.head_dim, padded, pages.block, key_run, padded * 16, raw_key, raw_value};
 }
 
 void check(const Attention& a, const Pages& pages) {
@@ -249,14 +265,14 @@ class Bench {
    public:
     Bench(const Sizes& sizes, Stored stored)
         : sizes_(sizes),
-          planes_(stored == Stored::planes),
+          integers_(stored == Stored::planes || stored == Stored::int8),
           bytes_(static_cast<std::size_t>(TILE) *
                      (4 * STRIDE + 2 * BYTE_STRIDE + 4 * 3 * static_cast<std::size_t>(sizes.padded) + 4 * 4 + 4 * 4) +
-                 4 * 16 * 4 * static_cast<std::size_t>(sizes.padded) + 64 * 16 + (planes_ ? expanded() : 0)) {}
+                 4 * 16 * 4 * static_cast<std::size_t>(sizes.padded) + 64 * 16 + (sizes.raw_key == 0 ? 0 : expanded())) {}
 
     std::size_t bytes() const { return (bytes_ + 4095) / 4096 * 4096; }
 
-    void lay(Tile& tile, unsigned char* at, Stored stored) const {
+    void lay(Tile& tile, unsigned char* at) const {
         const auto take = [&at](std::size_t bytes) {
             unsigned char* found = at;
             at += (bytes + 63) / 64 * 64;
@@ -264,7 +280,7 @@ class Bench {
         };
         const std::size_t row = sizeof(float) * TILE, columns = static_cast<std::size_t>(sizes_.padded);
         tile.q = take(row * columns);
-        tile.q_stride = planes_ || stored == Stored::int8 ? sizes_.padded : sizes_.head_dim;
+        tile.q_stride = integers_ ? sizes_.padded : sizes_.head_dim;
         tile.part = reinterpret_cast<float*>(take(row * columns));
         tile.out = reinterpret_cast<float*>(take(row * columns));
         tile.wide = reinterpret_cast<float*>(take(4 * 16 * sizeof(float) * columns));
@@ -274,19 +290,19 @@ class Bench {
             *each = reinterpret_cast<float*>(take(row));
         for (std::int32_t** each : {&tile.q_bias, &tile.weight_bias})
             *each = reinterpret_cast<std::int32_t*>(take(2 * row));
-        if (!planes_) return;
+        if (sizes_.raw_key == 0) return;
         tile.expanded_scales = reinterpret_cast<float*>(take(2 * SPLIT * sizeof(float)));
-        tile.expanded = reinterpret_cast<std::int8_t*>(take(SPLIT / 16 * (sizes_.key_run + sizes_.value_run)));
+        tile.expanded = take(SPLIT / 16 * runs());
     }
 
    private:
-    std::size_t expanded() const {
-        const auto runs = static_cast<std::size_t>(sizes_.key_run + sizes_.value_run);
-        return SPLIT / 16 * runs + 2 * SPLIT * sizeof(float) + 2 * 64;
+    std::size_t runs() const {
+        return static_cast<std::size_t>(sizes_.key_run + sizes_.value_run) * (integers_ ? 1 : sizeof(float));
     }
+    std::size_t expanded() const { return SPLIT / 16 * runs() + 2 * SPLIT * sizeof(float) + 2 * 64; }
 
     Sizes sizes_;
-    bool planes_;
+    bool integers_;
     std::size_t bytes_;
 };
 
@@ -338,7 +354,7 @@ void run(const Attention& a, const Pages& pages, const Sizes& sizes, Level level
             end_memory.at_least(sizeof(float) * 2 * static_cast<std::size_t>(a.rows * a.heads)));
     const auto laid = [&](std::int64_t i) {
         Tile tile = tiles[i];
-        bench.lay(tile, benches + bench.bytes() * static_cast<std::size_t>(thread_number()), pages.stored);
+        bench.lay(tile, benches + bench.bytes() * static_cast<std::size_t>(thread_number()));
         return tile;
     };
 
@@ -402,14 +418,57 @@ void write(const Write& w, const Pages& pages, const Sizes& sizes, Level level) 
     }
 }
 
-void write_planes(const Write& w, const Pages& pages, const Sizes& sizes, Level level) {
-    const auto write_head = ATTAR_PICK(level, write_head);
+// Rows of one sequence that one thread writes at a time: those of a run, for its slots share bytes, or, where blocks are
+// unfinished, all that there are, for the last of them may finish it.
+struct RowsOf {
+    std::int64_t from, to, owner;  // the owner is a run of slots, or an unfinished block
+};
+
+std::vector<RowsOf> pieces_of(const Write& w, bool recent) {
+    std::vector<RowsOf> pieces;
+    if (recent) {
+        for (std::int64_t b = 0; b < w.sequences; ++b)
+            if (w.row_starts[b] < w.row_starts[b + 1])
+                pieces.push_back({w.row_starts[b], w.row_starts[b + 1], w.tails[b]});
+        return pieces;
+    }
+    for (std::int64_t row = 0; row < w.rows; ++row) {
+        const std::int64_t run = w.slots[row] / 16;
+        if (pieces.empty() || pieces.back().owner != run || row - pieces.back().from == 16)
+            pieces.push_back({row, row, run});
+        pieces.back().to = row + 1;
+    }
+    return pieces;
+}
+
+void write_pieces(const Write& w, const Pages& pages, const Sizes& sizes, Level level) {
+    const auto write_rows = ATTAR_PICK(level, write_rows);
+    const auto finish_block = ATTAR_PICK(level, finish_block);
+    const bool recent = pages.recent_keys != nullptr;
+    const std::vector<RowsOf> pieces = pieces_of(w, recent);
+    std::vector<std::int64_t> owners;
+    for (const RowsOf& each : pieces) owners.push_back(each.owner);
+    std::sort(owners.begin(), owners.end());
+    // An owner that comes twice, as in a call whose rows are out of order, has one thread a head write everything.
+    const bool apart = std::adjacent_find(owners.begin(), owners.end()) == owners.end();
+    const std::int64_t many = static_cast<std::int64_t>(pieces.size()), lots = apart ? many : 1;
     const std::int64_t elements = w.rows * (w.heads + 2 * sizes.kv_heads) * sizes.head_dim;
 #pragma omp parallel for schedule(static) if (elements >= SERIAL_WRITES / 16)
-    for (std::int64_t g = 0; g < sizes.kv_heads; ++g) {
-        alignas(64) float x[MOST_COLUMNS];
-        alignas(64) float y[MOST_COLUMNS];
-        write_head(w, pages, sizes, g, x, y);
+    for (std::int64_t i = 0; i < lots * sizes.kv_heads; ++i) {
+        alignas(64) float x[16 * MOST_COLUMNS];
+        alignas(64) float y[16 * MOST_COLUMNS];
+        const std::int64_t g = i % sizes.kv_heads, lot = i / sizes.kv_heads;
+        for (std::int64_t p = apart ? lot : 0; p < (apart ? lot + 1 : many); ++p) {
+            const RowsOf& piece = pieces[p];
+            bool full = false;
+            for (std::int64_t from = piece.from; from < piece.to; from += 16) {
+                const std::int64_t to = std::min(piece.to, from + 16);
+                write_rows(w, pages, sizes, from, to, piece.owner, g, x, y);
+                for (std::int64_t row = from; recent && row < to; ++row)
+                    full = full || w.slots[row] % sizes.block == sizes.block - 1;
+            }
+            if (full) finish_block(pages, sizes, w.slots[piece.from] / sizes.block, piece.owner, g, y);
+        }
     }
 }
 
@@ -420,6 +479,7 @@ void attention(const Attention& what, const Pages& pages, Level level) {
     check(what, pages);
     if (pages.stored == Stored::float32) return run<float>(what, pages, sizes, level);
     if (pages.stored == Stored::bfloat16) return run<Bfloat16>(what, pages, sizes, level);
+    if (pages.stored == Stored::fp8 || pages.stored == Stored::kivi) return run<float>(what, pages, sizes, level);
     run<std::int8_t>(what, pages, sizes, level);
 }
 
@@ -448,7 +508,7 @@ void write_kv(const Write& what, const Pages& pages, Level level) {
                     refuse("with recent blocks, a call's rows of a sequence are of one block");
         }
     }
-    if (pages.stored == Stored::planes && what.heads % pages.kv_heads != 0)
+    if ((pages.stored == Stored::planes || pages.stored == Stored::kivi) && what.heads % pages.kv_heads != 0)
         refuse("query heads are not a multiple of the key-value heads");
     for (std::int64_t n = 0; n < what.rows; ++n) {
         if (what.slots[n] < 0 || what.slots[n] >= pages.blocks * pages.block) refuse("a slot lies outside the pages");
@@ -457,7 +517,9 @@ void write_kv(const Write& what, const Pages& pages, Level level) {
     }
     if (pages.stored == Stored::float32) return write<float>(what, pages, sizes, level);
     if (pages.stored == Stored::bfloat16) return write<Bfloat16>(what, pages, sizes, level);
-    if (pages.stored == Stored::planes) return write_planes(what, pages, sizes, level);
+    if (pages.stored == Stored::fp8) return write<E4m3>(what, pages, sizes, level);
+    if (pages.stored == Stored::planes || pages.stored == Stored::kivi)
+        return write_pieces(what, pages, sizes, level);
     write<std::int8_t>(what, pages, sizes, level);
 }
 
@@ -474,20 +536,24 @@ T* at(std::uintptr_t address) {
 }
 
 Pages pages_of(const std::string& stored, std::uintptr_t keys, std::uintptr_t values, std::uintptr_t key_scales,
-               std::uintptr_t value_scales, std::int64_t blocks, std::int64_t block, std::int64_t kv_heads,
-               std::int64_t head_dim, std::uintptr_t bases, std::int64_t units, std::uintptr_t recent_keys,
-               std::uintptr_t recent_values, std::int64_t tails) {
+               std::uintptr_t value_scales, std::uintptr_t key_zeros, std::uintptr_t value_zeros, std::int64_t blocks,
+               std::int64_t block, std::int64_t kv_heads, std::int64_t head_dim, std::uintptr_t bases,
+               std::int64_t units, std::uintptr_t recent_keys, std::uintptr_t recent_values, std::int64_t tails) {
     static_assert(sizeof(Bases) == 12 * sizeof(void*), "twelve addresses side by side, as Python writes them");
     const Stored kind = stored == "float32"    ? Stored::float32
                         : stored == "bfloat16" ? Stored::bfloat16
                         : stored == "int8"     ? Stored::int8
+                        : stored == "fp8"      ? Stored::fp8
                         : stored == "planes"   ? Stored::planes
+                        : stored == "kivi"     ? Stored::kivi
                                                : throw std::invalid_argument("pages cannot store " + stored);
     return {kind,
             at<void>(keys),
             at<void>(values),
             at<void>(key_scales),
             at<void>(value_scales),
+            at<void>(key_zeros),
+            at<void>(value_zeros),
             blocks,
             block,
             kv_heads,
@@ -501,15 +567,17 @@ Pages pages_of(const std::string& stored, std::uintptr_t keys, std::uintptr_t va
 
 #define ATTAR_PAGES                                                                                        \
     const std::string &stored, std::uintptr_t keys, std::uintptr_t values, std::uintptr_t key_scales,      \
-        std::uintptr_t value_scales, std::int64_t blocks, std::int64_t block, std::int64_t kv_heads,       \
-        std::int64_t head_dim, std::uintptr_t bases, std::int64_t units, std::uintptr_t recent_keys,       \
-        std::uintptr_t recent_values, std::int64_t tail_count
+        std::uintptr_t value_scales, std::uintptr_t key_zeros, std::uintptr_t value_zeros,                 \
+        std::int64_t blocks, std::int64_t block, std::int64_t kv_heads, std::int64_t head_dim,             \
+        std::uintptr_t bases, std::int64_t units, std::uintptr_t recent_keys, std::uintptr_t recent_values, \
+        std::int64_t tail_count
 #define ATTAR_PAGE_ARGUMENTS                                                                                 \
-    "stored"_a, "keys"_a, "values"_a, "key_scales"_a, "value_scales"_a, "blocks"_a, "block"_a, "kv_heads"_a, \
-        "head_dim"_a, "bases"_a, "units"_a, "recent_keys"_a, "recent_values"_a, "tail_count"_a
+    "stored"_a, "keys"_a, "values"_a, "key_scales"_a, "value_scales"_a, "key_zeros"_a, "value_zeros"_a,          \
+        "blocks"_a, "block"_a, "kv_heads"_a, "head_dim"_a, "bases"_a, "units"_a, "recent_keys"_a, "recent_values"_a, \
+        "tail_count"_a
 #define ATTAR_GIVEN_PAGES                                                                                         \
-    pages_of(stored, keys, values, key_scales, value_scales, blocks, block, kv_heads, head_dim, bases, units,     \
-             recent_keys, recent_values, tail_count)
+    pages_of(stored, keys, values, key_scales, value_scales, key_zeros, value_zeros, blocks, block, kv_heads,     \
+             head_dim, bases, units, recent_keys, recent_values, tail_count)
 
 void bound_attention(ATTAR_PAGES, std::uintptr_t q, std::int64_t rows, std::int64_t heads, std::int64_t sequences,
                      std::uintptr_t row_starts, std::uintptr_t lengths, std::uintptr_t tables, std::int64_t width,

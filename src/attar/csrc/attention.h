@@ -5,7 +5,7 @@
 // floats and 4 for pages of int8, as many neighbours as the dot product of the type takes at once.
 //   keys    [blocks, G, block / 16, ceil(D / J), 16, J]: runs of 16 slots, a vector lane a slot
 //   values  [blocks, G, block / J, P, J]: a vector lane a column; columns from D on are never looked at
-//   scales  [blocks, G, block], float32, of keys and of values, where the pages are int8: value = code * scale
+//   scales  [blocks, G, block], float32, of keys and of values, where the pages are int8 or fp8: value = code * scale
 // A slot that was never written must hold finite floats, such as zeros: it is multiplied by zero.
 //
 // Pages in planes hold coordinates of a few bits, and have a basis to turn to them (kernels/planes.py has the arithmetic).
@@ -13,6 +13,11 @@
 //   scales        [blocks, G, block], bfloat16
 //   recent        [tails, G, block, D], bfloat16, or none: where there is, the last block of each sequence lies in one of
 //                 them until its last slot is written, and goes to its place then
+//
+// Pages of KIVI have codes of 2 bits, from the lowest of a word of 16, and float16 scales and zeros: code * scale + zero.
+//   keys    [blocks, G, block / 16, D]: a word of 16 slots;  scales, zeros [blocks, G, block / group, D]
+//   values  [blocks, G, block, D / 16]: a word of 16 columns;  scales, zeros [blocks, G, block, D / group]
+//   recent  as above
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -23,7 +28,7 @@
 
 namespace attar {
 
-enum class Stored { float32, bfloat16, int8, planes };
+enum class Stored { float32, bfloat16, int8, fp8, planes, kivi };
 
 struct Bfloat16;
 
@@ -45,11 +50,13 @@ struct Pages {
     Stored stored;
     void* keys;
     void* values;
-    void* key_scales;  // float32 of int8, bfloat16 of planes, else null
+    void* key_scales;  // float32 of int8 and fp8, bfloat16 of planes, float16 of KIVI, else null
     void* value_scales;
+    void* key_zeros;  // of KIVI, else null
+    void* value_zeros;
     std::int64_t blocks, block, kv_heads, head_dim;
     const Bases* bases;  // of planes, else null
-    std::int64_t units;  // U
+    std::int64_t units;  // U of planes; of KIVI the group, tokens of keys and columns of values
     Bfloat16 *recent_keys, *recent_values;  // null where there are none
     std::int64_t tails;                     // how many
 };

@@ -253,7 +253,9 @@ struct Seen {
     const T *keys[SPLIT / 16], *values[SPLIT / 16];
     const float *key_scales[SPLIT / 16], *value_scales[SPLIT / 16];
     bool whole[SPLIT / 16];  // whether every row sees every slot of the run
-    std::int64_t at[SPLIT / 16];  // of planes: the run's number among all, or that of a recent block's slot
+    // Of runs that are expanded: as they lie, and the run's number among all, or that of a recent block's slot.
+    const std::uint8_t *raw_keys[SPLIT / 16], *raw_values[SPLIT / 16];
+    std::int64_t at[SPLIT / 16];
     bool recent[SPLIT / 16];
     std::int32_t positions[SPLIT];  // INT32_MAX where a slot is empty
 };
@@ -391,18 +393,18 @@ static void look(const Attention& what, const Pages& pages, const Sizes& sizes, 
         seen.last = filled;
         seen.index[i] = slot;
         seen.whole[i] = whole;
+        if (sizes.raw_key != 0) {  // what is to be asked for: `expand` makes the rest of it
+            seen.recent[i] = what.tails != nullptr && slot / sizes.block == (length - 1) / sizes.block;
+            seen.at[i] = seen.recent[i] ? (what.tails[tile.sequence] * sizes.kv_heads + tile.head) * sizes.block +
+                                              slot % sizes.block
+                                        : (block * sizes.kv_heads + tile.head) * (sizes.block / 16) + run;
+            seen.raw_keys[i] = run_of<std::uint8_t>(pages.keys, block, tile.head, run, sizes, sizes.raw_key);
+            seen.raw_values[i] = run_of<std::uint8_t>(pages.values, block, tile.head, run, sizes, sizes.raw_value);
+            continue;
+        }
         seen.keys[i] = run_of<T>(pages.keys, block, tile.head, run, sizes, sizes.key_run);
         seen.values[i] = run_of<T>(pages.values, block, tile.head, run, sizes, sizes.value_run);
         if constexpr (Rows<T>::PARTS == 2) {
-            if (pages.stored == Stored::planes) {  // what is to be asked for: `expand` makes the rest of it
-                seen.recent[i] = what.tails != nullptr && slot / sizes.block == (length - 1) / sizes.block;
-                seen.at[i] = seen.recent[i] ? (what.tails[tile.sequence] * sizes.kv_heads + tile.head) * sizes.block +
-                                                  slot % sizes.block
-                                            : (block * sizes.kv_heads + tile.head) * (sizes.block / 16) + run;
-                seen.keys[i] = run_of<T>(pages.keys, block, tile.head, run, sizes, sizes.raw_run);
-                seen.values[i] = run_of<T>(pages.values, block, tile.head, run, sizes, sizes.raw_run);
-                continue;
-            }
             seen.key_scales[i] = run_of<float>(pages.key_scales, block, tile.head, run, sizes, 16);
             seen.value_scales[i] = run_of<float>(pages.value_scales, block, tile.head, run, sizes, 16);
         }
@@ -426,7 +428,7 @@ struct Share {
 template <class T>
 ATTAR_INLINE Share<T> share(const Tile& tile, const Sizes& sizes, const Seen<T>& seen, const Seen<T>& next, int row,
                             int loop) {
-    if (tile.rows > FEW) return {};
+    if (tile.rows > FEW || sizes.raw_key != 0) return {};  // `expand` asks for what it takes
     const std::int64_t lines = sizes.value_run * static_cast<std::int64_t>(sizeof(T)) / 64;
     const std::int64_t part = 3 * row + loop, parts = 3 * tile.rows;
     return {&seen, &next, lines * part / parts * 64, lines * (part + 1) / parts * 64};
@@ -588,6 +590,7 @@ static void prepare(float* x, std::int64_t size, std::int64_t padded, const floa
 }
 
 #include "attention_planes.inl"
+#include "attention_wide.inl"
 
 // What a thread sets up for a tile of pages of T.
 template <class T>
@@ -610,7 +613,8 @@ static void score_split(const Sizes& sizes, const Tile& tile, const Seen<T>& see
 #define ATTAR_CALL(R) \
     if (tile.rows == R) \
     score<R, 1>(static_cast<const typename Rows<T>::Element*>(tile.q), tile.q_stride, tile.q_bias, tile.q_scale, \
-                seen.keys + run, sizes.head_dim, tile.scores + 16 * run, run % 2 ? seen.values[run] : seen.keys[run])
+                seen.keys + run, sizes.head_dim, tile.scores + 16 * run, \
+                run % 2 != 0 && sizes.raw_key == 0 ? seen.values[run] : seen.keys[run])
             ATTAR_CALL(1);
             ATTAR_CALL(2);
             ATTAR_CALL(3);
@@ -643,7 +647,7 @@ static void mix_split(const Sizes& sizes, const Tile& tile, const Seen<T>& seen,
 #if ATTAR_LEVEL == ATTAR_AMX
     if constexpr (sizeof(T) == 1)
         if (tile_step(sizes) != 0) {
-            const bool ahead = tile.rows <= FEW && seen.runs <= next.runs;
+            const bool ahead = tile.rows <= FEW && seen.runs <= next.runs && sizes.raw_key == 0;
             return mix_tiles(sizes, tile, seen, ahead ? next.keys : nullptr);
         }
 #endif
@@ -660,7 +664,7 @@ static void mix_split(const Sizes& sizes, const Tile& tile, const Seen<T>& seen,
                 continue;
             }
         }
-        const bool ahead = tile.rows <= FEW && end <= next.runs;
+        const bool ahead = tile.rows <= FEW && end <= next.runs && sizes.raw_key == 0;
         mix_runs<T>(tile, seen.values + run, ahead ? next.keys + run : nullptr, last, sizes.padded, run, end);
     }
 }
@@ -686,16 +690,15 @@ static void attend(const Attention& what, const Pages& pages, const Sizes& sizes
     take_queries<T>(what, sizes, tile);
     const TilesFor<T> tiles(sizes, tile);
     Seen<T> two[2];
-    const bool planes = pages.stored == Stored::planes;
     look(what, pages, sizes, tile, from, two[from % 2]);
     for (std::int64_t split = from; split < to; ++split) {
         Seen<T>& seen = two[split % 2];
         Seen<T>& next = two[1 - split % 2];
         next.runs = 0;
         if (split + 1 < to) look(what, pages, sizes, tile, split + 1, next);
-        if constexpr (Rows<T>::PARTS == 2)
-            if (planes) expand(pages, sizes, tile, seen);
+        if (sizes.raw_key != 0) expand(pages, sizes, tile, false, seen, next);
         score_split(sizes, tile, seen);
+        if (sizes.raw_key != 0) expand(pages, sizes, tile, true, seen, next);
         float m[TILE], l[TILE];
         for (int row = 0; row < tile.rows; ++row) {
             float* scores = tile.scores + row * STRIDE;
@@ -749,7 +752,7 @@ static void finish(const Attention& what, const Pages& pages, const Sizes& sizes
         float* out = what.out + at * sizes.head_dim;
         if (pages.bases != nullptr) {
             const Coordinates& values = pages.bases->values;
-            turn(from, nullptr, values.back + tile.head * sizes.head_dim * sizes.head_dim, sizes.head_dim, out);
+            turn(from, 1, values.back + tile.head * sizes.head_dim * sizes.head_dim, sizes.head_dim, out);
             for (std::int64_t d = 0; d < sizes.head_dim; ++d) out[d] += values.mean[tile.head * sizes.head_dim + d];
         } else {
             std::memcpy(out, from, sizeof(float) * sizes.head_dim);
@@ -768,8 +771,7 @@ static void add_mass(const Attention& what, const Pages& pages, const Sizes& siz
     Seen<T> seen;
     look(what, pages, sizes, tile, split, seen);
     if (seen.runs == 0) return;
-    if constexpr (Rows<T>::PARTS == 2)
-        if (pages.stored == Stored::planes) expand(pages, sizes, tile, seen);
+    if (sizes.raw_key != 0) expand(pages, sizes, tile, false, seen, {});
     take_queries<T>(what, sizes, tile);
     const TilesFor<T> tiles(sizes, tile);
     score_split(sizes, tile, seen);
@@ -810,7 +812,13 @@ static void write_row(const Write& what, const Pages& pages, const Sizes& sizes,
         T* value = static_cast<T*>(pages.values) + (head * (sizes.block / 16) + place / 16) * sizes.value_run;
         std::memcpy(x, what.k + row * what.k_stride + g * size, sizeof(float) * size);
         prepare(x, size, padded, what.k_norm, what.eps, what.offset, cos, sin, half);
-        if constexpr (Rows<T>::PARTS == 1) {
+        if constexpr (std::is_same_v<T, E4m3>) {
+            quantize_fp8(x, padded, codes, static_cast<float*>(pages.key_scales) + head * sizes.block + place);
+            for (std::int64_t d = 0; d < size; ++d) std::memcpy(key + 16 * d + lane, codes + d, 1);
+            std::memcpy(x, what.v + row * what.v_stride + g * size, sizeof(float) * size);
+            quantize_fp8(x, padded, codes, static_cast<float*>(pages.value_scales) + head * sizes.block + place);
+            std::memcpy(value + lane * padded, codes, static_cast<std::size_t>(size));
+        } else if constexpr (Rows<T>::PARTS == 1) {
             put(x, size, 16, key + lane);
             put(what.v + row * what.v_stride + g * size, size, 1, value + lane * padded);
         } else {

@@ -57,7 +57,7 @@ static void score_tiles(const Sizes& sizes, const Tile& tile, const Seen<std::in
     for (int run = 0; run < seen.runs; run += 4) {
         const int count = seen.runs - run < 4 ? seen.runs - run : 4;
         const std::int8_t* const* keys = seen.keys + run;
-        if (tile.rows <= FEW)
+        if (tile.rows <= FEW && sizes.raw_key == 0)
             for (std::int64_t at = 0; count > 1 && at < sizes.value_run; at += 64) ask_for(seen.values[run + 1], at);
         for (int first = 0; first < tile.rows; first += GROUP) {
             zero_sums();

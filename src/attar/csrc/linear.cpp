@@ -6,11 +6,14 @@
 //         value = float(sum of int8 activation codes times (weight code - zero))     exact: integers of 32 bits
 //         value = value * activation scale of the group                              only where rows are scaled by group
 //         total = fma(value, weight scale, total)
+//         shift = fma(float(sum of activation codes), weight offset, shift)          only where weights have offsets;
+//     total = total + shift                                                          scaled by group as the value is
 //     out = total * activation scale of the row                                      only where rows are scaled whole
 //     out = out + bias
 //
 // Integers may be summed in any order, so every level and every path gives the same bits. In float32 products the value
 // is a chain of fma over the columns in index order, starting from zero; dense weights are one group without a scale.
+// Weights with offsets are scaled and moved before they meet x there, and the group's value is added as it is.
 //
 // Three ways to work. A few rows: weights are unpacked in registers, and the speed is that of reading them. Many integer:
 // a group of 64 output columns is unpacked once to a buffer in the first-level cache and multiplied with all rows of a
@@ -52,7 +55,7 @@ class Scratch {
         std::unique_ptr<std::uint8_t, Free> memory;
         std::int64_t size = 0;
     };
-    Buffer buffers_[3];
+    Buffer buffers_[4];
 };
 
 #define ATTAR_KERNELS "linear.inl"
@@ -79,7 +82,7 @@ std::int64_t many_from(const Factors& factors, Level level) {
     const int at = static_cast<int>(level);
     const Matrix& m = *factors.factors.front().matrix;
     if (forced[at] != MEASURED) return forced[at];
-    if (m.number != Number::codes) return OF_NUMBERS[at];
+    if (m.number != Number::codes || !factors.integer) return OF_NUMBERS[at];
     return m.bits == 8 && m.groups == 1 && factors.activation_group == 0 ? OF_BYTES[at] : OF_CODES[at];
 }
 
@@ -109,7 +112,7 @@ void prepare(const Factors& factors, const float* x, float* out) {
     }
 }
 
-QuantizedRows quantize(const Factors& factors, const float* x, std::int64_t rows, Level level) {
+QuantizedRows quantize(const Factors& factors, const float* x, std::int64_t rows, bool few, Level level) {
     const Matrix& first = *factors.factors.front().matrix;
     const std::int64_t columns = factors.columns, tile = std::min<std::int64_t>(rows, 16);
     QuantizedRows out{};
@@ -121,7 +124,15 @@ QuantizedRows quantize(const Factors& factors, const float* x, std::int64_t rows
     out.codes = reinterpret_cast<std::int8_t*>(of_caller.at(0, out.steps * out.step_bytes()));
     out.scales = reinterpret_cast<float*>(of_caller.at(1, rows * out.scales_a_row * 4));
     out.sums = reinterpret_cast<std::int32_t*>(of_caller.at(2, rows * out.parts * 4));
+    const bool offsets = std::any_of(factors.factors.begin(), factors.factors.end(),
+                                     [](const Factor& factor) { return factor.matrix->offsets != nullptr; });
+    const bool parts_wanted = few || offsets;
+    if (parts_wanted) {
+        out.part_scales = reinterpret_cast<float*>(of_caller.at(3, rows * out.parts * 8));
+        out.terms = out.part_scales + rows * out.parts;
+    }
     const auto into = ATTAR_PICK(level, quantize_into);
+    const auto parts = ATTAR_PICK(level, make_parts);
     const bool prepared = factors.order || factors.divisor;
 #pragma omp parallel for schedule(static) if (rows > 1 && rows * columns >= SERIAL_BELOW)
     for (std::int64_t r = 0; r < rows; ++r) {
@@ -132,6 +143,7 @@ QuantizedRows quantize(const Factors& factors, const float* x, std::int64_t rows
             from = room;
         }
         into(out, r, from, factors.fixed_scale);
+        if (parts_wanted) parts(out, r);
     }
     return out;
 }
@@ -149,16 +161,18 @@ void Factors::check() const {
         if (m.columns != columns) throw std::invalid_argument("weights of one call have the same input columns");
         if (factor.offset < 0 || factor.offset > width - m.rows) throw std::invalid_argument("an output out of its row");
         if (!integer) continue;
-        if (m.number != Number::codes) throw std::invalid_argument("integer products take weights that are codes");
+        if (!m.integer) throw std::invalid_argument("integer products take weights that are codes of small integers");
         if (m.group != first.group || m.padded != first.padded)
             throw std::invalid_argument("integer products of one call have weights of the same groups");
     }
     if (gate) {
         const Matrix &a = first, &b = *factors.back().matrix;
         if (factors.size() != 2 || a.rows != b.rows || width != a.rows || factors.back().offset != 0 ||
-            a.number != b.number || a.bits != b.bits || a.group != b.group)
+            !a.same_form(b))
             throw std::invalid_argument("gated products take two weights of one shape and form");
     }
+    if (rounding.group < 0 || (rounding.kind != Rounding::none && integer))
+        throw std::invalid_argument("rows are rounded once");
     const std::int64_t g = activation_group;
     if (g < 0 || (g && (!integer || g % RUN || columns % g || (g % first.group && first.group % g))))
         throw std::invalid_argument("a group of activations is a multiple of 32 columns that divides or is divided by the weights'");
@@ -196,16 +210,16 @@ void linear(const Factors& factors, const float* x, std::int64_t rows, float* ou
         }
     };
     if (factors.integer && few_rows) {
-        const QuantizedRows quantized = quantize(factors, x, rows, level);
+        const QuantizedRows quantized = quantize(factors, x, rows, true, level);
         const auto few = ATTAR_PICK(level, integer_few);
         return each_share([&](const Factor& factor, std::int64_t first, std::int64_t last) {
-            few(factor, quantized, first, last, out, width);
+            few(factor, quantized, first, last, out, width, of_thread);
         });
     }
     if (factors.integer) {
         const std::int64_t unit = factors.gate ? PANEL / 2 : PANEL;
         const std::int64_t panels = factors.gate ? count(factors, unit) / 2 : count(factors, unit);
-        const QuantizedRows quantized = quantize(factors, x, rows, level);
+        const QuantizedRows quantized = quantize(factors, x, rows, false, level);
         const auto many = ATTAR_PICK(level, integer_many);
         const std::int64_t fit = CHUNK_BYTES / (quantized.steps * 64) / 32 * 32;
         const std::int64_t chunk = std::min(std::clamp<std::int64_t>(fit, 32, LARGEST_CHUNK), rows);
@@ -218,15 +232,20 @@ void linear(const Factors& factors, const float* x, std::int64_t rows, float* ou
         }
         return;
     }
-    if (factors.order || factors.divisor) {
+    if (factors.order || factors.divisor || factors.rounding.kind != Rounding::none) {
         auto* room = reinterpret_cast<float*>(of_caller.at(0, rows * factors.columns * 4));
-        for (std::int64_t r = 0; r < rows; ++r) prepare(factors, x + r * factors.columns, room + r * factors.columns);
+        const auto round = ATTAR_PICK(level, round_row);
+#pragma omp parallel for schedule(static) if (rows > 1 && rows * factors.columns >= SERIAL_BELOW)
+        for (std::int64_t r = 0; r < rows; ++r) {
+            prepare(factors, x + r * factors.columns, room + r * factors.columns);
+            if (factors.rounding.kind != Rounding::none) round(factors.rounding, room + r * factors.columns, factors.columns);
+        }
         x = room;
     }
-    const bool dense = std::all_of(factors.factors.begin(), factors.factors.end(), [](const Factor& factor) {
-        return factor.matrix->number != Number::codes;
+    const bool as_read = std::all_of(factors.factors.begin(), factors.factors.end(), [](const Factor& factor) {
+        return factor.matrix->number != Number::codes || (factor.matrix->looked_up && factor.matrix->columns % 8 == 0);
     });
-    if (dense && few_rows) {
+    if (as_read && few_rows) {
         const auto few = ATTAR_PICK(level, float_few);
         return each_share([&](const Factor& factor, std::int64_t first, std::int64_t last) {
             few(factor, x, rows, first, last, out, width);

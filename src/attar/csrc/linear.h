@@ -22,6 +22,7 @@ struct QuantizedRows {
     std::int8_t* codes;
     float* scales;       // [rows, scales_a_row]
     std::int32_t* sums;  // [rows, parts]: of codes
+    float *part_scales, *terms;  // [rows, parts]: scales of groups, and what offsets of weights are multiplied by
 
     std::int8_t* at(std::int64_t row, std::int64_t step) const {
         return codes + (step * tiles + row / tile) * tile * 64 + row % tile * 64;
@@ -36,6 +37,13 @@ struct Factor {
     std::int64_t offset;
 };
 
+// What rows that are not rounded to int8 are rounded to before a product in float32.
+struct Rounding {
+    enum Kind { none, e4m3, e5m2, mxfp4, nvfp4, outliers } kind = none;
+    std::int64_t group = 0;  // columns that share a scale; 0: the whole row
+    float number = 0;        // of float8 the fixed scale, 0: the row's; of nvfp4 the tensor's; of outliers the least of them
+};
+
 // Weights whose products with the same rows are made in one call, all of one form.
 struct Factors {
     std::vector<Factor> factors;
@@ -48,6 +56,7 @@ struct Factors {
     float fixed_scale = 0;                // of a static scheme; 0: the scale comes from the row
     const std::int64_t* order = nullptr;  // [columns]: x[order[i]] is column i, or null
     const float* divisor = nullptr;       // [columns], or null
+    Rounding rounding;                    // where not `integer`
 
     // Two weights (a, b) of one shape and form whose outputs become act(a) * b: `width` is then the rows of one.
     std::shared_ptr<const Activation> gate;

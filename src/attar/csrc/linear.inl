@@ -5,13 +5,18 @@
 
 // ---- unpacking: a run of 32 columns to eight vectors of four columns each
 
+// Words whose bits `from` and up lie at `to` and up; what is not wanted of them comes along.
+ATTAR_INLINE Ints shifted(Ints bytes, int from, int to) {
+    return to >= from ? shift_left(bytes, to - from) : shift_right(bytes, from - to);
+}
+
 template <int BITS>
 ATTAR_INLINE void unpack_run(const std::uint8_t* from, Ints* v) {
     if constexpr (BITS == 8) {
         for (int i = 0; i < 8; ++i) v[i] = load_bytes(from + 64 * i);
         return;
     }
-    constexpr int TWOS = BITS & 4 ? 4 : 0, ONES = TWOS + (BITS & 2 ? 2 : 0);  // chunks before those planes
+    constexpr int TWOS = BITS & 4 ? 4 : 0, ONES = TWOS + (BITS & 2 ? 2 : 0);  // chunks, and bits, before those planes
     if constexpr ((BITS & 4) != 0) {
         const Ints mask = all(0x0f0f0f0f);
 #pragma GCC unroll 4
@@ -22,30 +27,56 @@ ATTAR_INLINE void unpack_run(const std::uint8_t* from, Ints* v) {
         }
     }
     if constexpr ((BITS & 2) != 0) {
-        const Ints mask = all(0x03030303);
+        const Ints mask = all(0x03030303 << TWOS);
 #pragma GCC unroll 2
         for (int n = 0; n < 2; ++n) {
             const Ints chunk = load_bytes(from + 64 * (TWOS + n));
 #pragma GCC unroll 4
             for (int i = 0; i < 4; ++i) {
-                const Ints two = shift_right(chunk, 2 * i) & mask;
-                v[4 * n + i] = BITS & 4 ? v[4 * n + i] | shift_left(two, 4) : two;
+                const Ints two = shifted(chunk, 2 * i, TWOS) & mask;
+                v[4 * n + i] = BITS & 4 ? v[4 * n + i] | two : two;
             }
         }
     }
     if constexpr ((BITS & 1) != 0) {
-        const Ints mask = all(0x01010101);
+        const Ints mask = all(0x01010101 << ONES);
         const Ints chunk = load_bytes(from + 64 * ONES);
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) v[i] = v[i] | shift_left(shift_right(chunk, i) & mask, BITS - 1);
+        for (int i = 0; i < 8; ++i) v[i] = v[i] | (shifted(chunk, i, ONES) & mask);
     }
 }
 
+// The same with codes looked up: LOOKED_UP stands for 4 bits and the matrix's table of bytes.
+constexpr int LOOKED_UP = 9;
+constexpr int bits_of(int code) { return code == LOOKED_UP ? 4 : code; }
+
+template <int CODE>
+ATTAR_INLINE void unpack_bytes(const Matrix& m, const std::uint8_t* from, Ints* v) {
+    unpack_run<bits_of(CODE)>(from, v);
+    if constexpr (CODE == LOOKED_UP) {
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) v[i] = lookup(v[i], m.bytes_of_table);
+    }
+}
+
+ATTAR_INLINE Floats numbers_at(const std::uint8_t* from, Number number, std::int64_t at) {
+    if (number == Number::bfloat16) return load_as_floats(reinterpret_cast<const Bfloat16*>(from) + at);
+    if (number == Number::float16) return load_as_floats(reinterpret_cast<const Float16*>(from) + at);
+    return load(reinterpret_cast<const float*>(from) + at);
+}
+
+// Scales of a group, or offsets: those that several groups share, times the group's own.
+ATTAR_INLINE Floats both_at(const Matrix& m, const std::uint8_t* coarse, const std::int8_t* fine, std::int64_t block,
+                            std::int64_t group) {
+    if (!fine) return numbers_at(coarse, m.scale_number, (block * m.groups + group) * LANES);
+    const Floats shared = numbers_at(coarse, m.scale_number, (block * m.coarse + (group >> m.fine_shift)) * LANES);
+    return shared * to_floats(load_as_ints(fine + (block * m.groups + group) * LANES));
+}
 ATTAR_INLINE Floats scales_at(const Matrix& m, std::int64_t block, std::int64_t group) {
-    const std::int64_t at = (block * m.groups + group) * LANES;
-    if (m.scale_number == Number::bfloat16) return load_as_floats(reinterpret_cast<const Bfloat16*>(m.scales) + at);
-    if (m.scale_number == Number::float16) return load_as_floats(reinterpret_cast<const Float16*>(m.scales) + at);
-    return load(reinterpret_cast<const float*>(m.scales) + at);
+    return both_at(m, m.scales, m.fine_scales, block, group);
+}
+ATTAR_INLINE Floats offsets_at(const Matrix& m, std::int64_t block, std::int64_t group) {
+    return both_at(m, m.offsets, m.fine_offsets, block, group);
 }
 
 ATTAR_INLINE Ints zeros_at(const Matrix& m, std::int64_t block, std::int64_t group) {
@@ -58,9 +89,13 @@ ATTAR_INLINE std::int32_t four_bytes(const std::int8_t* from) {
     return out;
 }
 
-template <int BITS>
+template <int CODE>
 ATTAR_INLINE Ints multiply4(Ints acc, Ints codes, std::int32_t x) {
-    return BITS == 8 ? dot4_wide(acc, codes, x) : dot4(acc, codes, x);
+    return CODE >= 8 ? dot4_wide(acc, codes, x) : dot4(acc, codes, x);
+}
+
+ATTAR_INLINE Ints zero_of(const Matrix& m, std::int64_t block, std::int64_t group) {
+    return m.zeros ? zeros_at(m, block, group) : all(m.middle());
 }
 
 // What ends every path: the scale of a row, and the bias.
@@ -90,71 +125,122 @@ ATTAR_INLINE void finish(Floats acc, const Factor& factor, std::int64_t block, c
 
 // ---- integer products, few rows: codes are unpacked in registers
 
-template <int BITS, int ROWS>
+// What lies beside the codes of a block, as floats: scales of all groups, then offsets where there are any.
+static void spread_beside(const Matrix& m, std::int64_t block, float* out) {
+    const auto spread = [&](const std::uint8_t* coarse, const std::int8_t* fine, auto number) {
+        const auto* from = reinterpret_cast<const decltype(number)*>(coarse) + block * m.coarse * LANES;
+        if (fine) fine += block * m.groups * LANES;
+        for (std::int64_t c = 0, g = 0; c < m.coarse; ++c) {
+            const Floats shared = load_as_floats(from + c * LANES);
+            if (!fine) {
+                store(out, shared), out += LANES;
+                continue;
+            }
+            for (const std::int64_t end = std::min(m.groups, g + m.fine); g < end; ++g, out += LANES)
+                store(out, shared * to_floats(load_as_ints(fine + g * LANES)));
+        }
+    };
+    const auto both = [&](auto number) {
+        spread(m.scales, m.fine_scales, number);
+        if (m.offsets) spread(m.offsets, m.fine_offsets, number);
+    };
+    if (m.scale_number == Number::bfloat16) return both(Bfloat16{});
+    if (m.scale_number == Number::float16) return both(Float16{});
+    both(0.0f);
+}
+
+template <int CODE, int ROWS>
 static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64_t row, std::int64_t first,
-                        std::int64_t last, float* out, std::int64_t width) {
+                        std::int64_t last, float* out, std::int64_t width, float* beside) {
+    constexpr std::int64_t RUN_BYTES = 64 * bits_of(CODE);
     const Matrix& m = *factor.matrix;
-    const std::int64_t runs = x.part / RUN, per_weight = m.group / x.part, step_bytes = x.step_bytes();
-    const std::int64_t per_activation = x.group ? x.group / x.part : 1;
+    const bool halves = x.part < RUN, moved = m.offsets != nullptr, grouped = x.group != 0;  // halves: a run is two parts
+    const std::int64_t runs = halves ? 1 : x.part / RUN, per_weight = m.group / x.part, step_bytes = x.step_bytes();
+    const std::int32_t middle = m.middle();
     const std::int8_t* base[ROWS];
-    for (int r = 0; r < ROWS; ++r) base[r] = x.at(row + r, 0);
+    const std::int32_t* sums[ROWS];
+    const float *scales[ROWS], *terms[ROWS];  // of parts
+    for (int r = 0; r < ROWS; ++r) {
+        const std::int64_t at = (row + r) * x.parts;
+        base[r] = x.at(row + r, 0), sums[r] = x.sums + at, scales[r] = x.part_scales + at, terms[r] = x.terms + at;
+    }
     for (std::int64_t block = first; block < last; ++block) {
-        const std::uint8_t* codes = m.block(block);
-        Floats total[ROWS];
-        for (int r = 0; r < ROWS; ++r) total[r] = all(0.0f);
-        std::int64_t run = 0;
-        for (std::int64_t part = 0; part < x.parts; ++part) {
-            const std::int64_t group = part / per_weight;
-            Ints acc[ROWS][2];
-            for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = all(0);
-            for (const std::int64_t end = run + runs; run < end; ++run, codes += 64 * BITS) {
+        spread_beside(m, block, beside);
+        const float *scale = beside, *offset = beside + m.groups * LANES;
+        const std::uint8_t *codes = m.block(block), *zeros = m.zeros ? m.zeros + block * m.groups * LANES : nullptr;
+        Floats total[ROWS], shift[ROWS];
+        for (int r = 0; r < ROWS; ++r) total[r] = shift[r] = all(0.0f);
+        std::int64_t left = per_weight;  // parts of the weight's group
+        const auto add = [&](std::int64_t part, Ints* of_part) __attribute__((always_inline)) {
+            for (int r = 0; r < ROWS; ++r) {
+                if (zeros)
+                    of_part[r] = of_part[r] - load_as_ints(zeros) * all(sums[r][part]);
+                else
+                    of_part[r] = of_part[r] - all(middle * sums[r][part]);
+                Floats value = to_floats(of_part[r]);
+                if (grouped) value = value * all(scales[r][part]);
+                total[r] = fma(value, load(scale), total[r]);
+                if (moved) shift[r] = fma(all(terms[r][part]), load(offset), shift[r]);
+            }
+            if (--left) return;
+            left = per_weight, scale += LANES, offset += LANES;
+            if (zeros) zeros += LANES;
+        };
+        std::int64_t run = 0, at = 0;
+        for (std::int64_t part = 0; part < x.parts; part += 1 + halves) {
+            Ints acc[2][ROWS];  // of either half of a run
+            for (int r = 0; r < ROWS; ++r) acc[0][r] = acc[1][r] = all(0);
+            for (const std::int64_t end = run + runs; run < end; at += run++ % 2 ? step_bytes - RUN : RUN, codes += RUN_BYTES) {
                 Ints v[8];
-                unpack_run<BITS>(codes, v);
-                const std::int64_t offset = run / 2 * step_bytes + run % 2 * RUN;
+                unpack_bytes<CODE>(m, codes, v);
 #pragma GCC unroll 8
                 for (int i = 0; i < 8; ++i)
 #pragma GCC unroll 4
                     for (int r = 0; r < ROWS; ++r)
-                        acc[r][i % 2] = multiply4<BITS>(acc[r][i % 2], v[i], four_bytes(base[r] + offset + 4 * i));
+                        acc[i / 4][r] = multiply4<CODE>(acc[i / 4][r], v[i], four_bytes(base[r] + at + 4 * i));
             }
-            const Floats scale = scales_at(m, block, group);
-            const Ints zero = m.zeros ? zeros_at(m, block, group) : all(m.middle());
-            for (int r = 0; r < ROWS; ++r) {
-                const Ints sum = acc[r][0] + acc[r][1] - zero * all(x.sums[(row + r) * x.parts + part]);
-                Floats value = to_floats(sum);
-                if (x.group) value = value * all(x.scales[(row + r) * x.scales_a_row + part / per_activation]);
-                total[r] = fma(value, scale, total[r]);
+            if (halves) {
+                add(part, acc[0]);
+                add(part + 1, acc[1]);
+            } else {
+                for (int r = 0; r < ROWS; ++r) acc[0][r] = acc[0][r] + acc[1][r];
+                add(part, acc[0]);
             }
         }
-        for (int r = 0; r < ROWS; ++r)
-            finish(total[r], factor, block, x.group ? nullptr : x.scales + row + r, out + (row + r) * width);
+        for (int r = 0; r < ROWS; ++r) {
+            if (moved) total[r] = total[r] + shift[r];
+            finish(total[r], factor, block, grouped ? nullptr : x.scales + row + r, out + (row + r) * width);
+        }
     }
 }
 
-template <int BITS>
+template <int CODE>
 static void few_rows(const Factor& factor, const QuantizedRows& x, std::int64_t first, std::int64_t last, float* out,
-                     std::int64_t width) {
+                     std::int64_t width, float* beside) {
     constexpr int ROWS = ATTAR_LEVEL >= ATTAR_AVX512 ? 4 : ATTAR_LEVEL >= ATTAR_AVX2 ? 2 : 1;  // what registers hold
     // All rows of a stretch of blocks that fits the first-level cache, before the next stretch is read.
     const std::int64_t stretch = std::max<std::int64_t>(1, (std::int64_t{32} << 10) / factor.matrix->block_bytes);
     for (std::int64_t from = first; from < last; from += stretch) {
         const std::int64_t to = std::min(last, from + stretch);
         std::int64_t row = 0;
-        for (; row + ROWS <= x.rows; row += ROWS) few_rows_of<BITS, ROWS>(factor, x, row, from, to, out, width);
-        for (; row < x.rows; ++row) few_rows_of<BITS, 1>(factor, x, row, from, to, out, width);
+        for (; row + ROWS <= x.rows; row += ROWS) few_rows_of<CODE, ROWS>(factor, x, row, from, to, out, width, beside);
+        for (; row < x.rows; ++row) few_rows_of<CODE, 1>(factor, x, row, from, to, out, width, beside);
     }
 }
 
 static void integer_few(const Factor& factor, const QuantizedRows& x, std::int64_t first, std::int64_t last, float* out,
-                        std::int64_t width) {
-    switch (factor.matrix->bits) {
-        case 2: return few_rows<2>(factor, x, first, last, out, width);
-        case 3: return few_rows<3>(factor, x, first, last, out, width);
-        case 4: return few_rows<4>(factor, x, first, last, out, width);
-        case 5: return few_rows<5>(factor, x, first, last, out, width);
-        case 6: return few_rows<6>(factor, x, first, last, out, width);
-        case 7: return few_rows<7>(factor, x, first, last, out, width);
-        default: return few_rows<8>(factor, x, first, last, out, width);
+                        std::int64_t width, Scratch& scratch) {
+    const Matrix& m = *factor.matrix;
+    auto* beside = reinterpret_cast<float*>(scratch.at(0, m.groups * LANES * 4 * (m.offsets ? 2 : 1)));
+    if (m.looked_up) return few_rows<LOOKED_UP>(factor, x, first, last, out, width, beside);
+    switch (m.bits) {
+        case 2: return few_rows<2>(factor, x, first, last, out, width, beside);
+        case 3: return few_rows<3>(factor, x, first, last, out, width, beside);
+        case 4: return few_rows<4>(factor, x, first, last, out, width, beside);
+        case 5: return few_rows<5>(factor, x, first, last, out, width, beside);
+        case 6: return few_rows<6>(factor, x, first, last, out, width, beside);
+        case 7: return few_rows<7>(factor, x, first, last, out, width, beside);
+        default: return few_rows<8>(factor, x, first, last, out, width, beside);
     }
 }
 
@@ -163,10 +249,6 @@ static void integer_few(const Factor& factor, const QuantizedRows& x, std::int64
 // Tiles multiply signed bytes, so where they do, the zero point is subtracted while unpacking. Codes of 8 bits are not
 // unpacked: they are read where they lie, and the zero point comes off the sum.
 constexpr bool SIGNED = ATTAR_LEVEL == ATTAR_AMX;
-
-ATTAR_INLINE Ints zero_of(const Matrix& m, std::int64_t block, std::int64_t group) {
-    return m.zeros ? zeros_at(m, block, group) : all(m.middle());
-}
 
 // Up to four blocks of one matrix, or of two that are gated: two of each then.
 struct Panel {
@@ -178,19 +260,23 @@ struct Panel {
 };
 
 // Columns [from, from + columns) of the blocks of a panel, [block][columns / 4][64 bytes].
-template <int BITS>
+template <int CODE>
 static void unpack_panel_of(const Panel& panel, std::int64_t from, std::int64_t columns, std::uint8_t* out) {
+    constexpr std::int64_t RUN_BYTES = 64 * bits_of(CODE);
     for (std::int64_t b = 0; b < panel.blocks; ++b) {
         const Matrix& m = panel.matrix(b);
-        const std::uint8_t* codes = m.block(panel.block[b]) + from / RUN * 64 * BITS;
+        const std::uint8_t* codes = m.block(panel.block[b]) + from / RUN * RUN_BYTES;
         for (std::int64_t k = from; k < from + columns;) {
             const Ints zero = zero_of(m, panel.block[b], k / m.group) * all(0x01010101);
-            for (const std::int64_t end = std::min(from + columns, (k / m.group + 1) * m.group); k < end; k += RUN) {
+            const Ints second = m.group < RUN ? zero_of(m, panel.block[b], k / m.group + 1) * all(0x01010101) : zero;
+            const std::int64_t group_end = std::max(k + RUN, (k / m.group + 1) * m.group);
+            for (const std::int64_t end = std::min(from + columns, group_end); k < end; k += RUN) {
                 Ints v[8];
-                unpack_run<BITS>(codes, v);
+                unpack_bytes<CODE>(m, codes, v);
 #pragma GCC unroll 8
-                for (int i = 0; i < 8; ++i) store_bytes(out + 64 * i, SIGNED ? minus_bytes(v[i], zero) : v[i]);
-                codes += 64 * BITS;
+                for (int i = 0; i < 8; ++i)
+                    store_bytes(out + 64 * i, SIGNED ? minus_bytes(v[i], i < 4 ? zero : second) : v[i]);
+                codes += RUN_BYTES;
                 out += RUN * LANES;
             }
         }
@@ -198,6 +284,7 @@ static void unpack_panel_of(const Panel& panel, std::int64_t from, std::int64_t 
 }
 
 static void unpack_panel(const Panel& panel, std::int64_t from, std::int64_t columns, std::uint8_t* out) {
+    if (panel.matrix(0).looked_up) return unpack_panel_of<LOOKED_UP>(panel, from, columns, out);
     switch (panel.matrix(0).bits) {
         case 2: return unpack_panel_of<2>(panel, from, columns, out);
         case 3: return unpack_panel_of<3>(panel, from, columns, out);
@@ -207,6 +294,8 @@ static void unpack_panel(const Panel& panel, std::int64_t from, std::int64_t col
         default: return unpack_panel_of<7>(panel, from, columns, out);
     }
 }
+
+ATTAR_INLINE std::int64_t tile_columns(const QuantizedRows& x) { return x.part % 64 == 0 ? 64 : x.part % RUN == 0 ? RUN : HALF_RUN; }
 
 constexpr std::int64_t MOST_SHARED = 128;  // rows whose sums a panel keeps at hand
 
@@ -266,7 +355,7 @@ static void add_sums(const Part& p, const std::int32_t* sums, std::int64_t row, 
             ATTAR_TILE_DOT(ss, sum, x, codes);        \
     } while (false)
 
-// Tiles 0 to 3 are sums, 4 and 5 rows of activations, 6 and 7 codes; `columns` of input, 32 or 64, a step.
+// Tiles 0 to 3 are sums, 4 and 5 rows of activations, 6 and 7 codes; `columns` of input, 16, 32 or 64, a step.
 static void begin_tiles(std::int64_t rows, std::int64_t columns) {
     TileShapes shapes;
     for (int t = 0; t < 4; ++t) shapes.set(t, rows, 64);
@@ -282,7 +371,7 @@ template <bool UNSIGNED, bool GROUPED>
 static void add_part_of(const Part& p, std::int64_t row, std::int64_t rows, float* total) {
     alignas(64) std::int32_t sums[2][4][256];
     const QuantizedRows& x = p.x;
-    const std::int64_t columns = x.part % 64 ? 32 : 64, steps = x.part / columns, height = x.tile;
+    const std::int64_t columns = tile_columns(x), steps = x.part / columns, height = x.tile;
     const std::int64_t tile_bytes = height * 64, step_bytes = x.step_bytes(), start = p.index * x.part;
     const std::int64_t last = (row + rows + height - 1) / height, end = row + rows, blocks = p.panel.blocks;
     Floats scale[4];
@@ -484,7 +573,7 @@ static void add_part_rows(const Part& p, std::int64_t row, float* total) {
 
 static void add_part(const Part& p, std::int64_t row, std::int64_t rows, float* total) {
     constexpr int ROWS = ATTAR_LEVEL >= ATTAR_AVX512 ? 4 : 1;  // as many as the registers hold
-    const bool wide = p.panel.matrix(0).bits == 8;
+    const bool wide = p.panel.matrix(0).wide();
     std::int64_t r = 0;
     for (; r + ROWS <= rows; r += ROWS) {
         if (wide)
@@ -501,6 +590,37 @@ static void add_part(const Part& p, std::int64_t row, std::int64_t rows, float* 
 }
 
 #endif
+
+// total [rows, 64] += of each block the sum over parts of the rows' terms times offsets.
+static void add_offsets(const Panel& panel, const QuantizedRows& x, std::int64_t row, std::int64_t rows, float* total,
+                        Scratch& scratch) {
+    constexpr std::int64_t ROWS = ATTAR_LEVEL >= ATTAR_AVX512 ? 8 : 4;
+    for (std::int64_t b = 0; b < panel.blocks; ++b) {
+        const Matrix& m = panel.matrix(b);
+        const std::int64_t per_weight = m.group / x.part;
+        auto* beside = reinterpret_cast<float*>(scratch.at(2, 2 * m.groups * LANES * 4));
+        spread_beside(m, panel.block[b], beside);
+        for (std::int64_t r = 0; r < rows; r += ROWS) {
+            const std::int64_t count = std::min(ROWS, rows - r);
+            const float *terms[ROWS], *offset = beside + m.groups * LANES;
+            Floats shift[ROWS];
+            for (std::int64_t i = 0; i < ROWS; ++i) {
+                terms[i] = x.terms + (row + r + std::min(i, count - 1)) * x.parts;
+                shift[i] = all(0.0f);
+            }
+            for (std::int64_t part = 0, left = per_weight; part < x.parts; ++part) {
+                const Floats by = load(offset);
+#pragma GCC unroll 8
+                for (std::int64_t i = 0; i < ROWS; ++i) shift[i] = fma(all(terms[i][part]), by, shift[i]);
+                if (--left == 0) left = per_weight, offset += LANES;
+            }
+            for (std::int64_t i = 0; i < count; ++i) {
+                float* to = total + (r + i) * 64 + b * LANES;
+                store(to, load(to) + shift[i]);
+            }
+        }
+    }
+}
 
 // Rows row .. row + rows - 1 (row a multiple of the tile) of a panel: the first four blocks from `first` on, or, gated,
 // two from there and two of the other matrix. For more rows than share it, the panel is unpacked whole, to the
@@ -522,23 +642,26 @@ static void integer_many(const Factors& factors, const Factor& factor, const Qua
     // Outputs of a megabyte and more leave the caches before they are read; keeping them there costs a fifth of the time.
     const bool past_caches = x.rows * width >= (std::int64_t{1} << 18) && width % LANES == 0 &&
                              factor.offset % LANES == 0 && reinterpret_cast<std::uintptr_t>(out) % 64 == 0;
-    std::uint8_t* unpacked = packed ? scratch.at(1, 64 * (whole ? columns : x.part)) : nullptr;
+    const std::int64_t piece = std::max(x.part, RUN);  // columns that are unpacked at once
+    std::uint8_t* unpacked = packed ? scratch.at(1, 64 * (whole ? columns : piece)) : nullptr;
     auto* total = reinterpret_cast<float*>(scratch.at(0, share * 64 * 4));
-    for (std::int64_t from = 0; whole && from < columns; from += x.part)
-        unpack_panel(panel, from, x.part, unpacked + from * 64);
-    begin_tiles(x.tile, x.part % 64 ? 32 : 64);
+    for (std::int64_t from = 0; whole && from < columns; from += piece)
+        unpack_panel(panel, from, piece, unpacked + from * 64);
+    begin_tiles(x.tile, tile_columns(x));
     for (std::int64_t at = row; at < row + rows; at += share) {
         const std::int64_t here = std::min(share, row + rows - at);
         std::memset(total, 0, static_cast<std::size_t>(here * 64 * 4));
         for (std::int64_t part = 0; part < x.parts; ++part) {
             const std::int64_t from = part * x.part;
             Part p{panel, x, part, from / m.group, {}};
-            if (packed && !whole) unpack_panel(panel, from, x.part, unpacked);
+            const std::int64_t within = from % piece, start = from - within;
+            if (packed && !whole && within == 0) unpack_panel(panel, from, piece, unpacked);
             for (std::int64_t b = 0; b < blocks; ++b)
-                p.codes[b] = packed ? unpacked + (whole ? from * 64 : 0) + b * x.part * LANES
+                p.codes[b] = packed ? unpacked + (whole ? start * 64 : 0) + (b * piece + within) * LANES
                                     : panel.matrix(b).block(panel.block[b]) + from * LANES;
             add_part(p, at, here, total);
         }
+        if (m.offsets) add_offsets(panel, x, at, here, total, scratch);
         for (std::int64_t r = 0; r < here; ++r) {
             const float* scale = x.group ? nullptr : x.scales + at + r;
             const auto value = [&](std::int64_t b) __attribute__((always_inline)) {
@@ -558,173 +681,8 @@ static void integer_many(const Factors& factors, const Factor& factor, const Qua
     settle();
 }
 
-// ---- products in float32: dense weights, and codes times rows that are not rounded
-
-// Columns [k, k + count) of a block as floats [count, 16]: numbers, or codes less their zero point.
-template <int BITS>
-static void codes_as_floats(const Matrix& m, std::int64_t block, std::int64_t k, std::int64_t count, float* out) {
-    const std::int64_t g = k / m.group;
-    const Floats zero = to_floats(m.zeros ? zeros_at(m, block, g) : all(m.middle()));
-    const std::uint8_t* codes = m.block(block) + k / RUN * 64 * BITS;
-    for (std::int64_t run = 0; run < count / RUN; ++run, codes += 64 * BITS) {
-        Ints v[8];
-        unpack_run<BITS>(codes, v);
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i)
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; ++j, out += LANES) store(out, to_floats(shift_right(v[i], 8 * j) & all(0xff)) - zero);
-    }
-}
-
-template <class T>
-static void numbers_as_floats(const Matrix& m, std::int64_t block, std::int64_t k, std::int64_t count, float* out) {
-    const T* from = reinterpret_cast<const T*>(m.block(block)) + k * LANES;
-    for (std::int64_t i = 0; i < count; ++i) store(out + i * LANES, load_as_floats(from + i * LANES));
-}
-
-static void as_floats(const Matrix& m, std::int64_t block, std::int64_t k, std::int64_t count, float* out) {
-    switch (m.number) {
-        case Number::float32: return numbers_as_floats<float>(m, block, k, count, out);
-        case Number::float16: return numbers_as_floats<Float16>(m, block, k, count, out);
-        case Number::bfloat16: return numbers_as_floats<Bfloat16>(m, block, k, count, out);
-        case Number::codes: break;
-    }
-    switch (m.bits) {
-        case 2: return codes_as_floats<2>(m, block, k, count, out);
-        case 3: return codes_as_floats<3>(m, block, k, count, out);
-        case 4: return codes_as_floats<4>(m, block, k, count, out);
-        case 5: return codes_as_floats<5>(m, block, k, count, out);
-        case 6: return codes_as_floats<6>(m, block, k, count, out);
-        case 7: return codes_as_floats<7>(m, block, k, count, out);
-        default: return codes_as_floats<8>(m, block, k, count, out);
-    }
-}
-
-// acc [ROWS, 64] += x [ROWS, count] times weights [4 blocks][count, 16], column by column.
-template <int ROWS>
-static void add_columns(const float* x, std::int64_t stride, const float* weights, std::int64_t count, float* acc) {
-    Floats total[ROWS][4];
-    for (int r = 0; r < ROWS; ++r)
-        for (int b = 0; b < 4; ++b) total[r][b] = load(acc + r * 64 + b * LANES);
-    for (std::int64_t k = 0; k < count; ++k) {
-        Floats w[4];
-#pragma GCC unroll 4
-        for (int b = 0; b < 4; ++b) w[b] = load(weights + (b * count + k) * LANES);
-#pragma GCC unroll 6
-        for (int r = 0; r < ROWS; ++r) {
-            const Floats value = all(x[r * stride + k]);
-#pragma GCC unroll 4
-            for (int b = 0; b < 4; ++b) total[r][b] = fma(value, w[b], total[r][b]);
-        }
-    }
-    for (int r = 0; r < ROWS; ++r)
-        for (int b = 0; b < 4; ++b) store(acc + r * 64 + b * LANES, total[r][b]);
-}
-
-static void float_panel(const Factor& factor, const float* x, std::int64_t stride, std::int64_t row, std::int64_t rows,
-                        std::int64_t first, float* out, std::int64_t width, Scratch& scratch) {
-    constexpr int ROWS = ATTAR_LEVEL >= ATTAR_AVX512 ? 6 : 1;
-    constexpr std::int64_t AT_ONCE = 128;  // columns: 32 KiB of floats
-    const Matrix& m = *factor.matrix;
-    const bool codes = m.number == Number::codes;
-    const std::int64_t blocks = std::min<std::int64_t>(4, m.blocks() - first), bytes = rows * 64 * 4;
-    auto* acc = reinterpret_cast<float*>(scratch.at(0, bytes));
-    auto* total = codes ? reinterpret_cast<float*>(scratch.at(2, bytes)) : acc;
-    auto* weights = reinterpret_cast<float*>(scratch.at(1, 4 * AT_ONCE * LANES * 4));
-    std::memset(acc, 0, static_cast<std::size_t>(bytes));
-    if (codes) std::memset(total, 0, static_cast<std::size_t>(bytes));
-    for (std::int64_t k = 0; k < m.padded;) {
-        const std::int64_t end = (k / m.group + 1) * m.group, count = std::min(AT_ONCE, end - k);
-        for (std::int64_t b = 0; b < 4; ++b) as_floats(m, first + std::min(b, blocks - 1), k, count, weights + b * count * LANES);
-        const std::int64_t real = std::min(count, m.columns - k);  // x has no padding
-        if (real < count) {
-            for (std::int64_t b = 1; b < 4; ++b)
-                std::memmove(weights + b * real * LANES, weights + b * count * LANES, static_cast<std::size_t>(real * LANES * 4));
-        }
-        const float* from = x + row * stride + k;
-        std::int64_t r = 0;
-        if (real > 0) {
-            for (; r + ROWS <= rows; r += ROWS) add_columns<ROWS>(from + r * stride, stride, weights, real, acc + r * 64);
-            for (; r < rows; ++r) add_columns<1>(from + r * stride, stride, weights, real, acc + r * 64);
-        }
-        k += count;
-        if (codes && k == end)
-            for (std::int64_t b = 0; b < blocks; ++b) {
-                const Floats scale = scales_at(m, first + b, (k - 1) / m.group);
-                for (std::int64_t i = 0; i < rows; ++i) {
-                    const std::int64_t at = i * 64 + b * LANES;
-                    store(total + at, fma(load(acc + at), scale, load(total + at)));
-                    store(acc + at, all(0.0f));
-                }
-            }
-    }
-    for (std::int64_t r = 0; r < rows; ++r)
-        for (std::int64_t b = 0; b < blocks; ++b)
-            finish(load(total + r * 64 + b * LANES), factor, first + b, nullptr, out + (row + r) * width);
-}
-
-// ---- products in float32, few rows of dense weights: numbers are converted in registers
-
-constexpr int CHAINS = 2;  // blocks at a time: one chain of additions does not fill the multipliers
-
-template <class T, int ROWS>
-static void few_dense_of(const Factor& factor, const float* x, std::int64_t row, std::int64_t first, std::int64_t last,
-                         float* out, std::int64_t width) {
-    const Matrix& m = *factor.matrix;
-    const T* from[CHAINS];
-    for (int b = 0; b < CHAINS; ++b) from[b] = reinterpret_cast<const T*>(m.block(std::min(first + b, last - 1)));
-    Floats total[ROWS][CHAINS];
-    for (int r = 0; r < ROWS; ++r)
-        for (int b = 0; b < CHAINS; ++b) total[r][b] = all(0.0f);
-    x += row * m.columns;
-    for (std::int64_t k = 0; k < m.columns; ++k) {
-        Floats w[CHAINS];
-#pragma GCC unroll 2
-        for (int b = 0; b < CHAINS; ++b) w[b] = load_as_floats(from[b] + k * LANES);
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r) {
-            const Floats value = all(x[r * m.columns + k]);
-#pragma GCC unroll 2
-            for (int b = 0; b < CHAINS; ++b) total[r][b] = fma(value, w[b], total[r][b]);
-        }
-    }
-    for (int r = 0; r < ROWS; ++r)
-        for (std::int64_t b = 0; b < last - first; ++b)
-            finish(total[r][b], factor, first + b, nullptr, out + (row + r) * width);
-}
-
-// The same for `count` rows, known when the program runs.
-template <class T, int MOST>
-static void few_dense_rows(int count, const Factor& factor, const float* x, std::int64_t row, std::int64_t first,
-                           std::int64_t last, float* out, std::int64_t width) {
-    if constexpr (MOST > 1)
-        if (count < MOST) return few_dense_rows<T, MOST - 1>(count, factor, x, row, first, last, out, width);
-    few_dense_of<T, MOST>(factor, x, row, first, last, out, width);
-}
-
-template <class T>
-static void few_dense(const Factor& factor, const float* x, std::int64_t rows, std::int64_t first, std::int64_t last,
-                      float* out, std::int64_t width) {
-    constexpr int MOST = ATTAR_LEVEL >= ATTAR_AVX512 ? 8 : ATTAR_LEVEL >= ATTAR_AVX2 ? 2 : 1;  // what registers hold
-    for (std::int64_t block = first; block < last; block += CHAINS) {
-        const std::int64_t end = std::min<std::int64_t>(last, block + CHAINS);
-        std::int64_t row = 0;
-        for (std::int64_t groups = (rows + MOST - 1) / MOST; groups > 0; --groups) {
-            const int count = static_cast<int>((rows - row + groups - 1) / groups);
-            few_dense_rows<T, MOST>(count, factor, x, row, block, end, out, width);
-            row += count;
-        }
-    }
-}
-
-static void float_few(const Factor& factor, const float* x, std::int64_t rows, std::int64_t first, std::int64_t last,
-                      float* out, std::int64_t width) {
-    switch (factor.matrix->number) {
-        case Number::float16: return few_dense<Float16>(factor, x, rows, first, last, out, width);
-        case Number::bfloat16: return few_dense<Bfloat16>(factor, x, rows, first, last, out, width);
-        default: return few_dense<float>(factor, x, rows, first, last, out, width);
-    }
-}
+#include "linear_float.inl"
+#include "rounding.inl"
 
 // ---- rows to int8
 
@@ -739,7 +697,7 @@ static inline __m512 divided(__m512 a, __m512 b, __m512 inverse) {
     return _mm512_fmadd_ps(_mm512_fnmadd_ps(q, b, a), inverse, q);
 }
 
-// quantize_into where steps, parts and groups are whole: one group, to the same codes, sums and scale. Returns false, and
+// quantize_into where steps and groups are whole: one group, to the same codes, sums and scale. Returns false, and
 // does nothing, where the group's numbers are too large, too small or not finite.
 static bool quantize_group(QuantizedRows& rows, const float* x, std::int64_t from, std::int64_t to, std::int8_t* codes,
                            std::int32_t* sums, float* scale_out) {
@@ -754,23 +712,37 @@ static bool quantize_group(QuantizedRows& rows, const float* x, std::int64_t fro
     const __m512 low = _mm512_set1_ps(-128.0f), high = _mm512_set1_ps(127.0f);
     const std::int64_t step_bytes = rows.step_bytes();
     std::int8_t* out = codes + from / 64 * step_bytes;
-    for (std::int64_t part = from; part < to; part += rows.part) {
-        __m512i sum = _mm512_setzero_si512();
-        for (std::int64_t k = part; k < part + rows.part; k += 64, out += step_bytes) {
+    std::int32_t* sum_out = sums + from / rows.part;
+    std::int64_t left = rows.part;  // columns of the part
+    __m512i sum = _mm512_setzero_si512();
+    for (std::int64_t k = from; k < to; k += 64, out += step_bytes) {
 #pragma GCC unroll 4
-            for (int i = 0; i < 64; i += 16) {
-                const __m512 value = divided(_mm512_loadu_ps(x + k + i), by, inverse);
-                const __m512i code = _mm512_cvtps_epi32(_mm512_min_ps(_mm512_max_ps(value, low), high));
-                sum = _mm512_add_epi32(sum, code);
-                _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm512_cvtepi32_epi8(code));
-            }
+        for (int i = 0; i < 64; i += 16) {
+            const __m512 value = divided(_mm512_loadu_ps(x + k + i), by, inverse);
+            const __m512i code = _mm512_cvtps_epi32(_mm512_min_ps(_mm512_max_ps(value, low), high));
+            sum = _mm512_add_epi32(sum, code);
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm512_cvtepi32_epi8(code));
+            if ((left -= 16) > 0) continue;
+            *sum_out++ = _mm512_reduce_add_epi32(sum);
+            sum = _mm512_setzero_si512(), left = rows.part;
         }
-        sums[part / rows.part] = _mm512_reduce_add_epi32(sum);
     }
     *scale_out = scale;
     return true;
 }
 #endif
+
+// Of each part of row `row`: the scale of its group, where rows are scaled by group, and what offsets of weights meet, the
+// sum of its codes times that scale.
+static void make_parts(const QuantizedRows& rows, std::int64_t row) {
+    const std::int64_t at = row * rows.parts, per_group = rows.group ? rows.group / rows.part : 1;
+    const float* scales = rows.scales + row * rows.scales_a_row;
+    for (std::int64_t i = 0; i < rows.parts; ++i) {
+        const float scale = rows.group ? scales[i / per_group] : 1.0f;
+        rows.part_scales[at + i] = scale;
+        rows.terms[at + i] = static_cast<float>(rows.sums[at + i]) * scale;
+    }
+}
 
 // x [columns] to row `row` of `rows`.
 static void quantize_into(QuantizedRows& rows, std::int64_t row, const float* x, float fixed_scale) {
@@ -784,7 +756,7 @@ static void quantize_into(QuantizedRows& rows, std::int64_t row, const float* x,
     for (std::int64_t from = 0, g = 0; from < columns; from += group, ++g) {
         const std::int64_t to = std::min(columns, from + group);
 #if ATTAR_LEVEL >= ATTAR_AVX512
-        const bool whole_parts = columns % 64 == 0 && rows.part % 64 == 0 && (to - from) % rows.part == 0;
+        const bool whole_parts = columns % 64 == 0 && rows.part % 16 == 0 && (to - from) % 64 == 0 && (to - from) % rows.part == 0;
         if (whole_parts && fixed_scale == 0.0f &&
             quantize_group(rows, x, from, to, codes, sums, rows.scales + row * rows.scales_a_row + g))
             continue;

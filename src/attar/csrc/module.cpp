@@ -16,6 +16,7 @@
 #include "limits.h"
 #include "linear.h"
 #include "matrix.h"
+#include "progressive.h"
 #include "python.h"
 #include "quantize.h"
 #include "rows.h"
@@ -44,6 +45,24 @@ attar::Number number_of(const std::string& name) {
     if (name == "float16") return attar::Number::float16;
     if (name == "bfloat16") return attar::Number::bfloat16;
     throw std::invalid_argument("numbers are float32, float16 or bfloat16, not " + name);
+}
+
+attar::Number stored_number_of(const std::string& name) {
+    if (name == "codes") return attar::Number::codes;
+    if (name == "float8_e4m3fn") return attar::Number::e4m3;
+    if (name == "float8_e5m2") return attar::Number::e5m2;
+    if (name == "int8") return attar::Number::int8;
+    throw std::invalid_argument("weights with scales are codes, float8_e4m3fn, float8_e5m2 or int8, not " + name);
+}
+
+attar::Rounding::Kind rounding_of(const std::string& name) {
+    if (name.empty()) return attar::Rounding::none;
+    if (name == "e4m3") return attar::Rounding::e4m3;
+    if (name == "e5m2") return attar::Rounding::e5m2;
+    if (name == "mxfp4") return attar::Rounding::mxfp4;
+    if (name == "nvfp4") return attar::Rounding::nvfp4;
+    if (name == "outliers") return attar::Rounding::outliers;
+    throw std::invalid_argument("rows are rounded to e4m3, e5m2, mxfp4, nvfp4 or outliers, not " + name);
 }
 
 attar::Norm norm_of(const std::string& name) {
@@ -86,7 +105,7 @@ using MatrixAndBias = std::tuple<std::shared_ptr<attar::Matrix>, std::uintptr_t>
 std::shared_ptr<attar::Factors> make_factors(const std::vector<MatrixAndBias>& weights, std::int64_t first,
                                              std::int64_t width, bool integer, std::int64_t activation_group,
                                              float fixed_scale, std::uintptr_t order, std::uintptr_t divisor,
-                                             const std::string& gate) {
+                                             const std::string& gate, const std::string& rounding) {
     auto out = std::make_shared<attar::Factors>();
     std::int64_t offset = first;
     for (const auto& [matrix, bias] : weights) {
@@ -96,6 +115,9 @@ std::shared_ptr<attar::Factors> make_factors(const std::vector<MatrixAndBias>& w
     }
     if (!gate.empty()) out->gate = std::make_shared<const attar::Activation>(activation_of(gate));
     out->width = width, out->integer = integer, out->activation_group = activation_group;
+    out->rounding.kind = rounding_of(rounding);
+    if (out->rounding.kind != attar::Rounding::none)
+        out->rounding.group = activation_group, out->rounding.number = fixed_scale, out->activation_group = 0;
     out->fixed_scale = fixed_scale, out->order = address<std::int64_t>(order), out->divisor = address<float>(divisor);
     out->check();
     return out;
@@ -114,7 +136,9 @@ void bind_linear(nb::module_& module) {
     nb::class_<attar::Matrix>(module, "Matrix", "A weight in kernel layout (docs/numerics.md).")
         .def_ro("rows", &attar::Matrix::rows)
         .def_ro("columns", &attar::Matrix::columns)
-        .def_prop_ro("bytes", &attar::Matrix::bytes, "What a product reads: codes, scales and zero points.");
+        .def_ro("group", &attar::Matrix::group)
+        .def_ro("integer", &attar::Matrix::integer, "Whether its products with int8 rows are exact sums.")
+        .def_prop_ro("bytes", &attar::Matrix::bytes, "What a product reads: codes, scales and what else there is.");
     nb::class_<attar::Factors>(module, "Factors", "Weights that multiply the same rows in one call.");
     module.def(
         "pack_codes",
@@ -128,6 +152,37 @@ void bind_linear(nb::module_& module) {
         },
         "arena"_a, "codes"_a, "plain"_a, "rows"_a, "columns"_a, "bits"_a, "group"_a, "scales"_a, "scale_number"_a,
         "zeros"_a);
+    module.def(
+        "make_matrix",
+        [](std::shared_ptr<attar::Arena> arena, std::int64_t rows, std::int64_t columns, const std::string& number,
+           int bits, std::int64_t group, const std::string& scale_number, bool zeros, bool offsets, std::int64_t fine,
+           std::vector<float> table) {
+            const attar::Form form{stored_number_of(number), bits,    group, number_of(scale_number),
+                                   zeros,                    offsets, fine,  std::move(table)};
+            return attar::make_matrix(std::move(arena), rows, columns, form);
+        },
+        "arena"_a, "rows"_a, "columns"_a, "number"_a, "bits"_a, "group"_a, "scale_number"_a, "zeros"_a, "offsets"_a,
+        "fine"_a, "table"_a, "A matrix to be filled, some rows at a time.");
+    module.def(
+        "fill_rows",
+        [](attar::Matrix& matrix, std::int64_t first, std::int64_t rows, std::uintptr_t codes, std::uintptr_t scales,
+           std::uintptr_t zeros, std::uintptr_t offsets, std::uintptr_t fine_scales, std::uintptr_t fine_offsets) {
+            const attar::Running kernel;
+            attar::fill_rows(matrix, first, rows,
+                             {address<std::uint8_t>(codes), address<std::uint8_t>(scales), address<std::int8_t>(zeros),
+                              address<std::uint8_t>(offsets), address<std::int8_t>(fine_scales),
+                              address<std::int8_t>(fine_offsets)});
+        },
+        "matrix"_a, "first"_a, "rows"_a, "codes"_a, "scales"_a, "zeros"_a = 0, "offsets"_a = 0, "fine_scales"_a = 0,
+        "fine_offsets"_a = 0);
+    module.def(
+        "fill_ggml",
+        [](attar::Matrix& matrix, std::int64_t first, std::int64_t rows, const std::string& type, std::uintptr_t blocks,
+           std::int64_t bytes) {
+            const attar::Running kernel;
+            attar::fill_ggml(matrix, first, rows, type, address<std::uint8_t>(blocks), bytes);
+        },
+        "matrix"_a, "first"_a, "rows"_a, "type"_a, "blocks"_a, "bytes"_a);
     module.def("prefer_huge_pages", [](std::uintptr_t start, std::int64_t bytes) {
         attar::prefer_huge_pages(address<void>(start), bytes);
     });
@@ -140,8 +195,18 @@ void bind_linear(nb::module_& module) {
             return attar::pack_dense(std::move(arena), address<void>(weights), rows, columns, kind);
         },
         "arena"_a, "weights"_a, "rows"_a, "columns"_a, "number"_a);
+    module.def(
+        "pack_sparse",
+        [](std::shared_ptr<attar::Arena> arena, std::uintptr_t values, std::uintptr_t places, std::int64_t rows,
+           std::int64_t columns, const std::string& number) {
+            const attar::Number kind = number_of(number);
+            const attar::Running kernel;
+            return attar::pack_sparse(std::move(arena), address<void>(values), address<std::uint8_t>(places), rows,
+                                      columns, kind);
+        },
+        "arena"_a, "values"_a, "places"_a, "rows"_a, "columns"_a, "number"_a);
     module.def("factors", &make_factors, "weights"_a, "first"_a, "width"_a, "integer"_a, "activation_group"_a,
-               "fixed_scale"_a, "order"_a, "divisor"_a, "gate"_a = "");
+               "fixed_scale"_a, "order"_a, "divisor"_a, "gate"_a = "", "rounding"_a = "");
     module.def(
         "linear",
         [](const attar::Factors& factors, std::uintptr_t x, std::int64_t rows, std::uintptr_t out,
@@ -229,6 +294,7 @@ NB_MODULE(_native, module) {
     attar::bind_attention(module);
     bind_limits(module);
     bind_linear(module);
+    attar::bind_progressive(module);
     bind_rows(module);
     module.def("quantize_rows_int8_float32", &quantize_rows_int8<float>, "x"_a, "rows"_a, "columns"_a, "codes"_a,
                "scales"_a, "level"_a, "The first row that is not finite, or -1.");

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -20,6 +21,8 @@
 #define ATTAR_AMX 5
 
 #define ATTAR_INLINE static inline __attribute__((always_inline))
+#define ATTAR_LAMBDA __attribute__((always_inline))
+#define ATTAR_INLINE_MEMBER inline __attribute__((always_inline))
 
 namespace attar {
 
@@ -28,6 +31,16 @@ struct Bfloat16 {
 };
 struct Float16 {
     std::uint16_t bits;
+};
+
+struct E4m3 {
+    std::uint8_t bits;
+};
+struct E5m2 {
+    std::uint8_t bits;
+};
+struct Int8 {
+    std::int8_t value;
 };
 
 inline float to_float(float value) { return value; }
@@ -55,5 +68,13 @@ inline float to_float(Float16 value) {
     std::memcpy(&magnitude, &bits, sizeof bits);
     return magnitude;
 }
+
+// Its exponent is biased by 7 where a float16's is by 15, subnormals and all. NaN is 0x7f and 0xff.
+inline float to_float(E4m3 value) {
+    const std::uint32_t magnitude = value.bits & 0x7fu, sign = value.bits & 0x80u;
+    if (magnitude == 0x7f) return NAN;
+    return to_float(Float16{static_cast<std::uint16_t>(sign << 8 | magnitude << 7)}) * 256.0f;
+}
+inline float to_float(E5m2 value) { return to_float(Float16{static_cast<std::uint16_t>(value.bits << 8)}); }
 
 }  // namespace attar

@@ -277,6 +277,109 @@ ATTAR_INLINE Ints load_as_ints(const std::uint8_t* from) {
     return out;
 }
 ATTAR_INLINE Floats load_as_floats(const std::int8_t* from) { return to_floats(load_as_ints(from)); }
+ATTAR_INLINE Floats load_as_floats(const Int8* from) { return load_as_floats(&from->value); }
+// Codes of float8 become float16, of which hardware knows the subnormals: E5M2 is its upper byte, E4M3 has another bias,
+// so that what comes out is 1/256 of it (its NaN 480/256), which whoever scales sums of products makes up for.
+constexpr float E4M3_UNIT = 256.0f;
+ATTAR_INLINE Floats load_as_floats(const E5m2* from) {
+    Floats out;
+    ATTAR_EACH {
+#if ATTAR_LEVEL >= ATTAR_AVX512
+        const __m256i raw = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)from));
+        out.piece[p] = (FloatPiece)_mm512_cvtph_ps(_mm256_slli_epi16(raw, 8));
+#elif ATTAR_LEVEL >= ATTAR_AVX2
+        const __m128i raw = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)(from + p * WIDTH)));
+        out.piece[p] = (FloatPiece)_mm256_cvtph_ps(_mm_slli_epi16(raw, 8));
+#else
+        for (int i = 0; i < WIDTH; ++i) out.piece[p][i] = to_float(from[p * WIDTH + i]);
+#endif
+    }
+    return out;
+}
+ATTAR_INLINE Floats load_as_floats(const E4m3* from) {
+    Floats out;
+    ATTAR_EACH {
+#if ATTAR_LEVEL >= ATTAR_AVX512
+        const __m256i raw = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from)), 7);
+        out.piece[p] = (FloatPiece)_mm512_cvtph_ps(_mm256_and_si256(raw, _mm256_set1_epi16(-0x4001)));
+#elif ATTAR_LEVEL >= ATTAR_AVX2
+        const __m128i raw = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)(from + p * WIDTH))), 7);
+        out.piece[p] = (FloatPiece)_mm256_cvtph_ps(_mm_and_si128(raw, _mm_set1_epi16(-0x4001)));
+#else
+        for (int i = 0; i < WIDTH; ++i) {
+            const unsigned bits = from[p * WIDTH + i].bits;
+            out.piece[p][i] = to_float(Float16{static_cast<std::uint16_t>((bits & 0x80) << 8 | (bits & 0x7f) << 7)});
+        }
+#endif
+    }
+    return out;
+}
+
+// What each lane chooses of four numbers, by its lowest two bits.
+ATTAR_INLINE Floats chosen(const float* four, Ints which) {
+    Floats out;
+    ATTAR_EACH {
+#if ATTAR_LEVEL >= ATTAR_AVX512
+        out.piece[p] = (FloatPiece)_mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_loadu_ps(four)), (__m512i)which.piece[p]);
+#elif ATTAR_LEVEL >= ATTAR_AVX2
+        const __m128 loaded = _mm_loadu_ps(four);
+        out.piece[p] = (FloatPiece)_mm256_permutevar_ps(_mm256_broadcast_ps(&loaded), (__m256i)which.piece[p]);
+#else
+        for (int i = 0; i < WIDTH; ++i) out.piece[p][i] = four[which.piece[p][i] & 3];
+#endif
+    }
+    return out;
+}
+// Lanes of `value` where `a` is `b`, else zero.
+ATTAR_INLINE Floats where_equal(Ints a, std::int32_t b, Floats value) {
+    ATTAR_EACH value.piece[p] = (FloatPiece)((a.piece[p] == b) & (IntPiece)value.piece[p]);
+    return value;
+}
+
+// Bytes below 16 looked up in a table of 16 bytes.
+ATTAR_INLINE Ints lookup(Ints codes, const std::uint8_t* table) {
+    ATTAR_EACH {
+#if ATTAR_LEVEL >= ATTAR_AVX512
+        const __m512i all_of = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table));
+        codes.piece[p] = (IntPiece)_mm512_shuffle_epi8(all_of, (__m512i)codes.piece[p]);
+#elif ATTAR_LEVEL >= ATTAR_AVX2
+        const __m256i all_of = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
+        codes.piece[p] = (IntPiece)_mm256_shuffle_epi8(all_of, (__m256i)codes.piece[p]);
+#elif ATTAR_LEVEL == ATTAR_NEON
+        codes.piece[p] = (IntPiece)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)codes.piece[p]);
+#else
+        std::uint8_t bytes[4 * WIDTH];
+        std::memcpy(bytes, &codes.piece[p], sizeof bytes);
+        for (std::uint8_t& byte : bytes) byte = table[byte & 15];
+        std::memcpy(&codes.piece[p], bytes, sizeof bytes);
+#endif
+    }
+    return codes;
+}
+
+// A table of 16 floats, and what the lowest four bits of each lane stand for in it.
+struct FloatTable {
+    Floats low;
+};
+ATTAR_INLINE FloatTable float_table(const float* table) { return {load(table)}; }
+ATTAR_INLINE Floats lookup(Ints codes, const FloatTable& table) {
+    Floats out;
+#if ATTAR_LEVEL >= ATTAR_AVX512
+    out.piece[0] = (FloatPiece)_mm512_permutexvar_ps((__m512i)codes.piece[0], (__m512)table.low.piece[0]);
+#elif ATTAR_LEVEL >= ATTAR_AVX2
+    ATTAR_EACH {
+        const __m256i at = (__m256i)codes.piece[p];
+        const __m256 low = _mm256_permutevar8x32_ps((__m256)table.low.piece[0], at);
+        const __m256 high = _mm256_permutevar8x32_ps((__m256)table.low.piece[1], at);
+        out.piece[p] = (FloatPiece)_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(at, 28)));
+    }
+#else
+    float values[16];
+    store(values, table.low);
+    ATTAR_EACH for (int i = 0; i < WIDTH; ++i) out.piece[p][i] = values[codes.piece[p][i] & 15];
+#endif
+    return out;
+}
 
 // acc[lane] += sum over j < 4 of code[4 lane + j] * x[j]: 64 unsigned codes, four signed bytes x for all lanes.
 // `codes` below 128 only; `dot4_wide` takes them all.

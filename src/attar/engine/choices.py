@@ -31,14 +31,18 @@ class Choice:
     stops: StopChecker
     reason: FinishReason | None = None
 
-    def take(self, draw: Draw) -> Delta:
-        """Add the token; `reason` is set where it is the last."""
-        token = draw.token_id
-        self.sampler.commit(token)
-        text = ""
-        if token in self.request.ending:
+    def take(self, draw: Draw) -> bool:
+        """Add the token; whether it may be told of later, since nothing in its text could make it the last."""
+        self.sampler.commit(draw.token_id)
+        if draw.token_id in self.request.ending:
             self.reason = "stop"
-        elif self.detokenizer is not None:
+        last = self.sampler.index == self.sequence.max_tokens
+        return self.reason is None and not last and not self.sampler.params.stop
+
+    def tell(self, draw: Draw) -> Delta:
+        """The token that was taken last, as text; `reason` is set where it is the last of all."""
+        token, text = draw.token_id, ""
+        if self.reason is None and self.detokenizer is not None:
             point("detokenizer.push", self.sequence.id)
             text = self._shown(self.detokenizer.push(token))
         last = self.sampler.index == self.sequence.max_tokens

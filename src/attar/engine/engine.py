@@ -7,6 +7,11 @@ What raises while it works for one request fails that request and no other. What
 step and the choice of tokens, is done again one by one where it raises: to the same bits, since no number depends on
 company, and whoever raises again has failed.
 
+On a GPU the host works while the device does. A step is on its way when `Runner.run` comes back; then the tokens of the
+step before become text and events (`overlaps`), and `meanwhile` is told of them. Only a token whose text could end its
+sequence, by a stop string, is looked at before the next step is planned. Where the device has too little memory for a
+step, it is run in halves, and later steps in pieces of that size (`_run_whole`); nobody's request ends by it.
+
 A request becomes one sequence a choice. Each has a sampler of its own, seeded with the request's seed plus the choice's
 number, and draws by (seed, index of the token), so that neither batching nor preemption nor what the prefix cache had
 can change a text.
@@ -23,6 +28,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from attar.engine import device_sampler, graphs
 from attar.engine import kv as kv_schemes
 from attar.engine.blocks import BlockPool
 from attar.engine.choices import Choice, Request
@@ -58,6 +64,10 @@ class Engine:
     """A model that many requests share. `blocks` blocks of cache; sequences of at most `context` tokens.
 
     Without a tokenizer there is no text, and stop strings are refused. `clock` gives seconds that never go back.
+    `record` is the runner's. `overlaps` says whether text is left for when the next step runs, and tokens are chosen
+    without a look at the logits: by default on a GPU. `meanwhile`, where it is set, takes what there is to say while
+    the device is busy. `adapters` are the names of those that `lora.install` gave the decoder, in the order of their
+    numbers.
     """
 
     def __init__(
@@ -71,14 +81,25 @@ class Engine:
         eos_ids: frozenset[int] = frozenset(),
         kv: str | None = None,
         clock: Callable[[], float] = time.monotonic,
+        adapters: tuple[str, ...] = (),
+        record: graphs.Record | None = None,
+        overlaps: bool | None = None,
+        runner: Callable[..., Runner] = Runner,
     ) -> None:
         self.decoder, self.tokenizer, self.eos_ids, self.clock = decoder, tokenizer, eos_ids, clock
         limits, scheme = limits or Limits(), kv_schemes.of(decoder, kv)
-        self.runner = Runner(decoder, blocks, context, scheme, limits.together, kv_schemes.bases(decoder, scheme))
+        bases = kv_schemes.bases(decoder, scheme)
+        self.runner = runner(decoder, blocks, context, scheme, limits.together, bases, record)
+        self.overlaps = self.runner.device.type != "cpu" if overlaps is None else overlaps
+        self.meanwhile: Callable[[list[Event]], None] | None = None
+        self._sample = device_sampler.sample if self.overlaps else sample
+        self._late: list[tuple[Choice, Draw]] = []  # of the last step, to be told of while the next one runs
+        self._rows: int | None = None  # of a step that the device has had memory for, where one was too large
         self.pool = BlockPool(blocks, self.runner.block)
         self.cache = RadixCache(self.pool, scheme.round_to(self.runner.block))
         self.scheduler = Scheduler(self.pool, self.cache, limits)
         self.context = context
+        self.adapters = {"": 0, **{name: number for number, name in enumerate(adapters, 1)}}
         self.steps = self.generated = 0
         self.step_seconds = 0.0
         self._requests: dict[str, Request] = {}
@@ -117,7 +138,7 @@ class Engine:
         try:
             request = self._new(ask.id, ask.prompt, SamplingParams(max_tokens=0, temperature=0, seed=0))
             request.pooling = ask.pooling
-            whole = Submit(ask.id, ask.prompt, request.params, deadline=ask.deadline)
+            whole = Submit(ask.id, ask.prompt, request.params, deadline=ask.deadline, adapter=ask.adapter)
             sequence = self._sequence(request, 0, 0, whole, bypass=True)
             request.choices.append(self._choice(request, 0, sequence))
             self._add(request)
@@ -136,6 +157,7 @@ class Engine:
 
     def close(self) -> list[Event]:
         """End everything."""
+        self._tell()
         for id in list(self._requests):
             self._fail(id, "shutdown")
         return self._take()
@@ -151,7 +173,7 @@ class Engine:
             self.scheduler.commit(plan, outcomes, self.clock())
             self._settle()
             seconds = self.clock() - began
-            self._count(plan, seconds, extension.busy_seconds() - busy)
+            self._count(plan, seconds, seconds if self.overlaps else extension.busy_seconds() - busy)
         else:
             self.scheduler.commit(plan, {}, self.clock())
             self._settle()
@@ -192,14 +214,18 @@ class Engine:
         return Request(id, prompt, params, ending)
 
     def _sequence(self, request: Request, number: int, longest: int, ask: Submit, bypass: bool) -> Tokens:
+        if ask.adapter not in self.adapters:
+            raise Refused("invalid", f"the engine has no adapter {ask.adapter[:80]!r}")
+        adapter = self.adapters[ask.adapter]
         made = Tokens(
             id=f"{request.id}#{number}",
             prompt_ids=request.prompt,
             max_tokens=longest,
             priority=ask.priority,
             deadline=None if ask.deadline is None else self.clock() + ask.deadline,
-            salt=ask.salt,
+            salt=adapter.to_bytes(4, "little") + ask.salt,  # of fixed length: no salt reads as another adapter's
             bypass=bypass,
+            adapter=adapter,
         )
         if self.runner.grows:  # its keys are turned by angles of its own length
             made.salt += horizon(made).to_bytes(8, "little")
@@ -210,7 +236,8 @@ class Engine:
         params = request.params
         assert params.seed is not None
         own = replace(params, seed=(params.seed + number) % 2**64)
-        sampler = Sampler(own, request.prompt, self.decoder.config.vocab_size, name=sequence.id)
+        vocab = self.decoder.config.vocab_size
+        sampler = Sampler(own, request.prompt, vocab, self.runner.device, name=sequence.id)
         detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, request.prompt)
         return Choice(request, number, sequence, sampler, detokenizer, StopChecker(own.stop))
 
@@ -234,10 +261,15 @@ class Engine:
         wanted = self._wanted(plan)
         failed: set[str] = set()
         try:
-            logits = self.runner.run(plan, wanted)
+            logits = self._run_whole(plan)
+        except torch.AcceleratorError:  # nothing can be computed there any more: the process ends, and a new one starts
+            raise
         except Exception:
             logger.exception("a step of %d sequences raised: once more, one by one", len(plan.chunks))
             logits, failed = self._run_apart(plan, wanted)
+        self._tell()
+        if self.meanwhile is not None and self._events:
+            self.meanwhile(self._take())
         outcomes = {id: Outcome(failure="internal") for id in failed}
         ran = [self._choices[chunk.sequence.id] for chunk in plan.chunks if chunk.samples]
         sampling = [choice for choice in ran if choice.sequence.id not in failed]
@@ -250,9 +282,37 @@ class Engine:
             outcomes[sampling[i].sequence.id] = self._advance(sampling[i], draw)
         return outcomes
 
+    def _run_whole(self, plan: StepPlan) -> Tensor:
+        """As `Runner.run`, in pieces where the device has too little memory for more. Raises torch.OutOfMemoryError
+        where it has too little for a single token."""
+        left = [plan] if self._rows is None else plan.pieces(self._rows)
+        logits: list[Tensor] = []
+        while left:
+            piece = left.pop(0)
+            pooled = [(request, request.pooled) for request in map(self._request, piece.chunks)]
+            try:
+                found = self.runner.run(piece, self._wanted(piece))
+            except torch.OutOfMemoryError:
+                self.runner.release()
+                if piece.tokens < 2:
+                    raise
+                for request, before in pooled:
+                    request.pooled = before
+                half = -(-piece.tokens // 2)
+                self._rows = max(half, self.scheduler.limits.together)
+                logger.warning("too little memory for %d tokens at once: from now on %d", piece.tokens, self._rows)
+                left = piece.pieces(half) + left
+            else:
+                logits.append(found.clone() if left or logits else found)
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _request(self, chunk: Chunk) -> Request:
+        return self._choices[chunk.sequence.id].request
+
     def _run_apart(self, plan: StepPlan, wanted: dict[str, Wanted]) -> tuple[Tensor, set[str]]:
         """A step sequence by sequence: logits [S, V] as of `Runner.run` without those that raise, and their ids."""
-        logits, failed = [torch.empty(0, self.decoder.config.vocab_size)], set()
+        empty = torch.empty((0, self.decoder.config.vocab_size), device=self.runner.device)
+        logits, failed = [empty], set()
         self.runner.release()  # recordings may be half made
         for sequence in dict.fromkeys([*(chunk.sequence for chunk in plan.chunks), *plan.admitted]):
             chunks = [chunk for chunk in plan.chunks if chunk.sequence is sequence]
@@ -268,13 +328,15 @@ class Engine:
     def _draw(self, logits: Tensor, samplers: list[Sampler]) -> list[Draw | BadLogits | None]:
         """A draw for every row; None where it raises."""
         try:
-            return list(sample(logits, samplers))
+            return list(self._sample(logits, samplers))
+        except torch.AcceleratorError:
+            raise
         except Exception:
             logger.exception("choosing %d tokens raised: once more, one by one", len(samplers))
         draws: list[Draw | BadLogits | None] = []
         for row, sampler in zip(logits, samplers, strict=True):
             try:
-                draws += sample(row[None], [sampler])
+                draws += self._sample(row[None], [sampler])
             except Exception:
                 logger.exception("sequence %s failed", sampler.name)
                 draws.append(None)
@@ -288,13 +350,26 @@ class Engine:
         if choice.sequence.ending is not None:  # cancelled while the step ran
             return Outcome()
         try:
-            delta = choice.take(draw)
+            if choice.take(draw) and self.overlaps:
+                self._late.append((choice, draw))
+            else:
+                self._events.append(choice.tell(draw))
         except Exception:
             logger.exception("sequence %s failed", choice.sequence.id)
             return Outcome(failure="internal")
-        self._events.append(delta)
         self.generated += 1
-        return Outcome(delta.token_ids, choice.reason is not None)
+        return Outcome((draw.token_id,), choice.reason is not None)
+
+    def _tell(self) -> None:
+        """Say what the last step gave, as far as it was left for later."""
+        late, self._late = self._late, []
+        for choice, draw in late:
+            if choice.request.id in self._requests:
+                try:
+                    self._events.append(choice.tell(draw))
+                except Exception:
+                    logger.exception("sequence %s failed", choice.sequence.id)
+                    self._fail(choice.request.id, "internal")
 
     def _wanted(self, plan: StepPlan) -> dict[str, Wanted]:
         """What requests of this step want besides the next token."""
@@ -325,7 +400,10 @@ class Engine:
 
     def _settle(self) -> None:
         """Say what the scheduler has ended."""
-        for sequence in self.scheduler.collect():
+        ended = self.scheduler.collect()
+        if ended:
+            self._tell()
+        for sequence in ended:
             choice = self._choices.pop(sequence.id)
             request = choice.request
             if request.id not in self._requests:

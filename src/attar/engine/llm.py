@@ -22,9 +22,12 @@ from attar.engine.engine import Engine
 from attar.engine.limits import Limits
 from attar.engine.messages import Delta, Failed, Finished, Submit
 from attar.engine.request import Completion, FinishReason, SamplingParams, TokenLogprob
+from attar.engine.runner import Runner
+from attar.engine.team import Lost, Team
 from attar.kernels import ops
 from attar.model.cache import BLOCK, Step
 from attar.model.decoder import Decoder
+from attar.model.split import Share
 from attar.text.template import render_chat
 from attar.text.tokenizer import Tokenizer
 
@@ -69,9 +72,15 @@ class LLM:
     On loading, one probe of the checkpoint's receipt is replayed, unless `verify` is false: a checkpoint that does not
     compute what it did when it was made is refused.
 
-    `dtype` is what is computed in: on CPUs float32 by the native kernels, others by the reference. `activations` says
-    how rows meet weights of a scheme that leaves them alone there: rounded to int8 on the fly, with one scale a row
-    (`int8`) or for every 128 or 32 columns (`int8g128`, `int8g32`), or `exact`. On `cuda` they are left alone.
+    `device` is `cpu`, or `cuda`, an NVIDIA GPU, or `cuda:1`, the second. `dtype` is what is computed in: on CPUs
+    float32 by the native kernels, which is what they do where nobody says, others by the reference; on `cuda` bfloat16
+    (by default), float16 or float32. `activations` says how rows meet weights of a scheme that leaves them alone there:
+    rounded to int8 on the fly, with one scale a row (`int8`) or for every 128 or 32 columns (`int8g128`, `int8g32`), or
+    `exact`. On `cuda` they are left alone.
+
+    `tp` processes compute each layer together and `pp` stages have some of the layers each (`engine/team.py`): on
+    `cuda` with a GPU a process; on CPUs they share the cores, to check that it works. No probe is replayed then: it
+    would tell of rounding that one process does not have. `close` ends the processes, as does this one's end.
 
     `adapter` is the folder of a low-rank adapter, as PEFT stores it, which computes beside the weights, unmerged.
 
@@ -83,22 +92,35 @@ class LLM:
         self,
         model: str | Path,
         *,
-        dtype: str = "float32",
+        dtype: str | None = None,
         activations: str = "int8g128",
         verify: bool = True,
         progress: Progress | None = None,
         device: str = "cpu",
         adapter: str | Path | None = None,
+        tp: int = 1,
+        pp: int = 1,
     ) -> None:
-        computed = hf.compute_dtype(dtype) or (None if device == "cpu" else torch.bfloat16)
-        store = None if computed is None else ops.store(activations, device, computed)
+        computed = hf.compute_dtype(dtype, device)
         self.path = hub.resolve(model)
         report = progress or (lambda stage, done, total: None)
-        self.decoder: Decoder = sources.load(self.path, computed, partial(report, "loading"), store)
+        loading = partial(report, "loading")
+        self.team: Team | None = None
+        self.decoder: Decoder
+        if Share(0, tp, pp).count > 1:
+            if adapter is not None:
+                raise ValueError("an adapter is not shared between processes yet: --tp and --pp go without one")
+            self.team = Team(
+                self.path, tp, pp, device=device, dtype=computed, activations=activations, progress=loading
+            )
+            self.decoder = self.team.decoder
+        else:
+            store = None if computed is None else ops.store(activations, device, computed)
+            self.decoder = sources.load(self.path, computed, loading, store)
         self._engine: Engine | None = None
         self._asked = 0  # requests, for their ids
         self.receipt = receipt.read_receipt(self.path)
-        if verify and self.receipt is not None:
+        if verify and self.receipt is not None and self.team is None:
             verdict = receipt.verify(self.path, self.decoder, hashes=False, probes="one")
             if not verdict.ok:
                 raise VerificationError(
@@ -107,6 +129,16 @@ class LLM:
                 )
         if adapter is not None:
             lora.attach(self.decoder, Path(adapter))
+
+    @property
+    def runner(self) -> Callable[..., Runner]:
+        """What runs the steps of an engine on this model."""
+        return Runner if self.team is None else self.team.runner
+
+    def close(self) -> None:
+        """End the processes that share the model, where there are several."""
+        if self.team is not None:
+            self.team.close()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -195,6 +227,8 @@ class LLM:
                         by_id[event.id].take(event)
                     if isinstance(event, Delta):
                         yield event
+        except Lost as lost:
+            raise RuntimeError(f"the model is no longer there: {lost}") from lost
         finally:  # whoever reads may stop early
             engine.close()
 
@@ -212,8 +246,9 @@ class LLM:
             limits = Limits(max_running=TOGETHER, max_step_tokens=PREFILL_ROWS, max_waiting=sys.maxsize, headroom=0.0)
             tokenizer = self.tokenizer if self._has_tokenizer else None
             self._engine = Engine(
-                self.decoder, tokenizer, blocks=blocks, context=context, limits=limits, eos_ids=self.eos_ids
-            )
+                self.decoder, tokenizer, blocks=blocks, context=context, limits=limits, eos_ids=self.eos_ids,
+                runner=self.runner,
+            )  # fmt: skip
         assert self._engine is not None
         return self._engine
 

@@ -29,6 +29,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     salt: bytes = b""  # requests of different salts share no cached block
     priority: int = 0  # lower goes first
     deadline: float | None = None  # seconds from now; then it fails with `deadline`
+    adapter: str = ""  # one of `Ready.adapters`; empty: the model as it is
 
 
 class Embed(msgspec.Struct, frozen=True, tag="embed"):
@@ -38,6 +39,7 @@ class Embed(msgspec.Struct, frozen=True, tag="embed"):
     prompt: tuple[int, ...]
     pooling: str = "mean"  # or "last"
     deadline: float | None = None
+    adapter: str = ""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -125,6 +127,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     blocks: int
     block_size: int
     table: tuple[tuple[str, int], ...]  # where the memory goes: (what, bytes)
+    adapters: tuple[str, ...] = ()  # names that a request may ask for
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):

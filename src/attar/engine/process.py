@@ -44,6 +44,7 @@ from attar.engine.messages import (
     encode,
 )
 from attar.engine.settings import Settings
+from attar.engine.team import TeamRunner
 from attar.faults import point
 
 MAX_UNSENT = 64 << 20
@@ -114,6 +115,8 @@ class Loop:
         self._left: float | None = None
         """When the step began; None between steps."""
         self._stopped = threading.Event()
+        if engine.overlaps:
+            engine.meanwhile = self._say
 
     def run(self) -> None:
         """Until the parent has gone, or everything has ended after a Drain."""
@@ -279,6 +282,13 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
+def _end_at_once(why: str) -> None:
+    """The model is not whole any more, and the loop may wait for what is gone: whoever watches this process starts
+    another."""
+    logger.error("%s", why)
+    os._exit(1)
+
+
 def main() -> int:
     """Read settings from standard input, load, and run. Exit status 2 where the model cannot be served."""
     logging.basicConfig(level=logging.INFO, format="engine: %(message)s")
@@ -291,6 +301,8 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if isinstance(engine.runner, TeamRunner):
+        engine.runner.crew.on_lost = _end_at_once
     gc.freeze()  # torch and the model stay: no collection between two steps need walk through them
     with listen(Path(settings.socket)) as listener:
         Loop(engine, ready, listener, sys.stdin.fileno()).run()

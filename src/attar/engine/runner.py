@@ -2,9 +2,11 @@
 
 The pages of all blocks lie here, and a sequence is its row of block numbers. A step in which every sequence adds one
 token is replayed from a recording (`decoding.py`), one for each number of sequences; the last few are kept. Any other
-step, with a piece of a prompt in it, is run in full: there Python is a small part.
+step is run in full, to the same numbers: with a piece of a prompt in it, where Python is a small part, or with a
+sequence that takes an adapter, whose rows are others in every step.
 
-On a GPU every step is run in full so far, and logits come back to the host, where tokens are chosen.
+On a GPU recordings are CUDA graphs (`graphs.py`), for a few numbers of rows, with room in each for fewer. Logits stay
+on the device, where tokens are chosen, and a step comes back before the device has done it.
 
 On CPUs a row's numbers do not depend on the other rows of a step, nor on how a prompt was cut into steps, so neither do
 a sequence's tokens.
@@ -12,6 +14,7 @@ a sequence's tokens.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as List
@@ -20,16 +23,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attar.engine import graphs
 from attar.engine.decoding import Decoding
 from attar.engine.sequence import Sequence, Status
 from attar.engine.step import Chunk, Copy, StepPlan
-from attar.faults import point
+from attar.faults import InjectedFault, point
 from attar.formats.kv import KvScheme
 from attar.kernels import ops
 from attar.kernels.pages import Bases, Pages
 from attar.model import cache
-from attar.model.cache import KVCache, Step, Tails
+from attar.model.cache import KVCache, Step, Tails, sent
 from attar.model.decoder import Decoder
+
+logger = logging.getLogger(__name__)
 
 RECORDINGS = 4  # numbers of sequences whose decode step is kept ready
 
@@ -95,7 +101,8 @@ class Runner:
     """The model and `blocks` blocks for keys and values, kept as `scheme` says, of sequences of up to `context` tokens.
 
     At most `sequences` run at a time, for whose unfinished blocks there is room, where the scheme keeps those apart.
-    `bases` are for schemes that are calibrated.
+    `bases` are for schemes that are calibrated. `record` says how decode steps are recorded as graphs: by default, on a
+    GPU, as CUDA graphs; there is one block more then, which belongs to nobody.
     """
 
     def __init__(
@@ -106,11 +113,20 @@ class Runner:
         scheme: KvScheme | None = None,
         sequences: int = 1,
         bases: List[Bases] | None = None,
+        record: graphs.Record | None = None,
     ) -> None:
         self.decoder, self.context, self.scheme = decoder, context, scheme or decoder.lossless
         self._unfinished = Unfinished(sequences)
-        tails, device = self._unfinished.count, str(decoder.device)
-        self.pages: list[Pages] = cache.pool(decoder.config, blocks, self.scheme, device, tails=tails, bases=bases)
+        self.device = decoder.device
+        if record is None and self.device.type == "cuda":
+            if (reason := graphs.against(decoder)) is not None:
+                logger.warning("every decode step is run in full: %s", reason)
+            else:
+                record = graphs.CudaRecorder(self.device)
+        tails, blocks = self._unfinished.count, blocks + (record is not None)
+        self.pages: list[Pages] = cache.pool(
+            decoder.config, blocks, self.scheme, str(self.device), tails=tails, bases=bases
+        )
         self.block = self.pages[0].block
         self.grows = any(rope is not None and rope.grows for rope in decoder.config.ropes)
         """Whether keys depend on how long their sequence can get: then no other sequence can use them."""
@@ -118,22 +134,38 @@ class Runner:
             decoder.against_recording() is None and not self.grows and ops.pages_against(self.scheme) is None
         )
         self._batches: OrderedDict[int, _Batch] = OrderedDict()
+        self.graphs = None if record is None else graphs.Graphs(decoder, self.pages, context, sequences, record)
+
+    @torch.inference_mode()
+    def record_all(self) -> None:
+        """Record every graph there will be now, rather than when it is first wanted."""
+        if self.graphs is not None:
+            self.graphs.record_all()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None) -> Tensor:
-        """Run the step; returns logits [S, V] after each chunk that samples, in order. The next step overwrites them.
+        """Run the step; returns logits [S, V] after each chunk that samples, in order, on the model's device, which may
+        still be working on them. The next step overwrites them.
 
         `wanted` says by sequence id who wants more of a chunk. A step, or parts of it, can be run again until the
         scheduler commits it, to the same bits: what it writes are slots that it does not read before. After a step that
-        raised, `release` comes first.
+        raised, `release` comes first. Raises torch.OutOfMemoryError where the device has too little memory for it.
         """
         for copy in plan.copies:
             self._copy(copy)
         chunks = plan.chunks
         if not chunks:
-            return torch.empty(0, self.decoder.config.vocab_size)
-        if self._recorded and not wanted and all(chunk.rows == 1 and chunk.samples for chunk in chunks):
-            return self._replay(chunks)
+            return self._no_logits()
+        for chunk in chunks:
+            try:
+                point("runner.memory", chunk.sequence.id)
+            except InjectedFault as fault:
+                raise torch.OutOfMemoryError(str(fault)) from fault
+        plain = all(chunk.rows == 1 and chunk.samples and not chunk.sequence.adapter for chunk in chunks)
+        if not wanted and plain and (self._recorded or self.graphs is not None):
+            for chunk in chunks:
+                point("runner.replay", chunk.sequence.id)
+            return self._replay(chunks) if self.graphs is None else _replayed(self.graphs.of(len(chunks)), chunks)
         return self._run(chunks, wanted or {})
 
     def _copy(self, copy: Copy) -> None:
@@ -150,7 +182,6 @@ class Runner:
             batch.cache.tails = self._unfinished.tails(chunks, self.block)
         tables = batch.cache.tables.numpy()
         for row, chunk in enumerate(chunks):
-            point("runner.replay", chunk.sequence.id)
             blocks = chunk.sequence.blocks
             if batch.rows[row] != blocks:  # few steps bring a block, and fewer swap one for the prefix tree's
                 tables[row, : len(blocks)] = blocks
@@ -176,10 +207,11 @@ class Runner:
             tables[row, : len(chunk.sequence.blocks)] = torch.tensor(chunk.sequence.blocks, dtype=torch.int32)
             ids += chunk.sequence.tokens[chunk.start : chunk.start + chunk.rows]
         tails = self._unfinished.tails(chunks, self.block) if self.scheme.recent else None
-        view = KVCache.over(self.pages, tables.to(self.decoder.device), [chunk.start for chunk in chunks], tails)
+        view = KVCache.over(self.pages, tables, [chunk.start for chunk in chunks], tails)
         horizons = tuple(horizon(chunk.sequence) for chunk in chunks) if self.grows else self.context
-        step = Step(tuple(chunk.rows for chunk in chunks), horizons, view)
-        stream, delta = self.decoder.states(torch.tensor(ids, device=self.decoder.device), step)
+        adapters = tuple(chunk.sequence.adapter for chunk in chunks)
+        step = Step(tuple(chunk.rows for chunk in chunks), horizons, view, adapters)
+        stream, delta = self.decoder.states(sent(self.device, torch.tensor(ids))[0], step)
         ends = torch.tensor([chunk.rows for chunk in chunks]).cumsum(0)
         for chunk, end in zip(chunks, ends.tolist(), strict=True):
             point("runner.rows", chunk.sequence.id)
@@ -190,18 +222,33 @@ class Runner:
                     want.hidden(chunk, 0, hidden.cpu())
                 if want.logits is not None:
                     for at in range(start, end, LOGIT_ROWS):
-                        piece = _rows(stream, delta, at, min(at + LOGIT_ROWS, end))
-                        want.logits(chunk, at - start, self.decoder.logits(*piece).cpu())
+                        rows = slice(at, min(at + LOGIT_ROWS, end))
+                        routes = None if step.routes is None else step.routes.of(rows)
+                        piece = _rows(stream, delta, rows.start, rows.stop)
+                        want.logits(chunk, at - start, self.decoder.logits(*piece, routes).cpu())
         last = (ends - 1)[torch.tensor([chunk.samples for chunk in chunks])]
         if not len(last):
-            return torch.empty(0, self.decoder.config.vocab_size)
-        last = last.to(stream.device)
-        return self.decoder.logits(stream[last], None if delta is None else delta[last]).cpu()
+            return self._no_logits()
+        routes = None if step.routes is None else step.routes.of(last)
+        (last,) = sent(self.device, last)
+        return self.decoder.logits(stream[last], None if delta is None else delta[last], routes)
+
+    def _no_logits(self) -> Tensor:
+        return torch.empty((0, self.decoder.config.vocab_size), device=self.device)
 
     def release(self) -> None:
-        """Give memory of results back; recordings go with it."""
+        """Give memory of results back; recordings on a CPU go with it. Graphs stay: each step writes all their inputs,
+        so none is ever half made."""
         self._batches.clear()
         ops.release()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _replayed(graph: graphs.Graph, chunks: List[Chunk]) -> Tensor:
+    for row, chunk in enumerate(chunks):
+        graph.inputs.put(row, chunk.sequence.tokens[-1], chunk.start, chunk.sequence.blocks)
+    return graph.run(len(chunks))
 
 
 def _rows(stream: Tensor, delta: Tensor | None, start: int, end: int) -> tuple[Tensor, Tensor | None]:

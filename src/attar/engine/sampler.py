@@ -159,7 +159,7 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Draw | BadLogits
         ids = ops.argmax(logits)
         top = logits.gather(-1, ids[:, None]).squeeze(-1)
         return [
-            _drawn(row, token, sampler) if math.isfinite(largest) else BadLogits(BAD)
+            drawn(row, token, sampler) if math.isfinite(largest) else BadLogits(BAD)
             for row, token, largest, sampler in zip(logits, ids.tolist(), top.tolist(), samplers, strict=True)
         ]
     if len(samplers) > AT_ONCE:  # they take up to 150 bytes a logit
@@ -170,20 +170,21 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Draw | BadLogits
     largest = penalized.amax(-1)  # NaN if any is
     good = torch.isfinite(largest).tolist()
     tokens = ops.argmax(penalized)
-    drawn = [i for i, sampler in enumerate(samplers) if good[i] and sampler.params.temperature > 0]
-    if drawn:
-        chosen = [samplers[i] for i in drawn]
+    random = [i for i, sampler in enumerate(samplers) if good[i] and sampler.params.temperature > 0]
+    if random:
+        chosen = [samplers[i] for i in random]
         # The largest becomes 0, so that no temperature can make an infinity of it.
         temperature = _column([sampler.params.temperature for sampler in chosen], penalized)
-        scaled = (penalized[drawn] - largest[drawn, None]) / temperature
+        scaled = (penalized[random] - largest[random, None]) / temperature
         uniforms = _column([sampler.uniform() for sampler in chosen], scaled)
-        tokens[drawn] = _pick(_filter(scaled, [sampler.params for sampler in chosen]), uniforms)
+        tokens[random] = _pick(_filter(scaled, [sampler.params for sampler in chosen]), uniforms)
     return [
-        _drawn(rows[i], token, samplers[i]) if good[i] else BadLogits(BAD) for i, token in enumerate(tokens.tolist())
+        drawn(rows[i], token, samplers[i]) if good[i] else BadLogits(BAD) for i, token in enumerate(tokens.tolist())
     ]
 
 
-def _drawn(row: Tensor, token: int, sampler: Sampler) -> Draw:
+def drawn(row: Tensor, token: int, sampler: Sampler) -> Draw:
+    """The token chosen for a row of logits [V], which are read only where somebody wants log probabilities."""
     point("sampler.draw", sampler.name)
     return Draw(token, logprobs_of(row, token, sampler.params.logprobs))
 

@@ -33,7 +33,8 @@ class Sequence:
 
     `priority`: lower goes first. `deadline` is on the clock that the scheduler is given. Sequences of different `salt`
     share no block. With `bypass` nothing of the prompt is taken from the cache, because what is asked for must be
-    computed at every position.
+    computed at every position. `adapter` is the number of the one that it takes, 0 for none; whoever makes it sees that
+    its salt tells it from others.
     """
 
     id: str
@@ -43,6 +44,7 @@ class Sequence:
     deadline: float | None = None
     salt: bytes = b""
     bypass: bool = False
+    adapter: int = 0
 
     tokens: array[int] = field(init=False)
     prompt: int = field(init=False)

@@ -9,6 +9,10 @@ total of this run, and the machine's limits are measured in it too, since a neig
 * read fraction: bytes per token times steps a second over the read bandwidth;
 * compute fraction: operations of the linears in prefill over the int8 peak of four-byte dot products, which AMX tiles
   can pass; `tile_fraction` is over theirs.
+
+On a GPU steps are replayed from a graph, the bandwidth is that of a copy, which reads and writes, and the peak that of
+torch's product of bfloat16 numbers. There the cache counts: `roof_fraction` is the time in which weights, keys and
+values of a step's context could be read, over the time it takes.
 """
 
 from __future__ import annotations
@@ -26,26 +30,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.checkpoints import sources
+from attar.checkpoints import hf, sources
 from attar.engine import kv as engine_kv
 from attar.engine.decoding import Decoding
 from attar.engine.llm import PREFILL_ROWS
+from attar.engine.team import Team
+from attar.formats.forms import Sparse24
 from attar.formats.kv import KvScheme
-from attar.formats.packed import PackedTensor
+from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import HEADS, Scheme
 from attar.kernels import ops
 from attar.kernels.native import extension, limits
 from attar.kernels.operands import Linear, Prepared
-from attar.kernels.ops import Store
+from attar.kernels.ops import Store, TritonStore
 from attar.kernels.pages import Bases
 from attar.model import decoder as model
 from attar.model.cache import BLOCK, Step
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.model.shapes import shape
+from attar.plan import costs
 
 WARM_UP = 16  # tokens of the prompt that goes first, untimed but for the first token
 SEED = 20
+REPEATED = 64  # rows of a form that is not a grid
+COPIED, SQUARE = 1 << 30, 8192  # bytes of a copy, and rows of a product, by which a card's limits are measured
 
 
 @dataclass(frozen=True)
@@ -62,13 +71,13 @@ class RandomWeights:
 
     dtype = torch.float32
 
-    def __init__(self, config: ModelConfig, scheme: str, head: str) -> None:
+    def __init__(self, config: ModelConfig, scheme: str, head: str, device: torch.device | str = "cpu") -> None:
         if head not in HEADS:
             raise ValueError(f"unknown head {head!r}: known are {', '.join(HEADS)}")
         self.config = config
         self.scheme = None if scheme == "bf16" else Scheme.parse(scheme)
         self.head = None if HEADS[head] is None else Scheme.parse(str(HEADS[head]))
-        self._numbers = torch.Generator().manual_seed(SEED)
+        self._device, self._numbers = device, torch.Generator(device).manual_seed(SEED)
         if config.experts is not None or config.norm != "rms":
             raise ValueError("random weights are of dense models with RMSNorm")
 
@@ -100,42 +109,85 @@ class RandomWeights:
         return self._dense(size) if scheme is None else self._packed(size, scheme.with_scale_dtype("float16"))
 
     def _dense(self, size: tuple[int, int]) -> Tensor:
-        return torch.empty(size, dtype=torch.bfloat16).normal_(0, size[1] ** -0.5, generator=self._numbers)
+        empty = torch.empty(size, dtype=torch.bfloat16, device=self._device)
+        return empty.normal_(0, size[1] ** -0.5, generator=self._numbers)
 
     def _packed(self, size: tuple[int, int], scheme: Scheme) -> PackedTensor:
+        if scheme.weight.kind != "int":
+            return quantized(size, scheme, self._numbers)
         parts = {}
         for name, part in scheme.parts(size).items():
             if name == "shape":
                 parts[name] = torch.tensor(size)
             elif name == "scale":
                 step = 2.0 / (2**scheme.grid.bits * size[1] ** 0.5)
-                parts[name] = torch.full(part.shape, step, dtype=torch.float16)
+                parts[name] = torch.full(part.shape, step, dtype=torch.float16, device=self._device)
             else:
-                raw = torch.empty(part.bytes // 8 + 1, dtype=torch.int64).random_(generator=self._numbers)
+                raw = torch.empty(part.bytes // 8 + 1, dtype=torch.int64, device=self._device)
+                raw.random_(generator=self._numbers)
                 flat = raw.view(getattr(torch, part.dtype))
                 parts[name] = flat[: part.bytes // flat.element_size()].view(part.shape).clone()
         return PackedTensor(scheme, size, parts)
 
 
+def quantized(size: tuple[int, int], scheme: Scheme, numbers: torch.Generator) -> PackedTensor:
+    """Normal weights in a form that random bits do not spell. Where rows can be quantized some at a time, the first
+    ones come again and again, for some forms are searched for."""
+    rows = min(size[0], REPEATED) if scheme.weight.by_row else size[0]
+    some = torch.empty((rows, size[1])).normal_(0, size[1] ** -0.5, generator=numbers)
+    if isinstance(scheme.weight, Sparse24):
+        some.unflatten(1, (-1, 4))[..., 2:] = 0
+    packed = codec(scheme.weight.kind).quantize(some, scheme)
+    times = -(-size[0] // rows)
+
+    def repeated(part: Tensor) -> Tensor:
+        return torch.cat([part] * times)[: size[0]] if part.shape[:1] == (rows,) else part
+
+    return PackedTensor(scheme, size, {name: repeated(part) for name, part in packed.parts.items()})
+
+
 def build(name: str, scheme: str, head: str, store: Store) -> Decoder:
     """A model of a known shape with random weights; a tied embedding is the output matrix, of the head's scheme."""
-    config = shape(name)
-    return model.build(config, RandomWeights(config, scheme, head), None, store)
+    config, device = shape(name), store.device if isinstance(store, TritonStore) else "cpu"
+    return model.build(config, RandomWeights(config, scheme, head, device), None, store)
 
 
 def load(path: Path, store: Store) -> Decoder:
-    return sources.load(path, torch.float32, None, store)
+    return sources.load(path, store.dtype if isinstance(store, TritonStore) else torch.float32, None, store)
+
+
+def run_shared(
+    path: Path, tp: int, pp: int, load: Load, activations: str, kv: str | None, device: str
+) -> dict[str, Any]:
+    """As `run`, of a model in several processes; bytes and linears are those of the first."""
+    teams: list[Team] = []
+
+    def make(store: Store) -> Decoder:
+        teams.append(Team(path, tp, pp, device=device, dtype=hf.compute_dtype(None, device), activations=activations))
+        return teams[0].decoder
+
+    try:
+        return run(make, load, activations, kv, device) | {"tp": tp, "pp": pp}
+    finally:
+        for team in teams:
+            team.close()
 
 
 def run(
-    make: Callable[[Store], Decoder], load: Load, activations: str = "int8g128", kv: str | None = None
+    make: Callable[[Store], Decoder],
+    load: Load,
+    activations: str = "int8g128",
+    kv: str | None = None,
+    device: str = "cpu",
 ) -> dict[str, Any]:
-    """Measure, with keys and values kept as the scheme `kv` says, by default as they are.
+    """Measure on `device`, with keys and values kept as the scheme `kv` says, by default as they are.
 
     Raises ValueError where a setting does not exist, or where nothing can run natively here.
     """
     since, floor = time.perf_counter(), _resident()
-    store = ops.store(activations)
+    computed = hf.compute_dtype(None, device)
+    assert computed is not None
+    store = ops.store(activations, device, computed)
     if store is None:
         raise ValueError(f"there is nothing to measure: {ops.candidates('linear')[0][1]}")
     decoder = make(store)
@@ -147,37 +199,80 @@ def run(
     _generate(decoder, prompts[:1, :WARM_UP], 2, scheme, bases)
     first = time.perf_counter() - since
     prefill, steps, busy, recorded = _generate(decoder, prompts, load.gen, scheme, bases)
-    peak = _peak()  # before the limits take memory of their own
-    limit = limits.measure()
     linears = [decoder.head, *(linear for block in decoder.blocks for linear in block.linears())]
     per_token = sum(each.weight.read_bytes for each in linears if isinstance(each.weight, Prepared))
     work = 2 * sum(each.shape[0] * each.shape[1] for each in linears[1:]) * load.prompt * load.batch
     decode = statistics.median(steps)
-    return {
+    found = {
+        "device": device,
         "prefill_tok_s": load.prompt * load.batch / prefill,
         "decode_tok_s": load.batch * len(steps) / sum(steps),
         "step_ms": 1e3 * decode,
         "bytes_per_token": per_token,
-        "read_gb_s": limit.read_gb_s,
-        "read_fraction": per_token / decode / 1e9 / limit.read_gb_s,
-        "int8_gops": limit.int8_gops,
-        "compute_fraction": work / prefill / 1e9 / limit.int8_gops,
-        "tile_gops": limit.tile_gops,
-        "tile_fraction": None if limit.tile_gops is None else work / prefill / 1e9 / limit.tile_gops,
-        "python_fraction": 1 - busy / sum(steps),
+    }
+    if isinstance(store, TritonStore):
+        peak, rate, gops = torch.cuda.max_memory_reserved(decoder.device), *_card_limits(decoder.device)
+        cached = load.batch * costs.kv_read_bytes(decoder.config, scheme.name, load.prompt + load.gen // 2)
+        found |= {
+            "card": torch.cuda.get_device_name(decoder.device),
+            "read_gb_s": rate,
+            "read_fraction": per_token / decode / 1e9 / rate,
+            "roof_fraction": (per_token + cached) / decode / 1e9 / rate,
+            "bf16_gops": gops,
+            "compute_fraction": work / prefill / 1e9 / gops,
+            "peak_mb": peak / 1e6,
+            "kv_reference": None,
+        }
+    else:
+        peak = _peak()  # before the limits take memory of their own
+        limit = limits.measure()
+        found |= {
+            "read_gb_s": limit.read_gb_s,
+            "read_fraction": per_token / decode / 1e9 / limit.read_gb_s,
+            "int8_gops": limit.int8_gops,
+            "compute_fraction": work / prefill / 1e9 / limit.int8_gops,
+            "tile_gops": limit.tile_gops,
+            "tile_fraction": None if limit.tile_gops is None else work / prefill / 1e9 / limit.tile_gops,
+            "python_fraction": 1 - busy / sum(steps),
+            "peak_rss_mb": (peak - floor) / 1e6,
+            "isa": extension.cpu_level(),
+            "activations": activations,
+            "kv_reference": ops.pages_against(scheme),
+        }
+    return found | {
         "recorded": recorded,
-        "peak_rss_mb": (peak - floor) / 1e6,
         "load_s": loaded,
         "first_token_s": first,
         "reference_linears": store.refused,
         "threads": torch.get_num_threads(),
-        "isa": extension.cpu_level(),
-        "activations": activations,
         "kv": scheme.name,
         "kv_bits": scheme.bits_per_value(decoder.config.head_dim, BLOCK),
-        "kv_reference": ops.pages_against(scheme),
         **vars(load),
     }
+
+
+def _card_limits(device: torch.device) -> tuple[float, float]:
+    """What a card does at best: GB/s read and written by a copy, and billions of operations a second of a product."""
+    source, target = (torch.ones(COPIED, dtype=torch.uint8, device=device) for _ in range(2))
+    a, b = (torch.randn(SQUARE, SQUARE, device=device, dtype=torch.bfloat16) for _ in range(2))
+    copied = _seconds(lambda: target.copy_(source))
+    multiplied = _seconds(lambda: torch.mm(a, b))
+    return 2 * COPIED / copied / 1e9, 2 * SQUARE**3 / multiplied / 1e9
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """Of a call on the current card: the best of some runs of several."""
+    call()
+    best = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(8):
+            call()
+        end.record()
+        end.synchronize()
+        best.append(float(start.elapsed_time(end)) / 8e3)
+    return min(best)
 
 
 @torch.inference_mode()
@@ -192,40 +287,49 @@ def _generate(
     logits = []
     for s in range(batch):  # a sequence at a time: a prompt of some hundred tokens keeps the cores busy
         for at in range(0, length, PREFILL_ROWS):
-            piece = prompts[s, at : at + PREFILL_ROWS]
+            piece = prompts[s, at : at + PREFILL_ROWS].to(decoder.device)
             lengths = tuple(len(piece) if s == other else 0 for other in range(batch))
-            last = decoder.forward(piece, Step(lengths, horizon, cache), torch.tensor([len(piece) - 1]))
+            end = torch.tensor([len(piece) - 1], device=decoder.device)
+            last = decoder.forward(piece, Step(lengths, horizon, cache), end)
             if at + len(piece) == length:
                 logits.append(last)
     tokens = ops.argmax(torch.cat(logits)).tolist()
     prefill = time.perf_counter() - start
     decoding = Decoding(decoder, cache, horizon)
-    seconds, before = [], 0
+    seconds, before = [], 0.0
     for step in range(count):
         since = time.perf_counter()
         tokens = ops.argmax(decoding.step(tokens)).tolist()
         if step:  # the first is recorded
             seconds.append(time.perf_counter() - since)
         else:
-            before = extension.library.busy_ns()
-    return prefill, seconds, (extension.library.busy_ns() - before) / 1e9, decoding.recorded
+            before = extension.busy_seconds()
+    return prefill, seconds, extension.busy_seconds() - before, decoding.recorded
 
 
 def to_text(report: dict[str, Any]) -> str:
     """The report as a page for people."""
-    peak = report["tile_gops"] or report["int8_gops"]
-    fraction = report["compute_fraction"] if report["tile_gops"] is None else report["tile_fraction"]
     rows = {
-        "prefill": f"{report['prefill_tok_s']:.0f} tokens/s, {fraction:.0%} of the {peak:.0f} GOP/s of int8 here",
         "decode": f"{report['decode_tok_s']:.1f} tokens/s, {report['read_fraction']:.0%} of the "
         f"{report['read_gb_s']:.1f} GB/s that memory reads",
         "weights": f"{report['bytes_per_token'] / 1e6:.0f} MB a step",
-        "Python": f"{report['python_fraction']:.1%} of a step" + ("" if report["recorded"] else " (not recorded)"),
         "KV cache": f"{report['kv']}, {report['kv_bits']:.3g} bits a number",
         "loaded": f"in {report['load_s']:.2f} s, first token after {report['first_token_s']:.2f} s",
-        "memory": f"{report['peak_rss_mb']:.0f} MB at most",
-        "kernels": f"{report['isa']}, {report['threads']} threads, activations {report['activations']}",
     }
+    once = "" if report["recorded"] else " (not recorded)"
+    if report["device"] == "cpu":
+        peak = report["tile_gops"] or report["int8_gops"]
+        fraction = report["compute_fraction"] if report["tile_gops"] is None else report["tile_fraction"]
+        of = f"{fraction:.0%} of the {peak:.0f} GOP/s of int8 here"
+        rows["Python"] = f"{report['python_fraction']:.1%} of a step{once}"
+        rows["memory"] = f"{report['peak_rss_mb']:.0f} MB at most"
+        rows["kernels"] = f"{report['isa']}, {report['threads']} threads, activations {report['activations']}"
+    else:
+        of = f"{report['compute_fraction']:.0%} of the {report['bf16_gops']:.0f} GOP/s of bfloat16 here"
+        rows["roof"] = f"{report['roof_fraction']:.0%} of what reading weights and cache would allow{once}"
+        rows["memory"] = f"{report['peak_mb']:.0f} MB of the card at most"
+        rows["card"] = report["card"]
+    rows = {"prefill": f"{report['prefill_tok_s']:.0f} tokens/s, {of}"} | rows
     reasons = Counter(report["reference_linears"].values())
     refused = [f"{count} linears run on the reference: {reason}" for reason, count in reasons.items()]
     if report["kv_reference"] is not None:

@@ -39,6 +39,20 @@ class StepPlan:
     def tokens(self) -> int:
         return sum(chunk.rows for chunk in self.chunks)
 
+    def pieces(self, rows: int) -> list[StepPlan]:
+        """The step in steps of at most so many tokens, which compute the same where they are run in their order."""
+        made, room = [StepPlan(copies=self.copies)], rows
+        for sequence, start, pending, samples in self.chunks:
+            end = start + pending
+            while start < end:
+                if not room:
+                    made.append(StepPlan())
+                    room = rows
+                taken = min(end - start, room)
+                made[-1].chunks.append(Chunk(sequence, start, taken, samples and start + taken == end))
+                start, room = start + taken, room - taken
+        return made
+
 
 class Outcome(NamedTuple):
     """What a step gave one sequence: the tokens it gained and whether it has ended, or why it failed."""

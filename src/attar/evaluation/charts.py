@@ -86,7 +86,8 @@ class Chart:
 
 
 def _fits(value: float, axis: Axis) -> bool:
-    return math.isfinite(value) and (value > 0 or not axis.log)
+    """Whether an axis has a place for it, with room to both sides within float64."""
+    return abs(value) <= 1e120 and (value >= 1e-120 or not axis.log)
 
 
 def ticks(low: float, high: float, count: int = 6) -> list[float]:
@@ -143,7 +144,7 @@ class _Frame:
 
 def _ends(values: Sequence[float], axis: Axis, room: float) -> tuple[float, float]:
     """The ends of an axis that holds all values, with `room` of its length left free at both."""
-    at = [axis.at(v) for v in (*values, *(axis.ends or ()))] or [0.0, 1.0]
+    at = [axis.at(v) for v in (*values, *(axis.ends or ())) if _fits(v, axis)] or [0.0, 1.0]
     low, high = min(at), max(at)
     span = (high - low) or (0.3 if axis.log else abs(high) * 0.2 or 1.0)
     return low - room * span, high + room * span
@@ -210,8 +211,9 @@ def _series(chart: Chart, series: Series, points: Sequence[Point], frame: _Frame
         return
     shape = SHAPES[max(series.colour, 0) % len(SHAPES)]
     for x, y, point in where:
-        if point.low is not None and point.high is not None and _fits(point.low, chart.y):
-            low, high = frame.py(chart.y.at(point.low)), frame.py(chart.y.at(point.high))
+        ends = [end for end in (point.low, point.high) if end is not None and _fits(end, chart.y)]
+        if len(ends) == 2:
+            low, high = (frame.py(chart.y.at(end)) for end in ends)
             yield f'<path class="whisker {kind}" d="M{x:.1f} {low:.1f}V{high:.1f}"/>'
         title = f"{point.label or series.name}: {point.y:.4g} at {point.x:.6g}"
         if point.low is not None and point.high is not None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,11 @@ from attar.checkpoints.safetensors import CheckpointError
 TARGETS = {"bits": "{:g} bits a weight", "size": "{:,.0f} bytes", "kl": "a KL of {:g}"}
 """What an allocation was asked to keep, as receipts name it and as it reads."""
 
-_IN_A_BLOCK = re.compile(r"(?P<stack>.*?)\.(?P<layer>\d+)\.(?P<kind>.+)")
+MOST, LEAST = 1e100, 1e-100
+"""Figures of larger magnitude are none, and smaller ones are zero: what is drawn of them stays within float64."""
+
+_IN_A_BLOCK = re.compile(r"(?P<stack>.*?)\.(?P<layer>\d{1,9})\.(?P<kind>.+)")
+_PRUNED = re.compile(r"(s\d|\d+:\d|p\d)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What rounding did to one linear: relative squared errors, as stored and had it been rounded to nearest."""
+    """What became of one linear: relative squared errors, as stored and by the plainest way to make it so."""
 
     name: str
     scheme: str
@@ -51,6 +54,12 @@ class Layer:
         """The block it belongs to."""
         found = _IN_A_BLOCK.fullmatch(self.name)
         return None if found is None else int(found["layer"])
+
+    @property
+    def pruned(self) -> bool:
+        """Whether weights of it are left out: then the plainest way is to leave out the smallest, else to round each to
+        the nearest code."""
+        return _PRUNED.match(self.scheme) is not None
 
     @property
     def kind(self) -> str:
@@ -135,13 +144,14 @@ class Compressed:
         protocol = evaluation.get("protocol")
         protocol = protocol if isinstance(protocol, dict) else {}
         cut = (str(protocol.get(key)) for key in ("context", "stride", "bos"))
-        return (source.get("sha256"), evaluation.get("ppl_base"), evaluation.get("tokens"), *cut)
+        return (str(source.get("sha256")), evaluation.get("ppl_base"), evaluation.get("tokens"), *cut)
 
     @property
     def gain(self) -> float | None:
-        """The geometric mean over linears of error over rounding's error; None where there is nothing to compare."""
-        ratios = [each.error / each.rtn_error for each in self.layers if each.error > 0 and each.rtn_error > 0]
-        return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+        """The geometric mean over linears of the error over the plain one; None where there is nothing to compare."""
+        pairs = [(each.error, each.rtn_error) for each in self.layers if min(each.error, each.rtn_error) >= LEAST]
+        logs = [math.log(error) - math.log(plain) for error, plain in pairs]
+        return math.exp(sum(logs) / len(logs)) if logs else None
 
 
 def read(output: str | Path, speed: Speed | None = None) -> Compressed:
@@ -149,7 +159,7 @@ def read(output: str | Path, speed: Speed | None = None) -> Compressed:
     path = hub.resolve(output)
     found = receipt.read_receipt(path)
     if found is None:
-        raise CheckpointError(f"{path}: {receipt.MISSING}")
+        raise CheckpointError(f"{path}: {receipt.missing(path)}")
     value, seen = found.value, inspect(path)
     place = str(receipt.receipt_path(path))
     for key in ("recipe", "evaluation", "source", "versions"):
@@ -197,7 +207,7 @@ def front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def _finite(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST:
         return None
     return float(value)
 
@@ -224,7 +234,12 @@ def _layer(value: object, place: str) -> Layer:
         raise _damaged(place, "layers")
     error, rtn_error = (_finite(value.get(key)) for key in ("error", "rtn_error"))
     words = [value.get(key) for key in ("name", "scheme")]
-    if error is None or rtn_error is None or not all(isinstance(word, str) for word in words):
+    if (
+        error is None
+        or rtn_error is None
+        or min(error, rtn_error) < 0
+        or not all(isinstance(word, str) for word in words)
+    ):
         raise _damaged(place, "layers")
     return Layer(str(words[0]), str(words[1]), str(value.get("measure", "weight")), error, rtn_error)
 

@@ -59,7 +59,8 @@ def html(contents: Contents) -> str:
         trade_offs=[_shown_trade_off(chosen, pieces) for chosen, pieces in trade_offs(outputs)],
         allocations=[_allocation(each) for each in outputs if each.allocation is not None],
         layers=[_layers(each) for each in outputs],
-        layers_key=Markup(charts.key(_error_series([]))),
+        layers_key=Markup(charts.key(_error_series([], " or ".join(_plain(outputs))))),
+        plain=" or ".join(_plain(outputs)),
         outliers=_outliers(contents) if contents.profiles else None,
         sources=[_source(each) for each in outputs],
         version=__version__,
@@ -119,7 +120,7 @@ def _summary(outputs: Sequence[Compressed]) -> dict[str, Any]:
         "perplexity": figure("ppl", ".2f"),
         "top-1 agreement": figure("top1", ".1%"),
         "decode, tokens/s": [None if each.speed is None else Cell(f"{each.speed.decode:.1f}") for each in outputs],
-        "error / RTN's": [None if each.gain is None else Cell(f"{each.gain:.3f}") for each in outputs],
+        "error / plain": [None if each.gain is None else Cell(f"{each.gain:.3f}") for each in outputs],
     }
     columns = {name: cells for name, cells in columns.items() if any(cells)}
     rows = [[cell or Cell("-") for cell in row] for row in zip(*columns.values(), strict=True)]
@@ -127,8 +128,9 @@ def _summary(outputs: Sequence[Compressed]) -> dict[str, Any]:
     base = {each.figures["ppl_base"].value for each in outputs if "ppl_base" in each.figures}
     if len(base) == 1:
         note += f"The original's perplexity is {base.pop():.4f}. "
-    if "error / RTN's" in columns:
-        note += "Last: the geometric mean over linears of the error as stored over that of rounding to nearest (RTN)."
+    if "error / plain" in columns:
+        plain = " or ".join(_plain(outputs))
+        note += f"Last: the geometric mean over linears of the error as stored over that of the plain way: {plain}."
     return {"names": list(columns), "rows": rows, "note": note}
 
 
@@ -229,13 +231,21 @@ def _drawn(chart: Chart) -> dict[str, Any]:
 # --- linear by linear -------------------------------------------------------------------------------------------------
 
 
-def _error_series(pairs: Iterable[tuple[int, str, float, float]]) -> list[Series]:
-    """Of (block, name, error, error of rounding)."""
+NEAREST, SMALLEST = "rounded to nearest", "smallest left out"
+"""The plain ways to store a linear, beside which what a method does is shown."""
+
+
+def _plain(outputs: Iterable[Compressed]) -> list[str]:
+    """Those of some outputs."""
+    pruned = {layer.pruned for each in outputs for layer in each.layers}
+    return [name for name, is_it in ((NEAREST, False), (SMALLEST, True)) if is_it in pruned] or [NEAREST]
+
+
+def _error_series(pairs: Iterable[tuple[int, str, float, float]], plain: str) -> list[Series]:
+    """Of (block, name, error, error of the plain way)."""
     some = list(pairs)
     return [
-        Series(
-            "rounded to nearest", [Point(at, rtn, name) for at, name, _, rtn in some], SOFT, dashed=True, hollow=True
-        ),
+        Series(plain, [Point(at, rtn, name) for at, name, _, rtn in some], SOFT, dashed=True, hollow=True),
         Series("as stored", [Point(at, error, name) for at, name, error, _ in some], 0),
     ]
 
@@ -243,8 +253,10 @@ def _error_series(pairs: Iterable[tuple[int, str, float, float]]) -> list[Series
 def error_charts(output: Compressed) -> list[Chart]:
     """One small chart for each kind of linear, all with the same ends."""
     kinds: dict[str, list[tuple[int, str, float, float]]] = defaultdict(list)
+    plain: dict[str, str] = {}
     for each in output.layers:
         if each.layer is not None:
+            plain[each.kind] = SMALLEST if each.pruned else NEAREST
             kinds[each.kind].append((each.layer, each.name, each.error, each.rtn_error))
     errors = [e for some in kinds.values() for _, _, *pair in some for e in pair if e > 0]
     ends = (min(errors), max(errors)) if errors else None
@@ -252,7 +264,7 @@ def error_charts(output: Compressed) -> list[Chart]:
     found = []
     for kind, some in kinds.items():
         many = len({at for at, *_ in some}) < len(some)  # experts: several in a block make no line
-        series = [replace(each, style="dots") if many else each for each in _error_series(some)]
+        series = [replace(each, style="dots") if many else each for each in _error_series(some, plain[kind])]
         found.append(Chart(kind, *axes, series, 280, 200))
     return found
 
@@ -263,7 +275,7 @@ def _layers(output: Compressed) -> dict[str, Any]:
          f"{each.error / each.rtn_error:.3f}" if each.rtn_error else "-")
         for each in output.layers
     ]  # fmt: skip
-    gain = f", {output.gain:.2f} of the error of rounding on average" if output.gain is not None else ""
+    gain = f", {output.gain:.2f} of the plain way's error on average" if output.gain is not None else ""
     note = f"{len(rows)} linears{gain}"
     return {"label": output.label, "note": note, "charts": [_drawn(c) for c in error_charts(output)], "rows": rows}
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 
-from attar.checkpoints import hf, hub, sources, vocabulary
+from attar.checkpoints import hf, hub, lora, sources, vocabulary
 from attar.engine import kv as engine_kv
+from attar.kernels import ops
 from attar.metrics.measure import Report, measure
 from attar.model.decoder import Decoder
 from attar.text.files import read_text
@@ -39,27 +40,30 @@ def evaluate(
     context: int | None = None,
     stride: int | None = None,
     max_tokens: int | None = None,
-    dtype: str = "float32",
+    device: str = "cpu",
+    dtype: str | None = None,
     kv: str | None = None,
+    adapter: Path | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Measure a model on a text, or on token sequences taken as they are; where `against` is given, also against it.
 
     `text` names a file (UTF-8; or .jsonl, with the text under `text`). `max_tokens` ends it early (for `tokens`: ends
     with whole sequences). A decoder given as `model` has no tokenizer of its own: `tokenizer` stands in. `context` and
-    `stride` are explained in `metrics.perplexity`. Both models compute in `dtype`; one that is loaded already computes
-    in its own.
+    `stride` are explained in `metrics.perplexity`. Both models compute in `dtype` on `device`: by the reference on a
+    CPU, in float32 by default; on `cuda` by its kernels, in bfloat16. One that is loaded already computes as it is.
 
     `kv` names how keys and values are kept (`formats/kv.py`): each window then runs as a prompt through such a cache.
     Without `against`, that is compared with the model itself, keys and values as they are; windows have up to
-    `KV_CONTEXT` tokens by default, for what such a cache costs grows with what is in it.
+    `KV_CONTEXT` tokens by default, for what such a cache costs grows with what is in it. `adapter` is the folder of a
+    low-rank adapter that `model`, and not `against`, computes with.
 
     Raises ValueError for an empty text or one of fewer than two tokens, models of different vocabularies, logits that
     are not finite, and models that cannot be loaded.
     """
     if (text is None) == (tokens is None):
         raise ValueError("give what to evaluate on: either a text or token ids")
-    computed = hf.compute_dtype(dtype)
+    computed = hf.compute_dtype(dtype, device)
     if max_tokens is not None and max_tokens < 2:
         raise ValueError(f"max_tokens is {max_tokens}: at least 2 tokens are needed")
     content = None if text is None else read_text(text)
@@ -76,8 +80,8 @@ def evaluate(
         bos = tokenizer.added_bos
     else:
         ids = _first_tokens(tokens or [], max_tokens)
-    loaded = load(model, folder, computed, told)
-    base = None if against is None else load(against, None, computed, told)
+    loaded = load(model, folder, computed, told, adapter, device)
+    base = None if against is None else load(against, None, computed, told, device=device)
     cache = None
     if kv is not None:
         scheme = engine_kv.of(loaded, kv)
@@ -107,8 +111,24 @@ def _first_tokens(sequences: Sequence[Sequence[int]], max_tokens: int | None) ->
     return kept
 
 
-def load(model: Model, folder: Path | None, dtype: torch.dtype | None, progress: Progress) -> Decoder:
-    """The decoder itself where `model` is one, else that of its `folder`, which is looked for where it is None."""
+def load(
+    model: Model,
+    folder: Path | None,
+    dtype: torch.dtype | None,
+    progress: Progress,
+    adapter: Path | None = None,
+    device: str = "cpu",
+) -> Decoder:
+    """The decoder itself where `model` is one, else that of its `folder`, which is looked for where it is None; with
+    the adapter of a folder. Raises ValueError for a decoder and an adapter together: its owner attaches one."""
     if isinstance(model, Decoder):
+        if adapter is not None:
+            raise ValueError("a decoder that is loaded already takes its adapter by lora.attach")
         return model
-    return sources.load(folder or hub.resolve(model), dtype, lambda done, total: progress("loading", done, total))
+    store = None if device == "cpu" or dtype is None else ops.store(device=device, dtype=dtype)
+    found = sources.load(
+        folder or hub.resolve(model), dtype, lambda done, total: progress("loading", done, total), store
+    )
+    if adapter is not None:
+        lora.attach(found, adapter)
+    return found

@@ -140,17 +140,20 @@ def evaluate_task(
     tokenizer: Tokenizer | None = None,
     context: int | None = None,
     limit: int | None = None,
-    dtype: str = "float32",
+    device: str = "cpu",
+    dtype: str | None = None,
+    adapter: Path | None = None,
     progress: Progress | None = None,
 ) -> TaskReport:
-    """Score a model on a task of `TASKS` (its first `limit` items). `context`: tokens at most, by default the model's.
+    """Score a model on a task of `TASKS` (its first `limit` items). `context`: tokens at most, by default the model's;
+    `adapter`: the folder of one that the model computes with.
 
     A decoder given as `model` has no tokenizer of its own: `tokenizer` stands in. Raises ValueError for an unknown
     task, a file that does not hold it, a model that cannot be loaded, and logits that are not finite.
     """
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}: known are {', '.join(TASKS)}")
-    computed = hf.compute_dtype(dtype)
+    computed = hf.compute_dtype(dtype, device)
     items = TASKS[task](path)[:limit]
     told = progress or (lambda stage, done, total: None)
     folder = None if isinstance(model, Decoder) else hub.resolve(model)
@@ -158,7 +161,7 @@ def evaluate_task(
         if folder is None:
             raise ValueError("a loaded decoder has no tokenizer: pass one")
         tokenizer = vocabulary.tokenizer(folder)
-    decoder = load(model, folder, computed, told)
+    decoder = load(model, folder, computed, told, adapter, device)
     supported = decoder.config.context
     if context is not None and context > supported:
         raise ValueError(f"a context of {context} is longer than the {supported} positions that the model supports")
@@ -193,8 +196,9 @@ def score(decoder: Decoder, batch: Sequence[Encoded]) -> list[Score]:
     for item, length in zip(batch, lengths, strict=True):
         end += length
         rows += range(end - item.targets, end)
-    ids = torch.tensor([token for each in inputs for token in each])
-    logits = decoder.forward(ids, Step(lengths, lengths), torch.tensor(rows))  # [R, V]
+    ids = torch.tensor([token for each in inputs for token in each], device=decoder.device)
+    step = Step(lengths, lengths, device=decoder.device)
+    logits = decoder.forward(ids, step, torch.tensor(rows, device=decoder.device)).cpu()  # [R, V]
     if not logits.isfinite().all():
         raise ValueError("the logits of the model hold a NaN or an infinity: its weights are damaged")
     targets = torch.tensor([token for item in batch for token in item.ids[-item.targets :]])

@@ -183,6 +183,41 @@ class Nf4:
 
 
 @dataclass(frozen=True, slots=True)
+class Progressive:
+    """Four bits in groups upon int8 in rows: a group's codes times a whole number less another are int8, which one
+    float a row turns into weights; QServe's. Codec `progressive`."""
+
+    kind: ClassVar[str] = "progressive"
+    by_row: ClassVar[bool] = True
+    bits: ClassVar[int] = 4
+
+    group: int = 128
+
+    @property
+    def name(self) -> str:
+        return f"qserve-g{self.group}"
+
+    def check(self, columns: int) -> None:
+        self.groups(columns)
+
+    def groups(self, columns: int) -> int:
+        """Groups of a row of `columns` elements. Raises ValueError where their size does not divide."""
+        if columns % self.group:
+            raise ValueError(f"{self.name} has groups of {self.group}, which do not divide {columns} input columns")
+        return columns // self.group
+
+    def parts(self, shape: tuple[int, int], scale_dtype: ScaleDtype) -> dict[str, Part]:
+        rows, columns = shape
+        by_group = Part("uint8", (rows, self.groups(columns)))
+        return {
+            "codes": Part("int32", (rows, columns * self.bits // 32)),
+            "scale": Part(scale_dtype, (rows, 1)),
+            "factor": by_group,
+            "offset": by_group,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Int8Rows:
     """int8 with the largest magnitude of each row, for inputs whose outliers are not rounded; as bitsandbytes stores
     LLM.int8(). Codec `llm_int8`."""
@@ -299,6 +334,7 @@ _ALL: tuple[Form, ...] = (
     Nf4(),
     Nf4(double=False),
     Int8Rows(),
+    *(Progressive(group) for group in (128, 64, 32)),
     Sparse24(),
     *(Lookup(bits, share) for bits in (4, 3, 2) for share in (0.0, 0.0005, 0.0045)),
 )

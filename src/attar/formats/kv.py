@@ -10,6 +10,9 @@
                         and 2 bits on average. klt2 keeps the unfinished block of each sequence in 16 bits
     kivi2               KIVI as published (Liu et al. 2024): 2 bits from least to greatest, keys per channel in groups
                         of 32 tokens, values per token in groups of 32 columns; the unfinished block in 16 bits
+    nuq4, nuq3          KVQuant (Hooper et al. 2024): calibrated levels, keys per channel and values per token; of each
+                        head the greatest coordinates, one in about a hundred, and of each block its first token, in 16
+                        bits. At equal bits worse than klt: here to compare with
 
 Schemes of the third kind need no group of tokens, so that a token is written once and for all. Where a block is first
 kept in 16 bits (`recent`), it is rounded when its last token comes. A token therefore always sees the tokens of its own
@@ -27,23 +30,26 @@ from typing import Literal
 
 from attar.formats.forms import Part
 
-Kind = Literal["float", "int8", "fp8", "planes", "kivi"]
+Kind = Literal["float", "int8", "fp8", "planes", "kivi", "nuq"]
 
 RUN = 16  # slots that stand side by side in the keys, and columns in the values
 BUCKET = 8  # neighbouring coordinates of one number of bits
 MOST_BITS = 6  # of a coordinate
-GROUP = 32  # of kivi2: tokens of keys, columns of values
+ONE_IN = 100  # coordinates of a head of nuq is an outlier, and one at least
+WRITTEN, RANDOM, LENGTH = 12, 4, 256  # texts that a scheme is calibrated on, by who makes them, and tokens of each
 
 
 @dataclass(frozen=True, slots=True)
 class KvScheme:
-    """One way to keep keys and values. `bits` are those of a code, on average."""
+    """One way to keep keys and values. `bits` are those of a code, on average; a `group` is of KIVI: so many tokens of
+    keys, columns of values."""
 
     name: str
     kind: Kind
     bits: float
     calibrated: bool = False
     recent: bool = False
+    group: int = 0
 
     @property
     def planes(self) -> bool:
@@ -57,14 +63,20 @@ class KvScheme:
         """Bits of one coordinate of each bucket of a head, together: what `planes` divides among the buckets."""
         return round(self.bits * head_dim / BUCKET)
 
+    def outliers(self, head_dim: int) -> int:
+        """Coordinates of a head that are kept apart; of nuq."""
+        return max(1, round(head_dim / ONE_IN))
+
     def check(self, head_dim: int, block: int) -> None:
         """Raise ValueError where heads or blocks of such sizes cannot be kept so."""
         if block < RUN or block % RUN:
             raise ValueError(f"a block holds a multiple of {RUN} slots, not {block}")
         if self.planes and head_dim % RUN:
             raise ValueError(f"{self.name} keeps heads of a multiple of {RUN} columns, not {head_dim}: int8 keeps any")
-        if self.kind == "kivi" and (head_dim % GROUP or block % GROUP):
-            raise ValueError(f"{self.name} keeps groups of {GROUP} tokens and columns, not {block} and {head_dim}")
+        if self.kind == "kivi" and (head_dim % self.group or block % self.group):
+            raise ValueError(f"{self.name} keeps groups of {self.group} tokens and columns, not {block} and {head_dim}")
+        if self.kind == "nuq" and (head_dim % BUCKET or head_dim > 256):
+            raise ValueError(f"{self.name} keeps heads of a multiple of {BUCKET} columns, 256 at most, not {head_dim}")
 
     def parts(self, kv_heads: int, head_dim: int, block: int) -> dict[str, Part]:
         """Every array of one block of one layer; `Pages` has them with a first axis of blocks. Raises ValueError as
@@ -76,13 +88,22 @@ class KvScheme:
             scales = Part("bfloat16", (kv_heads, block))
             return {"keys": codes, "values": codes, "key_scales": scales, "value_scales": scales}
         if self.kind == "kivi":
-            codes = Part("uint8", (kv_heads, block, head_dim // 4))
-            by_channel = Part("float16", (kv_heads, block // GROUP, head_dim))
-            by_token = Part("float16", (kv_heads, block, head_dim // GROUP))
+            by_channel = Part("float16", (kv_heads, block // self.group, head_dim))
+            by_token = Part("float16", (kv_heads, block, head_dim // self.group))
             return {
-                "keys": codes, "values": codes, "key_scales": by_channel, "value_scales": by_token,
+                "keys": Part("uint8", (kv_heads, runs, head_dim, RUN // 4)),
+                "values": Part("uint8", (kv_heads, block, head_dim // 4)),
+                "key_scales": by_channel, "value_scales": by_token,
                 "key_zeros": by_channel, "value_zeros": by_token,
             }  # fmt: skip
+        if self.kind == "nuq":
+            codes = Part("uint8", (kv_heads, block, round(self.bits), head_dim // BUCKET))
+            apart = (kv_heads, block, self.outliers(head_dim))
+            found = {"keys": codes, "values": codes, "value_scales": Part("bfloat16", (kv_heads, block))}
+            for side in ("key", "value"):
+                found[f"{side}_outliers"], found[f"{side}_columns"] = Part("bfloat16", apart), Part("uint8", apart)
+                found[f"{side}_firsts"] = Part("bfloat16", (kv_heads, head_dim))
+            return found
         together, dtype = (4, "int8") if self.kind == "int8" else (1, "uint8" if self.kind == "fp8" else self.name)
         found = {
             "keys": Part(dtype, (kv_heads, runs, -(-head_dim // together), RUN, together)),
@@ -101,7 +122,10 @@ class KvScheme:
         return 2 * 2 * block * kv_heads * head_dim if self.recent else 0
 
     def basis_bytes(self, kv_heads: int, head_dim: int) -> int:
-        """Of one layer's calibrated bases, three matrices and three rows a head on either side; others are shared."""
+        """Of one layer's calibrated bases, three matrices and three rows a head on either side (of nuq, two rows and
+        the levels); others are shared."""
+        if self.kind == "nuq":
+            return 2 * 4 * (kv_heads * 2 * head_dim + (1 << round(self.bits)))
         return 2 * 4 * kv_heads * (3 * head_dim**2 + 3 * head_dim) if self.calibrated else 0
 
     def bits_per_value(self, head_dim: int, block: int, context: int | None = None) -> float:
@@ -122,7 +146,9 @@ SCHEMES: Mapping[str, KvScheme] = {
         KvScheme("fp8", "fp8", 8),
         KvScheme("klt4", "planes", 4.25, calibrated=True),
         KvScheme("int4", "planes", 4),
-        KvScheme("kivi2", "kivi", 2, recent=True),
+        KvScheme("nuq4", "nuq", 4, calibrated=True),
+        KvScheme("nuq3", "nuq", 3, calibrated=True),
+        KvScheme("kivi2", "kivi", 2, recent=True, group=32),
         KvScheme("klt2", "planes", 2, calibrated=True, recent=True),
     )
 }

@@ -78,6 +78,7 @@ _CODECS: Mapping[str, str] = {
     "fp8-block": "fp8_blocks",
     "fp4": "fp4",
     "nf4": "nf4",
+    "progressive": "progressive",
     "llm-int8": "llm_int8",
     "lookup": "lookup",
     "sparse24": "sparse24",

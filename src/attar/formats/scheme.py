@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
-from attar.formats.forms import FORMS, Form, Fp4, Fp8Blocks, Outliers, ScaleDtype, Sparse24
+from attar.formats.forms import FORMS, Form, Fp4, Fp8Blocks, Outliers, Progressive, ScaleDtype, Sparse24
 from attar.formats.forms import ITEM_BITS as ITEM_BITS
 from attar.formats.forms import Part as Part
 
@@ -135,6 +135,7 @@ ROUNDS: Mapping[str, Form] = {
     "nvfp4": NVFP4,
     "mxfp4": Fp4("mxfp4"),
     "llm-int8": Outliers(),
+    **{name: Grid(granularity="token") for name, form in FORMS.items() if isinstance(form, Progressive)},
 }
 """What activations are rounded to beside weights of a form, unless its name ends in -weight."""
 
@@ -233,7 +234,7 @@ class Scheme:
                 raise ValueError(f"unknown scheme {name!r}: the values of {SPARSE}... are weights alone, such as w4g64")
             return Scheme(Sparse24(values.weight), layout="plain")
         match = re.fullmatch(
-            r"(?:w(?P<bits>\d)(?:a(?P<abits>8))?|(?P<fp8>fp8)(?P<e5m2>-e5m2)?)(?:g(?P<group>[1-9]\d*))?"
+            r"(?:w(?P<bits>\d)(?:a(?P<abits>[48]))?|(?P<fp8>fp8)(?P<e5m2>-e5m2)?)(?:g(?P<group>[1-9]\d*))?"
             r"(?P<tensor>-tensor)?(?P<asym>-asym)?(?P<wonly>-weight)?(?P<act>-static|-atensor)?",
             name,
         )
@@ -248,7 +249,7 @@ class Scheme:
         weight = Grid(kind, int(match["bits"] or 8), match["asym"] is None, granularity, group)
         activation = None
         if match["abits"] or (match["fp8"] and not match["wonly"]):
-            activation = Grid(kind, 8, True, "tensor" if match["act"] else "token")
+            activation = Grid(kind, int(match["abits"] or 8), True, "tensor" if match["act"] else "token")
         elif match["act"]:
             raise ValueError(f"scheme {name!r} has an activation suffix but no quantized activations")
         plain = activation is not None or kind != "int"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -45,13 +46,38 @@ class Adapter:
         return ((x.to(self.down.dtype) @ self.down.T) @ self.up.T).to(x.dtype)
 
 
+@dataclass(frozen=True, eq=False)
+class PreparedAdapter:
+    """The same with A and B in the layout of a backend: then what a row gets added does not depend on other rows."""
+
+    down: Linear
+    up: Linear
+
+
+class Routes:
+    """Which adapter each row of a call takes: `numbers` [N] on the CPU, 0 where it takes none."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers = numbers
+
+    @cached_property
+    def groups(self) -> list[tuple[int, Tensor]]:
+        """Each adapter's number with its rows, [n] int64 in order."""
+        return [(n, (self.numbers == n).nonzero()[:, 0]) for n in self.numbers.unique().tolist() if n]
+
+    def of(self, rows: Tensor | slice) -> Routes | None:
+        """Those of some of the rows; None where none of them takes an adapter."""
+        found = self.numbers[rows if isinstance(rows, slice) else rows.cpu()]
+        return Routes(found) if found.any() else None
+
+
 @dataclass(eq=False)
 class Linear:
     """y = x' W^T + b with W a dense tensor [O, I], or a PackedTensor or a prepared weight of that shape.
 
-    x' is x with, in this order: columns taken in the order of `permutation` (a GPTQ checkpoint with desc_act stores its
-    columns sorted by group); divided by `input_scale`; rounded to the scheme's activation grid, by the fixed
-    `activation_scale` where the scheme is static.
+    x' is x with, in this order: blocks of `hadamard` columns rotated; columns taken in the order of `permutation` (a
+    GPTQ checkpoint with desc_act stores its columns sorted by group); divided by `input_scale`; rounded to the scheme's
+    activation grid, by the fixed `activation_scale` where the scheme is static.
 
     `name` is the module's name in the checkpoint, which overrides, taps and receipts refer to.
     """
@@ -62,7 +88,10 @@ class Linear:
     permutation: Tensor | None = None  # [I] int64
     input_scale: Tensor | None = None  # [I]
     activation_scale: Tensor | None = None  # [1], float32
-    adapter: Adapter | None = None
+    hadamard: int = 0  # a power of two that divides I; 0: x is not rotated
+    adapter: Adapter | PreparedAdapter | None = None  # of every row
+    adapters: dict[int, Adapter | PreparedAdapter] = field(default_factory=dict, repr=False)
+    """Those of the rows that a call's `Routes` give their number."""
     dense: Tensor | None = field(default=None, repr=False)
     """Filled by the reference backend on first use: the dequantized weight in the dtype it computes in."""
     keep_dense: bool = True  # whether it may be filled: no where memory is short and calls are few and large

@@ -33,21 +33,30 @@ from torch import Tensor
 from attar import env
 from attar.formats.kv import KvScheme
 from attar.formats.packed import PackedTensor
-from attar.kernels import ref, ref_attention
+from attar.kernels import hadamard, ref, ref_attention
 from attar.kernels.native import attention as native_attention
 from attar.kernels.native import extension, quantize, rows
 from attar.kernels.native import linear as products
 from attar.kernels.native.linear import Activations as Activations
 from attar.kernels.native.rows import Table as NativeTable
 from attar.kernels.native.store import Store as NativeStore
-from attar.kernels.operands import Activation, AttentionForm, Linear, Norm, Tap
+from attar.kernels.operands import (
+    Activation,
+    Adapter,
+    AttentionForm,
+    Linear,
+    Norm,
+    PreparedAdapter,
+    Routes,
+    Tap,
+)
 from attar.kernels.pages import Bases, Pages, Placement, Rotation
 from attar.kernels.triton import backend as gpu
 from attar.kernels.triton import store as gpu_store
-from attar.kernels.triton.pages import PlainPages
+from attar.kernels.triton.pages import NibblePages, PlainPages
 from attar.kernels.triton.store import TritonStore as TritonStore
 from attar.kernels.triton.store import TritonTable
-from attar.kernels.triton.weights import TritonWeight
+from attar.kernels.triton.weights import TritonWeight, knows_float8
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -81,6 +90,11 @@ def candidates(op: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
         del backends["triton"]
     against = "ATTAR_KERNELS=ref forces the reference" if forced == "ref" else None
     return [*((name, against or supports(op, device, dtype)) for name, supports in backends.items()), ("ref", None)]
+
+
+def require(device: str) -> None:
+    """Raises ValueError, a sentence for whoever asked for it, where nothing can be computed on `device`."""
+    gpu.require(device)
 
 
 def store(activations: str = "int8g128", device: str = "cpu", dtype: torch.dtype = torch.float32) -> Store | None:
@@ -118,9 +132,16 @@ def pages(
     """
     if not gpu.takes(device) or env.get().kernels == "ref":
         return Pages.zeros(blocks, block, kv_heads, head_dim, scheme, device, tails, bases)
-    if scheme.kind not in ("float", "int8"):
-        raise ValueError(f"kernels of {device} keep keys and values as float32, bfloat16 or int8, not {scheme.name}")
-    made = PlainPages.make(blocks, block, kv_heads, head_dim, getattr(torch, scheme.name), device)
+    if scheme.name == "int4":
+        return NibblePages.rotated(blocks, block, kv_heads, head_dim, scheme, device)
+    if scheme.kind not in ("float", "int8", "fp8"):
+        raise ValueError(
+            f"kernels of {device} keep keys and values as float32, bfloat16, int8, fp8 or int4, not {scheme.name}"
+        )
+    dtype = torch.float8_e4m3fn if scheme.kind == "fp8" else getattr(torch, scheme.name)
+    if dtype == torch.float8_e4m3fn and not knows_float8(torch.device(device)):
+        raise ValueError(f"keys and values cannot be kept as fp8 on {device}: this card knows no float8")
+    made = PlainPages.make(blocks, block, kv_heads, head_dim, dtype, device)
     made.scheme = scheme
     return made
 
@@ -183,21 +204,56 @@ def norm(stream: Tensor, delta: Tensor | None, spec: Norm) -> tuple[Tensor, Tens
     return ref.norm(stream, delta, spec)
 
 
-def linear(x: Tensor, linears: Sequence[Linear], tap: Tap | None = None) -> Tensor:
+def linear(x: Tensor, linears: Sequence[Linear], tap: Tap | None = None, routes: Routes | None = None) -> Tensor:
     """The products of rows x [N, I] with each of `linears`, side by side: [N, sum of O].
 
     Weights may be of any schemes, mixed. Where a scheme quantizes activations, x is rounded to that grid first, once
-    for all linears that want the same. A linear's adapter adds its product.
+    for all linears that want the same. A linear's adapter adds its product of x as it comes, to every row, and its
+    numbered ones to the rows that `routes` give them; prepared ones keep what is promised of rows. Where linears want x
+    rotated, all of them the same, taps and adapters see the rotated rows.
     """
+    if linears[0].hadamard:
+        x = hadamard.rotate(x, linears[0].hadamard)
     if tap is not None:
         for each in linears:
             tap(each, x)
-    out, at = _products(x, linears), 0
-    for each in linears:
-        if each.adapter is not None:
-            out[:, at : at + each.shape[0]] += each.adapter.product(x)
-        at += each.shape[0]
+    out = _products(x, linears)
+    if any(each.adapter is not None for each in linears):
+        _adapt(out, x, linears, slice(None), [each.adapter for each in linears])
+    for number, group in () if routes is None else routes.groups:
+        if any(number in each.adapters for each in linears):
+            every = len(group) == len(x)
+            where = slice(None) if every else group.to(x.device)
+            _adapt(out, x if every else x[where], linears, where, [each.adapters.get(number) for each in linears])
     return out
+
+
+def _adapt(
+    out: Tensor,
+    x: Tensor,
+    linears: Sequence[Linear],
+    where: slice | Tensor,
+    adapters: Sequence[Adapter | PreparedAdapter | None],
+) -> None:
+    """Add to rows `where` of `out` what each linear's adapter makes of x, which are these rows."""
+    at = 0
+    for each, adapter in zip(linears, adapters, strict=True):
+        if isinstance(adapter, PreparedAdapter):
+            out[where, at : at + each.shape[0]] += _products(_products(x, (adapter.down,)), (adapter.up,))
+        elif adapter is not None:
+            out[where, at : at + each.shape[0]] += adapter.product(x)
+        at += each.shape[0]
+
+
+def prepare_adapter(adapter: Adapter, into: Store | None, device: torch.device) -> Adapter | PreparedAdapter:
+    """An adapter as a model on `device`, whose weights are in `into`, adds it. On CPUs in the layout of the kernels; a
+    GPU multiplies by it in float32, as the reference does."""
+    if not isinstance(into, NativeStore):
+        return adapter.to(device)
+    made = PreparedAdapter(Linear("adapter's A", adapter.down), Linear("adapter's B", adapter.up))
+    into.take(made.down)
+    into.take(made.up)
+    return made
 
 
 def _products(x: Tensor, linears: Sequence[Linear]) -> Tensor:
@@ -256,6 +312,14 @@ def write_kv(
     NaN, for the reader to see. q, k and v may be columns of one matrix. Raises ValueError on slots or angles outside
     their arrays.
     """
+    if isinstance(pages, NibblePages):
+        if q_norm is not None and k_norm is not None:
+            q, k = norm(q, None, q_norm)[1], norm(k, None, k_norm)[1]
+        if rotation is not None:
+            cos, sin = rotation.cos[rotation.rows], rotation.sin[rotation.rows]
+            q, k = rope(q, cos, sin), rope(k, cos, sin)
+        coordinates: Tensor = _triton("nibbles").write(q, k, v, pages, place)
+        return coordinates
     if isinstance(pages, PlainPages):
         if q_norm is not None and k_norm is not None and q_norm.kind != "rms":
             q, k = norm(q, None, q_norm)[1], norm(k, None, k_norm)[1]
@@ -294,20 +358,29 @@ def paged_attention(
     if isinstance(pages, PlainPages):
         if want_mass:
             raise ValueError("no kernel of this device tells the mass of a softmax yet: what evicts by it runs on CPUs")
-        return _triton("attention").paged_attention(q, pages, place, form), None
+        mixed: Tensor = _triton("attention").paged_attention(q, pages, place, form)
+        if pages.bases is not None:
+            mixed = pages.bases.values.turn_back(mixed.unflatten(1, (form.heads, -1))).flatten(1)
+        return mixed, None
     if _is_native("paged_attention", q) and pages_against(pages.scheme) is None:
         return native_attention.paged_attention(q, pages, place, form, want_mass)
     return ref_attention.paged_attention(q, pages, place, form, want_mass)
 
 
 def feed_forward_in(
-    x: Tensor, up: Sequence[Linear], kind: Activation, gated: bool, reader: Linear, tap: Tap | None = None
+    x: Tensor,
+    up: Sequence[Linear],
+    kind: Activation,
+    gated: bool,
+    reader: Linear,
+    tap: Tap | None = None,
+    routes: Routes | None = None,
 ) -> Tensor:
     """What `reader` multiplies in a feed-forward: `activate` of the products of rows x [N, I] with `up`."""
-    plain = tap is None and all(each.adapter is None for each in up)
+    plain = tap is None and routes is None and all(each.adapter is None for each in up)
     if gated and plain and products.gateable(up) and isinstance(reader.weight, products.KernelWeight):
         return products.gated_linear(x, up, kind)
-    return activate(linear(x, up, tap), kind, gated, reader)
+    return activate(linear(x, up, tap, routes), kind, gated, reader)
 
 
 def activate(x: Tensor, kind: Activation, gated: bool, reader: Linear) -> Tensor:

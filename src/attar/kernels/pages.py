@@ -1,12 +1,15 @@
 """Keys and values in blocks: how they lie, and which rows of a call belong where.
 
 A *slot* is one token's place, number `slot % block` of block `slot // block`; a sequence's slots are listed by its row
-of a block table, so that sequences grow without moving and may share what they have in common. The layout is the
-kernels' (drawn in `csrc/attention.h`), and every backend uses it: a cache written by one can be read by another. What a
-number is kept as is a `KvScheme`, whose parts are the arrays here (`formats/kv.py`).
+of a block table, so that sequences grow without moving and may share what they have in common.
+
+How a block lies is its scheme's business (`KvScheme.parts` names every array): floats and 8 bits as the arrays below
+say, which `csrc/attention.h` draws; a few bits a coordinate as `planes.py` says; KIVI's and KVQuant's as `kivi.py` and
+`nuq.py`. The reference reads all of them, the CPU kernels those that `native/reach.py` lists. Kernels of a GPU have a
+layout of their own (`triton/pages.py`): a cache belongs to the backend that it was made for.
 
 Shapes: N rows, one sequence after another; B sequences; H query heads, G key-value heads, D head size. J neighbours
-stand together, as many as a dot product of the type takes at once: 1 for floats, 4 for int8.
+stand together, as many as a dot product of the type takes at once: 4 for int8, otherwise 1.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,21 +25,25 @@ from torch import Tensor
 from attar.formats import kv
 from attar.formats.kv import KvScheme
 from attar.kernels.native import extension
+from attar.kernels.nuq import Channels
 from attar.kernels.planes import Basis, rotation
 
 RUN = kv.RUN  # slots that stand side by side in the keys, and columns in the values
+PARTS = ("keys", "values", "key_scales", "value_scales", "key_zeros", "value_zeros")  # of most schemes
 
 
 @dataclass(eq=False)
 class Bases:
     """The coordinates that one layer's keys and values are rounded in."""
 
-    keys: Basis
-    values: Basis
+    keys: Basis | Channels
+    values: Basis | Channels
 
     @functools.cached_property
     def addresses(self) -> Tensor:
-        """Where their arrays lie, int64 [12], in the order of `Bases` in `csrc/attention.h`."""
+        """Where the arrays of two `Basis` lie, int64 [12], in the order of `Bases` in `csrc/attention.h`."""
+        assert isinstance(self.keys, Basis)
+        assert isinstance(self.values, Basis)
         sides = ((self.keys, self.keys.queries), (self.values, self.values.back))
         arrays = ((b, s.into, s.mean, s.weights, s.shares, s.buckets) for s, b in sides)
         return torch.tensor([each.data_ptr() for side in arrays for each in side])
@@ -68,6 +75,8 @@ class Pages:
     scheme: KvScheme = kv.SCHEMES["float32"]
     bases: Bases | None = None
     recent: Recent | None = None
+    more: dict[str, Tensor] = field(default_factory=dict)
+    """Arrays that only this scheme has, by the names of its parts."""
 
     @classmethod
     def zeros(
@@ -98,12 +107,12 @@ class Pages:
         if scheme.recent:
             shape = (tails, kv_heads, block, head_dim)
             recent = Recent(*(torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2)))
-        return cls(head_dim, **made, scheme=scheme, bases=bases, recent=recent)
+        more = {name: made.pop(name) for name in list(made) if name not in PARTS}
+        return cls(head_dim, **made, scheme=scheme, bases=bases, recent=recent, more=more)
 
     def parts(self) -> list[Tensor]:
         """What there is of each block."""
-        names = ("keys", "values", "key_scales", "value_scales", "key_zeros", "value_zeros")
-        return [part for name in names if (part := getattr(self, name)) is not None]
+        return [part for name in PARTS if (part := getattr(self, name)) is not None] + list(self.more.values())
 
     @property
     def blocks(self) -> int:
@@ -111,7 +120,7 @@ class Pages:
 
     @property
     def block(self) -> int:
-        return self.keys.shape[2] * (1 if self.scheme.kind == "kivi" else RUN)
+        return self.keys.shape[2] * (1 if self.scheme.kind == "nuq" else RUN)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -12,13 +12,16 @@ A coordinate is a level times its token's scale. Levels are small integers (`for
 has bits; a coordinate of no bits is zero. The scale is the candidate whose rounding leaves the least error, where
 `weights` say what an error counts; it is rounded to bfloat16 before codes are chosen, so it is the one that is read.
 
-Codes lie in planes: bit b of 8 coordinates of 16 slots is 16 bytes, in the order in which an int8 product wants them,
-which makes a vector of codes out of one bit mask a plane:
+Codes lie by buckets of 8 coordinates and runs of 16 slots, 128 codes in the order in which an int8 product wants them:
 
-    keys     bit 64 q + 4 slot + j    of coordinate 4 q + j of the bucket
-    values   bit 32 q + 4 c + j       of coordinate c and slot 4 q + j
+    keys     number 64 q + 4 slot + j    coordinate 4 q + j of the bucket
+    values   number 32 q + 4 c + j       coordinate c and slot 4 q + j
 
-Legend: N rows, G key-value heads, D head size, U planes of a head's run (`KvScheme.units`).
+Their bits are cut, from the lowest, into planes of 4, 2 and 1 bits, as those of weights are, so that a shift and a mask
+make a vector of one. A plane of w bits takes 16 w bytes, and byte i has the bits of codes i, i + 16 w, i + 32 w and so
+on, from its lowest.
+
+Legend: N rows, G key-value heads, D head size, U bits of a run's coordinates (`KvScheme.units`), 16 bytes each.
 """
 
 from __future__ import annotations
@@ -35,6 +38,9 @@ from attar.formats.kv import BUCKET, LEVELS, MOST_BITS, RUN, UNIT
 STEPS = (0.75, 0.825, 0.9, 0.975, 1.05, 1.125, 1.2, 1.3)
 """Candidates for a scale, as shares of the root mean square."""
 LAST = 127  # level
+SMALLEST = 1e-30  # scale that numbers are divided by: what it would divide is zero, near enough
+WIDTHS = ((), (1,), (2,), (2, 1), (4,), (4, 1), (4, 2))
+"""Of so many bits, those of each plane."""
 
 
 @dataclass(eq=False)
@@ -57,9 +63,6 @@ class Basis:
         held = (self.columns > 0).float()
         self.shares = held / (UNIT * held.sum(1, keepdim=True).sqrt())
         """[G, D]: the root mean square of coordinates in standard deviations is that of the sum of (share * y)^2."""
-        planes = [[(bucket, b) for bucket, many in enumerate(head) for b in range(many)] for head in self.bits]
-        self.planes = torch.tensor(planes, device=device).view(len(self.bits), -1, 2)
-        """[G, U, 2]: the bucket and the bit of each plane."""
         self.buckets = torch.tensor(self.bits, dtype=torch.uint8)
         self.queries = self.back.transpose(1, 2).contiguous()
         """[G, D, D]: queries times this are what keys' coordinates are multiplied with."""
@@ -116,18 +119,19 @@ def tables() -> tuple[Tensor, Tensor]:
 def quantize(y: Tensor, basis: Basis) -> tuple[Tensor, Tensor]:
     """Coordinates [N, G, D] to codes uint8 [N, G, D] and scales bfloat16 [N, G].
 
-    What is not finite makes its scale NaN.
+    What is not finite makes its scale NaN, and so do numbers too large for a scale or for their errors' sum: whoever
+    reads the row sees it, and nobody else does.
     """
     levels, nearest = (table.to(y.device) for table in tables())
     finite = y.isfinite().all(-1)
     y = torch.where(finite[..., None], y, 0.0)
     size = (y * basis.shares).square().sum(-1).sqrt()
     best = torch.full_like(size, torch.inf)
-    codes, scales = torch.zeros_like(y, dtype=torch.uint8), torch.zeros_like(size, dtype=torch.bfloat16)
+    codes, scales = torch.zeros_like(y, dtype=torch.uint8), torch.full_like(size, torch.nan, dtype=torch.bfloat16)
     for step in STEPS:
         scale = (size * step).bfloat16()
-        s = torch.where(scale == 0, 1.0, scale.float())[..., None]
-        at = (y / s).clamp(-LAST, LAST).round().long() + LAST
+        s = torch.where(scale < SMALLEST, 1.0, scale.float())[..., None]
+        at = (y * (1 / s)).clamp(-LAST, LAST).round().long() + LAST
         code = nearest[basis.columns, at]
         error = ((y - s * levels[basis.columns, code.long()]).square() * basis.weights).sum(-1)
         better = error < best
@@ -145,27 +149,35 @@ def dequantize(codes: Tensor, scales: Tensor, basis: Basis) -> Tensor:
 def pack(codes: Tensor, basis: Basis, values: bool) -> Tensor:
     """Codes of whole runs [M, G, 16, D] to planes uint8 [M, G, U, 16]."""
     heads = []
-    for g, planes in enumerate(basis.planes):
-        columns = planes[:, :1] * BUCKET + torch.arange(BUCKET, device=codes.device)  # [U, 8]
-        bit = codes[:, g].int()[..., columns] >> planes[:, 1, None] & 1  # [M, 16, U, 8]
-        bit = bit.movedim(2, 1)  # [M, U, 16, 8]
-        # [M, U, four slots, column, slot] or [M, U, half, slot, column]
-        bit = bit.unflatten(2, (4, 4)).transpose(3, 4) if values else bit.unflatten(3, (2, 4)).transpose(2, 3)
-        heads.append(bit.flatten(2).unflatten(2, (2 * BUCKET, 8)))
-    weights = 1 << torch.arange(8, device=codes.device)
-    return (torch.stack(heads, 1) * weights).sum(-1).to(torch.uint8)
+    for g, bits in enumerate(basis.bits):
+        planes = []
+        for bucket, many in enumerate(bits):
+            own = codes[:, g, :, bucket * BUCKET : (bucket + 1) * BUCKET].int()  # [M, 16, 8]
+            # [M, four slots, slot, column] to [.., column, slot], or [M, slot, half, column] to [M, half, slot, column]
+            own = own.unflatten(1, (4, 4)).transpose(2, 3) if values else own.unflatten(2, (2, 4)).transpose(1, 2)
+            line = own.flatten(1)
+            for width in WIDTHS[many]:
+                part = (line & (1 << width) - 1).unflatten(1, (8 // width, -1))
+                planes.append((part << torch.arange(0, 8, width, device=codes.device)[:, None]).sum(1))
+                line = line >> width
+        heads.append(torch.cat(planes, 1).unflatten(1, (-1, 2 * BUCKET)))
+    return torch.stack(heads, 1).to(torch.uint8)
 
 
 def unpack(planes: Tensor, basis: Basis, values: bool) -> Tensor:
     """Planes [M, G, U, 16] to codes uint8 [M, G, 16, D]."""
-    bits = (planes[..., None].int() >> torch.arange(8, device=planes.device) & 1).flatten(-2)  # [M, G, U, 128]
     out = torch.zeros((*planes.shape[:2], RUN, basis.columns.shape[1]), dtype=torch.int32, device=planes.device)
-    for g, named in enumerate(basis.planes):
-        one = bits[:, g]
-        if values:
-            one = one.unflatten(2, (4, BUCKET, 4)).transpose(3, 4).flatten(2, 3)  # [M, U, 16, 8]
-        else:
-            one = one.unflatten(2, (2, RUN, 4)).transpose(2, 3).flatten(3)
-        for u, (bucket, b) in enumerate(named.tolist()):
-            out[:, g, :, bucket * BUCKET : (bucket + 1) * BUCKET] += one[:, u] << b
+    for g, bits in enumerate(basis.bits):
+        every, at = planes[:, g].flatten(1).int(), 0
+        for bucket, many in enumerate(bits):
+            line, low = torch.zeros((len(every), RUN * BUCKET), dtype=torch.int32, device=planes.device), 0
+            for width in WIDTHS[many]:
+                part = every[:, None, at : at + 16 * width] >> torch.arange(0, 8, width, device=planes.device)[:, None]
+                line += (part & (1 << width) - 1).flatten(1) << low
+                at, low = at + 16 * width, low + width
+            if values:
+                own = line.unflatten(1, (4, BUCKET, 4)).transpose(2, 3).flatten(1, 2)
+            else:
+                own = line.unflatten(1, (2, RUN, 4)).transpose(1, 2).flatten(2)
+            out[:, g, :, bucket * BUCKET : (bucket + 1) * BUCKET] = own
     return out.to(torch.uint8)

@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attar.kernels import kivi
+from attar.kernels import kivi, nuq
 from attar.kernels import planes as coding
+from attar.kernels.nuq import Channels
 from attar.kernels.operands import AttentionForm
 from attar.kernels.pages import Pages, Placement, Rotation
+from attar.kernels.planes import Basis
 
 QUERY_TILE = 512  # queries that share one mask: memory grows with the keys, not with their square
 INT8_MOST, FP8_MOST = 127, 448.0
@@ -133,6 +135,9 @@ def write_pages(k: Tensor, v: Tensor, pages: Pages, slots: Tensor, tails: Tensor
     if pages.scheme.planes:
         _write_planes(k, v, pages, slots)
         return
+    if pages.scheme.kind == "nuq":
+        _write_channels(k, v, pages, slots)
+        return
     block, place = slots // pages.block, slots % pages.block
     if pages.key_scales is not None and pages.value_scales is not None:
         quantize = quantize_head if pages.scheme.kind == "int8" else quantize_head_fp8
@@ -157,8 +162,9 @@ def _write_recent(k: Tensor, v: Tensor, pages: Pages, slots: Tensor, tails: Tens
         assert pages.key_zeros is not None
         assert pages.value_scales is not None
         assert pages.value_zeros is not None
-        pages.keys[whole], pages.key_scales[whole], pages.key_zeros[whole] = kivi.quantize(keys, 2)
-        pages.values[whole], pages.value_scales[whole], pages.value_zeros[whole] = kivi.quantize(values, 3)
+        group = pages.scheme.group
+        pages.keys[whole], pages.key_scales[whole], pages.key_zeros[whole] = kivi.quantize(keys, 2, group)
+        pages.values[whole], pages.value_scales[whole], pages.value_zeros[whole] = kivi.quantize(values, 3, group)
         return
     every = (whole[:, None] * pages.block + torch.arange(pages.block, device=slots.device)).flatten()
     _write_planes(keys.transpose(1, 2).flatten(0, 1), values.transpose(1, 2).flatten(0, 1), pages, every)
@@ -175,16 +181,37 @@ def _write_planes(k: Tensor, v: Tensor, pages: Pages, slots: Tensor) -> None:
         (k, pages.bases.keys, pages.keys, pages.key_scales, False),
         (v, pages.bases.values, pages.values, pages.value_scales, True),
     ):
+        assert isinstance(basis, Basis)
         rows, scales[slots // pages.block, :, slots % pages.block] = coding.quantize(x, basis)
         codes = coding.unpack(planes[block, :, run], basis, values)
         codes[which, :, slots % 16] = rows
         planes[block, :, run] = coding.pack(codes, basis, values)
 
 
+def _write_channels(k: Tensor, v: Tensor, pages: Pages, slots: Tensor) -> None:
+    """Coordinates [N, G, D]; those of a block's first slot also as they are."""
+    assert pages.bases is not None
+    assert pages.value_scales is not None
+    block, place = slots // pages.block, slots % pages.block
+    first, outliers = place == 0, pages.scheme.outliers(pages.head_dim)
+    for side, y, channels, codes in (
+        ("key", k, pages.bases.keys, pages.keys),
+        ("value", v, pages.bases.values, pages.values),
+    ):
+        assert isinstance(channels, Channels)
+        coded = nuq.quantize(y, channels, outliers)
+        codes[block, :, place] = coded.codes
+        pages.more[f"{side}_outliers"][block, :, place] = coded.outliers
+        pages.more[f"{side}_columns"][block, :, place] = coded.columns
+        pages.more[f"{side}_firsts"][block[first]] = y[first].bfloat16()
+        if coded.scales is not None:
+            pages.value_scales[block, :, place] = coded.scales
+
+
 def read_pages(pages: Pages, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Keys and values, each [..., slots, G, D], of the blocks of a table [..., width], all of them finished. Where the
     pages have bases, coordinates."""
-    if pages.scheme.kind in ("planes", "kivi"):
+    if pages.scheme.kind in ("planes", "kivi", "nuq"):
         shape = (*blocks.shape[:-1], blocks.shape[-1] * pages.block, pages.kv_heads, pages.head_dim)
         keys, values = (
             x.transpose(1, 2).reshape(shape).to(dtype) for x in _read_blocks(pages, blocks.long().flatten())
@@ -210,6 +237,8 @@ def read_pages(pages: Pages, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor
 
 def _read_blocks(pages: Pages, blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of blocks [M], float32 [M, G, block, D] each."""
+    if pages.scheme.kind == "nuq":
+        return _read_channels(pages, blocks)
     assert pages.key_scales is not None
     assert pages.value_scales is not None
     if pages.key_zeros is not None and pages.value_zeros is not None:
@@ -221,10 +250,27 @@ def _read_blocks(pages: Pages, blocks: Tensor) -> tuple[Tensor, Tensor]:
         (pages.bases.keys, pages.keys, pages.key_scales, False),
         (pages.bases.values, pages.values, pages.value_scales, True),
     ):
+        assert isinstance(basis, Basis)
         runs = planes[blocks].transpose(1, 2).flatten(0, 1)  # [M * runs, G, U, 16]
         codes = coding.unpack(runs, basis, values).unflatten(0, (len(blocks), pages.block // 16))  # [M, runs, G, 16, D]
         codes = codes.movedim(2, 3).flatten(1, 2)  # [M, block, G, D]
         found.append(coding.dequantize(codes, scales[blocks].transpose(1, 2), basis).transpose(1, 2))
+    return found[0], found[1]
+
+
+def _read_channels(pages: Pages, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    assert pages.bases is not None
+    assert pages.value_scales is not None
+    found = []
+    for side, channels, codes, scales in (
+        ("key", pages.bases.keys, pages.keys, None),
+        ("value", pages.bases.values, pages.values, pages.value_scales[blocks]),
+    ):
+        assert isinstance(channels, Channels)
+        outliers, columns = (pages.more[f"{side}_{what}"][blocks] for what in ("outliers", "columns"))
+        y = nuq.dequantize(nuq.Coded(codes[blocks], outliers, columns, scales), channels)  # [M, G, block, D]
+        y[:, :, 0] = pages.more[f"{side}_firsts"][blocks].float()
+        found.append(y)
     return found[0], found[1]
 
 

@@ -94,7 +94,7 @@ def decoder_logits(decoder: Decoder, cache: NewCache | None = None) -> Logits:
     With a `cache`, each window runs as a prompt through one of its own, in pieces of `ROWS_AT_ONCE` rows.
     """
     at_once = max(1, LOGITS_AT_ONCE // decoder.config.vocab_size)
-    last = decoder.config.layers - 1
+    last = decoder.last
 
     def states(ids: Tensor) -> Tensor:
         kept: list[Tensor] = []
@@ -103,9 +103,10 @@ def decoder_logits(decoder: Decoder, cache: NewCache | None = None) -> Logits:
             if layer == last:
                 kept.append(hidden)
 
-        filled = None if cache is None else cache(len(ids))
+        ids, filled = ids.to(decoder.device), None if cache is None else cache(len(ids))
         for piece in ids.split(len(ids) if cache is None else ROWS_AT_ONCE):
-            decoder.forward(piece, Step((len(piece),), len(ids), filled), torch.tensor([len(piece) - 1]), watch)
+            step = Step((len(piece),), len(ids), filled, device=decoder.device)
+            decoder.forward(piece, step, torch.tensor([len(piece) - 1], device=decoder.device), watch)
         return kept[0] if len(kept) == 1 else torch.cat(kept)
 
     def run(ids: Tensor, first: int) -> Iterator[Tensor]:
@@ -133,15 +134,15 @@ def stream(
         base_runs = repeat(None) if base is None else base(ids, window.first)
         at = 0
         for run, base_run in zip(runs, base_runs, strict=base is not None):
-            wanted = targets[at : at + len(run)]
+            wanted = targets[at : at + len(run)].to(run.device)
             _refuse_nan(run, "model", number, window.first + at)
             if base_run is None:
                 results: tuple[Tensor, ...] = (nll(run, wanted),)
             else:
                 _refuse_nan(base_run, "base model", number, window.first + at)
-                results = compare(base_run, run, wanted)
+                results = compare(base_run.to(run.device), run, wanted)
             for column, values in zip(columns, results, strict=True):
-                column.append(values.double().numpy())
+                column.append(values.double().cpu().numpy())
             at += len(run)
         assert at == len(targets), (at, len(targets))
         done += at

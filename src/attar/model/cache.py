@@ -18,11 +18,13 @@ from torch import Tensor
 
 from attar.formats.kv import SCHEMES, KvScheme
 from attar.kernels import ops
+from attar.kernels.operands import Routes
 from attar.kernels.pages import Bases, Pages, Placement, Rotation
 from attar.model.config import ModelConfig, Rope
 from attar.model.rope import rotation, table
 
 BLOCK = 64  # slots: a head's keys of a block are then 4 KiB or more, which memory delivers at full speed
+ALIGNED = 16  # bytes: where a tensor of several that are copied together begins
 
 
 Tails = Callable[[int, int], int]
@@ -48,15 +50,15 @@ class KVCache:
     ) -> None:
         width = -(-capacity // block)
         self.layers = pool(config, batch * width, scheme, device, block, batch, bases)
-        self.tables = torch.arange(batch * width, dtype=torch.int32, device=device).view(batch, width)  # [batch, width]
+        self.tables = torch.arange(batch * width, dtype=torch.int32).view(batch, width)  # [batch, width], on the host
         self.capacity = capacity
         self.filled = [0] * batch
         self.tails: Tails = _own
 
     @classmethod
     def over(cls, layers: list[Pages], tables: Tensor, filled: list[int], tails: Tails | None = None) -> KVCache:
-        """Sequences on blocks that somebody else hands out: their rows of `tables` [B, width] int32 name these; so do
-        `tails` unfinished blocks, where the scheme keeps those apart."""
+        """Sequences on blocks that somebody else hands out: their rows of `tables` [B, width] int32, on the host, name
+        these; so do `tails` unfinished blocks, where the scheme keeps those apart."""
         made = cls.__new__(cls)
         made.layers, made.tables, made.filled, made.tails = layers, tables, filled, tails or _own
         made.capacity = tables.shape[1] * layers[0].block
@@ -66,13 +68,17 @@ class KVCache:
     def block(self) -> int:
         return self.layers[0].block
 
+    @property
+    def device(self) -> torch.device:
+        return self.layers[0].keys.device
+
     def place(self, lengths: tuple[int, ...]) -> Placement:
-        """Where the next `lengths[s]` rows of each sequence s go, and what they can see."""
-        device, ends = self.tables.device, [first + n for first, n in zip(self.filled, lengths, strict=True)]
+        """Where the next `lengths[s]` rows of each sequence s go, and what they can see. Nobody waits for the device:
+        tables and lengths are known on the host, and go there in one copy."""
+        ends = [first + n for first, n in zip(self.filled, lengths, strict=True)]
         pieces = [torch.arange(first, end) for first, end in zip(self.filled, ends, strict=True)]
         slots = [
-            t[at // self.block] * self.block + at % self.block
-            for t, at in zip(self.tables.cpu().long(), pieces, strict=True)
+            t[at // self.block] * self.block + at % self.block for t, at in zip(self.tables.long(), pieces, strict=True)
         ]
         starts = torch.tensor([0, *lengths]).cumsum(0)
         tails = None
@@ -82,14 +88,11 @@ class KVCache:
             taken = [tail for tail in own if tail is not None]
             assert len(set(taken)) == len(taken), "two sequences would fill one unfinished block"
             tails = torch.tensor([tail or 0 for tail in own])
-        return Placement(
-            row_starts=starts.to(device, torch.int32),
-            lengths=torch.tensor(ends, dtype=torch.int32, device=device),
-            tables=self.tables,
-            positions=torch.cat(pieces).to(device, torch.int32),
-            slots=torch.cat(slots).to(device),
-            tails=tails,
+        filled = torch.tensor(ends, dtype=torch.int32)
+        row_starts, seen, tables, positions, where = sent(
+            self.device, starts.int(), filled, self.tables, torch.cat(pieces).int(), torch.cat(slots)
         )
+        return Placement(row_starts, seen, tables, positions, where, tails=tails)
 
     @property
     def scheme(self) -> KvScheme:
@@ -127,6 +130,18 @@ def _own(sequence: int, block: int) -> int:
     return sequence
 
 
+def sent(device: torch.device, *parts: Tensor) -> list[Tensor]:
+    """Tensors of the host on `device`: on a CPU themselves, elsewhere by one copy, which nobody waits for."""
+    if device.type == "cpu":
+        return list(parts)
+    sizes = [-(-part.nbytes // ALIGNED) * ALIGNED for part in parts]
+    host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for piece, part in zip(host.split(sizes), parts, strict=True):
+        piece[: part.nbytes].view(part.dtype).view(part.shape).copy_(part)
+    pieces = host.to(device, non_blocking=True).split(sizes)
+    return [piece[: part.nbytes].view(part.dtype).view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+
+
 def pool(
     config: ModelConfig,
     blocks: int,
@@ -148,7 +163,8 @@ class Step:
 
     Without a cache every sequence starts at position 0 and its keys are its own rows; with one, each continues where
     the cache is filled to, and a sequence that sits this step out has length 0. `horizon` is the longest length that
-    each sequence will reach, or one number that holds for all; it fixes the rotary angles (`rope.py`).
+    each sequence will reach, or one number that holds for all; it fixes the rotary angles (`rope.py`). `adapters` are
+    the numbers of those that the sequences' rows take, 0 for none. Without a cache `device` says where the rows are.
 
     Raises ValueError where the cache is too small.
     """
@@ -156,8 +172,11 @@ class Step:
     lengths: tuple[int, ...]
     horizon: int | tuple[int, ...]
     cache: KVCache | None = None
+    adapters: tuple[int, ...] = ()
+    device: torch.device | str = "cpu"
     positions: Tensor = field(init=False)  # [N] int64
     place: Placement | None = field(init=False)  # with a cache
+    routes: Routes | None = field(init=False)  # of the rows, where any takes an adapter
     _rotations: dict[Rope, Rotation] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -169,9 +188,16 @@ class Step:
         past = (end > horizon for end, horizon in zip(ends, self.horizons, strict=True))
         assert not any(past), "a sequence runs past the horizon that fixed its rotary angles"
         place = None if self.cache is None else self.cache.place(self.lengths)
-        own = torch.cat([torch.arange(n) for n in self.lengths])
+        routes = None
+        if any(number for number, n in zip(self.adapters, self.lengths, strict=bool(self.adapters)) if n):
+            routes = Routes(torch.tensor(self.adapters).repeat_interleave(torch.tensor(self.lengths)))
+        object.__setattr__(self, "routes", routes)
         object.__setattr__(self, "place", place)
-        object.__setattr__(self, "positions", own if place is None else place.positions.long())
+        if place is None:
+            (positions,) = sent(torch.device(self.device), torch.cat([torch.arange(n) for n in self.lengths]))
+        else:
+            positions = place.positions.long()
+        object.__setattr__(self, "positions", positions)
 
     @property
     def horizons(self) -> tuple[int, ...]:

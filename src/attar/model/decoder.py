@@ -17,7 +17,7 @@ from torch import Tensor
 from attar.formats.kv import SCHEMES, KvScheme
 from attar.formats.packed import PackedTensor
 from attar.kernels import ops
-from attar.kernels.operands import AttentionForm, Linear, Norm, Prepared
+from attar.kernels.operands import AttentionForm, Linear, Norm, Prepared, Routes
 from attar.kernels.ops import Store, Table, TritonStore
 from attar.kernels.pages import Bases
 from attar.model.cache import KVCache, Step
@@ -75,6 +75,7 @@ class Decoder:
     final_norm: Norm
     head: Linear
     store: Store | None = None  # where its weights are laid out for the native kernels
+    first: int = 0  # layer of the model that its first block is
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,6 +84,11 @@ class Decoder:
     @property
     def device(self) -> torch.device:
         return self.final_norm.weight.device
+
+    @property
+    def last(self) -> int:
+        """The model's last layer, whose output the final norm takes."""
+        return self.config.layers - 1
 
     def cache(
         self, capacity: int, batch: int = 1, scheme: KvScheme | None = None, bases: Sequence[Bases] | None = None
@@ -100,12 +106,14 @@ class Decoder:
         if self.store is None:
             return "the model is not laid out for the native kernels"
         if isinstance(self.store, TritonStore):
-            return "steps of a GPU are not recorded yet"
+            return "steps of a GPU are recorded as CUDA graphs"
         if self.store.refused:
             name, reason = next(iter(self.store.refused.items()))
             return f"{name}: {reason}"
         if any(isinstance(block.feed_forward, MixtureOfExperts) for block in self.blocks):
             return "which experts run depends on the token"
+        if any(linear.hadamard for block in self.blocks for linear in block.linears()):
+            return "the inputs of some linears are rotated outside of the native kernels"
         if any(linear.adapter for block in self.blocks for linear in block.linears()) or self.head.adapter:
             return "an adapter adds its products"
         return None
@@ -134,9 +142,11 @@ class Decoder:
     ) -> Tensor:
         """As `forward`, but the products of the output matrix as they are, before a soft cap."""
         stream, delta = self.states(ids, step, watch)
+        routes = step.routes
         if rows is not None:
             stream, delta = stream[rows], None if delta is None else delta[rows]
-        return products(self.final_norm, self.head, stream, delta)
+            routes = None if routes is None else routes.of(rows)
+        return self.products(stream, delta, routes)
 
     def states(
         self, ids: Tensor, step: Step, watch: Callable[[int, Tensor], None] | None = None
@@ -148,13 +158,21 @@ class Decoder:
         known, longest = self.config.learned_positions, max(step.horizons)
         if table is not None and longest > known:
             raise ValueError(f"the model has {known} learned positions: a length of {longest} is too long")
-        stream, delta = self.embedding.forward(ids, step.positions), None
-        for i, block in enumerate(self.blocks):
+        stream, delta = self.enter(ids, step)
+        for i, block in enumerate(self.blocks, self.first):
             stream, delta = block.forward(stream, delta, step)
             if watch is not None:
                 watch(i, stream + delta)
         if step.cache is not None:
             step.cache.advance(step.lengths)
+        return self.leave(stream, delta)
+
+    def enter(self, ids: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
+        """What the first block here takes."""
+        return self.embedding.forward(ids, step.positions), None
+
+    def leave(self, stream: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What becomes of what the last block here gives."""
         return stream, delta
 
     def _states_by_piece(
@@ -166,7 +184,7 @@ class Decoder:
         for lengths in pieces:
             rows = torch.cat([torch.arange(at, at + n) for at, n in zip(first, lengths, strict=True)])
             first = [at + n for at, n in zip(first, lengths, strict=True)]
-            stream, delta = self.states(ids[rows], Step(lengths, step.horizon, step.cache), watch)
+            stream, delta = self.states(ids[rows], Step(lengths, step.horizon, step.cache, step.adapters), watch)
             order.append(rows)
             streams.append(stream)
             if delta is not None:
@@ -174,8 +192,12 @@ class Decoder:
         back = torch.cat(order).argsort()
         return torch.cat(streams)[back], torch.cat(deltas)[back] if deltas else None
 
-    def logits(self, stream: Tensor, delta: Tensor | None = None) -> Tensor:
-        return logits(self.config, self.final_norm, self.head, stream, delta)
+    def logits(self, stream: Tensor, delta: Tensor | None = None, routes: Routes | None = None) -> Tensor:
+        return soft_capped(self.config, self.products(stream, delta, routes))
+
+    def products(self, stream: Tensor, delta: Tensor | None = None, routes: Routes | None = None) -> Tensor:
+        """Final norm and output matrix: hidden states [N, I] to float32 [N, vocab]."""
+        return products(self.final_norm, self.head, stream, delta, routes)
 
 
 def logits(config: ModelConfig, final_norm: Norm, head: Linear, stream: Tensor, delta: Tensor | None = None) -> Tensor:
@@ -183,10 +205,12 @@ def logits(config: ModelConfig, final_norm: Norm, head: Linear, stream: Tensor, 
     return soft_capped(config, products(final_norm, head, stream, delta))
 
 
-def products(final_norm: Norm, head: Linear, stream: Tensor, delta: Tensor | None) -> Tensor:
+def products(
+    final_norm: Norm, head: Linear, stream: Tensor, delta: Tensor | None, routes: Routes | None = None
+) -> Tensor:
     """Final norm and output matrix: hidden states [N, I] to float32 [N, vocab]."""
     _, x = ops.norm(stream, delta, final_norm)
-    out = ops.linear(x, (head,))
+    out = ops.linear(x, (head,), routes=routes)
     return out if out.dtype == torch.float32 else out.float()
 
 
@@ -378,15 +402,35 @@ def build(
     """The whole decoder, its weights in `store` where one is given. `on_block(done, total)` reports progress."""
     embedding, head = build_ends(config, weights)
     final_norm = build_final_norm(config, weights)
-    if store is not None:
-        tied = head.weight is embedding.table
-        store.take(head)
-        store.take_norm(final_norm)
-        assert not isinstance(embedding.table, Table)
-        embedding.table = store.table(head.weight if tied and isinstance(head.weight, Prepared) else embedding.table)
+    lay_out_ends(embedding, head, final_norm, store)
+    blocks = build_blocks(config, weights, range(config.layers), on_block, store)
+    return Decoder(config, embedding, blocks, final_norm, head, store)
+
+
+def lay_out_ends(embedding: Embedding, head: Linear, final_norm: Norm, store: Store | None) -> None:
+    """Put what is not in blocks into `store`; where embedding and output matrix are one, they stay that."""
+    if store is None:
+        return
+    tied = head.weight is embedding.table
+    store.take(head)
+    store.take_norm(final_norm)
+    assert not isinstance(embedding.table, Table)
+    embedding.table = store.table(head.weight if tied and isinstance(head.weight, Prepared) else embedding.table)
+    if isinstance(store, TritonStore) and embedding.positions is not None:
+        embedding.positions = embedding.positions.to(store.device)
+
+
+def build_blocks(
+    config: ModelConfig,
+    weights: Weights,
+    layers: range,
+    on_block: Callable[[int, int], None] | None,
+    store: Store | None,
+) -> list[Block]:
+    """Blocks `layers` of the model, in `store` where one is given. `on_block(done, total)` reports progress."""
     blocks = []
-    for i in range(config.layers):
-        block = build_block(config, weights, i)
+    for layer in layers:
+        block = build_block(config, weights, layer)
         if store is not None:
             for linear in block.linears():
                 store.take(linear)
@@ -394,5 +438,5 @@ def build(
                 store.take_norm(norm)
         blocks.append(block)
         if on_block is not None:
-            on_block(i + 1, config.layers)
-    return Decoder(config, embedding, blocks, final_norm, head, store)
+            on_block(len(blocks), len(layers))
+    return blocks

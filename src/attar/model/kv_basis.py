@@ -13,8 +13,13 @@ common tokens decide, and rare ones, which a model's answers hang on, are rounde
 Keys turn with their position, and calibration texts are short. So each is placed somewhere in the context at random.
 Where angles depend on the length of a text they stay at its beginning.
 
+Texts go through a block one by one, so that besides all texts' hidden states, and one layer's keys and values, no more
+is held than in a step of one text (`plan.costs.calibration_bytes` counts it).
+
 A mean is subtracted, for values and for keys: softmax does not see what it adds to all scores of a query. It would with
 soft-capped scores: there keys keep theirs.
+
+Of KVQuant's schemes (`kernels/nuq.py`) the same texts give each channel's mean and spread and a layer's levels.
 """
 
 from __future__ import annotations
@@ -22,8 +27,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attar.formats import kmeans
 from attar.formats.kv import BUCKET, UNIT, KvScheme, divide
-from attar.kernels import ops
+from attar.kernels import nuq, ops
+from attar.kernels.nuq import Channels
 from attar.kernels.pages import Bases, Rotation
 from attar.kernels.planes import Basis
 from attar.model.cache import BLOCK, Step
@@ -34,6 +41,7 @@ from attar.model.rope import table
 ROUNDS = 3
 RIDGE = 1e-3  # of the mean of what an error counts along each axis, added to all: no direction may be free
 TINY = 1e-12  # of the largest eigenvalue, below which rounding left nothing of the smallest
+SOME = 1 << 18  # numbers that levels are found from
 FLOOR = 1e-3  # of the greatest variance: what was never seen varies at least so much
 
 
@@ -50,53 +58,66 @@ def calibrate(decoder: Decoder, ids: Tensor, scheme: KvScheme, seed: int = 0) ->
     scheme.check(config.head_dim, BLOCK)
     numbers = torch.Generator().manual_seed(seed)
     first = torch.randint(0, config.context - length + 1, (sequences, 1), generator=numbers)
-    placed = (first + torch.arange(length)).flatten().int()
-    step = Step((length,) * sequences, length)
-    kept = torch.arange(length).repeat(sequences) > 0  # a first token's keys are like no other's
-    stream, delta = decoder.embedding.forward(ids.flatten(), step.positions), None
+    placed = (first + torch.arange(length)).int()
+    step = Step((length,), length)
+    hidden = [decoder.embedding.forward(text, step.positions) for text in ids]
+    groups, size = config.kv_heads, config.head_dim
     found = []
     for block in decoder.blocks:
         one = block.attention
-        rotation = None if one.rope is None else step.rotation(one.rope)
-        if one.rope is not None and not one.rope.grows:
-            rotation = Rotation(*table(one.rope, config.context), placed)
-        q, k, v = one.heads(ops.norm(stream, delta, block.attention_norm)[1], rotation)
-        q, k, v = (each[kept].double() for each in (q, k, v))
-        units, groups = scheme.units(config.head_dim), config.kv_heads
-        queries = q.unflatten(1, (groups, -1)).movedim(1, 0).flatten(1, 2)  # [G, N * H / G, D]
-        moment = queries.transpose(1, 2) @ queries
-        keys = basis(k, moment, units, centred=one.form.soft_cap is None)
-        found.append(Bases(keys, basis(v, _output_moment(one), units, centred=True)))
-        stream, delta = block.forward(stream, delta, step)
+        keys, values = (torch.empty((sequences, length - 1, groups, size)) for _ in range(2))
+        moment = torch.zeros((groups, size, size), dtype=torch.float64)
+        for i, rows in enumerate(hidden):
+            rotation = None if one.rope is None else step.rotation(one.rope)
+            if one.rope is not None and not one.rope.grows:
+                rotation = Rotation(*table(one.rope, config.context), placed[i])
+            q, k, v = one.heads(ops.norm(rows, None, block.attention_norm)[1], rotation)
+            keys[i], values[i] = k[1:], v[1:]  # a first token's keys are like no other's
+            queries = q[1:].double().unflatten(1, (groups, -1)).movedim(1, 0).flatten(1, 2)  # [G, L * H / G, D]
+            moment += queries.transpose(1, 2) @ queries
+            hidden[i] = block.run(rows, step)
+        k, v, of_values = keys.flatten(0, 1), values.flatten(0, 1), _output_moment(one)
+        centred = one.form.soft_cap is None
+        if scheme.kind == "nuq":
+            both = channels(k, moment, scheme, centred), channels(v, of_values, scheme, True, scaled=True)
+            found.append(Bases(*both))
+            continue
+        units = scheme.units(size)
+        found.append(Bases(basis(k, moment, units, centred), basis(v, of_values, units, centred=True)))
     return found
 
 
 def _output_moment(attention: Attention) -> Tensor:
     """What errors of mixed values count, [G, D, D]: those of the output matrix's rows, over the heads that mix them."""
-    form, width = attention.form, attention.form.heads * attention.form.head_dim
-    apart = ops.linear(torch.eye(width), (attention.output,)) - ops.linear(torch.zeros(1, width), (attention.output,))
-    heads = apart.double().view(form.kv_heads, -1, form.head_dim, apart.shape[1])  # [G, H / G, D, I]
-    return (heads @ heads.transpose(2, 3)).sum(1)
+    form = attention.form
+    width, each = form.heads * form.head_dim, form.heads // form.kv_heads * form.head_dim
+    bias, found = ops.linear(torch.zeros(1, width), (attention.output,)), []
+    for g in range(form.kv_heads):
+        rows = torch.zeros(each, width)
+        rows[:, g * each : (g + 1) * each] = torch.eye(each)
+        apart = (ops.linear(rows, (attention.output,)) - bias).double().unflatten(0, (-1, form.head_dim))
+        found.append((apart @ apart.transpose(1, 2)).sum(0))  # of [H / G, D, I]
+    return torch.stack(found)
 
 
 def basis(x: Tensor, moment: Tensor, units: int, centred: bool) -> Basis:
-    """Of one layer's keys or values x [N, G, D], float64, whose errors count by `moment` [G, D, D]; buckets get `units`
+    """Of one layer's keys or values x [N, G, D], whose errors count by `moment` [G, D, D], float64; buckets get `units`
     bits together."""
     size = x.shape[2]
-    if not (x.isfinite().all() and moment.isfinite().all()):
-        raise ValueError("keys, values or weights hold a NaN or an infinity: caches that are calibrated cannot be had")
+    _refuse_broken(x, moment)
     into, back, means, weights, bits = [], [], [], [], []
     for g in range(x.shape[1]):
-        mean = x[:, g].mean(0) if centred else torch.zeros(size, dtype=x.dtype)
+        own = x[:, g].double()
+        mean = own.mean(0) if centred else torch.zeros(size, dtype=own.dtype)
         counts = moment[g]
         if not counts.trace() > 0:  # nothing reads this head: any coordinates do
-            counts = torch.eye(size, dtype=x.dtype)
+            counts = torch.eye(size, dtype=own.dtype)
         values, axes = torch.linalg.eigh(counts + RIDGE * counts.trace() / size * torch.eye(size))
         values = values.clamp(min=float(values[-1]) * TINY)
         root = axes * values.sqrt()
         to, fro = root @ axes.T, (axes / values.sqrt()) @ axes.T
-        y = (x[:, g] - mean) @ to
-        variance, turn = torch.ones(size, dtype=x.dtype), torch.eye(size, dtype=x.dtype)
+        y = (own - mean) @ to
+        variance, turn = torch.ones(size, dtype=own.dtype), torch.eye(size, dtype=own.dtype)
         for _ in range(ROUNDS):
             length = (y @ turn / variance.sqrt()).square().mean(1, keepdim=True)
             even = y / length.clamp(min=1e-30).sqrt()
@@ -115,3 +136,29 @@ def basis(x: Tensor, moment: Tensor, units: int, centred: bool) -> Basis:
         bits.append(tuple(dealt))
     one, other, middle, counts = (torch.stack(each).float().contiguous() for each in (into, back, means, weights))
     return Basis(one, other, middle, counts, tuple(bits))
+
+
+def channels(x: Tensor, moment: Tensor, scheme: KvScheme, centred: bool, scaled: bool = False) -> Channels:
+    """Of one layer's keys, or values that get a scale of each token (`scaled`), x [N, G, D], whose errors count by
+    `moment` [G, D, D]: channel by channel, with the levels that lie best for all of them, outliers apart."""
+    _refuse_broken(x, moment)
+    x = x.double()
+    mean = x.mean(0) if centred else torch.zeros_like(x[0])
+    spread = torch.ones_like(mean)
+    if not scaled:
+        spread = (x - mean).square().mean(0).sqrt()
+        spread = torch.where(spread > 0, spread, 1.0)
+    y = (x - mean) / spread
+    kept = nuq.inliers(y, scheme.outliers(x.shape[2]))
+    counts = moment.diagonal(dim1=1, dim2=2) * spread.square() * kept
+    if scaled:
+        size = nuq.sizes(y, kept)[..., None]
+        y, counts = y / torch.where(size > 0, size, 1.0), counts * size.square()
+    some = slice(None, None, -(-y.numel() // SOME))
+    levels = kmeans.centres(y.flatten()[None, some], counts.flatten()[None, some], 1 << round(scheme.bits))
+    return Channels(mean.float(), spread.float(), levels[0].float(), scaled)
+
+
+def _refuse_broken(x: Tensor, moment: Tensor) -> None:
+    if not (x.isfinite().all() and moment.isfinite().all()):
+        raise ValueError("keys, values or weights hold a NaN or an infinity: caches that are calibrated cannot be had")

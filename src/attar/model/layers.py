@@ -7,14 +7,14 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from attar.kernels import ops
-from attar.kernels.operands import AttentionForm, Linear, Norm, Tap
+from attar.kernels.operands import AttentionForm, Linear, Norm, Routes, Tap
 from attar.kernels.pages import Rotation
 from attar.model.cache import Step
 from attar.model.config import Activation, Rope
@@ -32,7 +32,7 @@ class Attention:
 
     def forward(self, x: Tensor, step: Step, tap: Tap | None = None) -> Tensor:
         form = self.form
-        heads = ops.linear(x, self.qkv, tap).view(x.shape[0], -1, form.head_dim)
+        heads = ops.linear(x, self.qkv, tap, step.routes).view(x.shape[0], -1, form.head_dim)
         q, k, v = heads.split((form.heads, form.kv_heads, form.kv_heads), 1)
         rotation = None if self.rope is None else step.rotation(self.rope)
         if step.cache is not None and step.place is not None:
@@ -44,7 +44,7 @@ class Attention:
             keys, values = step.whole(k, v)
             positions = step.split(step.positions)
             mixed = ops.attention(q, keys, values, positions, positions, form)
-        return ops.linear(mixed, (self.output,), tap)
+        return ops.linear(mixed, (self.output,), tap, step.routes)
 
     def heads(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, H, D], keys and values [N, G, D] of rows x [N, I], normed and rotated: what attention is of."""
@@ -68,9 +68,9 @@ class FeedForward:
     activation: Activation
     gated: bool
 
-    def forward(self, x: Tensor, tap: Tap | None = None) -> Tensor:
-        wide = ops.feed_forward_in(x, self.up, self.activation, self.gated, self.down, tap)
-        return ops.linear(wide, (self.down,), tap)
+    def forward(self, x: Tensor, tap: Tap | None = None, routes: Routes | None = None) -> Tensor:
+        wide = ops.feed_forward_in(x, self.up, self.activation, self.gated, self.down, tap, routes)
+        return ops.linear(wide, (self.down,), tap, routes)
 
 
 @dataclass(eq=False)
@@ -82,17 +82,20 @@ class MixtureOfExperts:
     shared: FeedForward | None = None
     shared_gate: Linear | None = None
 
-    def forward(self, x: Tensor, tap: Tap | None = None) -> Tensor:
-        weights, chosen = ops.linear(x, (self.router,), tap).float().softmax(-1).topk(self.top_k, -1)  # [N, top_k]
+    def forward(self, x: Tensor, tap: Tap | None = None, routes: Routes | None = None) -> Tensor:
+        gates = ops.linear(x, (self.router,), tap, routes).float().softmax(-1)
+        weights, chosen = gates.topk(self.top_k, -1)  # [N, top_k]
         if self.normalise_top_k:
             weights = weights / weights.sum(-1, keepdim=True)
         out = torch.zeros_like(x)
         for e, expert in enumerate(self.experts):
             rows, rank = (chosen == e).nonzero(as_tuple=True)
             if len(rows):
-                out[rows] += expert.forward(x[rows], tap) * weights[rows, rank, None].to(x.dtype)
+                own = None if routes is None else routes.of(rows)
+                out[rows] += expert.forward(x[rows], tap, own) * weights[rows, rank, None].to(x.dtype)
         if self.shared is not None and self.shared_gate is not None:
-            out = out + self.shared.forward(x, tap) * ops.linear(x, (self.shared_gate,), tap).sigmoid()
+            gate = ops.linear(x, (self.shared_gate,), tap, routes).sigmoid()
+            out = out + self.shared.forward(x, tap, routes) * gate
         return out
 
 
@@ -104,6 +107,8 @@ class Block:
     feed_forward: FeedForward | MixtureOfExperts
     attention_post_norm: Norm | None = None
     feed_forward_post_norm: Norm | None = None
+    sum: Callable[[Tensor], Tensor] | None = None
+    """Where several processes each have a part of the block's linears: adds up what these parts give."""
 
     def forward(
         self, stream: Tensor, delta: Tensor | None, step: Step, tap: Tap | None = None
@@ -111,10 +116,14 @@ class Block:
         """(stream, delta) in, both [N, I], to (stream, delta) out; the block's output is their sum."""
         stream, x = ops.norm(stream, delta, self.attention_norm)
         delta = self.attention.forward(x, step, tap)
+        if self.sum is not None:
+            delta = self.sum(delta)
         if self.attention_post_norm is not None:
             delta = ops.norm(delta, None, self.attention_post_norm)[1]
         stream, x = ops.norm(stream, delta, self.feed_forward_norm)
-        delta = self.feed_forward.forward(x, tap)
+        delta = self.feed_forward.forward(x, tap, step.routes)
+        if self.sum is not None:
+            delta = self.sum(delta)
         if self.feed_forward_post_norm is not None:
             delta = ops.norm(delta, None, self.feed_forward_post_norm)[1]
         return stream, delta

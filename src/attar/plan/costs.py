@@ -22,8 +22,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from attar.formats.kv import scheme
-from attar.formats.scheme import ITEM_BITS, Grid, Scheme
+from attar.formats.forms import Progressive
+from attar.formats.kv import LENGTH, RANDOM, WRITTEN, scheme
+from attar.formats.scheme import ITEM_BITS, Scheme
+from attar.kernels.native import reach
+from attar.kernels.native.layouts import layout_of
 from attar.model.config import ModelConfig
 
 Part = Literal["linears", "head"]
@@ -31,7 +34,6 @@ USUAL_KV = ("float32", "bfloat16", "int8", "int4")
 """Ways to keep keys and values that a plan compares, by falling precision."""
 BLOCK = 64  # slots of a block, as `model.cache.BLOCK`
 LANES = 16  # outputs that lie together in the kernels' layout, and slots in that of pages
-RUN = 32  # columns that the layout packs together
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,21 +131,8 @@ SHORT: Mapping[str, str] = {"float32": "fp32", "float16": "fp16", "bfloat16": "b
 
 
 def against(scheme: Scheme | None) -> str | None:
-    """Why no CPU kernel multiplies by such a weight, or None where one does; as `kernels.native.linear.against`."""
-    if scheme is None:
-        return None
-    grid, rounding = scheme.weight, scheme.activation
-    if not isinstance(grid, Grid) or grid.kind != "int":
-        return f"{grid.kind if isinstance(grid, Grid) else grid.name} weights have no CPU kernel yet"
-    if grid.group_size is not None and grid.group_size % RUN:
-        return f"groups of {grid.group_size} are not a multiple of {RUN}"
-    if rounding is None:
-        return None
-    if not isinstance(rounding, Grid) or rounding.kind != "int" or rounding.bits != 8 or not rounding.symmetric:
-        return "activations other than symmetric int8 have no CPU kernel yet"
-    if rounding.granularity == "tensor" and not scheme.static:
-        return "one activation scale for all rows of a call would tie them to each other"
-    return None
+    """Why no CPU kernel multiplies by such a weight, or None where one does; dense ones (None) have one."""
+    return None if scheme is None else reach.weight_against(scheme)
 
 
 def read_bytes(rows: int, columns: int, scheme: Scheme | None, dtype: str = "bfloat16") -> int:
@@ -157,10 +146,12 @@ def read_bytes(rows: int, columns: int, scheme: Scheme | None, dtype: str = "bfl
     if against(scheme) is not None:
         scheme.parts((rows, columns))  # which checks the groups
         return 4 * rows * columns
-    grid, groups = scheme.grid, scheme.grid.groups(columns)
-    padded = _up(columns, 2 * RUN) if groups == 1 else columns
-    beside = ITEM_BITS[scheme.scale_dtype] // 8 + (0 if grid.symmetric else 1)
-    return _up(rows, LANES) * (padded * grid.bits // 8 + groups * beside)
+    if isinstance(scheme.weight, Progressive):
+        return _up(rows, LANES) * (columns * scheme.weight.bits // 8 + 2 * scheme.weight.groups(columns) + 4)
+    layout = layout_of(scheme)
+    assert layout is not None, scheme.name
+    scheme.check(columns)
+    return layout.bytes(rows, columns)
 
 
 def memory_bytes(rows: int, columns: int, scheme: Scheme | None, dtype: str = "bfloat16") -> int:
@@ -255,10 +246,24 @@ def kv_bytes(config: ModelConfig, kv: str) -> int:
 
 def beside_bytes(config: ModelConfig, kv: str, sequences: int, block: int = BLOCK) -> int:
     """Bytes that a scheme wants beside the blocks: unfinished ones, where it keeps those apart, three for each
-    sequence that runs; and bases, where it is calibrated."""
+    sequence that runs; and, where it is calibrated, its bases and what finding them takes."""
     chosen = scheme(kv)
     unfinished = chosen.recent_bytes(config.kv_heads, config.head_dim, block) * 3 * sequences
-    return config.layers * (unfinished + chosen.basis_bytes(config.kv_heads, config.head_dim))
+    layers = config.layers * (unfinished + chosen.basis_bytes(config.kv_heads, config.head_dim))
+    return layers + calibration_bytes(config, kv)
+
+
+def calibration_bytes(config: ModelConfig, kv: str) -> int:
+    """Bytes that calibration holds beyond a step of one text, while a model is loaded (`model.kv_basis`): first the
+    int8 cache and the logits of the texts that the model writes; then all texts' hidden states, one layer's keys and
+    values, and one head's of them in float64, four times. What is freed is not given to the cache."""
+    if not scheme(kv).calibrated:
+        return 0
+    length = min(LENGTH, config.context)
+    texts = (WRITTEN + RANDOM) * length
+    writing = WRITTEN * (-(-length // BLOCK) * block_bytes(config, "int8") + 16 * config.vocab_size)
+    rows = 4 * (config.hidden + 2 * config.kv_heads * config.head_dim) + 4 * 8 * config.head_dim
+    return max(writing, texts * rows)
 
 
 def kv_read_bytes(config: ModelConfig, kv: str, context: int) -> int:

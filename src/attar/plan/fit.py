@@ -1,8 +1,8 @@
 """What fits into a memory: one arithmetic, for the server's start-up table and for `attar plan`.
 
-    memory = weights + largest step + processes + keys and values
+    memory = weights + adapters + largest step + processes + keys and values
 
-The first three are bounds that are known before anything is loaded (`costs.py`, `steps.py`); what they leave is cut
+All but the last are bounds that are known before anything is loaded (`costs.py`, `steps.py`); what they leave is cut
 into blocks of the KV cache. A request of a full context takes ceil(context / block) of them, so `requests` is how many
 such requests can run at once without one of them being preempted, if no two share a prompt's beginning.
 
@@ -20,10 +20,11 @@ no promise; what kernels reach of them is what `attar bench` measures. Torch-fre
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from attar.model.config import ModelConfig
+from attar.model.split import Share, split
 from attar.plan import costs, steps
 from attar.plan.costs import BLOCK, Storage
 from attar.plan.steps import StepLimits
@@ -31,6 +32,8 @@ from attar.plan.steps import StepLimits
 ENGINE = 300 << 20  # bytes of the engine's process with torch and no model: 255 MB measured
 SERVER = 80 << 20  # of the process that speaks HTTP: 50 MB measured
 TOKENIZER = 600  # bytes a token of the vocabulary, in each of the two: 510 measured
+
+WHOLE = Share()  # of a model that one process has
 
 USUAL = ("dense", "w8a8", "w4g128", "w3g128")
 
@@ -61,6 +64,8 @@ class Fit:
     block_bytes: int
     blocks: int
     context: int  # of a full request
+    adapters: int = 0  # with what their products take in a step
+    graphs: int = 0  # of a GPU: memory of recorded steps
 
     @property
     def cache(self) -> int:
@@ -84,7 +89,8 @@ class Fit:
     @property
     def unused(self) -> int:
         """Bytes left over; negative where so many are missing."""
-        return self.memory - self.weights - self.step - self.processes - self.cache
+        taken = self.weights + self.adapters + self.step + self.graphs + self.processes
+        return self.memory - taken - self.cache
 
     def short(self, users: int = 1) -> int:
         """Bytes that are missing for `users` full requests at once; 0 where they fit."""
@@ -95,7 +101,9 @@ class Fit:
         """(what, bytes) of everything that takes memory, and what is left."""
         return (
             ("weights", self.weights),
+            *((("adapters", self.adapters),) if self.adapters else ()),
             ("largest step", self.step),
+            *((("graphs", self.graphs),) if self.graphs else ()),
             ("processes", self.processes),
             ("KV cache", self.cache),
             ("unused", self.unused),
@@ -111,9 +119,13 @@ def fit(
     limits: StepLimits | None = None,
     max_tokens: int | None = None,
     block: int = BLOCK,
+    adapters: int = 0,
+    share: Share = WHOLE,
 ) -> Fit:
     """Divide `memory`. `context` is that of a full request, by default the model's; `max_tokens` sets the cache's size
-    in positions, where it is not to be what the memory leaves.
+    in positions, where it is not to be what the memory leaves. `adapters` is what those take, with their steps.
+
+    Where several processes share the model, `memory` is what each has and all sizes are of the first, which holds most.
 
     Nothing is refused here: see `Fit.short` and `require`. Raises ValueError where a setting is not possible at all.
     """
@@ -123,15 +135,26 @@ def fit(
         raise ValueError(f"the cache holds at least one token, not {max_tokens}")
     context = config.context if context is None else context
     Demand(context)  # which checks it
-    weights = costs.weight_bytes(config, storage).total
+    own, held = shared(config, storage, share)
+    weights = costs.weight_bytes(held, storage).total
     limits = limits or StepLimits()
-    step = steps.largest_step(config, storage, limits, context).total
-    step += costs.beside_bytes(config, kv, limits.sequences, block)
+    step = steps.largest_step(own, storage, limits, context).total
+    step += costs.beside_bytes(own, kv, limits.sequences, block)
     processes = ENGINE + SERVER + 2 * TOKENIZER * config.vocab_size
-    each = costs.block_bytes(config, kv, block)
-    left = memory - weights - step - processes
+    each = costs.block_bytes(own, kv, block)
+    left = memory - weights - adapters - step - processes
     blocks = max(0, left // each) if max_tokens is None else -(-max_tokens // block)
-    return Fit(memory, weights, step, processes, block, each, blocks, context)
+    return Fit(memory, weights, step, processes, block, each, blocks, context, adapters)
+
+
+def shared(config: ModelConfig, storage: Storage, share: Share) -> tuple[ModelConfig, ModelConfig]:
+    """The part of a model that the first of several processes computes, with the logits of all, and the part whose
+    weights it holds. Raises ValueError where the model cannot be shared so."""
+    if share.count == 1:
+        return config, config
+    part = split(config, Share(0, share.tp, share.pp), {each.name: storage.of(each) for each in costs.matrices(config)})
+    assert part.vocabulary is not None
+    return part.own, replace(part.own, vocab_size=part.vocabulary[1])
 
 
 def require(found: Fit, source: str) -> None:
@@ -231,8 +254,12 @@ def plan(
     max_tokens: int | None = None,
     bandwidth: float | None = None,
     int8_rate: float | None = None,
+    adapters: int = 0,
+    share: Share = WHOLE,
 ) -> Plan:
-    """Every storage with every scheme of keys and values, by default the usual ones.
+    """Every storage with every scheme of keys and values, by default the usual ones. `adapters` are as in `fit`, and so
+    is `share`: memory, bandwidth and rate are then of each process. Stages run one after another, and what processes
+    exchange is not counted. Storages that cannot be shared so are left out, but for the first.
 
     Raises ValueError where a setting is not possible, and where the context asked for is longer than the model's.
     """
@@ -240,12 +267,19 @@ def plan(
         raise ValueError(f"a context of {demand.context:,} is past the {config.context:,} positions of {model}")
     rows = []
     for storage in storages:
+        try:
+            layers = shared(config, storage, Share(0, share.tp))[1]
+        except ValueError:
+            if storage is storages[0]:
+                raise
+            continue
         for kv in costs.usual_kv(config) if kv_schemes is None else kv_schemes:
-            found = fit(config, storage, kv, memory, demand.context, limits, max_tokens)
+            found = fit(config, storage, kv, memory, demand.context, limits, max_tokens, adapters=adapters, share=share)
             short, fast = found.short(demand.users), None
             if bandwidth is not None and not short:
-                fast = speed(config, storage, kv, demand, bandwidth, int8_rate)
-            weights, references = costs.weight_bytes(config, storage), len(steps.references(config, storage))
+                fast = speed(layers, storage, kv, demand, bandwidth, int8_rate)
+            held = shared(config, storage, share)[1]
+            weights, references = costs.weight_bytes(held, storage), len(steps.references(config, storage))
             rows.append(Row(storage.label, kv, found, weights, short, fast, references))
     return Plan(model, memory, source, demand, bandwidth, int8_rate, tuple(rows))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from attar.formats.kv import scheme
+from attar.kernels.native import reach
 from attar.plan.fit import Fit, Plan, Row, size
 
 FORMULA = "tokens/s <= users / max((weights read + users x KV read) / bandwidth, users x int8 operations / their rate)"
@@ -33,15 +35,17 @@ def to_text(plan: Plan) -> str:
         "",
     ]
     first = plan.rows[0].fit
-    lines.append(
-        f"besides: largest step {size(first.step)}, processes {size(first.processes)}; a request is one full context"
-    )
+    beside = f"adapters {size(first.adapters)}, " if first.adapters else ""
+    beside += f"largest step {size(first.step)}, processes {size(first.processes)}"
+    lines.append(f"besides: {beside}; a request is one full context")
     if plan.bandwidth is not None:
         rates = f"{plan.bandwidth / 1e9:.1f} GB/s"
         rates += "" if plan.int8_rate is None else f", int8 {plan.int8_rate / 1e9:,.0f} GOP/s"
         lines.append(f"{FORMULA}, here {rates}: limits, not promises (c: by compute)")
     slow = {row.weights for row in plan.rows if row.references}
     lines += [f"{name} has linears without a CPU kernel: slow, and held a second time as float32" for name in slow]
+    reasons = (reach.pages_against(scheme(kv)) for kv in dict.fromkeys(row.kv for row in plan.rows))
+    lines += [f"{reason}: attention by the reference, several times slower" for reason in reasons if reason]
     return "\n".join([*lines, answer(plan)])
 
 
@@ -87,6 +91,7 @@ def fit_to_dict(found: Fit) -> dict[str, Any]:
     return {
         "memory": found.memory,
         "weights": found.weights,
+        "adapters": found.adapters,
         "step": found.step,
         "processes": found.processes,
         "cache": found.cache,

@@ -33,6 +33,7 @@ class Model(Answer, frozen=True):
     created: int
     owned_by: str
     max_model_len: int
+    parent: str | UnsetType = UNSET  # of an adapter: the model that it changes
 
 
 class Models(Answer, frozen=True):

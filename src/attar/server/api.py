@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
+from attar.engine.messages import Ready
 from attar.faults import point
 from attar.server import answers, anthropic, openai, sse
 from attar.server.document import Served, document, giving, taking
@@ -87,14 +88,14 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
 
     @app.get("/v1/models", openapi_extra=giving(answers.Models))
     async def models() -> Response:
-        """The served model, in a list."""
-        return _json({"object": "list", "data": [_model(desk)]})
+        """The served model and its adapters, in a list."""
+        ready = desk.ready()
+        return _json({"object": "list", "data": [_model(name, ready) for name in (ready.model, *ready.adapters)]})
 
     @app.get("/v1/models/{name:path}", openapi_extra=giving(answers.Model))
     async def one_model(name: str) -> Response:
-        """The served model."""
-        desk.model(name)
-        return _json(_model(desk))
+        """The served model, or one of its adapters."""
+        return _json(_model(desk.model(name), desk.ready()))
 
     @app.get("/v1/requests/{name}/why", openapi_extra=giving(answers.Why))
     async def why(request: Request, name: str) -> Response:
@@ -111,7 +112,7 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         ids = await prompts.chat_ids(chat_messages(body))
         params = chat_params(body, room([ids], ready.context, "messages"), ready.vocab_size)
         form = openai.ChatFormat(prompts.tokenizer, bool(body.logprobs))
-        work = desk.submit(_caller(request), [ids], params, body.n or 1)
+        work = desk.submit(_caller(request), [ids], params, body.n or 1, model)
         if body.stream:
             return await _stream(request, work, openai.stream(work, model, form, body.with_usage), openai.failed)
         return await _whole(request, work, openai.whole(work, model, form))
@@ -133,7 +134,7 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
             echoed = [text if isinstance(text, str) else await prompts.text(text) for text in asked]
         n = body.n or 1
         form = openai.CompletionFormat(prompts.tokenizer, body.logprobs is not None, n, echoed)
-        work = desk.submit(_caller(request), ids, params, n)
+        work = desk.submit(_caller(request), ids, params, n, model)
         if body.stream:
             return await _stream(request, work, openai.stream(work, model, form, body.with_usage), openai.failed)
         return await _whole(request, work, openai.whole(work, model, form))
@@ -145,7 +146,7 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         model, ready = desk.model(body.model), desk.ready()
         ids = await prompts.chat_ids(anthropic_messages(body))
         params = anthropic_params(body, room([ids], ready.context, "messages"))
-        work = desk.submit(_caller(request), [ids], params, 1)
+        work = desk.submit(_caller(request), [ids], params, 1, model)
         if body.stream:
             return await _stream(request, work, anthropic.stream(work, model), anthropic.failed)
         return await _whole(request, work, anthropic.whole(work, model))
@@ -159,7 +160,7 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         room(ids, ready.context, "input", new=0)
         desk.healthy()
         _caller(request).take(sum(map(len, ids)), 0)
-        embedding = _Embedding(desk, _caller(request), ids, body.pooling)
+        embedding = _Embedding(desk, _caller(request), ids, body.pooling, model)
         async with sse.while_connected(request.receive, embedding.cancel):
             vectors = await embedding.vectors()
         return _json(_embedded(vectors, model, sum(map(len, ids)), body.encoding_format == "base64"))
@@ -264,22 +265,18 @@ async def _stream(
         raise
 
 
-def _model(desk: Desk) -> dict[str, Any]:
-    ready = desk.ready()
-    return {
-        "id": ready.model,
-        "object": "model",
-        "created": 0,
-        "owned_by": "attar",
-        "max_model_len": ready.context,
-    }
+def _model(name: str, ready: Ready) -> dict[str, Any]:
+    described = {"id": name, "object": "model", "created": 0, "owned_by": "attar", "max_model_len": ready.context}
+    return described if name == ready.model else described | {"parent": ready.model}
 
 
 class _Embedding:
     """Many texts' vectors, a window of texts at a time: no request takes the engine's queue for itself."""
 
-    def __init__(self, desk: Desk, caller: Caller, prompts: Sequence[tuple[int, ...]], pooling: Pooling) -> None:
-        self._desk, self._caller, self._prompts, self._pooling = desk, caller, prompts, pooling
+    def __init__(
+        self, desk: Desk, caller: Caller, prompts: Sequence[tuple[int, ...]], pooling: Pooling, model: str
+    ) -> None:
+        self._desk, self._caller, self._prompts, self._pooling, self._model = desk, caller, prompts, pooling, model
         self._work: Work | None = None
         self._gone = False
 
@@ -296,7 +293,7 @@ class _Embedding:
             for at in range(0, len(self._prompts), WINDOW):
                 if self._gone:
                     raise Refusal("cancelled", "the request was cancelled")
-                self._work = self._desk.embed(self._caller, self._prompts[at : at + WINDOW], self._pooling)
+                self._work = self._desk.embed(self._caller, self._prompts[at : at + WINDOW], self._pooling, self._model)
                 found += await self._work.vectors()
         finally:
             self.cancel()

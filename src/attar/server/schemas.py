@@ -51,7 +51,7 @@ Pooling = Literal["mean", "last"]
 
 
 class Body(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A request's body. `model` may be left out: one is served."""
+    """A request's body. `model` is the served one, which it is where this is left out, or one of its adapters."""
 
     unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 

@@ -213,11 +213,12 @@ class Desk:
             raise Refusal("engine_down", trouble)
 
     def model(self, asked: str | None) -> str:
-        """The served model's name, if `asked` is it, or nothing. Raises Refusal."""
-        served = self.ready().model
-        if asked is not None and asked != served:
+        """The name of what is to answer: the served model's, also where nothing is `asked` for, or an adapter's.
+        Raises Refusal."""
+        ready = self.ready()
+        if asked is not None and asked != ready.model and asked not in ready.adapters:
             raise Refusal("model_not_found", "model: not served here; GET /v1/models lists what is", "model")
-        return served
+        return ready.model if asked is None else asked
 
     def full(self, message: str) -> Refusal:
         """There is no room; says when there may be."""
@@ -228,24 +229,30 @@ class Desk:
         refusal = Refusal.of(failed)
         return self.full(refusal.message) if refusal.code == "overloaded" else refusal
 
-    def submit(self, caller: Caller, prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int) -> Work:
-        """Prompts to be continued, n choices each."""
+    def submit(
+        self, caller: Caller, prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int, model: str
+    ) -> Work:
+        """Prompts to be continued, n choices each, by what `model` names."""
         self.healthy()  # before the key pays
         caller.take(sum(map(len, prompts)), len(prompts) * n * params.max_tokens)
         seeded = params.seeded()
         commands = [
-            Submit(name, prompt, seeded, n=n, salt=caller.salt, deadline=self.deadline)
+            Submit(name, prompt, seeded, n, caller.salt, deadline=self.deadline, adapter=self._adapter(model))
             for name, prompt in zip(_names(caller, len(prompts)), prompts, strict=True)
         ]
         return self._work(caller, prompts, n, commands)
 
-    def embed(self, caller: Caller, prompts: Sequence[tuple[int, ...]], pooling: str) -> Work:
-        """Prompts whose vectors are wanted."""
+    def embed(self, caller: Caller, prompts: Sequence[tuple[int, ...]], pooling: str, model: str) -> Work:
+        """Prompts whose vectors are wanted, of what `model` names."""
         commands = [
-            Embed(name, prompt, pooling, deadline=self.deadline)
+            Embed(name, prompt, pooling, self.deadline, self._adapter(model))
             for name, prompt in zip(_names(caller, len(prompts)), prompts, strict=True)
         ]
         return self._work(caller, prompts, 1, commands)
+
+    def _adapter(self, model: str) -> str:
+        """What the engine calls it: nothing where it is the served model itself."""
+        return "" if model == self.ready().model else model
 
     def remember(self, caller: Caller, story: dict[str, Any]) -> None:
         """Keep what became of a request, for those with the same key; the oldest is forgotten."""

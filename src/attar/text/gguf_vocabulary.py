@@ -7,6 +7,11 @@ that tokenizers differ in (`TRIAL`), and every added token, to the same ids. Whe
 a way that has no name, the model's words cannot be written, which is an error: a file whose tokenizer is nearly right
 answers nearly right, and nobody finds out why.
 
+One thing is lost and said instead. Of an added token a file has the text and whether it is special, and not how it
+takes its neighbours: that it swallows the spaces before or behind it (`lstrip`, `rstrip`), that it is found only
+between words (`single_word`), or in text that was normalized (`normalized`). Every added token is tried with neighbours
+of each kind; where one that has such a flag comes out otherwise, `lost` names it, and who writes the file says so.
+
 Scores of a sentencepiece vocabulary are the ranks of its merges: tokenizer.json keeps no others, and readers use
 nothing but their order.
 """
@@ -14,6 +19,7 @@ nothing but their order.
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -60,6 +66,26 @@ def vocabulary(tokenizer: Tokenizer, rows: int, eos_ids: Sequence[int] = ()) -> 
         wrong.append(difference)
     raise ValueError(
         f"its tokenizer cannot be written to a GGUF file: read back, it encodes {wrong[0]!r} to other tokens"
+    )
+
+
+def lost(tokenizer: Tokenizer, words: Mapping[str, Any]) -> str | None:
+    """What a reader of `words` does otherwise beside added tokens, as a sentence for people; None: nothing."""
+    flagged = [added for added in json.loads(tokenizer._backend.to_str())["added_tokens"] if _flags(added)]
+    if not flagged:
+        return None
+    again = tokenizer_from_gguf(words)
+    changed = [
+        f"{added['content']!r} ({', '.join(_flags(added))})"
+        for added in flagged
+        if _cut_otherwise(tokenizer, again, _beside(added["content"]))
+    ]
+    if not changed:
+        return None
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    return (
+        "A GGUF file cannot say how an added token takes its neighbours, so text beside these is cut otherwise than by "
+        f"the source's tokenizer: {', '.join(changed[:3])}{more}."
     )
 
 
@@ -185,5 +211,22 @@ def _difference(tokenizer: Tokenizer, words: Mapping[str, Any], state: Mapping[s
     """The first text of the trial that a reader of `words` encodes otherwise; None where all are the same."""
     again = tokenizer_from_gguf(words)
     pieces = [line for line in TRIAL.splitlines(keepends=True) if line]
-    texts = [TRIAL, *pieces, *(added["content"] for added in state["added_tokens"])]
-    return next((text for text in texts if tokenizer.encode(text) != again.encode(text)), None)
+    texts = [TRIAL, *pieces]
+    for added in state["added_tokens"]:
+        texts += [added["content"], *([] if _flags(added) else [_beside(added["content"])])]
+    return next((text for text in texts if _cut_otherwise(tokenizer, again, text)), None)
+
+
+def _cut_otherwise(tokenizer: Tokenizer, again: Tokenizer, text: str) -> bool:
+    return tokenizer.encode(text) != again.encode(text)
+
+
+def _beside(token: str) -> str:
+    """A token between letters, spaces, digits, stops, line ends and itself, and in decomposed form."""
+    apart = unicodedata.normalize("NFD", token)
+    return f"a{token}b {token} c  {token}  1{token}2 .{token}.\n{token}\n{token}{token} \u00e9{token}\u00e9 {apart}x"
+
+
+def _flags(added: Mapping[str, Any]) -> list[str]:
+    """How an added token takes its neighbours, as far as a file has no words for it."""
+    return [flag for flag in ("lstrip", "rstrip", "single_word", "normalized") if added.get(flag)]

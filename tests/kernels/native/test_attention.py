@@ -26,13 +26,14 @@ TOLERANCE = {  # of outputs, relative to the largest: what the arithmetic adds, 
     "float32": 2e-6,
     "bfloat16": 2e-6,
     "int8": 4e-4,  # queries and softmax weights of 15 bits
+    "fp8": 2e-6,
 }
-MASS = {"float32": 2e-6, "bfloat16": 2e-6, "int8": 4e-4}  # of a slot, relative to the largest
+MASS = {"float32": 2e-6, "bfloat16": 2e-6, "int8": 4e-4, "fp8": 2e-6}  # of a slot, relative to the largest
 ROTATED = 1e-6  # a float32 norm and rotation of values around 1
 
 LEVELS = _native.levels()
 at_every_level = pytest.mark.parametrize("level", LEVELS)
-NATIVE = ("float32", "bfloat16", "int8")  # those in planes have a test of their own
+NATIVE = ("float32", "bfloat16", "int8", "fp8")  # those in planes and KIVI's have a test of their own
 for_every_scheme = pytest.mark.parametrize("kv", NATIVE)
 
 
@@ -345,7 +346,7 @@ def test_write_kv(kv: str, turned: int, normed: float | None) -> None:
             ref_attention.read_pages(theirs, torch.arange(3), torch.float32),
             strict=True,
         ):
-            step = {"float32": ROTATED, "bfloat16": 2**-7, "int8": 1 / 100}[kv]
+            step = {"float32": ROTATED, "bfloat16": 2**-7, "int8": 1 / 100, "fp8": 1 / 8}[kv]
             close(ours, wanted.double(), step if norms or turned else 1e-9)
         everything = [out, *(t for t in (pages.keys, pages.key_scales, pages.value_scales) if t is not None)]
         first = first or [t.clone() for t in everything]

@@ -1,4 +1,4 @@
-"""Pages in planes, natively: int4, and bases of uneven bits with and without recent blocks.
+"""Pages in planes, natively: int4, and bases of uneven bits with and without recent blocks; and those of KIVI.
 
 The oracle of attention is the reference in float64, of the stored numbers; of writing, the reference too. Every level
 of the machine must give the same bits, and so must every way to cut a sequence into calls.
@@ -19,14 +19,16 @@ from attar import _native
 from attar.formats.kv import UNIT, KvScheme, divide, scheme
 from attar.kernels import ref_attention
 from attar.kernels.native import attention as native
+from attar.kernels.nuq import Channels
 from attar.kernels.operands import AttentionForm, Norm
 from attar.kernels.pages import Bases, Pages, Placement, Rotation
 from attar.kernels.planes import Basis
 
 LEVELS = _native.levels()
 HEADS, BLOCK = 2, 32
-TOLERANCE = {"int4": 1e-3, "klt4": 1e-3, "klt2": 1e-2}  # of outputs: queries and weights of 15 bits; recent blocks of 8
-MASS = {"int4": 1e-3, "klt4": 1e-3, "klt2": 2e-2}
+# Of outputs: queries and weights of 15 bits; recent blocks of 8; KIVI's are floats.
+TOLERANCE = {"int4": 1e-3, "klt4": 1e-3, "klt2": 1e-2, "kivi2": 1e-5}
+MASS = {"int4": 1e-3, "klt4": 1e-3, "klt2": 2e-2, "kivi2": 1e-5}
 SAME = 0.02  # share of codes that rounding in another order may move to a neighbour
 ROTATED = 2e-6  # a float32 norm, rotation and product
 for_every_scheme = pytest.mark.parametrize("kv", TOLERANCE)
@@ -49,9 +51,10 @@ def basis(size: int, kind: KvScheme, seed: int) -> Basis:
 
 def likely(rows: int, pages: Pages, seed: int) -> tuple[Tensor, Tensor]:
     """Keys and values [rows, G, D] that the pages' bases are made for."""
-    assert pages.bases is not None
     unit = UNIT if pages.scheme.calibrated else 1.0
     keys, values = (randn(rows, HEADS, pages.head_dim, seed=seed + i) * unit for i in (0, 1))
+    if pages.bases is None:
+        return keys, values
     return pages.bases.keys.turn_back(keys).contiguous(), pages.bases.values.turn_back(values).contiguous()
 
 
@@ -59,6 +62,11 @@ def empty(kv: str, blocks: int, size: int = 64, tails: int = 8) -> Pages:
     kind = scheme(kv)
     bases = Bases(basis(size, kind, 1), basis(size, kind, 7)) if kind.calibrated else None
     return Pages.zeros(blocks, BLOCK, HEADS, size, kind, tails=tails, bases=bases)
+
+
+def whole(kv: str, size: int) -> int:
+    """A head's size, or the next that consists of groups."""
+    return size if kv != "kivi2" else -(-size // 32) * 32
 
 
 @dataclasses.dataclass
@@ -77,6 +85,7 @@ class Case:
 
 def case(kv: str, lengths: list[int], counts: list[int], size: int = 64, **form: object) -> Case:
     """Sequences of `lengths` with their last `counts` rows as queries, on scattered blocks."""
+    size = whole(kv, size)
     wanted = AttentionForm(**{"heads": 6, "kv_heads": HEADS, "head_dim": size, "scale": 0.2} | form)  # type: ignore[arg-type]
     width = max(-(-length // BLOCK) for length in lengths)
     pages = empty(kv, len(lengths) * width + 1, size)
@@ -96,9 +105,8 @@ def case(kv: str, lengths: list[int], counts: list[int], size: int = 64, **form:
         torch.zeros(sum(counts), dtype=torch.int64),
         tails=tails,
     )
-    assert pages.bases is not None
-    q = pages.bases.keys.turn_queries(randn(sum(counts), wanted.heads, size, seed=5))
-    return Case(q, pages, place, wanted)
+    q = randn(sum(counts), wanted.heads, size, seed=5)
+    return Case(q if pages.bases is None else pages.bases.keys.turn_queries(q), pages, place, wanted)
 
 
 def close(ours: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -127,7 +135,7 @@ def test_against_the_oracle(kv: str, size: int, form: dict[str, object]) -> None
 def test_write_kv(kv: str, size: int, turned: int, normed: bool) -> None:
     """Two calls that share a block: what is there already stays. Levels agree to the bit, and with the reference but
     for codes that lay between two."""
-    rows, heads = 60, 4
+    rows, heads, size = 60, 4, whole(kv, size)
     both = likely(rows, empty(kv, 1, size), 40)
     x = torch.cat((randn(rows, heads, size) * 2, *both), 1)  # columns of one matrix
     angle = randn(rows, turned // 2, seed=1) * 5
@@ -237,6 +245,50 @@ def test_what_is_not_finite_shows_where_it_is_read(kv: str) -> None:
             assert torch.equal(ours[1], clean[1])
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("size", [1e24, 1e30, math.inf, math.nan])
+def test_what_is_too_large_makes_its_own_scale_nan(level: str, size: float) -> None:
+    """And leaves the rest of the run, and of the call, as they would be without it."""
+    k, v = (randn(20, HEADS, 64, seed=s) for s in (1, 2))
+    found = []
+    for poisoned in (False, True):
+        pages = empty("int4", 1)
+        place = Placement(
+            torch.tensor([0, 20]).int(), torch.tensor([20]).int(), torch.tensor([[0]]).int(), torch.arange(20).int(),
+            torch.arange(20),
+        )  # fmt: skip
+        keys = k.clone()
+        if poisoned:
+            keys[3, 1, 5] = size
+        native.write_kv(randn(20, 4, 64), keys, v, pages, place, level=level)
+        found.append(pages)
+    clean, broken = found
+    assert broken.key_scales is not None
+    assert clean.key_scales is not None
+    assert broken.key_scales.isnan().nonzero().tolist() == [[0, 1, 3]]
+    assert torch.equal(broken.value_scales, clean.value_scales)  # type: ignore[arg-type]
+    old, new = (ref_attention.read_pages(pages, torch.tensor([0]), torch.float32) for pages in found)
+    assert torch.equal(old[1], new[1])
+    others = torch.ones(BLOCK, HEADS, dtype=torch.bool)
+    others[3, 1] = False
+    assert torch.equal(old[0][others], new[0][others])
+
+
+def test_rows_out_of_order_are_written_all_the_same() -> None:
+    """Two rows of one run with others between them: no two threads may write its bytes."""
+    order = torch.tensor([0, 16, 1, 17, *range(2, 16), *range(18, 32)])
+    k, v, q = randn(32, HEADS, 64, seed=1), randn(32, HEADS, 64, seed=2), randn(32, 4, 64)
+    found = []
+    for rows in (torch.arange(32), order):
+        pages = empty("int4", 1)
+        place = Placement(
+            torch.tensor([0, 32]).int(), torch.tensor([32]).int(), torch.tensor([[0]]).int(), rows.int(), rows
+        )
+        native.write_kv(q, k[rows].contiguous(), v[rows].contiguous(), pages, place)
+        found.append(pages.parts())
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_bad_planes_are_refused() -> None:
     one = case("klt2", [70, 40], [1, 1])
     place = one.place
@@ -261,5 +313,6 @@ def test_bad_planes_are_refused() -> None:
     )
     with pytest.raises(ValueError, match="a call's rows of a sequence are of one block"):
         native.write_kv(randn(2, 6, 64), k, k, one.pages, crossing)
+    of = Channels(torch.zeros(HEADS, 64), torch.ones(HEADS, 64), torch.arange(16.0), False)
     with pytest.raises(ValueError, match="have no CPU kernel yet"):
-        native.write_kv(k, k, k, Pages.zeros(1, 32, HEADS, 64, scheme("kivi2"), tails=1), crossing)
+        native.write_kv(k, k, k, Pages.zeros(1, 32, HEADS, 64, scheme("nuq4"), bases=Bases(of, of)), crossing)

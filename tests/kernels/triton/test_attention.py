@@ -21,10 +21,14 @@ from attar.kernels import ops, ref_attention
 from attar.kernels.operands import AttentionForm, Norm
 from attar.kernels.pages import Pages, Placement, Rotation
 from attar.kernels.triton import attention, kv_write
-from attar.kernels.triton.pages import PlainPages
+from attar.kernels.triton.pages import NibblePages, PlainPages
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}  # of outputs, relative to the largest: what the arithmetic adds
 ROTATED = {torch.float32: 1e-6, torch.float16: 2e-3}  # a norm and a rotation of values around 1
+
+FOUR_BITS = 5e-3  # of outputs, where a code or two of thousands are the neighbours
+
+SCHEMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}  # of pages with scales
 
 FORMS = [
     {},
@@ -64,9 +68,9 @@ class Case:
         self.form = form_ = AttentionForm(**given)  # type: ignore[arg-type]
         width = max(1, *(-(-length // block) for length in lengths))
         sizes = (len(counts) * width + 1, block, form_.kv_heads, form_.head_dim)
-        self.theirs = Pages.zeros(*sizes, scheme("int8" if kv == torch.int8 else "float32"))
+        self.theirs = Pages.zeros(*sizes, scheme(SCHEMES.get(kv, "float32")))
         self.ours = PlainPages.make(*sizes, kv)
-        if kv != torch.int8:
+        if kv not in SCHEMES:
             self.ours.keys.fill_(torch.nan)
             self.ours.values.fill_(torch.nan)
         tables = torch.randperm(sizes[0], generator=torch.Generator().manual_seed(0))[:-1].view(len(counts), width)
@@ -81,8 +85,9 @@ class Case:
                 if scales is None:
                     held[tables[b, at // block], :, at % block] = numbers.to(kv)
                 else:
-                    codes, scale = ref_attention.quantize_head(numbers)
-                    held[tables[b, at // block], :, at % block] = codes
+                    quantize = ref_attention.quantize_head if kv == torch.int8 else ref_attention.quantize_head_fp8
+                    codes, scale = quantize(numbers)
+                    held[tables[b, at // block], :, at % block] = codes.view(kv)
                     scales[tables[b, at // block], :, at % block] = scale
         positions = [torch.arange(length - count, length) for count, length in zip(counts, lengths, strict=True)]
         self.place = Placement(
@@ -109,11 +114,11 @@ def test_against_the_oracle(form: dict[str, object]) -> None:
     Case([1, 20, 0, 9], [40, 20, 20, 70], **form).check()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kv", [torch.float16, torch.int8], ids=str)
+@pytest.mark.parametrize("kv", [torch.float16, *SCHEMES], ids=str)
 def test_other_dtypes(kv: torch.dtype) -> None:
     Case([1, 1], [130, 7], kv, torch.float16).check()
     Case([20, 1], [50, 7], kv, torch.float16, window=30).check()
-    if kv == torch.int8:
+    if kv in SCHEMES:
         Case([1, 1], [130, 7], kv).check()
 
 
@@ -185,8 +190,69 @@ def test_write_kv(normed: float | None, turned: int, dtype: torch.dtype) -> None
             assert difference.abs().max() <= ROTATED[dtype] * expected_held.abs().max() + step
 
 
-def test_what_is_not_finite_makes_a_scale_nan() -> None:
-    pages = PlainPages.make(1, 16, 1, 24, torch.int8)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_four_bits(dtype: torch.dtype) -> None:
+    """Written, rotated, by both, with numbers of a past below, and read: a step of tokens and a prompt's last rows. A
+    code may fall to the neighbour where a scale's candidates leave nearly equal errors."""
+    size, kv_heads, heads, block, lengths, counts = 32, 2, 4, 16, [20, 9], [1, 3]
+    int4, form = scheme("int4"), AttentionForm(heads, kv_heads, size, size**-0.5)
+    ours = NibblePages.rotated(5, block, kv_heads, size, int4)
+    ours.keys.fill_(255)
+    theirs = Pages.zeros(5, block, kv_heads, size, int4)
+    tables = torch.tensor([[3, 0], [4, 2]])
+    angles = randn(80, 10, seed=3)
+    for b, length in enumerate(lengths):
+        at = torch.arange(length)
+        slots = tables[b, at // block] * block + at % block
+        starts, rotation = torch.tensor([0, length]).int(), Rotation(angles.cos(), angles.sin(), at.int())
+        place = Placement(starts, starts[1:], tables[b : b + 1].int(), at.int(), slots)
+        q, k, v = (randn(length, n, size, seed=10 * b + n).to(dtype) for n in (heads, kv_heads, kv_heads))
+        found = ops.write_kv(q, k, v, ours, place, rotation)
+        expected = ref_attention.write_kv(q, k, v, theirs, place, rotation)
+        assert torch.allclose(found, expected, atol=ROTATED[dtype])
+    ends = zip(counts, lengths, strict=True)
+    positions = torch.cat([torch.arange(length - count, length) for count, length in ends]).int()
+    place = Placement(torch.tensor([0, 1, 4]).int(), torch.tensor(lengths).int(), tables.int().contiguous(), positions,
+                      torch.zeros(4).long())  # fmt: skip
+    q = ours.bases.keys.turn_queries(randn(4, heads, size).to(dtype))  # type: ignore[union-attr]
+    found, _ = ops.paged_attention(q, ours, place, form)
+    expected, _ = ref_attention.paged_attention(q.double(), theirs, place, form)
+    assert (found.double() - expected).abs().max() <= FOUR_BITS * expected.abs().max()
+
+
+def test_four_bits_of_what_is_not_finite() -> None:
+    pages = NibblePages.rotated(1, 16, 1, 32, scheme("int4"))
+    k = randn(2, 1, 32)
+    k[1, 0, 5] = torch.nan
+    slots = torch.tensor([4, 9])
+    ops.write_kv(k, k, k, pages, Placement(slots, slots, slots, slots, slots))
+    assert pages.key_scales is not None
+    assert pages.key_scales.isnan().nonzero().tolist() == [[0, 0, 9]]
+    with pytest.raises(ValueError, match="heads of 32, 64, 128"):
+        NibblePages.rotated(1, 16, 1, 48, scheme("int4"))
+
+
+def test_write_float8() -> None:
+    """Numbers that float8 holds: the interpreter halves those that it rounds up to a power of two."""
+    codes = torch.randint(0, 127, (2, 3, 2, 24), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    k, v = codes.view(torch.float8_e4m3fn).float() * torch.tensor([1.0, -1.0]).repeat(12) * 2.0**-6
+    k[..., 0] = v[..., 0] = 7.0  # 448 / 64
+    k[1, 1] = 0
+    slots = torch.tensor([3, 30, 17])
+    place, ours = Placement(slots, slots, slots, slots, slots), PlainPages.make(2, 16, 2, 24, torch.float8_e4m3fn)
+    theirs = Pages.zeros(2, 16, 2, 24, scheme("fp8"))
+    ops.write_kv(k, k, v, ours, place)
+    ref_attention.write_pages(k, v, theirs, slots)
+    assert ours.key_scales is not None
+    assert theirs.key_scales is not None
+    assert torch.equal(ours.key_scales, theirs.key_scales)
+    held = (ours.keys.float() * ours.key_scales[..., None]).transpose(1, 2).flatten(0, 1)
+    assert torch.equal(held, ref_attention.read_pages(theirs, torch.arange(2), torch.float32)[0])
+
+
+@pytest.mark.parametrize("kv", SCHEMES, ids=str)
+def test_what_is_not_finite_makes_a_scale_nan(kv: torch.dtype) -> None:
+    pages = PlainPages.make(1, 16, 1, 24, kv)
     k = randn(2, 1, 24)
     k[1, 0, 5] = torch.inf
     slots = torch.tensor([4, 9])

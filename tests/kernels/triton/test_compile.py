@@ -26,12 +26,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
+from attar.formats.kv import scheme
 from attar.formats.packed import codec
 from attar.formats.scheme import Scheme
 from attar.kernels.operands import AttentionForm, Linear, Norm
 from attar.kernels.pages import Placement, Rotation
-from attar.kernels.triton import attention, kv_write, linear, rows, sampling, w4, w8, weights
-from attar.kernels.triton.pages import PlainPages
+from attar.kernels.triton import attention, kv_write, linear, nibbles, rows, sampling, w4, w8, weights
+from attar.kernels.triton.pages import NibblePages, PlainPages
 
 SHARED = 227 << 10  # bytes of shared memory that a program of a Hopper card can have
 TARGET = GPUTarget("cuda", 90, 32)
@@ -87,9 +88,9 @@ def product(scheme: str, n: int) -> None:
     linear.linear(torch.ones(n, 2048, dtype=DTYPE), (one,))
 
 
-def attend(counts: list[int], capacity: int, kv: torch.dtype = DTYPE, **form: Any) -> None:
+def attend(counts: list[int], capacity: int, kv: torch.dtype | None = DTYPE, **form: Any) -> None:
     wanted = AttentionForm(**({"heads": 8, "kv_heads": 2, "head_dim": 128, "scale": 0.1} | form))
-    pages, n = PlainPages.make(2, 64, wanted.kv_heads, wanted.head_dim, kv), sum(counts)
+    pages, n = four_bits() if kv is None else PlainPages.make(2, 64, wanted.kv_heads, wanted.head_dim, kv), sum(counts)
 
     def numbers(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32)
@@ -98,6 +99,15 @@ def attend(counts: list[int], capacity: int, kv: torch.dtype = DTYPE, **form: An
     place = Placement(numbers(len(counts) + 1), numbers(len(counts)), tables, numbers(n), torch.zeros(n).long())
     q = torch.zeros(n, wanted.heads, wanted.head_dim, dtype=DTYPE)
     attention.paged_attention(q, pages, place, wanted)
+
+
+def four_bits() -> NibblePages:
+    return NibblePages.rotated(2, 64, 2, 128, scheme("int4"))
+
+
+def write_four_bits() -> None:
+    heads, slots = torch.zeros(2, 2, 128, dtype=DTYPE), torch.zeros(2, dtype=torch.int64)
+    nibbles.write(heads, heads, heads, four_bits(), Placement(slots, slots, slots, slots, slots))
 
 
 def write(kv: torch.dtype) -> None:
@@ -134,12 +144,21 @@ LAUNCHES: dict[str, tuple[Callable[[], None], str | None]] = {
     "w8a8, one row": (lambda: product("w8a8", 1), "_product"),
     "w8a8, many rows": (lambda: product("w8a8", 500), "_product"),
     "fp8, many rows": (lambda: product("fp8", 500), "_product"),
+    "fp8 blocks, one row": (lambda: product("fp8-block", 1), "_product"),
+    "fp8 blocks, many rows": (lambda: product("fp8-block", 500), "_product"),
+    "fp8 blocks and wide rows": (lambda: product("fp8-block-weight", 40), "_product"),
     "decoding": (lambda: attend([1, 1], 8192), "_attend"),
     "decoding from int8": (lambda: attend([1, 1], 8192, torch.int8), "_attend"),
+    "decoding from fp8": (lambda: attend([1, 1], 8192, torch.float8_e4m3fn), "_attend"),
+    "decoding from int4": (lambda: attend([1, 1], 8192, None), "_attend"),
+    "a prompt over int4": (lambda: attend([500], 512, None), "_attend"),
+    "writing int4": (write_four_bits, None),
+    "a prompt over fp8": (lambda: attend([500], 512, torch.float8_e4m3fn), "_attend"),
     "a prompt": (lambda: attend([500], 512), "_attend"),
     "a prompt of Gemma's": (lambda: attend([500], 512, head_dim=256, soft_cap=50.0, window=128), "_attend"),
     "writing": (lambda: write(DTYPE), None),
     "writing int8": (lambda: write(torch.int8), None),
+    "writing fp8": (lambda: write(torch.float8_e4m3fn), None),
     "element-wise": (element_wise, None),
 }
 

@@ -12,11 +12,17 @@ pytest.importorskip("triton", reason="Triton is not installed here: `make test-t
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 interprets the kernels: `make test-triton` sets it", allow_module_level=True)
 
+from attar.engine.graphs import Record, Recorded
+from attar.engine.runner import Runner
+from attar.engine.sequence import Sequence
+from attar.engine.step import Chunk, StepPlan
+from attar.formats.kv import SCHEMES
 from attar.kernels import ops
 from attar.kernels.triton.pages import PlainPages
 from attar.model.cache import Step
 from attar.model.decoder import Decoder
 
+INT8 = 0.02  # of logits, where keys and values are codes, of which some fall to the neighbour
 TOLERANCE = 2e-5  # of logits, relative to the largest: two orders of the same float32 sums, through three blocks
 
 
@@ -36,3 +42,38 @@ def test_prompts_in_pieces_then_tokens(scheme: str | None, tiny_decoder: Callabl
         at += rows
     expected = theirs.forward(ids.flatten(), Step((24, 24), 32)).view(2, 24, -1)
     assert (torch.cat(pieces, 1) - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+def test_steps_in_graphs_of_more_rows(tiny_decoder: Callable[..., Decoder]) -> None:
+    """What a server does on a card, but for the recording: two sequences in a graph of four rows, with int8 pages; the
+    rows left over write to a block of their own."""
+    ours, theirs = tiny_decoder(layers=2, store=ops.store()), tiny_decoder(layers=2)
+    prompts = [[5, 9, 3, 7], [11]]
+
+    def run(decoder: Decoder, record: Record | None) -> tuple[torch.Tensor, Runner]:
+        runner = Runner(decoder, 2, 64, SCHEMES["int8"], 4, None, record)
+        chunks = []
+        for i, prompt in enumerate(prompts):
+            sequence = Sequence(id=str(i), prompt_ids=prompt, max_tokens=4)
+            sequence.blocks = [i]
+            chunks.append(Chunk(sequence, 0, len(prompt), True))
+        runner.run(StepPlan(chunks))
+        found = []
+        for token in (1, 2, 3):
+            for chunk in chunks:
+                chunk.sequence.tokens.append(token)
+            chunks = [Chunk(each.sequence, len(each.sequence.tokens) - 1, 1, True) for each in chunks]
+            found.append(runner.run(StepPlan(chunks)).clone())
+        return torch.stack(found), runner
+
+    def again(call: Callable[[], torch.Tensor]) -> Recorded:
+        result = call()
+        return Recorded(lambda: result.copy_(call()), result)
+
+    found, runner = run(ours, again)
+    expected, _ = run(theirs, None)
+    assert (found - expected).abs().max() <= INT8 * expected.abs().max()
+    assert isinstance(runner.pages[0], PlainPages)
+    assert runner.pages[0].blocks == 3
+    assert runner.pages[0].keys[2].any(), "nobody's block was written"
+    assert runner.pages[0].keys[:2, :, 10:].abs().max() == 0

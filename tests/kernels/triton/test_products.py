@@ -43,7 +43,7 @@ def on_grid(scheme: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     if scheme.startswith("fp8"):
         codes = torch.randint(0, 127, (rows, columns), dtype=torch.uint8, generator=numbers)
         x = codes.view(torch.float8_e4m3fn).float() * (torch.randint(0, 2, (rows, columns), generator=numbers) * 2 - 1)
-        x[:, 0] = 448
+        x[:, ::128] = 448
     else:
         x = torch.randint(-127, 128, (rows, columns), generator=numbers).float()
         x[:, 0] = -127.5
@@ -101,6 +101,9 @@ def test_some_of_those_are_split() -> None:
         ("w4a8g128-asym", (64, 1024)),
         ("fp8", (96, 1024)),
         ("fp8-tensor", (70, 80)),
+        ("fp8-block", (300, 384)),
+        ("fp8-block", (96, 1024)),
+        ("fp8-block-weight", (130, 256)),
     ],
 )
 def test_eight_bits(scheme: str, shape: tuple[int, int], count: int, dtype: torch.dtype) -> None:
@@ -124,13 +127,13 @@ def test_torchs_float8_product_is_ours(apart: bool) -> None:
     assert (theirs.float() - ours).abs().max() <= BFLOAT16 * ours.abs().max()
 
 
-@pytest.mark.parametrize("scheme", [None, "w4g32", "w4g32-asym", "w8", "w8a8", "fp8"])
+@pytest.mark.parametrize("scheme", [None, "w4g32", "w4g32-asym", "w8", "w8a8", "fp8", "fp8-block"])
 def test_side_by_side(scheme: str | None) -> None:
     """Three that read the same rows, of which one has a bias, are one product, and one memory."""
     columns = 128
-    sources = [randn(n, columns, seed=n) if scheme is None else packed(scheme, n, columns, n) for n in (64, 128, 60)]
+    sources = [randn(n, columns, seed=n) if scheme is None else packed(scheme, n, columns, n) for n in (128, 256, 60)]
     linears = [Linear(f"l{i}", source) for i, source in enumerate(sources)]
-    linears[1].bias = randn(128, seed=5)
+    linears[1].bias = randn(256, seed=5)
     check(on_grid(scheme or "w8a8", 3, columns, torch.float32), linears)
     first, last = (each.weight for each in (linears[0], linears[2]))
     assert isinstance(first, weights.TritonWeight)
@@ -144,6 +147,8 @@ def test_what_does_not_go_side_by_side() -> None:
     x = on_grid("w8a8", 2, 64, torch.float32)
     check(x, [Linear("a", packed("w4g32", 60, 64)), Linear("b", packed("w4g32", 64, 64))])
     check(x, [Linear("a", packed("w4g32", 64, 64)), Linear("b", packed("w8a8", 64, 64))])
+    blocks = on_grid("fp8-block", 2, 128, torch.float32)
+    check(blocks, [Linear("a", packed("fp8-block", 64, 128)), Linear("b", packed("fp8-block", 64, 128, 1))])
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     permuted = Linear("a", packed("w4g32", 64, 64), permutation=order)
     divided = Linear("b", packed("w4g32", 64, 64, 1), input_scale=torch.rand(64) + 0.5)
@@ -167,7 +172,19 @@ def test_four_bits_widen_to_the_very_numbers(scheme: str, dtype: torch.dtype) ->
     assert torch.equal(w4.dense(one.weight, dtype, ids, 3.0), source.dequantize(dtype)[ids] * 3)
 
 
-@pytest.mark.parametrize("scheme", [None, "w4g64", "w8", "w8a8", "w3g64"])
+def test_codes_that_no_kernel_knows_are_widened_and_rows_rounded_otherwise_are_refused() -> None:
+    where = store.TritonStore("cpu", torch.float32)
+    one, other = Linear("one", packed("w3g64", 64, 128)), Linear("other", packed("w8a8-asym", 64, 128))
+    expected = ref.linear(randn(3, 128).double(), [one])
+    for each in (one, other):
+        where.take(each)
+    assert where.widened == {"one": "w3g64 has no Triton kernel yet"}
+    assert list(where.refused) == ["other"]
+    assert isinstance(one.weight, weights.TritonWeight)
+    assert (linear(randn(3, 128), [one]).double() - expected).abs().max() <= 2e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("scheme", [None, "w4g64", "w8", "w8a8", "w3g64", "fp8-block"])
 def test_embedding(scheme: str | None) -> None:
     """Of any weight: those without a kernel are widened once."""
     source = randn(70, 64) if scheme is None else packed(scheme, 70, 64)

@@ -1,6 +1,6 @@
 """AWQ (Lin et al. 2023): scale up the weight columns whose inputs are large, so that rounding hurts them less.
 
-Statistic: the mean |x| of every input channel (`MeanAbs`; texts that say "absmax" describe SmoothQuant). Solve:
+Statistic: the mean |x| of every input channel (`means`; texts that say "absmax" describe SmoothQuant). Solve:
 
     s = (mean|x|)^alpha,  alpha in 0, 1/19, .. 1,  divided by sqrt(max s * min s)
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from attar.compression import fold
+from attar.formats.forms import Progressive
 from attar.formats.packed import codec
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Scheme
@@ -34,32 +35,7 @@ SMALLEST = 1e-4  # of a scale before normalisation: channels that are silent in 
 CLIP_STEPS = 10  # ratios 1, 0.95 .. 0.55
 CLIP_STEP = 0.05
 CLIP_TOKENS = 512
-ROWS_AT_ONCE = 128
 CHUNK_ELEMENTS = 1 << 20  # weights clipped at a time
-
-
-class MeanAbs:
-    """The statistic: mean |x| of each of I input channels over all rows seen so far."""
-
-    def __init__(self, columns: int) -> None:
-        self.total = torch.zeros(columns, dtype=torch.float64)
-        self.tokens = 0
-
-    def add(self, x: Tensor) -> None:
-        """Take in rows x [N, I]. Raises ValueError on a NaN or an infinity."""
-        # In parts, because a sum in float64 begins with a copy in float64.
-        total = sum((part.abs().sum(0, dtype=torch.float64) for part in x.split(ROWS_AT_ONCE)), torch.zeros(()))
-        if not total.isfinite().all():
-            raise ValueError(f"input channel {int((~total.isfinite()).nonzero()[0])} holds a NaN or an infinity")
-        self.total += total
-        self.tokens += len(x)
-
-    @property
-    def value(self) -> Tensor:
-        """Float32 [I]. Raises ValueError where no row was seen."""
-        if self.tokens == 0:
-            raise ValueError("no calibration token reached these linears: give more calibration text")
-        return (self.total / self.tokens).float()
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +126,7 @@ def clip(weight: Tensor, x: Tensor, scheme: Scheme) -> Tensor:
     """
     rows, columns = weight.shape
     x = x[:: -(-len(x) // CLIP_TOKENS)].float()  # [N, I]
-    groups = scheme.grid.groups(columns)
+    groups = (scheme.weight if isinstance(scheme.weight, Progressive) else scheme.grid).groups(columns)
     # |X_g d| = |R_g d| where X_g = Q R_g: where groups are smaller than 512, fewer rows to multiply by.
     factors = torch.stack([torch.linalg.qr(part, mode="r").R for part in x.chunk(groups, 1)])  # [G, K, g]
     # A scale shared by all rows cannot be judged by some of them.

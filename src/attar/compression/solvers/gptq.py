@@ -40,8 +40,9 @@ from attar.compression.solvers.form_levels import LEVELLED, Scaled, Tables, leve
 from attar.compression.solvers.ggml_levels import Ggml
 from attar.compression.solvers.levels import Uniform
 from attar.compression.solvers.polish import descend
+from attar.compression.solvers.progressive_levels import TwoLevel
 from attar.formats import affine
-from attar.formats.forms import GgmlBlocks
+from attar.formats.forms import GgmlBlocks, Progressive
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Grid, Scheme
 
@@ -54,7 +55,8 @@ class Hessian:
     """E[x x^T] of a linear's I inputs: the running mean, over all rows seen, in one matrix of `dtype`.
 
     float32 is enough: entries are means of squares, and what rounding is left lies far below the damping. The value
-    depends on how rows were split into calls, in the last bits only; the same calls give the same bits.
+    depends on how rows were split into calls, in the last bits only; the same calls give the same bits. The matrix lies
+    where the rows do.
     """
 
     def __init__(self, columns: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> None:
@@ -63,10 +65,13 @@ class Hessian:
 
     def add(self, x: Tensor, weights: Tensor | None = None) -> None:
         """Take in rows x [N, I] of any float dtype, each as often as its weight [N] says, which is not negative."""
+        if self.mean.device != x.device:
+            assert not self.tokens, "rows of two devices"
+            self.mean = torch.zeros_like(self.mean, device=x.device)
         for at, part in enumerate(x.split(TOKENS_AT_ONCE)):
             part, count = part.to(self.mean.dtype), float(len(part))
             if weights is not None:
-                some = weights[at * TOKENS_AT_ONCE :][: len(part)].to(part.dtype)
+                some = weights[at * TOKENS_AT_ONCE :][: len(part)].to(part)
                 part, count = part * some.sqrt()[:, None], float(some.sum())
             if count:
                 total = self.tokens + count
@@ -230,7 +235,8 @@ def solve(
     back = sweep.argsort()
     if polish:
         del work  # in place of which comes a matrix of the same size
-        work, back = descend(codes, levels, weight, hessian, polish, damping), torch.arange(columns)
+        work = descend(codes, levels, weight, hessian, polish, damping)
+        back = torch.arange(columns, device=sweep.device)
     damage = sum(_damage(work[:, some].T.index_select(1, back), hessian) for some in _slices(len(weight)))
     return GptqResult(levels.pack(codes), damage, rtn_damage, energy)
 
@@ -249,6 +255,8 @@ def begin(
         return original, Ggml(original, scheme, importance)
     if isinstance(scheme.weight, LEVELLED):
         return original, levels_of(original, scheme, importance, scale_search, largest)
+    if isinstance(scheme.weight, Progressive):
+        return original, TwoLevel.of(original, scheme, scale_search)
     return original, Uniform.of(original, scheme, scale_search)
 
 

@@ -44,7 +44,7 @@ def solve(weight: Tensor, scheme: Scheme, *, steps: int = STEPS) -> PackedTensor
     if grid.kind != "int":
         raise ValueError(f"hqq moves zero points and scales of integer grids, not of {scheme.name}")
     rows, columns = weight.shape
-    codes = torch.empty(weight.shape, dtype=torch.int8)
+    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     parts = [slice(None)] if grid.granularity == "tensor" else list(row_slices(rows, columns))
     scales, zeros = [], []
     for part in parts:
@@ -62,7 +62,7 @@ def fit(weight: Tensor, grid: Grid, scale_dtype: torch.dtype, steps: int) -> tup
     x = by_scale(weight, scale.shape[-1])  # [R, G, I/G]
     over = (0, 2) if grid.granularity == "tensor" else (2,)
     best, beta = (scale, zero), BETA
-    least = torch.full(scale.shape, torch.inf)
+    least = torch.full(scale.shape, torch.inf, device=scale.device)
     for step in range(steps + 1):
         s = scale.float().unsqueeze(-1)
         z = torch.zeros(()) if zero is None else zero.float().unsqueeze(-1)

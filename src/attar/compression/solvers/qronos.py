@@ -39,8 +39,13 @@ class Drift:
 
         `residual` [N, O] is r - r~.
         """
+        if self.mean.device != x.device:
+            assert not self.tokens, "rows of two devices"
+            self.mean = torch.zeros_like(self.mean, device=x.device)
+            self.residual = None if self.residual is None else torch.zeros_like(self.residual, device=x.device)
         gone = original - x
         if weights is not None:
+            weights = weights.to(x.device)
             gone *= weights[:, None]
             residual = None if residual is None else residual * weights[:, None]
         count = float(len(x)) if weights is None else float(weights.sum())

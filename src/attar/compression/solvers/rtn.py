@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from attar.compression.recipe import ScaleSearch
-from attar.formats import affine, fp4, ggml_codec, observers
-from attar.formats.forms import Fp4, GgmlBlocks
+from attar.formats import affine, fp4, ggml_codec, observers, progressive
+from attar.formats.forms import Fp4, GgmlBlocks, Progressive
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Grid, Scheme
@@ -40,11 +40,13 @@ def solve(
     if isinstance(scheme.weight, GgmlBlocks):
         counts = None if importance is None else ggml_codec.by_column(weight, scheme, importance)
         return ggml_codec.quantize(weight, scheme, counts)
+    if isinstance(scheme.weight, Progressive):
+        return progressive.quantize(weight, scheme, scale_search)
     if scale_search == "minmax" or scheme.weight.kind != "int":
         return codec(scheme.weight.kind).quantize(weight, scheme)
     grid, scale_dtype = scheme.grid, getattr(torch, scheme.scale_dtype)
     rows, columns = weight.shape
-    codes = torch.empty(weight.shape, dtype=torch.int8)
+    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     parts = [slice(None)] if grid.granularity == "tensor" else list(row_slices(rows, columns))
     scales, zeros = [], []
     for part in parts:  # no float32 copy of a matrix that may have the size of a vocabulary

@@ -48,7 +48,7 @@ class AbsMax:
         largest = x.abs().amax(0).float()
         if not largest.isfinite().all():
             raise ValueError(f"input channel {int((~largest.isfinite()).nonzero()[0])} holds a NaN or an infinity")
-        self.value = torch.maximum(self.value, largest)
+        self.value = torch.maximum(self.value.to(x.device), largest)
 
 
 def scales(act_max: Tensor, weights: Sequence[Tensor], alpha: float) -> Tensor:

@@ -4,7 +4,7 @@ Four methods choose, each better and dearer than the one before:
 
 * magnitude: the smallest |w| of the matrix. Needs no data;
 * Wanda (Sun et al. 2023): the smallest |w_ij| |x_j|_2 of each row, by the norm of every input over the calibration
-  tokens (`SquareMean`). What stays is left as it is;
+  tokens (`means`). What stays is left as it is;
 * SparseGPT (Frantar & Alistarh 2023): what raises the error of the output least, column by column, and the columns to
   come make up for it (`sparsegpt`);
 * `prune`: attar's own: all places at once, and then the best weights for them.
@@ -39,31 +39,6 @@ from attar.formats.scheme import Grid, Scheme
 ROWS_AT_ONCE = 512
 
 Unit = Literal["row", "matrix"]
-
-
-class SquareMean:
-    """Wanda's statistic: the mean x^2 of each of I input channels over all rows seen so far."""
-
-    def __init__(self, columns: int) -> None:
-        self.total = torch.zeros(columns, dtype=torch.float64)
-        self.tokens = 0
-
-    def add(self, x: Tensor) -> None:
-        """Take in rows x [N, I]. Raises ValueError on a NaN, an infinity, or what overflows when squared."""
-        total = torch.zeros_like(self.total)
-        for part in x.split(ROWS_AT_ONCE):
-            total += part.float().square().sum(0, dtype=torch.float64)
-        if not total.isfinite().all():
-            raise ValueError(f"input channel {int((~total.isfinite()).nonzero()[0])} holds a NaN or an infinity")
-        self.total += total
-        self.tokens += len(x)
-
-    @property
-    def value(self) -> Tensor:
-        """Float32 [I]. Raises ValueError where no row was seen."""
-        if self.tokens == 0:
-            raise ValueError("no calibration token reached this linear: give more calibration text")
-        return (self.total / self.tokens).float()
 
 
 def mask(score: Tensor, pattern: Pattern, unit: Unit = "matrix") -> Tensor:

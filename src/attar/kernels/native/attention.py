@@ -9,19 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attar.formats.kv import BUCKET, KvScheme
-from attar.kernels.native import extension
+from attar.formats.kv import BUCKET
+from attar.kernels.native import extension, reach
 from attar.kernels.operands import AttentionForm, Norm
-from attar.kernels.pages import Pages, Placement, Rotation
+from attar.kernels.pages import PARTS, Pages, Placement, Rotation
+from attar.kernels.planes import Basis
 
-
-def against(scheme: KvScheme) -> str | None:
-    """Why these kernels do not read such pages, or None where they do."""
-    return (
-        None
-        if scheme.kind in ("float", "int8", "planes")
-        else f"keys and values in {scheme.name} have no CPU kernel yet"
-    )
+against = reach.pages_against
+"""Why these kernels do not read such pages, or None where they do."""
 
 
 def write_kv(
@@ -138,7 +133,7 @@ def _pages(pages: Pages) -> tuple[str | int, ...]:
         recent = (pages.recent.keys.data_ptr(), pages.recent.values.data_ptr(), shape[0])
     sizes = (pages.blocks, pages.block, pages.kv_heads, pages.head_dim)
     expected = pages.scheme.parts(pages.kv_heads, pages.head_dim, pages.block)
-    addresses = dict.fromkeys(("keys", "values", "key_scales", "value_scales"), 0)
+    addresses = dict.fromkeys(PARTS, 0)
     for name in addresses:
         if (each := getattr(pages, name)) is not None and name in expected:
             part = expected[name]
@@ -146,7 +141,8 @@ def _pages(pages: Pages) -> tuple[str | int, ...]:
             addresses[name] = each.data_ptr()
         elif each is not None or name in expected:
             raise ValueError(f"{pages.scheme.name} pages have {', '.join(expected)}")
-    kind, units = (scheme.kind, scheme.units(pages.head_dim)) if scheme.planes else (scheme.name, 0)
+    units = scheme.units(pages.head_dim) if scheme.planes else scheme.group
+    kind = scheme.name if scheme.kind == "float" else scheme.kind
     return kind, *addresses.values(), *sizes, bases, units, *recent
 
 
@@ -164,6 +160,7 @@ def _check_bases(pages: Pages) -> None:
     assert pages.bases is not None
     heads, size = pages.kv_heads, pages.head_dim
     for each in (pages.bases.keys, pages.bases.values):
+        assert isinstance(each, Basis)
         for name, matrix in (("into", each.into), ("back", each.back), ("queries", each.queries)):
             _check(f"{name} of a basis", matrix, torch.float32, (heads, size, size))
         for name, row in (("mean", each.mean), ("weights", each.weights), ("shares", each.shares)):

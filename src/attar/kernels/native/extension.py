@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from attar._native import Arena as Arena
     from attar._native import Factors as Factors
     from attar._native import Matrix as Matrix
+    from attar._native import ProgressiveFactors as ProgressiveFactors
+    from attar._native import ProgressiveMatrix as ProgressiveMatrix
 
 library: Any
 """The extension itself, for the modules of this room; None where it does not load."""

@@ -1,9 +1,10 @@
 """Weights in the layout of the CPU kernels, and products with them.
 
 `prepare` turns a linear's weight, dense or packed, into a `KernelWeight`; the stored form is let go, so a model is in
-memory once. How rows are rounded before a product is settled there too: a scheme with quantized activations says it,
-and for one without, `Activations` does. `docs/numerics.md` draws the layout; `csrc/linear.cpp` states the order of
-float operations, which makes a row's result independent of the rows beside it.
+memory once. `layouts` says which layout a scheme has, and `filling` fills it. How rows are rounded before a product is
+settled there too: a scheme with quantized activations says it, and for one without, `Activations` does.
+`docs/numerics.md` draws the layout; `csrc/linear.cpp` states the order of float operations, which makes a row's result
+independent of the rows beside it.
 
 Shapes: N rows, I input columns, O output columns.
 """
@@ -13,20 +14,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import Tensor
 
 from attar.formats import packing
+from attar.formats.forms import Fp4, Outliers, Progressive
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Grid, Scheme
-from attar.kernels.native import extension
+from attar.kernels.native import extension, filling, progressive, reach
 from attar.kernels.native.extension import library
+from attar.kernels.native.layouts import RUN, layout_of
 from attar.kernels.operands import Activation, Linear
 
 if TYPE_CHECKING:
-    from attar.kernels.native.extension import Arena, Factors, Matrix
+    from attar.kernels.native.extension import Arena, Factors, Matrix, ProgressiveFactors, ProgressiveMatrix
 
 Activations = Literal["exact", "int8", "int8g128", "int8g32"]
 """How rows meet a packed weight whose scheme leaves them alone: as they are, in float32, or rounded to int8 on the fly
@@ -34,18 +37,17 @@ with one scale a row, or one for every 128 or 32 columns. The default everywhere
 more than 5 % to the KL of a 4-bit model (docs/LOG.md, 2026-11-21)."""
 
 DENSE = (torch.float32, torch.bfloat16, torch.float16)
-RUN = 32  # columns that the layout packs together: a group is a multiple of it, or the whole row
 
 
 @dataclass(eq=False)
 class KernelWeight:
     """A weight [O, I] that only the native kernels can read."""
 
-    matrix: Matrix
+    matrix: Matrix | ProgressiveMatrix
     scheme: Scheme | None  # None: dense
     integer: bool  # whether rows are rounded to int8
     activation_group: int  # columns that share an activation scale; 0: the whole row
-    _plans: dict[tuple[int | str, ...], list[Factors]] = field(default_factory=dict, repr=False)
+    _plans: dict[tuple[int | str, ...], list[Factors | ProgressiveFactors]] = field(default_factory=dict, repr=False)
     """For each tuple of linears that this one is the first of: what their products take, one entry a form."""
 
     @property
@@ -57,6 +59,16 @@ class KernelWeight:
         """What one product reads."""
         return self.matrix.bytes
 
+    @property
+    def rounds(self) -> bool:
+        """Whether rows are rounded before they meet it."""
+        return self.integer or (self.scheme is not None and self.scheme.activation is not None)
+
+    @property
+    def progressive(self) -> bool:
+        """Whether its codes have two levels: a kernel of their own."""
+        return self.scheme is not None and isinstance(self.scheme.weight, Progressive)
+
 
 def against(each: Linear) -> str | None:
     """The reason why the kernels cannot multiply by this weight, or None where they can."""
@@ -67,18 +79,10 @@ def against(each: Linear) -> str | None:
         return None if weight.dtype in DENSE else f"{weight.dtype} weights have no CPU kernel"
     if not isinstance(weight, PackedTensor):
         return "is laid out for another device"
-    grid, rounding = weight.scheme.weight, weight.scheme.activation
-    if not isinstance(grid, Grid) or grid.kind != "int":
-        return f"{grid.kind if isinstance(grid, Grid) else grid.name} weights have no CPU kernel yet"
-    if grid.group_size is not None and grid.group_size % RUN:
-        return f"groups of {grid.group_size} are not a multiple of {RUN}"
-    if rounding is None:
-        return None
-    if not isinstance(rounding, Grid) or rounding.kind != "int" or rounding.bits != 8 or not rounding.symmetric:
-        return "activations other than symmetric int8 have no CPU kernel yet"
-    if rounding.granularity == "tensor" and not weight.scheme.static:
-        return "one activation scale for all rows of a call would tie them to each other"
-    return None
+    divided = each.permutation is not None or each.input_scale is not None
+    if divided and isinstance(weight.scheme.weight, Progressive):
+        return "rows that are reordered or divided have no kernel of two levels"
+    return reach.weight_against(weight.scheme)
 
 
 def prepare(each: Linear, arena: Arena, activations: Activations = "int8g128") -> None:
@@ -110,6 +114,34 @@ def prepare(each: Linear, arena: Arena, activations: Activations = "int8g128") -
 
 
 def _pack(weight: PackedTensor, arena: Arena, activations: Activations) -> KernelWeight:
+    scheme, columns = weight.scheme, weight.shape[1]
+    if isinstance(scheme.weight, Progressive):
+        return KernelWeight(progressive.pack(weight, arena), scheme, True, 0)
+    layout = layout_of(scheme)
+    assert layout is not None
+    by_words = isinstance(scheme.weight, Grid) and scheme.weight.kind == "int" and layout.number == "codes"
+    matrix = _pack_words(weight, arena) if by_words else filling.pack(weight, layout, arena)
+    if isinstance(scheme.activation, Grid) and scheme.activation.kind == "int":
+        return KernelWeight(matrix, scheme, True, scheme.activation.group_size or 0)
+    if scheme.activation is not None:
+        return KernelWeight(matrix, scheme, False, 0)
+    integer = matrix.integer and activations != "exact"
+    group = int(activations.removeprefix("int8g")) if integer and "g" in activations else 0
+    return KernelWeight(matrix, scheme, integer, _nested(group, matrix.group, columns))
+
+
+def _nested(wanted: int, of_weight: int, columns: int) -> int:
+    """Columns that share an activation's scale, 0 for a row, where `wanted` would be right: the two kinds of groups
+    must nest, and those of activations be of whole runs. The weight's own always nest."""
+    if not wanted or of_weight >= columns:
+        return wanted if wanted and columns % wanted == 0 else 0
+    if columns % wanted == 0 and max(wanted, of_weight) % min(wanted, of_weight) == 0:
+        return wanted
+    return of_weight if of_weight % RUN == 0 else RUN if columns % RUN == 0 else 0
+
+
+def _pack_words(weight: PackedTensor, arena: Arena) -> Matrix:
+    """Codes as grids store them, which C++ reads as they are."""
     scheme, (rows, columns) = weight.scheme, weight.shape
     grid, plain = scheme.grid, scheme.layout == "plain"
     groups = grid.groups(columns)
@@ -119,17 +151,11 @@ def _pack(weight: PackedTensor, arena: Arena, activations: Activations) -> Kerne
         if zero.dtype == torch.int32:
             zero = packing.unpack_words(zero.t().contiguous(), grid.bits, rows).t()
         zero = zero.expand(rows, groups).contiguous()
-    matrix = library.pack_codes(
+    made: Matrix = library.pack_codes(
         arena, codes.data_ptr(), plain, rows, columns, grid.bits, columns // groups, scale.data_ptr(),
         extension.number_name(scale.dtype), 0 if zero is None else zero.data_ptr(),
     )  # fmt: skip
-    if isinstance(scheme.activation, Grid):
-        return KernelWeight(matrix, scheme, True, scheme.activation.group_size or 0)
-    group = int(activations.removeprefix("int8g")) if "g" in activations else 0
-    of_weight = columns // groups
-    if group and (columns % group or max(group, of_weight) % min(group, of_weight)):
-        group = 0 if groups == 1 else of_weight  # the two kinds of groups must nest: the weight's own always do
-    return KernelWeight(matrix, scheme, activations != "exact", group)
+    return made
 
 
 def linear(x: Tensor, linears: Sequence[Linear], level: str | None = None) -> Tensor:
@@ -148,6 +174,8 @@ def gated_linear(x: Tensor, linears: Sequence[Linear], kind: Activation, level: 
 def gateable(linears: Sequence[Linear]) -> bool:
     """Whether these are two prepared weights of one shape and form."""
     if len(linears) != 2 or not all(isinstance(each.weight, KernelWeight) for each in linears):
+        return False
+    if any(isinstance(each.weight, KernelWeight) and each.weight.progressive for each in linears):
         return False
     a, b = linears
     same = (
@@ -169,12 +197,13 @@ def _multiply(x: Tensor, linears: Sequence[Linear], width: int, gate: str, level
     return out
 
 
-def _plan(linears: Sequence[Linear], width: int, gate: str) -> list[Factors]:
+def _plan(linears: Sequence[Linear], width: int, gate: str) -> list[Factors | ProgressiveFactors]:
     first = linears[0].weight
     assert isinstance(first, KernelWeight)
     key: tuple[int | str, ...] = (gate, *(id(each) for each in linears))
     if key not in first._plans:
-        plan, at = [], 0
+        plan: list[Factors | ProgressiveFactors] = []
+        at = 0
         for _, run in groupby(linears, _form):
             members = list(run)
             plan.append(_factors(members, at, width, gate))
@@ -187,23 +216,47 @@ def _form(each: Linear) -> tuple[object, ...]:
     """What linears must share for one call."""
     weight = each.weight
     assert isinstance(weight, KernelWeight), f"{each.name} is not prepared"
-    group = 0 if weight.scheme is None or not weight.integer else weight.scheme.grid.group_size or each.shape[1]
+    if weight.progressive:
+        return (weight.scheme and weight.scheme.weight,)
+    group = cast("Matrix", weight.matrix).group if weight.integer else 0
+    rounding = None if weight.scheme is None else weight.scheme.activation
     inputs = (each.permutation, each.input_scale, each.activation_scale)
-    return (weight.integer, weight.activation_group, group, *(None if t is None else t.data_ptr() for t in inputs))
+    return (
+        weight.integer,
+        weight.activation_group,
+        group,
+        rounding,
+        *(None if t is None else t.data_ptr() for t in inputs),
+    )
 
 
-def _factors(linears: Sequence[Linear], at: int, width: int, gate: str) -> Factors:
+def _factors(linears: Sequence[Linear], at: int, width: int, gate: str) -> Factors | ProgressiveFactors:
     one, weight = linears[0], linears[0].weight
     assert isinstance(weight, KernelWeight)
     weights = []
     for each in linears:
         assert isinstance(each.weight, KernelWeight)
         weights.append((each.weight.matrix, 0 if each.bias is None else each.bias.data_ptr()))
+    if weight.progressive:
+        return progressive.factors(weights, at, width)
     fixed = weight.scheme is not None and weight.scheme.static
     assert not fixed or one.activation_scale is not None
     scale = float(one.activation_scale) if fixed and one.activation_scale is not None else 0.0
+    scale, group, rounding = _rounding(weight, scale)
     order = 0 if one.permutation is None else one.permutation.data_ptr()
     divisor = 0 if one.input_scale is None else one.input_scale.data_ptr()
-    group = weight.activation_group
-    made: Factors = library.factors(weights, at, width, weight.integer, group, scale, order, divisor, gate)
+    made: Factors = library.factors(weights, at, width, weight.integer, group, scale, order, divisor, gate, rounding)
     return made
+
+
+def _rounding(weight: KernelWeight, fixed: float) -> tuple[float, int, str]:
+    """How rows are rounded: a number, the columns that share a scale, and to what, "" where it is int8 or nothing."""
+    form = None if weight.scheme is None else weight.scheme.activation
+    match form:
+        case Grid(kind="e4m3" | "e5m2"):
+            return fixed, form.group_size or 0, form.kind
+        case Fp4():
+            return fixed, form.group, form.name
+        case Outliers():
+            return form.threshold, 0, "outliers"
+    return fixed, weight.activation_group, ""

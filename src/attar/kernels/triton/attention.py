@@ -13,6 +13,9 @@ how many sequences are beside it.
 
 Slots past a sequence's length may hold anything, even a NaN of somebody's past: their values are not read.
 
+Pages of 8 bits have a scale for each slot, by which scores and weights are multiplied, not numbers. Of 4 bits, levels
+are looked up in a table of 16, which stays in the multiprocessor's cache.
+
 Who sees whom is as in `ops.attention`. A tile of keys lies within one block, since it divides it.
 """
 
@@ -23,9 +26,10 @@ from torch import Tensor
 
 from attar.kernels.operands import AttentionForm
 from attar.kernels.pages import Placement
+from attar.kernels.triton import nibbles
 from attar.kernels.triton.backend import same_device
 from attar.kernels.triton.language import ACCUMULATE, arrive_last, counters, kernel, next_power, nothing, processors, tl
-from attar.kernels.triton.pages import PlainPages
+from attar.kernels.triton.pages import NibblePages, PlainPages
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 FEW = 16  # queries of a tile where sequences have few rows: the tensor cores' least
@@ -53,16 +57,28 @@ def _tile(
 
 
 @kernel
+def _widened(
+    pages: tl.tensor, place: tl.tensor, held: tl.tensor, levels: tl.tensor, S: tl.constexpr, D: tl.constexpr
+) -> tl.tensor:
+    """The levels, int8 [S, D], of slots in 4 bits."""
+    j = tl.arange(0, D // 2)
+    packed = tl.load(pages + place[:, None] * (D // 2) + j[None, :], mask=held[:, None], other=0).to(tl.int32)
+    both = tl.join(tl.load(levels + (packed & 15)), tl.load(levels + (packed >> 4)))  # [S, D / 2, 2]
+    return tl.reshape(tl.permute(both, (0, 2, 1)), (S, D))
+
+
+@kernel
 def _attend(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, key_scales: tl.tensor, value_scales: tl.tensor, out: tl.tensor,
     sums: tl.tensor, extremes: tl.tensor, arrived: tl.tensor, starts: tl.tensor, lengths: tl.tensor, tables: tl.tensor,
     positions: tl.tensor, key_positions: tl.tensor, tree: tl.tensor, sequences: tl.tensor, width: tl.tensor,
-    scale: tl.tensor, cap: tl.tensor, window: tl.tensor, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_B: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SCALED: tl.constexpr,
-    PLACED: tl.constexpr, TREE: tl.constexpr, PRECISION: tl.constexpr,
+    levels: tl.tensor, scale: tl.tensor, cap: tl.tensor, window: tl.tensor, H: tl.constexpr, G: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    SCALED: tl.constexpr, FOUR: tl.constexpr, PLACED: tl.constexpr, TREE: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     SHARE: tl.constexpr = H // G
+    NONE: tl.constexpr = 0 if keys.dtype.element_ty == tl.int8 else 0.0
     g, split = tl.program_id(1), tl.program_id(2)
     b, row, first, last, mask_at = _tile(starts, sequences, ROWS, BLOCK_B, TREE)
     if row >= last:
@@ -91,7 +107,10 @@ def _attend(
         block = tl.load(tables + b * width + slot // BLOCK).to(tl.int64)
         place = (block * G + g) * BLOCK + slot % BLOCK + s
         held = slot + s < end
-        k = tl.load(keys + place[None, :] * D + d[:, None], mask=held[None, :] & (d < D)[:, None], other=0)
+        if FOUR:
+            k = tl.trans(_widened(keys, place, held, levels, BLOCK_S, D))
+        else:
+            k = tl.load(keys + place[None, :] * D + d[:, None], mask=held[None, :] & (d < D)[:, None], other=NONE)
         scores = tl.dot(query, k.to(query.dtype), input_precision=PRECISION) * scale
         if SCALED:
             scores *= tl.load(key_scales + place, mask=held, other=0.0)[None, :]
@@ -118,7 +137,10 @@ def _attend(
         mass = mass * fade + tl.sum(weights, 1)
         if SCALED:
             weights = weights * tl.load(value_scales + place, mask=held, other=0.0)[None, :]
-        v = tl.load(values + place[:, None] * D + d[None, :], mask=held[:, None] & (d < D)[None, :], other=0)
+        if FOUR:
+            v = _widened(values, place, held, levels, BLOCK_S, D)
+        else:
+            v = tl.load(values + place[:, None] * D + d[None, :], mask=held[:, None] & (d < D)[None, :], other=NONE)
         acc = tl.dot(weights.to(query.dtype), v.to(query.dtype), acc * fade[:, None], input_precision=PRECISION)
         top = higher
 
@@ -148,7 +170,8 @@ def _attend(
 
 
 def paged_attention(q: Tensor, pages: PlainPages, place: Placement, form: AttentionForm) -> Tensor:
-    """`ops.paged_attention` of queries [N, H, D] over plain pages, without the mass: [N, H * D].
+    """`ops.paged_attention` of queries [N, H, D] over plain pages, without the mass: [N, H * D]. Over those in 4 bits
+    queries and results are coordinates.
 
     Raises ValueError where shapes or devices do not fit. Lengths and tables are read by the kernel and not checked.
     """
@@ -181,15 +204,16 @@ def paged_attention(q: Tensor, pages: PlainPages, place: Placement, form: Attent
         parts = (grid[0] * grid[1], grid[2])
         sums = torch.empty((*parts, queries, block_d), dtype=torch.float32, device=q.device)
         extremes = torch.empty((*parts, 2, queries), dtype=torch.float32, device=q.device)
-    scaled = pages.key_scales is not None
+    scaled, four = pages.key_scales is not None, isinstance(pages, NibblePages)
     _attend[grid](
         q, pages.keys, pages.values, pages.key_scales if scaled else none, pages.value_scales if scaled else none, out,
         sums, extremes, counters(q.device), place.row_starts, place.lengths, place.tables, place.positions,
         none if place.key_positions is None else place.key_positions,
-        none if place.tree is None else place.tree.view(torch.uint8), sequences, width, form.scale,
+        none if place.tree is None else place.tree.view(torch.uint8), sequences, width,
+        nibbles.tables(q.device)[0] if four else none, form.scale,
         form.soft_cap or 1.0, form.window or 0, H=form.heads, G=form.kv_heads, D=form.head_dim, BLOCK=pages.block,
         ROWS=tile, BLOCK_M=queries, BLOCK_S=slots, BLOCK_D=block_d, BLOCK_B=next_power(sequences), SPLITS=grid[2],
-        WINDOW=form.window is not None, CAP=form.soft_cap is not None, SCALED=scaled,
+        WINDOW=form.window is not None, CAP=form.soft_cap is not None, SCALED=scaled, FOUR=four,
         PLACED=place.key_positions is not None, TREE=place.tree is not None, PRECISION=ACCUMULATE,
         num_warps=4 if queries == FEW else 8, num_stages=3 if block_d <= 128 else 2,
     )  # fmt: skip

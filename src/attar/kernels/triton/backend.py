@@ -67,6 +67,10 @@ def require(device: torch.device | str) -> None:
     if kind != "cuda":
         raise ValueError(f"attar computes on cpu and cuda, not on {device}")
     reason = "TRITON_INTERPRET=1 keeps the kernels on CPUs" if interpreted() else unavailable()
+    if reason is None:
+        number, there = str(device).partition(":")[2], torch.cuda.device_count()
+        if number and not (number.isdecimal() and int(number) < there):
+            reason = f"torch finds {there} CUDA device{'s' if there > 1 else ''}, numbered from 0"
     if reason is not None:
         raise ValueError(f"cannot compute on {device}: {reason}")
 

@@ -61,11 +61,19 @@ def _put(
     d = tl.arange(0, BLOCK)
     if SCALED:
         finite = tl.sum(tl.where(tl.abs(wide) < float("inf"), 0, 1), 0) == 0
-        scale = tl.div_rn(tl.max(tl.abs(wide), 0), 127.0)
-        wide = (tl.div_rn(wide, tl.where(scale == 0, 1.0, scale)) + ROUND) - ROUND
+        INTEGER: tl.constexpr = pages.dtype.element_ty == tl.int8
+        scale = tl.div_rn(tl.max(tl.abs(wide), 0), 127.0 if INTEGER else 448.0)
+        wide = tl.div_rn(wide, tl.where(scale == 0, 1.0, scale))
+        if INTEGER:
+            wide = (wide + ROUND) - ROUND
         wide = tl.where(finite, wide, 0.0)
         tl.store(scales + place, tl.where(finite, scale, float("nan")))
-    tl.store(pages + place * D + d, wide.to(pages.dtype.element_ty), mask=d < D)
+        if INTEGER:
+            tl.store(pages + place * D + d, wide.to(tl.int8), mask=d < D)
+        else:
+            tl.store(pages + place * D + d, wide.to(tl.float8e4nv, fp_downcast_rounding="rtne"), mask=d < D)
+    else:
+        tl.store(pages + place * D + d, wide.to(pages.dtype.element_ty), mask=d < D)
 
 
 @kernel

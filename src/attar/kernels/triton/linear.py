@@ -51,7 +51,7 @@ def _multiply(x: Tensor, weight: TritonWeight, bias: Tensor | None, each: Linear
         codes, scales = round_rows(x, torch.int8, fixed)
         w4.product(codes, weight, bias, out, scales)
     elif weight.form == "w8a8":
-        codes, scales = round_rows(x, weight.codes.dtype, fixed)
+        codes, scales = round_rows(x, weight.codes.dtype, fixed, weight.group)
         w8.product(codes, scales, weight, bias, out)
     elif weight.form == "w8a16":
         w8.product(x, None, weight, bias, out)

@@ -12,14 +12,18 @@ from typing import Self
 
 import torch
 
-from attar.kernels.pages import RUN, Pages
+from attar.formats.kv import KvScheme
+from attar.kernels.pages import RUN, Bases, Pages
+from attar.kernels.planes import rotation
 
-PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
+SCALED_DTYPES = (torch.int8, torch.float8_e4m3fn)
+PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16, *SCALED_DTYPES)
 
 
 @dataclass(eq=False)
 class PlainPages(Pages):
-    """The blocks of one layer: keys and values [blocks, G, block, D], and of int8 codes scales [blocks, G, block]."""
+    """The blocks of one layer: keys and values [blocks, G, block, D], and of codes in 8 bits scales [blocks, G,
+    block]."""
 
     @classmethod
     def make(
@@ -33,11 +37,11 @@ class PlainPages(Pages):
             raise ValueError(f"a block holds a multiple of {RUN} slots, not {block}")
         if dtype not in PLAIN_DTYPES:
             raise ValueError(
-                f"keys and values are kept as float32, float16, bfloat16 or int8 on this device, not {dtype}"
+                f"keys and values are kept as float32, float16, bfloat16, int8 or fp8 on this device, not {dtype}"
             )
         shape = (blocks, kv_heads, block, head_dim)
         keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        if dtype != torch.int8:
+        if dtype not in SCALED_DTYPES:
             return cls(head_dim, keys, values)
         key_scales, value_scales = torch.zeros((2, *shape[:3]), device=device).unbind()
         return cls(head_dim, keys, values, key_scales, value_scales)
@@ -45,3 +49,25 @@ class PlainPages(Pages):
     @property
     def block(self) -> int:
         return self.keys.shape[2]
+
+
+@dataclass(eq=False)
+class NibblePages(PlainPages):
+    """The same in 4 bits (`nibbles.py`): keys and values uint8 [blocks, G, block, D / 2], scales [blocks, G, block]."""
+
+    @classmethod
+    def rotated(
+        cls, blocks: int, block: int, kv_heads: int, head_dim: int, scheme: KvScheme, device: str = "cpu"
+    ) -> Self:
+        """Blocks of `block` slots, all zeros, of heads in the coordinates of `planes.rotation`.
+
+        Raises ValueError where the slots are no multiple of 16, or the columns no power of two from 32 on.
+        """
+        scheme.check(head_dim, block)
+        if head_dim < 32 or head_dim & (head_dim - 1):
+            raise ValueError(f"{scheme.name} keeps heads of 32, 64, 128 .. columns on this device, not {head_dim}")
+        shape = (blocks, kv_heads, block, head_dim // 2)
+        keys, values = (torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(2))
+        key_scales, value_scales = torch.zeros((2, *shape[:3]), device=device).unbind()
+        turn = rotation(kv_heads, head_dim, scheme.units(head_dim), device)
+        return cls(head_dim, keys, values, key_scales, value_scales, scheme=scheme, bases=Bases(turn, turn))

@@ -142,12 +142,16 @@ def _round_rows(
     tl.store(scales + row, tl.where(finite, scale, float("nan")))
 
 
-def round_rows(x: Tensor, dtype: torch.dtype, fixed: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def round_rows(x: Tensor, dtype: torch.dtype, fixed: Tensor | None = None, group: int = 0) -> tuple[Tensor, Tensor]:
     """Rows x [N, I] to codes [N, I], int8 or float8_e4m3fn, and scales float32 [N]: x = code * scale.
 
     One scale a row, of which the grid of `formats` is half the span: max|x| / 127.5 or / 448; or `fixed` [1] for all.
-    A row that holds a NaN or an infinity gets the scale NaN, which nothing that follows can lose.
+    A row that holds a NaN or an infinity gets the scale NaN, which nothing that follows can lose. With a `group` each
+    so many columns of a row, a divisor of I, have a scale of their own: [N, I / group].
     """
+    if group:
+        codes, scales = round_rows(x.reshape(-1, group), dtype, fixed)
+        return codes.view(x.shape), scales.view(len(x), -1)
     _check_columns(x.shape[1])
     same_device(x, fixed)
     x = x.contiguous()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attar.formats.packed import PackedTensor
+from attar.formats.scheme import Grid
 from attar.kernels.operands import Linear, Norm, Prepared
 from attar.kernels.triton.weights import TritonWeight, against, prepare
 
@@ -22,17 +23,25 @@ class TritonStore:
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype) -> None:
         self.device, self.dtype = torch.device(device), dtype
+        if self.device.index is not None:
+            torch.cuda.set_device(self.device)  # Triton launches on the current one
         self.refused: dict[str, str] = {}
-        """Why some linears stay with the reference, by name."""
+        """Why some linears stay with the reference, by name: rows that they round in a way of their own."""
+        self.widened: dict[str, str] = {}
+        """Why some linears have their numbers written out in the model's dtype, by name: no kernel knows the codes."""
 
     def take(self, each: Linear) -> None:
         """Move the linear, and prepare its weight, or note why it cannot be."""
-        each.weight, each.dense = _moved(each.weight, self.device), None
+        stored = each.weight
+        each.weight, each.dense = _moved(stored, self.device), None
         for name in ("bias", "permutation", "input_scale", "activation_scale", "adapter"):
             part = getattr(each, name)
             if part is not None:
                 setattr(each, name, part.to(self.device))
         reason = against(each)
+        if reason is not None and isinstance(stored, PackedTensor) and stored.scheme.activation is None:
+            self.widened[each.name], reason = reason, None
+            each.weight = stored.dequantize(self.dtype).to(self.device)  # where it is stored: not all codecs know GPUs
         if reason is None:
             prepare(each, self.dtype)
         else:
@@ -47,7 +56,7 @@ class TritonStore:
         """An embedding to read rows of."""
         if isinstance(table, PackedTensor):
             own = Linear("embedding", _moved(table, self.device))
-            if against(own) is not None:
+            if against(own) is not None or not isinstance(table.scheme.weight, Grid):
                 return TritonTable(TritonWeight("dense", table.shape, table.dequantize(self.dtype).to(self.device)))
             prepare(own, self.dtype)
             table = own.weight

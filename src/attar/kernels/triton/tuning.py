@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-Kind = Literal["w4a16", "w4a8", "w8a16", "w8a8"]
+Kind = Literal["w4a16", "w4a8", "w8a16", "w8a8", "b8a16", "b8a8"]
+"""The last two are 8 bits with scales of blocks."""
 
 STEP = 128  # columns that a step of a program multiplies
 FEW = 16  # rows: one tile of the smallest size
@@ -45,7 +46,9 @@ def config(kind: Kind, rows: int, outputs: int, columns: int, processors: int, d
 def rule(kind: Kind, rows: int, outputs: int, columns: int, processors: int) -> Config:
     """What arithmetic suggests."""
     if rows > 64:
-        return Config(128, 64 if kind in ("w4a16", "w4a8") and rows <= 256 else 128, 1, 8, 3)
+        # Sums of blocks are held twice, and a larger tile of them spills.
+        narrow = kind in ("b8a16", "b8a8") or (kind in ("w4a16", "w4a8") and rows <= 256)
+        return Config(128, 64 if narrow else 128, 1, 8, 3)
     steps, splits = -(-columns // STEP), 1
     while -(-outputs // 64) * splits * 2 <= processors * WAVES and steps >= 8 * splits:
         splits *= 2  # a power of two, so that few kernels are compiled; each split has four steps at least

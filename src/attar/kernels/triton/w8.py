@@ -4,11 +4,15 @@ out = (codes of rows x codes of weight) * scale of the row * scale of the output
 applied once, at the end. Rows as they are have no scale, and the codes are widened to their dtype on the way, which is
 exact. As in `w4.py` the product is computed as W x^T, and a few rows share out the columns.
 
+Where float8 has a scale for every 128 by 128 block of the weight, and rows that are rounded one for every 128 of their
+columns, a step of the sum is one block: it gets both scales as a float32 before it is added. Those of the next step are
+loaded a step ahead, as in `w4.py`.
+
 Hopper's tensor cores keep 14 bits of a running sum of float8: it is moved to float32 every 128 columns.
 
 float8 on many rows goes to `torch._scaled_mm`, whose kernels are NVIDIA's own, with its fast accumulation, which would
 not move them, left off. A few rows stay here: they are bound by the bytes of the weight, and torch pads them to its
-smallest tile.
+smallest tile. Not done: torch's product of blocks, which not every release has.
 
 Shapes: N rows, I input columns, O output columns.
 """
@@ -39,8 +43,8 @@ SCALED_ROWS = 64  # from which on float8 is torch's
 def _product(
     x: tl.tensor, x_scales: tl.tensor, codes: tl.tensor, scales: tl.tensor, bias: tl.tensor, out: tl.tensor,
     partials: tl.tensor, arrived: tl.tensor, rows: tl.tensor, outputs: tl.tensor, columns: tl.tensor,
-    stride: tl.tensor, INTEGER: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr,
+    stride: tl.tensor, INTEGER: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, BLOCKED: tl.constexpr,
+    BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     NONE: tl.constexpr = 0 if INTEGER else 0.0
@@ -57,6 +61,14 @@ def _product(
     at = codes + o.to(tl.int64)[:, None] * columns + i[None, :]
     ours, theirs = (o < outputs)[:, None], (n < rows)[None, :]
     acc = tl.zeros([BLOCK_O, BLOCK_N], SUM)
+    block_at = scales + tl.program_id(1) * BLOCK_O // BLOCK_I * steps
+    row_at = x_scales + n * steps
+    block_scale, row_scale = 1.0, tl.full([BLOCK_N], 1.0, tl.float32)
+    if BLOCKED:
+        ahead = tl.minimum(first, steps - 1)  # the last splits may have nothing to do
+        block_scale = tl.load(block_at + ahead)
+        if not WIDE:
+            row_scale = tl.load(row_at + ahead, mask=n < rows, other=0.0)
     for step in range(first, tl.minimum(first + share, steps)):
         if WHOLE:
             a = tl.load(at + step * BLOCK_I, mask=ours, other=NONE)
@@ -67,7 +79,15 @@ def _product(
             b = tl.load(x_at + step * BLOCK_I, mask=theirs & inside[:, None], other=NO_ROW)
         if WIDE:
             a = a.to(b.dtype)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION, max_num_imprecise_acc=BLOCK_I, out_dtype=SUM)
+        if BLOCKED:
+            part = tl.dot(a, b, input_precision=PRECISION, max_num_imprecise_acc=BLOCK_I, out_dtype=SUM)
+            acc += part * (block_scale * row_scale)[None, :]
+            ahead = tl.minimum(step + 1, steps - 1)
+            block_scale = tl.load(block_at + ahead)
+            if not WIDE:
+                row_scale = tl.load(row_at + ahead, mask=n < rows, other=0.0)
+        else:
+            acc = tl.dot(a, b, acc, input_precision=PRECISION, max_num_imprecise_acc=BLOCK_I, out_dtype=SUM)
 
     total = acc.to(tl.float32)
     if SPLITS > 1:
@@ -80,9 +100,10 @@ def _product(
         total = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
         for each in range(SPLITS):
             total += tl.load(place + each * (BLOCK_O * BLOCK_N), cache_modifier=".cg")
-    if not WIDE:
-        total *= tl.load(x_scales + n, mask=n < rows, other=0.0)[None, :]
-    total *= tl.load(scales + o, mask=o < outputs, other=0.0)[:, None]
+    if not BLOCKED:
+        if not WIDE:
+            total *= tl.load(x_scales + n, mask=n < rows, other=0.0)[None, :]
+        total *= tl.load(scales + o, mask=o < outputs, other=0.0)[:, None]
     if BIAS:
         total += tl.load(bias + o, mask=o < outputs, other=0.0).to(tl.float32)[:, None]
     tl.store(out + n.to(tl.int64)[None, :] * stride + o[:, None], total.to(out.dtype.element_ty), mask=ours & theirs)
@@ -91,7 +112,8 @@ def _product(
 def product(x: Tensor, scales: Tensor | None, weight: TritonWeight, bias: Tensor | None, out: Tensor) -> None:
     """Rows x [N, I] times the weight, plus the bias [O], into `out` [N, O].
 
-    With `scales` [N] the rows are codes of the weight's dtype; a scale that is NaN makes its row NaN.
+    With `scales` [N] the rows are codes of the weight's dtype; a scale that is NaN makes its row NaN. Where the weight
+    has scales of blocks, those of the rows are [N, I / 128].
     """
     assert weight.form == ("w8a16" if scales is None else "w8a8")
     assert weight.scales is not None
@@ -101,10 +123,20 @@ def product(x: Tensor, scales: Tensor | None, weight: TritonWeight, bias: Tensor
     same_device(x, weight.codes, bias, out)
     rows, (outputs, columns) = len(x), weight.shape
     integer = weight.codes.dtype == torch.int8
-    if scales is not None and not integer and rows >= SCALED_ROWS and scaled_mm_fits(out, outputs, columns):
+    blocked = weight.group > 0
+    assert weight.group in (0, tuning.STEP)
+    if (
+        scales is not None
+        and not (integer or blocked)
+        and rows >= SCALED_ROWS
+        and scaled_mm_fits(out, outputs, columns)
+    ):
         scaled_mm(x, scales, weight, bias, out)
         return
-    config = tuning.config(weight.form, rows, outputs, columns, processors(x.device), device_name(x.device))
+    kind: tuning.Kind = "w8a16" if scales is None else "w8a8"
+    if blocked:
+        kind = "b8a16" if scales is None else "b8a8"
+    config = tuning.config(kind, rows, outputs, columns, processors(x.device), device_name(x.device))
     grid = (-(-rows // config.rows), -(-outputs // config.outputs), config.splits)
     none = nothing(x.device)
     partials = none
@@ -114,8 +146,8 @@ def product(x: Tensor, scales: Tensor | None, weight: TritonWeight, bias: Tensor
     _product[grid](
         x, none if scales is None else scales, weight.codes, weight.scales, none if bias is None else bias, out,
         partials, counters(x.device), rows, outputs, columns, out.stride(0), INTEGER=integer, WIDE=scales is None,
-        WHOLE=columns % tuning.STEP == 0, BIAS=bias is not None, SPLITS=config.splits, BLOCK_O=config.outputs,
-        BLOCK_N=config.rows, BLOCK_I=tuning.STEP, PRECISION=ACCUMULATE, num_warps=config.warps,
+        WHOLE=columns % tuning.STEP == 0, BLOCKED=blocked, BIAS=bias is not None, SPLITS=config.splits,
+        BLOCK_O=config.outputs, BLOCK_N=config.rows, BLOCK_I=tuning.STEP, PRECISION=ACCUMULATE, num_warps=config.warps,
         num_stages=config.stages,
     )  # fmt: skip
 

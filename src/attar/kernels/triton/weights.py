@@ -8,6 +8,9 @@ Five forms, by what meets in the tensor cores:
 * `w8a16`: int8 or E4M3 codes, likewise;
 * `w8a8`: such codes on both sides, rows rounded on the fly with a scale each.
 
+Of the last two, E4M3 codes may have a scale for every 128 by 128 block (`formats/fp8_blocks.py`), `scales` then being
+[O / 128, I / 128]; rows that are rounded have one for every 128 columns.
+
 Four bits are drawn for one program that walks along the input columns of 64 outputs. A *run* is 32 to 128 columns under
 one scale; its 64 x run codes lie together, so the program reads one piece of memory from end to end:
 
@@ -35,6 +38,7 @@ import torch
 from torch import Tensor
 
 from attar.formats import affine
+from attar.formats.forms import Fp8Blocks
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Grid, Scheme
 from attar.kernels.operands import Linear
@@ -51,14 +55,15 @@ ZERO = 8  # the code of zero on a symmetric 4-bit grid, as nibbles are stored
 
 @dataclass(eq=False)
 class TritonWeight:
-    """A weight [O, I] that only Triton's kernels read. `codes` are [O, I] but in 4 bits, `scales` [O] in 8."""
+    """A weight [O, I] that only Triton's kernels read. `codes` are [O, I] but in 4 bits, `scales` [O] in 8, unless they
+    are of blocks."""
 
     form: Form
     shape: tuple[int, int]
     codes: Tensor
     scales: Tensor | None = None
     zeros: Tensor | None = None
-    group: int = 0  # of 4 bits: columns under one scale
+    group: int = 0  # columns under one scale, in 4 bits; in 8 only where scales are of blocks
     static: bool = False  # whether rows are rounded by the linear's own scale
     fused: dict[tuple[int, ...], TritonWeight] = field(default_factory=dict, repr=False)
     """For each tuple of weights that this one is the first of: all of them side by side."""
@@ -67,6 +72,11 @@ class TritonWeight:
     def run(self) -> int:
         """Columns whose codes lie together."""
         return self.codes.shape[3] * 2
+
+    @property
+    def rounds(self) -> bool:
+        """Whether rows are rounded before they meet it."""
+        return self.form in ("w4a8", "w8a8")
 
     @property
     def read_bytes(self) -> int:
@@ -84,6 +94,8 @@ def against(each: Linear) -> str | None:
     if not isinstance(weight, PackedTensor):
         return "is laid out for another device"
     grid, rounding = weight.scheme.weight, weight.scheme.activation
+    if isinstance(grid, Fp8Blocks):
+        return _against_blocks(weight)
     if not isinstance(grid, Grid):
         return f"{grid.name} weights have no Triton kernel yet"
     four = (grid.kind, grid.bits) == ("int", 4)
@@ -94,8 +106,7 @@ def against(each: Linear) -> str | None:
     eight = (grid.kind, grid.bits) in (("int", 8), ("e4m3", 8)) and grid.symmetric and grid.granularity != "group"
     if not four and not eight:
         return f"{weight.scheme.name} has no Triton kernel yet"
-    device = weight.parts["codes"].device
-    if grid.kind == "e4m3" and device.type == "cuda" and torch.cuda.get_device_capability(device) < FLOAT8_FROM:
+    if grid.kind == "e4m3" and not knows_float8(weight.parts["codes"].device):
         return "this card knows no float8"
     if weight.shape[1] % 16:
         return f"rows of {weight.shape[1]} bytes are no multiple of 16"
@@ -108,6 +119,23 @@ def against(each: Linear) -> str | None:
     if rounding.granularity == "tensor" and not weight.scheme.static:
         return "one activation scale for all rows of a call would tie them to each other"
     return None
+
+
+def _against_blocks(weight: PackedTensor) -> str | None:
+    """The same of float8 with a scale for every block."""
+    if not knows_float8(weight.parts["codes"].device):
+        return "this card knows no float8"
+    if weight.shape[1] % Fp8Blocks.size:
+        return f"{weight.shape[1]} columns are not a multiple of {Fp8Blocks.size}"
+    wanted, rounding = Grid("e4m3", granularity="group", group_size=Fp8Blocks.size), weight.scheme.activation
+    if rounding is not None and rounding != wanted:
+        return "blocks of float8 have a kernel with rows rounded to float8 by 128, or left alone"
+    return None
+
+
+def knows_float8(device: torch.device) -> bool:
+    """Whether the tensor cores of the device do. The interpreter knows everything."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FLOAT8_FROM
 
 
 def prepare(each: Linear, dtype: torch.dtype) -> None:
@@ -123,7 +151,10 @@ def prepare(each: Linear, dtype: torch.dtype) -> None:
     if isinstance(weight, Tensor):
         each.weight = TritonWeight("dense", (weight.shape[0], weight.shape[1]), weight.to(dtype).contiguous())
     elif isinstance(weight, PackedTensor):
-        each.weight = _w4(weight) if weight.scheme.grid.bits == 4 else _w8(weight)
+        if isinstance(weight.scheme.weight, Fp8Blocks):
+            each.weight = _blocks(weight)
+        else:
+            each.weight = _w4(weight) if weight.scheme.grid.bits == 4 else _w8(weight)
     each.dense = None
 
 
@@ -166,6 +197,12 @@ def _w8(weight: PackedTensor) -> TritonWeight:
     return TritonWeight(form, weight.shape, codes.contiguous(), scales, static=scheme.static)
 
 
+def _blocks(weight: PackedTensor) -> TritonWeight:
+    form: Form = "w8a16" if weight.scheme.activation is None else "w8a8"
+    codes, scales = weight.parts["codes"].contiguous(), weight.parts["scale"].float().contiguous()
+    return TritonWeight(form, weight.shape, codes, scales, group=Fp8Blocks.size)
+
+
 def side_by_side(weights: Sequence[TritonWeight]) -> TritonWeight | None:
     """The weights as one, [sum of O, I], kept for next time; None where they are of different forms.
 
@@ -178,7 +215,8 @@ def side_by_side(weights: Sequence[TritonWeight]) -> TritonWeight | None:
     if key not in first.fused:
         if any(_kind(each) != _kind(first) for each in weights):
             return None
-        if first.form in ("w4a16", "w4a8") and any(each.shape[0] % TILE for each in weights[:-1]):
+        tile = TILE if first.form in ("w4a16", "w4a8") else first.group or 1
+        if any(each.shape[0] % tile for each in weights[:-1]):
             return None
         codes = _joined(weights, "codes")
         assert codes is not None

@@ -1,0 +1,122 @@
+"""From a GGUF file to a folder, bit for bit: `convert.py` says what is asked of it.
+
+Config and tokenizer are written anew from the metadata, and read back. Types whose blocks are a grid
+(`gguf_checkpoint.SCHEMES`) become the integers of the folder's format; no other type does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attar.checkpoints import gguf_config, gguf_export, hf, vocabulary
+from attar.checkpoints.convert_gguf import DENSE
+from attar.checkpoints.convert_proof import Converted, Digest, Progress, compare
+from attar.checkpoints.convert_source import Stored, dense_values, inexact, values_of
+from attar.checkpoints.convert_targets import Target
+from attar.checkpoints.folder import CONFIG, write_json
+from attar.checkpoints.gguf_checkpoint import GgufCheckpoint
+from attar.checkpoints.gguf_config import file_name
+from attar.checkpoints.hf import Checkpoint
+from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files
+from attar.formats.scheme import Part
+
+
+def file_to_folder(
+    checkpoint: GgufCheckpoint, dst: Path, target: Target, overwrite: bool, report: Progress
+) -> Converted:
+    config, where = checkpoint.config, checkpoint.file.path
+    names = list(gguf_export.tensor_names(config, checkpoint.has))
+    ends = {f"{each}.weight" for each in (config.names.embed, config.names.head)}
+    linears: dict[str, Stored] = {}
+    notes: list[str] = []
+    layout: dict[str, Part] = {}
+    for name in names:
+        module, kind = name.removesuffix(".weight"), checkpoint.file.info(file_name(name)).kind
+        shape = checkpoint.file.info(file_name(name)).shape
+        scheme = checkpoint.scheme_of(module) if name.endswith(".weight") and len(shape) == 2 else None
+        if name in ends or scheme is None:
+            dtype = next((dtype for dtype, plain in DENSE.items() if plain == kind.name), None)
+            if dtype is None and name not in ends:
+                reason = f"{kind.name} has values that no grid of {target.name} has"
+                raise inexact(file_name(name), reason, where)
+            if dtype is None:
+                notes.append(f"{file_name(name)} is {kind.name}, of which folders have no form: it became float32.")
+            layout[name] = Part(dtype or "float32", shape)
+            continue
+        linears[module] = Stored(scheme, (shape[0], shape[1]))
+        if (against := target.against(linears[module])) is not None:
+            raise inexact(file_name(name), against, where)
+        layout |= target.declared(module, linears[module])
+    if not linears:
+        raise ValueError(f"{where} is not compressed: `attar compress` reads folders, and {target.name} needs integers")
+    settings = target.config(linears, [config.names.head])
+    files, ours = plan_files(layout), Digest()
+    with atomic_folder(dst, overwrite) as work:
+        work.clear()  # of what an interrupted run of something else left
+        with ShardWriter(work.out, files) as writer:
+            for done, name in enumerate(names, 1):
+                module = name.removesuffix(".weight")
+                values = checkpoint.tensor(name)
+                if module in linears:
+                    for tensor, value in target.arrays(module, checkpoint.linear(module)).items():
+                        writer.write(tensor, value)
+                else:
+                    writer.write(name, values.to(getattr(torch, layout[name].dtype)))
+                ours.add(name, values)
+                report("converting", done, len(names))
+            writer.finish()
+        write_json(work.out / CONFIG, {**_config_json(checkpoint), "quantization_config": settings})
+        _write_tokenizer(checkpoint, work.out)
+        again, theirs = Checkpoint.open(work.out, as_stored=True), Digest()
+        _check_config(checkpoint, again)
+        for name in names:
+            module = name.removesuffix(".weight")
+            theirs.add(name, values_of(again.linear(module)) if module in linears else dense_values(again, name))
+        compare(ours, theirs)
+    size = sum(file.size for file in files)
+    return Converted(dst, target.name, len(ours.of), len(linears), size, ours.whole, tuple(notes))
+
+
+def _config_json(checkpoint: GgufCheckpoint) -> dict[str, Any]:
+    """config.json of a file, as transformers reads it too."""
+    file, config = checkpoint.file, checkpoint.config
+    found = gguf_config.config_json(file.metadata, file.names(), config.vocab_size, config.dtype)
+    rope = config.ropes[0]
+    if rope is not None and rope.kind == "llama3":
+        found["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": rope.factor,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_context,
+        }
+    at = f"{config.names.layer.format(i=0)}."
+    found["attention_bias"] = checkpoint.has(f"{at}{config.names.qkv[0]}.bias")
+    found["mlp_bias"] = checkpoint.has(f"{at}{config.names.down}.bias")
+    found["model_type"] = file.metadata["general.architecture"]
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _check_config(file: GgufCheckpoint, folder: Checkpoint) -> None:
+    """Raises ValueError where config.json could not say what the metadata did."""
+    ours, theirs = file.config, folder.config
+    same = replace(
+        theirs, bos_ids=ours.bos_ids, eos_ids=ours.eos_ids, qkv_bias=ours.qkv_bias, output_bias=ours.output_bias,
+        feed_forward_bias=ours.feed_forward_bias, dtype=ours.dtype,
+    )  # fmt: skip
+    if same != ours:
+        raise ValueError(f"{file.file.path} cannot be converted exactly: config.json has no words for its rope")
+
+
+def _write_tokenizer(checkpoint: GgufCheckpoint, out: Path) -> None:
+    path = checkpoint.file.path
+    if not vocabulary.has_tokenizer(path):
+        return
+    tokenizer = vocabulary.tokenizer(path)
+    tokenizer.save(out)
+    generation = {"bos_token_id": tokenizer.bos_id, "eos_token_id": sorted(tokenizer.eos_ids)}
+    write_json(out / hf.GENERATION, {key: value for key, value in generation.items() if value not in (None, [])})

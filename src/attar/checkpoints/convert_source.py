@@ -1,0 +1,76 @@
+"""What a folder holds, for whoever writes it in another format: its compressed linears, and tensors by our names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attar.checkpoints.hf import Checkpoint
+from attar.formats.packed import PackedTensor
+from attar.formats.scheme import Scheme
+from attar.kernels.operands import Linear
+from attar.model.decoder import compressible, packed_ends
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One compressed linear, before it is read. `permuted`: its columns are sorted by group, out of their order."""
+
+    scheme: Scheme
+    shape: tuple[int, int]
+    permuted: bool = False
+
+
+def packed_linears(checkpoint: Checkpoint) -> dict[str, Stored]:
+    """Every compressed linear of a folder, by our name."""
+    config, found = checkpoint.config, {}
+    for name in linear_names(checkpoint):
+        if name == config.names.head and config.tied and not packed_ends(config, checkpoint):
+            continue
+        scheme = checkpoint.scheme_of(name)
+        if scheme is not None:
+            module = checkpoint.stored_linear(name)
+            permuted = any(checkpoint.folder.has(f"{module}.{part}") for part in ("g_idx", "weight_g_idx"))
+            # What is declared is not always used: whether columns are out of their order, only the reader knows.
+            permuted = permuted and checkpoint.linear(name).permutation is not None
+            found[name] = Stored(scheme, checkpoint.linear_shape(name), permuted)
+    return found
+
+
+def linear_names(checkpoint: Checkpoint) -> list[str]:
+    config = checkpoint.config
+    names = [name for layer in range(config.layers) for name in compressible(config, layer)]
+    return [*names, config.names.head]
+
+
+def values_of(linear: Linear) -> Tensor:
+    """What the weight of a linear stands for, float32 [O, I], its columns in their order."""
+    weight = linear.weight
+    if isinstance(weight, Tensor):
+        return weight.float()
+    assert isinstance(weight, PackedTensor)
+    values = weight.dequantize(torch.float32)
+    if linear.permutation is None:
+        return values
+    found = torch.empty_like(values)
+    found[:, linear.permutation] = values
+    return found
+
+
+def dense_values(checkpoint: Checkpoint, name: str) -> Tensor:
+    return checkpoint.folder.read(stored_name(checkpoint, name))
+
+
+def stored_name(checkpoint: Checkpoint, name: str) -> str:
+    """A dense tensor's name in the folder: the one table of a tied model may be the output matrix."""
+    names, stored = checkpoint.config.names, checkpoint.stored_name(name)
+    if name == f"{names.embed}.weight" and not checkpoint.folder.has(stored):
+        return checkpoint.stored_name(f"{names.head}.weight")
+    return stored
+
+
+def inexact(name: str, reason: object, where: Path) -> ValueError:
+    return ValueError(f"{where}: {name} cannot be converted exactly: {reason}")

@@ -1,0 +1,112 @@
+"""From a folder to a GGUF file, bit for bit: `convert.py` says what is asked of it.
+
+What a folder says in config.json and tokenizer.json a file says in metadata. Integers become the blocks of a type that
+stands for the very same values, where there is one (`convert_gguf.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attar.checkpoints import gguf_export
+from attar.checkpoints.convert_gguf import DENSE, GGUF, blocks, kind_for
+from attar.checkpoints.convert_proof import Converted, Digest, Progress, compare
+from attar.checkpoints.convert_source import dense_values, inexact, packed_linears, stored_name, values_of
+from attar.checkpoints.gguf_checkpoint import GgufCheckpoint
+from attar.checkpoints.gguf_config import ROPE_FACTORS, file_name
+from attar.checkpoints.gguf_writer import atomic_gguf
+from attar.checkpoints.hf import Checkpoint
+from attar.formats import ggml_round
+from attar.formats.ggml import TYPES, GgmlType
+from attar.formats.packed import PackedTensor
+
+PLAIN = 0  # general.file_type of a file whose matrices are of several types, as llama.cpp's own writers say it
+
+
+def folder_to_file(checkpoint: Checkpoint, dst: Path, overwrite: bool, report: Progress) -> Converted:
+    folder = checkpoint.folder
+    gguf_export.architecture(checkpoint.config)
+    linears = packed_linears(checkpoint)
+    ends = [f"{checkpoint.stored_name(name)}.weight" for name in (checkpoint.config.names.embed, "lm_head")]
+    shared = checkpoint.config.tied and not all(map(folder.has, ends))
+    config = replace(checkpoint.config, tied=shared)
+    kinds: dict[str, GgmlType] = {}
+    for name, each in linears.items():
+        found = kind_for(each)
+        if isinstance(found, str):
+            raise inexact(name, found, folder.path)
+        kinds[name] = found
+    if shared and config.names.head in kinds:
+        kinds[config.names.embed] = kinds[config.names.head]
+    head, factors = gguf_export.describe(config, _file_type(kinds, config.dtype), folder.path.resolve().name)
+    words, note = gguf_export.words(folder.path, config)
+    layout: dict[str, tuple[GgmlType, tuple[int, ...]]] = {}
+    if factors is not None:
+        layout[ROPE_FACTORS] = (TYPES["F32"], (len(factors),))
+    names = list(gguf_export.tensor_names(config, checkpoint.has))
+    for name in names:
+        layout[file_name(name)] = _planned(checkpoint, name, kinds)
+    ours = Digest()
+    with atomic_gguf(dst, head | words, layout, overwrite) as writer:
+        if factors is not None:
+            writer.write(ROPE_FACTORS, factors.contiguous().view(torch.uint8))
+        for done, name in enumerate(names, 1):
+            module, kind = name.removesuffix(".weight"), layout[file_name(name)][0]
+            if module in kinds:
+                linear = checkpoint.linear(config.names.head if module == config.names.embed else module)
+                assert isinstance(linear.weight, PackedTensor)
+                try:
+                    raw = blocks(linear.weight, kind)
+                except ValueError as error:
+                    raise inexact(module, error, folder.path) from None
+                values = values_of(linear)
+            else:
+                values = dense_values(checkpoint, name)
+                raw = ggml_round.encode(kind, values)
+            ours.add(name, values)
+            if gguf_export.interleaves(config, name.rpartition(".")[0]):
+                turned = _plain(values) if name.endswith(".bias") else raw
+                raw = gguf_export.neighbours(turned, config.head_dim)
+                raw = raw.contiguous().view(torch.uint8) if name.endswith(".bias") else raw
+            writer.write(file_name(name), raw)
+            report("converting", done, len(names))
+        writer.sync()
+        theirs = _of_file(GgufCheckpoint.open(writer.folder / writer.plans[0].name, torch.float32), names)
+        compare(ours, theirs)
+        size = writer.plans[0].size
+    return Converted(dst, GGUF, len(ours.of), len(linears), size, ours.whole, () if note is None else (note,))
+
+
+def _plain(values: Tensor) -> Tensor:
+    return values.float().contiguous()
+
+
+def _planned(checkpoint: Checkpoint, name: str, kinds: Mapping[str, GgmlType]) -> tuple[GgmlType, tuple[int, ...]]:
+    """Type and shape of a tensor of the file."""
+    module = name.removesuffix(".weight")
+    if module in kinds:
+        head = checkpoint.config.names.head
+        return kinds[module], checkpoint.linear_shape(head if module == checkpoint.config.names.embed else module)
+    part = checkpoint.folder.info(stored_name(checkpoint, name))
+    if part.dtype not in DENSE:
+        raise inexact(name, f"GGUF has no type for {part.dtype}", checkpoint.folder.path)
+    return TYPES[DENSE[part.dtype] if len(part.shape) == 2 else "F32"], part.shape
+
+
+def _file_type(kinds: Mapping[str, GgmlType], dtype: str) -> int:
+    """The number of what most matrices are."""
+    names = [kind.name for kind in kinds.values()] or [DENSE[dtype]]
+    common = max(set(names), key=names.count)
+    return {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32}.get(common, PLAIN)
+
+
+def _of_file(checkpoint: GgufCheckpoint, names: list[str]) -> Digest:
+    found = Digest()
+    for name in names:
+        found.add(name, checkpoint.tensor(name))
+    return found

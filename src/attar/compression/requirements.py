@@ -1,0 +1,67 @@
+"""What a recipe asks of a model and of calibration text: what speaks against it is said before anything is computed.
+
+Which schemes a model's shapes can take is asked before, where the output is laid out (`Recipe.schemes`). What follows
+from the numbers in the weights, a NaN or a solver that gives up, is known in the walk alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from attar.compression.recipe import (
+    Awq,
+    Gptq,
+    Hqq,
+    Magnitude,
+    Prune,
+    Recipe,
+    Rtn,
+    SmoothAttention,
+    SmoothQuant,
+    SpinQuant,
+    SqueezeLlm,
+)
+from attar.formats.scheme import Scheme
+from attar.model.config import ModelConfig
+
+
+def check(
+    plan: Recipe, config: ModelConfig, schemes: Mapping[str, Scheme | None], sequences: int | None, to_file: bool
+) -> bool:
+    """Whether the recipe reads the inputs of linears. `schemes` are those that it gives the model's, `sequences` how
+    many of calibration text there will be at most, None without any, and `to_file` whether a GGUF file is written.
+
+    Raises ValueError where it needs what there is not, or takes what it cannot.
+    """
+    static = any(scheme.static for scheme in schemes.values() if scheme is not None)
+    learned = plan.tune is not None or isinstance(plan.rotate, SpinQuant)
+    needs_inputs = static or learned or not isinstance(plan.passes[0], Rtn | Hqq | Magnitude)
+    if needs_inputs and sequences is None:
+        raise ValueError(f"{plan.name} needs calibration: give a text file, or `self` to sample it from the model")
+    rounding = plan.rounding if isinstance(plan.rounding, Gptq | Prune) else Gptq()
+    couples = isinstance(rounding, Gptq) and rounding.couple
+    if (rounding.guide or couples or rounding.correct) and config.experts is not None:
+        raise ValueError(
+            f"{plan.name} compares tokens across models, and routers of a mixture of experts send the same token to "
+            "different experts: use gptq, or sparsegpt to prune"
+        )
+    scaling = [p.method for p in plan.passes if isinstance(p, Awq | SmoothAttention)]
+    scaling += [p.method for p in plan.passes if isinstance(p, SmoothQuant) and p.through]
+    if rounding.guide and scaling:
+        raise ValueError(f"{plan.name}: {scaling[0]} scales rows that guide has weighed before: leave one of them out")
+    if isinstance(plan.rounding, SqueezeLlm) and len(plan.passes) > 1:
+        raise ValueError(f"{plan.name}: {plan.passes[0].method} changes weights after squeezellm has weighed them")
+    if plan.tune is not None and to_file:
+        raise ValueError(f"{plan.name}: a GGUF file holds its scales within its blocks, which tuning does not write")
+    if sequences is not None:
+        enough(plan, sequences)
+    return needs_inputs
+
+
+def enough(plan: Recipe, sequences: int) -> None:
+    """Raise ValueError where there are too few sequences of calibration text for what a recipe does with them."""
+    if plan.tune is not None and sequences < 2:
+        raise ValueError(
+            f"{plan.name} needs at least 2 calibration sequences, of which tuning trains on some and judges by others: "
+            "give more text, more samples, or a shorter length"
+        )

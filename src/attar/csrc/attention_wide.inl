@@ -1,0 +1,269 @@
+// Part of attention.inl: pages whose runs become floats in the thread's buffers before they are used, those of fp8 and of
+// KIVI; and the writing of all that comes in pieces, unfinished blocks among it.
+
+// ---- reading
+
+ATTAR_INLINE Ints shift_right_each(Ints a, Ints bits) {
+    ATTAR_EACH a.piece[p] = (IntPiece)((WordPiece)a.piece[p] >> (WordPiece)bits.piece[p]);
+    return a;
+}
+// The sixteen codes of a word, as floats.
+ATTAR_INLINE Floats codes_of_word(const std::uint8_t* from) {
+    std::int32_t word;
+    std::memcpy(&word, from, sizeof word);
+    const Ints lanes = load_bytes(LANES);
+    return to_floats(shift_right_each(all(word), lanes + lanes) & all(3));
+}
+
+static void expand_fp8(const Sizes& sizes, bool value, const std::uint8_t* raw, const float* scales, float* to) {
+    const auto* codes = reinterpret_cast<const E4m3*>(raw);
+    if (!value) {
+        const Floats each = load(scales) * all(E4M3_UNIT);
+        for (std::int64_t d = 0; d < sizes.head_dim; ++d) store(to + 16 * d, load_as_floats(codes + 16 * d) * each);
+        return;
+    }
+    for (std::int64_t slot = 0; slot < 16; ++slot)
+        for (std::int64_t c = 0; c < sizes.padded; c += 16) {
+            const std::int64_t at = slot * sizes.padded + c;
+            store(to + at, load_as_floats(codes + at) * all(scales[slot] * E4M3_UNIT));
+        }
+}
+
+// Run `run` of head `head` among all blocks' heads.
+static void expand_kivi(const Pages& pages, const Sizes& sizes, bool value, const std::uint8_t* raw, std::int64_t head,
+                        std::int64_t run, float* to) {
+    const std::int64_t size = sizes.head_dim, group = pages.units;
+    if (!value) {
+        const std::int64_t at = (head * (sizes.block / group) + 16 * run / group) * size;
+        alignas(64) float scales[MOST_COLUMNS], zeros[MOST_COLUMNS];
+        for (std::int64_t d = 0; d < size; d += 16) {
+            store(scales + d, load_as_floats(static_cast<const Float16*>(pages.key_scales) + at + d));
+            store(zeros + d, load_as_floats(static_cast<const Float16*>(pages.key_zeros) + at + d));
+        }
+        for (std::int64_t d = 0; d < size; ++d)
+            store(to + 16 * d, fma(codes_of_word(raw + 4 * d), all(scales[d]), all(zeros[d])));
+        return;
+    }
+    const std::int64_t groups = size / group;
+    for (std::int64_t slot = 0; slot < 16; ++slot) {
+        const std::int64_t at = (head * sizes.block + 16 * run + slot) * groups;
+        for (std::int64_t i = 0; i < groups; ++i) {
+            const Floats scale = all(to_float(static_cast<const Float16*>(pages.value_scales)[at + i]));
+            const Floats zero = all(to_float(static_cast<const Float16*>(pages.value_zeros)[at + i]));
+            for (std::int64_t c = i * group; c < (i + 1) * group; c += 16)
+                store(to + slot * size + c, fma(codes_of_word(raw + (slot * size + c) / 4), scale, zero));
+        }
+    }
+}
+
+// As `expand` of planes, to floats.
+static void expand(const Pages& pages, const Sizes& sizes, const Tile& tile, bool value, Seen<float>& seen,
+                   const Seen<float>& next) {
+    const std::int64_t size = sizes.head_dim, run_size = value ? sizes.value_run : sizes.key_run;
+    const std::int64_t raw_size = value ? sizes.raw_value : sizes.raw_key, runs = sizes.block / 16;
+    const std::uint8_t *const *raw = value ? seen.raw_values : seen.raw_keys,
+                             *const *ahead = value ? next.raw_values : next.raw_keys;
+    const auto* scales = static_cast<const float*>(value ? pages.value_scales : pages.key_scales);
+    float* to = static_cast<float*>(tile.expanded) + (value ? SPLIT / 16 * sizes.key_run : 0);
+    for (int i = 0; i < seen.runs; ++i, to += run_size) {
+        if (i < next.runs)
+            for (std::int64_t at = 0; at < raw_size; at += 64) ask_for(ahead[i], at);
+        (value ? seen.values : seen.keys)[i] = to;
+        if (seen.recent[i]) {
+            const Bfloat16* from = (value ? pages.recent_values : pages.recent_keys) + seen.at[i] * size;
+            for (std::int64_t lane = 0; lane < 16; ++lane)
+                for (std::int64_t d = 0; d < size; ++d)
+                    to[value ? lane * sizes.padded + d : 16 * d + lane] = to_float(from[lane * size + d]);
+        } else if (pages.stored == Stored::fp8) {
+            expand_fp8(sizes, value, raw[i], scales + 16 * seen.at[i], to);
+        } else {
+            expand_kivi(pages, sizes, value, raw[i], seen.at[i] / runs, seen.at[i] % runs, to);
+        }
+    }
+}
+static void expand(const Pages&, const Sizes&, const Tile&, bool, Seen<Bfloat16>&, const Seen<Bfloat16>&) {}
+
+// ---- writing
+
+// Rounded half to even; what is beyond it is infinite.
+ATTAR_INLINE Float16 to_half(float value) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    const std::uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+    std::uint32_t half;
+    if (magnitude > 0x7f800000u) {
+        half = 0x7e00u;
+    } else if (magnitude >= 0x477ff000u) {  // 65520
+        half = 0x7c00u;
+    } else if (magnitude < 0x38800000u) {  // 2^-14: it counts units of 2^-24
+        float small;
+        std::memcpy(&small, &magnitude, sizeof small);
+        small = small * 0x1p24f + ROUNDER;
+        std::memcpy(&half, &small, sizeof half);
+        half &= 0xffffu;
+    } else {
+        half = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13;
+    }
+    return Float16{static_cast<std::uint16_t>(sign | half)};
+}
+
+// As `quantize`, to e4m3, whose greatest number is 448.
+static void quantize_fp8(const float* x, std::int64_t padded, std::int8_t* codes, float* scale) {
+    Floats most = all(0.0f), broken = all(0.0f);
+    for (std::int64_t d = 0; d < padded; d += 16) {
+        const Floats value = load(x + d);
+        most = max(value, max(all(0.0f) - value, most));
+        broken = fma(value, all(0.0f), broken);
+    }
+    const float step = largest(most) / 448.0f, by = step == 0.0f ? 1.0f : step, lost = sum(broken);
+    *scale = step + lost;
+    for (std::int64_t d = 0; d < padded; ++d) {
+        const float value = lost != lost ? 0.0f : x[d] / by;
+        std::uint32_t bits, code;
+        std::memcpy(&bits, &value, sizeof bits);
+        const std::uint32_t sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
+        if (magnitude < 0x3c800000u) {  // 2^-6: it counts units of 2^-9
+            float small;
+            std::memcpy(&small, &magnitude, sizeof small);
+            small = small * 0x1p9f + ROUNDER;
+            std::memcpy(&code, &small, sizeof code);
+            code &= 0x7fu;
+        } else {
+            code = (magnitude + 0x7ffffu + (magnitude >> 20 & 1u) - (120u << 23)) >> 20;
+        }
+        codes[d] = static_cast<std::int8_t>(sign | code);
+    }
+}
+
+// Codes 0 to 3 of numbers: the nearest to (x - zero) / by. NaN becomes 0.
+ATTAR_INLINE Ints codes_of_two(Floats x, Floats zero, Floats by) {
+    const Floats from = max((x - zero) / by, all(0.0f)), rounder = all(ROUNDER);
+    const Floats bounded = all(0.0f) - max(all(0.0f) - from, all(-3.0f));
+    return bits_of(bounded + rounder) - bits_of(rounder);
+}
+// A group's least and greatest to its zero and scale, in float16 and as they are read.
+ATTAR_INLINE void fit_group(float low, float high, float broken, Float16* scale, Float16* zero, float* by, float* from) {
+    *zero = to_half(low);
+    *from = to_float(*zero);
+    *scale = to_half((high - low) / 3.0f + broken + *from * 0.0f);
+    *by = to_float(*scale);
+    if (*by == 0.0f) *by = 1.0f;
+}
+
+// A full unfinished block of key-value head g to the codes of block `block`.
+static void finish_kivi(const Pages& pages, const Sizes& sizes, std::int64_t block, std::int64_t tail, std::int64_t g) {
+    const std::int64_t size = sizes.head_dim, group = pages.units, head = block * sizes.kv_heads + g;
+    const std::int64_t first = (tail * sizes.kv_heads + g) * sizes.block * size, groups = size / group;
+    alignas(64) float low[16], high[16], broken[16], by[16], from[16];
+    for (std::int64_t slot = 0; slot < sizes.block; slot += group)
+        for (std::int64_t d = 0; d < size; d += 16) {
+            const Bfloat16* x = pages.recent_keys + first + slot * size + d;
+            Floats least = load_as_floats(x), most = least, wrong = all(0.0f);
+            for (std::int64_t i = 0; i < group; ++i) {
+                const Floats one = load_as_floats(x + i * size);
+                most = max(one, most);
+                least = all(0.0f) - max(all(0.0f) - one, all(0.0f) - least);
+                wrong = fma(one, all(0.0f), wrong);
+            }
+            store(low, least);
+            store(high, most);
+            store(broken, wrong);
+            const std::int64_t at = (head * (sizes.block / group) + slot / group) * size + d;
+            for (int lane = 0; lane < 16; ++lane)
+                fit_group(low[lane], high[lane], broken[lane], static_cast<Float16*>(pages.key_scales) + at + lane,
+                          static_cast<Float16*>(pages.key_zeros) + at + lane, by + lane, from + lane);
+            const Floats zero = load(from), step = load(by);
+            for (std::int64_t i = 0; i < group; i += 16) {
+                Ints words = all(0);
+                for (int lane = 0; lane < 16; ++lane)
+                    words = words |
+                            shift_left(codes_of_two(load_as_floats(x + (i + lane) * size), zero, step), 2 * lane);
+                const std::int64_t run = head * (sizes.block / 16) + (slot + i) / 16;
+                store_bytes(static_cast<std::uint8_t*>(pages.keys) + run * sizes.raw_key + 4 * d, words);
+            }
+        }
+    for (std::int64_t slot = 0; slot < sizes.block; ++slot)
+        for (std::int64_t i = 0; i < groups; ++i) {
+            const Bfloat16* x = pages.recent_values + first + slot * size + i * group;
+            Floats least = load_as_floats(x), most = least, wrong = all(0.0f);
+            for (std::int64_t c = 0; c < group; c += 16) {
+                const Floats one = load_as_floats(x + c);
+                most = max(one, most);
+                least = all(0.0f) - max(all(0.0f) - one, all(0.0f) - least);
+                wrong = fma(one, all(0.0f), wrong);
+            }
+            const std::int64_t at = (head * sizes.block + slot) * groups + i;
+            fit_group(-largest(all(0.0f) - least), largest(most), sum(wrong),
+                      static_cast<Float16*>(pages.value_scales) + at, static_cast<Float16*>(pages.value_zeros) + at, by,
+                      from);
+            auto* to = static_cast<std::uint8_t*>(pages.values) + (head * sizes.block + slot) * (size / 4);
+            for (std::int64_t c = 0; c < group; c += 16) {
+                std::int32_t codes[16];
+                store_bytes(codes, codes_of_two(load_as_floats(x + c), all(from[0]), all(by[0])));
+                std::uint32_t word = 0;
+                for (int lane = 0; lane < 16; ++lane) word |= static_cast<std::uint32_t>(codes[lane]) << 2 * lane;
+                std::memcpy(to + (i * group + c) / 4, &word, sizeof word);
+            }
+        }
+}
+
+// Rows from .. to of the call, 16 at most and all of one sequence, of key-value head g, with the query heads that read
+// it; `tail` is their unfinished block, where there are such. `x` and `y` have room for 16 heads.
+static void write_rows(const Write& what, const Pages& pages, const Sizes& sizes, std::int64_t from, std::int64_t to,
+                       std::int64_t tail, std::int64_t g, float* x, float* y) {
+    const std::int64_t size = sizes.head_dim, half = what.turned / 2, each = what.heads / sizes.kv_heads;
+    const auto take = [&](std::int64_t row, const float* head, const float* norm, bool turned, float* into) {
+        const std::int64_t angle = what.cos == nullptr || !turned ? 0 : what.angle[row] * half;
+        const bool turns = turned && what.cos != nullptr;
+        std::memcpy(into, head, sizeof(float) * size);
+        prepare(into, size, size, norm, what.eps, what.offset, turns ? what.cos + angle : nullptr,
+                turns ? what.sin + angle : nullptr, half);
+    };
+    const Bases* bases = pages.bases;
+    for (std::int64_t row = from; row < to; ++row)
+        for (std::int64_t first = 0; first < each; first += 16) {
+            const std::int64_t many = each - first < 16 ? each - first : 16, h = g * each + first;
+            for (std::int64_t i = 0; i < many; ++i)
+                take(row, what.q + row * what.q_stride + (h + i) * size, what.q_norm, true, x + i * size);
+            float* out = what.q_out + (row * what.heads + h) * size;
+            if (bases != nullptr)
+                turn(x, many, bases->keys.back + g * size * size, size, out);
+            else
+                std::memcpy(out, x, sizeof(float) * static_cast<std::size_t>(many * size));
+        }
+    for (const bool value : {false, true}) {
+        const Coordinates* of = bases == nullptr ? nullptr : value ? &bases->values : &bases->keys;
+        const float* source = value ? what.v : what.k;
+        const std::int64_t stride = value ? what.v_stride : what.k_stride;
+        for (std::int64_t row = from; row < to; ++row) {
+            float* one = x + (row - from) * size;
+            take(row, source + row * stride + g * size, value ? nullptr : what.k_norm, !value, one);
+            for (std::int64_t d = 0; of != nullptr && d < size; d += 16)
+                store(one + d, load(one + d) - load(of->mean + g * size + d));
+        }
+        if (of != nullptr) turn(x, to - from, of->into + g * size * size, size, y);
+        Bfloat16* recent = value ? pages.recent_values : pages.recent_keys;
+        for (std::int64_t row = from; row < to; ++row) {
+            const float* one = (of == nullptr ? x : y) + (row - from) * size;
+            if (recent == nullptr) {
+                finish_slot(pages, sizes, g, what.slots[row], one, value);
+            } else {
+                const std::int64_t at = (tail * sizes.kv_heads + g) * sizes.block + what.slots[row] % sizes.block;
+                put(one, size, 1, recent + at * size);
+            }
+        }
+    }
+}
+
+// An unfinished block that is full, to its place.
+static void finish_block(const Pages& pages, const Sizes& sizes, std::int64_t block, std::int64_t tail, std::int64_t g,
+                         float* y) {
+    if (pages.stored == Stored::kivi) return finish_kivi(pages, sizes, block, tail, g);
+    const std::int64_t size = sizes.head_dim, first = (tail * sizes.kv_heads + g) * sizes.block;
+    for (const bool value : {false, true})
+        for (std::int64_t i = 0; i < sizes.block; ++i) {
+            const Bfloat16* from = (value ? pages.recent_values : pages.recent_keys) + (first + i) * size;
+            for (std::int64_t d = 0; d < size; d += 16) store(y + d, load_as_floats(from + d));
+            finish_slot(pages, sizes, g, block * sizes.block + i, y, value);
+        }
+}

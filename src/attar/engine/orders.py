@@ -1,0 +1,117 @@
+"""What the first process of several tells the others (`team.py`), and what they say: plain values, encoded as msgpack.
+
+Frames are a length of four bytes, little-endian, then one value. They go through pipes between a process and those that
+it started, so both sides trust what they read.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from attar.model.split import Share
+
+MAX_FRAME = 1 << 30
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What a worker is started for."""
+
+    model: str
+    rank: int
+    tp: int
+    pp: int
+    device: str  # its own
+    dtype: str | None
+    activations: str
+    native: bool  # laid out for the kernels of the device, rather than computed by the reference
+    threads: int
+    folder: str  # where the processes find each other
+
+    @property
+    def share(self) -> Share:
+        return Share(self.rank, self.tp, self.pp)
+
+
+class Pool(msgspec.Struct, frozen=True, tag="pool"):
+    """Make a runner; the one before goes."""
+
+    blocks: int
+    context: int
+    kv: str
+    sequences: int
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """A chunk of a step: its tokens from `start` on, and the sequence's blocks from the `kept`-th on."""
+
+    sequence: int  # its number, of the leader's
+    start: int
+    samples: bool
+    tokens: list[int]
+    kept: int
+    blocks: list[int]
+    prompt: int
+    max_tokens: int
+    wants_logits: bool
+    wants_hidden: bool
+
+
+class Run(msgspec.Struct, frozen=True, tag="run"):
+    """A step of the runner."""
+
+    pieces: list[Piece]
+    copies: list[tuple[int, int, int]]  # source, target, slots
+    gone: list[int]  # sequences that hold nothing any more
+
+
+class Room(msgspec.Struct, frozen=True, tag="room"):
+    """Make a cache outside of any runner."""
+
+    number: int
+    capacity: int
+    batch: int
+    kv: str
+    block: int
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """Such a cache is no longer wanted."""
+
+    number: int
+
+
+class Call(msgspec.Struct, frozen=True, tag="call"):
+    """`Decoder.run` on a cache of that number, filled to there; without cache where it is None."""
+
+    room: int | None
+    filled: list[int]
+    lengths: tuple[int, ...]
+    horizon: int | tuple[int, ...]
+    ids: list[int]
+    rows: list[int] | None
+
+
+class Logits(msgspec.Struct, frozen=True, tag="logits"):
+    """Logits of hidden states that come by broadcast."""
+
+    rows: int
+
+
+class End(msgspec.Struct, frozen=True, tag="end"):
+    """Nothing more."""
+
+
+Command = Pool | Run | Room | Leave | Call | Logits | End
+
+
+class Said(msgspec.Struct, frozen=True):
+    """What a worker says: that it has started, that it has loaded its part, or why it will not."""
+
+    what: str
+    text: str = ""
+
+
+def frame(value: msgspec.Struct) -> bytes:
+    body = msgspec.msgpack.encode(value)
+    assert len(body) <= MAX_FRAME, "a step is far shorter"
+    return len(body).to_bytes(4, "little") + body

@@ -1,0 +1,375 @@
+"""A model in several processes: the first one leads, the others follow what it says.
+
+The first process is whoever asked for the model: an `LLM`, or the engine's process of a server. It schedules, chooses
+tokens and computes its own part (`model/split.py`). The others are started by it (`worker.py`) and compute theirs: they
+run the same `Runner` on the same steps, which they are told as data. Between processes go two kinds of things. Numbers
+of the computation go by collectives (`kernels/group.py`). Everything else goes through the pipe that is a worker's
+standard input: first its job, then one command after another, each a length of four bytes and a msgpack value. Nothing
+is ever unpickled, and there is no port but gloo's own on loopback.
+
+Of a step a worker is told what it cannot know: which rows of which sequences run, their token ids, and the blocks that
+a sequence has gained. It keeps a `Sequence` for each, which nobody schedules.
+
+**When something dies.** A worker ends the moment the pipe does, whatever its leader died of. A leader learns of a dead
+worker from the other pipe, the worker's standard output, through a thread that waits for its end: then every exchange
+under way is aborted, and what waits raises, as does whatever is called next: an engine's step `Lost`, other calls
+RuntimeError. A server's engine ends as soon as that thread knows (`on_lost`), and its supervisor starts another.
+
+A process that raises within a step has left the others behind in theirs: a team that has lost step cannot be brought
+back, so this is `Lost` too. What fails one request in one process, and a step that a device has too little memory for,
+ends the engine here. `Lost` is no `Exception`, because an engine answers those by running the step again, sequence by
+sequence.
+
+Not done: CUDA graphs and recorded steps of several processes, adapters, key-value schemes that are calibrated, and
+probes of a receipt, whose noise is that of one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from attar import machine
+from attar.checkpoints import shards
+from attar.engine.graphs import Record
+from attar.engine.orders import Call, Command, End, Job, Leave, Logits, Piece, Pool, Room, Run, Said, frame
+from attar.engine.runner import Runner, Wanted
+from attar.engine.sequence import Sequence as Tokens
+from attar.engine.sequence import Status
+from attar.engine.step import StepPlan
+from attar.formats.kv import KvScheme
+from attar.kernels import ops
+from attar.kernels.group import Group
+from attar.kernels.ops import Store
+from attar.kernels.pages import Bases
+from attar.model.cache import KVCache, Step
+from attar.model.decoder import Decoder
+from attar.model.parallel import Groups, SplitDecoder
+from attar.model.split import Share, split
+
+START_SECONDS = 120.0  # that a worker may take before it begins to load
+LOAD_SECONDS = 3600.0
+END_SECONDS = 5.0
+MOMENT = 0.5  # seconds between the end of a connection and that of the process behind it
+
+Progress = Callable[[int, int], None]
+
+
+class Lost(BaseException):
+    """A process of the team was found gone, or out of step, while an engine ran one: nothing can be computed now."""
+
+
+def job_groups(job: Job) -> Groups:
+    """Meet the others. Raises RuntimeError where they do not come."""
+    share, folder, device = job.share, Path(job.folder), torch.device(job.device)
+    layers = stages = None
+    if share.tp > 1:
+        layers = Group(folder / f"layers{share.stage}", share.place, share.tp, device)
+    if share.pp > 1:
+        stages = Group(folder / f"stages{share.place}", share.stage, share.pp, device)
+    return Groups(layers, stages)
+
+
+def load(job: Job, groups: Groups, progress: Progress | None = None) -> SplitDecoder:
+    """The part of the model that is this process's. Raises ValueError as `sources.load`."""
+    device = torch.device(job.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(job.threads)
+    dtype: torch.dtype | None = None if job.dtype is None else getattr(torch, job.dtype)
+    store: Store | None = None
+    if job.native and dtype is not None:
+        store = ops.store(job.activations, job.device, dtype)
+    return shards.load(Path(job.model), job.share, groups, dtype, progress, store)
+
+
+# The leader's side
+
+
+class Crew:
+    """The workers' processes, and what became of them. It knows no model: it ends the processes when that is gone."""
+
+    def __init__(self, folder: Path, jobs: Sequence[Job]) -> None:
+        self.folder, self.lost, self.ending = folder, "", False
+        self.groups: Groups | None = None
+        self.on_lost: Callable[[str], None] | None = None
+        self.children: list[subprocess.Popen[bytes]] = []
+        command = [sys.executable, "-m", "attar.engine.worker"]
+        for job in jobs:
+            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+            self.children.append(child)
+            self.write(child, frame(job))
+
+    def write(self, child: subprocess.Popen[bytes], data: bytes) -> None:
+        assert child.stdin is not None
+        view = memoryview(data)
+        with contextlib.suppress(BrokenPipeError):  # it is dead: whoever waits for it learns so
+            while view:
+                view = view[child.stdin.write(view) or 0 :]
+
+    def wait_for(self, what: str, seconds: float) -> None:
+        """Until every worker has said so. Raises ValueError with the words of one that cannot, RuntimeError where one
+        ended, or says nothing for so long."""
+        limit = time.monotonic() + seconds
+        for number, child in enumerate(self.children, 1):
+            said = _read_said(child, limit)
+            if said is None:
+                raise RuntimeError(f"process {number} of the model ended before it had {what}")
+            if said.what != what:
+                raise ValueError(said.text)
+
+    def watch(self) -> None:
+        """Until one of the workers ends. They say nothing more: what can be read is the end."""
+        fds = [child.stdout.fileno() for child in self.children if child.stdout is not None]
+        ended, _, _ = select.select(fds, [], [])
+        if self.ending:
+            return
+        self.lose(self.ended() or f"process {fds.index(ended[0]) + 1} of the model speaks no more")
+
+    def ended(self) -> str:
+        """Which worker has ended, or does in the next moment; nothing where none has."""
+        limit = time.monotonic() + MOMENT
+        while True:
+            for number, child in enumerate(self.children, 1):
+                if (status := child.poll()) is not None:
+                    return f"process {number} of the model ended with status {status}"
+            if time.monotonic() > limit:
+                return ""
+            time.sleep(MOMENT / 50)
+
+    def lose(self, why: str) -> None:
+        self.lost = self.lost or why
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.on_lost is not None:
+            self.on_lost(why)
+        if self.groups is not None:
+            with contextlib.suppress(RuntimeError):
+                self.groups.abort()
+
+    def end(self) -> None:
+        """See that all have ended."""
+        if self.ending:
+            return
+        self.ending = True
+        for child in self.children:
+            self.write(child, frame(End()))
+            assert child.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.close()
+        limit = time.monotonic() + END_SECONDS
+        for child in self.children:
+            try:
+                child.wait(max(0.0, limit - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+            if child.stdout is not None:
+                child.stdout.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _read_said(child: subprocess.Popen[bytes], limit: float) -> Said | None:
+    """One message of a worker, None where it ended instead. Raises RuntimeError where it comes too late."""
+    assert child.stdout is not None
+    fd, data = child.stdout.fileno(), b""
+    while len(data) < 4 or len(data) < 4 + int.from_bytes(data[:4], "little"):
+        ready, _, _ = select.select([fd], [], [], max(0.0, limit - time.monotonic()))
+        if not ready:
+            raise RuntimeError("the processes of the model did not start in time")
+        wanted = 4 - len(data) if len(data) < 4 else 4 + int.from_bytes(data[:4], "little") - len(data)
+        more = os.read(fd, wanted)
+        if not more:
+            return None
+        data += more
+    return msgspec.msgpack.decode(data[4:], type=Said)
+
+
+class Team:
+    """A model in `tp * pp` processes, of which this is the first; `decoder` is its part, and speaks for all of them.
+
+    On `cuda` each process has a GPU of its own. On CPUs they share the cores: that is for checking, not for speed.
+    Raises ValueError where the model cannot be shared so, before any process is started, or cannot be loaded, and
+    RuntimeError where a process is lost meanwhile.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tp: int,
+        pp: int,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype | None = torch.float32,
+        activations: str = "int8g128",
+        native: bool = True,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        first = Share(0, tp, pp)
+        check(path, first, device)
+        each = max(1, (threads or machine.cores()) // first.count)
+        folder = Path(tempfile.mkdtemp(prefix="attar-"))  # of this user alone
+        name = None if dtype is None else str(dtype).removeprefix("torch.")
+        jobs = [
+            Job(
+                str(path), share.rank, tp, pp, device if device == "cpu" else f"{device}:{share.rank}", name,
+                activations, native, each, str(folder),
+            )
+            for share in first.every()
+        ]  # fmt: skip
+        self.crew = crew = Crew(folder, jobs[1:])
+        try:
+            crew.wait_for("started", START_SECONDS)
+            crew.groups = job_groups(jobs[0])
+            self.decoder = load(jobs[0], crew.groups, progress)
+            crew.wait_for("loaded", LOAD_SECONDS)
+        except BaseException:
+            crew.end()
+            raise
+        self.close = weakref.finalize(self.decoder, crew.end)
+        """Ends the processes, as does the end of whoever holds the decoder."""
+        threading.Thread(target=crew.watch, name="team-watch", daemon=True).start()
+        self.decoder.lead = Caller(crew)
+
+    def runner(
+        self,
+        decoder: Decoder,
+        blocks: int,
+        context: int,
+        scheme: KvScheme | None = None,
+        sequences: int = 1,
+        bases: Sequence[Bases] | None = None,
+        record: Record | None = None,
+    ) -> TeamRunner:
+        """A `Runner` of all processes, for an engine. The one before is no more."""
+        assert decoder is self.decoder
+        assert bases is None, "calibrated schemes are refused"
+        assert record is None, "steps of several processes are not recorded"
+        return TeamRunner(self.crew, self.decoder, blocks, context, scheme, sequences)
+
+
+def check(path: Path, first: Share, device: str) -> None:
+    """Raises ValueError where the model cannot be shared so, or there are not the devices, from headers alone."""
+    if not torch.distributed.is_available():
+        raise ValueError("this build of torch has no torch.distributed: --tp and --pp need it")
+    if device != "cpu":
+        ops.require(device)
+        if ":" in device:
+            raise ValueError(f"processes take the GPUs in order: device is cuda, not {device}")
+        if (found := torch.cuda.device_count()) < first.count:
+            raise ValueError(f"--tp {first.tp} with --pp {first.pp} needs {first.count} GPUs: this machine has {found}")
+    checkpoint = shards.open_checkpoint(path)
+    for share in first.every():
+        split(checkpoint.config, share, shards.schemes(checkpoint, checkpoint.config))
+
+
+def tell(crew: Crew, command: Command) -> None:
+    """Raises RuntimeError where somebody is gone."""
+    if crew.ending or crew.lost:
+        raise RuntimeError(crew.lost or "the processes of the model were ended")
+    data = frame(command)
+    for child in crew.children:
+        crew.write(child, data)
+
+
+class Caller:
+    """Tells of calls of the decoder itself, outside of an engine's steps."""
+
+    def __init__(self, crew: Crew) -> None:
+        self.crew, self.stepping = crew, False
+        self._numbers = itertools.count()
+        self._rooms: weakref.WeakKeyDictionary[KVCache, int] = weakref.WeakKeyDictionary()
+        self._left: list[int] = []
+
+    def call(self, ids: Tensor, step: Step, rows: Tensor | None) -> None:
+        cache, room = step.cache, None
+        if any(step.adapters):
+            raise ValueError("adapters are not shared between processes yet: --tp and --pp go without them")
+        while self._left:
+            tell(self.crew, Leave(self._left.pop()))
+        if cache is not None:
+            room = self._rooms.get(cache)
+            if room is None:
+                room = self._rooms[cache] = next(self._numbers)
+                tell(self.crew, Room(room, cache.capacity, len(cache.filled), cache.scheme.name, cache.block))
+                weakref.finalize(cache, self._left.append, room)
+        filled = [] if cache is None else list(cache.filled)
+        picked = None if rows is None else rows.tolist()
+        tell(self.crew, Call(room, filled, step.lengths, step.horizon, ids.tolist(), picked))
+
+    def logits(self, rows: int) -> bool:
+        if self.stepping:
+            return False
+        tell(self.crew, Logits(rows))
+        return True
+
+
+class TeamRunner(Runner):
+    """A `Runner` whose steps all processes run."""
+
+    def __init__(
+        self,
+        crew: Crew,
+        decoder: SplitDecoder,
+        blocks: int,
+        context: int,
+        scheme: KvScheme | None,
+        sequences: int,
+    ) -> None:
+        self.crew = crew
+        self._known: dict[Tokens, tuple[int, list[int]]] = {}  # a sequence's number, and the blocks it was told with
+        self._numbers = itertools.count()
+        tell(crew, Pool(blocks, context, (scheme or decoder.lossless).name, sequences))
+        super().__init__(decoder, blocks, context, scheme, sequences)
+
+    def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None) -> Tensor:
+        """As `Runner.run`. Raises Lost where a process is gone, and for whatever is raised within the step."""
+        assert isinstance(self.decoder, SplitDecoder)
+        assert isinstance(self.decoder.lead, Caller)
+        self.decoder.lead.stepping = True
+        try:
+            tell(self.crew, self._told(plan, wanted or {}))
+            return super().run(plan, wanted)
+        except Exception as error:
+            if not self.crew.lost:
+                self.crew.lose(self.crew.ended() or f"a step raised {type(error).__name__}: {error}")
+            raise Lost(self.crew.lost) from error
+        finally:
+            self.decoder.lead.stepping = False
+
+    def _told(self, plan: StepPlan, wanted: Mapping[str, Wanted]) -> Run:
+        done = (Status.PREEMPTED, Status.ENDED)
+        gone = [self._known.pop(each)[0] for each in list(self._known) if each.status in done]
+        pieces = []
+        for sequence, start, rows, samples in plan.chunks:
+            if sequence not in self._known:
+                self._known[sequence] = next(self._numbers), []
+            number, blocks = self._known[sequence]
+            kept = len(blocks)
+            if sequence.blocks[:kept] != blocks:  # few commits swap blocks for the prefix tree's
+                kept = next(i for i, (a, b) in enumerate(zip(sequence.blocks, blocks, strict=False)) if a != b)
+            new = sequence.blocks[kept:]
+            blocks[kept:] = new
+            want = wanted.get(sequence.id, Wanted())
+            pieces.append(
+                Piece(
+                    number, start, samples, list(sequence.tokens[start : start + rows]), kept, new,
+                    sequence.prompt, sequence.max_tokens, want.logits is not None, want.hidden is not None,
+                )
+            )  # fmt: skip
+        return Run(pieces, [(copy.source, copy.target, copy.slots) for copy in plan.copies], gone)

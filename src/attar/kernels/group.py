@@ -1,0 +1,84 @@
+"""What processes that hold one model exchange: sums, pieces side by side, rows from one to another.
+
+A thin face of torch.distributed: gloo between CPUs, NCCL between GPUs. Groups are made as objects of their own and not
+as the process's one default group, which belongs to whoever wrote the program: a model in several processes can stand
+beside anything else that uses torch.distributed. Nothing here pickles: torch's calls that send objects do, and are not
+used. Processes find each other through a file in a folder of the user's own, and gloo listens on loopback alone; NCCL
+is asked to do the same for its first handshake.
+
+Every wait is bounded: a process that is gone ends it within moments, because the connection breaks (gloo) or because
+somebody calls `abort` (NCCL), and one that is merely silent after `WAIT`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+MEET = timedelta(seconds=60)  # for all processes to come
+WAIT = timedelta(seconds=600)  # that one may be behind another in a computation
+LOOPBACK = "127.0.0.1"
+
+dist: Any = torch.distributed  # whose types leave out what is used here
+
+
+class Group:
+    """`size` processes, of which this is number `rank`. `file` is a path that all of them name, and no other group.
+
+    Raises RuntimeError where the others do not come within `MEET`, and in an exchange within `WAIT`. Tensors are
+    contiguous.
+    """
+
+    def __init__(self, file: Path, rank: int, size: int, device: torch.device) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        store = dist.FileStore(str(file), size)
+        store.set_timeout(MEET)
+        if device.type == "cuda":
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = WAIT
+            self._made: Any = dist.ProcessGroupNCCL(store, rank, size, nccl)
+        else:
+            gloo = dist.ProcessGroupGloo._Options()
+            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+            gloo._timeout = WAIT
+            self._made = dist.ProcessGroupGloo(store, rank, size, gloo)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """x of all processes, added up, in the memory of x; the same bits in each."""
+        self._made.allreduce([x]).wait()
+        return x
+
+    def gather(self, x: Tensor) -> list[Tensor] | None:
+        """x [...] of every process, in order, all of one shape, in the first; None in the others."""
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        pieces = [] if self.rank else [torch.empty_like(x) for _ in range(self.size)]
+        self._made.gather([pieces] if pieces else [], [x], options).wait()
+        return pieces or None
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """x of the first process, in the memory of x."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._made.broadcast([x], options).wait()
+        return x
+
+    def send(self, x: Tensor, to: int) -> None:
+        self._made.send([x], to, 0).wait()
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
+        x = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        self._made.recv([x], source, 0).wait()
+        return x
+
+    def abort(self) -> None:
+        """End every exchange that is under way, in this process: somebody is gone."""
+        self._made.abort()

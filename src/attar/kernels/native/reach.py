@@ -1,0 +1,41 @@
+"""What the CPU kernels multiply by and read, told from schemes alone: torch-free, so that a plan asks what will run.
+
+`None` says that a kernel takes it; anything else is the reason why the reference does the work, for people to read.
+"""
+
+from __future__ import annotations
+
+from attar.formats.forms import Fp4, Outliers, Progressive
+from attar.formats.kv import KvScheme
+from attar.formats.scheme import Grid, Scheme
+from attar.kernels.native.layouts import layout_of
+
+
+def weight_against(scheme: Scheme) -> str | None:
+    """Why no CPU kernel multiplies by such a weight."""
+    grid, rounding = scheme.weight, scheme.activation
+    if isinstance(grid, Progressive):
+        return None if rounding is not None else "weights of two levels meet rows of int8 alone"
+    layout = layout_of(scheme)
+    if layout is None:
+        return f"{grid.name} weights have no CPU kernel yet"
+    if rounding is None:
+        return None
+    if isinstance(rounding, Fp4 | Outliers):
+        return None
+    if not isinstance(rounding, Grid):
+        return f"activations in {rounding.name} have no CPU kernel yet"
+    if rounding.kind == "int" and (rounding.bits != 8 or not rounding.symmetric):
+        return "integer activations other than symmetric int8 have no CPU kernel yet"
+    if rounding.kind == "int" and not layout.whole:
+        return f"rows of int8 do not go with {grid.name} weights in the CPU kernels"
+    if rounding.granularity == "tensor" and not scheme.static:
+        return "one activation scale for all rows of a call would tie them to each other"
+    return None
+
+
+def pages_against(scheme: KvScheme) -> str | None:
+    """Why no CPU kernel reads keys and values that are kept so."""
+    if scheme.kind != "nuq":
+        return None
+    return f"keys and values in {scheme.name} have no CPU kernel yet"

@@ -1,0 +1,103 @@
+"""KVQuant (Hooper et al. 2024): levels where the numbers lie, outliers and a sink kept apart.
+
+Keys are rounded channel by channel: each is centred and divided by its spread, both found beforehand, so that keys keep
+no scale. Values have a scale of each token. Either is rounded to the nearest of 2^b levels, one table a layer, found by
+k-means in which a number counts what an error of it would cost (`model/kv_basis.py`).
+
+A few numbers a head would stretch every grid, so of each token and head the greatest coordinates are kept apart, in 16
+bits with their columns, and take no part in the scale: one of 64 or of 128, "1 %" as near as whole ones come. So is the
+first token of each block, as it is. The first of a sequence is among those, on which trained models' attention rests
+whatever it says (a sink); and a block that begins one sequence and another needs no telling.
+
+Here differs from the published: keys are rounded after they are rotated, where channels vary less evenly, because this
+cache holds them so; and what an error costs is the mean square of queries, or of the output matrix's rows, instead of
+squared gradients, for models are loaded to be served without any.
+
+Legend: N rows, G key-value heads, D head size, b bits, K outliers of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PLANE = 8  # codes whose bits of one rank are a byte
+
+
+@dataclass(eq=False)
+class Channels:
+    """How a layer's keys or values become coordinates, channel by channel, and the levels that those are rounded to."""
+
+    mean: Tensor  # [G, D] float32
+    spread: Tensor  # [G, D]
+    levels: Tensor  # [2^b], ascending
+    scaled: bool  # whether each token has a scale of its own
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Numbers x [N, G, D] to coordinates."""
+        return (x.float() - self.mean) / self.spread
+
+    def turn_queries(self, q: Tensor) -> Tensor:
+        """Queries [N, H, D] to what keys' coordinates are multiplied with."""
+        heads = q.float().unflatten(1, (self.mean.shape[0], -1)) * self.spread[:, None]
+        turned: Tensor = heads.flatten(1, 2)
+        return turned.to(q.dtype)
+
+    def turn_back(self, mixed: Tensor) -> Tensor:
+        """Mixtures [N, H, D] of coordinates to mixtures of numbers."""
+        heads = mixed.unflatten(1, (self.mean.shape[0], -1))
+        turned: Tensor = heads * self.spread[:, None].to(mixed.dtype) + self.mean[:, None].to(mixed.dtype)
+        return turned.flatten(1, 2)
+
+
+@dataclass(eq=False)
+class Coded:
+    """Coordinates as pages have them."""
+
+    codes: Tensor  # [N, G, b, D / 8] uint8
+    outliers: Tensor  # [N, G, K] bfloat16, the coordinates
+    columns: Tensor  # [N, G, K] uint8
+    scales: Tensor | None  # [N, G] bfloat16
+
+
+def inliers(y: Tensor, outliers: int) -> Tensor:
+    """Which coordinates [..., D] are not among the greatest of their head: bool."""
+    greatest = y.abs().topk(outliers, -1).indices
+    return torch.ones_like(y, dtype=torch.bool).scatter_(-1, greatest, False)
+
+
+def sizes(y: Tensor, kept: Tensor) -> Tensor:
+    """Root mean square of the coordinates [..., D] that are `kept`: [...]."""
+    return ((y.square() * kept).sum(-1) / kept.sum(-1)).sqrt()
+
+
+def quantize(y: Tensor, channels: Channels, outliers: int) -> Coded:
+    """Coordinates [N, G, D]. A head that is not finite, or too large for its scale, has a NaN among its outliers."""
+    finite = y.isfinite().all(-1)
+    y = torch.where(finite[..., None], y, 0.0)
+    kept = inliers(y, outliers)
+    columns = (~kept).nonzero()[:, -1].view(*y.shape[:-1], outliers)
+    apart = y.gather(-1, columns).bfloat16()
+    scales, inside = None, y
+    if channels.scaled:
+        scales = sizes(y, kept).bfloat16()
+        finite = finite & scales.isfinite()
+        inside = y / torch.where(scales == 0, 1.0, scales.float())[..., None]
+    cuts = (channels.levels[1:] + channels.levels[:-1]) / 2
+    codes = torch.bucketize(inside, cuts).to(torch.uint8)
+    bits = (len(channels.levels) - 1).bit_length()
+    planes = codes[..., None, :] >> torch.arange(bits, device=y.device)[:, None].byte() & 1  # [N, G, b, D]
+    packed = (planes.unflatten(-1, (-1, PLANE)) << torch.arange(PLANE, device=y.device).byte()).sum(-1)
+    return Coded(packed.to(torch.uint8), torch.where(finite[..., None], apart, torch.nan), columns.byte(), scales)
+
+
+def dequantize(coded: Coded, channels: Channels) -> Tensor:
+    """The inverse: coordinates [N, G, D], float32."""
+    bits = (coded.codes[..., None] >> torch.arange(PLANE, device=coded.codes.device).byte() & 1).flatten(-2)
+    codes = (bits.int() << torch.arange(bits.shape[-2], device=bits.device)[:, None]).sum(-2)
+    y = channels.levels[codes]
+    if coded.scales is not None:
+        y = y * coded.scales.float()[..., None]
+    return y.scatter(-1, coded.columns.long(), coded.outliers.float())

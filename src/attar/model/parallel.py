@@ -1,0 +1,221 @@
+"""The decoder of one process of several. What is cut where, and why, is said in `split.py`.
+
+Its blocks are ordinary blocks with fewer heads and a narrower feed-forward, each followed by a sum over the processes
+that share its layers. Only the ends differ: an embedding that has some of the rows, an output matrix whose logits are
+gathered, and, between stages, hidden states that come from one process and go to another. All processes of a model
+call the same methods with the same rows, in the same order; what a call is for, only the first one knows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attar.kernels import ops
+from attar.kernels.group import Group
+from attar.kernels.operands import Linear, Norm, Routes
+from attar.kernels.ops import Store
+from attar.model import decoder
+from attar.model.cache import Step
+from attar.model.decoder import Decoder, Embedding, Weights
+from attar.model.split import Split
+
+PIECE = 256  # rows of a step that stages pass on at a time: as many as products are bound by arithmetic with
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Whom a process exchanges with; None where it is alone."""
+
+    layers: Group | None = None  # those that compute the same layers
+    stages: Group | None = None  # those of the same place, stage after stage
+
+    def abort(self) -> None:
+        for group in (self.layers, self.stages):
+            if group is not None:
+                group.abort()
+
+
+@dataclass(eq=False, kw_only=True)
+class SplitEmbedding(Embedding):
+    """Rows of the token table from `first` on: what it has none of is zero, and rows of all processes are added up."""
+
+    first: int
+    rows: int
+    sum: Callable[[Tensor], Tensor]
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        own = ids - self.first
+        missing = (own < 0) | (own >= self.rows)
+        found = ops.embed(self.table, own.masked_fill(missing, 0), self.dtype, self.scale)
+        hidden = self.sum(found.masked_fill_(missing[:, None], 0.0))
+        if self.positions is None:
+            return hidden
+        return hidden + self.positions[positions + self.offset].to(self.dtype)
+
+
+class Lead(Protocol):
+    """What tells the other processes of a model what the first one is about to call."""
+
+    def call(self, ids: Tensor, step: Step, rows: Tensor | None) -> None:
+        """`Decoder.run` with these arguments."""
+        ...
+
+    def logits(self, rows: int) -> bool:
+        """`Decoder.logits` of so many rows, which come by broadcast; False where the others know of it already."""
+        ...
+
+
+@dataclass(eq=False, kw_only=True)
+class SplitDecoder(Decoder):
+    """One process's part. `config` is of the part; of the whole model, `split.config`."""
+
+    split: Split
+    groups: Groups
+    lead: Lead | None = None  # in the first process
+
+    @property
+    def last(self) -> int:
+        return self.split.config.layers - 1
+
+    def against_recording(self) -> str | None:
+        return "several processes compute a step together"
+
+    def run(
+        self,
+        ids: Tensor,
+        step: Step,
+        rows: Tensor | None = None,
+        watch: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
+        if self.lead is not None:
+            self.lead.call(ids, step, rows)
+        return super().run(ids, step, rows, watch)
+
+    def logits(self, stream: Tensor, delta: Tensor | None = None, routes: Routes | None = None) -> Tensor:
+        together = self.groups.layers
+        if self.lead is not None and together is not None and self.lead.logits(len(stream)):
+            whole = stream if delta is None else stream + delta
+            stream, delta = together.broadcast(whole.contiguous()), None
+        return super().logits(stream, delta, routes)
+
+    def states(
+        self, ids: Tensor, step: Step, watch: Callable[[int, Tensor], None] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As everywhere. Of several stages, a step of many rows in pieces, of which they work on several at a time."""
+        if step.cache is not None and step.cache.recent and len(list(step.cache.pieces(step.lengths))) > 1:
+            return super().states(ids, step, watch)  # which comes back here with each piece that the cache takes
+        streams, deltas = [], []
+        for rows, piece in self._pieces(step):
+            stream, delta = super().states(ids[rows], piece, watch)
+            assert delta is not None, "every stage has blocks"
+            streams.append(stream)
+            deltas.append(delta)
+        stream, delta = (each[0] if len(each) == 1 else torch.cat(each) for each in (streams, deltas))
+        stages, share = self.groups.stages, self.split.share
+        if stages is None:
+            return stream, delta
+        if share.stage == share.pp - 1:
+            self._send(stream, delta, 0)
+        elif share.stage == 0:
+            stream, delta = self._receive(len(stream), share.pp - 1)
+            if watch is not None:
+                watch(self.last, stream + delta)
+        return stream, delta
+
+    def _pieces(self, step: Step) -> Iterator[tuple[slice, Step]]:
+        """The step as steps of some of its rows. To be taken one by one: each begins where the cache then ends."""
+        rows, starts = sum(step.lengths), list(itertools.accumulate(step.lengths, initial=0))
+        count = 1 if self.groups.stages is None or step.cache is None else max(1, rows // PIECE)
+        for first, last in itertools.pairwise(rows * i // count for i in range(count + 1)):
+            lengths = tuple(
+                max(0, min(last, start + n) - max(first, start)) for start, n in zip(starts, step.lengths, strict=False)
+            )
+            piece = step if count == 1 else Step(lengths, step.horizon, step.cache, step.adapters, step.device)
+            yield slice(first, last), piece
+
+    def enter(self, ids: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
+        before = self.split.share.stage - 1
+        return super().enter(ids, step) if before < 0 else self._receive(len(ids), before)
+
+    def leave(self, stream: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        share = self.split.share
+        if share.stage < share.pp - 1 and self.groups.stages is not None:
+            assert delta is not None, "every stage has blocks"
+            self._send(stream, delta, share.stage + 1)
+        return stream, delta
+
+    def _send(self, stream: Tensor, delta: Tensor, stage: int) -> None:
+        """Apart, so that the next norm adds them as it would here."""
+        assert self.groups.stages is not None
+        for each in (stream, delta):
+            self.groups.stages.send(each.contiguous(), stage)
+
+    def _receive(self, rows: int, stage: int) -> tuple[Tensor, Tensor]:
+        stages, shape = self.groups.stages, (rows, self.config.hidden)
+        assert stages is not None
+        return stages.receive(shape, self.dtype, stage), stages.receive(shape, self.dtype, stage)
+
+    def products(self, stream: Tensor, delta: Tensor | None = None, routes: Routes | None = None) -> Tensor:
+        """As everywhere in the first process; [0, vocab] in the others, some of which compute columns of it."""
+        nothing = torch.empty((0, self.config.vocab_size), dtype=torch.float32, device=stream.device)
+        if self.split.vocabulary is None:
+            return nothing
+        own, together = super().products(stream, delta, routes), self.groups.layers
+        if together is None:
+            return own
+        pieces = together.gather(F.pad(own, (0, _widest(self.split) - own.shape[1])).contiguous())
+        return nothing if pieces is None else torch.cat(pieces, 1)[:, : self.config.vocab_size].contiguous()
+
+
+def _widest(split: Split) -> int:
+    """Columns of logits that a process makes at most: all make as many but the last, which may have fewer."""
+    assert split.vocabulary is not None
+    start, stop = split.vocabulary
+    return start // split.share.place if split.share.place else stop
+
+
+def build(
+    split: Split,
+    weights: Weights,
+    groups: Groups,
+    on_block: Callable[[int, int], None] | None = None,
+    store: Store | None = None,
+) -> SplitDecoder:
+    """One process's part of a model. `weights` gives of each linear, and of the token table, what `split` keeps.
+
+    Raises ValueError as `decoder.build`.
+    """
+    together = groups.layers
+    final_norm = decoder.build_final_norm(split.block, weights)
+    embedding, head = _ends(split, weights, final_norm, store)
+    if together is not None and split.vocabulary is not None:
+        start, stop = split.vocabulary
+        embedding = SplitEmbedding(**vars(embedding), first=start, rows=stop - start, sum=together.sum)
+    blocks = decoder.build_blocks(split.block, weights, split.layers, on_block, store)
+    for i, block in enumerate(blocks):
+        block.attention.layer = i  # of its own cache
+        block.sum = None if together is None else together.sum
+    first = split.layers.start
+    return SplitDecoder(
+        split.own, embedding, blocks, final_norm, head, store, first, split=split, groups=groups
+    )  # fmt: skip
+
+
+def _ends(split: Split, weights: Weights, final_norm: Norm, store: Store | None) -> tuple[Embedding, Linear]:
+    """Embedding and output matrix of a process, laid out with the final norm; of no rows where it has neither."""
+    if split.vocabulary is None:
+        if store is not None:
+            store.take_norm(final_norm)
+        none = torch.empty((0, split.config.hidden), dtype=weights.dtype)
+        return Embedding(none, weights.dtype), Linear(split.config.names.head, none)
+    start, stop = split.vocabulary
+    embedding, head = decoder.build_ends(replace(split.block, vocab_size=stop - start), weights)
+    decoder.lay_out_ends(embedding, head, final_norm, store)
+    return embedding, head

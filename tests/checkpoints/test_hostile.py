@@ -1,0 +1,81 @@
+"""A share of what `bench/hostile.py` opens: kinds with a name, and models that are damaged by chance."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from attar.checkpoints.inspect import inspect
+from attar.checkpoints.safetensors import CheckpointError
+from tests.checkpoints.hostile_files import DAMAGE, FEW, TENSOR, WEIGHTS, Case, Corpus, examine
+
+SEED, DAMAGED, EVERY, TENSORS = 11, 60, 9, 40
+BYTES = 32 << 20  # and four times the header
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return Corpus.make(tmp_path_factory.mktemp("sound"), all_kinds=False)
+
+
+def numbers(corpus: Corpus) -> list[int]:
+    return [*range(0, len(corpus.named), EVERY), *range(len(corpus.named), len(corpus.named) + DAMAGED)]
+
+
+def test_a_case_is_the_same_wherever_it_is_made(corpus: Corpus) -> None:
+    i = len(corpus.named) + 5
+    assert corpus.case(SEED, i) == corpus.case(SEED, i) != corpus.case(SEED + 1, i)
+
+
+def test_hostile_files_are_refused_in_our_words_or_read_correctly(corpus: Corpus, tmp_path: Path) -> None:
+    refused = 0
+    for i in numbers(corpus):
+        case = corpus.case(SEED, i)
+        outcome = examine(case.write(tmp_path / "model"))
+        assert not outcome.wrong, f"case {i}, {case.kind}: {outcome.wrong}"
+        assert outcome.bytes <= BYTES + outcome.allowance, f"case {i}, {case.kind}: {outcome.bytes} bytes"
+        refused += outcome.refused is not None
+    assert 0.6 * len(numbers(corpus)) < refused < len(numbers(corpus))
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_tensors_that_are_not_what_they_should_be(kind: str, corpus: Corpus, tmp_path: Path) -> None:
+    """Sound files, but for one tensor of a packed model: what a shape or a scale is, is found before it is used."""
+    files = corpus.sound[f"safetensors, {kind}"]
+    for i in range(TENSORS):
+        damaged = {**files, WEIGHTS: DAMAGE[TENSOR](files[WEIGHTS], random.Random(f"{SEED}/{i}"))}
+        outcome = examine(Case("tensor", f"{kind} {i}", damaged).write(tmp_path / "model"))
+        assert not outcome.wrong, f"{i}: {outcome.wrong}"
+
+
+@pytest.mark.parametrize(
+    "shape, words",
+    [
+        (torch.tensor(64), "weight_shape must be two whole numbers, outputs and inputs, not int64 \\[\\]"),
+        (torch.zeros(100_000, dtype=torch.int64), "two whole numbers.*not int64 \\[100000\\]"),
+        (torch.ones(2), "two whole numbers.*not float32"),
+        (torch.tensor([-64, 64]), "not a matrix: its shape is \\[-64, 64\\]"),
+        (torch.tensor([1 << 62, 64]), "not a matrix"),
+    ],
+)
+def test_shapes_of_packed_weights_are_bounded(shape: torch.Tensor, words: str, corpus: Corpus, tmp_path: Path) -> None:
+    files = corpus.sound["safetensors, 4 bits"]
+    tensors = load(files[WEIGHTS]) | {"model.layers.0.mlp.up_proj.weight_shape": shape}
+    path = Case("shape", "", {**files, WEIGHTS: save(tensors)}).write(tmp_path / "model")
+    with pytest.raises(CheckpointError, match=words):
+        inspect(path)
+
+
+def test_sound_models_are_read_and_run(corpus: Corpus, tmp_path: Path) -> None:
+    for files in corpus.sound.values():
+        (tmp_path / "model").mkdir(exist_ok=True)
+        for name, content in files.items():
+            (tmp_path / "model" / name).write_bytes(content)
+        opened = tmp_path / "model" / next((name for name in files if name.endswith(".gguf")), "")
+        outcome = examine(opened)
+        assert outcome.refused is None
+        assert not outcome.wrong

@@ -1,0 +1,53 @@
+"""`--adapter`: trained, used beside the weights by every command that runs a model, and refused in a sentence."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from attar.cli.terminal import BAD_INPUT
+from tests.cli.test_commands import TEXT, attar, last_json, refused
+
+
+@pytest.fixture(scope="module")
+def place(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text, and an adapter that has learned some of it."""
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "text.txt").write_text(TEXT[1000:2200])
+    options = "--samples 4 --length 64 --rank 4 --epochs 2 --rate 0.02 --batch 128 --targets *_proj"
+    result = attar(f"finetune demo {folder}/adapter --text {folder}/text.txt {options}")
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+def test_evaluating_and_generating_with_it(place: Path) -> None:
+    measured = f"eval demo --text {place}/text.txt --max-tokens 128 --context 64 --json"
+    plain, changed = (last_json(attar(measured + more)) for more in ("", f" --adapter {place}/adapter --against demo"))
+    assert math.log(changed["ppl"]) < math.log(plain["ppl"]) - 0.1
+    assert changed["ppl_base"] == pytest.approx(plain["ppl"])
+    spoken = "generate demo --prompt 'Permission is' --max-tokens 8 --temperature 0 --json"
+    texts = [last_json(attar(spoken + more))["text"] for more in ("", f" --adapter {place}/adapter")]
+    assert texts[0] != texts[1]
+    said = attar(f"chat demo --max-tokens 4 --temperature 0 --adapter {place}/adapter", stdin="Permission is\n")
+    assert said.exit_code == 0, said.output
+
+
+def test_a_plan_counts_it(place: Path) -> None:
+    command = "plan demo --memory 2GB --bandwidth 10GB --json"
+    plain, beside = (last_json(attar(command + more)) for more in ("", f" --adapter {place}/adapter"))
+    assert plain["rows"][0]["adapters"] == 0
+    assert beside["rows"][0]["adapters"] > (place / "adapter" / "adapter_model.safetensors").stat().st_size
+
+
+def test_mistakes(place: Path) -> None:
+    for command, words in (
+        (f"generate demo --prompt a --adapter {place}/none", ("adapter",)),
+        (f"generate demo --prompt a --adapter {place}", ("adapter",)),
+        (f"eval demo --text {place}/text.txt --adapter {place}", ("adapter",)),
+        (f"serve demo --adapter {place}/adapter", ("NAME=FOLDER",)),
+        (f"serve demo --adapter a={place}", ("--adapter a", "adapter_config.json")),
+        (f"generate {place}/adapter --prompt a", ("an adapter (LoRA), not a model", "--adapter")),
+    ):
+        refused(attar(command), BAD_INPUT, *words)

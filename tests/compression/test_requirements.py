@@ -1,0 +1,254 @@
+"""What cannot be is refused before anything is computed, and calibration text that says too little is warned about."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from attar.checkpoints import hf
+from attar.checkpoints.gguf import GgufFile
+from attar.compression import best, coverage, gradients, tune
+from attar.compression.allocate import Target, parse_ladder
+from attar.compression.pipeline import compress
+from attar.compression.recipe import PRESETS
+from attar.formats import ggml_mix
+from attar.formats.forms import FORMS
+from attar.model.decoder import Decoder
+from tests.compression.test_experts import write
+from tests.conftest import token_ids
+
+Ids = list[list[int]]
+
+
+class Begun(Exception):
+    pass
+
+
+def nothing_begins(stage: str, done: int, total: int) -> None:
+    """A progress callback for whatever is to be refused before the first block, and before the first trial."""
+    if stage in ("blocks", "recipes", "states", "gradients", "allocating"):
+        raise Begun(stage)
+
+
+def test_tuning_needs_two_sequences(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    for recipe in ("rtn+tune-w4g32", "guided+tune-w4g32"):
+        with pytest.raises(ValueError, match="at least 2 calibration sequences"):
+            compress(tiny, tmp_path / "out", recipe=recipe, calibration=calibration[:1], progress=nothing_begins)
+
+
+@pytest.mark.parametrize(
+    "family, recipe, sequences, sentence",
+    [
+        ("Llama", "best-w4g32", 2, "guided.tune-w4g32 needs at least 2"),  # one of which is for the selection
+        ("Mixtral", "gptq-w4g32,guided-w4g32", 8, "routers of a mixture"),
+        ("Mixtral", "gptq-w4g32,gptq-w4g48", 8, "model.layers.0.self_attn.q_proj"),
+    ],
+)
+def test_what_one_of_several_recipes_cannot_do_is_said_before_the_first(
+    family: str, recipe: str, sequences: int, sentence: str, tiny: Path, tmp_path: Path
+) -> None:
+    source = tiny if family == "Llama" else write(family, tmp_path / "source")
+    ids = token_ids(sequences, 16, vocab=96)
+    with pytest.raises(ValueError, match=sentence):
+        compress(source, tmp_path / "out", recipe=recipe, calibration=ids, progress=nothing_begins)
+
+
+def test_the_original_is_not_in_memory_while_a_recipe_is_made(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    loaded: list[weakref.ref[Decoder]] = []
+
+    def base() -> Decoder:
+        found = hf.load(tiny, torch.float32)
+        loaded.append(weakref.ref(found))
+        return found
+
+    def run(name: str, ids: Ids, out: Path) -> float:
+        assert not any(each() for each in loaded)
+        return compress(tiny, out, recipe=name, overwrite=True).bits_per_weight
+
+    chosen = best.choose(["rtn-w8", "rtn-w4"], torch.tensor(calibration), base, run, tmp_path, lambda *told: None)
+    assert chosen.winner == "rtn-w8"
+    assert len(loaded) == 2
+
+
+def odd(folder: Path) -> Path:
+    """A Llama whose columns, 80 and 112, are multiples of 16 and of nothing larger."""
+    hidden, wide, heads = 80, 112, 5
+    numbers = torch.Generator().manual_seed(0)
+    shapes = {"self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (hidden, hidden), "mlp.up_proj": (wide, hidden)}
+    shapes |= {"self_attn.v_proj": (hidden, hidden), "self_attn.o_proj": (hidden, hidden)}
+    shapes |= {"mlp.gate_proj": (wide, hidden), "mlp.down_proj": (hidden, wide)}
+    tensors = {f"model.layers.0.{name}.weight": torch.randn(shape, generator=numbers) for name, shape in shapes.items()}
+    for norm in ("layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm"):
+        tensors[f"model.{norm}.weight"] = torch.ones(hidden)
+    for end in ("model.embed_tokens", "lm_head"):
+        tensors[f"{end}.weight"] = torch.randn(96, hidden, generator=numbers)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "vocab_size": 96,
+        "hidden_size": hidden, "num_hidden_layers": 1, "num_attention_heads": heads, "num_key_value_heads": heads,
+        "intermediate_size": wide, "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
+        "tie_word_embeddings": False, "rope_theta": 10000.0,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def every_scheme() -> Iterator[tuple[str, str]]:
+    """Every form by name, grids of every width and kind, and mixes: with the output's name."""
+    grids = ("w2g32", "w3g128", "w4g48", "w4g128", "w4g128-asym", "w5g64", "w8", "w8a8", "w8a8-static", "w4a4", "w4a8")
+    alike = ("lut4-s5", "lut4-s45", "lut3", "lut3-s5", "lut2", "lut2-s5", "nf4-single")  # slow, and others go before
+    for name in (*grids, "w4g32", "fp8", "fp8-e5m2", *FORMS, *PRESETS):
+        if name not in alike:
+            yield name, "out"
+    for name in ggml_mix.MIXES:
+        yield name, "out.gguf"
+
+
+@pytest.mark.parametrize("scheme, out", list(every_scheme()))
+def test_every_scheme_fits_or_is_refused_before_the_first_block(
+    scheme: str, out: str, odd_model: Path, tmp_path: Path
+) -> None:
+    """By the linear's name, where the shapes are why."""
+    method = "magnitude-2:4" if scheme == "sparse24" else "rtn"  # which nothing else makes of any weights
+    recipe = scheme if out.endswith("gguf") else f"{method}-{scheme}"
+    begun: list[str] = []
+    refusal = ""
+    try:
+        compress(
+            odd_model, tmp_path / out, recipe=recipe, calibration=token_ids(4, 16, vocab=96),
+            progress=lambda stage, done, total: begun.append(stage),
+        )  # fmt: skip
+    except ValueError as error:
+        refusal = str(error)
+    assert bool(refusal) != ("blocks" in begun), refusal
+    assert not refusal or "model.layers.0." in refusal or "has no place" in refusal, refusal
+
+
+@pytest.mark.parametrize(
+    "recipe", ["hqq-fp8", "autoround-fp8", "gptq-sparse24", "autoround-nf4", "squeezellm-w4g16", "guided-lut4"]
+)
+def test_what_a_method_cannot_round_to_is_refused_before_the_first_block(
+    recipe: str, tiny: Path, calibration: Ids, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"^model\.layers\.0\.self_attn\.q_proj: "):
+        compress(tiny, tmp_path / "out", recipe=recipe, calibration=calibration, progress=nothing_begins)
+
+
+@pytest.fixture(scope="module")
+def odd_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return odd(tmp_path_factory.mktemp("models") / "odd")
+
+
+def test_words_for_the_output_matrix_hold_in_files_too(tiny: Path, tmp_path: Path) -> None:
+    for word, kind in (("int8", "Q8_0"), ("int4", "Q4_0"), ("q6_k", "Q8_0")):  # rows of 128 are no blocks of 256
+        if word == "q6_k":
+            with pytest.raises(ValueError, match="lm_head"):
+                compress(tiny, tmp_path / "no.gguf", recipe="q5_0", head=word)
+            continue
+        compress(tiny, tmp_path / f"{word}.gguf", recipe="q5_0", head=word)
+        assert GgufFile(tmp_path / f"{word}.gguf").info("output.weight").kind.name == kind
+    with pytest.raises(ValueError, match="the output matrix: w8 has no place in a GGUF file"):
+        compress(tiny, tmp_path / "no.gguf", recipe="q5_0", head="w8")
+
+
+def test_gradients_and_hints_are_asked_for_before_they_are_made(
+    tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("attar.compression.pipeline.require_free", lambda path, needed: asked.append(needed))
+    for recipe in ("qronos-w4g32", "guided-w4g32"):
+        with pytest.raises(Begun):
+            compress(tiny, tmp_path / recipe, recipe=recipe, calibration=calibration, progress=nothing_begins)
+    plain, guided = asked
+    outputs = 3 * 4 * (4 * 128**2 - 2 * 64 * (128 + 64) + 2 * 256**2 + 128**2)  # [O, O] of every linear, float32
+    assert guided >= plain + outputs
+    assert guided >= 4 * (3 + 2) * 128 * 8 * 32 + outputs
+
+
+def test_what_a_killed_pass_left_is_room_for_the_next(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, ids = hf.Checkpoint.open(tiny), torch.tensor(token_ids(4, 32))
+    size = 4 * (3 + 2) * ids.numel() * 128
+    for i in range(3 + 2):
+        (tmp_path / f"gradient-{i}.f32").write_bytes(b"\0" * (size // 5))
+
+    class Usage:
+        free = 0
+
+    monkeypatch.setattr("attar.checkpoints.writer.shutil.disk_usage", lambda path: Usage)
+    gradients.walk(source, ids, tmp_path, lambda layer, block: {})
+
+
+def test_errors_from_before_tuning_are_called_so(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    done = compress(tiny, tmp_path / "out", recipe="rtn+tune-w4g32", head="int8", calibration=calibration)
+    measures = {record.name == "lm_head": record.measure for record in done.records}
+    assert measures == {False: "weight, before tuning", True: "weight"}
+
+
+def test_what_allocation_measures_on_is_not_what_tuning_judges_by(
+    tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Ids] = []
+
+    def stop(
+        decoder: Decoder, recipe: object, target: object, ladder: object, ids: torch.Tensor, *rest: object
+    ) -> None:
+        seen.append(ids.tolist())
+        raise Begun
+
+    monkeypatch.setattr("attar.compression.allocate.allocate", stop)
+    for recipe in ("rtn-w4g32", "rtn+tune-w4g32"):
+        with pytest.raises(Begun):
+            compress(
+                tiny, tmp_path / "out", recipe=recipe, target=Target(bits=4), ladder=parse_ladder("w2g32,w8g32"),
+                calibration=calibration,
+            )  # fmt: skip
+    judges = tune.aside(torch.tensor(calibration))
+    assert judges
+    assert seen == [calibration, [row for i, row in enumerate(calibration) if i not in judges]]
+
+
+def test_text_that_says_too_little_is_warned_about_with_figures(tiny: Path, tmp_path: Path) -> None:
+    ids = token_ids(16, 32)
+    assert compress(tiny, tmp_path / "enough", recipe="gptq-w4g32", calibration=ids).warnings == ()
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    tensors = load_file(tiny / "model.safetensors")
+    tensors["model.layers.1.input_layernorm.weight"][5:8] = 0
+    save_file(tensors, source / "model.safetensors")
+    few, unseen = compress(source, tmp_path / "out", recipe="gptq-w4g32", calibration=ids[:4]).warnings
+    assert "128 tokens and the widest linear 256 input columns" in few
+    # of two blocks, less the last: what q, o, gate and down read
+    assert "3 of 1,280 input channels were zero" in unseen
+    assert "model.layers.1.self_attn.q_proj (2.3%)" in unseen
+    receipt = json.loads((tmp_path / "out" / "receipt.json").read_text())
+    assert receipt["warnings"] == [few, unseen]
+
+
+def test_experts_without_a_token_are_counted_and_rounded_all_the_same(tmp_path: Path) -> None:
+    """One token, everywhere: every position computes the same, so that two of four experts see it."""
+    source = write("Qwen3Moe", tmp_path / "source")
+    done = compress(source, tmp_path / "out", recipe="gptq-w4g32", calibration=[[5] * 24] * 8)
+    blind = [record.name for record in done.records if record.measure == "weight"]
+    assert len(blind) == 2 * 2 * 3
+    assert all(".experts." in name for name in blind)
+    assert any(each.startswith("2 of 4 experts were sent no calibration token") for each in done.warnings)
+
+
+def test_a_resumed_run_warns_of_what_the_killed_one_saw(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    found = coverage.Coverage(hf.load(tiny, torch.float32).blocks[0])
+    coverage.keep(tmp_path, 1, found)
+    assert coverage.kept(tmp_path, 3) == [found.to_dict()]
+    idle = {"channels": {}, "idle": ["a", "b"], "experts": 8}
+    (told,) = coverage.warnings(100, 10, [idle, idle])
+    assert told.startswith("4 of 16 experts were sent no calibration token")
+    assert list(coverage.warnings(100, 10, [found.to_dict()])) == []

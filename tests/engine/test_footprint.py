@@ -1,0 +1,125 @@
+"""What a card's memory is divided into: from a device that only counts, and the trial on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from attar.engine.footprint import Footprint, Trial, measure
+from attar.engine.limits import Limits
+from attar.engine.loading import on_card
+from attar.engine.settings import Settings
+from attar.kernels import ops
+from attar.model.decoder import Decoder
+from attar.plan.fit import Fit
+from tests.engine.test_graphs import Again
+
+GB = 10**9
+BLOCK_BYTES = 2**20
+SETTINGS = Settings("model", "socket", device="cuda")
+MEASURED = Footprint(available=10 * GB, weights=5 * GB, step=GB, graphs=GB // 4, driver=GB // 2)
+
+
+class Card:
+    """A device with a trial on it: a step takes 300, and the first keeps 40; a graph keeps 70, others will 5."""
+
+    pages, others = 100, 5
+
+    def __init__(self) -> None:
+        self.kept, self.most, self.driver, self.steps = 1000 + self.pages, 0, 200, 0
+
+    def free(self) -> int:
+        return 10_000 - self.kept - self.driver
+
+    def held(self) -> int:
+        return self.kept
+
+    def peak(self) -> int:
+        return self.most
+
+    def settle(self) -> None:
+        self.most = self.kept
+
+    def step(self) -> None:
+        if not self.steps:
+            self.kept += 40
+            self.driver += 11
+        self.steps += 1
+        self.most = max(self.most, self.kept + 300)
+
+    def record(self) -> None:
+        self.kept += 70
+        self.driver += 2
+
+
+def test_each_part_is_what_it_added() -> None:
+    card = Card()
+    found = measure(card, 10_000, card)  # type: ignore[arg-type]
+    assert found == Footprint(available=10_000, weights=1040, step=300, graphs=75, driver=213)
+
+
+@pytest.fixture(scope="module")
+def decoder(request: pytest.FixtureRequest) -> Decoder:
+    store = ops.store("int8g32")
+    if store is None:
+        pytest.skip("the native kernels are off or do not load")
+    made: Decoder = request.getfixturevalue("tiny_decoder")(scheme="w4g32", store=store)
+    return made
+
+
+@pytest.mark.parametrize(("context", "tokens"), [(1024, 96), (40, 45)])
+def test_the_trial_is_the_largest_step(decoder: Decoder, context: int, tokens: int) -> None:
+    """As many rows as a step may have, or a context, and logits for as many sequences as may run."""
+    record = Again()
+    made = Trial(decoder, decoder.lossless, Limits(max_running=6, max_step_tokens=96), context, record)
+    assert made._plan.tokens == tokens
+    assert len(made._plan.chunks) == 6
+    made.step()
+    made.step()
+    assert not record.recorded
+    made.record()
+    assert record.recorded == [6]
+    assert made.others == (1 + 2 + 4) * 4 * (97 + 2 * -(-context // 64))
+    assert made.pages == 2 * sum(pages.nbytes for pages in decoder.cache(64).layers)
+
+
+def divided(limits: Limits | None = None, measured: Footprint = MEASURED, **changed: object) -> Fit:
+    settings = msgspec.structs.replace(SETTINGS, **changed)
+    return on_card(settings, measured, BLOCK_BYTES, settings.context or 131072, limits or Limits())
+
+
+def test_the_cache_gets_what_is_left() -> None:
+    found = divided(context=8192)
+    assert found.memory == 9 * GB  # what else runs on the card may grow
+    assert found.graphs == MEASURED.graphs + BLOCK_BYTES  # and the block that is nobody's
+    assert 0 <= found.unused < BLOCK_BYTES
+    assert dict(found.table())["graphs"] == found.graphs
+
+
+def test_a_size_that_was_given_is_all_there_is() -> None:
+    assert divided(memory=8 * GB, context=4096).memory == 8 * GB
+
+
+def test_without_a_context_requests_may_be_as_long_as_the_cache() -> None:
+    small = replace(MEASURED, available=8 * GB)
+    found = divided(measured=small)
+    assert found.context == found.tokens < 131072
+
+
+def test_the_cache_is_no_larger_than_all_requests_together() -> None:
+    assert divided(Limits(max_running=2, max_step_tokens=64), context=1024).tokens == 2 * 1024
+
+
+@pytest.mark.parametrize(
+    "changed, sentence",
+    [
+        ({"memory": 6 * GB}, r"the model needs 6.75 GB, but there are 6 GB \(--memory\)"),
+        ({"context": 131072, "memory": 7 * GB}, "less than one request"),
+        ({"context": 4096, "max_cached_tokens": 10**7}, r"\(free on cuda\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_numbers(changed: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        divided(**changed)  # type: ignore[arg-type]

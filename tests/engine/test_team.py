@@ -1,0 +1,181 @@
+"""A model in two processes: the texts of one, and what happens when one of them dies."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from attar.checkpoints.hub import embedded
+from attar.engine.engine import Engine
+from attar.engine.limits import Limits
+from attar.engine.llm import LLM
+from attar.engine.messages import Delta, Embed, Failed, Submit
+from attar.engine.orders import Job, frame
+from attar.engine.request import SamplingParams
+from attar.engine.settings import Settings
+from attar.engine.team import Team
+from attar.formats.kv import SCHEMES
+from attar.model.cache import Step
+
+SECONDS = 30.0  # in which a death is known, on a machine however busy; on a quiet one it takes a tenth of a second
+SUMMED = 1e-4  # max |difference| of logits of a few units, float32
+PROMPTS = ("Once upon a time there was", "The dog")
+GREEDY = SamplingParams(max_tokens=12, temperature=0, prompt_logprobs=0)
+
+
+def gone(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it ends in time."""
+    try:
+        process.wait(SECONDS)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def one(demo: Path) -> LLM:
+    return LLM(demo)
+
+
+@pytest.fixture(scope="module", params=[(2, 1), (1, 2)], ids=["tp", "pp"])
+def two(demo: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    tp, pp = request.param
+    llm = LLM(demo, tp=tp, pp=pp)
+    yield llm
+    llm.close()
+
+
+def test_texts_are_those_of_one_process(one: LLM, two: LLM) -> None:
+    alone, together = one.generate(PROMPTS, GREEDY), two.generate(PROMPTS, GREEDY)
+    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+    again = two.generate([PROMPTS[0] + alone[0].text, *PROMPTS], GREEDY)  # by the prefix tree, in the same engine
+    assert [each.token_ids for each in again[1:]] == [each.token_ids for each in alone]
+
+
+@pytest.mark.parametrize("kv", [None, "kivi2"])
+def test_preempted_forked_and_scored_sequences(one: LLM, two: LLM, kv: str | None) -> None:
+    """Few blocks for several requests of several choices: blocks change hands, are copied, and given up."""
+
+    def told(llm: LLM) -> tuple[dict[tuple[str, int], list[int]], int]:
+        limits = Limits(max_step_tokens=48, headroom=0.0)
+        engine = Engine(
+            llm.decoder,
+            None,
+            blocks=6,
+            context=160,
+            limits=limits,
+            kv=kv,
+            runner=llm.runner,
+            clock=itertools.count().__next__,
+        )
+        params = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
+        scored = replace(params, prompt_logprobs=0, max_tokens=3)
+        for i, n in enumerate((2, 1, 2)):
+            engine.submit(Submit(f"{i}", tuple(range(100 + i, 160 + i)), params, n=n))
+        engine.submit(Submit("scored", tuple(range(100, 140)), scored))
+        engine.embed(Embed("vector", tuple(range(30))))
+        tokens: dict[tuple[str, int], list[int]] = {}
+        while not engine.idle:
+            for event in engine.step():
+                assert not isinstance(event, Failed), event
+                if isinstance(event, Delta):
+                    tokens.setdefault((event.id, event.choice), []).extend(event.token_ids)
+        return tokens, engine.scheduler.preemptions
+
+    alone, together = told(one), told(two)
+    assert together == alone
+    assert alone[1] > 0, "nothing was preempted"
+
+
+def test_logits_outside_of_an_engine_too(one: LLM, two: LLM) -> None:
+    ids = [5, 6, 7, 8]
+    assert (one.logits(ids) - two.logits(ids)).abs().max() < SUMMED
+    caches = [llm.decoder.cache(8, 2, SCHEMES["int8"]) for llm in (one, two)]
+    for lengths in ((2, 1), (1, 0), (1, 1)):
+        rows = torch.arange(sum(lengths))
+        found = [
+            llm.decoder.forward(rows + 9, Step(lengths, 8, cache), rows[-1:])
+            for llm, cache in zip((one, two), caches, strict=True)
+        ]
+        assert (found[0] - found[1]).abs().max() < SUMMED * 100, "codes of eight bits may fall to the other side"
+
+
+def test_hidden_states_may_become_logits_later(one: LLM, two: LLM) -> None:
+    rows = torch.randn(3, one.decoder.config.hidden, generator=torch.Generator().manual_seed(0))
+    assert (one.decoder.logits(rows) - two.decoder.logits(rows)).abs().max() < SUMMED
+
+
+def test_what_cannot_be_shared_is_refused_before_a_process_starts(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with pytest.raises(ValueError, match="--tp 3 does not divide the model's 4 query heads: 2, 4 would do"):
+        Team(demo, 3, 1)
+    with pytest.raises(ValueError, match="adapter is not shared"):
+        LLM(demo, tp=2, adapter="folder")
+
+
+def test_a_scheme_of_keys_that_is_calibrated_is_refused(two: LLM) -> None:
+    from attar.engine import kv
+
+    with pytest.raises(ValueError, match="klt4 is calibrated, which several processes do not do yet"):
+        kv.of(two.decoder, "klt4")
+
+
+def test_a_worker_ends_with_its_leader_whatever_it_is_doing(tmp_path: Path) -> None:
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "attar.engine.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    worker.stdin.write(frame(Job("model", 1, 2, 1, "cpu", "float32", "int8g128", True, 1, str(folder))))
+    worker.stdin.flush()
+    assert b"started" in worker.stdout.read(4 + 15)
+    assert worker.poll() is None, "it waits for the first process, which never comes"
+    worker.stdin.close()
+    assert gone(worker)
+    assert not folder.exists()
+    worker.stdout.close()
+
+
+def test_an_engine_ends_when_a_worker_dies(tmp_path: Path) -> None:
+    settings = Settings(str(embedded()), str(tmp_path / "engine"), max_cached_tokens=512, context=128, tp=2, threads=1)
+    engine = subprocess.Popen([sys.executable, "-m", "attar.engine.process"], stdin=subprocess.PIPE)
+    assert engine.stdin is not None
+    engine.stdin.write(msgspec.json.encode(settings) + b"\n")
+    engine.stdin.flush()
+    while engine.poll() is None and not (tmp_path / "engine").exists():
+        time.sleep(0.05)
+    children = Path(f"/proc/{engine.pid}/task/{engine.pid}/children").read_text().split()
+    workers = [int(pid) for pid in children if "attar.engine.worker" in Path(f"/proc/{pid}/cmdline").read_text()]
+    os.kill(workers[0], signal.SIGKILL)
+    assert gone(engine)
+    assert engine.returncode == 1
+    engine.stdin.close()
+
+
+def test_a_dead_process_is_known(two: LLM) -> None:
+    """The last of its module: nothing is left of the fixture."""
+    assert two.team is not None
+    answer = two.stream(PROMPTS[0], SamplingParams(max_tokens=200, temperature=0, ignore_eos=True))
+    next(answer)
+    two.team.crew.children[0].send_signal(signal.SIGKILL)
+    since = time.monotonic()
+    with pytest.raises(RuntimeError, match="the model is no longer there: process 1 of the model ended with status -9"):
+        list(answer)
+    with pytest.raises(RuntimeError, match="process 1 of the model ended"):
+        two.logits([1, 2])
+    assert time.monotonic() - since < SECONDS
+    two.close()
+    assert not two.team.crew.folder.exists()
