@@ -14,8 +14,9 @@ from attar.checkpoints import hf
 from attar.checkpoints.hf import Checkpoint
 from attar.compression import tune
 from attar.compression.calibrate import Amount, sample_from
+from attar.compression.methods import Tune
 from attar.compression.pipeline import compress
-from attar.compression.recipe import Recipe, Tune
+from attar.compression.recipe import Recipe
 from attar.metrics.divergence import compare
 from attar.model.cache import Step
 from attar.model.decoder import Decoder

@@ -16,8 +16,9 @@ import torch
 
 from attar.compression import place
 from attar.compression.calibrate import HiddenStates
+from attar.compression.methods import Awq
 from attar.compression.passes import BlockWork, Record
-from attar.compression.recipe import Awq, Recipe
+from attar.compression.recipe import Recipe
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.model.decoder import Decoder

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from attar.compression.recipe import Awq, Gptq, Guided, Override, Qronos, QuaRot, Recipe, Rtn, SmoothQuant, Tune
+from attar.compression.methods import Awq, Gptq, Guided, Qronos, QuaRot, Rtn, SmoothQuant, Tune
+from attar.compression.recipe import Override, Recipe
 from attar.formats.scheme import Scheme
 
 SHAPES = {

@@ -20,8 +20,9 @@ from attar.checkpoints.safetensors import CheckpointError
 from attar.checkpoints.shards import cut_linear
 from attar.compression import rotation, spin
 from attar.compression.allocate import Target
+from attar.compression.methods import SpinQuant
 from attar.compression.pipeline import compress
-from attar.compression.recipe import Recipe, SpinQuant
+from attar.compression.recipe import Recipe
 from attar.compression.solvers import rotations
 from attar.kernels import hadamard, ops
 from attar.model import decoder

@@ -16,8 +16,9 @@ from torch import Tensor
 from attar.checkpoints import hf
 from attar.checkpoints.inspect import inspect
 from attar.compression import structured
+from attar.compression.methods import Structured
 from attar.compression.pipeline import compress
-from attar.compression.recipe import Recipe, Structured
+from attar.compression.recipe import Recipe
 from attar.compression.solvers import gptq
 from attar.compression.structured import Sizes
 from attar.model.cache import Step

@@ -16,8 +16,8 @@ from attar.checkpoints import hf
 from attar.checkpoints.hf import Checkpoint
 from attar.compression import gradients, tune, whole
 from attar.compression.calibrate import HiddenStates
+from attar.compression.methods import Tune
 from attar.compression.pipeline import compress
-from attar.compression.recipe import Tune
 from attar.formats.packed import codec
 from attar.formats.scheme import Scheme
 from attar.kernels.operands import Linear, Norm

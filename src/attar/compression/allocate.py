@@ -26,7 +26,8 @@ from torch import Tensor
 from attar.checkpoints import hf
 from attar.compression import calibrate, knapsack, requirements, tune
 from attar.compression.calibrate import Amount, Calibration
-from attar.compression.recipe import Gptq, Override, Recipe, Rtn
+from attar.compression.methods import Gptq, Rtn
+from attar.compression.recipe import Override, Recipe
 from attar.compression.sensitivity import Choice, Group, Log, Trial, fingerprint, groups_of
 from attar.formats.forms import GgmlBlocks
 from attar.formats.scheme import Grid, Scheme

@@ -27,7 +27,7 @@ from attar.compression import fold
 from attar.compression.calibrate import HiddenStates
 from attar.compression.guide import Hints, row_groups
 from attar.compression.memory import give_back
-from attar.compression.recipe import Gptq, Prune, SparseGpt
+from attar.compression.methods import Gptq, Prune, SparseGpt
 from attar.compression.solvers import gptq, prune, qronos, sparsegpt, two_sided, zeros
 from attar.compression.solvers.form_levels import shared_largest
 from attar.compression.solvers.gptq import GptqResult, Hessian

@@ -18,7 +18,7 @@ from torch import Tensor
 from attar.compression import fold
 from attar.compression.calibrate import HiddenStates, Rows
 from attar.compression.hessians import naming
-from attar.compression.recipe import AutoRound
+from attar.compression.methods import AutoRound
 from attar.compression.solvers import autoround
 from attar.formats.scheme import Scheme
 from attar.kernels.operands import Linear

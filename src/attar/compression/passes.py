@@ -24,7 +24,7 @@ from attar.compression.calibrate import HiddenStates, Rows
 from attar.compression.guide import Hints
 from attar.compression.hessians import naming
 from attar.compression.memory import give_back
-from attar.compression.recipe import (
+from attar.compression.methods import (
     AutoRound,
     Awq,
     Clip,
@@ -32,7 +32,6 @@ from attar.compression.recipe import (
     Hqq,
     Magnitude,
     Prune,
-    Recipe,
     Rtn,
     SmoothAttention,
     SmoothQuant,
@@ -41,6 +40,7 @@ from attar.compression.recipe import (
     Structured,
     Wanda,
 )
+from attar.compression.recipe import Recipe
 from attar.compression.solvers import awq, hqq, rtn, smooth_attention, smoothquant, squeezellm, zeros
 from attar.compression.solvers.form_levels import shared_largest
 from attar.compression.solvers.means import ColumnMean

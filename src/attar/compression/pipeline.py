@@ -43,19 +43,10 @@ from attar.compression.calibrate import Calibration, HiddenStates
 from attar.compression.gguf_output import GgufOutput
 from attar.compression.guide import Guide, key
 from attar.compression.memory import give_back, large_blocks_apart
+from attar.compression.methods import AutoRound, Gptq, Prune, SpinQuant, SqueezeLlm, Structured
 from attar.compression.output import Output, model_card
 from attar.compression.passes import BlockWork, Record, weight_error
-from attar.compression.recipe import (
-    HEAD,
-    AutoRound,
-    Gptq,
-    Prune,
-    Recipe,
-    SpinQuant,
-    SqueezeLlm,
-    Structured,
-    parse_head,
-)
+from attar.compression.recipe import HEAD, Recipe, parse_head
 from attar.compression.rotated import RotatedCheckpoint
 from attar.compression.state import RunState
 from attar.formats import ggml_mix

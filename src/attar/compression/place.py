@@ -17,7 +17,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attar.compression.recipe import Awq, Gptq, Hqq, Recipe, Rtn, SmoothQuant
+from attar.compression.methods import Awq, Gptq, Hqq, Rtn, SmoothQuant
+from attar.compression.recipe import Recipe
 from attar.formats.forms import Fp8Blocks
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Grid, Scheme

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from attar.compression.recipe import (
+from attar.compression.methods import (
     Awq,
     Gptq,
     Hqq,
     Magnitude,
     Prune,
-    Recipe,
     Rtn,
     SmoothAttention,
     SmoothQuant,
     SpinQuant,
     SqueezeLlm,
 )
+from attar.compression.recipe import Recipe
 from attar.formats.scheme import Scheme
 from attar.model.config import ModelConfig
 

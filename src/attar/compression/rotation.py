@@ -29,7 +29,8 @@ from dataclasses import replace
 import torch
 
 from attar.checkpoints.hf import Checkpoint
-from attar.compression.recipe import HEAD, Recipe, Rotate, SpinQuant
+from attar.compression.methods import Rotate, SpinQuant
+from attar.compression.recipe import HEAD, Recipe
 from attar.compression.rotated import (
     Balance,
     Change,

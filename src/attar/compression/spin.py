@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attar.compression.memory import give_back
-from attar.compression.recipe import SpinQuant
+from attar.compression.methods import SpinQuant
 from attar.compression.rotated import RotatedCheckpoint
 from attar.compression.solvers import spinquant
 from attar.compression.solvers.rotations import Rotation

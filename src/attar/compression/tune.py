@@ -40,7 +40,7 @@ from attar.checkpoints.libraries import library_of
 from attar.checkpoints.probes import ProbeRun
 from attar.compression import gradients
 from attar.compression.calibrate import HiddenStates, rows_at_once
-from attar.compression.recipe import Tune
+from attar.compression.methods import Tune
 from attar.compression.whole import WholeModel, keep, left, schedule, shuffled
 from attar.formats.affine import by_scale
 from attar.formats.forms import Lookup, Progressive

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attar.compression.recipe import Order, ScaleSearch
+from attar.compression.methods import Order, ScaleSearch
 from attar.compression.solvers import gptq, rtn
 from attar.compression.solvers.gptq import Hessian
 from attar.formats import affine

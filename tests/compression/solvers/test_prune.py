@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from attar.checkpoints import hf
+from attar.compression.methods import Magnitude, Prune, SparseGpt, Wanda
 from attar.compression.pipeline import compress
-from attar.compression.recipe import Magnitude, Prune, Recipe, SparseGpt, Wanda
+from attar.compression.recipe import Recipe
 from attar.compression.solvers import gptq, prune, sparsegpt, zeros
 from attar.compression.solvers.sparsity import Pattern
 from attar.formats.packed import PackedTensor

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from attar.compression.recipe import ScaleSearch
+from attar.compression.methods import ScaleSearch
 from attar.formats import affine, observers
 from attar.formats.affine import by_scale
 from attar.formats.packed import PackedTensor

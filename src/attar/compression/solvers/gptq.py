@@ -35,7 +35,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attar.compression.recipe import Order, ScaleSearch
+from attar.compression.methods import Order, ScaleSearch
 from attar.compression.solvers.form_levels import LEVELLED, Scaled, Tables, levels_of
 from attar.compression.solvers.ggml_levels import Ggml
 from attar.compression.solvers.levels import Uniform

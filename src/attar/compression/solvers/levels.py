@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attar.compression.recipe import ScaleSearch
+from attar.compression.methods import ScaleSearch
 from attar.compression.solvers import rtn
 from attar.formats import affine
 from attar.formats.packed import PackedTensor

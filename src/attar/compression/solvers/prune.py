@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attar.compression.recipe import ScaleSearch
+from attar.compression.methods import ScaleSearch
 from attar.compression.solvers import gptq, sparsegpt, zeros
 from attar.compression.solvers.gptq import GptqResult, Hessian
 from attar.compression.solvers.levels import Uniform

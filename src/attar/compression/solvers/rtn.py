@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attar.compression.recipe import ScaleSearch
+from attar.compression.methods import ScaleSearch
 from attar.formats import affine, fp4, ggml_codec, observers, progressive
 from attar.formats.forms import Fp4, GgmlBlocks, Progressive
 from attar.formats.packed import PackedTensor, codec

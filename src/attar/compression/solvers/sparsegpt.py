@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attar.compression.recipe import ScaleSearch
+from attar.compression.methods import ScaleSearch
 from attar.compression.solvers import zeros
 from attar.compression.solvers.gptq import GptqResult, Prepared
 from attar.compression.solvers.levels import Uniform

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attar.compression.recipe import ScaleSearch
+from attar.compression.methods import ScaleSearch
 from attar.compression.solvers import gptq
 from attar.compression.solvers.ggml_levels import Ggml
 from attar.compression.solvers.gptq import GptqResult, Prepared

@@ -27,7 +27,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attar.compression.recipe import ScaleSearch
+from attar.compression.methods import ScaleSearch
 from attar.compression.solvers import rtn
 from attar.compression.solvers.gptq import GptqResult
 from attar.compression.solvers.sparsity import Pattern
