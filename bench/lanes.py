@@ -10,8 +10,8 @@
             published, on the same storage; all beside 4-bit weights alone (AWQ), keys and values as they are.
     w8a8    int8 weights a row and activations a token, with outliers of all kinds injected (`outliers.py`; other kinds
             by --kinds). Peers: llm-compressor's SmoothQuant before GPTQ, at strengths 0.5 and 0.8.
-    w4a4    4-bit weights a row and 4-bit activations a token, with the same outliers. Instead of a peer, QuaRot as
-            published: the same rotations, what o and down read not balanced first.
+    w4a4    4-bit weights a row and 4-bit activations a token, with the same outliers. Instead of a peer, our quarot
+            without balance: near to what was published, which also turns across heads before o, and clips.
     sparse  two of four weights are zero, the others dense. Peers: llm-compressor's SparseGPT and Wanda.
 
 Every side gets the same token ids to calibrate on, and writes its output; attar reads all of them and measures each

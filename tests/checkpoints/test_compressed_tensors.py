@@ -286,12 +286,19 @@ def test_g_idx_that_says_nothing_new_is_dropped(g_idx: Tensor, tiny: Any, tmp_pa
     assert torch.equal(linear.weight.dequantize(), packed.dequantize())
 
 
+def rotated(**entry: Any) -> dict[str, Any]:
+    """A transform_config of one group, whose one entry is this."""
+    return {"config_groups": {"a": {"type": "hadamard", "apply": [{"location": "input", **entry}]}}}
+
+
 @pytest.mark.parametrize(
     "changed, words",
     [
         (config(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is set"),
         (config(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config is set"),
         (config(transform_config={"config_groups": []}), "transform_config must be an object with config_groups"),
+        (config(transform_config=rotated(targets=5)), "targets are names of modules, not 5"),
+        (config(transform_config=rotated(targets=["m"], ignore=None)), "ignore are names of modules, not None"),
         (config(format="mxfp6-pack-quantized"), "'mxfp6-pack-quantized' is not one that attar reads: pack-quantized"),
         (config({"format": "marlin-24"}), "marlin-24"),
         (config({"output_activations": {"num_bits": 8}}), "output_activations is set"),
@@ -314,6 +321,15 @@ def test_what_is_not_read_is_refused(changed: dict[str, Any], words: str, tiny: 
     folder, _ = module(tiny, tmp_path)
     with pytest.raises(CheckpointError, match=words):
         CompressedTensors(folder, changed)
+
+
+@pytest.mark.parametrize("targets", [["dense"], ["re:den"]])
+def test_inputs_of_a_dense_module_are_not_left_unrotated(targets: list[str], tiny: Any, tmp_path: Path) -> None:
+    folder, _ = module(tiny, tmp_path)
+    stored = CompressedTensors(folder, config(transform_config=rotated(targets=targets)))
+    with pytest.raises(CheckpointError, match="dense: transform_config rotates its inputs"):
+        stored.holds("dense")
+    assert not CompressedTensors(folder, config(transform_config=rotated(targets=["Linear"]))).holds("dense")
 
 
 def test_settings_that_say_nothing_are_accepted(tiny: Any, tmp_path: Path) -> None:

@@ -252,3 +252,23 @@ def test_a_resumed_run_warns_of_what_the_killed_one_saw(tiny: Path, calibration:
     (told,) = coverage.warnings(100, 10, [idle, idle])
     assert told.startswith("4 of 16 experts were sent no calibration token")
     assert list(coverage.warnings(100, 10, [found.to_dict()])) == []
+
+
+@pytest.mark.parametrize("recipe", ["clip-nf4", "clip-lut4"])
+def test_clip_needs_a_grid(recipe: str, tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="clip narrows the range of a grid"):
+        compress(tiny, tmp_path / "out", recipe=recipe, calibration=calibration, progress=nothing_begins)
+
+
+def test_a_list_of_recipes_goes_with_no_target(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    target = Target(bits=3.5)
+    with pytest.raises(ValueError, match="give one of the two"):
+        compress(
+            tiny, tmp_path / "out", recipe="rtn-w4g32,gptq-w4g32", target=target, calibration=calibration,
+            progress=nothing_begins,
+        )  # fmt: skip
+
+
+def test_a_head_has_one_level(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="weights of two levels are for the blocks"):
+        compress(tiny, tmp_path / "out", recipe="rtn-w4g32", head="qserve-g32", progress=nothing_begins)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attar.formats.packed import codec
 from attar.formats.scheme import Scheme
-from attar.formats.sparse24 import pack_24, unpack_24
+from attar.formats.sparse24 import in_order, pack_24, unpack_24
 
 
 def sparse(rows: int = 20, columns: int = 256) -> Tensor:
@@ -70,3 +70,10 @@ def test_refusals() -> None:
     for name in ("sparse24-w8a8", "sparse24-nf4", "sparse24-sparse24-w4", "sparse24-" * 2000):
         with pytest.raises(ValueError, match="weights alone"):
             Scheme.parse(name)
+
+
+def test_places_are_two_and_in_their_order() -> None:
+    _, places = pack_24(torch.tensor([[1.0, 0, 0, 2, 0, 3, 4, 0]]))
+    assert in_order(places)
+    for wrong in (0x55, 0x10, 0x04 | 0x10):
+        assert not in_order(torch.tensor([[wrong]], dtype=torch.uint8))

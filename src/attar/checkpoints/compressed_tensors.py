@@ -118,7 +118,14 @@ class CompressedTensors:
         self._patterns = dict(sorted(patterns.items()))
 
     def holds(self, module: str) -> bool:
-        return self.folder.has(f"{module}.weight_scale")
+        """Whether the module is stored here. Raises CheckpointError where it is not, and its inputs are rotated."""
+        held = self.folder.has(f"{module}.weight_scale")
+        if not held and any(each.covers(module, dense=True) for each in self._rotations):
+            raise CheckpointError(
+                f"{self.folder.path}: {module}: transform_config rotates its inputs, which is supported of quantized "
+                "linears alone"
+            )
+        return held
 
     def scheme_of(self, module: str) -> Scheme:
         """How the module is stored. Raises CheckpointError where no group covers it."""
@@ -225,9 +232,10 @@ class Rotated:
     ignored: tuple[str, ...]
     size: int | None  # columns of a block; None: all that the module has
 
-    def covers(self, module: str) -> bool:
-        named = module in self.targets or "Linear" in self.targets or any(p.match(module) for p in self.patterns)
-        return named and module not in self.ignored
+    def covers(self, module: str, dense: bool = False) -> bool:
+        """Whether inputs of the module are rotated; `Linear` means those that are quantized, not one that is dense."""
+        named = module in self.targets or any(p.match(module) for p in self.patterns)
+        return (named or ("Linear" in self.targets and not dense)) and module not in self.ignored
 
 
 def _read_transforms(config: Any, where: str) -> Iterator[Rotated]:
@@ -251,14 +259,16 @@ def _read_transforms(config: Any, where: str) -> Iterator[Rotated]:
                 )
             if size is not None and (type(size) is not int or size < 1):
                 raise CheckpointError(f"{at}: head_dim must be a number, not {size!r}")
-            targets, ignored = (
-                (found,) if isinstance(found, str) else tuple(found)
-                for found in (entry.get("targets", ()), entry.get("ignore", ()))
-            )
-            if not all(isinstance(each, str) for each in (*targets, *ignored)):
-                raise CheckpointError(f"{at}: targets and ignore are names of modules")
+            targets, ignored = (_names(entry.get(key, []), f"{at}: {key}") for key in ("targets", "ignore"))
             patterns = [pattern(each.removeprefix("re:"), at) for each in targets if each.startswith("re:")]
             yield Rotated(targets, tuple(patterns), ignored, size)
+
+
+def _names(found: Any, where: str) -> tuple[str, ...]:
+    names = [found] if isinstance(found, str) else found
+    if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
+        raise CheckpointError(f"{where} are names of modules, not {found!r}")
+    return tuple(names)
 
 
 def _check_format(value: Any, inherited: bool, where: str) -> None:

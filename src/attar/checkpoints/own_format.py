@@ -17,6 +17,8 @@ from typing import Any
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.safetensors import CheckpointError
 from attar.checkpoints.scales import activation_scale
+from attar.formats import sparse24
+from attar.formats.forms import Sparse24
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.kernels.operands import Linear
@@ -93,6 +95,8 @@ class OwnFormat:
         """The linear, without its bias."""
         scheme, shape = self._modules[module]
         parts = {part: self.folder.read(f"{module}.{stored_part(part, scheme)}") for part in scheme.parts(shape)}
+        if isinstance(scheme.weight, Sparse24) and not sparse24.in_order(parts["places"]):
+            raise CheckpointError(f"{self.folder.path}: {module}: places must be two of every four, in their order")
         linear = Linear(module, PackedTensor(scheme, shape, parts))
         if scheme.static:
             linear.activation_scale = activation_scale(self.folder, f"{module}.{stored_scale(scheme)}")

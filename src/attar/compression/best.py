@@ -121,7 +121,8 @@ def for_output(
     )
     for name in names:
         check(name, int((~_aside(len(ids))).sum()))
-    about = {**environment(), "source": source, "head": head, "file": dst.suffix.lower() == ".gguf"}
+    drawn_by = {"seed": amount.seed, "samples": amount.samples, "length": amount.length}
+    about = {**environment(), **drawn_by, "source": source, "head": head, "file": dst.suffix.lower() == ".gguf"}
     return replace(choose(names, ids, lambda: hf.load(folder, torch.float32), run, kept, progress, about), folder=kept)
 
 

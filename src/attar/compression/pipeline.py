@@ -201,6 +201,10 @@ def compress(
 
     choice = None
     if (names := best.recipes(recipe)) is not None:
+        if target is not None:
+            raise ValueError("a target chooses bits and a list chooses among recipes: give one of the two")
+        if imatrix is not None:
+            raise ValueError("recipes of a list are tried without an importance matrix: name one with --imatrix")
 
         def make(name: str, ids: list[list[int]], out: Path) -> float:
             return compress(

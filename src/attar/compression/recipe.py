@@ -348,9 +348,12 @@ def parse_head(word: object) -> Scheme | Keep:
     if name == KEEP:
         return KEEP
     try:
-        return Scheme.parse(name)
+        scheme = Scheme.parse(name)
     except ValueError:
         raise ValueError(f"unknown head {word!r}{_offer(word, (*HEADS, KEEP, *_SCHEMES))}") from None
+    if isinstance(scheme.weight, Progressive):
+        raise ValueError(f"head {word!r}: weights of two levels are for the blocks' linears alone")
+    return scheme
 
 
 def _parse_name(name: str) -> Recipe:

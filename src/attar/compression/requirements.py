@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from attar.compression.methods import (
     Awq,
+    Clip,
     Gptq,
     Hqq,
     Magnitude,
@@ -21,7 +22,8 @@ from attar.compression.methods import (
     SqueezeLlm,
 )
 from attar.compression.recipe import Recipe
-from attar.formats.scheme import Scheme
+from attar.formats.forms import Progressive
+from attar.formats.scheme import Grid, Scheme
 from attar.model.config import ModelConfig
 
 
@@ -51,6 +53,9 @@ def check(
         raise ValueError(f"{plan.name}: {scaling[0]} scales rows that guide has weighed before: leave one of them out")
     if isinstance(plan.rounding, SqueezeLlm) and len(plan.passes) > 1:
         raise ValueError(f"{plan.name}: {plan.passes[0].method} changes weights after squeezellm has weighed them")
+    grids = [s for s in schemes.values() if s is not None and isinstance(s.weight, Grid | Progressive)]
+    if any(isinstance(p, Clip) for p in plan.passes) and not grids:
+        raise ValueError(f"{plan.name}: clip narrows the range of a grid, which none of its schemes has")
     if plan.tune is not None and to_file:
         raise ValueError(f"{plan.name}: a GGUF file holds its scales within its blocks, which tuning does not write")
     if sequences is not None:

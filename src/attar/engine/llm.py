@@ -6,6 +6,7 @@ would get alone.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from attar.model.decoder import Decoder
 from attar.model.split import Share
 from attar.text.template import render_chat
 from attar.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 PREFILL_ROWS = 2048  # rows of one step: bounds the memory of activations
 TOGETHER = 16  # prompts
@@ -127,6 +130,8 @@ class LLM:
                     f"{self.path} does not compute what its receipt says: it diverges at {verdict.first_divergence}. "
                     "`attar verify` checks the files; --no-verify loads it all the same"
                 )
+        elif verify and self.receipt is not None:
+            logger.warning("the receipt's probe is not replayed in several processes: `attar verify` does so in one")
         if adapter is not None:
             lora.attach(self.decoder, Path(adapter))
 

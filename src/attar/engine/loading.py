@@ -50,6 +50,8 @@ def engine(settings: Settings) -> tuple[Engine, Ready]:
     threads = settings.threads or machine.cores()
     path = hub.resolve(settings.model)
     config, storage = stored(path)
+    if settings.adapters and settings.tp * settings.pp > 1:
+        raise ValueError("adapters are not shared between processes yet: --tp and --pp go without --adapter")
     if settings.device != "cpu":
         return _on_card(settings, path, config, limits, threads)
     folders = [Path(folder) for _, folder in settings.adapters]
@@ -90,8 +92,6 @@ def engine(settings: Settings) -> tuple[Engine, Ready]:
 
 def _install(llm: LLM, settings: Settings) -> tuple[str, ...]:
     """Give the model its adapters; returns their names, in the order of their numbers."""
-    if settings.adapters and llm.team is not None:
-        raise ValueError("adapters are not shared between processes yet: --tp and --pp go without --adapter")
     for number, (_, folder) in enumerate(settings.adapters, 1):
         if (sentence := lora.doubt(Path(folder), llm.path)) is not None:
             logger.warning("%s", sentence)

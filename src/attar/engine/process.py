@@ -303,6 +303,8 @@ def main() -> int:
         return 2
     if isinstance(engine.runner, TeamRunner):
         engine.runner.crew.on_lost = _end_at_once
+        if engine.runner.crew.lost:  # before anybody listened
+            _end_at_once(engine.runner.crew.lost)
     gc.freeze()  # torch and the model stay: no collection between two steps need walk through them
     with listen(Path(settings.socket)) as listener:
         Loop(engine, ready, listener, sys.stdin.fileno()).run()

@@ -167,9 +167,11 @@ class Crew:
             return
         self.ending = True
         for child in self.children:
-            self.write(child, frame(End()))
             assert child.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
+            os.set_blocking(child.stdin.fileno(), False)  # one that does not read is not waited for
+            with contextlib.suppress(BrokenPipeError, BlockingIOError):
+                child.stdin.write(frame(End()))
+            with contextlib.suppress(BrokenPipeError, BlockingIOError):
                 child.stdin.close()
         limit = time.monotonic() + END_SECONDS
         for child in self.children:

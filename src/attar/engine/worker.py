@@ -29,6 +29,8 @@ from attar.formats import kv
 from attar.model.cache import KVCache, Step
 from attar.model.parallel import SplitDecoder
 
+ALARM_SECONDS = 2.0
+
 
 class Worker:
     """Does what it is told with its part of the model."""
@@ -119,6 +121,9 @@ def _end_with(fd: int, folder: str) -> None:
     poll = select.poll()
     poll.register(fd, 0)  # hanging up is told unasked
     poll.poll()
+    # Torch may wait for the others with the interpreter's lock held, and then nothing below would ever run: an alarm,
+    # which nobody handles, ends the process without it.
+    signal.setitimer(signal.ITIMER_REAL, ALARM_SECONDS)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 

@@ -48,6 +48,12 @@ def pack_24(dense: Tensor) -> tuple[Tensor, Tensor]:
     return values, places
 
 
+def in_order(places: Tensor) -> bool:
+    """Whether each nibble names two places, the first before the second."""
+    allowed = torch.tensor([(n & 3) < n >> 2 for n in range(16)], device=places.device)
+    return bool((allowed[(places & 15).long()] & allowed[(places >> 4).long()]).all())
+
+
 def unpack_24(values: Tensor, places: Tensor) -> Tensor:
     """The weight [R, I] of values [R, I/2] and places [R, I/8]; undoes `pack_24`."""
     nibbles = torch.stack((places & 15, places >> 4), -1).flatten(1)

@@ -48,8 +48,9 @@ class Group:
         else:
             gloo = dist.ProcessGroupGloo._Options()
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-            gloo._timeout = WAIT
+            gloo._timeout = MEET  # which the others have to come; gloo does not ask the store's
             self._made = dist.ProcessGroupGloo(store, rank, size, gloo)
+            self._made._set_default_timeout(WAIT)
 
     def sum(self, x: Tensor) -> Tensor:
         """x of all processes, added up, in the memory of x; the same bits in each."""

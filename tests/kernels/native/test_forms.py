@@ -26,6 +26,7 @@ from attar.kernels import ref
 from attar.kernels.native import linear as native
 from attar.kernels.native.layouts import GGML, layout_of
 from attar.kernels.native.rows import Table, embed
+from attar.kernels.native.store import Store
 from attar.kernels.operands import Linear
 from tests.kernels.native.test_linear import LEVELS, NEVER, check, every_way, many_from, poisoned, prepared, threads
 
@@ -307,3 +308,25 @@ def test_rows_of_int8_go_with_whole_numbers_alone() -> None:
         _native.factors([(x.matrix, 0)], 0, 16, True, 0, 0.0, 0, 0)
     with pytest.raises(ValueError, match="rows are rounded to"):
         _native.factors([(x.matrix, 0)], 0, 16, False, 0, 0.0, 0, 0, "", "int4")
+
+
+def test_shapes_that_no_kernel_takes_are_left_to_the_reference() -> None:
+    rows = Grid(bits=8, granularity="group", group_size=48)
+    for scheme, columns, sentence in [
+        (Scheme(GgmlBlocks(TYPES["Q4_0"]), layout="plain"), 32, "a single block"),
+        (Scheme.parse("w8"), 65536 + 32, "65536 at most"),
+        (Scheme(Grid(bits=4, granularity="group", group_size=96), rows), 192, "do not nest"),
+        (Scheme(Grid(bits=8), dataclasses.replace(rows, group_size=96), layout="plain"), 288, "do not nest"),
+    ]:
+        assert sentence in (native._shape_against(scheme, columns) or "")
+    fitting = Scheme(Grid(bits=8), dataclasses.replace(rows, group_size=64), layout="plain")
+    assert native._shape_against(fitting, 256) is None
+
+
+def test_a_single_block_runs_by_the_reference() -> None:
+    weight = blocks_of("Q4_0", 16, 32)
+    store = Store()
+    linear = Linear("one", weight)
+    store.take(linear)
+    assert "a single block" in store.refused["one"]
+    assert linear.weight is not weight, "it is in memory of its own"

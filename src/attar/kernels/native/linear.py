@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attar.formats import packing
-from attar.formats.forms import Fp4, Outliers, Progressive
+from attar.formats.forms import Fp4, GgmlBlocks, Outliers, Progressive
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Grid, Scheme
 from attar.kernels.native import extension, filling, progressive, reach
@@ -36,6 +36,7 @@ Activations = Literal["exact", "int8", "int8g128", "int8g32"]
 with one scale a row, or one for every 128 or 32 columns. The default everywhere is int8g128: the coarsest that adds no
 more than 5 % to the KL of a 4-bit model (docs/LOG.md, 2026-11-21)."""
 
+LONGEST = 65536  # columns that share a scale, so that sums of products fit their integers
 DENSE = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -82,7 +83,24 @@ def against(each: Linear) -> str | None:
     divided = each.permutation is not None or each.input_scale is not None
     if divided and isinstance(weight.scheme.weight, Progressive):
         return "rows that are reordered or divided have no kernel of two levels"
-    return reach.weight_against(weight.scheme)
+    return reach.weight_against(weight.scheme) or _shape_against(weight.scheme, each.shape[1])
+
+
+def _shape_against(scheme: Scheme, columns: int) -> str | None:
+    """Why no CPU kernel multiplies by rows of so many columns in this scheme."""
+    form, rounding = scheme.weight, scheme.activation
+    whole = -(-columns // (2 * RUN)) * 2 * RUN  # as a row is padded that one scale serves
+    if isinstance(form, GgmlBlocks) and columns == RUN:
+        return f"rows of {columns} columns, a single block of {form.name}, have no CPU kernel"
+    layout = layout_of(scheme)
+    group = None if layout is None else layout.of(columns).group
+    if group is None and columns > LONGEST:
+        return f"rows of {columns} columns with one scale have no CPU kernel: {LONGEST} at most"
+    if isinstance(rounding, Grid) and rounding.kind == "int" and (wanted := rounding.group_size):
+        of_weight = group or whole
+        if wanted % RUN or columns % wanted or max(wanted, of_weight) % min(wanted, of_weight):
+            return f"activations in groups of {wanted} do not nest with the weights' groups in the CPU kernels"
+    return None
 
 
 def prepare(each: Linear, arena: Arena, activations: Activations = "int8g128") -> None:
