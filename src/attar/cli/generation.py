@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,6 +26,7 @@ from attar.cli.options import (
 )
 from attar.cli.terminal import (
     NO_RECEIPT,
+    Progress,
     emit,
     errors,
     print_pieces,
@@ -34,6 +36,22 @@ from attar.cli.terminal import (
     tell_doubt,
     tell_shared,
 )
+
+if TYPE_CHECKING:
+    from attar.engine.llm import LLM
+
+
+def _load(model: str, bar: Progress, adapter: Path | None, *, device: str, tp: int, pp: int, **how: Any) -> LLM:
+    """The model, with what there is to say of it on stderr; `how` goes on to `LLM`."""
+    from attar.engine.llm import LLM
+
+    tell_shared(device, tp, pp)
+    llm = LLM(model, device=device, progress=bar, adapter=adapter, tp=tp, pp=pp, **how)
+    bar.close()
+    if llm.receipt is None:
+        tell(NO_RECEIPT)
+    tell_doubt(adapter, llm.path)
+    return llm
 
 
 def generate(
@@ -79,7 +97,6 @@ def generate(
     tokens that end a text are taken, never a temperature or filter.
     """
     with errors(as_json), progress(quiet) as bar:
-        from attar.engine.llm import LLM
         from attar.engine.request import SamplingParams
 
         params = SamplingParams(
@@ -90,15 +107,17 @@ def generate(
         )  # fmt: skip
         if prompt is None:
             prompt = read_stdin()
-        tell_shared(device, tp, pp)
-        llm = LLM(
-            model, device=device, dtype=dtype, activations=activations.value, verify=not no_verify, progress=bar,
-            adapter=adapter, tp=tp, pp=pp,
-        )  # fmt: skip
-        bar.close()
-        if llm.receipt is None:
-            tell(NO_RECEIPT)
-        tell_doubt(adapter, llm.path)
+        llm = _load(
+            model,
+            bar,
+            adapter,
+            device=device,
+            dtype=dtype,
+            activations=activations.value,
+            verify=not no_verify,
+            tp=tp,
+            pp=pp,
+        )
         done = print_pieces(llm.stream(prompt, params))
         emit(as_json, done.to_dict())
 
@@ -127,19 +146,20 @@ def chat(
     One line is one turn; an empty line or Ctrl-D ends. With stdin piped, each of its lines is a turn.
     """
     with errors(as_json), progress(quiet) as bar:
-        from attar.engine.llm import LLM
         from attar.engine.request import SamplingParams
 
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-        tell_shared(device, tp, pp)
-        llm = LLM(
-            model, device=device, dtype=dtype, activations=activations.value, verify=not no_verify, progress=bar,
-            adapter=adapter, tp=tp, pp=pp,
-        )  # fmt: skip
-        bar.close()
-        if llm.receipt is None:
-            tell(NO_RECEIPT)
-        tell_doubt(adapter, llm.path)
+        llm = _load(
+            model,
+            bar,
+            adapter,
+            device=device,
+            dtype=dtype,
+            activations=activations.value,
+            verify=not no_verify,
+            tp=tp,
+            pp=pp,
+        )
         llm.tokenizer.chat_template()  # a model that cannot chat says so before the first turn
         if sys.stdin.isatty():
             with suppress(ImportError):
