@@ -234,6 +234,11 @@ def test_a_stopped_run_resumes_to_the_same_bytes(tiny: Path, calibration: Ids, t
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
 
 
+def test_a_table_that_is_stored_twice_is_told_of(tmp_path: Path, demo: Path, tiny: Path) -> None:
+    assert any("is stored apart" in note for note in compress(demo, tmp_path / "out", recipe="rotate-w8").notes)
+    assert compress(tiny, tmp_path / "other", recipe="rotate-w8").notes == (), "it was never tied"
+
+
 def test_rotations_at_run_time_are_read_back(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     done = compress(tiny, tmp_path / "out", recipe="quarot+gptq-w8a8", calibration=calibration)
     assert any("transform_config" in note for note in done.notes)

@@ -206,16 +206,23 @@ class RotatedCheckpoint(Checkpoint):
     rounded: Collection[str]  # linears that get a scheme, whose weights need not be rounded to the stored dtype first
     stream: Rotation  # of the residual stream
     heads: Sequence[Rotation | None]  # of what each layer's heads mix
+    untied: bool  # whether the output matrix was the embedding, and is no more
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What whoever loads the result elsewhere must know."""
-        if not self.online:
-            return ()
-        return (
-            "The inputs of down are rotated at run time, as `transform_config` says: what loads it without reading "
-            "that, such as transformers 5.23, answers nonsense.",
-        )
+        said = []
+        if self.online:
+            said.append(
+                "The inputs of down are rotated at run time, as `transform_config` says: what loads it without reading "
+                "that, such as transformers 5.23, answers nonsense."
+            )
+        if self.untied:
+            said.append(
+                "The output matrix, which was the embedding's before, is stored apart, because rotation folds the last "
+                "norm into it: `--head int8` or `int4` makes it smaller."
+            )
+        return tuple(said)
 
     def linear(self, name: str) -> Linear:
         if name in self.rounded and isinstance(self.folder, RotatedFolder):

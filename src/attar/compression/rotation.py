@@ -82,6 +82,7 @@ def rotated(checkpoint: Checkpoint, recipe: Recipe, seed: int) -> RotatedCheckpo
     config = replace(checkpoint.config, tied=checkpoint.config.tied and not plan.untied)
     view = RotatedCheckpoint(folder, config, checkpoint.dtype)
     view.online, view.stream, view.heads = plan.online, plan.stream, plan.heads
+    view.untied = plan.untied
     modules = (name for layer in range(config.layers) for name in compressible(config, layer))
     view.rounded = {name for name in modules if recipe.scheme_for(name) is not None}
     return view
