@@ -18,7 +18,8 @@ Every side gets the same token ids to calibrate on, and writes its output; attar
 against the original in one float32 forward, so that nobody is judged by its own. Scored is held-out text of the kind
 that the embedded model was trained on, read once, and another kind (`--other`): never what anybody calibrated on, or
 chose by. Ratios are KL over that of the best peer, "best" by the held-out text itself, which favours the peers; with
-paired-bootstrap intervals over windows. Bits are all stored bytes of the linears.
+paired-bootstrap intervals over windows: over the best of all, and over the best of those that store no more. Bits are
+all stored bytes of the linears; auto-round's output is written dense, and its bits are those of its own formats.
 
 Without test data both texts are sampled from the model, with other seeds than the calibration text's.
 """
@@ -28,6 +29,7 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import math
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -40,7 +42,7 @@ from compressors import DATA, ROOT, group_size
 from outliers import KINDS, inject
 
 import attar
-from attar.checkpoints import hf, hub
+from attar.checkpoints import hf, hub, inspect
 from attar.compression import calibrate
 from attar.compression.recipe import Recipe
 from attar.evaluation.report import evaluate
@@ -50,6 +52,7 @@ from attar.text.tokenizer import Tokenizer
 
 PEERS = ROOT / "bench" / "peers"
 LENGTH = 512
+SAME = 0.01  # bits a weight that two storages of one kind may differ by: headers, an order of columns
 MINMAX, MSE = "memoryless_minmax", "memoryless_mse"
 
 Job = dict[str, Any]
@@ -232,7 +235,7 @@ def run(name: str, lane: Lane, original: Path, read: Texts, place: Path, args: a
     rows: dict[str, dict[str, Any]] = {}
     scores: dict[str, dict[str, Report]] = {}
 
-    def score(label: str, folder: Path, seconds: float, peer: bool, bits: float | None) -> None:
+    def score(label: str, folder: Path, seconds: float, peer: bool, bits: float) -> None:
         kv = None if label in lane.uncached else lane.kv
         scores[label] = {
             text: evaluate(folder, against=decoder, tokens=ids, kv=kv) for text, ids in read.held_out.items()
@@ -240,14 +243,15 @@ def run(name: str, lane: Lane, original: Path, read: Texts, place: Path, args: a
         kls = {text: one.figures["kl_mean"].value for text, one in scores[label].items()}
         top = {text: one.figures["top1"].value for text, one in scores[label].items()}
         rows[label] = {"peer": peer, "bits": bits, "kl": kls, "top1": top, "seconds": seconds}
-        shown = f"{bits:7.3f}" if bits is not None else f"{'':>7}"
         values = "".join(f"{kl:>32.6f}" for kl in kls.values())
-        print(f"{label:<32}{shown}{values}{seconds:>9.1f}", flush=True)
+        print(f"{label:<32}{bits:7.3f}{values}{seconds:>9.1f}", flush=True)
 
     if not args.no_peers:
         for program, jobs in lane.peers.items():
-            for job, seconds in peer(args.peers, program, jobs, source, read.calibration, place).items():
-                score(job, place / slug(job), seconds, True, None)
+            for job in jobs:
+                out = place / slug(job["name"])
+                seconds = peer(args.peers, program, job, source, read.calibration, out)
+                score(job["name"], out, seconds, True, bits_of(job, out))
     made: list[tuple[str, str | Recipe, bool]] = [(name, said, True) for name, said in lane.published.items()]
     made += [(recipe, recipe, False) for recipe in (*lane.uncached, *(args.ours or lane.ours))]
     for label, recipe, as_peer in made:
@@ -257,16 +261,21 @@ def run(name: str, lane: Lane, original: Path, read: Texts, place: Path, args: a
         )
         score(label, out, done.seconds, as_peer, done.bits_per_weight)
     peers = [label for label, row in rows.items() if row["peer"]]
-    if peers:
-        print(f"{'over the best peer':<39}" + "".join(f"{_best(scores, peers, text):>32}" for text in read.held_out))
+    for key, title in (("ratio", "over the best peer"), ("ratio at its bits", "... of those that store no more")):
+        print(f"{title:<39}" + "".join(f"{text:>56}" for text in read.held_out))
         for label in (label for label, row in rows.items() if not row["peer"]):
-            rows[label]["ratio"] = {}
+            most = rows[label]["bits"] + SAME if key == "ratio at its bits" else math.inf
+            rivals = [one for one in peers if rows[one]["bits"] <= most]
+            if not rivals:
+                continue
+            rows[label][key] = {}
             shown = ""
             for text in read.held_out:
-                ours, theirs = (scores[one][text].measurement.kl_windows for one in (label, _best(scores, peers, text)))
+                rival = min(rivals, key=lambda one: rows[one]["kl"][text])
+                ours, theirs = (scores[one][text].measurement.kl_windows for one in (label, rival))
                 ratio = paired_bootstrap_ratio(ours, theirs)
-                rows[label]["ratio"][text] = [ratio.value, ratio.low, ratio.high]
-                shown += f"{f'{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]':>32}"
+                rows[label][key][text] = {"of": rival, "value": ratio.value, "interval": [ratio.low, ratio.high]}
+                shown += f"{f'{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] of {rival}':>56}"
             print(f"{label:<39}{shown}   goal {lane.goal:.2f}", flush=True)
     for beside in lane.uncached:
         print(f"over {beside}, its keys and values as they are")
@@ -276,35 +285,33 @@ def run(name: str, lane: Lane, original: Path, read: Texts, place: Path, args: a
     return {"goal": lane.goal, "rows": rows}
 
 
-def _best(scores: Mapping[str, Mapping[str, Report]], labels: list[str], text: str) -> str:
-    return min(labels, key=lambda label: scores[label][text].figures["kl_mean"].value)
+def bits_of(job: Job, folder: Path) -> float:
+    """Stored bits of a peer's linears, a weight. What auto-round rounded is kept dense here, and counted as it would be
+    stored: a 16-bit scale a group, with a code for its zero if it has one."""
+    if "iterations" not in job:
+        return inspect.inspect(folder).bits_per_weight
+    return job["bits"] + (16 if job["symmetric"] else 16 + job["bits"]) / job["group_size"]
 
 
 def slug(name: str) -> str:
     return "".join(c if c.isalnum() or c in ".+-" else "-" for c in name)
 
 
-def peer(
-    python: Path, program: str, jobs: tuple[Job, ...], source: Path, tokens: list[list[int]], place: Path
-) -> dict[str, float]:
-    """Seconds of each job, each run in a process of the peers' environment. What a folder that is kept has, from the
-    same job on the same tokens, is not made again."""
-    seconds: dict[str, float] = {}
-    for job in jobs:
-        work = {"model": str(source), "tokens": tokens, "jobs": [{**job, "out": str(place / slug(job["name"]))}]}
-        text = json.dumps(work)
-        file, done = place / f"{slug(job['name'])}.json", place / f"{slug(job['name'])}.done.json"
-        if not done.exists() or not file.exists() or file.read_text() != text:
-            done.unlink(missing_ok=True)
-            file.write_text(text)
-            log = done.with_suffix(".log")
-            with log.open("w") as errors:
-                command = [python, PEERS / f"{program}.py", file]
-                ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-            if ended.returncode:
-                raise SystemExit(f"{job['name']} failed; the end of its log:\n{log.read_text()[-4000:]}")
-            done.write_text(ended.stdout.splitlines()[-1])
-        seconds |= json.loads(done.read_text())["seconds"]
+def peer(python: Path, program: str, job: Job, source: Path, tokens: list[list[int]], out: Path) -> float:
+    """Seconds of a job, run in a process of the peers' environment. What a kept folder has, from the same job on
+    the same tokens, is not made again."""
+    work = json.dumps({"model": str(source), "tokens": tokens, "jobs": [{**job, "out": str(out)}]})
+    file, done, log = (out.parent / f"{out.name}{ending}" for ending in (".json", ".done.json", ".done.log"))
+    if not done.exists() or not file.exists() or file.read_text() != work:
+        done.unlink(missing_ok=True)
+        file.write_text(work)
+        with log.open("w") as errors:
+            command = [python, PEERS / f"{program}.py", file]
+            ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        if ended.returncode:
+            raise SystemExit(f"{job['name']} failed; the end of its log:\n{log.read_text()[-4000:]}")
+        done.write_text(ended.stdout.splitlines()[-1])
+    seconds: float = json.loads(done.read_text())["seconds"][job["name"]]
     return seconds
 
 
