@@ -41,6 +41,7 @@ class Part:
     options: tuple[str, ...]
     seconds: float
     run: Callable[[Served, float, Callable[[str], None]], list[Gate]]
+    key: str | None = None
 
 
 def main() -> int:
@@ -63,7 +64,10 @@ def main() -> int:
         "slow": Part(slow.OPTIONS, 45, lambda *given: asyncio.run(slow.run(*given))),
         "signals": Part((), 0, lambda served, _, tell: signals.run(served, tell)),
         "timing": Part(
-            ("--api-key-file", keys.name), 0, lambda served, _, tell: asyncio.run(timing.run(served, args.pairs, tell))
+            ("--api-key-file", keys.name),
+            0,
+            lambda served, _, tell: asyncio.run(timing.run(served, args.pairs, tell)),
+            timing.FIRST,
         ),
     }
     if unknown := set(args.parts) - set(parts):
@@ -71,7 +75,7 @@ def main() -> int:
     tables: dict[str, list[Gate]] = {}
     for name in args.parts or parts:
         part = parts[name]
-        served = Served(*part.options)
+        served = Served(*part.options, key=part.key)
         try:
             tables[name] = part.run(served, args.seconds or part.seconds, progress(name))
         except RuntimeError as error:

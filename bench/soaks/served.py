@@ -96,9 +96,11 @@ class State:
 
 
 class Served:
-    """A server of the embedded model with `options`. Raises RuntimeError where it does not come up."""
+    """A server of the embedded model with `options`. Raises RuntimeError where it does not come up. `key`: one that
+    it knows, where `options` name a file of keys."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, key: str | None = None) -> None:
+        self.headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it is open as long as the server writes
         began = time.perf_counter()
         command = [sys.executable, "-m", "attar", "serve", "--port", "0", "--json", *options]
@@ -124,7 +126,7 @@ class Served:
     async def ready(self, status: int = 200, seconds: float = START_SECONDS) -> float:
         """Wait until /readyz gives `status`; returns the seconds that took. Raises RuntimeError."""
         began = time.perf_counter()
-        while (await once(self.address, request("GET", "/readyz"))).status != status:
+        while (await once(self.address, request("GET", "/readyz", **self.headers))).status != status:
             if time.perf_counter() - began > seconds:
                 raise RuntimeError(f"/readyz was not {status} within {seconds:g} s: {self.said()}")
             await asyncio.sleep(0.005)
