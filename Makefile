@@ -71,11 +71,11 @@ soak: $(VENV)/.installed-dev
 
 # Every phase of schemathesis; a quarter of an hour.
 soak-api: $(VENV)/.installed-dev .venv-clients/.installed
-	@ATTAR_OPENAPI_EXAMPLES=2000 $(BIN)/python -m pytest -p no:xdist -q tests/server/test_openapi.py
+	@TEST_OPENAPI_EXAMPLES=2000 $(BIN)/python -m pytest -p no:xdist -q tests/server/test_openapi.py
 
 # An hour. What a point does not reach is a failed test, so that none goes without.
 soak-faults: $(VENV)/.installed-dev .venv-clients/.installed
-	@ATTAR_FAULT_MOMENTS=100 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q tests/engine/test_faults.py tests/server/test_faults.py
+	@TEST_FAULT_MOMENTS=100 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q tests/engine/test_faults.py tests/server/test_faults.py
 
 sanitize: $(VENV)/.installed-dev
 	@tools/sanitize.sh

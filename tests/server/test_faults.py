@@ -28,7 +28,7 @@ PLAIN: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 12, "seed":
 TALK: dict[str, Any] = {"messages": USER, "max_tokens": 12, "temperature": 0}
 CANARY = PLAIN | {"prompt": "canary", "max_tokens": 80}
 LATE = 10**9  # hits, which never come
-TIMES = int(os.environ.get("ATTAR_FAULT_MOMENTS", "1"))
+TIMES = int(os.environ.get("TEST_FAULT_MOMENTS", "1"))
 """How often each point raises; `make soak-faults` asks for a hundred."""
 
 BOTH, WHOLE, STREAM = (False, True), (False,), (True,)

@@ -4,7 +4,7 @@ All of its phases, good data and bad, NUL characters, every check that it has, n
 out. It lives in the environment of the clients, and runs as a program. The fake engine's context is longer than any
 body, since a prompt's length in tokens is the one thing that no schema can bound, and its answers are short.
 
-ATTAR_OPENAPI_EXAMPLES sets the examples of each operation: 50 in the tests, thousands for a long run.
+TEST_OPENAPI_EXAMPLES sets the examples of each operation: 50 in the tests, thousands for a long run.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tests.server.conftest import Running
 
 SCHEMATHESIS = Path(__file__).parents[2] / ".venv-clients" / "bin" / "schemathesis"
 KEY = "the-key-of-this-test-" + "k" * 20
-EXAMPLES = int(os.environ.get("ATTAR_OPENAPI_EXAMPLES", "50"))
-SEED = int(os.environ.get("ATTAR_OPENAPI_SEED", "1"))
+EXAMPLES = int(os.environ.get("TEST_OPENAPI_EXAMPLES", "50"))
+SEED = int(os.environ.get("TEST_OPENAPI_SEED", "1"))
 SECONDS = 120 + 3 * EXAMPLES  # far more than it takes
 
 
