@@ -19,7 +19,8 @@ import torch
 from attar import LLM, SamplingParams
 from attar.checkpoints import hf, hub
 from attar.compression import calibrate
-from attar.compression.pipeline import Progress, compress
+from attar.compression.pipeline import compress
+from attar.compression.walk import Progress
 from attar.evaluation.report import evaluate
 from attar.evaluation.table import Row, cost_table
 

@@ -12,7 +12,7 @@ counters, so the bytes are those of an uninterrupted run, given the same torch b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,53 +20,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.checkpoints import hf, hub, receipt, sources
+from attar.checkpoints import hf, receipt, sources
 from attar.checkpoints.gguf_writer import atomic_file
 from attar.checkpoints.probes import ProbeRun
-from attar.checkpoints.vocabulary import is_gguf
-from attar.checkpoints.writer import MAX_SHARD, ShardWriter, allocated, atomic_folder, require_free
-from attar.compression import (
-    allocate,
-    best,
-    calibrate,
-    coverage,
-    gradients,
-    importance,
-    place,
-    requirements,
-    rotation,
-    spin,
-    tune,
-)
+from attar.checkpoints.writer import MAX_SHARD, FilePlan, ShardWriter, Workspace, allocated, atomic_folder, require_free
+from attar.compression import allocate, best, calibrate, coverage, importance, requirements, spin, tune
 from attar.compression.allocate import Target
-from attar.compression.calibrate import Calibration, HiddenStates
+from attar.compression.calibrate import Calibration
 from attar.compression.gguf_output import GgufOutput
 from attar.compression.guide import Guide, key
-from attar.compression.memory import give_back, large_blocks_apart
-from attar.compression.methods import AutoRound, Gptq, Prune, SpinQuant, SqueezeLlm, Structured
+from attar.compression.memory import large_blocks_apart
+from attar.compression.methods import Gptq, Prune, SpinQuant, SqueezeLlm
+from attar.compression.order import Order, Ready
 from attar.compression.output import Output, model_card
-from attar.compression.passes import BlockWork, Record, weight_error
-from attar.compression.recipe import HEAD, Recipe, parse_head
+from attar.compression.passes import Record
+from attar.compression.recipe import HEAD, Recipe
 from attar.compression.rotated import RotatedCheckpoint
 from attar.compression.state import RunState
-from attar.formats import ggml_mix
-from attar.formats.packed import PackedTensor
+from attar.compression.walk import Progress, Walk
 from attar.formats.scheme import Scheme
 from attar.kernels import ops
-from attar.kernels.operands import Linear
 from attar.metrics.measure import measure
-from attar.model.decoder import build_block, build_embedding, build_final_norm, build_head, compressible
+from attar.model.decoder import compressible
 from attar.plan.costs import matrices
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
-
-STREAMS = ("probe", "calibration", "original")  # what goes through the blocks; the last as if nothing were compressed
-FILE_HEADS = {"int8": "q8_0", "int4": "q4_0"}
-"""What the words for an output matrix mean in a GGUF file."""
-HEAD_ROWS = 4096  # of the output matrix, in memory at once; zero points are packed 32 rows at a time
-
-Progress = Callable[[str, int, int], None]
-"""progress(stage, done, total)"""
 
 
 @dataclass(frozen=True)
@@ -150,56 +128,9 @@ def compress(
     began = time.monotonic()
     report = progress or (lambda stage, done, total: None)
     ops.require(device)
-    source = hub.resolve(src)
-    if not str(dst):  # an unset variable of a shell, which Path would take for the current folder
-        raise ValueError("the output's name is empty: give a folder to write")
-    if source.resolve().is_relative_to(Path(dst).resolve()):
-        raise ValueError(f"{dst} would replace the model that it is made from: choose another output")
-    if is_gguf(source):
-        raise ValueError(f"{source} is a GGUF file, which compress does not read: give the folder it was made from")
-    checkpoint = original = hf.Checkpoint.open(source)
-    to_file = Path(dst).suffix.lower() == ".gguf"
-    if imatrix is not None and not to_file:
-        raise ValueError("an importance matrix is for GGUF files: give an output that ends in .gguf")
-    known = None if imatrix is None else importance.known(imatrix, checkpoint)
-
-    def weighing(plan: Recipe) -> bool:
-        return to_file and plan.mix not in ggml_mix.DENSE_MIXES and calibration is not None and known is None
-
-    def laid_out(plan: Recipe, checkpoint: hf.Checkpoint) -> Output | GgufOutput:
-        if not to_file:
-            return Output(checkpoint, plan)
-        output = GgufOutput(checkpoint, plan, Path(dst).name, weighing(plan) or known is not None)
-        output.importances = known or {}
-        return output
-
-    def ready(
-        recipe: str | Path | Recipe, sequences: int | None
-    ) -> tuple[Recipe, hf.Checkpoint, Output | GgufOutput, bool]:
-        """A recipe as it will run, the source as it begins with, what comes out, and whether inputs are read: all that
-        can be refused before the first block is."""
-        plan, checkpoint = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe), original
-        if head is not None:
-            plan = replace(plan, head=parse_head(FILE_HEADS.get(head, head) if to_file else head))
-        if plan.mix is not None and not to_file:
-            raise ValueError(f"{plan.name} is a mix of GGUF files: give an output that ends in .gguf, not {dst}")
-        whole = plan.rotate is not None or plan.structured is not None or plan.tune is not None
-        if to_file and (plan.pruning is not None or whole):
-            raise ValueError(f"{plan.name} writes a folder, not a GGUF file: give an output that does not end in .gguf")
-        if to_file:
-            plan = plan.for_file()
-        if plan.rotate is not None:
-            if target is not None:
-                raise ValueError(
-                    f"{plan.name}: a target measures the model as it is, not rotated: leave one of them out"
-                )
-            checkpoint = rotation.rotated(checkpoint, plan, seed)
-        output = laid_out(plan, checkpoint)
-        place.check(plan, output.schemes.values(), to_file, device)
-        reads = requirements.check(plan, checkpoint.config, output.schemes, sequences, to_file)
-        return plan, checkpoint, output, reads
-
-    choice = None
+    amount = calibrate.Amount(samples, length, seed)
+    order = Order.take(src, dst, head, imatrix, calibration is not None, seed, device)
+    choice = chosen = None
     if (names := best.recipes(recipe)) is not None:
         if target is not None:
             raise ValueError("a target chooses bits and a list chooses among recipes: give one of the two")
@@ -212,150 +143,73 @@ def compress(
                 overwrite=True, resume=resume, progress=progress, device=device,
             ).bits_per_weight  # fmt: skip
 
-        amount = calibrate.Amount(samples, length, seed)
         choice = best.for_output(
-            names, checkpoint, calibration, amount, Path(dst), overwrite, resume, make, ready, head, report
+            names, order.source, calibration, amount, order.dst, overwrite, resume, make, order.ready, head, report
         )
         recipe, calibration = choice.winner, choice.calibration
-    plan, checkpoint, output, needs_inputs = ready(recipe, _sequences(calibration, samples))
-    weighs = weighing(plan)
-    tokenizer = _tokenizer(checkpoint.folder.path, calibration, evaluation)
-    rounding = plan.rounding if isinstance(plan.rounding, Gptq | Prune) else Gptq()
-    couples = isinstance(rounding, Gptq) and rounding.couple
-    held_out = None
-    if evaluation is not None:
-        assert tokenizer is not None
-        held_out = tokenizer.encode(read_text(evaluation), add_special_tokens=False)[:eval_tokens]
-        if len(held_out) < 2:
-            raise ValueError(f"{evaluation} has {len(held_out)} token: at least 2 are needed to measure on")
-    chosen = None
+    ready = order.ready(recipe, _sequences(calibration, samples), target is not None)
+    tokenizer = _tokenizer(order.source.folder.path, calibration, evaluation)
+    held_out = None if evaluation is None else _held_out(tokenizer, evaluation, eval_tokens)
     if target is not None:
-        amount = calibrate.Amount(samples, length, seed)
         chosen = allocate.for_output(
-            checkpoint, plan, target, ladder, calibration, amount, Path(dst), overwrite, resume,
-            lambda recipe: sum(f.size for f in laid_out(recipe, checkpoint).plans(max_shard_bytes)), report,
+            ready.checkpoint, ready.plan, target, ladder, calibration, amount, order.dst, overwrite, resume,
+            lambda plan: sum(f.size for f in order.output(plan, ready.checkpoint).plans(max_shard_bytes)), report,
         )  # fmt: skip
         plan, calibration = chosen.allocation.recipe, chosen.calibration
-        output = laid_out(plan, checkpoint)
-    files = output.plans(max_shard_bytes)
-
-    with (atomic_file if to_file else atomic_folder)(dst, overwrite) as work, large_blocks_apart():
+        ready = replace(ready, plan=plan, output=order.output(plan, ready.checkpoint))
+    files = ready.output.plans(max_shard_bytes)
+    with (atomic_file if order.to_file else atomic_folder)(dst, overwrite) as work, large_blocks_apart():
         if not resume:
             work.clear()
-        hashes = checkpoint.folder.source_hashes(lambda done, total: report("hashing", done, total))
-        source_hash = receipt.combined_hash(hashes)
+        hashes = ready.checkpoint.folder.source_hashes(lambda done, total: report("hashing", done, total))
+        source = receipt.combined_hash(hashes)
         ids = None
-        if (needs_inputs or weighs) and calibration is not None:
-            drawn = work.state / f"self-{source_hash[:16]}-{samples}x{length}-{seed}.i32"
-            amount = calibrate.Amount(samples, length, seed)
+        if calibration is not None and (ready.reads or order.weighs(ready.plan)):
+            drawn = work.state / f"self-{source[:16]}-{samples}x{length}-{seed}.i32"
             ids = calibrate.tokens(
-                calibration, checkpoint, tokenizer, amount, drawn, lambda done, total: report("sampling", done, total)
-            )
-            requirements.enough(plan, len(ids))
+                calibration, ready.checkpoint, tokenizer, amount, drawn,
+                lambda done, total: report("sampling", done, total),
+            )  # fmt: skip
+            requirements.enough(ready.plan, len(ids))
         about = receipt.environment() | {
-            "source": source_hash,
-            "recipe": plan.to_dict(),
+            "source": source,
+            "recipe": ready.plan.to_dict(),
             "calibration": None if ids is None else calibrate.token_hash(ids),
             "seed": seed,
             "shard": max_shard_bytes,
         }
-        if device != "cpu":
-            about["device"] = device
-        if imatrix is not None:
-            about["imatrix"] = receipt.sha256(Path(imatrix))
-        if chosen is not None:
-            about["allocation"] = chosen.allocation.to_dict()
+        about |= {} if device == "cpu" else {"device": device}
+        about |= {} if imatrix is None else {"imatrix": receipt.sha256(Path(imatrix))}
+        about |= {} if chosen is None else {"allocation": chosen.allocation.to_dict()}
         state = RunState.open(work.state, about, resume)
-        if weighs and ids is not None:
-            assert isinstance(output, GgufOutput)
-            output.importances = importance.kept(checkpoint, ids, work.state, key(about), calib_memory, report)
-            ids = ids if needs_inputs else None
-        walked = ids  # less what judges at the end
-        if ids is not None and plan.tune is not None and len(ids) > 1:
-            judges = set(tune.aside(ids))
-            walked = ids[[s for s in range(len(ids)) if s not in judges]]
-        spun = None
-        if isinstance(plan.rotate, SpinQuant):
-            assert walked is not None
-            assert isinstance(checkpoint, RotatedCheckpoint)
-            spun = spin.learn(checkpoint, walked, plan.rotate, work.state, key(about), seed)
-        guide = None
-        weighs_each = isinstance(plan.rounding, SqueezeLlm)
-        if rounding.guide or couples or weighs_each:
-            assert walked is not None
-            rows = _guided(checkpoint, plan, output.schemes, whole=rounding.guide < 2)
-            guide = Guide(work.state, key(about), rows, walked.numel(), rounding.guide, couples, weighs_each)
-        probes = ProbeRun(checkpoint.config, seed)
-        if not state.blocks_done:
-            row = 4 * checkpoint.config.hidden
-            streams = probes.ids.numel() + (0 if ids is None else (1 + rounding.correct) * ids.numel())
-            needed = sum(f.size for f in files) + 2 * row * streams
-            needed += row * ids.numel() if ids is not None and plan.tune is not None else 0  # what tuning aims at
-            if guide is not None and walked is not None:
-                first = 0 if guide.collected else row * (checkpoint.config.layers + 2) * walked.numel()
-                needed = guide.bytes + max(first, needed)  # the gradients are gone before the walk begins
-            had = [*(work.out / f.name for f in files), *work.state.glob("*.f32"), *work.state.glob("*.hints")]
-            require_free(work.out, needed - allocated(had))  # by a killed run, and used again
-        if guide is not None and walked is not None:
-            guide.collect(checkpoint, walked, calib_memory, seed, report)
-        with ShardWriter(work.out, files, output.written(state.blocks_done)) as writer:
-            walk = Walk(checkpoint, output, plan, writer, state, walked, calib_memory, probes, guide, device)
-            probed = walk.run(report)
-            records = state.records + walk.head_records
-            output.copy_rest(writer, report)
-            writer.finish()
-        output.write_config(work.out)
-        tuned = None
-        if plan.tune is not None:
-            assert ids is not None
-            assert isinstance(output, Output)
-            dense = [name for name, scheme in output.schemes.items() if scheme is None and plan.reshapes(name)]
-            tuned = tune.run(checkpoint, work.out, work.state, ids, plan.tune, seed=seed, progress=report, dense=dense)
-            with ShardWriter(work.out, files, output.layout) as writer:
-                for name, tensor in tuned.tensors.items():
-                    writer.write(name, tensor)
-                writer.finish()
-            probed = tune.probes(work.out, seed)
-            records = [replace(r, measure=f"{r.measure}, before tuning") if r.name != HEAD else r for r in records]
-        warnings: tuple[str, ...] = ()
-        if walked is not None:
-            columns = max(each.columns for each in matrices(checkpoint.config) if each.compressible)
-            shown = coverage.kept(work.state, checkpoint.config.layers)
-            warnings = tuple(coverage.warnings(walked.numel(), columns, shown))
-        made = work.out / files[0].name if to_file else work.out
-        cost = None
-        if held_out is not None:
-            assert tokenizer is not None
-            cost = measure(
-                sources.load(made, torch.float32),
-                held_out,
-                base=hf.load(checkpoint.folder.path, torch.float32),
-                bos=tokenizer.added_bos,
-                bytes_of=tokenizer,
-                progress=lambda done, total: report("evaluating", done, total),
-            ).to_dict()
+        run = Run(order, ready, work, state, ids, key(about), files, calib_memory, report)
+        run.gather()
+        run.walk()
+        run.tune()
+        cost = None if held_out is None else run.measure(held_out, tokenizer)
+        warnings = run.warnings()
         result = Compressed(
             Path(dst),
-            plan.name,
-            plan.head_name,
-            output.bits_per_weight,
+            ready.plan.name,
+            ready.plan.head_name,
+            ready.output.bits_per_weight,
             sum(f.size for f in files),
-            sum(f.size for f in checkpoint.folder.files.values()),
+            sum(f.size for f in order.source.folder.files.values()),
             time.monotonic() - began,
-            tuple(records),
+            tuple(run.records),
             cost,
-            output.notes,
+            ready.output.notes,
             warnings,
             None if chosen is None else chosen.allocation.bits_per_weight,
         )
-        if isinstance(output, Output):
-            about_it = (plan.name, plan.head_name, result.bits_per_weight, result.bytes, cost, output.notes)
-            (work.out / "README.md").write_text(model_card(*about_it, output.method))
-        about |= {} if tuned is None else {"tune": tuned.to_dict()}
-        about |= {} if spun is None else {"rotation": {"before": spun.before, "after": spun.after}}
+        if isinstance(ready.output, Output):
+            said = (result.recipe, result.head, result.bits_per_weight, result.bytes, cost, result.notes)
+            (work.out / "README.md").write_text(model_card(*said, ready.output.method))
+        about |= run.learned
         about |= {} if choice is None else {"selection": choice.to_dict()}
         about |= {"warnings": list(warnings)} if warnings else {}
-        receipt.write(made, about, hashes, [asdict(r) for r in records], output.bits_per_weight, cost, probed)
+        records = [asdict(record) for record in run.records]
+        receipt.write(run.made, about, hashes, records, result.bits_per_weight, cost, run.probed)
     for search in (chosen, choice):
         if search is not None:
             search.forget()
@@ -375,6 +229,147 @@ def _tokenizer(folder: Path, calibration: Calibration | None, evaluation: str | 
     return Tokenizer.load(folder) if text_calibration or evaluation is not None else None
 
 
+def _held_out(tokenizer: Tokenizer | None, text: str | Path, limit: int | None) -> list[int]:
+    assert tokenizer is not None
+    ids = tokenizer.encode(read_text(text), add_special_tokens=False)[:limit]
+    if len(ids) < 2:
+        raise ValueError(f"{text} has {len(ids)} token: at least 2 are needed to measure on")
+    return ids
+
+
+class Run:
+    """A recipe carried out in a work folder: gather what is known of the loss, walk, tune, measure, in this order.
+
+    `ids` [S, L] is calibration text, if there is any; `name` is of all that the run is about, so that what an earlier
+    one left is found again, and no other's. What tuning judges by at the end is kept from everything before.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        ready: Ready,
+        work: Workspace,
+        state: RunState,
+        ids: Tensor | None,
+        name: str,
+        files: list[FilePlan],
+        memory: int,
+        report: Progress,
+    ) -> None:
+        self.order, self.work, self.state, self.name = order, work, state, name
+        self.plan, self.checkpoint, self.output = ready.plan, ready.checkpoint, ready.output
+        self.memory, self.report = memory, report
+        self.files = files
+        self.made = work.out / self.files[0].name if order.to_file else work.out
+        self.probes = ProbeRun(self.checkpoint.config, order.seed)
+        self.probed: dict[str, Any] = {}
+        self.records: list[Record] = []
+        self.learned: dict[str, Any] = {}  # what steps that learn say of themselves, for the receipt
+        self.guide: Guide | None = None
+        self._given = ids
+        self.ids = ids if ready.reads else None
+        self.walked = self.ids
+        if self.ids is not None and self.plan.tune is not None and len(self.ids) > 1:
+            judges = set(tune.aside(self.ids))
+            self.walked = self.ids[[s for s in range(len(self.ids)) if s not in judges]]
+
+    def gather(self) -> None:
+        """What is asked of the whole original model before the walk: importances, a learned rotation, gradients.
+        Raises ValueError also where the disk has no room for the run."""
+        if self._given is not None and self.order.weighs(self.plan):
+            assert isinstance(self.output, GgufOutput)
+            self.output.importances = importance.kept(
+                self.checkpoint, self._given, self.work.state, self.name, self.memory, self.report
+            )
+        if isinstance(self.plan.rotate, SpinQuant):
+            assert self.walked is not None
+            assert isinstance(self.checkpoint, RotatedCheckpoint)
+            seed, options = self.order.seed, self.plan.rotate
+            spun = spin.learn(self.checkpoint, self.walked, options, self.work.state, self.name, seed)
+            self.learned["rotation"] = {"before": spun.before, "after": spun.after}
+        rounding = self.plan.rounding if isinstance(self.plan.rounding, Gptq | Prune) else Gptq()
+        couples = isinstance(rounding, Gptq) and rounding.couple
+        weighs_each = isinstance(self.plan.rounding, SqueezeLlm)
+        if rounding.guide or couples or weighs_each:
+            assert self.walked is not None
+            linears = _guided(self.checkpoint, self.plan, self.output.schemes, whole=rounding.guide < 2)
+            tokens = self.walked.numel()
+            self.guide = Guide(self.work.state, self.name, linears, tokens, rounding.guide, couples, weighs_each)
+        if not self.state.blocks_done:
+            self._require_room(rounding.correct)
+        if self.guide is not None and self.walked is not None:
+            self.guide.collect(self.checkpoint, self.walked, self.memory, self.order.seed, self.report)
+
+    def _require_room(self, corrects: bool) -> None:
+        row, ids = 4 * self.checkpoint.config.hidden, self.ids
+        streams = self.probes.ids.numel() + (0 if ids is None else (1 + corrects) * ids.numel())
+        needed = sum(f.size for f in self.files) + 2 * row * streams
+        needed += row * ids.numel() if ids is not None and self.plan.tune is not None else 0  # what tuning aims at
+        if self.guide is not None and self.walked is not None:
+            gradients = row * (self.checkpoint.config.layers + 2) * self.walked.numel()
+            first = 0 if self.guide.collected else gradients
+            needed = self.guide.bytes + max(first, needed)  # the gradients are gone before the walk begins
+        state = self.work.state
+        had = [*(self.work.out / f.name for f in self.files), *state.glob("*.f32"), *state.glob("*.hints")]
+        require_free(self.work.out, needed - allocated(had))  # by a killed run, and used again
+
+    def walk(self) -> None:
+        """Every block compressed and written, and what is no block's."""
+        with ShardWriter(self.work.out, self.files, self.output.written(self.state.blocks_done)) as writer:
+            walk = Walk(
+                self.checkpoint, self.output, self.plan, writer, self.state, self.walked, self.memory, self.probes,
+                self.guide, self.order.device,
+            )  # fmt: skip
+            self.probed = walk.run(self.report)
+            self.records = self.state.records + walk.head_records
+            self.output.copy_rest(writer, self.report)
+            writer.finish()
+        self.output.write_config(self.work.out)
+
+    def tune(self) -> None:
+        """Learn scales and norms, where the recipe says so; the probes are those of what came of it."""
+        if self.plan.tune is None:
+            return
+        assert self.ids is not None
+        assert isinstance(self.output, Output)
+        out, schemes = self.work.out, self.output.schemes
+        dense = [name for name, scheme in schemes.items() if scheme is None and self.plan.reshapes(name)]
+        tuned = tune.run(
+            self.checkpoint, out, self.work.state, self.ids, self.plan.tune, seed=self.order.seed,
+            progress=self.report, dense=dense,
+        )  # fmt: skip
+        with ShardWriter(out, self.files, self.output.layout) as writer:
+            for name, tensor in tuned.tensors.items():
+                writer.write(name, tensor)
+            writer.finish()
+        self.probed = tune.probes(out, self.order.seed)
+        self.records = [
+            replace(r, measure=f"{r.measure}, before tuning") if r.name != HEAD else r for r in self.records
+        ]
+        self.learned["tune"] = tuned.to_dict()
+
+    def warnings(self) -> tuple[str, ...]:
+        """What calibration text was too little for."""
+        if self.walked is None:
+            return ()
+        config = self.checkpoint.config
+        columns = max(each.columns for each in matrices(config) if each.compressible)
+        shown = coverage.kept(self.work.state, config.layers)
+        return tuple(coverage.warnings(self.walked.numel(), columns, shown))
+
+    def measure(self, held_out: list[int], tokenizer: Tokenizer | None) -> dict[str, Any]:
+        """What it cost, on text that nothing here has read."""
+        assert tokenizer is not None
+        return measure(
+            sources.load(self.made, torch.float32),
+            held_out,
+            base=hf.load(self.order.source.folder.path, torch.float32),
+            bos=tokenizer.added_bos,
+            bytes_of=tokenizer,
+            progress=lambda done, total: self.report("evaluating", done, total),
+        ).to_dict()
+
+
 def _guided(
     checkpoint: hf.Checkpoint, recipe: Recipe, schemes: Mapping[str, Scheme | None], whole: bool
 ) -> dict[int, dict[str, tuple[int, int]]]:
@@ -389,160 +384,3 @@ def _guided(
         ]
         found[layer] = {name: checkpoint.linear_shape(name) for name in chosen}
     return found
-
-
-class Walk:
-    """The block walk: the calibration states and the probes go through the blocks, each compressed on the way."""
-
-    def __init__(
-        self,
-        checkpoint: hf.Checkpoint,
-        output: Output | GgufOutput,
-        recipe: Recipe,
-        writer: ShardWriter,
-        state: RunState,
-        ids: Tensor | None,
-        memory: int,
-        probes: ProbeRun,
-        guide: Guide | None,
-        device: str = "cpu",
-    ) -> None:
-        self.guide, self.device = guide, torch.device(device)
-        self.checkpoint, self.output, self.recipe = checkpoint, output, recipe
-        self.writer, self.state = writer, state
-        self.config = checkpoint.config
-        self.head_records: list[Record] = []  # not part of the state: a resumed run does the output matrix anew
-        # Two files in turn: block i reads number i % 2 and writes the other.
-        self.streams: list[tuple[HiddenStates, HiddenStates]] = []
-        self.probes = probes
-        corrects = isinstance(recipe.rounding, Gptq | Prune | AutoRound | Structured) and recipe.rounding.correct
-        sources = [self.probes.ids] if ids is None else [self.probes.ids, *[ids] * (1 + corrects)]
-        spare, rows = (memory - calibrate.IN_A_BLOCK) // (1 + corrects), calibrate.rows_at_once(self.config)
-        for name, tokens, limit in zip(STREAMS, sources, (1 << 20, spare, spare), strict=False):
-            shape = (*tokens.shape, self.config.hidden)
-            at = place.CPU if name == STREAMS[0] else self.device
-            files = [HiddenStates(state.folder / f"{name}-{i}.f32", shape, limit // 2, rows, at) for i in range(2)]
-            self.streams.append((files[0], files[1]))
-        if not state.blocks_done:
-            self._embed(sources)
-
-    def run(self, report: Progress) -> dict[str, Any]:
-        """Compress all blocks that are not done; returns the finished probes. To be called once."""
-        try:
-            report("blocks", self.state.blocks_done, self.config.layers)
-            for layer in range(self.state.blocks_done, self.config.layers):
-                self._block(layer)
-                give_back()
-                report("blocks", layer + 1, self.config.layers)
-            return self._finish(report)
-        finally:
-            for stream in (each for pair in self.streams for each in pair):
-                stream.close()
-
-    def _embed(self, sources: list[Tensor]) -> None:
-        """Hidden states that enter the first block; only the rows of the table that are needed are read."""
-        for (first, _), tokens in zip(self.streams, sources, strict=True):
-            used, place = torch.unique(tokens, return_inverse=True)
-            needed = replace(self.config, vocab_size=len(used))
-            embedding = build_embedding(needed, self.checkpoint.rows(used))
-            assert isinstance(embedding.table, Tensor)
-            rounded = None if first is self._original(0) else self.output.round_embedding(embedding.table)
-            if rounded is not None:
-                embedding.table, embedding.dtype = rounded, torch.float32
-            for batch in first.batches():
-                step = first.step(batch)
-                rows = place[batch.start : batch.stop].reshape(-1)
-                first.write(batch, embedding.forward(rows, step.positions.cpu()).float())
-            first.settle()
-
-    @torch.inference_mode()
-    def _block(self, layer: int) -> None:
-        block = build_block(self.config, self.checkpoint, layer)
-        for linear in block.linears():
-            linear.keep_dense = False  # its float32 copies would take four times the block
-        inputs = self.streams[1][layer % 2] if len(self.streams) > 1 else None
-        weights = self.output.importances if isinstance(self.output, GgufOutput) else {}
-        guide = None if self.guide is None else self.guide.of(layer)
-        original = self._original(layer)
-        place.move(block, self.device)
-        work = BlockWork(
-            block, inputs, self.recipe, self.output.schemes, self.config.architecture, weights, guide, original,
-            self.output.sizes if isinstance(self.output, Output) else None,
-        )  # fmt: skip
-        records = work.run()
-        place.move(block, place.CPU)
-        self.output.write_block(self.writer, block, layer)
-        if inputs is not None and layer + 1 < self.config.layers:
-            outputs = self.streams[1][1 - layer % 2]
-            place.move(block, self.device)
-            seen = coverage.Coverage(block)
-            for batch in inputs.batches():
-                out = block.run(inputs.read(batch), inputs.step(batch), seen.tap)
-                if not out.isfinite().all():
-                    raise ValueError(f"the output of block {layer} holds a NaN or an infinity")
-                outputs.write(batch, out)
-            outputs.settle()
-            coverage.keep(self.state.folder, layer, seen)
-            if original is not None and (after := self._original(layer + 1)) is not None:
-                gradients.advance(self.checkpoint, layer, original, after)
-                after.settle()
-        place.move(block, place.CPU)
-        rows, observed = self.probes.run(layer, block, self._probe_rows(layer))
-        self._set_probe_rows(layer + 1, rows)
-        self.writer.sync()
-        self.state.finish_block(layer, records, observed)
-
-    def _original(self, layer: int) -> HiddenStates | None:
-        """The calibration states that enter block `layer` of the original model, where the recipe needs them."""
-        return self.streams[2][layer % 2] if len(self.streams) > 2 else None
-
-    def _probe_rows(self, layer: int) -> Tensor:
-        """The probes' hidden states that enter block `layer`."""
-        stream = self.streams[0][layer % 2]
-        return stream.read(range(stream.shape[0]))
-
-    def _set_probe_rows(self, layer: int, rows: Tensor) -> None:
-        stream = self.streams[0][layer % 2]
-        stream.write(range(stream.shape[0]), rows)
-        stream.settle()
-
-    @torch.inference_mode()
-    def _finish(self, report: Progress) -> dict[str, Any]:
-        """The probes' logits, and the output matrix written if it is compressed: one pass over its rows for both."""
-        rows = self._probe_rows(self.config.layers)
-        last = rows.view(*self.probes.ids.shape, -1)[:, -1]
-        norm = build_final_norm(self.config, self.checkpoint)
-        found = torch.empty(len(last), self.config.vocab_size)
-
-        def seen(ids: Tensor, head: Linear) -> None:
-            found[:, ids] = self.probes.logits(norm, head, last)
-            report("output matrix", int(ids[-1]) + 1, self.config.vocab_size)
-
-        if self.output.head is None:
-            for ids, head in self._head():
-                seen(ids, head)
-        else:
-            self.output.write_head(self.writer, self._rounded_head(seen))
-        return self.probes.finish(self.state.observed, found)
-
-    def _head(self) -> Iterator[tuple[Tensor, Linear]]:
-        """The output matrix of the source, some rows at a time, with their ids."""
-        for ids in torch.arange(self.config.vocab_size).split(HEAD_ROWS):
-            yield ids, build_head(replace(self.config, vocab_size=len(ids)), self.checkpoint.rows(ids))
-
-    def _rounded_head(self, seen: Callable[[Tensor, Linear], None]) -> Iterator[PackedTensor]:
-        """The same as it is stored, shown to `seen` on the way; at the end, its record."""
-        assert self.output.head is not None
-        wrong = whole = 0.0
-        for ids, head in self._head():
-            weight = head.weight
-            assert isinstance(weight, Tensor)
-            packed = self.output.round_head(weight)
-            head.weight = self.output.as_read(packed)
-            size = float(torch.linalg.vector_norm(weight, dtype=torch.float64)) ** 2
-            whole += size
-            wrong += size * weight_error(weight, packed)
-            seen(ids, head)
-            yield packed
-        error = wrong / whole if whole else 0.0
-        self.head_records = [Record(HEAD, self.output.head.name, "weight", error, error)]

@@ -1,0 +1,113 @@
+"""What is asked of `compress`, before a recipe is settled: which model, into what, with which head and importances.
+
+Recipes are held against it, one or several (`best` tries a list, a target changes the bits), and all that can be
+refused before the first block is refused here, by the same code for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from attar.checkpoints import hf, hub
+from attar.checkpoints.vocabulary import is_gguf
+from attar.compression import importance, place, requirements, rotation
+from attar.compression.gguf_output import GgufOutput
+from attar.compression.output import Output
+from attar.compression.recipe import Recipe, parse_head
+from attar.formats import ggml_mix
+
+FILE_HEADS = {"int8": "q8_0", "int4": "q4_0"}
+"""What the words for an output matrix mean in a GGUF file."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A recipe that nothing speaks against, as it will run."""
+
+    plan: Recipe
+    checkpoint: hf.Checkpoint  # what the walk begins with: the source, rotated if the recipe says so
+    output: Output | GgufOutput
+    reads: bool  # whether the walk reads the inputs of linears
+
+
+@dataclass(frozen=True)
+class Order:
+    """`to_file`: a GGUF file is written, not a folder. `importances` are those of a matrix that was given, [I] by
+    module name; `calibrated`: there is calibration text, from which they can be had too."""
+
+    source: hf.Checkpoint
+    dst: Path
+    to_file: bool
+    head: str | None
+    importances: Mapping[str, Tensor] | None
+    calibrated: bool
+    seed: int
+    device: str
+
+    @classmethod
+    def take(
+        cls,
+        src: str | Path,
+        dst: str | Path,
+        head: str | None,
+        imatrix: str | Path | None,
+        calibrated: bool,
+        seed: int,
+        device: str,
+    ) -> Order:
+        """Raises ValueError (CheckpointError among them) where the source cannot be compressed into `dst`."""
+        folder = hub.resolve(src)
+        if not str(dst):  # an unset variable of a shell, which Path would take for the current folder
+            raise ValueError("the output's name is empty: give a folder to write")
+        if folder.resolve().is_relative_to(Path(dst).resolve()):
+            raise ValueError(f"{dst} would replace the model that it is made from: choose another output")
+        if is_gguf(folder):
+            raise ValueError(f"{folder} is a GGUF file, which compress does not read: give the folder it was made from")
+        source = hf.Checkpoint.open(folder)
+        to_file = Path(dst).suffix.lower() == ".gguf"
+        if imatrix is not None and not to_file:
+            raise ValueError("an importance matrix is for GGUF files: give an output that ends in .gguf")
+        importances = None if imatrix is None else importance.known(imatrix, source)
+        return cls(source, Path(dst), to_file, head, importances, calibrated, seed, device)
+
+    def ready(self, recipe: str | Path | Recipe, sequences: int | None, targeted: bool = False) -> Ready:
+        """Hold a recipe against the model. `sequences` is how many of calibration text there will be at most, None
+        without any; `targeted`: its bits are chosen later. Raises ValueError saying what speaks against it."""
+        plan = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+        if self.head is not None:
+            plan = replace(plan, head=parse_head(FILE_HEADS.get(self.head, self.head) if self.to_file else self.head))
+        if plan.mix is not None and not self.to_file:
+            raise ValueError(f"{plan.name} is a mix of GGUF files: give an output that ends in .gguf, not {self.dst}")
+        whole = plan.rotate is not None or plan.structured is not None or plan.tune is not None
+        if self.to_file and (plan.pruning is not None or whole):
+            raise ValueError(f"{plan.name} writes a folder, not a GGUF file: give an output that does not end in .gguf")
+        if self.to_file:
+            plan = plan.for_file()
+        checkpoint = self.source
+        if plan.rotate is not None:
+            if targeted:
+                raise ValueError(
+                    f"{plan.name}: a target measures the model as it is, not rotated: leave one of them out"
+                )
+            checkpoint = rotation.rotated(checkpoint, plan, self.seed)
+        output = self.output(plan, checkpoint)
+        place.check(plan, output.schemes.values(), self.to_file, self.device)
+        reads = requirements.check(plan, checkpoint.config, output.schemes, sequences, self.to_file)
+        return Ready(plan, checkpoint, output, reads)
+
+    def output(self, plan: Recipe, checkpoint: hf.Checkpoint) -> Output | GgufOutput:
+        """Where everything will lie. Raises ValueError naming the linear whose shape a scheme cannot take."""
+        if not self.to_file:
+            return Output(checkpoint, plan)
+        output = GgufOutput(checkpoint, plan, self.dst.name, self.weighs(plan) or self.importances is not None)
+        output.importances = dict(self.importances or {})
+        return output
+
+    def weighs(self, plan: Recipe) -> bool:
+        """Whether importances are to be had from calibration text before the walk."""
+        dense = plan.mix in ggml_mix.DENSE_MIXES
+        return self.to_file and not dense and self.calibrated and self.importances is None

@@ -1,0 +1,195 @@
+"""The walk: one block in memory at a time, read, compressed, written, and run again for what comes next.
+
+Through the blocks go the probes, calibration text, and, where a recipe corrects for what was rounded before, the same
+text as the original model sees it. Each stream lies in two files that take turns: block i reads one and writes the
+other, so a killed walk finds the inputs of its block as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.checkpoints import hf
+from attar.checkpoints.probes import ProbeRun
+from attar.checkpoints.writer import ShardWriter
+from attar.compression import calibrate, coverage, gradients, place
+from attar.compression.calibrate import HiddenStates
+from attar.compression.gguf_output import GgufOutput
+from attar.compression.guide import Guide
+from attar.compression.memory import give_back
+from attar.compression.methods import AutoRound, Gptq, Prune, Structured
+from attar.compression.output import Output
+from attar.compression.passes import BlockWork, Record, weight_error
+from attar.compression.recipe import HEAD, Recipe
+from attar.compression.state import RunState
+from attar.formats.packed import PackedTensor
+from attar.kernels.operands import Linear
+from attar.model.decoder import build_block, build_embedding, build_final_norm, build_head
+
+STREAMS = ("probe", "calibration", "original")  # what goes through the blocks; the last as if nothing were compressed
+HEAD_ROWS = 4096  # of the output matrix, in memory at once; zero points are packed 32 rows at a time
+
+Progress = Callable[[str, int, int], None]
+"""progress(stage, done, total)"""
+
+
+class Walk:
+    """The states of every stream go through the blocks, each compressed on the way. To be run once."""
+
+    def __init__(
+        self,
+        checkpoint: hf.Checkpoint,
+        output: Output | GgufOutput,
+        recipe: Recipe,
+        writer: ShardWriter,
+        state: RunState,
+        ids: Tensor | None,
+        memory: int,
+        probes: ProbeRun,
+        guide: Guide | None,
+        device: str = "cpu",
+    ) -> None:
+        self.guide, self.device = guide, torch.device(device)
+        self.checkpoint, self.output, self.recipe = checkpoint, output, recipe
+        self.writer, self.state = writer, state
+        self.config = checkpoint.config
+        self.head_records: list[Record] = []  # not part of the state: a resumed run does the output matrix anew
+        # Two files in turn: block i reads number i % 2 and writes the other.
+        self.streams: list[tuple[HiddenStates, HiddenStates]] = []
+        self.probes = probes
+        corrects = isinstance(recipe.rounding, Gptq | Prune | AutoRound | Structured) and recipe.rounding.correct
+        sources = [self.probes.ids] if ids is None else [self.probes.ids, *[ids] * (1 + corrects)]
+        spare, rows = (memory - calibrate.IN_A_BLOCK) // (1 + corrects), calibrate.rows_at_once(self.config)
+        for name, tokens, limit in zip(STREAMS, sources, (1 << 20, spare, spare), strict=False):
+            shape = (*tokens.shape, self.config.hidden)
+            at = place.CPU if name == STREAMS[0] else self.device
+            files = [HiddenStates(state.folder / f"{name}-{i}.f32", shape, limit // 2, rows, at) for i in range(2)]
+            self.streams.append((files[0], files[1]))
+        if not state.blocks_done:
+            self._embed(sources)
+
+    def run(self, report: Progress) -> dict[str, Any]:
+        """Compress all blocks that are not done; returns the finished probes. To be called once."""
+        try:
+            report("blocks", self.state.blocks_done, self.config.layers)
+            for layer in range(self.state.blocks_done, self.config.layers):
+                self._block(layer)
+                give_back()
+                report("blocks", layer + 1, self.config.layers)
+            return self._finish(report)
+        finally:
+            for stream in (each for pair in self.streams for each in pair):
+                stream.close()
+
+    def _embed(self, sources: list[Tensor]) -> None:
+        """Hidden states that enter the first block; only the rows of the table that are needed are read."""
+        for (first, _), tokens in zip(self.streams, sources, strict=True):
+            used, place = torch.unique(tokens, return_inverse=True)
+            needed = replace(self.config, vocab_size=len(used))
+            embedding = build_embedding(needed, self.checkpoint.rows(used))
+            assert isinstance(embedding.table, Tensor)
+            rounded = None if first is self._original(0) else self.output.round_embedding(embedding.table)
+            if rounded is not None:
+                embedding.table, embedding.dtype = rounded, torch.float32
+            for batch in first.batches():
+                step = first.step(batch)
+                rows = place[batch.start : batch.stop].reshape(-1)
+                first.write(batch, embedding.forward(rows, step.positions.cpu()).float())
+            first.settle()
+
+    @torch.inference_mode()
+    def _block(self, layer: int) -> None:
+        block = build_block(self.config, self.checkpoint, layer)
+        for linear in block.linears():
+            linear.keep_dense = False  # its float32 copies would take four times the block
+        inputs = self.streams[1][layer % 2] if len(self.streams) > 1 else None
+        weights = self.output.importances if isinstance(self.output, GgufOutput) else {}
+        guide = None if self.guide is None else self.guide.of(layer)
+        original = self._original(layer)
+        place.move(block, self.device)
+        work = BlockWork(
+            block, inputs, self.recipe, self.output.schemes, self.config.architecture, weights, guide, original,
+            self.output.sizes if isinstance(self.output, Output) else None,
+        )  # fmt: skip
+        records = work.run()
+        place.move(block, place.CPU)
+        self.output.write_block(self.writer, block, layer)
+        if inputs is not None and layer + 1 < self.config.layers:
+            outputs = self.streams[1][1 - layer % 2]
+            place.move(block, self.device)
+            seen = coverage.Coverage(block)
+            for batch in inputs.batches():
+                out = block.run(inputs.read(batch), inputs.step(batch), seen.tap)
+                if not out.isfinite().all():
+                    raise ValueError(f"the output of block {layer} holds a NaN or an infinity")
+                outputs.write(batch, out)
+            outputs.settle()
+            coverage.keep(self.state.folder, layer, seen)
+            if original is not None and (after := self._original(layer + 1)) is not None:
+                gradients.advance(self.checkpoint, layer, original, after)
+                after.settle()
+        place.move(block, place.CPU)
+        rows, observed = self.probes.run(layer, block, self._probe_rows(layer))
+        self._set_probe_rows(layer + 1, rows)
+        self.writer.sync()
+        self.state.finish_block(layer, records, observed)
+
+    def _original(self, layer: int) -> HiddenStates | None:
+        """The calibration states that enter block `layer` of the original model, where the recipe needs them."""
+        return self.streams[2][layer % 2] if len(self.streams) > 2 else None
+
+    def _probe_rows(self, layer: int) -> Tensor:
+        """The probes' hidden states that enter block `layer`."""
+        stream = self.streams[0][layer % 2]
+        return stream.read(range(stream.shape[0]))
+
+    def _set_probe_rows(self, layer: int, rows: Tensor) -> None:
+        stream = self.streams[0][layer % 2]
+        stream.write(range(stream.shape[0]), rows)
+        stream.settle()
+
+    @torch.inference_mode()
+    def _finish(self, report: Progress) -> dict[str, Any]:
+        """The probes' logits, and the output matrix written if it is compressed: one pass over its rows for both."""
+        rows = self._probe_rows(self.config.layers)
+        last = rows.view(*self.probes.ids.shape, -1)[:, -1]
+        norm = build_final_norm(self.config, self.checkpoint)
+        found = torch.empty(len(last), self.config.vocab_size)
+
+        def seen(ids: Tensor, head: Linear) -> None:
+            found[:, ids] = self.probes.logits(norm, head, last)
+            report("output matrix", int(ids[-1]) + 1, self.config.vocab_size)
+
+        if self.output.head is None:
+            for ids, head in self._head():
+                seen(ids, head)
+        else:
+            self.output.write_head(self.writer, self._rounded_head(seen))
+        return self.probes.finish(self.state.observed, found)
+
+    def _head(self) -> Iterator[tuple[Tensor, Linear]]:
+        """The output matrix of the source, some rows at a time, with their ids."""
+        for ids in torch.arange(self.config.vocab_size).split(HEAD_ROWS):
+            yield ids, build_head(replace(self.config, vocab_size=len(ids)), self.checkpoint.rows(ids))
+
+    def _rounded_head(self, seen: Callable[[Tensor, Linear], None]) -> Iterator[PackedTensor]:
+        """The same as it is stored, shown to `seen` on the way; at the end, its record."""
+        assert self.output.head is not None
+        wrong = whole = 0.0
+        for ids, head in self._head():
+            weight = head.weight
+            assert isinstance(weight, Tensor)
+            packed = self.output.round_head(weight)
+            head.weight = self.output.as_read(packed)
+            size = float(torch.linalg.vector_norm(weight, dtype=torch.float64)) ** 2
+            whole += size
+            wrong += size * weight_error(weight, packed)
+            seen(ids, head)
+            yield packed
+        error = wrong / whole if whole else 0.0
+        self.head_records = [Record(HEAD, self.output.head.name, "weight", error, error)]
