@@ -52,7 +52,7 @@ from attar.model.decoder import Decoder
 
 Q4_0 = 32  # columns of a block
 KIVI64 = KvScheme("kivi2 g64", "kivi", 2, recent=True, group=64)
-KLT25 = KvScheme("klt2, 2.5 stored", "planes", 2.25, calibrated=True, recent=True)  # at KIVI's bits in groups of 64
+KLT_LESS = KvScheme("klt2, 2.25 stored", "planes", 2, calibrated=True, recent=True)  # a quarter of a bit below KIVI's
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,14 @@ def ways() -> list[Way]:
         Way("kivi2 g32", SCHEMES["kivi2"]),
         Way("kivi2 g64, blocks of 128", KIVI64, 128),
         *ours,
-        Way("klt2, 2.5 stored", KLT25),
+        Way("klt2, 2.25 stored", KLT_LESS),
         Way("klt2, blocks of 128", SCHEMES["klt2"], 128),
     ]
 
 
 RATIOS = (
     ("klt4", "q4_0 rotated", 0.60), ("int4", "q4_0 rotated", 0.60), ("nuq4", "q4_0 rotated", 0.60),
-    ("klt2", "kivi2 g64", 0.50), ("klt2, 2.5 stored", "kivi2 g64", 0.50), ("klt2", "kivi2 g32", 0.50),
+    ("klt2", "kivi2 g64", 0.50), ("klt2, 2.25 stored", "kivi2 g64", 0.50), ("klt2", "kivi2 g32", 0.50),
     ("klt2, blocks of 128", "kivi2 g64, blocks of 128", 0.50),
 )  # fmt: skip
 

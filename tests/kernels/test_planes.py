@@ -150,7 +150,7 @@ def paged(pages: Pages, k: Tensor, v: Tensor, q: Tensor, cuts: list[int], form: 
 @pytest.mark.parametrize("kv", ["kivi2", "klt2"])
 def test_a_token_sees_its_own_block_as_it_is_and_others_rounded(kv: str) -> None:
     form, block = AttentionForm(2 * HEADS, HEADS, SIZE, 0.3), 32
-    low = Bases(basis([[4, 2, 2, 0]] * HEADS), basis([[3, 3, 2, 0]] * HEADS, seed=5))
+    low = Bases(basis([[4, 3, 2, 0]] * HEADS), basis([[3, 3, 3, 0]] * HEADS, seed=5))
     bases = low if kv == "klt2" else None
     pages = Pages.zeros(4, block, HEADS, SIZE, scheme(kv), tails=2, bases=bases)
     q, k, v = randn(80, 2 * HEADS, SIZE, seed=1), randn(80, HEADS, SIZE, seed=2), randn(80, HEADS, SIZE, seed=3)

@@ -7,7 +7,8 @@
                         normal; a bfloat16 scale per token and head, chosen by the error that it leaves
     klt4, klt2          the same in another basis, calibrated per layer and head (`model/kv_basis.py`): coordinates in
                         which errors count alike and which are uncorrelated, with more bits where they vary more; 4.25
-                        and 2 bits on average. klt2 keeps the unfinished block of each sequence in 16 bits
+                        and 2.25 bits on average, so that with their scales heads of 64 take what llama.cpp's q4_0 and
+                        KIVI in groups of 64 take. klt2 keeps the unfinished block of each sequence in 16 bits
     kivi2               KIVI as published (Liu et al. 2024): 2 bits from least to greatest, keys per channel in groups
                         of 32 tokens, values per token in groups of 32 columns; the unfinished block in 16 bits
     nuq4, nuq3          KVQuant (Hooper et al. 2024): calibrated levels, keys per channel and values per token; of each
@@ -149,7 +150,7 @@ SCHEMES: Mapping[str, KvScheme] = {
         KvScheme("nuq4", "nuq", 4, calibrated=True),
         KvScheme("nuq3", "nuq", 3, calibrated=True),
         KvScheme("kivi2", "kivi", 2, recent=True, group=32),
-        KvScheme("klt2", "planes", 2, calibrated=True, recent=True),
+        KvScheme("klt2", "planes", 2.25, calibrated=True, recent=True),
     )
 }
 
