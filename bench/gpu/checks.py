@@ -6,6 +6,7 @@ the largest difference, relative to the largest number expected.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -13,14 +14,13 @@ import torch
 from gpu.timing import DEVICE
 from torch import Tensor
 
-from attar.engine.sampler import uniform
 from attar.formats.kv import SCHEMES
 from attar.formats.packed import codec
 from attar.formats.scheme import Scheme
 from attar.kernels import ops, ref, ref_attention
 from attar.kernels.operands import AttentionForm, Linear, Norm
 from attar.kernels.pages import Pages, Placement, Rotation
-from attar.kernels.triton import attention, backend, kv_write, linear, rows, sampling, weights
+from attar.kernels.triton import attention, backend, kv_write, linear, rows, weights
 from attar.kernels.triton.pages import PlainPages
 
 DTYPES = (torch.float32, torch.float16) if backend.interpreted() else (torch.bfloat16, torch.float16, torch.float32)
@@ -31,12 +31,13 @@ FLOAT8 = 0.08  # of numbers that may fall to the neighbouring float8
 EIGHT = 0.02  # of rows rounded to 8 bits by other arithmetic than the oracle's: codes may fall to the neighbour
 
 WEIGHTS = (
-    "w4g128-asym", "w4g128", "w4g64", "w4g32-asym", "w4a8g128", "w8", "w8a8", "w8a8-static", "fp8", "fp8-tensor",
-    "fp8-block", "fp8-block-weight",
+    "w4g128-asym", "w4g128", "w4g64", "w4g32-asym", "w4a8g128", "qserve-g128", "w8", "w8a8", "w8a8-static", "fp8",
+    "fp8-tensor", "fp8-block", "fp8-block-weight",
 )  # fmt: skip
 ROWS = (1, 40) if DEVICE == "cpu" else (1, 7, 16, 33, 64, 100, 300, 1100)
 FORMS: tuple[dict[str, object], ...] = (
-    {}, {"window": 100}, {"soft_cap": 20.0}, {"head_dim": 256}, {"heads": 7, "kv_heads": 1}
+    {}, {"window": 100}, {"soft_cap": 20.0}, {"window": 100, "soft_cap": 20.0}, {"head_dim": 256},
+    {"heads": 7, "kv_heads": 1},
 )  # fmt: skip
 BATCHES = (([1, 1, 1], [3000, 70, 1]), ([1, 300, 200, 0], [400, 300, 700, 9]))  # counts of rows, lengths
 if DEVICE == "cpu":
@@ -68,9 +69,13 @@ def every() -> Iterator[tuple[str, Check]]:
                 for counts, lengths in BATCHES:
                     label = f"attention {counts} of {lengths} {form} {name}, {stored} pages"
                     yield label, partial(_attend, counts, lengths, kv, dtype, form)
-    yield "pages of int4", _four_bits
+    for counts in ([8, 8, 8], [16, 3]):  # with four query heads to a key, tiles of 32 and of 64
+        for kv in (DTYPES[0], *SCALED):
+            stored = str(kv).removeprefix("torch.")
+            yield f"trees of {counts}, {stored} pages", partial(_tree, counts, kv)
+    for window, cap in ((None, None), (100, 20.0)):
+        yield f"pages of int4, window {window}, soft cap {cap}", partial(_four_bits, window, cap)
     yield "argmax", _argmax
-    yield "uniforms", _uniforms
 
 
 def _randn(*shape: int, seed: int = 0) -> Tensor:
@@ -136,6 +141,28 @@ def _write(kv: torch.dtype, dtype: torch.dtype) -> tuple[float, float]:
 def _attend(
     counts: list[int], lengths: list[int], kv: torch.dtype, dtype: torch.dtype, form: dict[str, object]
 ) -> tuple[float, float]:
+    q, ours, theirs, place, wanted = _cached(counts, lengths, kv, dtype, form)
+    return _attended(q, ours, theirs, place, wanted), SOME * ROUNDING[dtype] + 1e-6
+
+
+def _tree(counts: list[int], kv: torch.dtype) -> tuple[float, float]:
+    """Guesses that branch: each row sees itself and, of the others, whom a mask allows."""
+    lengths = [3000, 700, 90][: len(counts)] if DEVICE == "cuda" else [300, 70, 40][: len(counts)]
+    q, ours, theirs, place, wanted = _cached(counts, lengths, kv, DTYPES[0], {})
+    numbers = torch.Generator().manual_seed(0)
+    masks = [torch.rand(count, count, generator=numbers) < 0.5 for count in counts]
+    place.tree = torch.cat([(mask | torch.eye(len(mask)).bool()).flatten() for mask in masks]).to(DEVICE)
+    for first, end in itertools.pairwise(place.row_starts.tolist()):
+        depths = torch.randint(0, 3, (end - first,), generator=numbers).sort().values
+        place.positions[first:end] = place.positions[first] + depths.int().to(DEVICE)
+    return _attended(q, ours, theirs, place, wanted), SOME * ROUNDING[DTYPES[0]] + 1e-6
+
+
+def _cached(
+    counts: list[int], lengths: list[int], kv: torch.dtype, dtype: torch.dtype, form: dict[str, object]
+) -> tuple[Tensor, PlainPages, Pages, Placement, AttentionForm]:
+    """Queries of the last `counts` rows of sequences of `lengths`, whose keys and values were written by the kernels,
+    and by the reference."""
     wanted = AttentionForm(**({"heads": 8, "kv_heads": 2, "head_dim": 128, "scale": 0.09} | form))  # type: ignore[arg-type]
     block, width = 64, -(-max(lengths) // 64)
     sizes = (len(counts) * width + 1, block, wanted.kv_heads, wanted.head_dim)
@@ -149,45 +176,59 @@ def _attend(
         ref_attention.write_pages(k.float(), v.float(), theirs, slots)
         place = Placement(slots, slots, slots, slots, slots)
         kv_write.write_kv(k.new_zeros(length, wanted.heads, wanted.head_dim), k, v, ours, place)
+    q = _randn(sum(counts), wanted.heads, wanted.head_dim).to(dtype)
+    return q, ours, theirs, _placed(counts, lengths, tables), wanted
+
+
+def _placed(counts: list[int], lengths: list[int], tables: Tensor) -> Placement:
+    """The last `counts` rows of sequences of `lengths`, whose blocks `tables` [B, width] names; nothing is written."""
     positions = [torch.arange(length - count, length) for count, length in zip(counts, lengths, strict=True)]
-    place = Placement(
+    return Placement(
         torch.tensor([0, *counts]).cumsum(0).int().to(DEVICE),
         torch.tensor(lengths).int().to(DEVICE),
         tables.int().contiguous().to(DEVICE),
         torch.cat(positions).int().to(DEVICE),
         torch.zeros(sum(counts), dtype=torch.int64, device=DEVICE),
     )
-    q = _randn(sum(counts), wanted.heads, wanted.head_dim).to(dtype)
+
+
+def _attended(q: Tensor, ours: PlainPages, theirs: Pages, place: Placement, wanted: AttentionForm) -> float:
     expected, _ = ref_attention.paged_attention(q.float(), theirs, place, wanted)
     again = [attention.paged_attention(q, ours, place, wanted) for _ in range(3)]
     assert all(torch.equal(each, again[0]) for each in again), "the same call gave other bits"
-    return _error(again[0], expected), SOME * ROUNDING[dtype] + 1e-6
+    return _error(again[0], expected)
 
 
-def _four_bits() -> tuple[float, float]:
-    """Written and read, with rows as wide as most models': codes fall to a neighbour here and there."""
-    form, int4, length = AttentionForm(8, 2, 128, 0.09), SCHEMES["int4"], 200 if DEVICE == "cuda" else 40
-    ours, theirs = ops.pages(4, 64, 2, 128, int4, DEVICE), Pages.zeros(4, 64, 2, 128, int4, DEVICE)
-    at = torch.arange(length)
-    whole = torch.tensor([0, length]).int().to(DEVICE), torch.tensor([length]).int().to(DEVICE)
-    table = torch.tensor([[2, 0, 3, 1]], dtype=torch.int32)
-    slots = (table[0].long()[at // 64] * 64 + at % 64).to(DEVICE)
-    place = Placement(*whole, table.to(DEVICE), at.int().to(DEVICE), slots)
-    q, k, v = (_randn(length, n, 128, seed=n).to(DTYPES[0]) for n in (8, 2, 2))
-    turned = ops.write_kv(q, k, v, ours, place)
-    ref_attention.write_kv(q.float(), k.float(), v.float(), theirs, place, None)
-    found, _ = ops.paged_attention(turned, ours, place, form)
-    expected, _ = ref_attention.paged_attention(turned.float(), theirs, place, form)
-    return _error(found, expected), EIGHT + SOME * ROUNDING[DTYPES[0]]
+def _four_bits(window: int | None, cap: float | None) -> tuple[float, float]:
+    """Written and read, with rows as wide as most models': codes fall to a neighbour here and there. A whole prompt,
+    then decoding beside the rest of another."""
+    form, int4 = AttentionForm(8, 2, 128, 0.09, window, cap), SCHEMES["int4"]
+    lengths = [200, 150] if DEVICE == "cuda" else [70, 40]
+    width = -(-max(lengths) // 64)
+    ours, theirs = ops.pages(2 * width, 64, 2, 128, int4, DEVICE), Pages.zeros(2 * width, 64, 2, 128, int4, DEVICE)
+    tables = torch.randperm(2 * width, generator=torch.Generator().manual_seed(0)).view(2, width)
+    errors = []
+    for b, length in enumerate(lengths):
+        at = torch.arange(length)
+        place = _placed([length], [length], tables[b : b + 1])
+        place.slots = (tables[b, at // 64] * 64 + at % 64).to(DEVICE)
+        q, k, v = (_randn(length, n, 128, seed=10 * b + n).to(DTYPES[0]) for n in (8, 2, 2))
+        turned = ops.write_kv(q, k, v, ours, place)
+        ref_attention.write_kv(q.float(), k.float(), v.float(), theirs, place, None)
+        errors.append(_difference(turned, ours, theirs, place, form))
+    for counts in ([1, 1], [1, 30]):
+        q = ours.bases.keys.turn_queries(_randn(sum(counts), 8, 128).to(DTYPES[0]))  # type: ignore[union-attr]
+        errors.append(_difference(q, ours, theirs, _placed(counts, lengths, tables), form))
+    return max(errors), EIGHT + SOME * ROUNDING[DTYPES[0]]
+
+
+def _difference(q: Tensor, ours: Pages, theirs: Pages, place: Placement, form: AttentionForm) -> float:
+    found, _ = ops.paged_attention(q, ours, place, form)
+    expected, _ = ref_attention.paged_attention(q.float(), theirs, place, form)
+    return _error(found, expected)
 
 
 def _argmax() -> tuple[float, float]:
     x = torch.randint(-50, 50, (9, 128256 if DEVICE == "cuda" else 9000)).float()
     x[3, 700] = torch.nan
     return float((ops.argmax(x.to(DEVICE)).cpu() != ops.argmax(x) if DEVICE == "cuda" else torch.zeros(1)).sum()), 0.0
-
-
-def _uniforms() -> tuple[float, float]:
-    seeds, indices = torch.arange(100) * 7919, torch.arange(100)
-    ours = sampling.uniforms(seeds.to(DEVICE), indices.to(DEVICE)).tolist()
-    return float(ours != [uniform(s, i) for s, i in zip(seeds.tolist(), indices.tolist(), strict=True)]), 0.0

@@ -1,14 +1,18 @@
 """The engine's steps on the card, as far as they need no server: graphs beside full steps, memory as it is measured,
 tokens chosen, and the compression of one block.
 
-Sequences, chunks and plans are the engine's own; who schedules them is a loop in here.
+Scheduler, runner and sampling are the engine's own. What calls them is a loop in here: the engine itself wants packages
+that not every machine with a card has.
 """
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +22,15 @@ from gpu.timing import DEVICE
 from torch import Tensor
 
 from attar.engine import device_sampler, footprint, graphs
+from attar.engine.blocks import BlockPool
 from attar.engine.limits import Limits
+from attar.engine.radix import RadixCache
 from attar.engine.request import SamplingParams
 from attar.engine.runner import Runner
 from attar.engine.sampler import BadLogits, Sampler, sample
+from attar.engine.scheduler import Scheduler
 from attar.engine.sequence import Sequence
-from attar.engine.step import Chunk, StepPlan
+from attar.engine.step import Chunk, Outcome, StepPlan
 from attar.formats.kv import SCHEMES
 from attar.kernels.triton import backend
 from attar.model.decoder import Decoder
@@ -31,7 +38,8 @@ from attar.model.decoder import Decoder
 SMALL = "tiny"
 PROMPTS = (3, 5, 9) if backend.interpreted() else (5, 70, 130)  # tokens, in a graph of four rows: one is left over
 STEPS = 2 if backend.interpreted() else 40
-TIMED = 2 if backend.interpreted() else 50
+TIMED = 1 if backend.interpreted() else 50
+GREEDY, DRAWN = SamplingParams(temperature=0, seed=0), SamplingParams(temperature=0.8, top_p=0.95, seed=0)
 Row = dict[str, Any]
 
 
@@ -96,49 +104,86 @@ def choices() -> tuple[float, float]:
         for i, (t, k, p, m) in enumerate([(0, 0, 1, 0), (1, 0, 1, 0), (0.8, 40, 1, 0), (1.2, 0, 0.9, 0.01)] * 6)
     ]
     vocab = logits.shape[1]
-    there = device_sampler.sample(logits.to(DEVICE), [Sampler(p, (0,), vocab, DEVICE) for p in params])
+    there = device_sampler.sample(logits.to(DEVICE), [Sampler(p, (0,), vocab) for p in params])
     here = sample(logits, [Sampler(p, (0,), vocab) for p in params])
     return float(
         sum(getattr(a, "token_id", a) != getattr(b, "token_id", b) for a, b in zip(there, here, strict=True))
     ), 0.0
 
 
+class Server:
+    """Sequences of one length over the engine's own scheduler, runner and sampling; what is left out of an engine is
+    the events. All prompts differ. They are run through the model once, by `fill`, and found in the prefix tree from
+    then on: else the first would have ended before the last begins."""
+
+    def __init__(self, decoder: Decoder, batch: int, filled: int) -> None:
+        self.batch, self.vocab = batch, decoder.config.vocab_size
+        numbers = torch.Generator().manual_seed(0)
+        self.prompts = torch.randint(0, self.vocab, (batch, filled), generator=numbers).tolist()
+        width = -(-(filled + TIMED + 2) // 64) + 1
+        self.runner = Runner(decoder, 2 * batch * width, width * 64, None, batch, None, recorder())
+        pool = BlockPool(2 * batch * width, self.runner.block)
+        limits = Limits(max_running=batch, max_step_tokens=max(2048, batch), max_waiting=batch, headroom=0.0)
+        self.scheduler = Scheduler(pool, RadixCache(pool), limits)
+        self._requests = itertools.count()
+
+    def fill(self) -> None:
+        """Compute the prompts."""
+        self._answer(GREEDY, 1)
+
+    def run(self, params: SamplingParams) -> tuple[float, float]:
+        """Seconds of a step in which all decode, and how many of them the host works before it has launched the step
+        and after it has the tokens: medians of `TIMED`."""
+        took, hosts = zip(*self._answer(params, TIMED + 2)[1:], strict=True)
+        return statistics.median(took), statistics.median(hosts)
+
+    def _answer(self, params: SamplingParams, tokens: int) -> list[tuple[float, float]]:
+        """So many tokens after each prompt; returns the two times of each step in which all decode."""
+        samplers: dict[str, Sampler] = {}
+        for i, prompt in enumerate(self.prompts):
+            made = Sequence(id=str(next(self._requests)), prompt_ids=prompt, max_tokens=tokens)
+            samplers[made.id] = Sampler(replace(params, seed=i), (0,), self.vocab)
+            self.scheduler.add([made], time.perf_counter())
+        times = []
+        while self.scheduler.sequences:
+            since = time.perf_counter()
+            plan = self.scheduler.plan(since)
+            logits = self.runner.run(plan)
+            launched = time.perf_counter()
+            ids = [chunk.sequence.id for chunk in plan.chunks if chunk.samples]
+            draws = device_sampler.sample(logits, [samplers[id] for id in ids]) if ids else []
+            drawn, outcomes = time.perf_counter(), {}
+            for id, draw in zip(ids, draws, strict=True):
+                assert not isinstance(draw, BadLogits), draw
+                samplers[id].commit(draw.token_id)
+                outcomes[id] = Outcome((draw.token_id,))
+            self.scheduler.commit(plan, outcomes, time.perf_counter())
+            self.scheduler.collect()
+            ended = time.perf_counter()
+            if plan.tokens == len(plan.chunks) == self.batch:
+                times.append((ended - since, ended - since - (drawn - launched)))
+        return times
+
+
 def serving(name: str, schemes: tuple[str, ...], batches: tuple[int, ...], filled: int, roofs: Row) -> Iterator[Row]:
-    """A server's decode steps: inputs filled on the host, a graph replayed, tokens chosen and fetched. Beside what the
-    graph alone takes, the difference is the host's share that nothing hides."""
+    """A server's decode steps, planned, replayed, sampled and committed: greedy, then drawn. Beside what the graph
+    alone takes, the difference is the host's share that nothing hides."""
     for scheme in schemes:
         decoder = models.decoder(name, scheme)
-        kv_bytes = 2 * decoder.config.kv_heads * decoder.config.head_dim * 2 * decoder.config.layers  # a token, bf16
         for batch in batches:
-            width = -(-(filled + TIMED + 2) // 64)
-            record = recorder()
-            runner = Runner(decoder, batch * width, width * 64, None, batch, None, record)
-            sequences = []
-            for i in range(batch):
-                made = Sequence(id=str(i), prompt_ids=[1] * filled, max_tokens=TIMED + 2)
-                made.blocks, made.computed = list(range(i * width, (i + 1) * width)), filled - 1
-                sequences.append(made)
-            vocab = decoder.config.vocab_size
-            samplers = [Sampler(SamplingParams(temperature=0, seed=0), (0,), vocab) for _ in sequences]
+            server = Server(decoder, batch, filled)
             began = time.perf_counter()
-            runner.record_all()
-            recorded, took = time.perf_counter() - began, []
-            for _ in range(TIMED + 1):
-                since = time.perf_counter()
-                logits = runner.run(StepPlan([Chunk(each, each.computed, 1, True) for each in sequences]))
-                for each, draw in zip(sequences, device_sampler.sample(logits, samplers), strict=True):
-                    each.computed += 1
-                    each.tokens.append(0 if isinstance(draw, BadLogits) else draw.token_id)
-                took.append(time.perf_counter() - since)
-            once = sorted(took[1:])[len(took[1:]) // 2]
-            read = models.read_bytes(decoder) + batch * filled * kv_bytes
-            work = 2.0 * batch * models.multiplications(decoder)
-            roof = max(read / roofs["copy"], work / roofs["fp8" if scheme == "fp8" else "bf16"])
-            yield {
-                "work": f"served {scheme}, batch {batch}, context {filled}", "us": once * 1e6, "tok_s": batch / once,
-                "of_roof": roof / once, "record_s": recorded,
-            }  # fmt: skip
-            del runner, logits
+            server.runner.record_all()
+            recorded = time.perf_counter() - began
+            server.fill()
+            for how, params in (("greedy", GREEDY), ("drawn", DRAWN)):
+                once, host = server.run(params)
+                roof = models.roof(decoder, scheme, batch, filled, roofs)
+                yield {
+                    "work": f"served {scheme}, batch {batch}, context {filled}, {how}", "us": once * 1e6,
+                    "tok_s": batch / once, "of_roof": roof / once, "host_us": host * 1e6, "record_s": recorded,
+                }  # fmt: skip
+            del server
         del decoder
 
 
@@ -223,7 +268,7 @@ def block_as_on_a_cpu() -> tuple[float, float]:
 
 def checks() -> Iterator[tuple[str, Callable[[], tuple[float, float]]]]:
     """Name and check, as in `checks.py`."""
-    pairs = (("w4g128", "int8"), ("bf16", "bfloat16"), ("fp8", "fp8"))
+    pairs = (("w4g128", "int8"), ("bf16", "bfloat16"), ("fp8", "fp8"), ("qserve-g128", "int4"))
     for scheme, kv in pairs[:1] if backend.interpreted() else pairs:
         yield f"graphs, {scheme} with {kv} pages", lambda s=scheme, k=kv: graphs_and_full_steps(s, k)  # type: ignore[misc]
     yield "choices of tokens", choices

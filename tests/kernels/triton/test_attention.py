@@ -25,7 +25,7 @@ from attar.kernels.triton.pages import NibblePages, PlainPages
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}  # of outputs, relative to the largest: what the arithmetic adds
 ROTATED = {torch.float32: 1e-6, torch.float16: 2e-3}  # a norm and a rotation of values around 1
-
+SCALES = 1e-3  # of a head's scale: its largest number is rounded to float16 on the way
 FOUR_BITS = 5e-3  # of outputs, where a code or two of thousands are the neighbours
 
 SCHEMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}  # of pages with scales
@@ -127,16 +127,34 @@ def test_head_and_block_sizes(size: int, block: int) -> None:
     Case([3, 1, 19], [50, 33, 19], head_dim=size, scale=size**-0.5, block=block).check()
 
 
-@pytest.mark.parametrize("window", [None, 9])
-def test_tree_of_guesses(window: int | None) -> None:
-    counts = [7, 1, 5]
-    one = Case(counts, [70, 40, 5], window=window)
+@pytest.mark.parametrize(
+    ("counts", "lengths", "heads", "window"),
+    [
+        ([7, 1, 5], [70, 40, 5], 4, None),
+        ([7, 1, 5], [70, 40, 5], 4, 9),
+        ([8, 8], [70, 40], 8, None),
+        ([40, 3], [150, 40], 4, None),
+    ],
+)
+def test_tree_of_guesses(
+    counts: list[int], lengths: list[int], heads: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In tiles of 16 queries, of 32 and of 64, each split among programs."""
+    splits, real = [], attention._splits
+
+    def counted(*given: int) -> int:
+        splits.append(real(*given))
+        return splits[-1]
+
+    monkeypatch.setattr(attention, "_splits", counted)
+    one = Case(counts, lengths, window=window, heads=heads)
     masks = [torch.rand(n, n, generator=torch.Generator().manual_seed(n)) < 0.5 for n in counts]
     one.place.tree = torch.cat([(mask | torch.eye(len(mask)).bool()).flatten() for mask in masks])
     for first, end in itertools.pairwise(one.place.row_starts.tolist()):
         depths = torch.randint(0, 3, (end - first,), generator=torch.Generator().manual_seed(first))
         one.place.positions[first:end] = one.place.positions[first] + depths.sort().values.int()
     one.check()
+    assert splits[0] > 1
 
 
 def test_positions_of_an_evicting_cache() -> None:
@@ -179,7 +197,7 @@ def test_write_kv(normed: float | None, turned: int, dtype: torch.dtype) -> None
         assert (turned_q.float() - expected.float()).abs().max() <= ROTATED[dtype] * expected.float().abs().max()
         step = 0.0
         if ours.key_scales is not None and theirs.key_scales is not None:
-            assert torch.allclose(ours.key_scales, theirs.key_scales, rtol=1e-3)
+            assert torch.allclose(ours.key_scales, theirs.key_scales, rtol=SCALES)
             step = float(theirs.key_scales.max())  # a code may fall to either side
         stored = ref_attention.read_pages(theirs, torch.arange(3), torch.float32)
         for held, scales, expected_held in zip(
@@ -190,12 +208,14 @@ def test_write_kv(normed: float | None, turned: int, dtype: torch.dtype) -> None
             assert difference.abs().max() <= ROTATED[dtype] * expected_held.abs().max() + step
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_four_bits(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "window", "cap"), [(torch.float32, None, None), (torch.float16, None, None), (torch.float16, 6, 0.5)]
+)
+def test_four_bits(dtype: torch.dtype, window: int | None, cap: float | None) -> None:
     """Written, rotated, by both, with numbers of a past below, and read: a step of tokens and a prompt's last rows. A
     code may fall to the neighbour where a scale's candidates leave nearly equal errors."""
     size, kv_heads, heads, block, lengths, counts = 32, 2, 4, 16, [20, 9], [1, 3]
-    int4, form = scheme("int4"), AttentionForm(heads, kv_heads, size, size**-0.5)
+    int4, form = scheme("int4"), AttentionForm(heads, kv_heads, size, size**-0.5, window, cap)
     ours = NibblePages.rotated(5, block, kv_heads, size, int4)
     ours.keys.fill_(255)
     theirs = Pages.zeros(5, block, kv_heads, size, int4)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from attar.checkpoints import hf
 from attar.formats.packed import codec
 from attar.formats.scheme import Scheme
 from attar.kernels import ops
 from attar.kernels.operands import Linear
-from attar.kernels.triton import backend, weights
+from attar.kernels.triton import backend, store, weights
 
 without = pytest.mark.skipif(torch.cuda.is_available() or backend.interpreted(), reason="the kernels can run here")
 
@@ -49,6 +52,8 @@ def test_every_operation_of_the_backend_is_one_of_the_door() -> None:
         "w4",
         "w4-tensor",
         "w4a8g64",
+        "qserve-g128",
+        "qserve-g64",
         "w8",
         "fp8-weight",
         "w8a8",
@@ -68,6 +73,8 @@ def test_schemes_with_a_kernel(scheme: str) -> None:
         ("w8g128", "w8g128 has no Triton kernel yet"),
         ("w4g16", "groups of 16 are not a multiple of 32"),
         ("w4a8g32", "groups of 32 are not a multiple of 64"),
+        ("qserve-g32", "groups of 32 are not a multiple of 64"),
+        ("qserve-g128-weight", "for rows rounded to int8 alone"),
         ("w8a8-asym", "w8a8-asym has no Triton kernel yet"),
         ("fp8-e5m2", "fp8-e5m2 has no Triton kernel yet"),
         ("w8a8-atensor", "would tie them to each other"),
@@ -76,6 +83,19 @@ def test_schemes_with_a_kernel(scheme: str) -> None:
 )
 def test_schemes_without_one_say_why(scheme: str, reason: str) -> None:
     assert reason in str(against(scheme))
+
+
+@pytest.mark.parametrize("dtype", backend.DTYPES, ids=str)
+def test_a_checkpoint_loads_in_the_dtype_of_the_store(dtype: torch.dtype, demo: Path) -> None:
+    """As `--device cuda` loads it, but for the device."""
+    where = store.TritonStore("cpu", dtype)
+    decoder = hf.load(demo, dtype, None, where)
+    for each in (decoder.head, *decoder.blocks[0].linears()):
+        assert isinstance(each.weight, weights.TritonWeight)
+        if each.weight.form == "dense":
+            assert each.weight.codes.dtype == dtype
+    with pytest.raises(AssertionError, match="these kernels compute in"):
+        hf.load(demo, torch.float64, None, where)
 
 
 def test_rows_that_are_no_multiple_of_16_bytes() -> None:
@@ -102,6 +122,35 @@ def test_the_layout_of_four_bits_holds_the_codes(scheme: str) -> None:
         nibble = byte >> 4 if j >= half else byte & 15
         assert (nibble - zero) * laid.scales[o // 64, group, o % 64] == expected[o, i]
     assert laid.read_bytes == sum(p.nbytes for p in (laid.codes, laid.scales, laid.zeros) if p is not None)
+
+
+def test_the_layout_of_progressive_levels_holds_the_codes() -> None:
+    parsed = Scheme.parse("qserve-g64")
+    source = codec("progressive").quantize(torch.randn(70, 256, generator=torch.Generator().manual_seed(0)), parsed)
+    one = Linear("l", source)
+    weights.prepare(one, torch.float32)
+    laid = one.weight
+    assert isinstance(laid, weights.TritonWeight)
+    assert laid.scales is not None
+    assert laid.zeros is not None
+    expected = source.dequantize()
+    half = laid.run // 2
+    for o, i in [(0, 0), (63, 255), (64, 31), (69, 100), (5, 200)]:
+        byte = int(laid.codes[o // 64, i // laid.run, o % 64, i % laid.run % half])
+        levels = int(laid.zeros[o // 64, i // 64, o % 64]) & 0xFFFF
+        nibble = byte >> 4 if i % laid.run >= half else byte & 15
+        assert (nibble * (levels & 255) - (levels >> 8)) * laid.scales[o] == expected[o, i]
+    source.parts["factor"].fill_(18)
+    with pytest.raises(ValueError, match="no int8: the file is damaged"):
+        weights.prepare(Linear("l", source), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kind"),
+    [(None, "bf16"), ("w4g128", "bf16"), ("w4a8g128", "int8"), ("qserve-g128", "int8"), ("fp8-block", "fp8")],
+)
+def test_what_meets_in_the_tensor_cores(scheme: str | None, kind: str) -> None:
+    assert weights.multiplied_in(None if scheme is None else Scheme.parse(scheme)) == kind
 
 
 def test_vectors_of_another_size_are_refused() -> None:

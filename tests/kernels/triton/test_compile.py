@@ -88,7 +88,14 @@ def product(scheme: str, n: int) -> None:
     linear.linear(torch.ones(n, 2048, dtype=DTYPE), (one,))
 
 
-def attend(counts: list[int], capacity: int, kv: torch.dtype | None = DTYPE, **form: Any) -> None:
+def attend(
+    counts: list[int],
+    capacity: int,
+    kv: torch.dtype | None = DTYPE,
+    tree: bool = False,
+    placed: bool = False,
+    **form: Any,
+) -> None:
     wanted = AttentionForm(**({"heads": 8, "kv_heads": 2, "head_dim": 128, "scale": 0.1} | form))
     pages, n = four_bits() if kv is None else PlainPages.make(2, 64, wanted.kv_heads, wanted.head_dim, kv), sum(counts)
 
@@ -97,6 +104,10 @@ def attend(counts: list[int], capacity: int, kv: torch.dtype | None = DTYPE, **f
 
     tables = numbers(len(counts), capacity // 64)
     place = Placement(numbers(len(counts) + 1), numbers(len(counts)), tables, numbers(n), torch.zeros(n).long())
+    if tree:
+        place.tree = torch.ones(sum(count * count for count in counts), dtype=torch.bool)
+    if placed:
+        place.key_positions = numbers(pages.blocks, pages.block)
     q = torch.zeros(n, wanted.heads, wanted.head_dim, dtype=DTYPE)
     attention.paged_attention(q, pages, place, wanted)
 
@@ -110,10 +121,10 @@ def write_four_bits() -> None:
     nibbles.write(heads, heads, heads, four_bits(), Placement(slots, slots, slots, slots, slots))
 
 
-def write(kv: torch.dtype) -> None:
+def write(kv: torch.dtype, offset: float = 0.0) -> None:
     heads, slots = torch.zeros(2, 2, 128, dtype=DTYPE), torch.zeros(2, dtype=torch.int64)
     rotation = Rotation(torch.zeros(9, 64), torch.zeros(9, 64), torch.zeros(2, dtype=torch.int32))
-    norm = Norm("rms", torch.zeros(128, dtype=DTYPE))
+    norm = Norm("rms", torch.zeros(128, dtype=DTYPE), offset=offset)
     pages = PlainPages.make(1, 16, 2, 128, kv)
     kv_write.write_kv(heads, heads, heads, pages, Placement(slots, slots, slots, slots, slots), rotation, norm, norm)
 
@@ -121,16 +132,21 @@ def write(kv: torch.dtype) -> None:
 def element_wise() -> None:
     x = torch.zeros(2, 4096, dtype=DTYPE)
     rows.norm(x, x, Norm("rms", x[0]))
+    rows.norm(x, x, Norm("rms", x[0], offset=1.0))
     rows.norm(x, None, Norm("layer", x[0], x[0]))
     rows.activate(x, "silu", True)
     rows.activate(x, "gelu_tanh", False)
     rows.round_rows(x, torch.float8_e4m3fn)
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        rows.round_rows(x, dtype, torch.ones(1))
     sampling.argmax(torch.zeros(2, 20000))
-    sampling.uniforms(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
-    one = Linear("l", codec("int").quantize(torch.ones(64, 2048), Scheme.parse("w4g128-asym")))
-    weights.prepare(one, DTYPE)
-    assert isinstance(one.weight, weights.TritonWeight)
-    w4.dense(one.weight, DTYPE, torch.zeros(2, dtype=torch.int64))
+    for name in ("w4g128-asym", "qserve-g128"):
+        parsed = Scheme.parse(name)
+        one = Linear("l", codec(parsed.weight.kind).quantize(torch.ones(64, 2048), parsed))
+        weights.prepare(one, DTYPE)
+        assert isinstance(one.weight, weights.TritonWeight)
+        w4.dense(one.weight, DTYPE)
+        w4.dense(one.weight, DTYPE, torch.zeros(2, dtype=torch.int64))
 
 
 LAUNCHES: dict[str, tuple[Callable[[], None], str | None]] = {
@@ -139,6 +155,9 @@ LAUNCHES: dict[str, tuple[Callable[[], None], str | None]] = {
     "w4g32-asym, 40 rows": (lambda: product("w4g32-asym", 40), "_product"),
     "w4a8g128, one row": (lambda: product("w4a8g128", 1), "_product"),
     "w4a8g64-asym, many rows": (lambda: product("w4a8g64-asym", 500), "_product"),
+    "progressive levels, one row": (lambda: product("qserve-g128", 1), "_product"),
+    "progressive levels, 40 rows": (lambda: product("qserve-g64", 40), "_product"),
+    "progressive levels, many rows": (lambda: product("qserve-g128", 500), "_product"),
     "w8, one row": (lambda: product("w8", 1), "_product"),
     "fp8-weight, many rows": (lambda: product("fp8-weight", 500), "_product"),
     "w8a8, one row": (lambda: product("w8a8", 1), "_product"),
@@ -152,11 +171,23 @@ LAUNCHES: dict[str, tuple[Callable[[], None], str | None]] = {
     "decoding from fp8": (lambda: attend([1, 1], 8192, torch.float8_e4m3fn), "_attend"),
     "decoding from int4": (lambda: attend([1, 1], 8192, None), "_attend"),
     "a prompt over int4": (lambda: attend([500], 512, None), "_attend"),
+    "decoding with a window and a soft cap": (lambda: attend([1, 1], 8192, window=4096, soft_cap=50.0), "_attend"),
+    "decoding from int4 with both": (lambda: attend([1, 1], 8192, None, window=4096, soft_cap=50.0), "_attend"),
+    "decoding from a cache that evicts": (lambda: attend([1, 1], 8192, placed=True), "_attend"),
+    "a tree of 8, split": (lambda: attend([8], 32768, tree=True), "_attend"),
+    "a tree of 16 over int8, split": (lambda: attend([16], 32768, torch.int8, tree=True), "_attend"),
+    "a tree of 16 over int4, split": (lambda: attend([16], 32768, None, tree=True), "_attend"),
+    "a tree of 100": (lambda: attend([100], 8192, tree=True), "_attend"),
+    "a tree of 8 with Gemma's heads": (lambda: attend([8], 32768, tree=True, head_dim=256, soft_cap=50.0), "_attend"),
+    "16 rows, split": (lambda: attend([16], 32768), "_attend"),
+    "16 rows over fp8, split": (lambda: attend([16], 32768, torch.float8_e4m3fn), "_attend"),
+    "the last of a long prompt, split": (lambda: attend([60], 32768), "_attend"),
     "writing int4": (write_four_bits, None),
     "a prompt over fp8": (lambda: attend([500], 512, torch.float8_e4m3fn), "_attend"),
     "a prompt": (lambda: attend([500], 512), "_attend"),
     "a prompt of Gemma's": (lambda: attend([500], 512, head_dim=256, soft_cap=50.0, window=128), "_attend"),
     "writing": (lambda: write(DTYPE), None),
+    "writing with Gemma's norms": (lambda: write(DTYPE, 1.0), None),
     "writing int8": (lambda: write(torch.int8), None),
     "writing fp8": (lambda: write(torch.float8_e4m3fn), None),
     "element-wise": (element_wise, None),

@@ -23,10 +23,11 @@ from attar.model.cache import Step
 from attar.model.decoder import Decoder
 
 INT8 = 0.02  # of logits, where keys and values are codes, of which some fall to the neighbour
+ROUNDED = 0.02  # of logits, where rows are: a number on the border of two codes may take the other
 TOLERANCE = 2e-5  # of logits, relative to the largest: two orders of the same float32 sums, through three blocks
 
 
-@pytest.mark.parametrize("scheme", [None, "w4g32-asym"])
+@pytest.mark.parametrize("scheme", [None, "w4g32-asym", "qserve-g64"])
 def test_prompts_in_pieces_then_tokens(scheme: str | None, tiny_decoder: Callable[..., Decoder]) -> None:
     store = ops.store()
     assert isinstance(store, ops.TritonStore)
@@ -41,7 +42,8 @@ def test_prompts_in_pieces_then_tokens(scheme: str | None, tiny_decoder: Callabl
         pieces.append(ours.forward(ids[:, at : at + rows].flatten(), step).view(2, rows, -1))
         at += rows
     expected = theirs.forward(ids.flatten(), Step((24, 24), 32)).view(2, 24, -1)
-    assert (torch.cat(pieces, 1) - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    most = ROUNDED if scheme == "qserve-g64" else TOLERANCE
+    assert (torch.cat(pieces, 1) - expected).abs().max() <= most * expected.abs().max()
 
 
 def test_steps_in_graphs_of_more_rows(tiny_decoder: Callable[..., Decoder]) -> None:

@@ -24,6 +24,8 @@ from attar.kernels.triton import rows, store, tuning, w4, w8, weights
 from attar.kernels.triton.linear import linear
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}  # of outputs, relative to the largest: sums; then one rounding
+LOOKED_UP = 1e-6  # of an embedding's numbers: a few roundings of float32
+NEIGHBOURS = 0.01  # of outputs, relative to the largest, where rows round to int8: codes may fall to the neighbour
 BFLOAT16 = 2.0**-7  # of outputs, relative to the largest: a product and a sum are rounded
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
@@ -99,6 +101,8 @@ def test_some_of_those_are_split() -> None:
         ("fp8-weight", (70, 80)),
         ("w4a8g64", (96, 256)),
         ("w4a8g128-asym", (64, 1024)),
+        ("qserve-g64", (70, 192)),
+        ("qserve-g128", (96, 1024)),
         ("fp8", (96, 1024)),
         ("fp8-tensor", (70, 80)),
         ("fp8-block", (300, 384)),
@@ -111,6 +115,25 @@ def test_eight_bits(scheme: str, shape: tuple[int, int], count: int, dtype: torc
     if Scheme.parse(scheme).static:
         one.activation_scale = torch.tensor([2.0**-6])
     check(on_grid(scheme, count, shape[1], dtype), [one])
+
+
+def test_progressive_levels_sum_whole_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the same bits however columns are shared out and whatever rows are beside a row. Both ends of int8 occur."""
+    columns = 1024
+    source = packed("qserve-g128", 70, columns)
+    source.parts["factor"][0], source.parts["offset"][0] = 17, 128
+    source.parts["factor"][1], source.parts["offset"][1] = 16, 113
+    one, x = Linear("l", source), randn(70, columns)
+    wide = ref.linear(x.double(), [replace(one)])
+    weights.prepare(one, torch.float32)
+    found = []
+    for splits in (1, 2, 8):
+        cut = tuning.Config(64, 16, splits)
+        monkeypatch.setattr(tuning, "config", lambda *given, cut=cut: cut)
+        found.append(linear(x, [one]))
+    found.append(torch.cat([linear(row[None], [one]) for row in x[:2]] + [linear(x[2:], [one])]))
+    assert all(torch.equal(each, found[0]) for each in found[1:])
+    assert (found[0].double() - wide).abs().max() <= NEIGHBOURS * wide.abs().max()
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -127,7 +150,7 @@ def test_torchs_float8_product_is_ours(apart: bool) -> None:
     assert (theirs.float() - ours).abs().max() <= BFLOAT16 * ours.abs().max()
 
 
-@pytest.mark.parametrize("scheme", [None, "w4g32", "w4g32-asym", "w8", "w8a8", "fp8", "fp8-block"])
+@pytest.mark.parametrize("scheme", [None, "w4g32", "w4g32-asym", "qserve-g64", "w8", "w8a8", "fp8", "fp8-block"])
 def test_side_by_side(scheme: str | None) -> None:
     """Three that read the same rows, of which one has a bias, are one product, and one memory."""
     columns = 128
@@ -155,13 +178,33 @@ def test_what_does_not_go_side_by_side() -> None:
     check(randn(2, 64), [permuted, divided, Linear("c", packed("w4g32", 64, 64, 2))])
 
 
+def test_a_weight_that_is_gone_leaves_its_neighbours_to_nobody() -> None:
+    """Another may lie where it lay."""
+
+    def dense(value: float) -> weights.TritonWeight:
+        return weights.TritonWeight("dense", (64, 64), torch.full((64, 64), value))
+
+    first, second = dense(0), dense(1)
+    assert weights.side_by_side((first, second)) is not None
+    place = id(second)
+    del second
+    made = [dense(2)]
+    while id(made[-1]) != place and len(made) < 1000:
+        made.append(dense(2))
+    if id(made[-1]) != place:
+        pytest.skip("no place in memory was used again")
+    fused = weights.side_by_side((first, made[-1]))
+    assert fused is not None
+    assert torch.equal(fused.codes[64:], made[-1].codes)
+
+
 def test_many_rows_go_by_way_of_the_dense_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(w4, "DENSE_ROWS", 4)
+    monkeypatch.setattr(tuning, "rows_from", lambda way, device: 4)
     check(randn(5, 128), [Linear("l", packed("w4g64-asym", 70, 128), randn(70))])
 
 
 @dtypes
-@pytest.mark.parametrize("scheme", ["w4g128", "w4g32-asym", "w4-tensor"])
+@pytest.mark.parametrize("scheme", ["w4g128", "w4g32-asym", "w4-tensor", "qserve-g128"])
 def test_four_bits_widen_to_the_very_numbers(scheme: str, dtype: torch.dtype) -> None:
     source = packed(scheme, 70, 256)
     one = Linear("l", source)
@@ -184,7 +227,7 @@ def test_codes_that_no_kernel_knows_are_widened_and_rows_rounded_otherwise_are_r
     assert (linear(randn(3, 128), [one]).double() - expected).abs().max() <= 2e-6 * expected.abs().max()
 
 
-@pytest.mark.parametrize("scheme", [None, "w4g64", "w8", "w8a8", "w3g64", "fp8-block"])
+@pytest.mark.parametrize("scheme", [None, "w4g64", "w8", "w8a8", "w3g64", "fp8-block", "qserve-g64"])
 def test_embedding(scheme: str | None) -> None:
     """Of any weight: those without a kernel are widened once."""
     source = randn(70, 64) if scheme is None else packed(scheme, 70, 64)
@@ -192,7 +235,7 @@ def test_embedding(scheme: str | None) -> None:
     positions, places = randn(9, 64, seed=3), torch.tensor([2, 0, 6])
     ours = ops.embed(table, ids, torch.float32, 8.0, positions, places, 2)
     expected = ref.embed(source, ids, torch.float32, 8.0, positions, places, 2)
-    assert torch.allclose(ours, expected, rtol=1e-6)
+    assert torch.allclose(ours, expected, rtol=LOOKED_UP)
 
 
 def test_rows_of_another_width_are_refused() -> None:

@@ -2,21 +2,25 @@
 
 A program takes one key-value head and a tile of queries: some rows of one sequence with all the H / G query heads that
 read this head, so that a key is read once for all of them. It walks over the slots with a running maximum and sum
-(Flash-attention; Dao et al. 2022), keeps what it sums unnormalised and divides once. Where queries are few the slots of
-a sequence are split among programs (Flash-decoding), and the last to arrive merges their parts (`language.py`).
+(Flash-attention; Dao et al. 2022), keeps what it sums unnormalised and divides once. A tile has room for the queries of
+one sequence, as many as a call has on average, from 16 to 128. Where there are fewer tiles than the card runs at once
+the slots of a sequence are split among programs (Flash-decoding), and the last to arrive merges their parts
+(`language.py`): one token of a few sequences, a tree of guesses for them, the last piece of a prompt.
 
 Nothing is asked of the host that it would have to wait for: which rows are whose, lengths and tables are read by the
 kernel, so a recorded graph replays with new ones. The grid counts tiles from above: sequence b begins at tile
 row_starts[b] // TILE + b, which leaves room for each sequence's last, partly filled tile; tiles in excess return at
-once. How many programs share a sequence follows from the shapes of a call, so on this device a row's bits may depend on
-how many sequences are beside it.
+once. How large tiles are, and how many programs share a sequence, follows from the shapes of a call, so on this device
+a row's bits may depend on how many rows and sequences are beside it.
 
 Slots past a sequence's length may hold anything, even a NaN of somebody's past: their values are not read.
 
 Pages of 8 bits have a scale for each slot, by which scores and weights are multiplied, not numbers. Of 4 bits, levels
 are looked up in a table of 16, which stays in the multiprocessor's cache.
 
-Who sees whom is as in `ops.attention`. A tile of keys lies within one block, since it divides it.
+Who sees whom is as in `ops.attention`. A tile of keys lies within one block, since it divides it. Of a tree of guesses
+only a sequence's own rows need its mask: they are walked over apart, in narrow tiles, so that what the mask takes of
+the registers is not taken from the walk over thousands of slots before them.
 """
 
 from __future__ import annotations
@@ -32,10 +36,10 @@ from attar.kernels.triton.language import ACCUMULATE, arrive_last, counters, ker
 from attar.kernels.triton.pages import NibblePages, PlainPages
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-FEW = 16  # queries of a tile where sequences have few rows: the tensor cores' least
-MANY = 128
+FEW, MANY = 16, 128  # queries of a tile: the tensor cores' least, and what registers have room for
 SLOTS = 64  # keys of a tile
-LEAST = 256  # slots that a split is worth
+NARROW = tl.constexpr(16)  # keys of a tile that has a mask, each of whose numbers is read by itself
+LEAST = 256  # slots that a split is worth to 16 queries, whose part it writes and another reads: a guess, not measured
 
 
 @kernel
@@ -68,6 +72,60 @@ def _widened(
 
 
 @kernel
+def _see(
+    query: tl.tensor, at: tl.tensor, asked: tl.tensor, rows: tl.tensor, top: tl.tensor, mass: tl.tensor,
+    acc: tl.tensor, slot: tl.tensor, end: tl.tensor, own: tl.tensor, first: tl.tensor, last: tl.tensor,
+    branches: tl.tensor, table: tl.tensor, g: tl.tensor, keys: tl.tensor, values: tl.tensor, key_scales: tl.tensor,
+    value_scales: tl.tensor, positions: tl.tensor, key_positions: tl.tensor, levels: tl.tensor, scale: tl.tensor,
+    cap: tl.tensor, window: tl.tensor, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SCALED: tl.constexpr, FOUR: tl.constexpr,
+    PLACED: tl.constexpr, BRANCHES: tl.constexpr, PRECISION: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Maximum, mass and sum of a tile of queries, with BLOCK_S slots from `slot` on taken in. From slot `own` on they
+    are the sequence's own rows, which with BRANCHES see one another as the masks at `branches` say."""
+    NONE: tl.constexpr = 0 if keys.dtype.element_ty == tl.int8 else 0.0
+    d, s = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
+    block = tl.load(table + slot // BLOCK).to(tl.int64)
+    place = (block * G + g) * BLOCK + slot % BLOCK + s
+    held = slot + s < end
+    if FOUR:
+        k = tl.trans(_widened(keys, place, held, levels, BLOCK_S, D))
+    else:
+        k = tl.load(keys + place[None, :] * D + d[:, None], mask=held[None, :] & (d < D)[:, None], other=NONE)
+    scores = tl.dot(query, k.to(query.dtype), input_precision=PRECISION) * scale
+    if SCALED:
+        scores *= tl.load(key_scales + place, mask=held, other=0.0)[None, :]
+    if CAP:  # tanh(y) = 1 - 2 / (exp(2 y) + 1)
+        scores = cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / cap)) + 1.0))
+    key_at, row = slot + s, slot + s - own
+    if PLACED:
+        key_at = tl.load(key_positions + block * BLOCK + slot % BLOCK + s, mask=held, other=-1)
+    if BRANCHES:
+        key_at = tl.where(row >= 0, tl.load(positions + first + row, mask=held & (row >= 0), other=0), key_at)
+    sees = (held & (key_at >= 0))[None, :] & (key_at[None, :] <= at[:, None])
+    if WINDOW:
+        sees = sees & (at[:, None] - key_at[None, :] < window)
+    if BRANCHES:
+        among = branches + (rows - first)[:, None] * (last - first) + row[None, :]
+        branch = asked[:, None] & (held & (row >= 0))[None, :]
+        sees = sees & ((row < 0)[None, :] | (tl.load(among, mask=branch, other=0) != 0))
+    scores = tl.where(sees, scores * LOG2_E, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, 1))
+    ground = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen so far: no infinity less infinity
+    weights = tl.exp2(scores - ground[:, None])
+    fade = tl.exp2(top - ground)
+    mass = mass * fade + tl.sum(weights, 1)
+    if SCALED:
+        weights = weights * tl.load(value_scales + place, mask=held, other=0.0)[None, :]
+    if FOUR:
+        v = _widened(values, place, held, levels, BLOCK_S, D)
+    else:
+        v = tl.load(values + place[:, None] * D + d[None, :], mask=held[:, None] & (d < D)[None, :], other=NONE)
+    acc = tl.dot(weights.to(query.dtype), v.to(query.dtype), acc * fade[:, None], input_precision=PRECISION)
+    return higher, mass, acc
+
+
+@kernel
 def _attend(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, key_scales: tl.tensor, value_scales: tl.tensor, out: tl.tensor,
     sums: tl.tensor, extremes: tl.tensor, arrived: tl.tensor, starts: tl.tensor, lengths: tl.tensor, tables: tl.tensor,
@@ -78,13 +136,12 @@ def _attend(
     SCALED: tl.constexpr, FOUR: tl.constexpr, PLACED: tl.constexpr, TREE: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     SHARE: tl.constexpr = H // G
-    NONE: tl.constexpr = 0 if keys.dtype.element_ty == tl.int8 else 0.0
     g, split = tl.program_id(1), tl.program_id(2)
     b, row, first, last, mask_at = _tile(starts, sequences, ROWS, BLOCK_B, TREE)
     if row >= last:
         return
     length = tl.load(lengths + b)
-    m, d, s = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     rows = row + m // SHARE
     asked = (m < ROWS * SHARE) & (rows < last)
     at = tl.load(positions + rows, mask=asked, other=-1)
@@ -103,46 +160,22 @@ def _attend(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for slot in range(begin, end, BLOCK_S):
-        block = tl.load(tables + b * width + slot // BLOCK).to(tl.int64)
-        place = (block * G + g) * BLOCK + slot % BLOCK + s
-        held = slot + s < end
-        if FOUR:
-            k = tl.trans(_widened(keys, place, held, levels, BLOCK_S, D))
-        else:
-            k = tl.load(keys + place[None, :] * D + d[:, None], mask=held[None, :] & (d < D)[:, None], other=NONE)
-        scores = tl.dot(query, k.to(query.dtype), input_precision=PRECISION) * scale
-        if SCALED:
-            scores *= tl.load(key_scales + place, mask=held, other=0.0)[None, :]
-        if CAP:  # tanh(y) = 1 - 2 / (exp(2 y) + 1)
-            scores = cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / cap)) + 1.0))
-        key_at = slot + s
-        own = key_at - (length - (last - first))
-        if PLACED:
-            key_at = tl.load(key_positions + block * BLOCK + slot % BLOCK + s, mask=held, other=-1)
-        if TREE:
-            key_at = tl.where(own >= 0, tl.load(positions + first + own, mask=held & (own >= 0), other=0), key_at)
-        sees = (held & (key_at >= 0))[None, :] & (key_at[None, :] <= at[:, None])
-        if WINDOW:
-            sees = sees & (at[:, None] - key_at[None, :] < window)
-        if TREE:
-            among = tree + mask_at + (rows - first)[:, None] * (last - first) + own[None, :]
-            branch = asked[:, None] & (held & (own >= 0))[None, :]
-            sees = sees & ((own < 0)[None, :] | (tl.load(among, mask=branch, other=0) != 0))
-        scores = tl.where(sees, scores * LOG2_E, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        ground = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen so far: no infinity less infinity
-        weights = tl.exp2(scores - ground[:, None])
-        fade = tl.exp2(top - ground)
-        mass = mass * fade + tl.sum(weights, 1)
-        if SCALED:
-            weights = weights * tl.load(value_scales + place, mask=held, other=0.0)[None, :]
-        if FOUR:
-            v = _widened(values, place, held, levels, BLOCK_S, D)
-        else:
-            v = tl.load(values + place[:, None] * D + d[None, :], mask=held[:, None] & (d < D)[None, :], other=NONE)
-        acc = tl.dot(weights.to(query.dtype), v.to(query.dtype), acc * fade[:, None], input_precision=PRECISION)
-        top = higher
+    table, own, branches, edge = tables + b * width, length - (last - first), tree + mask_at, end
+    if TREE:  # tiles of whole numbers of slots in which nobody branches
+        edge = tl.maximum(tl.minimum(own // BLOCK_S * BLOCK_S, end), begin)
+    for slot in range(begin, edge, BLOCK_S):
+        top, mass, acc = _see(
+            query, at, asked, rows, top, mass, acc, slot, end, own, first, last, branches, table, g, keys, values,
+            key_scales, value_scales, positions, key_positions, levels, scale, cap, window, G, D, BLOCK, BLOCK_S,
+            BLOCK_D, WINDOW, CAP, SCALED, FOUR, PLACED, False, PRECISION,
+        )  # fmt: skip
+    if TREE:
+        for slot in range(edge, end, NARROW):
+            top, mass, acc = _see(
+                query, at, asked, rows, top, mass, acc, slot, end, own, first, last, branches, table, g, keys, values,
+                key_scales, value_scales, positions, key_positions, levels, scale, cap, window, G, D, BLOCK, NARROW,
+                BLOCK_D, WINDOW, CAP, SCALED, FOUR, PLACED, True, PRECISION,
+            )  # fmt: skip
 
     if SPLITS > 1:
         number = (tl.program_id(0) * G + g).to(tl.int64)
@@ -193,18 +226,20 @@ def paged_attention(q: Tensor, pages: PlainPages, place: Placement, form: Attent
         return out
     share, block_d = form.heads // form.kv_heads, max(16, next_power(form.head_dim))
     many = MANY if block_d <= 128 else MANY // 2
-    queries = max(FEW if -(-rows // sequences) * share <= FEW else many, next_power(share))
+    own = -(-rows // sequences)  # rows of a sequence, were all alike
+    queries = max(FEW, min(many, next_power(own * share)), next_power(share))
     tile = queries // share
-    slots = min(SLOTS, pages.block & -pages.block)  # a power of two that divides the block
-    grid = (rows // tile + sequences, form.kv_heads, 1)
-    if queries == FEW:
-        grid = (*grid[:2], _splits(sequences * form.kv_heads, width * pages.block, processors(q.device)))
+    scaled, four = pages.key_scales is not None, isinstance(pages, NibblePages)
+    wanted = SLOTS // 2 if four and queries < many else SLOTS  # codes on their way to numbers take registers
+    slots = min(wanted, pages.block & -pages.block)  # a power of two that divides the block
+    tiles = sequences * -(-own // tile) * form.kv_heads
+    splits = _splits(tiles, width * pages.block * FEW // queries, processors(q.device))
+    grid = (rows // tile + sequences, form.kv_heads, splits)
     sums = extremes = none
-    if grid[2] > 1:
-        parts = (grid[0] * grid[1], grid[2])
+    if splits > 1:
+        parts = (grid[0] * grid[1], splits)
         sums = torch.empty((*parts, queries, block_d), dtype=torch.float32, device=q.device)
         extremes = torch.empty((*parts, 2, queries), dtype=torch.float32, device=q.device)
-    scaled, four = pages.key_scales is not None, isinstance(pages, NibblePages)
     _attend[grid](
         q, pages.keys, pages.values, pages.key_scales if scaled else none, pages.value_scales if scaled else none, out,
         sums, extremes, counters(q.device), place.row_starts, place.lengths, place.tables, place.positions,
@@ -212,17 +247,18 @@ def paged_attention(q: Tensor, pages: PlainPages, place: Placement, form: Attent
         none if place.tree is None else place.tree.view(torch.uint8), sequences, width,
         nibbles.tables(q.device)[0] if four else none, form.scale,
         form.soft_cap or 1.0, form.window or 0, H=form.heads, G=form.kv_heads, D=form.head_dim, BLOCK=pages.block,
-        ROWS=tile, BLOCK_M=queries, BLOCK_S=slots, BLOCK_D=block_d, BLOCK_B=next_power(sequences), SPLITS=grid[2],
+        ROWS=tile, BLOCK_M=queries, BLOCK_S=slots, BLOCK_D=block_d, BLOCK_B=next_power(sequences), SPLITS=splits,
         WINDOW=form.window is not None, CAP=form.soft_cap is not None, SCALED=scaled, FOUR=four,
         PLACED=place.key_positions is not None, TREE=place.tree is not None, PRECISION=ACCUMULATE,
-        num_warps=4 if queries == FEW else 8, num_stages=3 if block_d <= 128 else 2,
+        num_warps=8 if queries >= (many if block_d <= 128 else 2 * FEW) else 4, num_stages=3 if block_d <= 128 else 2,
     )  # fmt: skip
     return out
 
 
-def _splits(pairs: int, slots: int, processors: int) -> int:
-    """Programs for each pair of sequence and head: a power of two, two programs a multiprocessor in all."""
+def _splits(tiles: int, slots: int, processors: int) -> int:
+    """Programs for each tile of queries: a power of two, two programs a multiprocessor in all. `slots` are those that
+    16 queries would be as much work with."""
     splits = 1
-    while pairs * splits * 2 <= 2 * processors and slots >= 2 * LEAST * splits:
+    while tiles * splits * 2 <= 2 * processors and slots >= 2 * LEAST * splits:
         splits *= 2
     return splits

@@ -47,7 +47,7 @@ def _multiply(x: Tensor, weight: TritonWeight, bias: Tensor | None, each: Linear
     assert (fixed is not None) == weight.static, "a static scheme rounds rows by the linear's own scale"
     if weight.form == "w4a16":
         w4.product(x, weight, bias, out)
-    elif weight.form == "w4a8":
+    elif weight.form in ("w4a8", "p4a8"):
         codes, scales = round_rows(x, torch.int8, fixed)
         w4.product(codes, weight, bias, out, scales)
     elif weight.form == "w8a8":

@@ -15,7 +15,7 @@ from torch import Tensor
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Grid
 from attar.kernels.operands import Linear, Norm, Prepared
-from attar.kernels.triton.weights import TritonWeight, against, prepare
+from attar.kernels.triton.weights import NIBBLES, TritonWeight, against, prepare
 
 
 class TritonStore:
@@ -89,7 +89,7 @@ def embed(
 
     weight = table.weight
     factor = float(torch.tensor(scale, dtype=dtype))
-    if weight.form in ("w4a16", "w4a8"):
+    if weight.form in NIBBLES:
         hidden = w4.dense(weight, dtype, ids, factor)
     else:
         hidden = weight.codes.index_select(0, ids) if weight.form == "dense" else weight.codes[ids]

@@ -1,8 +1,11 @@
 """How products are cut into programs: what was fastest on a device, where that was measured, and rules where not.
 
 `tuned.json` holds what `bench/gpu_check.py --tune` found, by device name: data, made by a script, never by hand. It is
-empty so far. The rules are what arithmetic suggests for a card that reads 4 TB/s with 132 multiprocessors, which are
-the start of every search and the answer for every other device.
+empty so far. The rules, and the rows from which on another way is taken, are what arithmetic suggests for a card that
+reads 4 TB/s with 132 multiprocessors: guesses that nobody has measured, the start of every search and the answer for
+every other device.
+
+    {device: {"cuts": {"w4a16 4096x14336": [{"most": rows, "config": {..}}, ..], ..}, "from": {"widened": rows, ..}}}
 
 Torch-free and Triton-free: integers in, integers out.
 """
@@ -11,13 +14,19 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-Kind = Literal["w4a16", "w4a8", "w8a16", "w8a8", "b8a16", "b8a8"]
+Kind = Literal["w4a16", "w4a8", "p4a8", "w8a16", "w8a8", "b8a16", "b8a8"]
 """The last two are 8 bits with scales of blocks."""
+
+Way = Literal["widened", "scaled_mm"]
+"""Ways around these kernels: 4-bit weights widened once and left to torch, and torch's own product of float8."""
+
+FROM: Mapping[Way, int] = {"widened": 1024, "scaled_mm": 64}
+"""Rows from which on a way is taken."""
 
 STEP = 128  # columns that a step of a program multiplies
 FEW = 16  # rows: one tile of the smallest size
@@ -37,17 +46,23 @@ class Config:
 
 def config(kind: Kind, rows: int, outputs: int, columns: int, processors: int, device: str = "") -> Config:
     """How to multiply `rows` rows by a weight [outputs, columns] on a device of so many multiprocessors."""
-    for entry in tables().get(device, {}).get(f"{kind} {outputs}x{columns}", ()):
+    for entry in tables().get(device, {}).get("cuts", {}).get(f"{kind} {outputs}x{columns}", ()):
         if rows <= entry["most"]:
             return Config(**entry["config"])
     return rule(kind, rows, outputs, columns, processors)
+
+
+def rows_from(way: Way, device: str = "") -> int:
+    """The rows from which on a product takes a way."""
+    rows: int = tables().get(device, {}).get("from", {}).get(way, FROM[way])
+    return rows
 
 
 def rule(kind: Kind, rows: int, outputs: int, columns: int, processors: int) -> Config:
     """What arithmetic suggests."""
     if rows > 64:
         # Sums of blocks are held twice, and a larger tile of them spills.
-        narrow = kind in ("b8a16", "b8a8") or (kind in ("w4a16", "w4a8") and rows <= 256)
+        narrow = kind in ("b8a16", "b8a8") or (kind in ("w4a16", "w4a8", "p4a8") and rows <= 256)
         return Config(128, 64 if narrow else 128, 1, 8, 3)
     steps, splits = -(-columns // STEP), 1
     while -(-outputs // 64) * splits * 2 <= processors * WAVES and steps >= 8 * splits:
@@ -58,9 +73,9 @@ def rule(kind: Kind, rows: int, outputs: int, columns: int, processors: int) -> 
 
 
 @functools.cache
-def tables() -> Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]:
-    """Device to product to entries, {"most": rows, "config": fields of a `Config`}, by rows."""
-    found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]] = json.loads(
+def tables() -> Mapping[str, Mapping[str, Any]]:
+    """What was found, by device, as drawn above; entries are by rows."""
+    found: Mapping[str, Mapping[str, Any]] = json.loads(
         Path(__file__).with_name("tuned.json").read_text(encoding="utf-8")
     )
     return found

@@ -14,12 +14,17 @@ safer, but then Triton no longer loads anything ahead.
 
 How many rows decides what bounds the product. Few: the bytes of the weight, so every multiprocessor must have many of
 them in flight; where outputs give fewer programs than there are, several share the columns (`language.py` on split
-sums). Some: tiles of 64 rows and 128 outputs. From `DENSE_ROWS` on widening the weight once, into bfloat16, and leaving
-the product to torch costs less than widening it for each tile of rows: 2.5 bytes moved for each weight, against 2 N
-operations. That bound is arithmetic, not yet a measurement.
+sums). Some: tiles of 64 rows and 128 outputs. Many (`tuning.rows_from`): widening the weight once, into bfloat16, and
+leaving the product to torch costs less than widening it for each tile of rows: 2.5 bytes moved for each weight, against
+2 N operations.
 
 Rows that are int8 codes take the same way, through the integer tensor cores: a run's sum is exact, and gets the
-weight's scale as a float; the rows' own scales come last.
+weight's scale as a float; the rows' own scales come last. With progressive levels (QServe; Lin et al. 2024) a group's
+codes become int8 before they are multiplied, code * factor - offset in 8 bits, and one sum of whole numbers goes
+through all columns, shared out among programs or not: it is exact, so neither the cut nor the rows beside it change a
+bit. Floats come in once, at the end. What each run adds is two instructions a weight in place of a float for each
+number of the tile. Not done: four weights in one 32-bit multiplication, as QServe has it, for which Triton has no words
+but assembly, and int8 weights widened once where rows are many; neither was measured.
 
 Shapes: N rows, I input columns, O output columns; the layout of codes is drawn in `weights.py`.
 """
@@ -42,9 +47,7 @@ from attar.kernels.triton.language import (
     processors,
     tl,
 )
-from attar.kernels.triton.weights import TritonWeight
-
-DENSE_ROWS = 1024  # from which on the weight is widened once
+from attar.kernels.triton.weights import NIBBLES, TritonWeight
 
 
 @kernel
@@ -59,16 +62,24 @@ def _numbers(nibbles: tl.tensor, zero: tl.tensor, dtype: tl.constexpr) -> tl.ten
 
 
 @kernel
+def _int8(nibbles: tl.tensor, levels: tl.tensor) -> tl.tensor:
+    """nibble * factor - offset, modulo 256 as whole numbers are, of which what is stored fits int8."""
+    factor, offset = (levels & 255).to(tl.uint8), ((levels >> 8) & 255).to(tl.uint8)
+    return (nibbles * factor - offset).to(tl.int8, bitcast=True)
+
+
+@kernel
 def _product(
     x: tl.tensor, x_scales: tl.tensor, codes: tl.tensor, scales: tl.tensor, zeros: tl.tensor, bias: tl.tensor,
     out: tl.tensor, partials: tl.tensor, arrived: tl.tensor, rows: tl.tensor, outputs: tl.tensor, runs: tl.tensor,
     stride: tl.tensor, SCALED: tl.constexpr, OFFSET: tl.constexpr, RUN: tl.constexpr, RUNS_A_GROUP: tl.constexpr,
-    ASYMMETRIC: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ASYMMETRIC: tl.constexpr, LEVELS: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     HALF: tl.constexpr = RUN // 2
     NONE: tl.constexpr = 0 if SCALED else 0.0
     SUM: tl.constexpr = tl.int32 if SCALED else tl.float32
+    TOTAL: tl.constexpr = tl.int32 if LEVELS else tl.float32
     dtype: tl.constexpr = x.dtype.element_ty
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -85,23 +96,34 @@ def _product(
     zero_at = zeros + tile * groups * 64 + inside
     low_at = x + n.to(tl.int64)[None, :] * (runs * RUN) + j[:, None]
     zero = tl.full([BLOCK_O], OFFSET + 8, tl.float32).to(dtype)
-    acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_O, BLOCK_N], TOTAL)
     group = tl.minimum(first, runs - 1) // RUNS_A_GROUP  # the last splits may have nothing to do
-    scale = tl.load(scale_at + group * 64, mask=there, other=0.0)
-    code = tl.load(zero_at + group * 64, mask=there, other=0) if ASYMMETRIC else zero
+    scale, code = zero, zero
+    if not LEVELS:
+        scale = tl.load(scale_at + group * 64, mask=there, other=0.0)
+    if ASYMMETRIC or LEVELS:
+        code = tl.load(zero_at + group * 64, mask=there, other=0)
     for run in range(first, tl.minimum(first + share, runs)):
         packed = tl.load(at + run * (64 * HALF), mask=there[:, None], other=0)
         low = tl.load(low_at + run * RUN, mask=some, other=NONE)
         high = tl.load(low_at + run * RUN + HALF, mask=some, other=NONE)
         group = tl.minimum(run + 1, runs - 1) // RUNS_A_GROUP
-        later = tl.load(scale_at + group * 64, mask=there, other=0.0)
-        if ASYMMETRIC:
-            zero = (code.to(tl.float32) + OFFSET).to(dtype)
+        if LEVELS:
+            both = code[:, None]
             code = tl.load(zero_at + group * 64, mask=there, other=0)
-        part = tl.dot(_numbers(packed & 15, zero[:, None], dtype), low, input_precision=PRECISION, out_dtype=SUM)
-        part = tl.dot(_numbers(packed >> 4, zero[:, None], dtype), high, part, input_precision=PRECISION, out_dtype=SUM)
-        acc += part.to(tl.float32) * scale.to(tl.float32)[:, None]
-        scale = later
+            acc = tl.dot(_int8(packed & 15, both), low, acc, out_dtype=SUM)
+            acc = tl.dot(_int8(packed >> 4, both), high, acc, out_dtype=SUM)
+        else:
+            later = tl.load(scale_at + group * 64, mask=there, other=0.0)
+            if ASYMMETRIC:
+                zero = (code.to(tl.float32) + OFFSET).to(dtype)
+                code = tl.load(zero_at + group * 64, mask=there, other=0)
+            part = tl.dot(_numbers(packed & 15, zero[:, None], dtype), low, input_precision=PRECISION, out_dtype=SUM)
+            part = tl.dot(
+                _numbers(packed >> 4, zero[:, None], dtype), high, part, input_precision=PRECISION, out_dtype=SUM
+            )
+            acc += part.to(tl.float32) * scale.to(tl.float32)[:, None]
+            scale = later
 
     wanted = (o < outputs)[:, None] & some
     if SPLITS > 1:
@@ -111,14 +133,17 @@ def _product(
         tl.store(place + split * (BLOCK_O * BLOCK_N), acc)
         if not arrive_last(arrived, number, SPLITS):
             return
-        acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
+        acc = tl.zeros([BLOCK_O, BLOCK_N], TOTAL)
         for each in range(SPLITS):
             acc += tl.load(place + each * (BLOCK_O * BLOCK_N), cache_modifier=".cg")
+    total = acc.to(tl.float32)
+    if LEVELS:
+        total *= tl.load(scales + o, mask=o < outputs, other=0.0)[:, None]
     if SCALED:
-        acc *= tl.load(x_scales + n, mask=n < rows, other=0.0)[None, :]
+        total *= tl.load(x_scales + n, mask=n < rows, other=0.0)[None, :]
     if BIAS:
-        acc += tl.load(bias + o, mask=o < outputs, other=0.0).to(tl.float32)[:, None]
-    tl.store(out + n.to(tl.int64)[None, :] * stride + o[:, None], acc.to(out.dtype.element_ty), mask=wanted)
+        total += tl.load(bias + o, mask=o < outputs, other=0.0).to(tl.float32)[:, None]
+    tl.store(out + n.to(tl.int64)[None, :] * stride + o[:, None], total.to(out.dtype.element_ty), mask=wanted)
 
 
 def product(x: Tensor, weight: TritonWeight, bias: Tensor | None, out: Tensor, x_scales: Tensor | None = None) -> None:
@@ -126,29 +151,33 @@ def product(x: Tensor, weight: TritonWeight, bias: Tensor | None, out: Tensor, x
 
     `x_scales` [N] are the scales of rows that are int8 codes.
     """
-    assert weight.form == ("w4a16" if x_scales is None else "w4a8")
+    levels = weight.form == "p4a8"
+    kind: tuning.Kind = "w4a16" if x_scales is None else "p4a8" if levels else "w4a8"
+    assert weight.form == kind
     assert weight.scales is not None
     assert x.is_contiguous()
     assert out.stride(1) == 1
     same_device(x, weight.codes, bias, out)
-    rows, (outputs, columns) = len(x), weight.shape
-    if rows >= DENSE_ROWS and x_scales is None:
+    rows, (outputs, columns), device = len(x), weight.shape, device_name(x.device)
+    if x_scales is None and rows >= tuning.rows_from("widened", device):
         matrix = dense(weight, x.dtype)
         torch.mm(x, matrix.T, out=out) if bias is None else torch.addmm(bias.to(x.dtype), x, matrix.T, out=out)
         return
     runs = columns // weight.run
-    config = tuning.config(weight.form, rows, outputs, columns, processors(x.device), device_name(x.device))
+    config = tuning.config(kind, rows, outputs, columns, processors(x.device), device)
     grid = (-(-rows // config.rows), -(-outputs // config.outputs), config.splits)
     none = nothing(x.device)
     partials = none
     if config.splits > 1:
-        partials = x.new_empty((grid[0] * grid[1] * config.splits, config.outputs, config.rows), dtype=torch.float32)
+        shape = (grid[0] * grid[1] * config.splits, config.outputs, config.rows)
+        partials = x.new_empty(shape, dtype=torch.int32 if levels else torch.float32)
     _product[grid](
         x, none if x_scales is None else x_scales, weight.codes, weight.scales,
         none if weight.zeros is None else weight.zeros, none if bias is None else bias, out, partials,
         counters(x.device), rows, outputs, runs, out.stride(0), SCALED=x_scales is not None, OFFSET=_offset(x.dtype),
-        RUN=weight.run, RUNS_A_GROUP=weight.group // weight.run, ASYMMETRIC=weight.zeros is not None,
-        BIAS=bias is not None, SPLITS=config.splits, BLOCK_O=config.outputs, BLOCK_N=config.rows, PRECISION=ACCUMULATE,
+        RUN=weight.run, RUNS_A_GROUP=weight.group // weight.run,
+        ASYMMETRIC=weight.zeros is not None and not levels, LEVELS=levels, BIAS=bias is not None,
+        SPLITS=config.splits, BLOCK_O=config.outputs, BLOCK_N=config.rows, PRECISION=ACCUMULATE,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 
@@ -156,8 +185,8 @@ def product(x: Tensor, weight: TritonWeight, bias: Tensor | None, out: Tensor, x
 @kernel
 def _widen(
     codes: tl.tensor, scales: tl.tensor, zeros: tl.tensor, which: tl.tensor, out: tl.tensor, runs: tl.tensor,
-    factor: tl.tensor, RUN: tl.constexpr, RUNS_A_GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr, CHOSEN: tl.constexpr,
-    COUNT: tl.constexpr,
+    factor: tl.tensor, RUN: tl.constexpr, RUNS_A_GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr, LEVELS: tl.constexpr,
+    CHOSEN: tl.constexpr, COUNT: tl.constexpr,
 ) -> None:  # fmt: skip
     HALF: tl.constexpr = RUN // 2
     row = tl.program_id(0).to(tl.int64)
@@ -169,13 +198,19 @@ def _widen(
         codes + ((o // 64 * runs + run)[:, None] * 64 + o % 64) * HALF + j[None, :], mask=held[:, None], other=0
     )
     group = o // 64 * (runs // RUNS_A_GROUP) + run // RUNS_A_GROUP
-    scale = tl.load(scales + group * 64 + o % 64, mask=held, other=0.0).to(tl.float32)[:, None]
-    zero = tl.full([COUNT], 8, tl.float32)
-    if ASYMMETRIC:
-        zero = tl.load(zeros + group * 64 + o % 64, mask=held, other=0).to(tl.float32)
     at = out + row * runs * RUN + run[:, None] * RUN + j[None, :]
-    low = (((packed & 15).to(tl.float32) - zero[:, None]) * scale).to(out.dtype.element_ty)
-    high = (((packed >> 4).to(tl.float32) - zero[:, None]) * scale).to(out.dtype.element_ty)
+    low, high = packed & 15, packed >> 4
+    if LEVELS:
+        scale = tl.load(scales + o)
+        both = tl.load(zeros + group * 64 + o % 64, mask=held, other=0)[:, None]
+        low, high = _int8(low, both).to(tl.float32) * scale, _int8(high, both).to(tl.float32) * scale
+    else:
+        scale = tl.load(scales + group * 64 + o % 64, mask=held, other=0.0).to(tl.float32)[:, None]
+        zero = tl.full([COUNT], 8, tl.float32)
+        if ASYMMETRIC:
+            zero = tl.load(zeros + group * 64 + o % 64, mask=held, other=0).to(tl.float32)
+        low, high = (low.to(tl.float32) - zero[:, None]) * scale, (high.to(tl.float32) - zero[:, None]) * scale
+    low, high = low.to(out.dtype.element_ty), high.to(out.dtype.element_ty)
     if CHOSEN:
         low, high = (low * factor).to(low.dtype), (high * factor).to(high.dtype)
     tl.store(at, low, mask=held[:, None])
@@ -184,19 +219,19 @@ def _widen(
 
 def dense(weight: TritonWeight, dtype: torch.dtype, which: Tensor | None = None, factor: float = 1.0) -> Tensor:
     """The weight [O, I] in `dtype`; or its rows `which` [N], times `factor`, as an embedding reads them."""
-    assert weight.form in ("w4a16", "w4a8")
+    assert weight.form in NIBBLES
     assert weight.scales is not None
     outputs, columns = weight.shape
     runs = columns // weight.run
     device = weight.codes.device
     out = torch.empty((outputs if which is None else len(which), columns), dtype=dtype, device=device)
-    none, count = nothing(device), min(next_power(runs), 16)
+    none, count, levels = nothing(device), min(next_power(runs), 16), weight.form == "p4a8"
     if len(out):
         _widen[(len(out), -(-runs // count))](
             weight.codes, weight.scales, none if weight.zeros is None else weight.zeros,
             none if which is None else which, out, runs, factor, RUN=weight.run,
-            RUNS_A_GROUP=weight.group // weight.run, ASYMMETRIC=weight.zeros is not None, CHOSEN=which is not None,
-            COUNT=count, num_warps=4,
+            RUNS_A_GROUP=weight.group // weight.run, ASYMMETRIC=weight.zeros is not None and not levels,
+            LEVELS=levels, CHOSEN=which is not None, COUNT=count, num_warps=4,
         )  # fmt: skip
     return out
 

@@ -10,9 +10,9 @@ loaded a step ahead, as in `w4.py`.
 
 Hopper's tensor cores keep 14 bits of a running sum of float8: it is moved to float32 every 128 columns.
 
-float8 on many rows goes to `torch._scaled_mm`, whose kernels are NVIDIA's own, with its fast accumulation, which would
-not move them, left off. A few rows stay here: they are bound by the bytes of the weight, and torch pads them to its
-smallest tile. Not done: torch's product of blocks, which not every release has.
+float8 on many rows (`tuning.rows_from`) goes to `torch._scaled_mm`, whose kernels are NVIDIA's own, with its fast
+accumulation, which would not move them, left off. A few rows stay here: they are bound by the bytes of the weight, and
+torch pads them to its smallest tile. Not done: torch's product of blocks, which not every release has.
 
 Shapes: N rows, I input columns, O output columns.
 """
@@ -35,8 +35,6 @@ from attar.kernels.triton.language import (
     tl,
 )
 from attar.kernels.triton.weights import TritonWeight
-
-SCALED_ROWS = 64  # from which on float8 is torch's
 
 
 @kernel
@@ -122,13 +120,13 @@ def product(x: Tensor, scales: Tensor | None, weight: TritonWeight, bias: Tensor
     assert out.stride(1) == 1
     same_device(x, weight.codes, bias, out)
     rows, (outputs, columns) = len(x), weight.shape
-    integer = weight.codes.dtype == torch.int8
+    integer, device = weight.codes.dtype == torch.int8, device_name(x.device)
     blocked = weight.group > 0
     assert weight.group in (0, tuning.STEP)
     if (
         scales is not None
         and not (integer or blocked)
-        and rows >= SCALED_ROWS
+        and rows >= tuning.rows_from("scaled_mm", device)
         and scaled_mm_fits(out, outputs, columns)
     ):
         scaled_mm(x, scales, weight, bias, out)
@@ -136,7 +134,7 @@ def product(x: Tensor, scales: Tensor | None, weight: TritonWeight, bias: Tensor
     kind: tuning.Kind = "w8a16" if scales is None else "w8a8"
     if blocked:
         kind = "b8a16" if scales is None else "b8a8"
-    config = tuning.config(kind, rows, outputs, columns, processors(x.device), device_name(x.device))
+    config = tuning.config(kind, rows, outputs, columns, processors(x.device), device)
     grid = (-(-rows // config.rows), -(-outputs // config.outputs), config.splits)
     none = nothing(x.device)
     partials = none

@@ -1,10 +1,13 @@
 """Weights laid out for Triton's products. Plain torch: a layout can be made and looked at where there is no Triton.
 
-Five forms, by what meets in the tensor cores:
+Six forms, by what meets in the tensor cores:
 
 * `dense`: rows and weight as they are. That is torch's own product, which nobody beats at it;
 * `w4a16`: 4-bit codes, widened on the way to the tensor cores, times rows as they are;
-* `w4a8`: the same codes, times rows rounded to int8;
+* `w4a8`: the same codes, times rows rounded to int8; a group's scale comes behind the sum over its columns (Atom; Zhao
+  et al. 2024);
+* `p4a8`: 4-bit codes in progressive levels, which become int8 on the way, times rows rounded to int8; one sum of whole
+  numbers over all columns, and one scale behind it (QServe; `formats/progressive.py`);
 * `w8a16`: int8 or E4M3 codes, likewise;
 * `w8a8`: such codes on both sides, rows rounded on the fly with a scale each.
 
@@ -17,6 +20,7 @@ one scale; its 64 x run codes lie together, so the program reads one piece of me
     codes   uint8 [O / 64, I / run, 64, run / 2]   low nibble: column j of the run, high nibble: column run / 2 + j
     scales        [O / 64, I / group, 64]
     zeros   uint8 [O / 64, I / group, 64]          on asymmetric grids
+    zeros   int16 [O / 64, I / group, 64]          of progressive levels: factor + 256 * offset; `scales` are then [O]
 
 A byte's two nibbles are half a run apart, so the low ones of a tile are a matrix that multiplies the first half of the
 rows' run and the high ones another: nothing is ever interleaved in registers. O is padded to whole tiles by codes that
@@ -30,6 +34,7 @@ Shapes: N rows, I input columns, O output columns.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -37,14 +42,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attar.formats import affine
-from attar.formats.forms import Fp8Blocks
+from attar.formats import affine, progressive
+from attar.formats.forms import Fp8Blocks, Progressive
 from attar.formats.packed import PackedTensor
+from attar.formats.packing import unpack_words
 from attar.formats.scheme import Grid, Scheme
 from attar.kernels.operands import Linear
 from attar.kernels.triton.backend import DTYPES
 
-Form = Literal["dense", "w4a16", "w4a8", "w8a16", "w8a8"]
+Form = Literal["dense", "w4a16", "w4a8", "p4a8", "w8a16", "w8a8"]
+NIBBLES: frozenset[Form] = frozenset({"w4a16", "w4a8", "p4a8"})
+"""Forms whose codes are 4 bits, in the layout above."""
 
 FLOAT8_FROM = (8, 9)  # the first cards with float8 in their tensor cores
 TILE = 64  # outputs that lie together
@@ -55,8 +63,8 @@ ZERO = 8  # the code of zero on a symmetric 4-bit grid, as nibbles are stored
 
 @dataclass(eq=False)
 class TritonWeight:
-    """A weight [O, I] that only Triton's kernels read. `codes` are [O, I] but in 4 bits, `scales` [O] in 8, unless they
-    are of blocks."""
+    """A weight [O, I] that only Triton's kernels read. `codes` are [O, I] but in 4 bits, `scales` [O] in 8 bits and
+    behind progressive levels, unless they are of blocks."""
 
     form: Form
     shape: tuple[int, int]
@@ -65,7 +73,7 @@ class TritonWeight:
     zeros: Tensor | None = None
     group: int = 0  # columns under one scale, in 4 bits; in 8 only where scales are of blocks
     static: bool = False  # whether rows are rounded by the linear's own scale
-    fused: dict[tuple[int, ...], TritonWeight] = field(default_factory=dict, repr=False)
+    fused: dict[tuple[weakref.ref[TritonWeight], ...], TritonWeight] = field(default_factory=dict, repr=False)
     """For each tuple of weights that this one is the first of: all of them side by side."""
 
     @property
@@ -76,7 +84,7 @@ class TritonWeight:
     @property
     def rounds(self) -> bool:
         """Whether rows are rounded before they meet it."""
-        return self.form in ("w4a8", "w8a8")
+        return self.form in ("w4a8", "p4a8", "w8a8")
 
     @property
     def read_bytes(self) -> int:
@@ -96,6 +104,12 @@ def against(each: Linear) -> str | None:
     grid, rounding = weight.scheme.weight, weight.scheme.activation
     if isinstance(grid, Fp8Blocks):
         return _against_blocks(weight)
+    if isinstance(grid, Progressive):
+        if grid.group < INTEGER_RUN:
+            return f"groups of {grid.group} are not a multiple of {INTEGER_RUN}"
+        if rounding is None:
+            return f"{grid.name} weights have a Triton kernel for rows rounded to int8 alone"
+        return _against_rounding(weight.scheme, "int")
     if not isinstance(grid, Grid):
         return f"{grid.name} weights have no Triton kernel yet"
     four = (grid.kind, grid.bits) == ("int", 4)
@@ -110,13 +124,17 @@ def against(each: Linear) -> str | None:
         return "this card knows no float8"
     if weight.shape[1] % 16:
         return f"rows of {weight.shape[1]} bytes are no multiple of 16"
-    if rounding is None:
-        return None
-    if not isinstance(rounding, Grid) or rounding.kind != grid.kind or rounding.bits != 8 or not rounding.symmetric:
+    return None if rounding is None else _against_rounding(weight.scheme, grid.kind)
+
+
+def _against_rounding(scheme: Scheme, kind: str) -> str | None:
+    """The same of rows, which meet weights of a kind of numbers."""
+    rounding = scheme.activation
+    if not isinstance(rounding, Grid) or rounding.kind != kind or rounding.bits != 8 or not rounding.symmetric:
         return "activations of another grid than the weight's have no Triton kernel"
     if rounding.granularity == "group":
         return "activations in groups have no Triton kernel yet"
-    if rounding.granularity == "tensor" and not weight.scheme.static:
+    if rounding.granularity == "tensor" and not scheme.static:
         return "one activation scale for all rows of a call would tie them to each other"
     return None
 
@@ -138,8 +156,18 @@ def knows_float8(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FLOAT8_FROM
 
 
+def multiplied_in(scheme: Scheme | None) -> Literal["bf16", "int8", "fp8"]:
+    """The numbers that meet in the tensor cores where a weight of this scheme, None being dense, has a kernel: what
+    rate of the card its products are to be held against."""
+    rounding = None if scheme is None else scheme.activation
+    if rounding is None:
+        return "bf16"
+    return "fp8" if isinstance(rounding, Grid) and rounding.kind == "e4m3" else "int8"
+
+
 def prepare(each: Linear, dtype: torch.dtype) -> None:
-    """Lay the linear's weight out, dense ones in `dtype`. Raises ValueError where `against` gives a reason."""
+    """Lay the linear's weight out, dense ones in `dtype`. Raises ValueError where `against` gives a reason, and where a
+    damaged file has numbers that no code stands for."""
     reason = against(each)
     if reason is not None:
         raise ValueError(f"{each.name}: {reason}")
@@ -153,6 +181,8 @@ def prepare(each: Linear, dtype: torch.dtype) -> None:
     elif isinstance(weight, PackedTensor):
         if isinstance(weight.scheme.weight, Fp8Blocks):
             each.weight = _blocks(weight)
+        elif isinstance(weight.scheme.weight, Progressive):
+            each.weight = _progressive(weight, weight.scheme.weight)
         else:
             each.weight = _w4(weight) if weight.scheme.grid.bits == 4 else _w8(weight)
     each.dense = None
@@ -164,29 +194,41 @@ def _w4(weight: PackedTensor) -> TritonWeight:
     groups = weight.scheme.grid.groups(columns)
     scale = scale.expand(outputs, groups)
     group = columns // groups
-    run = next(run for run in RUNS if group % run == 0)
-    padding = (0, 0, 0, -outputs % TILE)
-    nibbles = torch.nn.functional.pad((codes + ZERO).to(torch.uint8), padding, value=ZERO)
-    low, high = nibbles.view(-1, TILE, columns // run, 2, run // 2).unbind(3)
-    zeros = None
-    if zero is not None:
-        zeros = _tiles(
-            torch.nn.functional.pad((zero.expand(outputs, groups) + ZERO).to(torch.uint8), padding, value=ZERO)
-        )
+    zeros = None if zero is None else _tiles((zero.expand(outputs, groups) + ZERO).to(torch.uint8), ZERO)
     return TritonWeight(
         "w4a16" if weight.scheme.activation is None else "w4a8",
         weight.shape,
-        (low | high << 4).transpose(1, 2).contiguous(),
-        _tiles(torch.nn.functional.pad(scale, padding)),
+        _nibbles((codes + ZERO).to(torch.uint8), group),
+        _tiles(scale),
         zeros,
         group,
         weight.scheme.static,
     )
 
 
-def _tiles(parts: Tensor) -> Tensor:
-    """[O, groups] to [O / 64, groups, 64]."""
-    return parts.reshape(-1, TILE, parts.shape[1]).transpose(1, 2).contiguous()
+def _progressive(weight: PackedTensor, form: Progressive) -> TritonWeight:
+    parts, columns = weight.parts, weight.shape[1]
+    progressive.decode(weight)  # which refuses numbers that are no int8
+    codes = (unpack_words(parts["codes"], form.bits, columns) + progressive.MIDDLE).to(torch.uint8)
+    levels = parts["factor"].to(torch.int16) | parts["offset"].to(torch.int16) << 8
+    scales = parts["scale"].float().flatten().contiguous()
+    laid = _nibbles(codes, form.group)
+    return TritonWeight("p4a8", weight.shape, laid, scales, _tiles(levels), form.group, weight.scheme.static)
+
+
+def _nibbles(codes: Tensor, group: int) -> Tensor:
+    """Codes uint8 [O, I] in groups of so many columns to [O / 64, I / run, 64, run / 2]."""
+    columns = codes.shape[1]
+    run = next(run for run in RUNS if group % run == 0)
+    whole = torch.nn.functional.pad(codes, (0, 0, 0, -len(codes) % TILE), value=ZERO)
+    low, high = whole.view(-1, TILE, columns // run, 2, run // 2).unbind(3)
+    return (low | high << 4).transpose(1, 2).contiguous()
+
+
+def _tiles(parts: Tensor, value: int = 0) -> Tensor:
+    """[O, groups] to [O / 64, groups, 64], with a value for outputs that are not there."""
+    whole = torch.nn.functional.pad(parts, (0, 0, 0, -len(parts) % TILE), value=value)
+    return whole.reshape(-1, TILE, parts.shape[1]).transpose(1, 2).contiguous()
 
 
 def _w8(weight: PackedTensor) -> TritonWeight:
@@ -211,11 +253,11 @@ def side_by_side(weights: Sequence[TritonWeight]) -> TritonWeight | None:
     first = weights[0]
     if len(weights) == 1:
         return first
-    key = tuple(id(each) for each in weights)
+    key = tuple(map(weakref.ref, weights))  # not by id, which another may have once one is gone
     if key not in first.fused:
         if any(_kind(each) != _kind(first) for each in weights):
             return None
-        tile = TILE if first.form in ("w4a16", "w4a8") else first.group or 1
+        tile = TILE if first.form in NIBBLES else first.group or 1
         if any(each.shape[0] % tile for each in weights[:-1]):
             return None
         codes = _joined(weights, "codes")
