@@ -33,6 +33,7 @@ def main() -> None:
     args = parser.parse_args()
     params = llama_cpp.llama_model_quantize_default_params()
     params.nthread, params.ftype = 1, args.type
+    params.allow_requantize = args.type == 0  # to float32 nothing is rounded again
     known = importances(args.imatrix) if args.imatrix else {}
     entries = (llama_cpp.llama_model_imatrix_data * (len(known) + 1))()  # the last, without a name, ends them
     for entry, (name, values) in zip(entries, known.items(), strict=False):

@@ -1,20 +1,19 @@
-"""Charts of points and lines: as SVG that stands in a page, or as PNG where matplotlib is installed.
+"""Charts of points and lines, as SVG that stands in a page; `pictures.py` draws the same ones as PNG.
 
-A chart is data (`Chart`), so that both renderers draw the same one, and a test can compare every drawn number with the
-figure it came from: marks carry `data-x` and `data-y`. Colours are CSS variables that the page sets for its light and
-its dark theme (Okabe and Ito's, which stay apart for colour-blind people); shapes repeat what colours say, and labels
-stand beside their points. Not done: anything interactive. A hover text on each mark is the browser's own.
+A chart is data (`Chart`), and `laid_out` says where everything in it lies: both renderers draw just that, so that a
+picture has the page's scales and labels, and a test can compare every drawn number with the figure it came from: marks
+carry `data-x` and `data-y`. Colours are CSS variables that the page sets for its light and its dark theme (Okabe and
+Ito's, which stay apart for colour-blind people); shapes repeat what colours say, and labels stand beside their points.
+Not done: anything interactive. A hover text on each mark is the browser's own.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
 COLOURS = (
     ("#0072b2", "#5db4ec"),
@@ -33,8 +32,9 @@ SHAPES = ("circle", "square", "triangle", "diamond", "down", "cross")
 
 Style = Literal["dots", "line", "both"]
 
-CHARACTER = 6.1  # width of one at the size of labels, on average
+CHARACTER = 6.6  # width of one at the size of labels, on average
 TEXT = 11  # size of labels
+MANY = 64  # points of a line: with more it is thin
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,7 @@ class Chart:
     series: Sequence[Series]
     width: int = 400
     height: int = 290
+    beside: int = 12  # free to the right of the axes: where lines are labelled at their ends, the labels' place
 
     def drawn(self, series: Series) -> list[Point]:
         return [p for p in series.points if _fits(p.x, self.x) and _fits(p.y, self.y)]
@@ -96,7 +97,7 @@ def ticks(low: float, high: float, count: int = 6) -> list[float]:
     if not span > 0:
         return [low]
     power = 10.0 ** math.floor(math.log10(span / count))
-    step = next(power * s for s in (1, 2, 5, 10, 20) if span / (power * s) <= count)
+    step = next(power * s for s in (1, 2, 2.5, 5, 10, 20) if span / (power * s) <= count)
     first = math.ceil(low / step - 1e-9)
     return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
@@ -150,25 +151,57 @@ def _ends(values: Sequence[float], axis: Axis, room: float) -> tuple[float, floa
     return low - room * span, high + room * span
 
 
-def svg(chart: Chart) -> str:
-    """The chart as one <svg> element. All text that it is given is escaped."""
+@dataclass(frozen=True, slots=True)
+class Stroke:
+    """A line through places. `kind` is its classes: what it is (grid, axis, line, whisker), and how it looks."""
+
+    kind: str
+    places: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    kind: str
+    shape: str
+    x: float
+    y: float
+    series: Series
+    point: Point
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """`anchor` says which part of it stands at x, and y is its base line; or it is `turned`, reading upwards, about a
+    middle at both."""
+
+    kind: str
+    text: str
+    x: float
+    y: float
+    anchor: Literal["start", "middle", "end"] = "middle"
+    turned: bool = False
+
+
+Piece: TypeAlias = Stroke | Mark | Text
+
+
+def laid_out(chart: Chart) -> list[Piece]:
+    """Everything that is drawn, in order, in a space of `chart.width` by `chart.height`, y downwards."""
     shown = [(series, chart.drawn(series)) for series in chart.series]
     points = [p for _, some in shown for p in some]
     ys = [v for p in points for v in (p.y, p.low, p.high) if v is not None and _fits(v, chart.y)]
-    labelled = any(series.labelled for series in chart.series)
+    named = any(series.labelled and series.style != "line" for series in chart.series)
     frame = _Frame(
-        58, chart.width - 12, 14, chart.height - 38,
-        _ends([p.x for p in points], chart.x, 0.09 if labelled else 0.03), _ends(ys, chart.y, 0.06),
+        58, chart.width - chart.beside, 14, chart.height - 38,
+        _ends([p.x for p in points], chart.x, 0.09 if named else 0.03), _ends(ys, chart.y, 0.09 if named else 0.06),
     )  # fmt: skip
-    parts = [*_axes(chart, frame)]
+    found = list(_axes(chart, frame))
     for series, some in shown:
-        parts += _series(chart, series, some, frame)
-    parts += _labels(shown, chart, frame)
-    label = escape(f"{chart.title}: {chart.y.label} against {chart.x.label}", quote=True)
-    return f'<svg viewBox="0 0 {chart.width} {chart.height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+        found += _series(chart, series, some, frame)
+    return [*found, *_labels(shown, chart, frame)]
 
 
-def _axes(chart: Chart, frame: _Frame) -> Iterator[str]:
+def _axes(chart: Chart, frame: _Frame) -> Iterator[Piece]:
     for axis, along_x in ((chart.x, True), (chart.y, False)):
         low, high = frame.x if along_x else frame.y
         few = 6 if chart.width > 300 else 4
@@ -177,52 +210,72 @@ def _axes(chart: Chart, frame: _Frame) -> Iterator[str]:
             marks = [t for t in marks if t == int(t)]
         for mark in marks:
             if along_x:
-                x, y = frame.px(axis.at(mark)), frame.bottom + 14
-                path, anchor = f"M{x:.1f} {frame.top}V{frame.bottom}", "middle"
+                at = frame.px(axis.at(mark))
+                yield Stroke("grid", ((at, frame.top), (at, frame.bottom)))
+                yield Text("tick", number(mark), at, frame.bottom + 14)
             else:
-                x, y = frame.left - 5, frame.py(axis.at(mark))
-                path, anchor = f"M{frame.left} {y:.1f}H{frame.right}", "end"
-                y += 3.5
-            yield f'<path class="grid" d="{path}"/>'
-            yield f'<text class="tick" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{number(mark)}</text>'
-    yield f'<path class="axis" d="M{frame.left} {frame.top}V{frame.bottom}H{frame.right}"/>'
-    middle = (frame.left + frame.right) / 2
-    scale = ", logarithmic" if chart.x.log else ""
-    yield (
-        f'<text class="name" x="{middle:.0f}" y="{chart.height - 7}" text-anchor="middle">'
-        f"{escape(chart.x.label)}{scale}</text>"
-    )
-    scale = ", logarithmic" if chart.y.log else ""
-    up = (frame.top + frame.bottom) / 2
-    yield (
-        f'<text class="name" transform="translate(10 {up:.0f}) rotate(-90)" text-anchor="middle">'
-        f"{escape(chart.y.label)}{scale}</text>"
-    )
+                at = frame.py(axis.at(mark))
+                yield Stroke("grid", ((frame.left, at), (frame.right, at)))
+                yield Text("tick", number(mark), frame.left - 5, at + 3.5, "end")
+    yield Stroke("axis", ((frame.left, frame.top), (frame.left, frame.bottom), (frame.right, frame.bottom)))
+    across, up = (frame.left + frame.right) / 2, (frame.top + frame.bottom) / 2
+    yield Text("name", chart.x.label + ", logarithmic" * chart.x.log, across, chart.height - 7)
+    yield Text("name", chart.y.label + ", logarithmic" * chart.y.log, 10, up, turned=True)
 
 
-def _series(chart: Chart, series: Series, points: Sequence[Point], frame: _Frame) -> Iterator[str]:
-    kind = "soft" if series.colour == SOFT else f"c{series.colour % len(COLOURS)}"
+def _series(chart: Chart, series: Series, points: Sequence[Point], frame: _Frame) -> Iterator[Piece]:
+    kind, shape = kind_of(series), shape_of(series)
     where = [(frame.px(chart.x.at(p.x)), frame.py(chart.y.at(p.y)), p) for p in points]
     if series.style != "dots" and len(where) > 1:
-        path = "L".join(f"{x:.1f} {y:.1f}" for x, y, _ in sorted(where, key=lambda each: each[0]))
-        faint = " faint" if series.labelled else ""  # what has labels is read by its points
-        yield f'<path class="line {kind}{" dashed" if series.dashed else ""}{faint}" d="M{path}"/>'
+        faint = " faint" * series.labelled  # what has labels is read by its points
+        faint += " thin" * (len(where) > MANY)
+        places = [(x, y) for x, y, _ in sorted(where, key=lambda each: each[0])]
+        yield Stroke(f"line {kind}{' dashed' * series.dashed}{faint}", places)
     if series.style == "line":
         return
-    shape = SHAPES[max(series.colour, 0) % len(SHAPES)]
     for x, y, point in where:
-        ends = [end for end in (point.low, point.high) if end is not None and _fits(end, chart.y)]
+        ends = [frame.py(chart.y.at(end)) for end in (point.low, point.high) if end is not None and _fits(end, chart.y)]
         if len(ends) == 2:
-            low, high = (frame.py(chart.y.at(end)) for end in ends)
-            yield f'<path class="whisker {kind}" d="M{x:.1f} {low:.1f}V{high:.1f}"/>'
-        title = f"{point.label or series.name}: {point.y:.4g} at {point.x:.6g}"
-        if point.low is not None and point.high is not None:
-            title += f", interval {point.low:.4g} to {point.high:.4g}"
-        yield (
-            f'<path class="mark {kind}{" hollow" if series.hollow else ""}" d="{_shape(shape, x, y)}" '
-            f'data-series="{escape(series.name, quote=True)}" data-x="{point.x!r}" data-y="{point.y!r}">'
-            f"<title>{escape(title)}</title></path>"
-        )
+            yield Stroke(f"whisker {kind}", [(x, end) for end in ends])
+        yield Mark(f"mark {kind}{' hollow' * series.hollow}", shape, x, y, series, point)
+
+
+def kind_of(series: Series) -> str:
+    """Its class."""
+    return "soft" if series.colour == SOFT else f"c{series.colour % len(COLOURS)}"
+
+
+def shape_of(series: Series) -> str:
+    """One for each colour; where colours come round again, each with the next shape."""
+    number = max(series.colour, 0)
+    return SHAPES[(number + number // len(COLOURS)) % len(SHAPES)]
+
+
+def svg(chart: Chart) -> str:
+    """The chart as one <svg> element. All text that it is given is escaped."""
+    label = escape(f"{chart.title}: {chart.y.label} against {chart.x.label}", quote=True)
+    drawn = "".join(map(_element, laid_out(chart)))
+    return f'<svg viewBox="0 0 {chart.width} {chart.height}" role="img" aria-label="{label}">{drawn}</svg>'
+
+
+def _element(piece: Piece) -> str:
+    if isinstance(piece, Stroke):
+        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in piece.places)
+        return f'<path class="{piece.kind}" d="M{path}"/>'
+    if isinstance(piece, Text):
+        place = f'x="{piece.x:.1f}" y="{piece.y:.1f}"'
+        if piece.turned:
+            place = f'transform="translate({piece.x:.0f} {piece.y:.0f}) rotate(-90)"'
+        return f'<text class="{piece.kind}" {place} text-anchor="{piece.anchor}">{escape(piece.text)}</text>'
+    point, name = piece.point, piece.series.name
+    title = f"{point.label or name}: {point.y:.4g} at {point.x:.6g}"
+    if point.low is not None and point.high is not None:
+        title += f", interval {point.low:.4g} to {point.high:.4g}"
+    return (
+        f'<path class="{piece.kind}" d="{_shape(piece.shape, piece.x, piece.y)}" '
+        f'data-series="{escape(name, quote=True)}" data-x="{point.x!r}" data-y="{point.y!r}">'
+        f"<title>{escape(title)}</title></path>"
+    )
 
 
 def _shape(shape: str, x: float, y: float, size: float = 4.0) -> str:
@@ -238,7 +291,7 @@ def _shape(shape: str, x: float, y: float, size: float = 4.0) -> str:
     }[shape]
 
 
-def _labels(shown: Sequence[tuple[Series, Sequence[Point]]], chart: Chart, frame: _Frame) -> Iterator[str]:
+def _labels(shown: Sequence[tuple[Series, Sequence[Point]]], chart: Chart, frame: _Frame) -> Iterator[Text]:
     """Labels beside their points, each at the first of some places where it covers nothing; where there is none, the
     hover text has to do."""
     taken = [
@@ -249,21 +302,22 @@ def _labels(shown: Sequence[tuple[Series, Sequence[Point]]], chart: Chart, frame
     for series, points in shown:
         if not series.labelled:
             continue
-        for point in points:
+        for point in (each for each in points if each.label):
             x, y = frame.px(chart.x.at(point.x)), frame.py(chart.y.at(point.y))
             wide = CHARACTER * len(point.label)
-            places = (
+            places: tuple[tuple[Literal["start", "middle", "end"], float, float], ...] = (
                 ("start", x + 8, y + 4), ("start", x + 6, y - 7), ("start", x + 6, y + 15), ("end", x - 8, y + 4),
                 ("end", x - 6, y - 7), ("end", x - 6, y + 15), ("middle", x, y - 10), ("middle", x, y + 19),
             )  # fmt: skip
+            if series.style == "line":
+                places = places[:1]  # at the line's end: elsewhere it would name another line
             for anchor, at, base in places:
                 left = at - {"start": 0.0, "end": wide, "middle": wide / 2}[anchor]
                 box = (left, base - TEXT + 1, left + wide, base + 2)
-                inside = box[0] > frame.left and box[2] < frame.right + 10 and box[1] > 0 and box[3] < frame.bottom
+                inside = box[0] > frame.left and box[2] < chart.width - 2 and box[1] > 0 and box[3] < frame.bottom
                 if inside and not any(_overlap(box, other) for other in taken):
                     taken.append(box)
-                    place = f'x="{at:.1f}" y="{base:.1f}" text-anchor="{anchor}"'
-                    yield f'<text class="label" {place}>{escape(point.label)}</text>'
+                    yield Text("label", point.label, at, base, anchor)
                     break
 
 
@@ -275,76 +329,13 @@ def key(series: Sequence[Series]) -> str:
     """The legend, as HTML."""
     items = []
     for each in series:
-        kind = "soft" if each.colour == SOFT else f"c{each.colour % len(COLOURS)}"
-        drawn = ""
+        kind, drawn = kind_of(each), ""
         if each.style != "dots":
             drawn += f'<path class="line {kind}{" dashed" if each.dashed else ""}" d="M0 7H24"/>'
         if each.style != "line":
-            shape = _shape(SHAPES[max(each.colour, 0) % len(SHAPES)], 12, 7)
+            shape = _shape(shape_of(each), 12, 7)
             drawn += f'<path class="mark {kind}{" hollow" if each.hollow else ""}" d="{shape}"/>'
         items.append(
             f'<span><svg class="sample" viewBox="0 0 24 14" aria-hidden="true">{drawn}</svg>{escape(each.name)}</span>'
         )
     return f'<p class="key">{"".join(items)}</p>'
-
-
-def check_png() -> None:
-    """Raise ValueError unless `png` can draw here: asked before the work, not after it."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("PNGs need matplotlib, which is not installed: `pip install matplotlib`, or leave out --png")
-
-
-def png(charts: Sequence[Chart], path: Path) -> None:
-    """The same charts as one picture, side by side."""
-    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
-
-    columns = 2 if len(charts) == 4 else min(3, len(charts))
-    rows = math.ceil(len(charts) / columns)
-    figure: Any = Figure(figsize=(5 * columns, 3.6 * rows), layout="constrained")
-    places = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for place, chart in zip(places, charts, strict=False):
-        _plot(place, chart)
-    for place in places[len(charts) :]:
-        place.set_axis_off()
-    figure.savefig(path, dpi=140)
-
-
-def _plot(place: Any, chart: Chart) -> None:
-    markers = {"circle": "o", "square": "s", "triangle": "^", "diamond": "D", "down": "v", "cross": "P"}
-
-    def plain(text: str) -> str:
-        return text.replace("$", r"\$")  # which would begin a formula
-
-    named: set[str] = set()
-    for series in chart.series:
-        points = sorted(chart.drawn(series), key=lambda p: p.x)
-        colour = "#8a867d" if series.colour == SOFT else COLOURS[series.colour % len(COLOURS)][0]
-        place.plot(
-            [p.x for p in points], [p.y for p in points], color=colour,
-            label="_" if series.name in named else plain(series.name),
-            linestyle="none" if series.style == "dots" else "--" if series.dashed else "-",
-            marker="" if series.style == "line" else markers[SHAPES[max(series.colour, 0) % len(SHAPES)]],
-            markerfacecolor="none" if series.hollow else colour, markersize=5,
-        )  # fmt: skip
-        named.add(series.name)
-        if series.labelled:
-            place.margins(x=0.15)
-        for i, p in enumerate(points):
-            if p.low is not None and p.high is not None:
-                place.vlines(p.x, p.low, p.high, colors=colour, linewidth=1)
-            if series.labelled:
-                place.annotate(
-                    plain(p.label), (p.x, p.y), (5, 4 if i % 2 else -9), textcoords="offset points", fontsize=7
-                )
-    place.set(xlabel=plain(chart.x.label), ylabel=plain(chart.y.label))
-    place.set_title(plain(chart.title), fontsize=10)
-    for axis, side, ends in ((chart.x, place.xaxis, place.get_xlim), (chart.y, place.yaxis, place.get_ylim)):
-        if axis.log:
-            (place.set_xscale if side is place.xaxis else place.set_yscale)("log")
-            low, high = ends()
-            shown = log_ticks(low, high)
-            side.set_ticks(shown, [number(tick) for tick in shown])
-            side.set_ticks([], minor=True)
-    place.grid(alpha=0.25)
-    if len(named) > 1:
-        place.legend(fontsize=7)

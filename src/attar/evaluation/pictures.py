@@ -1,0 +1,120 @@
+"""Charts as PNGs, for pages that show pictures only; matplotlib draws them, where it is installed.
+
+What it draws is what `charts.laid_out` laid out for the page: it is paper here, with one axes that counts as a drawing
+does, and none of its own scales, labels or legends is used. The colours are those of light paper.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from attar.evaluation.charts import (
+    CHARACTER,
+    COLOURS,
+    TEXT,
+    Chart,
+    Mark,
+    Piece,
+    Point,
+    Stroke,
+    Text,
+    kind_of,
+    laid_out,
+    shape_of,
+)
+
+TITLE = 22  # the height of a chart's title
+LINE = 18  # of a line of the legend
+INCH = 96  # units of a drawing in an inch
+
+COLOUR_OF = {"grid": "#ece8df", "axis": "#6d6a63", "soft": "#6d6a63", "tick": "#6d6a63", "name": "#6d6a63"} | {
+    f"c{i}": light for i, (light, _) in enumerate(COLOURS)
+}
+"""By class; all else is ink."""
+
+WIDTHS = {"grid": 0.8, "axis": 1.0, "whisker": 1.4, "thin": 0.9}
+"""Of strokes, by class."""
+
+MARKERS = {"circle": "o", "square": "s", "triangle": "^", "diamond": "D", "down": "v", "cross": "P"}
+"""What matplotlib calls the shapes."""
+
+
+def check() -> None:
+    """Raise ValueError unless `png` can draw here: asked before the work, not after it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("PNGs need matplotlib, which is not installed: pip install 'attar[plot]', or leave out --png")
+
+
+def png(charts: Sequence[Chart], path: Path) -> None:
+    """The same charts as one picture, side by side, their titles above them and one legend above all."""
+    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
+
+    columns = 2 if len(charts) == 4 else min(3, len(charts))
+    rows = math.ceil(len(charts) / columns)
+    wide, tall = max(c.width for c in charts), max(c.height for c in charts) + TITLE
+    legend = list(_legend(charts, columns * wide))
+    top = max((each.y for each in legend if isinstance(each, Text)), default=0.0) + 8
+    size = columns * wide + 8, top + rows * tall  # half of a tick's number may lie to the right of its axis
+    figure: Any = Figure(figsize=(size[0] / INCH, size[1] / INCH))
+    paper = figure.add_axes((0, 0, 1, 1))
+    paper.set(xlim=(0, size[0]), ylim=(size[1], 0))
+    paper.set_axis_off()
+    for piece in legend:
+        _draw(paper, piece, 0, 0)
+    for i, chart in enumerate(charts):
+        across, down = i % columns * wide, top + i // columns * tall + TITLE
+        _draw(paper, Text("title", chart.title, 12, -4, "start"), across, down)
+        for piece in laid_out(chart):
+            _draw(paper, piece, across, down)
+    figure.savefig(path, dpi=2 * INCH)
+
+
+def _legend(charts: Sequence[Chart], width: float) -> Iterator[Piece]:
+    """Every series once, by its name, in lines of `width`."""
+    x, y, seen = 12.0, float(LINE), set[str]()
+    for each in (series for chart in charts for series in chart.series):
+        if each.name in seen:
+            continue
+        seen.add(each.name)
+        if x + 40 + CHARACTER * len(each.name) > width and x > 12:
+            x, y = 12.0, y + LINE
+        if each.style != "dots":
+            yield Stroke(f"line {kind_of(each)}{' dashed' * each.dashed}", [(x, y - 4), (x + 24, y - 4)])
+        if each.style != "line":
+            kind = f"mark {kind_of(each)}{' hollow' * each.hollow}"
+            yield Mark(kind, shape_of(each), x + 12, y - 4, each, Point(0, 0))
+        yield Text("legend", each.name, x + 30, y, "start")
+        x += 30 + CHARACTER * len(each.name) + 20
+
+
+def _draw(paper: Any, piece: Piece, across: float, down: float) -> None:
+    """A piece on a matplotlib axes that counts as drawings do, so far to the right and down."""
+    from matplotlib.patheffects import withStroke  # type: ignore[import-not-found,unused-ignore]
+
+    point = 72 / INCH  # matplotlib's unit of sizes
+    kinds = piece.kind.split()
+    colour = next((COLOUR_OF[kind] for kind in kinds if kind in COLOUR_OF), "#1d2129")
+    if isinstance(piece, Stroke):
+        paper.plot(
+            [across + x for x, _ in piece.places], [down + y for _, y in piece.places], color=colour,
+            linewidth=WIDTHS.get(kinds[-1], WIDTHS.get(kinds[0], 1.8)) * point,
+            linestyle=(0, (2.8, 2.2)) if "dashed" in kinds else "-", alpha=0.4 if "faint" in kinds else 1,
+        )  # fmt: skip
+    elif isinstance(piece, Mark):
+        paper.plot(
+            [across + piece.x], [down + piece.y], color=colour, marker=MARKERS[piece.shape], markersize=8 * point,
+            markerfacecolor="white" if "hollow" in kinds else colour, markeredgewidth=1.4 * point,
+        )  # fmt: skip
+    else:
+        paper.text(
+            across + piece.x, down + piece.y, piece.text.replace("$", r"\$"),  # which would begin a formula
+            color=colour, fontsize=(13 if kinds == ["title"] else TEXT - 1) * point,
+            fontweight="bold" if kinds == ["title"] else "normal",
+            horizontalalignment={"start": "left", "middle": "center", "end": "right"}[piece.anchor],
+            verticalalignment="center" if piece.turned else "baseline", rotation=90 if piece.turned else 0,
+            path_effects=[withStroke(linewidth=3 * point, foreground="white")] if kinds == ["label"] else None,
+        )  # fmt: skip
