@@ -37,6 +37,8 @@ from attar.checkpoints.inspect import inspect
 from attar.checkpoints.safetensors import CheckpointError
 from attar.checkpoints.stored import stored
 from attar.compression.pipeline import compress
+from attar.formats import ggml_search
+from attar.formats.ggml import TYPES
 from attar.kernels import ops
 from attar.model.cache import Step
 from tests.checkpoints import test_folder, test_gguf, test_gguf_checkpoint, test_safetensors
@@ -52,12 +54,19 @@ CALIBRATION = [[(7 * i + 3 * j) % 288 for j in range(32)] for i in range(8)]
 FOLDERS = {
     "dense": "", "4 bits": "rtn-w4g32", "columns in another order": "gptq-w4g32", "8 bits, static": "rtn-w8a8-static",
     "fp8 blocks": "rtn-fp8-block", "nvfp4": "rtn-nvfp4-weight", "nf4": "rtn-nf4", "llm.int8": "rtn-llm-int8",
-    "table and outliers": "rtn-lut4-s45", "2:4 sparse": "magnitude-2:4-sparse24",
+    "table and outliers": "rtn-lut4-s45", "2:4 sparse": "magnitude-2:4-sparse24", "mxfp4": "rtn-mxfp4-weight",
+    "qserve": "rtn-qserve-g64", "GGML's blocks": "rtn-iq4_nl", "fp8 e5m2": "rtn-fp8-e5m2",
+    "rotated at run time": "quarot-w8a8", "fp8, static": "rtn-fp8-tensor-static",
 }  # fmt: skip
 """Sound folders by what they hold: the recipe that makes them of the dense one."""
 FEW = ("4 bits", "8 bits, static")
 CONVERTED = {"gptq": "4 bits", "awq": "4 bits"}
+FP8 = {"fp8 blocks": {"weight_block_size": [128, 128]}, "fp8, static": {"activation_scheme": "static"}}
+"""Of which folders others say quant_method "fp8", and in which words."""
 GGUF_TYPES = ("F32", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+SEARCHED = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+"""Types of the one matrix whose rows are whole blocks of them; the others of such a file are Q8_0."""
+DOWN = "blk.0.ffn_down.weight"
 
 
 @dataclass(frozen=True)
@@ -104,10 +113,16 @@ class Corpus:
         sound = {f"safetensors, {name}": _contents(folder) for name, folder in made.items()}
         if all_kinds:
             sound["safetensors, shards"] = _in_shards(_contents(source))
+            sound |= {f"safetensors, {name} by method": _as_fp8(_contents(made[name]), FP8[name]) for name in FP8}
         tensors, path = test_gguf_checkpoint.as_in_files(source), work / FILE
+        metadata = {**test_gguf_checkpoint.TOKENIZER, "llama.block_count": 1}
         for kind in GGUF_TYPES if all_kinds else GGUF_TYPES[2:3]:
-            metadata = {**test_gguf_checkpoint.TOKENIZER, "llama.block_count": 1}
             test_gguf_checkpoint.write_file(path, tensors, kind, metadata)
+            sound[f"GGUF, {kind}"] = {FILE: path.read_bytes()}
+        for kind in SEARCHED if all_kinds else ("Q4_K",):
+            blocks = ggml_search.encode(TYPES[kind], tensors[DOWN].float())
+            more = {DOWN: (blocks, TYPES[kind], tuple(tensors[DOWN].shape))}
+            test_gguf_checkpoint.write_file(path, tensors, "Q8_0", metadata, more)
             sound[f"GGUF, {kind}"] = {FILE: path.read_bytes()}
         named = _named(sound["safetensors, dense"])
         if all_kinds:
@@ -144,6 +159,14 @@ def _emptied(folder: Path) -> Path:
 def _contents(folder: Path) -> Files:
     """The files that a reader looks at."""
     return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.suffix in (".json", ".safetensors")}
+
+
+def _as_fp8(files: Files, said: Mapping[str, object]) -> Files:
+    """The same model as a checkpoint of quant_method "fp8"."""
+    tensors = safetensors_package.load(files[WEIGHTS])
+    renamed = {name.replace(".weight_scale", ".weight_scale_inv"): tensor for name, tensor in tensors.items()}
+    config = json.loads(files["config.json"]) | {"quantization_config": {"quant_method": "fp8", **said}}
+    return {**files, "config.json": json.dumps(config).encode(), WEIGHTS: safetensors_package.save(renamed)}
 
 
 def _in_shards(files: Files) -> Files:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from attar.checkpoints.writer import ShardWriter
 from attar.compression.pipeline import compress
 from attar.formats import affine, ggml_blocks
 from attar.formats.ggml import TYPES
-from attar.formats.packed import codec
+from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Scheme
 from attar.model.cache import Step
 from attar.text.tokenizer import Tokenizer
@@ -40,18 +42,27 @@ def logits(path: Path) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama in bfloat16, without a tokenizer."""
+    return random_llama(tmp_path_factory.mktemp("models") / "small", 64, LAYERS)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One block, of rows that are whole blocks of k-quants."""
+    return random_llama(tmp_path_factory.mktemp("models") / "wide", 256, 1)
+
+
+def random_llama(folder: Path, width: int, layers: int) -> Path:
+    """In bfloat16, without a tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=LAYERS, num_attention_heads=4,
+        vocab_size=256, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     for parameter in model.parameters():
         parameter.data = torch.randn_like(parameter) * (0.2 if parameter.ndim == 2 else 1.0)
-    folder = tmp_path_factory.mktemp("models") / "small"
     model.bfloat16().save_pretrained(folder)
     return folder
 
@@ -87,6 +98,71 @@ def test_folders_there_and_back(to: str, recipe: str, folders: Folders, tmp_path
     assert config["quantization_config"]["quant_method"] == to
 
 
+AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # the nibble of each of a word's eight columns
+
+
+def as_others_read(stored: dict[str, torch.Tensor], module: str, said: dict[str, Any]) -> torch.Tensor:
+    """The weight [O, I] by the arithmetic of AutoGPTQ's and AutoAWQ's own kernels, which is float16 throughout."""
+    bits, mask = said["bits"], (1 << said["bits"]) - 1
+    words, zeros, scales = (stored[f"{module}.{part}"] for part in ("qweight", "qzeros", "scales"))
+    assert scales.dtype == torch.float16
+    shifts = torch.arange(0, 32, bits)
+
+    def across(packed: torch.Tensor) -> torch.Tensor:
+        return packed[:, :, None] >> (shifts[AWQ_ORDER] if said["quant_method"] == "awq" else shifts) & mask
+
+    zero = across(zeros).flatten(1)
+    if said["quant_method"] == "awq":
+        codes = across(words).flatten(1)
+        groups = torch.arange(len(codes)) // said["group_size"]
+    else:
+        codes = (words[:, None, :] >> shifts[None, :, None] & mask).flatten(0, 1)
+        zero = (zero + (said["checkpoint_format"] == "gptq")) & mask
+        groups = stored[f"{module}.g_idx"].long()
+    return (scales[groups] * (codes - zero[groups]).half()).t()
+
+
+@pytest.mark.parametrize(("to", "recipe"), [(to, each) for to in WAYS for each in WAYS[to] if each != "rtn-w3g32"])
+def test_others_read_the_same_numbers(to: str, recipe: str, folders: Folders, tmp_path: Path) -> None:
+    """Of a model in bfloat16, whose scales become float16."""
+    convert(folders[recipe], tmp_path / "out", to=to)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    source = hf.Checkpoint.open(folders[recipe])
+    for module in ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"):
+        weight = source.linear(module).weight
+        assert isinstance(weight, PackedTensor)
+        assert torch.equal(as_others_read(stored, module, said), weight.dequantize().half())
+
+
+@pytest.mark.parametrize("to", WAYS)
+def test_a_scale_that_is_no_half_is_refused(to: str, folders: Folders, tmp_path: Path) -> None:
+    shutil.copytree(folders["rtn-w4g32"], tmp_path / "in")
+    stored = load_file(tmp_path / "in" / "model.safetensors")
+    stored["model.layers.1.self_attn.o_proj.weight_scale"][3, 1] = 1e-9
+    save_file(stored, tmp_path / "in" / "model.safetensors")
+    words = r"model.layers.1.self_attn.o_proj cannot be .*: a scale of bfloat16 is no number of float16, .*: 9.968"
+    with pytest.raises(ValueError, match=words):
+        convert(tmp_path / "in", tmp_path / "out", to=to)
+    assert not (tmp_path / "out").exists()
+
+
+def test_linears_that_stay_dense_are_named(small: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("recipe: rtn-w4g32\nkeep: ['*.1.mlp.down_proj', lm_head]\n")
+    source = compress(small, tmp_path / "in", recipe=recipe).path
+    said = {}
+    for to in WAYS:
+        convert(source, tmp_path / to, to=to)
+        said[to] = json.loads((tmp_path / to / "config.json").read_text())["quantization_config"]
+        assert torch.equal(logits(tmp_path / to), logits(source))
+    dense = "model.layers.1.mlp.down_proj"
+    assert said["awq"]["modules_to_not_convert"] == ["lm_head", dense]
+    (pattern,) = said["gptq"]["dynamic"]
+    assert re.match(pattern.removeprefix("-:"), dense)
+    assert not re.match(pattern.removeprefix("-:"), dense.replace(".1.", ".0."))
+
+
 def test_gptq_and_awq_meet(folders: Folders, tmp_path: Path) -> None:
     first = convert(folders["rtn-w4g64-asym"], tmp_path / "gptq", to="gptq")
     second = convert(tmp_path / "gptq", tmp_path / "awq", to="awq")
@@ -111,6 +187,43 @@ def test_a_dense_folder_becomes_a_file_of_its_dtype(small: Path, tmp_path: Path)
     file = GgufFile(tmp_path / "out.gguf")
     assert {file.info(name).kind.name for name in ("output.weight", "blk.0.ffn_up.weight")} == {"BF16"}
     assert torch.equal(logits(tmp_path / "out.gguf"), logits(small))
+
+
+@pytest.mark.parametrize(("recipe", "kind"), [("rtn-q4_k", "Q4_K"), ("rtn-iq4_nl", "IQ4_NL"), ("rtn-q5_1", "Q5_1")])
+def test_blocks_of_a_folder_are_copied_byte_for_byte(recipe: str, kind: str, wide: Path, tmp_path: Path) -> None:
+    folder = compress(wide, tmp_path / "folder", recipe=recipe).path
+    done = convert(folder, tmp_path / "out.gguf", to="gguf")
+    assert (done.packed, done.sha256 in next(proof(done))) == (7, True)
+    file, stored = GgufFile(tmp_path / "out.gguf"), load_file(folder / "model.safetensors")
+    for module, name in (("mlp.up_proj", "ffn_up"), ("mlp.down_proj", "ffn_down"), ("self_attn.v_proj", "attn_v")):
+        assert file.info(f"blk.0.{name}.weight").kind.name == kind
+        ours = stored[f"model.layers.0.{module}.weight.blocks"]
+        assert torch.equal(file.read(f"blk.0.{name}.weight").view(ours.shape), ours)
+    assert torch.equal(logits(tmp_path / "out.gguf"), logits(folder))  # also q and k, whose rows change places
+
+
+@pytest.mark.parametrize("kind", convert_gguf.WITH_OFFSETS)
+def test_offsets_that_are_zero_points_become_these(kind: str, small: Path, tmp_path: Path) -> None:
+    """There and back: scales that are powers of two, of which every zero point's product is a float16."""
+    scheme = convert_gguf.WITH_OFFSETS[kind]
+    folder = compress(small, tmp_path / "folder", recipe=f"rtn-{scheme.name}").path
+    stored = load_file(folder / "model.safetensors")
+    scales = {name: each.float().log2().round().exp2().half() for name, each in stored.items() if "scale" in name}
+    save_file(stored | scales, folder / "model.safetensors")
+    there = convert(folder, tmp_path / "there.gguf", to="gguf")
+    assert GgufFile(there.path).info("blk.1.attn_q.weight").kind.name == kind
+    back = convert(there.path, tmp_path / "back", to="compressed-tensors")
+    assert (back.packed, back.sha256) == (7 * LAYERS, there.sha256)
+    again = load_file(tmp_path / "back" / "model.safetensors")
+    assert all(torch.equal(again[name], tensor) for name, tensor in (stored | scales).items() if "_proj" in name)
+
+
+def test_offsets_that_are_none_are_refused_by_name(small: Path, tmp_path: Path) -> None:
+    compress(small, tmp_path / "in.gguf", recipe="q4_1")
+    words = r"blk.0.attn_q.weight cannot .* Q4_1 has an offset that is no whole number of its scales"
+    with pytest.raises(ValueError, match=words):
+        convert(tmp_path / "in.gguf", tmp_path / "out", to="compressed-tensors")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("recipe", "to"), [("q4_0", "compressed-tensors"), ("q8_0", "gptq"), ("q4_0", "awq")])

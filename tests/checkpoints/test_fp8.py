@@ -77,9 +77,68 @@ def test_inputs_are_rounded_in_groups(tmp_path: Path) -> None:
     torch.testing.assert_close(ref.linear(x, [linear]), rounded @ linear.weight.dequantize().T)
 
 
+BY_TENSOR = {"quant_method": "fp8", "weight_block_size": None, "modules_to_not_convert": ["lm_head"]}
+
+
+def by_tensor(folder: Path, settings: dict[str, Any], scale: str, input_scale: str | None = None) -> dict[str, Tensor]:
+    """With one scale for each matrix, and for its inputs where `input_scale` says under which name."""
+    tensors = write(folder, settings)
+    for i, name in enumerate([each for each in tensors if each.endswith("_scale_inv")]):
+        module = name.removesuffix(".weight_scale_inv")
+        tensors[f"{module}.{scale}"] = tensors.pop(name).flatten()[:1].reshape(()) + 0.01
+        if input_scale is not None:
+            tensors[f"{module}.{input_scale}"] = torch.tensor(0.004 + 0.001 * i)
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+@pytest.mark.parametrize("scheme", ["dynamic", "static"])
+def test_one_scale_for_a_tensor_is_read_as_they_do(scheme: str, tmp_path: Path) -> None:
+    settings = BY_TENSOR | {"activation_scheme": scheme}
+    by_tensor(tmp_path, settings, "weight_scale_inv", "activation_scale" if scheme == "static" else None)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    checkpoint = hf.Checkpoint.open(tmp_path)
+    for name in ("model.layers.0.mlp.down_proj", "model.layers.0.self_attn.k_proj"):
+        linear = checkpoint.linear(name)
+        assert isinstance(linear.weight, PackedTensor)
+        wanted = theirs.get_submodule(name).weight.float()
+        torch.testing.assert_close(linear.weight.dequantize(), wanted, rtol=2 * BFLOAT16, atol=0)
+        assert linear.weight.scheme.name == ("fp8-tensor-static" if scheme == "static" else "fp8-tensor")
+
+
+@pytest.mark.parametrize("scheme", ["dynamic", "static"])
+def test_the_names_of_autofp8_are_read(scheme: str, tmp_path: Path) -> None:
+    settings = {"quant_method": "fp8", "activation_scheme": scheme, "ignored_layers": ["lm_head"]}
+    stored = by_tensor(tmp_path, settings, "weight_scale", "input_scale" if scheme == "static" else None)
+    name = "model.layers.0.mlp.up_proj"
+    linear = hf.Checkpoint.open(tmp_path).linear(name)
+    weight = stored[f"{name}.weight"].float() * stored[f"{name}.weight_scale"]
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
+    scale = stored[f"{name}.input_scale"] if scheme == "static" else x.abs().amax(-1, keepdim=True) / 448
+    rounded = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    torch.testing.assert_close(ref.linear(x, [linear]), rounded @ weight.T)
+
+
+@pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("weight_scale", torch.ones(2, 2), r"part 'scale' of fp8-tensor-static"),
+        ("input_scale", torch.tensor(0.0), "input_scale is 0.0: a scale is finite and above 0"),
+        ("input_scale", None, "no tensor 'model.layers.0.mlp.up_proj.input_scale'"),
+    ],
+)
+def test_scales_of_tensors_that_do_not_fit(name: str, value: Tensor | None, words: str, tmp_path: Path) -> None:
+    module = "model.layers.0.mlp.up_proj"
+    stored = by_tensor(tmp_path, BY_TENSOR | {"activation_scheme": "static"}, "weight_scale", "input_scale")
+    stored.pop(f"{module}.{name}")
+    save_file(stored if value is None else stored | {f"{module}.{name}": value}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=words):
+        hf.Checkpoint.open(tmp_path).linear(module)
+
+
 @pytest.mark.parametrize(
     "key, value",
-    [("weight_block_size", None), ("weight_block_size", [64, 64]), ("activation_scheme", "static"), ("fmt", "e5m2"),
+    [("weight_block_size", [64, 64]), ("activation_scheme", "static"), ("activation_scheme", "both"), ("fmt", "e5m2"),
      ("scale_fmt", "ue8m0"), ("expert_dtype", "fp4")],
 )  # fmt: skip
 def test_settings_that_are_not_read(key: str, value: Any, tmp_path: Path) -> None:

@@ -11,7 +11,20 @@ from safetensors.torch import load, save
 
 from attar.checkpoints.inspect import inspect
 from attar.checkpoints.safetensors import CheckpointError
-from tests.checkpoints.hostile_files import DAMAGE, FEW, TENSOR, WEIGHTS, Case, Corpus, examine
+from attar.compression.recipe import Recipe
+from attar.formats.forms import FORMS, GgmlBlocks
+from tests.checkpoints.hostile_files import (
+    DAMAGE,
+    FEW,
+    FOLDERS,
+    GGUF_TYPES,
+    SEARCHED,
+    TENSOR,
+    WEIGHTS,
+    Case,
+    Corpus,
+    examine,
+)
 
 SEED, DAMAGED, EVERY, TENSORS = 11, 60, 9, 40
 BYTES = 32 << 20  # and four times the header
@@ -29,6 +42,16 @@ def numbers(corpus: Corpus) -> list[int]:
 def test_a_case_is_the_same_wherever_it_is_made(corpus: Corpus) -> None:
     i = len(corpus.named) + 5
     assert corpus.case(SEED, i) == corpus.case(SEED, i) != corpus.case(SEED + 1, i)
+
+
+def test_every_kind_of_weights_is_damaged(corpus: Corpus) -> None:
+    made = [Recipe.load(recipe).scheme for recipe in FOLDERS.values() if recipe]
+    assert {form.kind for form in FORMS.values()} | {"int", "e5m2"} <= {
+        each.weight.kind for each in made if each is not None
+    }
+    blocks = {form.type.name for form in FORMS.values() if isinstance(form, GgmlBlocks)}
+    assert blocks <= {*GGUF_TYPES, *SEARCHED}
+    assert "GGUF, Q4_K" in corpus.sound
 
 
 def test_hostile_files_are_refused_in_our_words_or_read_correctly(corpus: Corpus, tmp_path: Path) -> None:

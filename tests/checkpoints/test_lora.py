@@ -17,8 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from attar import LLM, SamplingParams
 from attar.checkpoints import hf, lora, sources
+from attar.checkpoints.merge import merge
 from attar.checkpoints.safetensors import CheckpointError
 from attar.compression.pipeline import compress
+from attar.formats.packed import PackedTensor
 from attar.kernels import ops
 from attar.model.cache import Step
 from tests.conftest import token_ids
@@ -97,8 +99,8 @@ def test_unmerged_merged_and_transformers_agree(base: Path, tmp_path: Path, rslo
     assert (plain - wanted).abs().max() > MOVES
     lora.attach(model, adapter)
     assert (logits(model) - wanted).abs().max() <= SAME
-    found = lora.merge(base, adapter, tmp_path / "merged")
-    assert len(found.adapters) == 2 * LAYERS
+    found = merge(base, adapter, tmp_path / "merged")
+    assert (len(found.linears), found.dequantized, found.requantized) == (2 * LAYERS, {}, None)
     assert (logits(hf.load(tmp_path / "merged", torch.float32)) - wanted).abs().max() <= SAME
 
 
@@ -133,8 +135,50 @@ def test_a_compressed_base_keeps_its_weights_and_gains_the_product(base: Path, t
             assert not isinstance(linear.weight, Tensor)
             linear.weight = linear.weight.dequantize() + change.up @ change.down  # type: ignore[union-attr]
     assert (logits(model) - logits(dense)).abs().max() <= SAME
-    with pytest.raises(CheckpointError, match="is compressed"):
-        lora.merge(packed, adapter, tmp_path / "merged")
+
+
+@pytest.mark.parametrize(
+    "recipe, head",
+    [("rtn-w8", "int8"), ("rtn-nf4", None), ("rtn-iq4_nl", None), ("quarot-w8", None), ("gptq-w4g32", None)],
+)
+def test_merged_into_a_compressed_base_it_computes_what_both_did(
+    recipe: str, head: str | None, base: Path, tmp_path: Path
+) -> None:
+    """Dense then, and told how far off the sums would be on the same grid again."""
+    adapter, packed = save(tmp_path / "adapter"), tmp_path / "packed"
+    given = token_ids(2, 32, vocab=2000) if not recipe.startswith("rtn") else None
+    compress(base, packed, recipe=recipe, calibration=given, head=head)
+    model = hf.load(packed, torch.float32)
+    plain = logits(model)
+    lora.attach(model, adapter)
+    done = merge(packed, adapter, tmp_path / "merged")
+    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+    found = logits(hf.load(tmp_path / "merged", torch.float32))
+    assert (found - logits(model)).abs().max() <= SAME < MOVES < (found - plain).abs().max()
+    assert list(done.dequantized.values()) == [7 * LAYERS + (head is not None)]  # the base's one table is both ends
+    assert done.to_dict()["linears"] == sorted(f"model.layers.{i}.{name}" for i in range(LAYERS) for name in RANKS)
+
+
+def test_the_error_of_rounding_again_is_that_of_rounding_again(base: Path, tmp_path: Path) -> None:
+    """By hand, over all rows of which `merge` samples some."""
+    adapter, packed = save(tmp_path / "adapter"), tmp_path / "packed"
+    compress(base, packed, recipe="rtn-w4g32")
+    done = merge(packed, adapter, tmp_path / "merged")
+    sums, change, error = 0.0, 0.0, 0.0
+    before, after = (hf.Checkpoint.open(path) for path in (packed, tmp_path / "merged"))
+    for name in done.linears:
+        old, new = before.linear(name).weight, after.linear(name).weight
+        assert isinstance(old, PackedTensor)
+        assert isinstance(new, Tensor)
+        groups = new.unflatten(1, (-1, 32))
+        scale = groups.abs().amax(2, keepdim=True) / 7.5
+        rounded = ((groups / scale).round().clamp(-8, 7) * scale).flatten(1)
+        sums += float(old.dequantize().square().sum())
+        change += float((new - old.dequantize()).square().sum())
+        error += float((rounded - new).square().sum())
+    assert done.change == pytest.approx((change / sums) ** 0.5, rel=1e-3)
+    assert done.requantized == pytest.approx((error / (sums + change)) ** 0.5, rel=0.1)
+    assert f"off by {done.requantized:.2%}" in done.sentences()[1]
 
 
 def test_adapters_learn(base: Path, tmp_path: Path) -> None:
@@ -178,7 +222,7 @@ def test_a_tied_output_matrix_is_changed_at_run_time_alone(base: Path, tmp_path:
     lora.attach(model, folder)
     assert (logits(model) - plain).abs().max() > MOVES
     with pytest.raises(CheckpointError, match="an output matrix that is the embedding too"):
-        lora.merge(base, folder, tmp_path / "merged")
+        merge(base, folder, tmp_path / "merged")
 
 
 def rows_of_head(base: Path) -> int:
@@ -216,7 +260,7 @@ def test_pickles_and_files_of_gguf_are_refused_by_name(base: Path, tmp_path: Pat
         lora.attach(hf.load(base, torch.float32), folder)
     (tmp_path / "model.gguf").touch()
     with pytest.raises(ValueError, match="is a GGUF file, whose types have no place for an adapter"):
-        lora.merge(tmp_path / "model.gguf", folder, tmp_path / "merged")
+        merge(tmp_path / "model.gguf", folder, tmp_path / "merged")
 
 
 @pytest.mark.parametrize("recipe", ["f32", "q8_0"])

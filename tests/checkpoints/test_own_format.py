@@ -12,6 +12,7 @@ import torch
 from attar.checkpoints import bitsandbytes, compressed_tensors, hf, own_format
 from attar.checkpoints.libraries import declared, library_for, parts_of
 from attar.checkpoints.safetensors import CheckpointError
+from attar.compression.pipeline import compress
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Part, Scheme
 
@@ -32,10 +33,25 @@ def test_the_first_library_with_a_place_for_all() -> None:
         ("nf4", "w4g128"),
         ("llm-int8-weight",),
         ("sparse24",),
+        ("fp8-e5m2",),
+        ("fp8-e5m2-weight", "w4g128"),
     ):
         assert chosen(*names) is own_format, names
-    with pytest.raises(ValueError, match="no place for fp8-e5m2"):
-        chosen("fp8-e5m2", "w4g128")
+
+
+@pytest.mark.parametrize("scheme", ["fp8-e5m2", "fp8-e5m2-weight"])
+def test_e5m2_is_compressed_and_runs(scheme: str, tiny: Any, tmp_path: Path) -> None:
+    """Which no library has a place for: the folder's logits are those of the weights rounded to nearest here."""
+    folder = compress(tiny.write(tmp_path / "dense", tiny.tensors), tmp_path / "out", recipe=f"rtn-{scheme}").path
+    checkpoint = hf.Checkpoint.open(folder)
+    name = "model.layers.0.mlp.down_proj"
+    linear, original = checkpoint.linear(name), tiny.tensors[f"{name}.weight"].float()
+    assert isinstance(linear.weight, PackedTensor)
+    assert (linear.weight.scheme.name, linear.weight.parts["codes"].dtype) == (scheme, torch.float8_e5m2)
+    scale = original.abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e5m2).max
+    rounded = (original / scale).to(torch.float8_e5m2).float() * scale
+    torch.testing.assert_close(linear.weight.dequantize(), rounded, rtol=SAME, atol=0)
+    assert tiny.our_logits(folder).isfinite().all()
 
 
 MIXED = ["lut3-s45", "q8_0", "w4g32-asym", "nf4", "lut2", "w8a8-static", "llm-int8"]

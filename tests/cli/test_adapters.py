@@ -41,6 +41,19 @@ def test_a_plan_counts_it(place: Path) -> None:
     assert beside["rows"][0]["adapters"] > (place / "adapter" / "adapter_model.safetensors").stat().st_size
 
 
+def test_merged_into_a_compressed_model(place: Path) -> None:
+    """Dense then, and no surprise: what rounding again would cost is said."""
+    assert attar(f"compress demo {place}/packed --recipe rtn-w4g32").exit_code == 0
+    result = attar(f"merge {place}/packed {place}/adapter {place}/merged --json")
+    assert result.exit_code == 0, result.output
+    assert "became dense" in result.output
+    assert "rounded to nearest on the base's grids again they would be off by" in result.output
+    found = last_json(result)
+    assert (len(found["dequantized"]), found["dtype"]) == (1, "bfloat16")
+    assert 0 < found["change"] < 1 > found["requantized"] > 0
+    assert "quantization_config" not in (place / "merged" / "config.json").read_text()
+
+
 def test_mistakes(place: Path) -> None:
     for command, words in (
         (f"generate demo --prompt a --adapter {place}/none", ("adapter",)),

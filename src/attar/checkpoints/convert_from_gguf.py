@@ -1,7 +1,8 @@
 """From a GGUF file to a folder, bit for bit: `convert.py` says what is asked of it.
 
 Config and tokenizer are written anew from the metadata, and read back. Types whose blocks are a grid
-(`gguf_checkpoint.SCHEMES`) become the integers of the folder's format; no other type does.
+(`gguf_checkpoint.SCHEMES`) become the integers of the folder's format, and so do those with an offset where it is a
+zero point (`convert_gguf.WITH_OFFSETS`), which is found when they are read; no other type does.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from attar.checkpoints import gguf_config, gguf_export, hf, vocabulary
-from attar.checkpoints.convert_gguf import DENSE
+from attar.checkpoints.convert_gguf import DENSE, WITH_OFFSETS, as_grid
 from attar.checkpoints.convert_proof import Converted, Digest, Progress, compare
 from attar.checkpoints.convert_source import Stored, dense_values, inexact, values_of
 from attar.checkpoints.convert_targets import Target
@@ -23,6 +24,7 @@ from attar.checkpoints.gguf_config import file_name
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files
 from attar.formats.scheme import Part
+from attar.kernels.operands import Linear
 
 
 def file_to_folder(
@@ -37,7 +39,8 @@ def file_to_folder(
     for name in names:
         module, kind = name.removesuffix(".weight"), checkpoint.file.info(file_name(name)).kind
         shape = checkpoint.file.info(file_name(name)).shape
-        scheme = checkpoint.scheme_of(module) if name.endswith(".weight") and len(shape) == 2 else None
+        matrix = name.endswith(".weight") and len(shape) == 2
+        scheme = (checkpoint.scheme_of(module) or WITH_OFFSETS.get(kind.name)) if matrix else None
         if name in ends or scheme is None:
             dtype = next((dtype for dtype, plain in DENSE.items() if plain == kind.name), None)
             if dtype is None and name not in ends:
@@ -62,7 +65,11 @@ def file_to_folder(
                 module = name.removesuffix(".weight")
                 values = checkpoint.tensor(name)
                 if module in linears:
-                    for tensor, value in target.arrays(module, checkpoint.linear(module)).items():
+                    try:
+                        arrays = target.arrays(module, _linear(checkpoint, module))
+                    except ValueError as error:
+                        raise inexact(file_name(name), error, where) from None
+                    for tensor, value in arrays.items():
                         writer.write(tensor, value)
                 else:
                     writer.write(name, values.to(getattr(torch, layout[name].dtype)))
@@ -79,6 +86,14 @@ def file_to_folder(
         compare(ours, theirs)
     size = sum(file.size for file in files)
     return Converted(dst, target.name, len(ours.of), len(linears), size, ours.whole, tuple(notes))
+
+
+def _linear(checkpoint: GgufCheckpoint, module: str) -> Linear:
+    """The linear as integers, without its bias. Raises ValueError where its offsets are no zero points."""
+    kind = checkpoint.kind_of(module)
+    if kind.name in WITH_OFFSETS:
+        return Linear(module, as_grid(kind, checkpoint.rows_of(f"{module}.weight")))
+    return checkpoint.linear(module)
 
 
 def _config_json(checkpoint: GgufCheckpoint) -> dict[str, Any]:

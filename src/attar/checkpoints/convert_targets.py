@@ -4,16 +4,19 @@ All three store integers, a scale for each group of a row's columns, and zero po
 grid is the same numbers in another order of bits; what differs is what a format has no field for:
 
 * compressed-tensors takes any grid, and scales in the dtype they have;
-* AWQ takes 4 bits in float16 scales, with zero points always, eight outputs a word, and its columns in order;
+* AWQ takes 4 bits, with zero points always, eight outputs a word, and its columns in order;
 * GPTQ takes 2, 3, 4 or 8 bits with zero points always. Its first version stores them minus one, which is undone in ways
   that disagree where one is zero: so symmetric weights, whose zero points are in the middle, are written as version 1,
   which everybody reads, and others as version 2.
 
-A group size and a number of bits hold for a whole folder in the last two.
+A group size and a number of bits hold for a whole folder in the last two, and scales are float16, which is what their
+kernels load: a scale of another dtype is converted where it is a number of float16, and refused where it is none.
+Modules that are dense are named in the config, or readers would look for their integers.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -144,7 +147,7 @@ class ToGptq:
         return {
             f"{module}.qweight": Part("int32", (columns * grid.bits // 32, rows)),
             f"{module}.qzeros": Part("int32", (groups, rows * grid.bits // 32)),
-            f"{module}.scales": Part(each.scheme.scale_dtype, (groups, rows)),
+            f"{module}.scales": Part("float16", (groups, rows)),
             f"{module}.g_idx": Part("int32", (columns,)),
         }
 
@@ -156,12 +159,13 @@ class ToGptq:
         return {
             f"{module}.qweight": pack_words(codes, grid.bits).t().contiguous(),
             f"{module}.qzeros": pack_words((zero - int(grid.symmetric)).t().contiguous(), grid.bits),
-            f"{module}.scales": scale.t().contiguous(),
+            f"{module}.scales": as_half(scale).t().contiguous(),
             f"{module}.g_idx": groups,
         }
 
     def config(self, modules: Mapping[str, Stored], dense: Sequence[str]) -> dict[str, Any]:
         symmetric = _one({name: each.scheme.grid.symmetric for name, each in modules.items()}, "GPTQ")
+        left_out = [name for name in dense if name != "lm_head"]  # which has a setting of its own
         return {
             "quant_method": "gptq",
             "bits": _one({name: each.scheme.grid.bits for name, each in modules.items()}, "GPTQ"),
@@ -170,6 +174,7 @@ class ToGptq:
             "sym": symmetric,
             "checkpoint_format": "gptq" if symmetric else "gptq_v2",
             "lm_head": "lm_head" in modules,
+            **({"dynamic": {f"-:^{re.escape(name)}$": {} for name in left_out}} if left_out else {}),
         }
 
 
@@ -180,7 +185,11 @@ def as_half(scale: Tensor) -> Tensor:
     """A scale in float16. Raises ValueError where one is not a number of that dtype."""
     half = scale.half()
     if not torch.equal(half.float(), scale.float()):
-        raise ValueError(f"a scale of {str(scale.dtype).removeprefix('torch.')} is no number of float16")
+        at = int((half.float() != scale.float()).flatten().nonzero()[0])
+        raise ValueError(
+            f"a scale of {str(scale.dtype).removeprefix('torch.')} is no number of float16, which is what the format "
+            f"has: {float(scale.flatten()[at]):g}"
+        )
     return half
 
 

@@ -1,7 +1,7 @@
 """From a folder to a GGUF file, bit for bit: `convert.py` says what is asked of it.
 
-What a folder says in config.json and tokenizer.json a file says in metadata. Integers become the blocks of a type that
-stands for the very same values, where there is one (`convert_gguf.py`).
+What a folder says in config.json and tokenizer.json a file says in metadata. GGML's blocks are copied, and integers
+become those of a type that stands for the very same values, where there is one (`convert_gguf.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ from attar.formats.ggml import TYPES, GgmlType
 from attar.formats.packed import PackedTensor
 
 PLAIN = 0  # general.file_type of a file whose matrices are of several types, as llama.cpp's own writers say it
+
+FILE_TYPES: Mapping[str, int] = {
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q3_K": 11, "Q4_K": 14, "Q5_K": 16,
+    "Q6_K": 18, "Q2_K": 21, "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32,
+}  # fmt: skip
+"""general.file_type by the type of most matrices; of k-quants those of the mixes called small, nearly pure ones."""
 
 
 def folder_to_file(checkpoint: Checkpoint, dst: Path, overwrite: bool, report: Progress) -> Converted:
@@ -102,7 +108,7 @@ def _file_type(kinds: Mapping[str, GgmlType], dtype: str) -> int:
     """The number of what most matrices are."""
     names = [kind.name for kind in kinds.values()] or [DENSE[dtype]]
     common = max(set(names), key=names.count)
-    return {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32}.get(common, PLAIN)
+    return FILE_TYPES.get(common, PLAIN)
 
 
 def _of_file(checkpoint: GgufCheckpoint, names: list[str]) -> Digest:

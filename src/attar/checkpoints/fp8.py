@@ -1,21 +1,27 @@
-"""Reading checkpoints of quant_method "fp8", in which DeepSeek and others publish their models: E4M3 in blocks.
+"""Reading checkpoints of quant_method "fp8", in which DeepSeek and others publish their models: E4M3.
 
-A quantized module X is X.weight in float8_e4m3fn and X.weight_scale_inv, a number for every block of 128 by 128
-weights, by which codes are *multiplied*, whatever its name; its inputs are rounded to E4M3 in groups of 128 for each
-token. That is compressed-tensors' `block` strategy under other names, and our scheme `fp8-block`.
+A quantized module X is X.weight in float8_e4m3fn and its scale, by which codes are *multiplied*, whatever its name:
 
-Which modules are quantized is read off the tensors; `modules_to_not_convert` says the same. Not done: one scale for a
-tensor or fixed activation scales, scales that are powers of two (`ue8m0`), experts in four bits. All are refused by
-name.
+* with `weight_block_size`, X.weight_scale_inv is a number for every block of 128 by 128 weights, and inputs are rounded
+  to E4M3 in groups of 128 for each token. That is compressed-tensors' `block` strategy under other names, and our
+  scheme `fp8-block`;
+* without, it is one number, X.weight_scale_inv (transformers) or X.weight_scale (AutoFP8, vLLM). Inputs are rounded for
+  each token, or, where `activation_scheme` is static, on the fixed scale X.activation_scale or X.input_scale: our
+  schemes `fp8-tensor` and `fp8-tensor-static`.
+
+Which modules are quantized is read off the tensors; `modules_to_not_convert` says the same. Not done: fixed activation
+scales beside blocks, scales that are powers of two (`ue8m0`), experts in four bits. All are refused by name. Numbers
+for a cache in float8 are not read: ours is as it is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.scales import activation_scale
 from attar.formats.forms import Fp8Blocks
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
@@ -23,13 +29,16 @@ from attar.kernels.operands import Linear
 
 METHOD = "fp8"
 
-WANTED: Mapping[str, tuple[Any, Any]] = {  # what is read, and what is meant where nothing is said
-    "weight_block_size": ([Fp8Blocks.size] * 2, None),
-    "activation_scheme": ("dynamic", "dynamic"),
-    "fmt": ("e4m3", "e4m3"),
-    "scale_fmt": ("float", "float"),
-    "expert_dtype": ("fp8", "fp8"),
+WANTED: Mapping[str, tuple[Any, ...]] = {  # what is read; first, what is meant where nothing is said
+    "weight_block_size": (None, [Fp8Blocks.size] * 2),
+    "activation_scheme": ("dynamic", "static"),
+    "fmt": ("e4m3",),
+    "scale_fmt": ("float",),
+    "expert_dtype": ("fp8",),
 }
+
+SCALES = ("weight_scale_inv", "weight_scale")
+INPUT_SCALES = ("activation_scale", "input_scale")
 
 
 class Fp8:
@@ -37,15 +46,24 @@ class Fp8:
 
     def __init__(self, folder: Folder, config: Mapping[str, Any]) -> None:
         self.folder = folder
-        for key, (wanted, default) in WANTED.items():
-            if config.get(key, default) != wanted:
+        for key, known in WANTED.items():
+            if config.get(key, known[0]) not in known:
                 raise CheckpointError(
-                    f"{folder.path}: quantization_config: {key} {config.get(key, default)!r} is not supported: "
-                    f"{wanted!r} is"
+                    f"{folder.path}: quantization_config: {key} {config.get(key, known[0])!r} is not supported: "
+                    f"{' and '.join(map(repr, known))} {'is' if len(known) == 1 else 'are'}"
                 )
+        self._static = config.get("activation_scheme") == "static"
+        self._scheme = "fp8-block"
+        if config.get("weight_block_size") is None:
+            self._scheme = "fp8-tensor-static" if self._static else "fp8-tensor"
+        elif self._static:
+            raise CheckpointError(
+                f"{folder.path}: quantization_config: activation_scheme 'static' is not supported beside "
+                "weight_block_size: 'dynamic' is"
+            )
 
     def holds(self, module: str) -> bool:
-        return self.folder.has(f"{module}.weight_scale_inv")
+        return any(self.folder.has(f"{module}.{name}") for name in SCALES)
 
     def shape(self, module: str) -> tuple[int, int]:
         """(out, in)."""
@@ -56,7 +74,7 @@ class Fp8:
 
     def scheme_of(self, module: str) -> Scheme:
         try:
-            scheme = Scheme.parse("fp8-block").with_scale_dtype(self.folder.info(f"{module}.weight_scale_inv").dtype)
+            scheme = Scheme.parse(self._scheme).with_scale_dtype(self.folder.info(self._scale(module)).dtype)
             scheme.check(self.shape(module)[1])
         except CheckpointError:
             raise
@@ -66,11 +84,24 @@ class Fp8:
 
     def read(self, module: str) -> Linear:
         """The linear, without its bias. Raises CheckpointError where its tensors do not fit together."""
-        codes, scale = (self.folder.read(f"{module}.{part}") for part in ("weight", "weight_scale_inv"))
+        codes, scale = self.folder.read(f"{module}.weight"), self.folder.read(self._scale(module))
+        if not scale.ndim:
+            scale = scale.reshape(1)
         try:
             packed = PackedTensor(self.scheme_of(module), self.shape(module), {"codes": codes, "scale": scale})
         except CheckpointError:
             raise
         except ValueError as error:
             raise CheckpointError(f"{self.folder.path}: {module}: {error}") from None
-        return Linear(module, packed)
+        linear = Linear(module, packed)
+        if self._static:
+            linear.activation_scale = activation_scale(self.folder, self._found(module, INPUT_SCALES))
+        return linear
+
+    def _scale(self, module: str) -> str:
+        return self._found(module, SCALES)
+
+    def _found(self, module: str, names: Sequence[str]) -> str:
+        """The first of a module's tensors of these names, or the last, which is then missing."""
+        known = [f"{module}.{name}" for name in names]
+        return next(filter(self.folder.has, known), known[-1])

@@ -168,6 +168,10 @@ class GgufCheckpoint:
         size = self.config.head_dim
         return rows.view(-1, size // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
+    def rows_of(self, name: str) -> Tensor:
+        """The rows of matrix `name` as they are stored, uint8 [O, bytes of a row], in our order."""
+        return self._in_order(name, self.file.read(file_name(name)))
+
     def _decoded(self, name: str, dtype: torch.dtype) -> Tensor:
         kind, raw = self._kind(name), self.file.read(file_name(name))
         if name.endswith(".bias"):  # one row, whose values are what is put in order: a block holds several
@@ -175,7 +179,7 @@ class GgufCheckpoint:
         return ggml_blocks.decode(kind, self._in_order(name, raw), dtype)
 
     def _packed(self, name: str) -> PackedTensor:
-        kind, raw = self._kind(name), self._in_order(name, self.file.read(file_name(name)))
+        kind, raw = self._kind(name), self.rows_of(name)
         if not self.blocks:
             return as_grid(kind, raw)
         scheme = self._scheme(kind)
@@ -266,6 +270,6 @@ def load(
     store: Store | None = None,
 ) -> Decoder:
     """The whole model of a GGUF file, ready to run. Arguments and errors as `hf.load`."""
-    assert store is None or dtype == torch.float32, "the native kernels compute in float32"
+    assert store is None or dtype == store.dtype, f"these kernels compute in {store.dtype}, not {dtype}"
     checkpoint = GgufCheckpoint.open(path, dtype, as_stored=store is not None, blocks=isinstance(store, NativeStore))
     return decoder.build(checkpoint.config, checkpoint, progress, store)

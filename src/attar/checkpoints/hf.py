@@ -315,9 +315,9 @@ def load(
 ) -> Decoder:
     """The whole model of a folder, ready to run. `progress(done, total)` counts blocks. Raises as `Checkpoint.open`.
 
-    With a `store` the weights are laid out for the native kernels, which compute in float32 whatever is stored.
+    With a `store` the weights are laid out for its kernels, which compute in its dtype whatever is stored.
     """
-    assert store is None or dtype == torch.float32, "the native kernels compute in float32"
+    assert store is None or dtype == store.dtype, f"these kernels compute in {store.dtype}, not {dtype}"
     checkpoint = Checkpoint.open(path, dtype, as_stored=store is not None)
     try:
         return decoder.build(checkpoint.config, checkpoint, progress, store)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attar.checkpoints import bitsandbytes, compressed_tensors, own_format
 from attar.formats.packed import PackedTensor
-from attar.formats.scheme import Grid, Part, Scheme
+from attar.formats.scheme import Part, Scheme
 
 
 class Library(Protocol):
@@ -53,12 +53,8 @@ LIBRARIES: tuple[Library, ...] = (compressed_tensors, bitsandbytes, own_format)
 
 
 def library_for(schemes: Collection[Scheme]) -> Library:
-    """The first format that has a place for all of these. Raises ValueError where grids alone have none in the first:
-    no more readers would have them than now, were they stored in ours."""
-    reasons = [library.against(schemes) for library in LIBRARIES]
-    if reasons[0] is not None and all(isinstance(scheme.weight, Grid) for scheme in schemes):
-        raise ValueError(reasons[0])
-    return next(library for library, reason in zip(LIBRARIES, reasons, strict=True) if reason is None)
+    """The first format that has a place for all of these; ours has one for any."""
+    return next(library for library in LIBRARIES if library.against(schemes) is None)
 
 
 def library_of(method: str | None) -> Library:

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021) as PEFT stores them: read onto a model, or merged into a dense checkpoint.
+"""Low-rank adapters (LoRA, Hu et al. 2021) as PEFT stores them, read onto a model; `merge.py` merges them into one.
 
 A folder holds adapter_config.json and adapter_model.safetensors. Of each linear that it changes, the latter has
 `base_model.model.<module>.lora_A.weight` [r, I] and `...lora_B.weight` [O, r], and the linear computes
@@ -9,8 +9,7 @@ x' may be rounded, permuted or divided, as the stored W wants it; the adapter re
 trained on. So compressed bases will do, and W stays as it is: an adapter is there for every row (`attach`), or under a
 number for the rows that ask for it (`install`), beside others. Not so where a recipe moved scales from norms into
 weights, or rotated what runs between the blocks: the base then computes the same with an x that the adapter was not
-trained on, unless it was trained on that very base (`doubt`). Merging (`merge`) makes one matrix of both, which only a
-dense base has the room for: on a grid most of a small update would be rounded away.
+trained on, unless it was trained on that very base (`doubt`).
 
 An adapter that is read in part is a model that runs and answers otherwise than trained. So every tensor must have its
 place, every pair be whole, and every key of the config that changes what is computed be one that is known here: DoRA,
@@ -20,10 +19,8 @@ the config say is checked, and what memory the adapter will take is known (`Outl
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -34,15 +31,12 @@ from torch import Tensor
 
 from attar.checkpoints import receipt
 from attar.checkpoints.folder import read_json
-from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.patterns import pattern
 from attar.checkpoints.safetensors import CheckpointError, TensorFile, near
-from attar.checkpoints.vocabulary import is_gguf
-from attar.checkpoints.writer import MAX_SHARD, ShardWriter, atomic_folder, plan_files, require_free
 from attar.kernels import ops
 from attar.kernels.operands import Adapter, Linear, PreparedAdapter
 from attar.model.config import ModelConfig, Names
-from attar.model.decoder import Decoder, compressible
+from attar.model.decoder import Decoder
 from attar.plan.costs import matrices
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -329,49 +323,3 @@ def shapes_of(decoder: Decoder) -> dict[str, tuple[int, int]]:
 def _prepared(found: Lora, linear: Linear, decoder: Decoder) -> Adapter | PreparedAdapter | None:
     change = found.adapters.get(linear.name)
     return None if change is None else ops.prepare_adapter(change, decoder.store, decoder.device)
-
-
-def merge(base: Path, adapter: Path, out: Path, *, overwrite: bool = False, max_shard_bytes: int = MAX_SHARD) -> Lora:
-    """Write the checkpoint `base` with an adapter merged into it, W + B A in float32, rounded to W's dtype, to `out`.
-
-    Raises CheckpointError as `read` does, where the base is compressed, where an output matrix that is also the
-    embedding would be changed, and for whatever keeps `out` from being written; ValueError for a GGUF file.
-    """
-    if is_gguf(base):
-        raise ValueError(
-            f"{base} is a GGUF file, whose types have no place for an adapter: use it unmerged (--adapter), or merge "
-            "it into the folder that the file was made from"
-        )
-    source = Checkpoint.open(base)
-    folder, config = source.folder, source.config
-    if "quantization_config" in folder.config:
-        raise CheckpointError(
-            f"{base} is compressed, and its grid has no place for an adapter: use it unmerged, or merge it into the "
-            "original and compress that"
-        )
-    names = [name for layer in range(config.layers) for name in compressible(config, layer)]
-    shapes = {name: source.linear_shape(name) for name in names}
-    found = read(adapter, config.names, shapes | {config.names.head: (config.vocab_size, config.hidden)})
-    if config.tied and config.names.head in found.adapters:
-        raise CheckpointError(f"{adapter} changes an output matrix that is the embedding too: use it unmerged")
-    changes = {source.stored_name(f"{name}.weight"): (name, each) for name, each in found.adapters.items()}
-    files = plan_files({name: folder.info(name) for name in folder.names()}, max_shard_bytes)
-    require_free(out.parent, sum(file.size for file in files))
-    with atomic_folder(out, overwrite) as work:
-        with ShardWriter(work.out, files) as writer:
-            for tensor in folder.names():
-                value = folder.read(tensor)
-                if tensor in changes:
-                    name, change = changes[tensor]
-                    delta = change.up @ change.down
-                    delta = delta.T if config.names.is_transposed(name) else delta
-                    value = (value.float() + delta).to(value.dtype)
-                    if not value.isfinite().all():
-                        raise CheckpointError(f"{tensor} overflows {value.dtype} with the adapter in it")
-                writer.write(tensor, value)
-            writer.finish()
-        (work.out / "config.json").write_text(json.dumps(folder.config, indent=2, ensure_ascii=False) + "\n")
-        for name in folder.carry_files():
-            (work.out / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(folder.path / name, work.out / name)
-    return found

@@ -1,5 +1,5 @@
 """Our own storage of compressed weights, for schemes that no library has a place for: lookup tables, GGML's blocks
-outside of a GGUF file, 2:4 sparse weights, and folders that mix libraries.
+outside of a GGUF file, 2:4 sparse weights, float8 in E5M2, and folders that mix libraries.
 
 The parts of module X lie under X.weight.<part>. config.json's `quantization_config` names every module with its scheme
 and shape, so that all that is declared is compared with the headers when the folder is opened, and fixed scales of

@@ -28,6 +28,7 @@ def verify(
     `progress(stage, done, total)` tells of the loading. Raises ValueError where the model cannot be loaded or its
     receipt is damaged.
     """
+    ops.require(device)
     path, computed = hub.resolve(model), hf.compute_dtype(dtype, device)
     told = progress or (lambda stage, done, total: None)
     store = None

@@ -104,4 +104,6 @@ def imatrix(
         matrix, ratio = made.widest
         print(f"{made.path}: {made.matrices} matrices, from {made.tokens:,} tokens")
         print(f"the columns of {matrix} differ most: its largest importance is {ratio:.0f} times the mean")
+        for sentence in made.warnings:
+            tell(sentence)
         emit(as_json, made.to_dict())
