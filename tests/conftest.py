@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from attar.kernels.ops import Store
     from attar.model.decoder import Decoder
 
 ROOT = Path(__file__).resolve().parent.parent
+
+settings.register_profile("attar", deadline=None)  # how long an example takes is the machine's affair
+settings.load_profile("attar")
 
 
 @pytest.fixture(scope="session")

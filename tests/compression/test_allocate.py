@@ -15,10 +15,11 @@ from attar.compression import allocate, sensitivity
 from attar.compression.allocate import Target, ladder_for, parse_ladder
 from attar.compression.pipeline import compress
 from attar.compression.recipe import Recipe
-from attar.compression.sensitivity import Group, Log, Trial, groups_of
+from attar.compression.sensitivity import Group, Log, Trial, apart, groups_of
 from attar.formats.packed import codec
 from attar.metrics.measure import measure
 from attar.text.tokenizer import Tokenizer
+from tests.compression.test_experts import write
 
 Ids = list[list[int]]
 LADDER = ("w2g32", "w4g64", "w8g64")
@@ -33,7 +34,8 @@ def schemes(names: tuple[str, ...] = LADDER):  # type: ignore[no-untyped-def]
 def trial_of(folder: Path, ids: Ids, file: Path, recipe: str = "rtn-w4g64") -> Trial:
     decoder, plan = hf.load(folder, torch.float32), Recipe.load(recipe)
     groups = groups_of(decoder, plan)
-    return Trial(decoder, groups, schemes(), plan.rounding, torch.tensor(ids), Log(file, "x"), lambda: None)  # type: ignore[arg-type]
+    log = Log(file, "x")
+    return Trial(decoder, groups, schemes(), plan.rounding, *apart(torch.tensor(ids)), log, lambda: None)  # type: ignore[arg-type]
 
 
 def test_divergences_are_those_of_whole_passes(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
@@ -68,7 +70,8 @@ def test_divergences_are_those_of_whole_passes(tiny: Path, calibration: Ids, tmp
 def test_the_model_is_as_it_was_afterwards(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     decoder, plan = hf.load(tiny, torch.float32), Recipe.load("gptq-w4g64")
     before = {linear.name: linear.weight for block in decoder.blocks for linear in block.linears()}
-    allocate.allocate(decoder, plan, Target(bits=4.5), schemes(), torch.tensor(calibration), tmp_path / "log")
+    texts = apart(torch.tensor(calibration))
+    allocate.allocate(decoder, plan, Target(bits=4.5), schemes(), *texts, tmp_path / "log")
     after = {linear.name: linear.weight for block in decoder.blocks for linear in block.linears()}
     assert all(after[name] is weight for name, weight in before.items())
 
@@ -115,7 +118,8 @@ def test_a_divergence_is_kept_on_what_it_is_measured_on(tiny: Path, calibration:
     ids, plan = torch.tensor(calibration), Recipe.load("rtn-w4g64")
 
     def bits(goal: float) -> float:
-        found = allocate.allocate(hf.load(tiny, torch.float32), plan, Target(kl=goal), schemes(), ids, tmp_path / "log")
+        decoder, texts = hf.load(tiny, torch.float32), apart(ids)
+        found = allocate.allocate(decoder, plan, Target(kl=goal), schemes(), *texts, tmp_path / "log")
         assert found.measured <= goal
         return found.bits_per_weight
 
@@ -129,7 +133,7 @@ def test_a_divergence_is_kept_on_what_it_is_measured_on(tiny: Path, calibration:
 def found_uniform(tiny: Path, ids: torch.Tensor, folder: Path) -> tuple[float, float]:
     """The divergences of w8g64 and of w2g32 everywhere."""
     found = allocate.allocate(
-        hf.load(tiny, torch.float32), Recipe.load("rtn-w4g64"), Target(bits=4.0), schemes(), ids, folder / "log"
+        hf.load(tiny, torch.float32), Recipe.load("rtn-w4g64"), Target(bits=4.0), schemes(), *apart(ids), folder / "log"
     )
     assert list(found.uniform) == sorted(found.uniform, reverse=True)
     return found.uniform[-1], found.uniform[0]
@@ -144,7 +148,7 @@ def test_it_is_closer_than_uniform_bits(demo: Path, tmp_path: Path, monkeypatch:
     decoder, ladder = hf.load(demo, torch.float32), schemes(("w2g64", "w3g128", "w4g128"))
     monkeypatch.setattr(allocate, "ROUNDS", 1)
     found = allocate.allocate(
-        decoder, Recipe.load("rtn-w3g128"), Target(bits=3.13), ladder, ids, tmp_path / "log", "bfloat16"
+        decoder, Recipe.load("rtn-w3g128"), Target(bits=3.13), ladder, *apart(ids), tmp_path / "log", "bfloat16"
     )
     assert found.bits_per_weight <= 3.13
     assert found.measured <= found.unrefined
@@ -157,7 +161,7 @@ def test_a_killed_run_measures_only_what_is_missing(
     def run() -> allocate.Allocation:
         return allocate.allocate(
             hf.load(tiny, torch.float32), Recipe.load("rtn-w4g64"), Target(bits=4.0), schemes(),
-            torch.tensor(calibration), log,
+            *apart(torch.tensor(calibration)), log,
         )  # fmt: skip
 
     log = tmp_path / "log"
@@ -197,6 +201,38 @@ def test_what_a_recipe_decides_is_left_alone(tiny: Path) -> None:
     assert found[0] == Group(0, found[0].linears, ((128, 128), (64, 128)))
     with pytest.raises(ValueError, match="leaves nothing to choose"):
         groups_of(decoder, Recipe.from_dict({"recipe": "rtn-w4g64", "overrides": [{"match": "*", "scheme": "w8"}]}))
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen2Moe"])
+def test_mixtures_of_experts_keep_theirs_together(family: str, tmp_path: Path) -> None:
+    """All experts of a block in one scheme, those that no token was sent to as well; gates stay."""
+    source = write(family, tmp_path / "source")
+    done = compress(
+        source, tmp_path / "out", recipe="gptq-w4g32", target=Target(bits=4.6), ladder=schemes(("w3g32", "w8g32")),
+        calibration=[[5] * 16] * 4,
+    )  # fmt: skip
+    assert done.bits_per_weight <= 4.6
+    chosen = {record.name: record.scheme for record in done.records}
+    assert set(chosen.values()) == {"w3g32", "w8g32"}
+    groups = json.loads((tmp_path / "out" / "receipt.json").read_text())["allocation"]["groups"]
+    experts = [group["linears"] for group in groups if ".experts." in group["linears"][0]]
+    assert sorted(map(len, experts)) == ([4, 4, 8, 8] if family == "Mixtral" else [5, 5, 10, 10]), "with the shared one"
+    for linears in experts:
+        assert len({chosen[name] for name in linears}) == 1
+    assert not any(name.endswith("gate") for name in chosen)
+
+
+def test_the_receipt_says_what_was_not_measured(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    for recipe, without in (
+        ("rtn-w4g64", []), ("awq+gptq-w4g64", ["awq"]), ("guided+tune-w4g64", ["polish", "couple", "correct", "tune"]),
+    ):  # fmt: skip
+        assert allocate.unmeasured(Recipe.load(recipe)) == without
+    compress(
+        tiny, tmp_path / "out", recipe="awq+gptq-w4g64", target=Target(bits=4.0), ladder=schemes(),
+        calibration=calibration,
+    )  # fmt: skip
+    found = json.loads((tmp_path / "out" / "receipt.json").read_text())["allocation"]
+    assert (found["rounding"], found["without"]) == ("gptq", ["awq"])
 
 
 def test_ladders() -> None:

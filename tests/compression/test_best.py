@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from attar.cli.compression import gains
 from attar.compression import best
 from attar.compression.pipeline import compress
+from tests.compression.test_experts import write
+from tests.conftest import token_ids
 
 Ids = list[list[int]]
 
@@ -22,7 +25,7 @@ def test_names() -> None:
     assert best.recipes("rtn-w4, gptq-w4") == ["rtn-w4", "gptq-w4"]
     names = best.recipes("best-w3g64")
     assert names is not None
-    assert names[0] == "gptq-w3g64"
+    assert names[:2] == ["rtn-w3g64", "gptq-w3g64"]
     assert names[-1] == "guided+tune-w3g64"
 
 
@@ -48,6 +51,14 @@ def test_the_best_is_kept_and_the_receipt_says_why(tiny: Path, calibration: Ids,
     assert [each["recipe"] for each in selection["tried"]] == name.split(",")
     kls = [each["kl"] for each in selection["tried"]]
     assert kls[1] < kls[0] < kls[2]
+    assert selection["kept"] == "gptq-w8g32"
+    assert done.to_dict()["selection"] == done.selection == selection
+    printed = "\n".join(gains(done))
+    assert "on 32 tokens set aside" in printed
+    for kl, each in zip(kls, name.split(","), strict=True):
+        (line,) = (line for line in printed.splitlines() if line.startswith(each))
+        assert f"{kl:.3g}" in line
+        assert ("(kept)" in line) == (each == "gptq-w8g32")
     compress(tiny, tmp_path / "alone", recipe="gptq-w8g32", calibration=calibration[:-1])
     model = "model.safetensors"
     assert (tmp_path / "out" / model).read_bytes() == (tmp_path / "alone" / model).read_bytes()
@@ -65,3 +76,41 @@ def test_what_cannot_be_chosen_is_refused_first(tiny: Path, calibration: Ids, tm
     (tmp_path / "out").mkdir()
     with pytest.raises(ValueError, match="exists and is kept"):
         compress(tiny, tmp_path / "out", recipe="best-w4g128", calibration=calibration)
+
+
+@pytest.mark.parametrize(
+    "scheme, family, left, why",
+    [
+        ("w4g32", "Mixtral", ["qronos", "guided", "guided+tune"], "routers of a mixture"),
+        ("nf4", "Llama", ["guided", "guided+tune"], "rows make up for one another"),
+        ("lut4", "Llama", ["guided", "guided+tune"], "rows make up for one another"),
+    ],
+)
+def test_rungs_that_cannot_be_are_left_out(
+    scheme: str, family: str, left: list[str], why: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny if family == "Llama" else write(family, tmp_path / "source")
+    monkeypatch.setattr(best, "STEPS", [step for step in best.STEPS if step == "rtn" or step in left])
+    done = compress(source, tmp_path / "out", recipe=f"best-{scheme}", calibration=token_ids(3, 16, vocab=96))
+    assert done.recipe == f"rtn-{scheme}"
+    assert done.selection is not None
+    assert [each["recipe"] for each in done.selection["left_out"]] == [f"{step}-{scheme}" for step in left]
+    assert all(why in each["why"] for each in done.selection["left_out"])
+    assert f"not tried: {left[0]}-{scheme} (" in "\n".join(gains(done))
+
+
+def test_a_ladder_without_a_rung_says_why(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    for scheme, sentence in (("w4g48", "group size 48 does not divide 128"), ("w4g", "w4g")):
+        with pytest.raises(ValueError, match=sentence):
+            compress(tiny, tmp_path / "out", recipe=f"best-{scheme}", calibration=calibration)
+
+
+def test_what_tuning_gained_is_said(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    done = compress(tiny, tmp_path / "out", recipe="rtn+tune-w4g32", calibration=calibration)
+    tuned = json.loads((tmp_path / "out" / "receipt.json").read_text())["tune"]
+    assert done.to_dict()["tune"] == tuned | {"kl_epochs": tuple(tuned["kl_epochs"])}
+    (line,) = gains(done)
+    assert line == (
+        f"tuning: mean KL {tuned['kl_before']:.3g} before and {tuned['kl_after']:.3g} after, on 32 tokens that it did "
+        "not train on"
+    )

@@ -321,7 +321,6 @@ def test_the_recipe_decides_unless_the_caller_does(
         (RECIPE, "w4g96", "lm_head: group size 96 does not divide 128 input columns; 128, 64"),
         (RECIPE, "w8a8", "lm_head: .* of weights alone, .* not w8a8"),
         (RECIPE, "w4-tensor", "lm_head: .* scale for each row or group, .* not w4-tensor"),
-        (RECIPE, "fp8-e5m2-weight", "no place for fp8-e5m2"),
     ],
 )
 def test_what_is_refused_before_any_work(recipe: str, head: str, sentence: str, source: Path, tmp_path: Path) -> None:

@@ -164,6 +164,8 @@ def test_a_group_that_does_not_divide_names_the_linear() -> None:
         ("recipe: gptq-w4g128\norder: actorder", "order is one of natural, activation"),
         ("recipe: gptq-w4g128\nstatic_groups: 1", "static_groups is true or false"),
         ("recipe: gptq-w4g128\nstatic_groups: false", "needs order: natural"),
+        ("recipe: gptq-w4g128\nresidual: 0.3", "residual is read with correct: true alone, which gptq-w4g128 does not"),
+        ("recipe: qronos-w4g128\noutput_damping: 0.3", "output_damping is read with couple: true alone"),
         ("recipe: smoothquant-w8a8\nalpha: 1.5", "alpha is a number from 0 to 1"),
         ("recipe: awq-w4\nclip: 1", "clip is true or false"),
         ("recipe: gptq-w4\noverrides: {match: a, scheme: w8}", "list of entries"),

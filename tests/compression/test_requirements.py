@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,17 +14,23 @@ from safetensors.torch import load_file, save_file
 
 from attar.checkpoints import hf
 from attar.checkpoints.gguf import GgufFile
-from attar.compression import best, coverage, gradients, tune
+from attar.compression import allocate, best, calibrate, coverage, gradients, tune
 from attar.compression.allocate import Target, parse_ladder
 from attar.compression.pipeline import compress
-from attar.compression.recipe import PRESETS
-from attar.formats import ggml_mix
+from attar.compression.recipe import PRESETS, Recipe
+from attar.formats import affine, ggml_mix
 from attar.formats.forms import FORMS
+from attar.formats.observers import KL, MSE, MinMax, Percentile
+from attar.formats.scheme import Grid, Scheme
+from attar.kernels import ops
+from attar.model.cache import Step
 from attar.model.decoder import Decoder
 from tests.compression.test_experts import write
 from tests.conftest import token_ids
 
 Ids = list[list[int]]
+
+NEAR = 1.0  # nats, of a model of random weights whose least good recipe here costs 0.5 and which a wrong scale ruins
 
 
 class Begun(Exception):
@@ -45,7 +52,7 @@ def test_tuning_needs_two_sequences(tiny: Path, calibration: Ids, tmp_path: Path
 @pytest.mark.parametrize(
     "family, recipe, sequences, sentence",
     [
-        ("Llama", "best-w4g32", 2, "guided.tune-w4g32 needs at least 2"),  # one of which is for the selection
+        ("Llama", "rtn-w4g32,guided+tune-w4g32", 2, "guided.tune-w4g32 needs at least 2"),  # one is for the selection
         ("Mixtral", "gptq-w4g32,guided-w4g32", 8, "routers of a mixture"),
         ("Mixtral", "gptq-w4g32,gptq-w4g48", 8, "model.layers.0.self_attn.q_proj"),
     ],
@@ -211,27 +218,58 @@ def test_what_allocation_measures_on_is_not_what_tuning_judges_by(
                 tiny, tmp_path / "out", recipe=recipe, target=Target(bits=4), ladder=parse_ladder("w2g32,w8g32"),
                 calibration=calibration,
             )  # fmt: skip
-    judges = tune.aside(torch.tensor(calibration))
+    rest = calibration[:-2]  # the last are measured on
+    judges = tune.aside(torch.tensor(rest))
     assert judges
-    assert seen == [calibration, [row for i, row in enumerate(calibration) if i not in judges]]
+    assert seen == [rest, [row for i, row in enumerate(rest) if i not in judges]]
 
 
-def test_text_that_says_too_little_is_warned_about_with_figures(tiny: Path, tmp_path: Path) -> None:
-    ids = token_ids(16, 32)
+def test_what_allocation_measures_on_calibrates_nothing(
+    tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it tune, or weigh importances: what is made is what those sequences were never part of."""
+    with pytest.raises(ValueError, match="a target needs at least 2 calibration sequences"):
+        compress(tiny, tmp_path / "no", recipe="gptq-w4g32", target=Target(bits=4), calibration=calibration[:1])
+    found = allocate.for_output(
+        hf.Checkpoint.open(tiny), Recipe.load("rtn-w4g32"), Target(bits=4), parse_ladder("w2g32,w8g32"), calibration,
+        calibrate.Amount(), tmp_path / "found", False, False, lambda plan: 0, lambda *told: None,
+    )  # fmt: skip
+    assert (found.read.tolist(), found.calibration) == (calibration, calibration[:-2])
+    found.forget()
+    monkeypatch.setattr(allocate, "ROUNDS", 1)
+    made = {}
+    for name, ids in (("all", calibration), ("less", calibration[:-2])):
+        if name == "less":
+            monkeypatch.setattr(allocate, "apart", lambda given: (given, torch.tensor(calibration[-2:])))
+        compress(
+            tiny, tmp_path / name, recipe="gptq-w4g32", target=Target(bits=4), ladder=parse_ladder("w2g32,w8g32"),
+            calibration=ids,
+        )  # fmt: skip
+        made[name] = (tmp_path / name / "model.safetensors").read_bytes()
+    assert made["all"] == made["less"]
+    receipt = json.loads((tmp_path / "all" / "receipt.json").read_text())
+    hashes = [calibrate.token_hash(torch.tensor(each)) for each in (calibration[:-2], calibration[-2:])]
+    assert [receipt["calibration"], receipt["allocation"]["selection"]] == hashes
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_text_that_says_too_little_is_warned_about_with_figures(layer: int, tiny: Path, tmp_path: Path) -> None:
+    """Of the last block too, behind which nothing is calibrated."""
+    ids = calibrate.sample_from(hf.load(tiny, torch.float32), calibrate.Amount(16, 32, 0)).tolist()
     assert compress(tiny, tmp_path / "enough", recipe="gptq-w4g32", calibration=ids).warnings == ()
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_bytes((tiny / "config.json").read_bytes())
     tensors = load_file(tiny / "model.safetensors")
-    tensors["model.layers.1.input_layernorm.weight"][5:8] = 0
+    tensors[f"model.layers.{layer}.input_layernorm.weight"][5:8] = 0
     save_file(tensors, source / "model.safetensors")
-    few, unseen = compress(source, tmp_path / "out", recipe="gptq-w4g32", calibration=ids[:4]).warnings
+    few, unseen, *_ = compress(source, tmp_path / "out", recipe="gptq-w4g32", calibration=ids[:4]).warnings
     assert "128 tokens and the widest linear 256 input columns" in few
-    # of two blocks, less the last: what q, o, gate and down read
-    assert "3 of 1,280 input channels were zero" in unseen
-    assert "model.layers.1.self_attn.q_proj (2.3%)" in unseen
+    # of three blocks: what q, o, gate and down read
+    assert "3 of 1,920 input channels were zero" in unseen
+    assert f"model.layers.{layer}.self_attn.q_proj (2.3%)" in unseen
     receipt = json.loads((tmp_path / "out" / "receipt.json").read_text())
-    assert receipt["warnings"] == [few, unseen]
+    assert receipt["warnings"][:2] == [few, unseen]
 
 
 def test_experts_without_a_token_are_counted_and_rounded_all_the_same(tmp_path: Path) -> None:
@@ -241,7 +279,39 @@ def test_experts_without_a_token_are_counted_and_rounded_all_the_same(tmp_path: 
     blind = [record.name for record in done.records if record.measure == "weight"]
     assert len(blind) == 2 * 2 * 3
     assert all(".experts." in name for name in blind)
-    assert any(each.startswith("2 of 4 experts were sent no calibration token") for each in done.warnings)
+    assert any(each.startswith("4 of 8 experts were sent no calibration token") for each in done.warnings)
+
+
+IDLE = (
+    "awq-w4g32", "clip+gptq-w4g32", "smoothquant+rtn-w8a8", "autoround-w4g32", "wanda-s50", "squeezellm-lut4",
+    "smoothattention-w4g32", "smoothquant+gptq-w8a8-static",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", IDLE)
+def test_an_expert_without_a_token_stops_no_method(recipe: str, tmp_path: Path) -> None:
+    """It is stored by its weights alone, and the model is still near the original where it is routed to."""
+    source = write("Qwen3Moe", tmp_path / "source")
+    done = compress(source, tmp_path / "out", recipe=recipe, calibration=[[5] * 24] * 2)
+    assert any("of 8 experts were sent no calibration token" in each for each in done.warnings)
+    assert len([record for record in done.records if ".experts." in record.name]) == 2 * 4 * 3
+    found, wanted = (
+        hf.load(folder, torch.float32).forward(torch.arange(24), Step((24,), 24)).log_softmax(-1)
+        for folder in (tmp_path / "out", source)
+    )
+    divergence = (wanted.exp() * (wanted - found)).sum(-1).mean()
+    assert divergence < NEAR
+
+
+def test_a_static_scale_that_nothing_was_seen_of_is_that_of_the_other_experts(tmp_path: Path) -> None:
+    source = write("Qwen3Moe", tmp_path / "source")
+    compress(source, tmp_path / "out", recipe="rtn-w8a8-static", calibration=[[5] * 24] * 2)
+    scales = load_file(tmp_path / "out" / "model.safetensors")
+    for layer in range(2):
+        at = f"model.layers.{layer}.mlp.experts"
+        down = [float(scales[f"{at}.{e}.down_proj.input_scale"]) for e in range(4)]
+        assert min(down) > max(down) / 1000, "the smallest of a float, where nothing was seen"
+        assert down.count(max(down)) == 3, "two idle ones take the largest"
 
 
 def test_a_resumed_run_warns_of_what_the_killed_one_saw(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
@@ -260,13 +330,101 @@ def test_clip_needs_a_grid(recipe: str, tiny: Path, calibration: Ids, tmp_path: 
         compress(tiny, tmp_path / "out", recipe=recipe, calibration=calibration, progress=nothing_begins)
 
 
+@pytest.mark.parametrize(
+    "recipe, word, sentence",
+    [
+        ("rtn-w8a8", "mse", "fixes no activation scales"),
+        ("rtn-nvfp4", "kl", "model.layers.0.self_attn.q_proj: activation_range kl is for integers"),
+        ("rtn-w8a8-static", "largest", "activation_range is one of minmax, average, percentile, mse, kl"),
+    ],
+)
+def test_a_range_is_of_scales_that_are_fixed(
+    recipe: str, word: str, sentence: str, tiny: Path, calibration: Ids, tmp_path: Path
+) -> None:
+    (tmp_path / "r.yaml").write_text(f"recipe: {recipe}\nactivation_range: {word}\n")
+    with pytest.raises(ValueError, match=sentence):
+        compress(
+            tiny, tmp_path / "out", recipe=tmp_path / "r.yaml", calibration=calibration, progress=nothing_begins
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("word", ["minmax", "average", "percentile", "mse", "kl"])
+def test_fixed_scales_are_those_of_the_observer(word: str, tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    """Of what q, k and v of the first block read, which nothing before has changed; batch by batch."""
+    plan = Recipe.from_dict({"recipe": "rtn-w8a8-static", "activation_range": word})
+    compress(tiny, tmp_path / "out", recipe=plan, calibration=calibration)
+    decoder, grid = hf.load(tiny, torch.float32), Scheme.parse("w8a8-static").activation
+    assert isinstance(grid, Grid)
+    known = {
+        "minmax": MinMax(), "average": MinMax(momentum=0.1), "percentile": Percentile(99.99), "mse": MSE(grid),
+        "kl": KL(8),
+    }[word]  # fmt: skip
+    rows = decoder.embedding.forward(torch.tensor(calibration).flatten(), torch.arange(32).repeat(8)).float()
+    known.observe(ops.norm(rows, None, decoder.blocks[0].attention_norm)[1])
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    largest = torch.stack([end.abs() for end in known.range()]).amax(0)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        scale = found[f"model.layers.0.self_attn.{name}.input_scale"]
+        torch.testing.assert_close(scale.float().reshape(1), affine.fixed_scale(largest, grid))
+    receipt = json.loads((tmp_path / "out" / "receipt.json").read_text())
+    assert receipt["recipe"].get("activation_range", "minmax") == word
+
+
+@pytest.mark.parametrize("recipe", ["smoothattention-w4g16", "smoothattention+gptq-w4g16"])
+def test_heads_that_no_search_takes_are_refused_before_the_first_block(
+    recipe: str, odd_model: Path, tmp_path: Path
+) -> None:
+    """Heads of 20 columns, of which the search gives bits to 8 at a time; as published it takes any."""
+    source, ids = tmp_path / "source", token_ids(4, 16, vocab=96)
+    shutil.copytree(odd_model, source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"num_attention_heads": 4, "num_key_value_heads": 4}))
+    with pytest.raises(ValueError, match=r"^model\.layers\.0\.self_attn\.q_proj: its heads have 20 columns"):
+        compress(source, tmp_path / "out", recipe=recipe, calibration=ids, progress=nothing_begins)
+    plan = Recipe.from_dict({"recipe": recipe, "key_alpha": 0.5})
+    assert compress(source, tmp_path / "out", recipe=plan, calibration=ids).recipe == recipe
+
+
 def test_a_list_of_recipes_goes_with_no_target(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     target = Target(bits=3.5)
-    with pytest.raises(ValueError, match="give one of the two"):
+    with pytest.raises(ValueError, match="tries several: leave the target out, or name one recipe with it"):
         compress(
             tiny, tmp_path / "out", recipe="rtn-w4g32,gptq-w4g32", target=target, calibration=calibration,
             progress=nothing_begins,
         )  # fmt: skip
+
+
+def test_a_list_of_recipes_goes_with_no_importance_matrix(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    """Said before the matrix is read, or the model looked for."""
+    with pytest.raises(ValueError, match="leave the importance matrix out, or name one recipe with it"):
+        compress(
+            tmp_path / "none", tmp_path / "out.gguf", recipe="best-q4_k", imatrix=tmp_path / "none.dat",
+            calibration=calibration, progress=nothing_begins,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "recipe, head, sentence",
+    [
+        ("rtn-sparse24", None, "model.layers.0.self_attn.q_proj: sparse24 stores 2:4 sparse weights, and row 0 is not"),
+        ("awq-sparse24-w4g32", None, "prune it, as by prune-2:4-sparse24-w4g32"),
+        ("rtn-w4g32", "sparse24", "lm_head: .* give it another scheme"),
+        ("magnitude-2:4-sparse24", "sparse24", "lm_head: .* give it another scheme"),
+    ],
+)
+def test_sparse_storage_needs_sparse_weights(
+    recipe: str, head: str | None, sentence: str, tiny: Path, calibration: Ids, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        compress(
+            tiny, tmp_path / "out", recipe=recipe, head=head, calibration=calibration, progress=nothing_begins
+        )  # fmt: skip
+
+
+def test_weights_that_are_sparse_already_are_stored_so(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    compress(tiny, tmp_path / "pruned", recipe="magnitude-2:4")
+    with pytest.raises(Begun):
+        compress(tmp_path / "pruned", tmp_path / "out", recipe="rtn-sparse24", progress=nothing_begins)
 
 
 def test_a_head_has_one_level(tiny: Path, tmp_path: Path) -> None:

@@ -181,6 +181,15 @@ def test_what_cannot_be_rotated_is_refused_by_name(saved: Any, tmp_path: Path) -
         compress(opt, tmp_path / "out", recipe=recipe)
 
 
+@pytest.mark.parametrize(
+    "told", [{"recipe": "rotate-keep", "online": True}, {"recipe": "quarot-w4a4", "keep": ["*.down_proj", "lm_head"]}]
+)
+def test_a_rotation_at_run_time_that_nothing_asks_for_is_refused(told: dict[str, Any], tiny: Path) -> None:
+    """Inputs are rotated to be rounded; those of a weight that stays are not."""
+    with pytest.raises(ValueError, match=r"online is for mlp\.down_proj, where that is rounded"):
+        rotation.rotated(hf.Checkpoint.open(tiny), Recipe.from_dict(told), seed=0)
+
+
 def test_outputs_without_a_place_for_rotations_are_refused(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="have a place in compressed-tensors alone"):
         compress(tiny, tmp_path / "out", recipe="quarot-nf4")

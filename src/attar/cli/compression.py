@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,10 +15,12 @@ from attar.cli.terminal import (
     parse_bytes,
     progress,
     tell,
+    tell_doubt,
 )
 
 if TYPE_CHECKING:
     from attar.compression.allocate import Target
+    from attar.compression.pipeline import Compressed
     from attar.formats.scheme import Scheme
 
 
@@ -141,6 +144,8 @@ def compress(
             Row("original", done.source_bytes, None, original),
             Row(name, done.bytes, done.bits_per_weight, done.cost),
         ]))  # fmt: skip
+        for line in gains(done):
+            print(line)
         share = done.bytes / done.source_bytes
         print(f"{done.path}: {done.bytes:,} bytes, {share:.1%} of the original's, in {done.seconds:.1f} s")
         with_head = " and the output matrix" if done.head != KEEP else ""
@@ -151,6 +156,28 @@ def compress(
         for sentence in (*done.warnings, *done.notes):
             tell(sentence)
         emit(as_json, done.to_dict())
+
+
+def gains(done: Compressed) -> Iterator[str]:
+    """What each recipe tried, and tuning, gained on text set aside from calibration, for people."""
+    from attar.evaluation.table import Row, cost_table
+
+    if (chosen := done.selection) is not None:
+        yield f"recipes tried, on {chosen['tokens']:,} tokens set aside to choose by:"
+        rows = []
+        for each in chosen["tried"]:
+            ends = None if each["low"] is None else [each["low"], each["high"]]
+            figures = {"kl_mean": each["kl"], "intervals": {"kl_mean": ends}}
+            name = each["recipe"] + (" (kept)" if each["recipe"] == chosen["kept"] else "")
+            rows.append(Row(name, None, each["bits_per_weight"], figures))
+        yield cost_table(rows)
+        for each in chosen["left_out"]:
+            yield f"not tried: {each['recipe']} ({each['why']})"
+    if (tuned := done.tuned) is not None:
+        yield (
+            f"tuning: mean KL {tuned['kl_before']:.3g} before and {tuned['kl_after']:.3g} after, on "
+            f"{tuned['held_out_tokens']:,} tokens that it did not train on"
+        )
 
 
 def finetune(
@@ -203,11 +230,17 @@ def merge(
 ) -> None:
     """Write a model with an adapter merged into it.
 
-    The model must not be compressed: a grid has no place for small changes. What reads adapters can add one to it.
+    A compressed model is dequantized first and the output is dense, because a grid would round most of a small change
+    away; how far off it would be on the same grids again is said. `attar compress` makes it small once more.
     """
     with errors(as_json):
-        from attar.checkpoints import hub, lora
+        from attar.checkpoints import hub
+        from attar.checkpoints.merge import merge as run
 
-        found = lora.merge(hub.resolve(model), adapter, output, overwrite=overwrite)
-        print(f"{output}: {len(found.adapters)} linears changed")
-        emit(as_json, {"path": str(output), "adapter": str(adapter), "linears": sorted(found.adapters)})
+        base = hub.resolve(model)
+        tell_doubt(adapter, base)
+        done = run(base, adapter, output, overwrite=overwrite)
+        print(f"{output}: {len(done.linears)} linears changed")
+        for sentence in done.sentences():
+            print(sentence)
+        emit(as_json, done.to_dict())

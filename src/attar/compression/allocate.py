@@ -8,8 +8,9 @@ down around it, and the knapsack decides again among those neighbours; a step is
 for it. (The local search of EvoPress, Sieberling et al. 2024, arXiv:2410.14649, with measured steps for random ones.)
 
 What comes out is a recipe with an override for each linear, which the usual walk then runs with all of its methods:
-transforms, guides and corrections are not part of the measurements. The output matrix, overrides and what a recipe
-keeps are left as the recipe says; so is what the mix of a GGUF file makes of the ends of a model.
+transforms, guides and corrections are not part of the measurements, which the receipt says (`unmeasured`). The output
+matrix, overrides and what a recipe keeps are left as the recipe says; so is what the mix of a GGUF file makes of the
+ends of a model.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from attar.compression import calibrate, knapsack, requirements, tune
 from attar.compression.calibrate import Amount, Calibration
 from attar.compression.methods import Gptq, Rtn
 from attar.compression.recipe import Override, Recipe
-from attar.compression.sensitivity import Choice, Group, Log, Trial, fingerprint, groups_of
+from attar.compression.sensitivity import Choice, Group, Log, Trial, apart, fingerprint, groups_of
 from attar.formats.forms import GgmlBlocks
 from attar.formats.scheme import Grid, Scheme
 from attar.model.decoder import Decoder
@@ -82,7 +83,8 @@ class Allocation:
     measured: float
     uniform: tuple[float, ...]
     tokens: int
-    calibration: str  # the hash of all tokens that it was given
+    calibration: str  # the hash of the tokens that calibrated
+    selection: str  # of those that divergences were measured on
 
     @property
     def bits_per_weight(self) -> float:
@@ -98,6 +100,9 @@ class Allocation:
             "target": self.target.to_dict(),
             "ladder": [scheme.name for scheme in self.ladder],
             "calibration": self.calibration,
+            "selection": self.selection,
+            "rounding": self.recipe.rounding.method,
+            "without": unmeasured(self.recipe),
             "tokens": self.tokens,
             "bits": self.bits_per_weight,
             "kl": self.measured,
@@ -114,6 +119,13 @@ class Allocation:
                 for group, row, chosen in zip(self.groups, self.alone, self.choice, strict=True)
             ],
         }
+
+
+def unmeasured(recipe: Recipe) -> list[str]:
+    """What of a recipe is not part of measurements, and follows in the walk: methods, and options of its rounding."""
+    found = [each.method for each in recipe.passes[:-1]]
+    found += [name for name in ("polish", "guide", "couple", "correct") if getattr(recipe.rounding, name, False)]
+    return found + ([] if recipe.tune is None else [recipe.tune.method])
 
 
 def ladder_for(recipe: Recipe) -> tuple[Scheme, ...]:
@@ -143,10 +155,12 @@ def parse_ladder(text: str) -> tuple[Scheme, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Allocated:
-    """An allocation for one output, with the calibration tokens it used, for the walk to go on with."""
+    """An allocation for one output, with the calibration tokens for the walk to go on with, which are those `read`
+    [S, L] that nothing was chosen on."""
 
     allocation: Allocation
     calibration: list[list[int]]
+    read: Tensor
     _files: tuple[Path, ...]
 
     def forget(self) -> None:
@@ -196,13 +210,14 @@ def for_output(
     names = checkpoint.config.names
     first = f"{names.layer.format(i=0)}.{names.output}.weight"
     stored = checkpoint.folder.info(checkpoint.stored_name(first)).dtype
-    seen = ids
+    rest, measured = apart(ids)
+    seen = rest
     if recipe.tune is not None:  # which judges by text that nothing before it has seen
-        requirements.enough(recipe, len(ids))
-        judges = set(tune.aside(ids))
-        seen = ids[[s for s in range(len(ids)) if s not in judges]]
-    found = allocate(decoder, recipe, target, ladder, seen, log, stored, bytes_of, progress)
-    return Allocated(found, ids.tolist(), (log, drawn))
+        requirements.enough(recipe, len(rest))
+        judges = set(tune.aside(rest))
+        seen = rest[[s for s in range(len(rest)) if s not in judges]]
+    found = allocate(decoder, recipe, target, ladder, seen, measured, log, stored, bytes_of, progress)
+    return Allocated(found, rest.tolist(), ids, (log, drawn))
 
 
 def allocate(
@@ -211,12 +226,14 @@ def allocate(
     target: Target,
     ladder: Sequence[Scheme],
     ids: Tensor,
+    measured: Tensor,
     file: Path,
     scale_dtype: str = "float32",
     bytes_of: Callable[[Recipe], int] | None = None,
     progress: Progress | None = None,
 ) -> Allocation:
-    """Choose a scheme of `ladder` for every group of a dense decoder. `ids` [S, L] are calibration tokens.
+    """Choose a scheme of `ladder` for every group of a dense decoder. `ids` [S, L] are calibration tokens, `measured`
+    [T, L] others, on which divergences are measured.
 
     `file` keeps measurements. `scale_dtype` is what scales are stored in. `bytes_of` says how many bytes the weight
     files of a recipe have, for a target of bytes. Deterministic, given the same torch, machine and threads.
@@ -233,7 +250,7 @@ def allocate(
     if len(ladder) < 2:
         raise ValueError("a ladder has at least two schemes to choose among")
     budget = _budget(target, groups, ladder, recipe, bytes_of)
-    about = fingerprint(decoder, groups, ladder, rounding, ids)
+    about = fingerprint(decoder, groups, ladder, rounding, ids, measured)
     log, count = Log(file, about), len(groups)
     done, total = 0, count * (len(ladder) + 2 * ROUNDS)
 
@@ -251,13 +268,13 @@ def allocate(
         return Allocation(
             chosen, target, ladder, tuple(groups), tuple(map(tuple, alone)), choice, value["unrefined"],
             value["measured"], tuple(value["uniform"]), value["tokens"],
-            calibrate.token_hash(ids),
+            calibrate.token_hash(ids), calibrate.token_hash(measured),
         )  # fmt: skip
 
     finished = f"{target.to_dict()}, {budget}"
     if (known := log.get(finished)) is not None:  # the run was killed after this
         return result(known["alone"], known)
-    trial = Trial(decoder, groups, ladder, rounding, ids, log, told)
+    trial = Trial(decoder, groups, ladder, rounding, ids, measured, log, told)
     alone = trial.alone()
     found = knapsack.front([
         [(group.bytes(scheme), cost) for scheme, cost in zip(ladder, row, strict=True)]
@@ -267,9 +284,9 @@ def allocate(
     assert at is not None, "the smallest choice is on the front, and within the budget"
     first = found.choice(at)
     unrefined = trial.whole(first)
-    choice, measured = refine(trial, first, unrefined, int(found.bytes[at]) if budget is None else budget)
+    choice, refined = refine(trial, first, unrefined, int(found.bytes[at]) if budget is None else budget)
     uniform = [trial.whole((c,) * count) for c in range(len(ladder))]
-    value = {"choice": choice, "unrefined": unrefined, "measured": measured, "uniform": uniform, "alone": alone}
+    value = {"choice": choice, "unrefined": unrefined, "measured": refined, "uniform": uniform, "alone": alone}
     value["tokens"] = trial.tokens
     log.put(finished, value)
     done = total

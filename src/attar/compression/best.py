@@ -1,11 +1,11 @@
 """Several recipes tried, one kept: the one closest to the original on text that none of them has seen.
 
 `rtn-w4g128,guided-w4g128` names the recipes; `best-w4g128` stands for attar's own ladder at that scheme, from the
-cheapest up (`STEPS`). Every eighth calibration sequence is set aside for the selection; the others calibrate. Each
-recipe is made, measured there by its mean KL divergence, and deleted; then the winner is made in its place, to the same
-bytes, which is simpler than moving what is finished and adds one run to several. Of equal ones the first wins. The
-receipt holds all that were tried with what each gained (`selection`): the text on which the cost is reported is a third
-one, which no choice was made on.
+cheapest up (`STEPS`), less those rungs that the model or the scheme cannot take: the receipt says which, and why. Every
+eighth calibration sequence is set aside for the selection; the others calibrate. Each recipe is made, measured there by
+its mean KL divergence, and deleted; then the winner is made in its place, to the same bytes, which is simpler than
+moving what is finished and adds one run to several. Of equal ones the first wins. The receipt holds all that were tried
+with what each gained (`selection`): the text on which the cost is reported is a third one, which no choice was made on.
 
 Figures are kept beside the output until it is finished, so that a killed run tries none twice.
 """
@@ -32,7 +32,7 @@ from attar.model.decoder import Decoder
 from attar.text.tokenizer import Tokenizer
 
 PREFIX = "best-"
-STEPS = ("gptq", "qronos", "guided", "guided+tune")
+STEPS = ("rtn", "gptq", "qronos", "guided", "guided+tune")
 EVERY = 8  # sequences, of which one is for the selection
 
 
@@ -45,6 +45,11 @@ def recipes(name: object) -> list[str] | None:
         steps = STEPS if ggml_mix.find(scheme) is None else [step for step in STEPS if not step.endswith("+tune")]
         return [f"{step}-{scheme}" for step in steps]
     return [part.strip() for part in name.split(",")] if "," in name else None
+
+
+def is_ladder(name: object) -> bool:
+    """Whether attar chose the recipes, and may leave some out."""
+    return isinstance(name, str) and name.startswith(PREFIX)
 
 
 @dataclass(frozen=True)
@@ -60,11 +65,14 @@ class Tried:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was tried, and the tokens [S][L] that calibrated; `tokens` are those of the selection."""
+    """What was tried, and the tokens [S][L] that calibrated; `tokens` are those of the selection, and `read` [S, L] all
+    of both. `left_out` are rungs of a ladder with what speaks against each."""
 
     tried: tuple[Tried, ...]
     calibration: list[list[int]]
     tokens: int
+    read: Tensor
+    left_out: tuple[tuple[str, str], ...] = ()
     folder: Path | None = None  # what to remove once the output is there
 
     @property
@@ -78,7 +86,8 @@ class Choice:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, for the receipt."""
-        return {"tokens": self.tokens, "tried": [asdict(each) for each in self.tried]}
+        found = {"tokens": self.tokens, "tried": [asdict(each) for each in self.tried], "kept": self.winner}
+        return found | {"left_out": [{"recipe": name, "why": why} for name, why in self.left_out]}
 
 
 def for_output(
@@ -93,20 +102,21 @@ def for_output(
     check: Callable[[str, int], object],
     head: str | None,
     progress: Callable[[str, int, int], None],
+    ladder: bool,
 ) -> Choice:
     """Try the recipes for the output `dst`, beside which a folder keeps what is known until it is there.
 
     `run(name, calibration, out)` makes one in the folder `out` and returns its bits a weight. `check(name, sequences)`
     raises ValueError where one cannot be made of so many calibration sequences: asked of all before the first is made.
-    Raises ValueError also where there is nothing to calibrate on, where there are fewer than two sequences, and where
-    the output exists.
+    Of a `ladder` such rungs are left out, as long as one remains. Raises ValueError also where there is nothing to
+    calibrate on, where there are fewer than two sequences, and where the output exists.
     """
     if dst.exists() and not overwrite:  # said now, not after all trials
         raise ValueError(f"{dst} exists and is kept; choose another output, or pass --overwrite")
     if calibration is None:
         raise ValueError("choosing among recipes needs calibration: give a text file, or `self` to sample it")
-    for name in names:
-        check(name, amount.samples)
+    sequences = amount.samples if isinstance(calibration, str | Path) else len(calibration)
+    left_out = _refused(names, check, _calibrating(sequences), ladder)
     folder = checkpoint.folder.path
     is_text = isinstance(calibration, str | Path) and str(calibration) != SELF
     tokenizer = Tokenizer.load(folder) if is_text else None
@@ -119,16 +129,40 @@ def for_output(
     ids = calibrate.tokens(
         calibration, checkpoint, tokenizer, amount, drawn, lambda done, total: progress("sampling", done, total)
     )
-    for name in names:
-        check(name, int((~_aside(len(ids))).sum()))
+    left_out |= _refused([n for n in names if n not in left_out], check, _calibrating(len(ids)), ladder)
+    names = [name for name in names if name not in left_out]
     drawn_by = {"seed": amount.seed, "samples": amount.samples, "length": amount.length}
     about = {**environment(), **drawn_by, "source": source, "head": head, "file": dst.suffix.lower() == ".gguf"}
-    return replace(choose(names, ids, lambda: hf.load(folder, torch.float32), run, kept, progress, about), folder=kept)
+    found = choose(names, ids, lambda: hf.load(folder, torch.float32), run, kept, progress, about)
+    return replace(found, left_out=tuple(left_out.items()), folder=kept)
+
+
+def _refused(names: Sequence[str], check: Callable[[str, int], object], sequences: int, ladder: bool) -> dict[str, str]:
+    """Rungs of a ladder that cannot be, and why. Raises ValueError for recipes that a user named himself, and where no
+    rung is left."""
+    found: dict[str, str] = {}
+    for name in names:
+        try:
+            check(name, sequences)
+        except ValueError as error:
+            if not ladder:
+                raise
+            found[name] = str(error)
+    if names and len(found) == len(names):
+        raise ValueError(found[names[0]])
+    return found
 
 
 def _aside(count: int) -> Tensor:
     """Which of so many sequences are for the selection, [count] bool."""
     return torch.arange(count) % EVERY == min(EVERY, count) - 1
+
+
+def _calibrating(count: int) -> int:
+    """How many of so many sequences calibrate. Raises ValueError where there are none of the one or the other."""
+    if count < 2:
+        raise ValueError("choosing among recipes takes at least 2 calibration sequences: one is for the selection")
+    return int((~_aside(count)).sum())
 
 
 def choose(
@@ -142,8 +176,6 @@ def choose(
 ) -> Choice:
     """Try recipes on token ids [S, L] of the model that `base` loads, which is in memory only while one is measured;
     `folder` holds what is known so far of a run `about` that."""
-    if len(ids) < 2:
-        raise ValueError("choosing among recipes takes at least 2 calibration sequences: one is for the selection")
     aside = _aside(len(ids))
     selection, calibration = ids[aside], ids[~aside].tolist()
     about = {**(about or {}), "tokens": calibrate.token_hash(ids), "names": list(names)}
@@ -160,4 +192,4 @@ def choose(
         temporary.write_text(json.dumps({"about": about, "tried": [asdict(each) for each in tried]}))
         temporary.replace(path)
     progress("recipes", len(names), len(names))
-    return Choice(tuple(tried), calibration, selection.numel())
+    return Choice(tuple(tried), calibration, selection.numel(), ids)

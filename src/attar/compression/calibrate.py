@@ -14,7 +14,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from attar.checkpoints import hf
 from attar.checkpoints.safetensors import byte_view
 from attar.model.cache import Step
 from attar.model.config import ModelConfig
-from attar.model.decoder import Decoder
+from attar.model.decoder import Decoder, build_embedding
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
 
@@ -216,6 +216,15 @@ class HiddenStates:
     def close(self) -> None:
         os.close(self._file)
         self._held = None
+
+
+def embed(checkpoint: hf.Checkpoint, ids: Tensor, into: HiddenStates) -> None:
+    """Write what enters the first block on tokens [S, L]; only the rows of the table that are needed are read."""
+    used, place = torch.unique(ids, return_inverse=True)
+    embedding = build_embedding(replace(checkpoint.config, vocab_size=len(used)), checkpoint.rows(used))
+    for batch in into.batches():
+        rows = place[batch.start : batch.stop].reshape(-1)
+        into.write(batch, embedding.forward(rows, into.step(batch).positions.cpu()).float())
 
 
 class Rows:

@@ -3,10 +3,11 @@
 Three figures. Fewer tokens than a linear has columns leave its Hessian without full rank, however they are chosen. An
 input channel that was zero at every token weighs nothing, so its column is rounded as if it could never matter: text of
 another kind may use it (ReLU models and mixtures have many such). An expert that no token was sent to is rounded by its
-weights alone (`hessians`); methods that search on its inputs stop there.
+weights alone (`hessians`), and what searches on its inputs leaves it as it is (`passes`).
 
 What a block's linears read is seen where the block runs compressed, to calibrate the next one: that costs a comparison
-a number and no pass of its own. The last block, behind which nothing is calibrated, is therefore left out.
+a number. The last block, behind which nothing is calibrated, is run for this alone. Where the walk reads no inputs, it
+is seen where importances are gathered, from the original.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from typing import Any
 from torch import Tensor
 
 from attar.kernels.operands import Linear
+from attar.model.config import ModelConfig
 from attar.model.layers import Block, MixtureOfExperts
+from attar.plan.costs import matrices
 
 
 class Coverage:
@@ -59,6 +62,12 @@ def kept(folder: Path, layers: int) -> list[dict[str, Any]]:
 
 def _file(folder: Path, layer: int) -> Path:
     return folder / f"coverage-{layer}.json"
+
+
+def of(config: ModelConfig, ids: Tensor, folder: Path) -> tuple[str, ...]:
+    """`warnings` of the calibration text ids [S, L], by what was noted in the folder."""
+    widest = max(each.columns for each in matrices(config) if each.compressible)
+    return tuple(warnings(ids.numel(), widest, kept(folder, config.layers)))
 
 
 def warnings(tokens: int, widest: int, blocks: Iterable[dict[str, Any]]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ from attar.checkpoints.gguf_config import file_name
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.imatrix import Imatrix
 from attar.checkpoints.vocabulary import is_gguf
-from attar.compression import calibrate
+from attar.compression import calibrate, coverage, domain
 from attar.compression.calibrate import Calibration, HiddenStates
+from attar.compression.coverage import Coverage
 from attar.compression.passes import input_groups
 from attar.compression.solvers.means import ColumnMean
 from attar.kernels import ops
 from attar.kernels.operands import Linear
-from attar.model.decoder import build_block, build_embedding, build_final_norm, compressible
+from attar.model.decoder import build_block, build_final_norm, compressible
 from attar.model.layers import Block
 from attar.text.tokenizer import Tokenizer
 
@@ -40,7 +41,8 @@ Progress = Callable[[str, int, int], None]
 def collect(checkpoint: Checkpoint, ids: Tensor, folder: Path, memory: int, progress: Progress) -> dict[str, Tensor]:
     """E[x^2], float32 [I], of each linear's inputs on the tokens `ids` [S, L], by module name, the output matrix's too.
 
-    Hidden states are kept in files of `folder`, and in memory up to `memory` bytes. Raises ValueError naming the block
+    Hidden states are kept in files of `folder`, and in memory up to `memory` bytes; what was shown to each block stays
+    there (`coverage.kept`). Raises ValueError naming the block
     whose output is not finite, and a linear that no token reached.
     """
     config = checkpoint.config
@@ -49,12 +51,14 @@ def collect(checkpoint: Checkpoint, ids: Tensor, folder: Path, memory: int, prog
     streams = [HiddenStates(folder / f"importance-{i}.f32", shape, spare, rows) for i in range(2)]
     found: dict[str, Tensor] = {}
     try:
-        _embed(checkpoint, ids, streams[0])
+        calibrate.embed(checkpoint, ids, streams[0])
         for layer in range(config.layers):
             block = build_block(config, checkpoint, layer)
             for linear in block.linears():
                 linear.keep_dense = False
-            found |= _block(block, streams[layer % 2], streams[1 - layer % 2], layer)
+            shown = Coverage(block)
+            found |= _block(block, streams[layer % 2], streams[1 - layer % 2], layer, shown)
+            coverage.keep(folder, layer, shown)
             progress("importances", layer + 1, config.layers)
         norm = build_final_norm(config, checkpoint)
         last = ColumnMean(config.hidden, 2, config.names.head)
@@ -109,21 +113,13 @@ def known(path: str | Path, checkpoint: Checkpoint) -> dict[str, Tensor]:
     return importances
 
 
-def _embed(checkpoint: Checkpoint, ids: Tensor, into: HiddenStates) -> None:
-    """Hidden states that enter the first block; only the rows of the table that are needed are read."""
-    used, place = torch.unique(ids, return_inverse=True)
-    embedding = build_embedding(replace(checkpoint.config, vocab_size=len(used)), checkpoint.rows(used))
-    for batch in into.batches():
-        rows = place[batch.start : batch.stop].reshape(-1)
-        into.write(batch, embedding.forward(rows, into.step(batch).positions).float())
-
-
-def _block(block: Block, inputs: HiddenStates, outputs: HiddenStates, layer: int) -> dict[str, Tensor]:
+def _block(block: Block, inputs: HiddenStates, outputs: HiddenStates, layer: int, shown: Coverage) -> dict[str, Tensor]:
     """What the inputs of a block's linears are, while its outputs are written."""
     groups = {group[0].name: group for group in input_groups(block)}
     means = {name: ColumnMean(group[0].shape[1], 2, name) for name, group in groups.items()}
 
     def tap(linear: Linear, x: Tensor) -> None:
+        shown.tap(linear, x)
         if linear.name in means:
             means[linear.name].add(x)
 
@@ -143,6 +139,7 @@ class Made:
     tokens: int
     matrices: int
     widest: tuple[str, float]  # the matrix whose columns differ most, and its largest importance over its mean
+    warnings: tuple[str, ...] = ()  # of calibration text that says too little
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -150,6 +147,7 @@ class Made:
             "tokens": self.tokens,
             "matrices": self.matrices,
             "widest": {"matrix": self.widest[0], "ratio": self.widest[1]},
+            "warnings": list(self.warnings),
         }
 
 
@@ -188,8 +186,12 @@ def make(
             lambda done, total: report("sampling", done, total),
         )  # fmt: skip
         means = collect(checkpoint, ids, Path(folder), calib_memory, report)
+        warnings = (
+            *coverage.of(checkpoint.config, ids, Path(folder)),
+            *domain.warnings(domain.surprise(checkpoint, ids, Path(folder)), None),
+        )
     named = as_imatrix(means, ids, Path(str(calibration)).name if is_text else "self")
     imatrix.write(target, named, overwrite)
     ratios = {name: float(mean.max() / mean.mean().clamp_min(1e-30)) for name, mean in named.means.items()}
     widest = max(ratios, key=lambda name: ratios[name])
-    return Made(target, ids.numel(), len(ratios), (widest, ratios[widest]))
+    return Made(target, ids.numel(), len(ratios), (widest, ratios[widest]), warnings)

@@ -14,6 +14,9 @@ from attar.compression.solvers.sparsity import Pattern
 
 ScaleSearch = Literal["minmax", "mse"]
 Order = Literal["natural", "activation"]
+ActivationRange = Literal["minmax", "average", "percentile", "mse", "kl"]
+"""What a fixed scale of activations is for: the largest that occurred, the mean of the largest of each batch, all but
+one value in ten thousand, the range that rounds with the least error, or that of entropy calibration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,8 @@ class Gptq:
     """Round column by column; later columns make up for the error of earlier ones on the calibration inputs."""
 
     method: ClassVar[str] = "gptq"
+    needs: ClassVar[Mapping[str, str]] = {"output_damping": "couple", "residual": "correct"}
+    """Options that are read only where another is true."""
     block: int = 128  # columns between two lazy updates: speed, not results
     damping: float = 0.01  # fraction of the Hessian's mean diagonal that is added to the diagonal
     order: Order = "activation"

@@ -97,6 +97,7 @@ class Order:
         output = self.output(plan, checkpoint)
         place.check(plan, output.schemes.values(), self.to_file, self.device)
         reads = requirements.check(plan, checkpoint.config, output.schemes, sequences, self.to_file)
+        requirements.check_sparse(plan, checkpoint, output.schemes)
         return Ready(plan, checkpoint, output, reads)
 
     def output(self, plan: Recipe, checkpoint: hf.Checkpoint) -> Output | GgufOutput:

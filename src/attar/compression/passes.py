@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,8 +46,9 @@ from attar.compression.solvers import awq, hqq, rtn, smooth_attention, smoothqua
 from attar.compression.solvers.form_levels import shared_largest
 from attar.compression.solvers.means import ColumnMean
 from attar.compression.structured import Sizes
-from attar.formats import kv
+from attar.formats import kv, observers
 from attar.formats.forms import Progressive
+from attar.formats.observers import Observer
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Grid, Scheme
@@ -203,17 +205,15 @@ class BlockWork:
                 return
 
     def _inputs(self, names: Sequence[str], rows: int) -> dict[str, Tensor]:
-        """The first `rows` input rows of each named linear, [<= rows, I]."""
+        """The first `rows` input rows of each named linear, [<= rows, I]; of an expert that no token was sent to, none:
+        it is left out here, and counted in `coverage`."""
         kept: dict[str, list[Tensor]] = {name: [] for name in names}
 
         def keep(pieces: list[Tensor]) -> Callable[[Tensor], None]:
             return lambda x: pieces.append(x[: rows - sum(map(len, pieces))].clone())
 
         self._watch({name: keep(pieces) for name, pieces in kept.items()}, rows)
-        for name, pieces in kept.items():
-            if not pieces:
-                raise ValueError(f"no calibration token reached {name}: give more calibration text")
-        return {name: torch.cat(pieces) for name, pieces in kept.items()}
+        return {name: torch.cat(pieces) for name, pieces in kept.items() if pieces}
 
     # --- transforms ---------------------------------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ class BlockWork:
             self._watch({name: store.append for name, store in inputs.items()}, rows)
             for each in places:
                 name = each.linears[-1].name
-                if any(self._scheme(linear) for linear in each.linears):
+                if len(inputs[name]) and any(self._scheme(linear) for linear in each.linears):
                     self._search(each, inputs[name], means[name].value, options.points)
         if options.clip:
             self._clip()
@@ -298,8 +298,6 @@ class BlockWork:
     def _search(self, place: Fold, inputs: Rows, mean: Tensor, points: int) -> None:
         """Find the scales of one place of the block, given its inputs, and fold them in."""
         assert self._hidden is not None
-        if not len(inputs):
-            raise ValueError(f"no calibration token reached {place.linears[-1].name}: give more calibration text")
         linears, length = place.linears, self._hidden.shape[1]
         size, device = self._hidden.rows_at_once, self._hidden.device
         if place.mixes:
@@ -346,19 +344,31 @@ class BlockWork:
         groups = list(self._groups())
         inputs = self._inputs([name for name, _ in groups], awq.CLIP_TOKENS)
         for name, members in groups:
-            for linear, scheme in members:
+            for linear, scheme in members if name in inputs else ():
                 if linear.name not in queries_and_keys and isinstance(scheme.weight, Grid | Progressive):
                     linear.weight = awq.clip(fold.dense_weight(linear), inputs[name], scheme)
 
     def _fix_activation_scales(self) -> None:
-        """Static schemes: one scale for all tokens, from the largest |x| that calibration saw."""
-        largest = {name: smoothquant.AbsMax(members[0][0].shape[1]) for name, members in self._groups()}
-        self._watch({name: statistic.add for name, statistic in largest.items()})
-        for name, members in self._groups():
-            peak = largest[name].value.amax().reshape(1)
+        """Static schemes: one scale for all tokens, from the range of |x| that calibration saw. An expert that no token
+        was sent to takes the largest that any other has there."""
+        seen: dict[str, Observer] = {}  # of the groups that tokens reached
+        groups = ((name, [pair for pair in members if pair[1].static]) for name, members in self._groups())
+        fixed = {name: members for name, members in groups if members}
+
+        def watcher(name: str) -> Callable[[Tensor], None]:
+            form = fixed[name][0][1].activation
+            grid = form if isinstance(form, Grid) else Grid()  # of others no grid decides about the range
+            new = partial(observers.of_activations, self.recipe.activation_range, grid)
+            return lambda x: (seen.get(name) or seen.setdefault(name, new())).observe(x)
+
+        self._watch({name: watcher(name) for name in fixed})
+        peaks = {name: torch.stack([end.abs() for end in each.range()]).amax(0) for name, each in seen.items()}
+        for name, members in fixed.items():
+            alike = [peak for other, peak in peaks.items() if _role(other) == _role(name)]
+            peak = peaks[name] if name in peaks else torch.stack(alike).amax(0)
             for linear, scheme in members:
-                if scheme.static and scheme.activation is not None:
-                    linear.activation_scale = codec(scheme.activation.kind).fixed_scale(peak, scheme.activation)
+                assert scheme.activation is not None
+                linear.activation_scale = codec(scheme.activation.kind).fixed_scale(peak, scheme.activation)
 
     # --- rounding -----------------------------------------------------------------------------------------------------
 
@@ -369,7 +379,7 @@ class BlockWork:
             for linear, scheme in members:
                 with naming(linear):
                     weight = fold.dense_weight(linear)
-                    self._rtn_errors[linear.name] = output_error(inputs[name], weight, rtn.solve(weight, scheme))
+                    self._rtn_errors[linear.name] = _error(inputs.get(name), weight, rtn.solve(weight, scheme))
 
     def _rtn(self, options: Rtn | Hqq) -> list[Record]:
         groups, records = list(self._groups()), []
@@ -390,15 +400,12 @@ class BlockWork:
                             importance=importance,
                             largest=largest.get(linear.name),
                         )
-                if inputs:
-                    error = output_error(inputs[name], weight, packed)
-                    record = Record(linear.name, scheme.name, "output", error, self._rtn_errors[linear.name])
-                else:
-                    error = plain = weight_error(weight, packed)
-                    if isinstance(options, Hqq):
-                        plain = weight_error(weight, rtn.solve(weight, scheme))
-                    record = Record(linear.name, scheme.name, "weight", error, plain)
-                records.append(record)
+                error = plain = _error(inputs.get(name), weight, packed)
+                if linear.name in self._rtn_errors:
+                    plain = self._rtn_errors[linear.name]
+                elif isinstance(options, Hqq):
+                    plain = weight_error(weight, rtn.solve(weight, scheme))
+                records.append(Record(linear.name, scheme.name, _measure(inputs.get(name)), error, plain))
                 linear.weight = packed
             give_back()
         return records
@@ -416,8 +423,9 @@ class BlockWork:
         for name, members in groups:
             for linear, scheme in members:
                 assert isinstance(linear.weight, PackedTensor)
-                error = output_error(inputs[name], weights[linear.name], linear.weight)
-                records.append(Record(linear.name, scheme.name, "output", error, self._rtn_errors[linear.name]))
+                rows, plain = inputs.get(name), self._rtn_errors[linear.name]
+                error = _error(rows, weights[linear.name], linear.weight)
+                records.append(Record(linear.name, scheme.name, _measure(rows), error, plain))
         give_back()
         return records
 
@@ -456,12 +464,13 @@ class BlockWork:
             for linear, scheme in members:
                 weight, pattern, search = fold.dense_weight(linear), options.pattern, options.scale_search
                 plain = zeros.solved_as(scheme)
+                by_inputs = squares[name].tokens > 0  # an expert that no token was sent to has its weights alone
                 with naming(linear):
-                    if isinstance(options, Wanda):
+                    if by_inputs:
                         found = zeros.by_wanda(weight, squares[name].value, pattern, plain, search)
                     else:
                         found = zeros.by_magnitude(weight, pattern, plain, search)
-                measure = "output" if isinstance(options, Wanda) else "weight"
+                measure = "output" if by_inputs else "weight"
                 records.append(Record(linear.name, self._stored_as(scheme), measure, found.error, found.rtn_error))
                 linear.weight = zeros.stored_as(found.packed, scheme)
             give_back()
@@ -513,6 +522,21 @@ def _keep_rows(linear: Linear, rows: Tensor) -> None:
     linear.weight = fold.dense_weight(linear)[rows]
     if linear.bias is not None:
         linear.bias = linear.bias[rows]
+
+
+def _role(name: str) -> str:
+    """What a linear is called whichever expert it belongs to."""
+    return name.rpartition(".")[2]
+
+
+def _measure(x: Tensor | None) -> str:
+    """What `_error` measures."""
+    return "weight" if x is None else "output"
+
+
+def _error(x: Tensor | None, weight: Tensor, packed: PackedTensor) -> float:
+    """Of the output on rows x [N, I], or, where there are none, of the weight."""
+    return weight_error(weight, packed) if x is None else output_error(x, weight, packed)
 
 
 def output_error(x: Tensor, weight: Tensor, packed: PackedTensor) -> float:

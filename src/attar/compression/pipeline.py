@@ -24,9 +24,10 @@ from attar.checkpoints import hf, receipt, sources
 from attar.checkpoints.gguf_writer import atomic_file
 from attar.checkpoints.probes import ProbeRun
 from attar.checkpoints.writer import MAX_SHARD, FilePlan, ShardWriter, Workspace, allocated, atomic_folder, require_free
-from attar.compression import allocate, best, calibrate, coverage, importance, requirements, spin, tune
+from attar.compression import allocate, best, calibrate, coverage, domain, importance, requirements, spin, tune
 from attar.compression.allocate import Target
 from attar.compression.calibrate import Calibration
+from attar.compression.domain import Surprise
 from attar.compression.gguf_output import GgufOutput
 from attar.compression.guide import Guide, key
 from attar.compression.memory import large_blocks_apart
@@ -41,8 +42,7 @@ from attar.compression.walk import Progress, Walk
 from attar.formats.scheme import Scheme
 from attar.kernels import ops
 from attar.metrics.measure import measure
-from attar.model.decoder import compressible
-from attar.plan.costs import matrices
+from attar.model.decoder import Decoder, compressible
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
 
@@ -63,6 +63,9 @@ class Compressed:
     notes: tuple[str, ...]  # what whoever loads it elsewhere must know
     warnings: tuple[str, ...] = ()  # of calibration text that says too little
     allocated: float | None = None  # bits a weight that a target chose, of the blocks' linears alone
+    selection: Mapping[str, Any] | None = None  # of several recipes: `best.Choice.to_dict`
+    tuned: Mapping[str, Any] | None = None  # what tuning gained: `tune.Tuned.to_dict`
+    texts: Mapping[str, Any] | None = None  # of what kind they are: `domain.to_dict`
 
     def to_dict(self) -> dict[str, Any]:
         figures = dict(self.cost or {})
@@ -80,6 +83,9 @@ class Compressed:
             "notes": list(self.notes),
             "warnings": list(self.warnings),
             "allocated_bits": self.allocated,
+            "selection": self.selection,
+            "tune": self.tuned,
+            "texts": self.texts,
         }
 
 
@@ -120,7 +126,8 @@ def compress(
     With a `target`, each linear gets the scheme of `ladder` that `allocate` chooses, by default the recipe's with other
     bits. `evaluation` is a held-out text file on which the cost is measured. At most `calib_memory` bytes of
     calibration activations are held in memory. A killed run resumes, unless `resume` is false. On a `device` that is no
-    CPU each block is moved there, run and solved there, and what came of it comes back to be written (`place`).
+    CPU each block is moved there, run and solved there, and what came of it comes back to be written (`place`); the
+    cost is measured there too, in bfloat16.
 
     Raises ValueError (CheckpointError among them) for anything a user can mend: an unknown recipe word, a group size
     that does not divide, an existing output, a full disk, a NaN in a named layer.
@@ -129,13 +136,20 @@ def compress(
     report = progress or (lambda stage, done, total: None)
     ops.require(device)
     amount = calibrate.Amount(samples, length, seed)
+    names = best.recipes(recipe)
+    if names is not None and target is not None:
+        raise ValueError(
+            f"a target chooses the bits of one recipe, and {recipe} tries several: leave the target out, or name one "
+            "recipe with it, such as guided-w4g128"
+        )
+    if names is not None and imatrix is not None:
+        raise ValueError(
+            f"{recipe} tries several recipes, which weigh errors by calibration text: leave the importance matrix out, "
+            "or name one recipe with it, such as gptq-q4_k_m"
+        )
     order = Order.take(src, dst, head, imatrix, calibration is not None, seed, device)
     choice = chosen = None
-    if (names := best.recipes(recipe)) is not None:
-        if target is not None:
-            raise ValueError("a target chooses bits and a list chooses among recipes: give one of the two")
-        if imatrix is not None:
-            raise ValueError("recipes of a list are tried without an importance matrix: name one with --imatrix")
+    if names is not None:
 
         def make(name: str, ids: list[list[int]], out: Path) -> float:
             return compress(
@@ -144,8 +158,9 @@ def compress(
             ).bits_per_weight  # fmt: skip
 
         choice = best.for_output(
-            names, order.source, calibration, amount, order.dst, overwrite, resume, make, order.ready, head, report
-        )
+            names, order.source, calibration, amount, order.dst, overwrite, resume, make, order.ready, head, report,
+            ladder=best.is_ladder(recipe),
+        )  # fmt: skip
         recipe, calibration = choice.winner, choice.calibration
     ready = order.ready(recipe, _sequences(calibration, samples), target is not None)
     tokenizer = _tokenizer(order.source.folder.path, calibration, evaluation)
@@ -187,7 +202,10 @@ def compress(
         run.walk()
         run.tune()
         cost = None if held_out is None else run.measure(held_out, tokenizer)
-        warnings = run.warnings()
+        read = next((search.read for search in (choice, chosen) if search is not None), ids)
+        share = None if held_out is None or read is None else domain.shared(held_out, read)
+        surprise = run.surprise()
+        warnings, texts = run.warnings(surprise, share), domain.to_dict(surprise, share)
         result = Compressed(
             Path(dst),
             ready.plan.name,
@@ -201,12 +219,16 @@ def compress(
             ready.output.notes,
             warnings,
             None if chosen is None else chosen.allocation.bits_per_weight,
+            None if choice is None else choice.to_dict(),
+            run.learned.get("tune"),
+            texts,
         )
         if isinstance(ready.output, Output):
             said = (result.recipe, result.head, result.bits_per_weight, result.bytes, cost, result.notes)
             (work.out / "README.md").write_text(model_card(*said, ready.output.method))
         about |= run.learned
-        about |= {} if choice is None else {"selection": choice.to_dict()}
+        about |= {} if choice is None else {"selection": result.selection}
+        about |= {} if texts is None else {"texts": texts}
         about |= {"warnings": list(warnings)} if warnings else {}
         records = [asdict(record) for record in run.records]
         receipt.write(run.made, about, hashes, records, result.bits_per_weight, cost, run.probed)
@@ -348,26 +370,45 @@ class Run:
         ]
         self.learned["tune"] = tuned.to_dict()
 
-    def warnings(self) -> tuple[str, ...]:
-        """What calibration text was too little for."""
-        if self.walked is None:
-            return ()
-        config = self.checkpoint.config
-        columns = max(each.columns for each in matrices(config) if each.compressible)
-        shown = coverage.kept(self.work.state, config.layers)
-        return tuple(coverage.warnings(self.walked.numel(), columns, shown))
+    def surprise(self) -> Surprise | None:
+        """How much calibration text surprises the original: after the walk, which names the place of a NaN."""
+        if self._given is None:
+            return None
+        return domain.surprise(self.order.source, self._given, self.work.state, self.order.device)
+
+    def warnings(self, surprise: Surprise | None, shared: float | None) -> tuple[str, ...]:
+        """What calibration text was too little for; `shared` is the part of the evaluation text that is of it."""
+        shown: tuple[str, ...] = ()
+        if self._given is not None:
+            read = self._given if self.walked is None else self.walked
+            shown = coverage.of(self.checkpoint.config, read, self.work.state)
+        return *shown, *domain.warnings(surprise, shared)
 
     def measure(self, held_out: list[int], tokenizer: Tokenizer | None) -> dict[str, Any]:
-        """What it cost, on text that nothing here has read."""
+        """What it cost, on text that nothing here has read: by the reference in float32, or on the device as `attar
+        eval` measures there. Raises ValueError where that has no room for both models."""
         assert tokenizer is not None
-        return measure(
-            sources.load(self.made, torch.float32),
-            held_out,
-            base=hf.load(self.order.source.folder.path, torch.float32),
-            bos=tokenizer.added_bos,
-            bytes_of=tokenizer,
-            progress=lambda done, total: self.report("evaluating", done, total),
-        ).to_dict()
+        try:
+            return measure(
+                self._whole(self.made),
+                held_out,
+                base=self._whole(self.order.source.folder.path),
+                bos=tokenizer.added_bos,
+                bytes_of=tokenizer,
+                progress=lambda done, total: self.report("evaluating", done, total),
+            ).to_dict()
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"{self.order.device} has too little memory to measure the output beside the original: the same "
+                "command without --eval ends at once, and `attar eval OUTPUT --against ORIGINAL` measures it on a CPU "
+                f"({error})"
+            ) from None
+
+    def _whole(self, path: Path) -> Decoder:
+        device = self.order.device
+        dtype = hf.compute_dtype(None, device)
+        assert dtype is not None
+        return sources.load(path, dtype, None, None if device == "cpu" else ops.store(device=device, dtype=dtype))
 
 
 def _guided(

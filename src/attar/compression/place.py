@@ -5,8 +5,8 @@ they make lies where their arguments do. Codes are integers and scales are round
 chosen, so nothing changes on the way. Hidden states cross with each batch: they are a few percent of the work.
 
 Not everything goes there (`check`): methods that learn or rotate, forms whose tables lie in ordinary memory, GGUF
-files. What is done with the whole model rather than a block stays on the CPU too: sampling calibration text, the
-gradients that weigh tokens, the evaluation at the end.
+files. What is done with the whole model rather than a block stays on the CPU too: sampling calibration text, and the
+gradients that weigh tokens. The evaluation at the end is the kernels' there, on both models at once.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import yaml
 
@@ -48,6 +48,7 @@ from attar.compression.methods import (
     ROTATIONS,
     ROUNDINGS,
     TRANSFORMS,
+    ActivationRange,
     AutoRound,
     Gptq,
     Hqq,
@@ -80,7 +81,7 @@ MAX_FILE_BYTES = 64 * 1024
 
 PRESETS: Mapping[str, str] = {"w8a8-o1": "w8a8", "w8a8-o2": "w8a8-atensor", "w8a8-o3": "w8a8-static"}
 
-_KEYS = ("recipe", "overrides", "keep", "head")
+_KEYS = ("recipe", "overrides", "keep", "head", "activation_range")
 _EXAMPLES = (
     "rtn-w4g128", "awq-w3g64", "gptq-w4g128", "awq+gptq-w4g128", "smoothquant-w8a8", "smoothquant+gptq-w8a8",
     "rotate+gptq-w8a8", "quarot+gptq-w4a4", "prune-2:4", "prune-s50",
@@ -117,6 +118,7 @@ class Recipe:
     tune: Tune | None = None  # what follows after the last block
     mix: str | None = None  # of a GGUF file: `formats.ggml_mix` says the scheme of each matrix, and nothing is kept
     rotate: Rotate | None = None  # what comes before the first block
+    activation_range: ActivationRange = "minmax"  # of scales that are fixed at calibration
 
     @property
     def name(self) -> str:
@@ -238,7 +240,7 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready and canonical: equal recipes give equal dicts."""
-        return {
+        found = {
             "recipe": self.name,
             "passes": [{"method": p.method, **asdict(p)} for p in self.passes],
             "scheme": KEEP if self.scheme is None else self.scheme.name,
@@ -250,6 +252,7 @@ class Recipe:
             for key, each in (("rotate", self.rotate), ("tune", self.tune))
             if each is not None
         }
+        return found | ({} if self.activation_range == "minmax" else {"activation_range": self.activation_range})
 
     @property
     def head_name(self) -> str:
@@ -319,6 +322,9 @@ class Recipe:
             rotate=None if recipe.rotate is None else _told(recipe.rotate, options),
             tune=None if recipe.tune is None else _told(recipe.tune, options),
         )
+        for key, switch in recipe.rounding.needs.items() if isinstance(recipe.rounding, Gptq) else ():
+            if key in options and not getattr(recipe.rounding, switch):
+                raise ValueError(f"{key} is read with {switch}: true alone, which {recipe.name} does not have")
         if "overrides" in data:
             entries = data["overrides"]
             if not isinstance(entries, list):
@@ -337,7 +343,9 @@ class Recipe:
                         f"head and the pattern {pattern!r} both decide about {HEAD}: leave one of them out"
                     )
             recipe = replace(recipe, head=parse_head(data["head"]))
-        return recipe
+        if (word := data.get("activation_range", "minmax")) not in get_args(ActivationRange):
+            raise ValueError(f"activation_range is one of {', '.join(get_args(ActivationRange))}, not {word!r}")
+        return replace(recipe, activation_range=word)
 
 
 def parse_head(word: object) -> Scheme | Keep:

@@ -1,13 +1,18 @@
 """What a recipe asks of a model and of calibration text: what speaks against it is said before anything is computed.
 
 Which schemes a model's shapes can take is asked before, where the output is laid out (`Recipe.schemes`). What follows
-from the numbers in the weights, a NaN or a solver that gives up, is known in the walk alone.
+from the numbers in the weights, a NaN or a solver that gives up, is known in the walk alone; but whether weights are
+2:4 sparse, where a recipe takes them to be, two linears tell for all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+from torch import Tensor
+
+from attar.checkpoints.hf import Checkpoint
 from attar.compression.methods import (
     Awq,
     Clip,
@@ -21,10 +26,15 @@ from attar.compression.methods import (
     SpinQuant,
     SqueezeLlm,
 )
-from attar.compression.recipe import Recipe
-from attar.formats.forms import Progressive
+from attar.compression.recipe import HEAD, Recipe
+from attar.formats import sparse24
+from attar.formats.forms import Progressive, Sparse24
+from attar.formats.kv import BUCKET
 from attar.formats.scheme import Grid, Scheme
 from attar.model.config import ModelConfig
+from attar.model.decoder import compressible
+
+HEAD_ROWS = 1024  # of the output matrix that are looked at
 
 
 def check(
@@ -56,11 +66,41 @@ def check(
     grids = [s for s in schemes.values() if s is not None and isinstance(s.weight, Grid | Progressive)]
     if any(isinstance(p, Clip) for p in plan.passes) and not grids:
         raise ValueError(f"{plan.name}: clip narrows the range of a grid, which none of its schemes has")
+    if plan.activation_range != "minmax":
+        fixed = {name: s.activation for name, s in schemes.items() if s is not None and s.static}
+        if not fixed:
+            raise ValueError(f"{plan.name} fixes no activation scales: activation_range is for schemes as w8a8-static")
+        integers = all(isinstance(form, Grid) and form.kind == "int" for form in fixed.values())
+        if plan.activation_range in ("mse", "kl") and not integers:
+            raise ValueError(f"{next(iter(fixed))}: activation_range {plan.activation_range} is for integers alone")
+    searched = any(isinstance(p, SmoothAttention) and p.key_alpha is None for p in plan.passes)
+    if searched and config.head_dim % BUCKET:
+        raise ValueError(
+            f"{compressible(config, 0)[0]}: its heads have {config.head_dim} columns, and smoothattention searches for "
+            f"a cache whose bits go to {BUCKET} columns at a time: set key_alpha, 0.5 as published, or leave it out"
+        )
     if plan.tune is not None and to_file:
         raise ValueError(f"{plan.name}: a GGUF file holds its scales within its blocks, which tuning does not write")
     if sequences is not None:
         enough(plan, sequences)
     return needs_inputs
+
+
+def check_sparse(plan: Recipe, checkpoint: Checkpoint, schemes: Mapping[str, Scheme | None]) -> None:
+    """Raise ValueError where a linear is to be stored 2:4 sparse that the recipe does not prune so and that is not so
+    already: by the weights of the first and the last of them, since those of all would be the whole model."""
+    sparse = [name for name, scheme in schemes.items() if scheme is not None and isinstance(scheme.weight, Sparse24)]
+    taken = [name for name in sparse if plan.pattern_for(name) is None]
+    weights = checkpoint.rows(torch.arange(min(HEAD_ROWS, checkpoint.config.vocab_size)))
+    for name in dict.fromkeys((*taken[:1], *taken[-1:])):
+        weight, scheme = weights.linear(name).weight, schemes[name]
+        assert isinstance(weight, Tensor)
+        assert scheme is not None
+        try:
+            sparse24.pack_24(weight)
+        except ValueError as error:
+            other = "give it another scheme" if name == HEAD else f"prune it, as by prune-2:4-{scheme.name}"
+            raise ValueError(f"{name}: {scheme.name} stores 2:4 sparse weights, and {error}: {other}") from None
 
 
 def enough(plan: Recipe, sequences: int) -> None:

@@ -62,7 +62,8 @@ def against(config: ModelConfig) -> str | None:
 def rotated(checkpoint: Checkpoint, recipe: Recipe, seed: int) -> RotatedCheckpoint:
     """A view of the checkpoint as `recipe.rotate` wants it.
 
-    Raises ValueError where the family cannot be rotated, or there is no Hadamard matrix of one of its sizes.
+    Raises ValueError where the family cannot be rotated, there is no Hadamard matrix of one of its sizes, or what is to
+    be rotated at run time nowhere can be.
     """
     assert recipe.rotate is not None
     reason = against(checkpoint.config)
@@ -77,6 +78,11 @@ def rotated(checkpoint: Checkpoint, recipe: Recipe, seed: int) -> RotatedCheckpo
         plan.ends()
     except ValueError as error:
         raise ValueError(f"{recipe.name}: {error}") from None
+    if recipe.rotate.online and not plan.online:
+        raise ValueError(
+            f"{recipe.name}: online is for {checkpoint.config.names.down}, where that is rounded and has an even "
+            "number of columns, which it nowhere does here: take rotate, and online: false"
+        )
     stated = {"tie_word_embeddings": False} if plan.untied else {}
     folder = RotatedFolder(checkpoint.folder, plan.changes, plan.added, {**checkpoint.folder.config, **stated})
     config = replace(checkpoint.config, tied=checkpoint.config.tied and not plan.untied)

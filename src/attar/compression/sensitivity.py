@@ -6,8 +6,9 @@ the recipe's own kind of rounding: GPTQ on Hessians of the original's inputs, or
 and measures the mean KL divergence from the model as it was. Hidden states that enter each block are kept, so that a
 measurement starts at the block that changed: half a forward pass on average.
 
-Some calibration sequences make the Hessians, the last ones are what divergences are measured on. They are compared at
-as many evenly spaced positions as there is room for the original's logits. Measurements go to a file as they are made,
+Some calibration sequences make the Hessians, the last ones are what divergences are measured on (`apart`), and nothing
+else reads those: what is chosen on them is not fitted to them. Predictions are compared at as many evenly spaced
+positions as there is room for the original's logits. Measurements go to a file as they are made,
 by which a killed run resumes; candidates are rounded anew.
 
 Legend: S sequences, L tokens of each, N rows, I hidden size, V vocabulary, P positions, G groups, C schemes.
@@ -96,6 +97,17 @@ def _fused(block: Block) -> Iterator[tuple[Linear, ...]]:
         yield (forwards[0].down,)
 
 
+def apart(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Calibration tokens [S, L] in two: the first calibrate, on the last, a third at most, divergences are measured.
+
+    Raises ValueError where there is one sequence.
+    """
+    if len(ids) < 2:
+        raise ValueError("a target needs at least 2 calibration sequences: one is to measure on; give more text")
+    count = max(1, min(len(ids) // 3, math.ceil(MEASURED_TOKENS / ids.shape[1])))
+    return ids[: len(ids) - count], ids[len(ids) - count :]
+
+
 class Trial:
     """A dense model with some groups compressed. Between calls its weights are as they were."""
 
@@ -106,17 +118,16 @@ class Trial:
         ladder: Sequence[Scheme],
         rounding: Gptq | Rtn,
         ids: Tensor,
+        measured: Tensor,
         log: Log,
         told: Callable[[], None],
     ) -> None:
-        """`ids` [S, L] are calibration tokens. `told` is called after each measurement."""
+        """Hessians are of calibration tokens `ids` [S, L], divergences of those `measured` [T, L]. `told` is called
+        after each measurement."""
         self.groups, self.ladder = tuple(groups), tuple(ladder)
         self._decoder, self._rounding, self._log, self._told = decoder, rounding, log, told
         self._length = ids.shape[1]
-        count = max(1, min(len(ids) // 3, math.ceil(MEASURED_TOKENS / self._length)))
-        measured = ids[len(ids) - count :]
-        rest = ids[: len(ids) - count] if len(ids) > count else ids
-        self._rest = rest[: max(1, HESSIAN_TOKENS // self._length)]
+        self._rest = ids[: max(1, HESSIAN_TOKENS // self._length)]
         self._batch = self._length * max(1, rows_at_once(decoder.config) // self._length)  # rows of one call
         self.tokens = measured.numel()
         positions = min(self.tokens, max(1, LOGITS // decoder.config.vocab_size))
@@ -273,13 +284,15 @@ def _key(choice: Choice) -> str:
     return ",".join(map(str, choice))
 
 
-def fingerprint(decoder: Decoder, groups: Sequence[Group], ladder: Sequence[Scheme], rounding: Any, ids: Tensor) -> str:
+def fingerprint(
+    decoder: Decoder, groups: Sequence[Group], ladder: Sequence[Scheme], rounding: Any, ids: Tensor, measured: Tensor
+) -> str:
     """What measurements depend on, as one hash. A sum of each matrix is enough to tell models apart."""
     names = [scheme.name for scheme in ladder], [group.linears for group in groups]
-    sizes = MEASURED_TOKENS, HESSIAN_TOKENS, LOGITS, list(ids.shape)
+    sizes = MEASURED_TOKENS, HESSIAN_TOKENS, LOGITS, list(ids.shape), list(measured.shape)
     machine = str(torch.__version__), torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
     digest = hashlib.sha256(json.dumps([names, sizes, repr(rounding), machine]).encode())
-    digest.update(ids.to(torch.int32).numpy().tobytes())
+    digest.update(torch.cat((ids, measured)).to(torch.int32).numpy().tobytes())
     for block in decoder.blocks:
         for linear in block.linears():
             digest.update(repr(float(fold.dense_weight(linear).double().sum())).encode())

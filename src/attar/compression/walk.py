@@ -119,18 +119,20 @@ class Walk:
         records = work.run()
         place.move(block, place.CPU)
         self.output.write_block(self.writer, block, layer)
-        if inputs is not None and layer + 1 < self.config.layers:
-            outputs = self.streams[1][1 - layer % 2]
+        if inputs is not None:
+            outputs = self.streams[1][1 - layer % 2] if layer + 1 < self.config.layers else None
             place.move(block, self.device)
             seen = coverage.Coverage(block)
             for batch in inputs.batches():
                 out = block.run(inputs.read(batch), inputs.step(batch), seen.tap)
                 if not out.isfinite().all():
                     raise ValueError(f"the output of block {layer} holds a NaN or an infinity")
-                outputs.write(batch, out)
-            outputs.settle()
+                if outputs is not None:
+                    outputs.write(batch, out)
             coverage.keep(self.state.folder, layer, seen)
-            if original is not None and (after := self._original(layer + 1)) is not None:
+            if outputs is not None:
+                outputs.settle()
+            if original is not None and outputs is not None and (after := self._original(layer + 1)) is not None:
                 gradients.advance(self.checkpoint, layer, original, after)
                 after.settle()
         place.move(block, place.CPU)

@@ -97,6 +97,38 @@ class Allocation:
     kl_unrefined: float
     uniform: tuple[tuple[float, float], ...]
     groups: tuple[Choice, ...]
+    without: tuple[str, ...] = ()  # what of the recipe was not part of the measurements
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A recipe that was tried, and the mean KL of what it made on the tokens that were set aside to choose by."""
+
+    recipe: str
+    bits: float
+    kl: Figure
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The receipt of a choice among recipes, by that KL on so many tokens; `left_out` are (recipe, why)."""
+
+    tokens: int
+    tried: tuple[Tried, ...]
+    left_out: tuple[tuple[str, str], ...]
+
+    @property
+    def kept(self) -> Tried:
+        return min(self.tried, key=lambda each: each.kl.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What tuning gained: the mean KL on so many held-out tokens of the calibration text, before and after."""
+
+    tokens: int
+    before: float
+    after: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +166,9 @@ class Compressed:
     receipt: Mapping[str, Any]
     speed: Speed | None = None
     allocation: Allocation | None = None
+    selection: Selection | None = None
+    tuning: Tuning | None = None
+    warnings: tuple[str, ...] = ()  # of texts that say too little
 
     @property
     def measured_on(self) -> tuple[object, ...] | None:
@@ -174,12 +209,17 @@ def read(output: str | Path, speed: Speed | None = None) -> Compressed:
     if "allocation" in value:
         allocation = _allocation(value["allocation"], place)
         recipe = f"{recipe.partition('-')[0]}, {allocation.bits:.2f} bits chosen"
-    layers = value["layers"]
+    layers, warnings = value["layers"], value.get("warnings", [])
     if not isinstance(layers, list):
         raise _damaged(place, "layers")
+    if not isinstance(warnings, list) or not all(isinstance(each, str) for each in warnings):
+        raise _damaged(place, "warnings")
     return Compressed(
         path, recipe, recipe, seen.architecture, seen.bytes, bits, _figures(value["evaluation"], place),
         tuple(_layer(each, place) for each in layers), value, speed, allocation,
+        _selection(value["selection"], place) if "selection" in value else None,
+        _tuning(value["tune"], place) if "tune" in value else None,
+        tuple(warnings),
     )  # fmt: skip
 
 
@@ -261,9 +301,36 @@ def _allocation(value: object, place: str) -> Allocation:
             assert len(kl) == len(ladder)
             groups.append(Choice(int(_number(each["layer"])), names, kl, chosen))
         bits, whole, unrefined = (_number(value[key]) for key in ("bits", "kl", "kl_unrefined"))
-        return Allocation(target, ladder, int(_number(value["tokens"])), bits, whole, unrefined, uniform, tuple(groups))
+        without = tuple(map(_text, value.get("without", [])))
+        tokens = int(_number(value["tokens"]))
+        return Allocation(target, ladder, tokens, bits, whole, unrefined, uniform, tuple(groups), without)
     except (AssertionError, KeyError, TypeError, AttributeError, ValueError):
         raise _damaged(place, "allocation") from None
+
+
+def _selection(value: object, place: str) -> Selection:
+    """Raises CheckpointError where anything in it is not what `compression.best` writes."""
+    try:
+        assert isinstance(value, dict)
+        tried = []
+        for each in value["tried"]:
+            ends = [None if each[end] is None else _number(each[end]) for end in ("low", "high")]
+            figure = Figure(_number(each["kl"]), *ends) if None not in ends else Figure(_number(each["kl"]))
+            tried.append(Tried(_text(each["recipe"]), _number(each["bits_per_weight"]), figure))
+        assert tried
+        left_out = tuple((_text(each["recipe"]), _text(each["why"])) for each in value.get("left_out", []))
+        return Selection(int(_number(value["tokens"])), tuple(tried), left_out)
+    except (AssertionError, KeyError, TypeError, AttributeError, ValueError):
+        raise _damaged(place, "selection") from None
+
+
+def _tuning(value: object, place: str) -> Tuning:
+    """Raises CheckpointError where anything in it is not what `compression.tune` writes."""
+    try:
+        assert isinstance(value, dict)
+        return Tuning(int(_number(value["held_out_tokens"])), _number(value["kl_before"]), _number(value["kl_after"]))
+    except (AssertionError, KeyError, ValueError):
+        raise _damaged(place, "tune") from None
 
 
 def _text(value: object) -> str:

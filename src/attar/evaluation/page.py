@@ -23,10 +23,12 @@ import jinja2
 from markupsafe import Markup
 
 from attar.evaluation import charts
-from attar.evaluation.charts import SOFT, Axis, Chart, Point, Series
+from attar.evaluation import pictures as pngs
+from attar.evaluation.charts import CHARACTER, SOFT, Axis, Chart, Point, Series
 from attar.evaluation.outliers import FACTOR, Profile
-from attar.evaluation.outputs import Allocation, Choice, Compressed, Figure, front
+from attar.evaluation.outputs import LEAST, Allocation, Choice, Compressed, Figure, front
 from attar.evaluation.table import size
+from attar.formats.ggml_mix import MIXES
 from attar.version import __version__
 
 WORST = 3  # places whose channels are drawn one by one
@@ -57,8 +59,9 @@ def html(contents: Contents) -> str:
         warnings=_warnings(outputs),
         summary=_summary(outputs),
         trade_offs=[_shown_trade_off(chosen, pieces) for chosen, pieces in trade_offs(outputs)],
+        gains=[_gains(each) for each in outputs if each.selection is not None or each.tuning is not None],
         allocations=[_allocation(each) for each in outputs if each.allocation is not None],
-        layers=[_layers(each) for each in outputs],
+        layers=[_layers(each, each is _unfolded(outputs)) for each in outputs],
         layers_key=Markup(charts.key(_error_series([], " or ".join(_plain(outputs))))),
         plain=" or ".join(_plain(outputs)),
         outliers=_outliers(contents) if contents.profiles else None,
@@ -85,12 +88,12 @@ def pictures(contents: Contents) -> dict[str, list[Chart]]:
 
 def save_pictures(contents: Contents, folder: Path) -> list[Path]:
     """Write them. Raises ValueError where matplotlib is not installed."""
-    charts.check_png()
+    pngs.check()
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, pieces in pictures(contents).items():
         paths.append(folder / f"{name}.png")
-        charts.png(pieces, paths[-1])
+        pngs.png(pieces, paths[-1])
     return paths
 
 
@@ -114,11 +117,11 @@ def _summary(outputs: Sequence[Compressed]) -> dict[str, Any]:
     columns: dict[str, list[Cell | None]] = {
         "model": [Cell(each.label) for each in outputs],
         "size": [Cell(size(each.bytes), f"{each.bytes:,} B") for each in outputs],
-        "bits/weight": [Cell(f"{each.bits_per_weight:.3f}") for each in outputs],
         "KL mean": figure("kl_mean", ".3g"),
         "KL 99.9 %": figure("kl_p999", ".3g"),
         "perplexity": figure("ppl", ".2f"),
         "top-1 agreement": figure("top1", ".1%"),
+        "bits/weight": [Cell(f"{each.bits_per_weight:.3f}") for each in outputs],
         "decode, tokens/s": [None if each.speed is None else Cell(f"{each.speed.decode:.1f}") for each in outputs],
         "error / plain": [None if each.gain is None else Cell(f"{each.gain:.3f}") for each in outputs],
     }
@@ -153,7 +156,7 @@ def _warnings(outputs: Sequence[Compressed]) -> list[str]:
             "These models were measured on different texts, originals or protocols: figures compare within a chart, "
             "not between charts."
         )
-    return found
+    return found + [f"{each.label}: {warning}." for each in outputs for warning in each.warnings]
 
 
 # --- what it cost against what it saved -------------------------------------------------------------------------------
@@ -195,12 +198,14 @@ def _trade_off(
             if _method(each) == method
         ]
         series.append(Series(method, points, number, labelled=True))
-    return Chart(title, axis, Axis("mean KL from the original, nats", log=True), series)
+    return Chart(title, axis, Axis("mean KL, nats", log=True), series)
 
 
 def _method(output: Compressed) -> str:
-    """What a colour stands for: the recipe without its scheme, or that bits were chosen."""
-    return output.recipe.partition(",")[0] + ", chosen" if output.allocation else output.recipe.partition("-")[0]
+    """What a colour stands for: the recipe without its scheme, that bits were chosen, or that it is a type of GGUF."""
+    if output.allocation:
+        return output.recipe.partition(",")[0] + ", chosen"
+    return "GGUF" if output.recipe in MIXES else output.recipe.partition("-")[0]
 
 
 def _shown_trade_off(outputs: Sequence[Compressed], pieces: Sequence[Chart]) -> dict[str, Any]:
@@ -226,6 +231,31 @@ def _count(number: int, what: str) -> str:
 
 def _drawn(chart: Chart) -> dict[str, Any]:
     return {"title": chart.title, "drawn": Markup(charts.svg(chart))}
+
+
+# --- what each step gained --------------------------------------------------------------------------------------------
+
+
+def _gains(output: Compressed) -> dict[str, Any]:
+    """Recipes tried with what each gained over the first, and tuning, on text set aside from calibration."""
+    found: dict[str, Any] = {"label": output.label, "lead": "", "rows": [], "left_out": [], "tuning": ""}
+    if (chosen := output.selection) is not None:
+        first, kept = chosen.tried[0], chosen.kept
+        found["lead"] = (
+            f"{_count(len(chosen.tried), 'recipe')} tried; mean KL from the original on {chosen.tokens} calibration "
+            "tokens set aside to choose by. Kept is the least; the figures at the top are on other text."
+        )
+        for each in chosen.tried:
+            ratio = f"{each.kl.value / first.kl.value:.3f}" if first.kl.value > LEAST else "-"
+            cells = Cell(f"{each.bits:.3f}"), Cell(f"{each.kl.value:.3g}", _ends(each.kl, ".3g")), Cell(ratio)
+            found["rows"].append({"recipe": each.recipe, "kept": each is kept, "cells": cells})
+        found["left_out"] = [f"{recipe}: {why}" for recipe, why in chosen.left_out]
+    if (tuned := output.tuning) is not None:
+        found["tuning"] = (
+            f"Tuning: mean KL {tuned.before:.3g} before and {tuned.after:.3g} after, on {tuned.tokens} calibration "
+            "tokens that it did not train on."
+        )
+    return found
 
 
 # --- linear by linear -------------------------------------------------------------------------------------------------
@@ -269,7 +299,13 @@ def error_charts(output: Compressed) -> list[Chart]:
     return found
 
 
-def _layers(output: Compressed) -> dict[str, Any]:
+def _unfolded(outputs: Sequence[Compressed]) -> Compressed | None:
+    """The output whose errors are open: the first that was not stored the plain way, where there is one."""
+    differ = (each for each in outputs if each.gain is not None and round(each.gain, 2) != 1)
+    return next(differ, next(iter(outputs), None))
+
+
+def _layers(output: Compressed, shown: bool) -> dict[str, Any]:
     rows = [
         (each.name, each.scheme, each.measure, f"{each.error:.4g}", f"{each.rtn_error:.4g}",
          f"{each.error / each.rtn_error:.3f}" if each.rtn_error else "-")
@@ -277,7 +313,8 @@ def _layers(output: Compressed) -> dict[str, Any]:
     ]  # fmt: skip
     gain = f", {output.gain:.2f} of the plain way's error on average" if output.gain is not None else ""
     note = f"{len(rows)} linears{gain}"
-    return {"label": output.label, "note": note, "charts": [_drawn(c) for c in error_charts(output)], "rows": rows}
+    drawn = [_drawn(each) for each in error_charts(output)]
+    return {"label": output.label, "note": note, "charts": drawn, "rows": rows, "shown": shown}
 
 
 # --- allocation -------------------------------------------------------------------------------------------------------
@@ -299,13 +336,16 @@ def allocation_charts(found: Allocation) -> list[Chart]:
         kinds[group.kind].append(group)
     costs = [cost for group in found.groups for cost in group.kl if cost > 0]
     axes = Axis("block", whole=True), Axis("mean KL, nats", log=True, ends=(min(costs), max(costs)) if costs else None)
+    beside = 20 + round(CHARACTER * max(map(len, found.ladder)))
     for kind, groups in kinds.items():
+        last = groups[-1]  # at whose end a line has its name
         series = [
-            Series("one scheme", [Point(g.layer, g.kl[c], f"{name}, block {g.layer}") for g in groups], SOFT, "line")
+            Series("one scheme", [Point(g.layer, g.kl[c], name if g is last else "") for g in groups], SOFT, "line",
+                   labelled=True)
             for c, name in enumerate(found.ladder)
-        ]
+        ]  # fmt: skip
         points = [Point(g.layer, g.kl[found.ladder.index(g.chosen)], g.chosen) for g in groups]
-        drawn.append(Chart(f"{kind} alone", *axes, [*series, Series("chosen", points, 0, "dots")], 280, 200))
+        drawn.append(Chart(f"{kind} alone", *axes, [*series, Series("chosen", points, 0, "dots")], 280, 200, beside))
     return drawn
 
 
@@ -325,12 +365,13 @@ def _allocation(output: Compressed) -> dict[str, Any]:
             cells.append({"share": share, "text": "" if group is None else group.chosen, "title": ", ".join(costs)})
         rows.append({"kind": kind, "cells": cells})
     pieces = allocation_charts(found)
+    without = f" Measured without {' and '.join(found.without)}, which followed." if found.without else ""
     key = Series("one scheme", [], SOFT, "line"), Series("chosen", [], 0, "dots")
     return {
         "label": output.label,
         "lead": f"At most {found.target}. Chosen among {', '.join(found.ladder)}, by the KL divergence that each group "
         f"of linears causes alone over {found.tokens} calibration tokens: {found.bits:.3f} bits a weight, KL "
-        f"{found.kl:.4g} as a whole ({found.kl_unrefined:.4g} before steps between neighbours were measured).",
+        f"{found.kl:.4g} as a whole ({found.kl_unrefined:.4g} before steps between neighbours were measured).{without}",
         "layers": [f"block {block}" for block in blocks],
         "rows": rows,
         "charts": [_drawn(each) for each in pieces],

@@ -63,6 +63,7 @@ def evaluate(
     """
     if (text is None) == (tokens is None):
         raise ValueError("give what to evaluate on: either a text or token ids")
+    ops.require(device)
     computed = hf.compute_dtype(dtype, device)
     if max_tokens is not None and max_tokens < 2:
         raise ValueError(f"max_tokens is {max_tokens}: at least 2 tokens are needed")

@@ -13,7 +13,7 @@ import torch
 
 from attar.checkpoints import hub, sources, vocabulary
 from attar.engine import speed as bench
-from attar.evaluation import charts, page
+from attar.evaluation import page, pictures
 from attar.evaluation.outliers import Profile, profile
 from attar.evaluation.outputs import Compressed, Speed, read, tell_apart
 from attar.text.files import read_text
@@ -49,7 +49,7 @@ def write(names: Sequence[str], options: Options, progress: Progress) -> dict[st
     if options.page.is_dir() or not options.page.absolute().parent.is_dir():
         raise ValueError(f"{options.page} cannot be written: name a file in a folder that exists")
     if options.png is not None:
-        charts.check_png()
+        pictures.check()
     if options.source is not None and options.profile is None:
         raise ValueError("--source is the model that a --profile compares with: give the text to profile on")
     known = _speeds(options.speeds, names)
@@ -61,10 +61,10 @@ def write(names: Sequence[str], options: Options, progress: Progress) -> dict[st
         profiles = _profiles(outputs, options, progress)
     contents = page.Contents(outputs, profiles, "" if options.profile is None else options.profile.name)
     options.page.write_text(page.html(contents), encoding="utf-8", errors="replace")  # lone surrogates of JSON
-    pictures = [] if options.png is None else page.save_pictures(contents, options.png)
+    saved = [] if options.png is None else page.save_pictures(contents, options.png)
     return {
         "page": str(options.page),
-        "pictures": [str(path) for path in pictures],
+        "pictures": [str(path) for path in saved],
         "outputs": [_figures(each) for each in outputs],
         "outliers": {label: [_place(each) for each in places] for label, places in profiles.items()},
     }

@@ -30,6 +30,7 @@ import torch
 
 from attar.checkpoints import hf, hub, vocabulary
 from attar.evaluation.report import Model, Progress, load
+from attar.kernels import ops
 from attar.metrics import bootstrap
 from attar.metrics.bootstrap import LEVEL, RESAMPLES, SEED, Interval
 from attar.metrics.perplexity import nll
@@ -153,6 +154,7 @@ def evaluate_task(
     """
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}: known are {', '.join(TASKS)}")
+    ops.require(device)
     computed = hf.compute_dtype(dtype, device)
     items = TASKS[task](path)[:limit]
     told = progress or (lambda stage, done, total: None)

@@ -30,6 +30,8 @@ from attar.formats.scheme import Grid
 FINE_BINS = 1 << 14
 """Histogram bins where bins stand for values: at least 64 a step of an 8-bit grid."""
 KL_BINS = 2048
+AVERAGE = 0.1
+"""Of the way to each batch's own extremes, where they are averaged."""
 SAME_DIVERGENCE = 1e-10
 """Divergences in nats closer than this differ by the rounding of float64 sums."""
 
@@ -72,6 +74,17 @@ class MinMax:
         if self._range is None:
             raise ValueError("no values were observed: calibration reached this layer with no tokens")
         return self._range
+
+
+def of_activations(name: str, grid: Grid) -> Observer:
+    """The observer that recipes call by this name (`methods.ActivationRange`); `grid` is of integers for mse and kl."""
+    if name == "average":
+        return MinMax(momentum=AVERAGE)
+    if name == "percentile":
+        return Percentile()
+    if name == "mse":
+        return MSE(grid)
+    return KL(grid.bits) if name == "kl" else MinMax()
 
 
 class Histogram:
