@@ -11,6 +11,13 @@
 //     out = total * activation scale of the row                                      only where rows are scaled whole
 //     out = out + bias
 //
+// Where the scales of groups are a float times a small integer of each (matrix.h calls it fine), and parts of 128 columns
+// share the float and the activation's scale, the integers join the sum, and the part is all 128 columns:
+//
+//         value = float(sum over groups of fine scale * sum of int8 activation codes times (weight code - zero))
+//
+// Offsets keep the parts of their groups.
+//
 // Integers may be summed in any order, so every level and every path gives the same bits. In float32 products the value
 // is a chain of fma over the columns in index order, starting from zero; dense weights are one group without a scale.
 // Weights with offsets are scaled and moved before they meet x there, and the group's value is added as it is.
@@ -75,6 +82,7 @@ constexpr std::int64_t MOST = std::numeric_limits<std::int64_t>::max() / 1024;
 // Rows from which weights are unpacked, or made floats, once for all of them, by Level; measured by bench/kernels.py.
 constexpr std::int64_t OF_CODES[] = {5, 5, 5, 5, 5, 3};
 constexpr std::int64_t OF_BYTES[] = {5, 5, 5, 5, 5, 1};  // 8 bits, whole rows to a scale: tiles read them where they lie
+constexpr std::int64_t OF_FINE = 5;  // codes of groups with fine scales, which take longer to unpack, at all levels
 constexpr std::int64_t OF_NUMBERS[] = {5, 5, 5, 5, 33, 33};
 std::int64_t forced[] = {MEASURED, MEASURED, MEASURED, MEASURED, MEASURED, MEASURED};
 
@@ -83,6 +91,7 @@ std::int64_t many_from(const Factors& factors, Level level) {
     const Matrix& m = *factors.factors.front().matrix;
     if (forced[at] != MEASURED) return forced[at];
     if (m.number != Number::codes || !factors.integer) return OF_NUMBERS[at];
+    if (m.fine_scales) return OF_FINE;
     return m.bits == 8 && m.groups == 1 && factors.activation_group == 0 ? OF_BYTES[at] : OF_CODES[at];
 }
 
@@ -126,10 +135,11 @@ QuantizedRows quantize(const Factors& factors, const float* x, std::int64_t rows
     out.sums = reinterpret_cast<std::int32_t*>(of_caller.at(2, rows * out.parts * 4));
     const bool offsets = std::any_of(factors.factors.begin(), factors.factors.end(),
                                      [](const Factor& factor) { return factor.matrix->offsets != nullptr; });
-    const bool parts_wanted = few || offsets;
-    if (parts_wanted) {
-        out.part_scales = reinterpret_cast<float*>(of_caller.at(3, rows * out.parts * 8));
-        out.terms = out.part_scales + rows * out.parts;
+    const bool parts_wanted = few || offsets || out.group;
+    if (parts_wanted) {  // and a vector more: whole ones are read where fewer rows are there
+        const std::int64_t all_parts = out.tiles * tile * out.parts;
+        out.part_scales = reinterpret_cast<float*>(of_caller.at(3, all_parts * 8 + 64));
+        out.terms = out.part_scales + all_parts;
     }
     const auto into = ATTAR_PICK(level, quantize_into);
     const auto parts = ATTAR_PICK(level, make_parts);
@@ -168,7 +178,7 @@ void Factors::check() const {
     if (gate) {
         const Matrix &a = first, &b = *factors.back().matrix;
         if (factors.size() != 2 || a.rows != b.rows || width != a.rows || factors.back().offset != 0 ||
-            !a.same_form(b))
+            !a.same_form(b) || a.fine != b.fine)
             throw std::invalid_argument("gated products take two weights of one shape and form");
     }
     if (rounding.group < 0 || (rounding.kind != Rounding::none && integer))

@@ -22,10 +22,15 @@ struct QuantizedRows {
     std::int8_t* codes;
     float* scales;       // [rows, scales_a_row]
     std::int32_t* sums;  // [rows, parts]: of codes
-    float *part_scales, *terms;  // [rows, parts]: scales of groups, and what offsets of weights are multiplied by
+    float *part_scales, *terms;  // by part_at: scales of groups, and what offsets of weights are multiplied by
 
-    std::int8_t* at(std::int64_t row, std::int64_t step) const {
-        return codes + (step * tiles + row / tile) * tile * 64 + row % tile * 64;
+    // A division by 16 costs nothing, one by what is only known at run time as much as sixteen products.
+    std::int64_t tile_of(std::int64_t row) const { return tile == 16 ? row / 16 : row / tile; }
+    std::int8_t* at(std::int64_t row, std::int64_t step) const { return codes + (step * tiles * tile + row) * 64; }
+    // [tiles, parts, tile]: of the rows of a tile side by side.
+    std::int64_t part_at(std::int64_t row, std::int64_t index) const {
+        const std::int64_t of_tile = tile_of(row);
+        return (of_tile * parts + index) * tile + row - of_tile * tile;
     }
     std::int64_t step_bytes() const { return tiles * tile * 64; }
 };

@@ -123,10 +123,22 @@ ATTAR_INLINE void finish(Floats acc, const Factor& factor, std::int64_t block, c
     put(finished(acc, factor, block, row_scale), factor, block, out);
 }
 
+// ---- groups whose sums are joined
+
+constexpr std::int64_t JOINED = 128;  // columns
+
+// Parts whose sums, times the small integers of their groups, are added as integers before they become a float; 1: none.
+ATTAR_INLINE std::int64_t joined_parts(const Matrix& m, const QuantizedRows& x) {
+    const bool joined = m.fine_scales && m.group == x.part && m.group < JOINED && m.group * m.fine % JOINED == 0 &&
+                        x.group % JOINED == 0 && m.columns % JOINED == 0;
+    return joined ? JOINED / x.part : 1;
+}
+
 // ---- integer products, few rows: codes are unpacked in registers
 
-// What lies beside the codes of a block, as floats: scales of all groups, then offsets where there are any.
-static void spread_beside(const Matrix& m, std::int64_t block, float* out) {
+// What lies beside the codes of a block, as floats: scales of all groups (if `joined`, those alone that groups share),
+// then offsets of all groups, where there are any. Returns where these begin.
+static float* spread_beside(const Matrix& m, std::int64_t block, bool joined, float* out) {
     const auto spread = [&](const std::uint8_t* coarse, const std::int8_t* fine, auto number) {
         const auto* from = reinterpret_cast<const decltype(number)*>(coarse) + block * m.coarse * LANES;
         if (fine) fine += block * m.groups * LANES;
@@ -141,12 +153,14 @@ static void spread_beside(const Matrix& m, std::int64_t block, float* out) {
         }
     };
     const auto both = [&](auto number) {
-        spread(m.scales, m.fine_scales, number);
+        spread(m.scales, joined ? nullptr : m.fine_scales, number);
+        float* const offsets = out;
         if (m.offsets) spread(m.offsets, m.fine_offsets, number);
+        return offsets;
     };
     if (m.scale_number == Number::bfloat16) return both(Bfloat16{});
     if (m.scale_number == Number::float16) return both(Float16{});
-    both(0.0f);
+    return both(0.0f);
 }
 
 template <int CODE, int ROWS>
@@ -156,35 +170,48 @@ static void few_rows_of(const Factor& factor, const QuantizedRows& x, std::int64
     const Matrix& m = *factor.matrix;
     const bool halves = x.part < RUN, moved = m.offsets != nullptr, grouped = x.group != 0;  // halves: a run is two parts
     const std::int64_t runs = halves ? 1 : x.part / RUN, per_weight = m.group / x.part, step_bytes = x.step_bytes();
+    const std::int64_t joined = joined_parts(m, x), per_scale = joined > 1 ? m.group * m.fine / x.part : per_weight;
     const std::int32_t middle = m.middle();
     const std::int8_t* base[ROWS];
     const std::int32_t* sums[ROWS];
     const float *scales[ROWS], *terms[ROWS];  // of parts
     for (int r = 0; r < ROWS; ++r) {
-        const std::int64_t at = (row + r) * x.parts;
-        base[r] = x.at(row + r, 0), sums[r] = x.sums + at, scales[r] = x.part_scales + at, terms[r] = x.terms + at;
+        const std::int64_t at = x.part_at(row + r, 0);
+        base[r] = x.at(row + r, 0), sums[r] = x.sums + (row + r) * x.parts;
+        scales[r] = x.part_scales + at, terms[r] = x.terms + at;
     }
     for (std::int64_t block = first; block < last; ++block) {
-        spread_beside(m, block, beside);
-        const float *scale = beside, *offset = beside + m.groups * LANES;
+        const float *scale = beside, *offset = spread_beside(m, block, joined > 1, beside);
         const std::uint8_t *codes = m.block(block), *zeros = m.zeros ? m.zeros + block * m.groups * LANES : nullptr;
+        const std::int8_t* fine = joined > 1 ? m.fine_scales + block * m.groups * LANES : nullptr;
         Floats total[ROWS], shift[ROWS];
-        for (int r = 0; r < ROWS; ++r) total[r] = shift[r] = all(0.0f);
-        std::int64_t left = per_weight;  // parts of the weight's group
+        Ints together[ROWS];
+        for (int r = 0; r < ROWS; ++r) total[r] = shift[r] = all(0.0f), together[r] = all(0);
+        std::int64_t left = per_weight, to_join = joined, left_of_scale = per_scale;  // parts
         const auto add = [&](std::int64_t part, Ints* of_part) __attribute__((always_inline)) {
             for (int r = 0; r < ROWS; ++r) {
                 if (zeros)
                     of_part[r] = of_part[r] - load_as_ints(zeros) * all(sums[r][part]);
                 else
                     of_part[r] = of_part[r] - all(middle * sums[r][part]);
-                Floats value = to_floats(of_part[r]);
-                if (grouped) value = value * all(scales[r][part]);
-                total[r] = fma(value, load(scale), total[r]);
-                if (moved) shift[r] = fma(all(terms[r][part]), load(offset), shift[r]);
+                if (moved) shift[r] = fma(all(terms[r][part * x.tile]), load(offset), shift[r]);
+                if (fine) together[r] = together[r] + of_part[r] * load_as_ints(fine);
             }
-            if (--left) return;
-            left = per_weight, scale += LANES, offset += LANES;
-            if (zeros) zeros += LANES;
+            if (fine) fine += LANES;
+            if (--left == 0) {
+                left = per_weight, offset += LANES;
+                if (zeros) zeros += LANES;
+            }
+            if (--to_join == 0) {
+                to_join = joined;
+                for (int r = 0; r < ROWS; ++r) {
+                    Floats value = to_floats(fine ? together[r] : of_part[r]);
+                    if (grouped) value = value * all(scales[r][part * x.tile]);
+                    total[r] = fma(value, load(scale), total[r]);
+                    together[r] = all(0);
+                }
+            }
+            if (--left_of_scale == 0) left_of_scale = per_scale, scale += LANES;
         };
         std::int64_t run = 0, at = 0;
         for (std::int64_t part = 0; part < x.parts; part += 1 + halves) {
@@ -246,9 +273,28 @@ static void integer_few(const Factor& factor, const QuantizedRows& x, std::int64
 
 // ---- integer products, many rows: a panel of four blocks is unpacked once, to a buffer that stays in cache
 
-// Tiles multiply signed bytes, so where they do, the zero point is subtracted while unpacking. Codes of 8 bits are not
-// unpacked: they are read where they lie, and the zero point comes off the sum.
+// Tiles multiply signed bytes, so where they do, the zero point is subtracted while unpacking.
 constexpr bool SIGNED = ATTAR_LEVEL == ATTAR_AMX;
+
+#if ATTAR_LEVEL == ATTAR_AMX
+// Signed bytes times fine scales are numbers of 16 bits: their low and their high bytes, each the codes of a product.
+ATTAR_INLINE void store_products(Ints codes, Ints fine, std::uint8_t* low, std::uint8_t* high) {
+    const __m512i of_code = (__m512i)codes.piece[0], of_group = (__m512i)fine.piece[0], odd_bytes = _mm512_set1_epi16(-256);
+    const __m512i even = _mm512_mullo_epi16(_mm512_srai_epi16(_mm512_slli_epi16(of_code, 8), 8), of_group);
+    const __m512i odd = _mm512_mullo_epi16(_mm512_srai_epi16(of_code, 8), of_group);
+    constexpr int SELECT = 0xca;  // of each bit: a ? b : c
+    _mm512_store_si512(low, _mm512_ternarylogic_epi32(odd_bytes, _mm512_slli_epi16(odd, 8), even, SELECT));
+    _mm512_store_si512(high, _mm512_ternarylogic_epi32(odd_bytes, odd, _mm512_srli_epi16(even, 8), SELECT));
+}
+#else
+ATTAR_INLINE void store_products(Ints, Ints, std::uint8_t*, std::uint8_t*) {}
+#endif
+
+// The fine scales of a group, each in both halves of its lane.
+ATTAR_INLINE Ints fine_at(const Matrix& m, std::int64_t block, std::int64_t group) {
+    const Ints fine = load_as_ints(m.fine_scales + (block * m.groups + group) * LANES);
+    return (fine & all(0xffff)) | shift_left(fine, 16);
+}
 
 // Up to four blocks of one matrix, or of two that are gated: two of each then.
 struct Panel {
@@ -259,40 +305,58 @@ struct Panel {
     const Matrix& matrix(std::int64_t b) const { return *factor[b]->matrix; }
 };
 
-// Columns [from, from + columns) of the blocks of a panel, [block][columns / 4][64 bytes].
-template <int CODE>
+// Columns [from, from + columns) of the blocks of a panel, [block][columns / 4][64 bytes]. If JOIN, codes less their zero
+// points times the fine scales: numbers of 16 bits, all their low bytes (unsigned) before all their high ones (signed).
+template <int CODE, bool JOIN>
 static void unpack_panel_of(const Panel& panel, std::int64_t from, std::int64_t columns, std::uint8_t* out) {
     constexpr std::int64_t RUN_BYTES = 64 * bits_of(CODE);
     for (std::int64_t b = 0; b < panel.blocks; ++b) {
         const Matrix& m = panel.matrix(b);
         const std::uint8_t* codes = m.block(panel.block[b]) + from / RUN * RUN_BYTES;
         for (std::int64_t k = from; k < from + columns;) {
-            const Ints zero = zero_of(m, panel.block[b], k / m.group) * all(0x01010101);
-            const Ints second = m.group < RUN ? zero_of(m, panel.block[b], k / m.group + 1) * all(0x01010101) : zero;
-            const std::int64_t group_end = std::max(k + RUN, (k / m.group + 1) * m.group);
+            const std::int64_t group = k / m.group, other = m.group < RUN ? group + 1 : group;  // of either half of a run
+            const Ints zero = zero_of(m, panel.block[b], group) * all(0x01010101);
+            const Ints second = zero_of(m, panel.block[b], other) * all(0x01010101);
+            const Ints fine = JOIN ? fine_at(m, panel.block[b], group) : zero;
+            const Ints fine_second = JOIN ? fine_at(m, panel.block[b], other) : zero;
+            const std::int64_t group_end = std::max(k + RUN, (group + 1) * m.group);
             for (const std::int64_t end = std::min(from + columns, group_end); k < end; k += RUN) {
                 Ints v[8];
                 unpack_bytes<CODE>(m, codes, v);
 #pragma GCC unroll 8
-                for (int i = 0; i < 8; ++i)
-                    store_bytes(out + 64 * i, SIGNED ? minus_bytes(v[i], i < 4 ? zero : second) : v[i]);
+                for (int i = 0; i < 8; ++i) {
+                    if (SIGNED) v[i] = minus_bytes(v[i], i < 4 ? zero : second);
+                    if (JOIN)
+                        store_products(v[i], i < 4 ? fine : fine_second, out + 64 * i, out + 64 * i + columns * LANES);
+                    else
+                        store_bytes(out + 64 * i, v[i]);
+                }
                 codes += RUN_BYTES;
                 out += RUN * LANES;
             }
         }
+        if (JOIN) out += columns * LANES;
     }
 }
 
-static void unpack_panel(const Panel& panel, std::int64_t from, std::int64_t columns, std::uint8_t* out) {
-    if (panel.matrix(0).looked_up) return unpack_panel_of<LOOKED_UP>(panel, from, columns, out);
+template <bool JOIN>
+static void unpack_panel_as(const Panel& panel, std::int64_t from, std::int64_t columns, std::uint8_t* out) {
+    if (panel.matrix(0).looked_up) return unpack_panel_of<LOOKED_UP, JOIN>(panel, from, columns, out);
     switch (panel.matrix(0).bits) {
-        case 2: return unpack_panel_of<2>(panel, from, columns, out);
-        case 3: return unpack_panel_of<3>(panel, from, columns, out);
-        case 4: return unpack_panel_of<4>(panel, from, columns, out);
-        case 5: return unpack_panel_of<5>(panel, from, columns, out);
-        case 6: return unpack_panel_of<6>(panel, from, columns, out);
-        default: return unpack_panel_of<7>(panel, from, columns, out);
+        case 2: return unpack_panel_of<2, JOIN>(panel, from, columns, out);
+        case 3: return unpack_panel_of<3, JOIN>(panel, from, columns, out);
+        case 4: return unpack_panel_of<4, JOIN>(panel, from, columns, out);
+        case 5: return unpack_panel_of<5, JOIN>(panel, from, columns, out);
+        case 6: return unpack_panel_of<6, JOIN>(panel, from, columns, out);
+        case 7: return unpack_panel_of<7, JOIN>(panel, from, columns, out);
+        default: return unpack_panel_of<8, JOIN>(panel, from, columns, out);
     }
+}
+
+static void unpack_panel(const Panel& panel, bool join, std::int64_t from, std::int64_t columns, std::uint8_t* out) {
+    if constexpr (SIGNED)
+        if (join) return unpack_panel_as<true>(panel, from, columns, out);
+    unpack_panel_as<false>(panel, from, columns, out);
 }
 
 ATTAR_INLINE std::int64_t tile_columns(const QuantizedRows& x) { return x.part % 64 == 0 ? 64 : x.part % RUN == 0 ? RUN : HALF_RUN; }
@@ -304,45 +368,82 @@ constexpr std::int64_t MOST_SHARED = 128;  // rows whose sums a panel keeps at h
 struct Part {
     const Panel& panel;
     const QuantizedRows& x;
+    bool subtracted;               // zero points are off the codes
+    std::int64_t joined;           // parts whose sums are added as integers
+    std::int32_t* together;        // where, [rows, 64]
+    bool ahead;                    // the codes that come next are still to be read from memory
     std::int64_t index;            // of the part
     std::int64_t group;            // of weights, that it lies in
     const std::uint8_t* codes[4];  // of each block of the panel
+
+    void advance() {
+        group = ++index * x.part / panel.matrix(0).group;
+        for (std::int64_t b = 0; b < panel.blocks; ++b) codes[b] += x.part * LANES;
+    }
 };
+
+// The scales that sums of a part meet as floats.
+ATTAR_INLINE Floats scales_of(const Part& p, std::int64_t block, std::int64_t group) {
+    const Matrix& m = p.panel.matrix(block);
+    if (p.joined == 1) return scales_at(m, p.panel.block[block], group);
+    return numbers_at(m.scales, m.scale_number, (p.panel.block[block] * m.coarse + (group >> m.fine_shift)) * LANES);
+}
 
 // total [rows, 64] of a block += float(sums [rows, 16], less the zero term) * scales.
 template <bool ZERO, bool GROUPED>
 ATTAR_INLINE void add_sums_of(const std::int32_t* sums, std::int64_t rows, Floats scale, Ints zero,
-                              const std::int32_t* row_sums, std::int64_t parts, const float* row_scales,
-                              std::int64_t row_scales_apart, float* total) {
+                              const std::int32_t* row_sums, std::int64_t parts, const float* row_scales, float* total) {
     for (std::int64_t r = 0; r < rows; ++r) {
         Ints sum = load_bytes(sums + r * LANES);
         if (ZERO) sum = sum - zero * all(row_sums[r * parts]);
         Floats value = to_floats(sum);
-        if (GROUPED) value = value * all(row_scales[r * row_scales_apart]);
+        if (GROUPED) value = value * all(row_scales[r]);
         store(total + r * 64, fma(value, scale, load(total + r * 64)));
     }
 }
 
-static void add_sums(const Part& p, const std::int32_t* sums, std::int64_t row, std::int64_t rows, std::int64_t block,
-                     float* total) {
+// The same where sums are joined: they reach the total with the last part.
+ATTAR_INLINE void join_sums(const Part& p, const std::int32_t* sums, std::int64_t rows, std::int64_t block, Floats scale,
+                            Ints zero, const std::int32_t* row_sums, const float* row_scales, std::int32_t* together,
+                            float* total) {
+    const Matrix& m = p.panel.matrix(block);
+    const Ints fine = load_as_ints(m.fine_scales + (p.panel.block[block] * m.groups + p.index) * LANES);
+    const std::int64_t within = p.index & (p.joined - 1);
+    const bool first = within == 0, last = within == p.joined - 1;
+    for (std::int64_t r = 0; r < rows; ++r, together += 64, total += 64) {
+        Ints sum = load_bytes(sums + r * LANES);
+        if (!p.subtracted) sum = sum - zero * all(row_sums[r * p.x.parts]);
+        sum = sum * fine;
+        if (!first) sum = sum + load_bytes(together);
+        if (!last) {
+            store_bytes(together, sum);
+            continue;
+        }
+        Floats value = to_floats(sum);
+        if (row_scales) value = value * all(row_scales[r]);
+        store(total, fma(value, scale, load(total)));
+    }
+}
+
+// Rows of one tile, the first of them `at` rows behind where totals begin.
+static void add_sums(const Part& p, const std::int32_t* sums, std::int64_t row, std::int64_t at, std::int64_t rows,
+                     std::int64_t block, float* total) {
     const QuantizedRows& x = p.x;
-    const Floats scale = scales_at(p.panel.matrix(block), p.panel.block[block], p.group);
+    const Floats scale = scales_of(p, block, p.group);
     const Ints zero = zero_of(p.panel.matrix(block), p.panel.block[block], p.group);
-    const std::int32_t* row_sums = x.sums + row * x.parts + p.index;
-    const float* row_scales = x.group ? x.scales + row * x.scales_a_row + p.index * x.part / x.group : nullptr;
-    total += block * LANES;
-    const std::int64_t parts = x.parts, apart = x.scales_a_row;
-    const bool subtracted = SIGNED && p.panel.matrix(0).bits < 8;
-    if (subtracted && !row_scales && rows == 16)
-        add_sums_of<false, false>(sums, 16, scale, zero, row_sums, parts, row_scales, apart, total);
-    else if (subtracted && !row_scales)
-        add_sums_of<false, false>(sums, rows, scale, zero, row_sums, parts, row_scales, apart, total);
-    else if (subtracted)
-        add_sums_of<false, true>(sums, rows, scale, zero, row_sums, parts, row_scales, apart, total);
-    else if (!row_scales)
-        add_sums_of<true, false>(sums, rows, scale, zero, row_sums, parts, row_scales, apart, total);
+    const std::int32_t* row_sums = x.sums + (row + at) * x.parts + p.index;
+    const float* row_scales = x.group ? x.part_scales + x.part_at(row + at, p.index) : nullptr;
+    total += at * 64 + block * LANES;
+    if (p.joined > 1)
+        join_sums(p, sums, rows, block, scale, zero, row_sums, row_scales, p.together + at * 64 + block * LANES, total);
+    else if (p.subtracted && row_scales)
+        add_sums_of<false, true>(sums, rows, scale, zero, row_sums, x.parts, row_scales, total);
+    else if (p.subtracted)
+        add_sums_of<false, false>(sums, rows, scale, zero, row_sums, x.parts, row_scales, total);
+    else if (row_scales)
+        add_sums_of<true, true>(sums, rows, scale, zero, row_sums, x.parts, row_scales, total);
     else
-        add_sums_of<true, true>(sums, rows, scale, zero, row_sums, parts, row_scales, apart, total);
+        add_sums_of<true, false>(sums, rows, scale, zero, row_sums, x.parts, row_scales, total);
 }
 
 #if ATTAR_LEVEL == ATTAR_AMX
@@ -355,12 +456,12 @@ static void add_sums(const Part& p, const std::int32_t* sums, std::int64_t row, 
             ATTAR_TILE_DOT(ss, sum, x, codes);        \
     } while (false)
 
-// Tiles 0 to 3 are sums, 4 and 5 rows of activations, 6 and 7 codes; `columns` of input, 16, 32 or 64, a step.
-static void begin_tiles(std::int64_t rows, std::int64_t columns) {
+// Tiles 0 to sums - 1 are sums, the next two rows of activations, the rest codes; `columns` of input, 16, 32 or 64, a step.
+static void begin_tiles(int sums, std::int64_t rows, std::int64_t columns) {
     TileShapes shapes;
-    for (int t = 0; t < 4; ++t) shapes.set(t, rows, 64);
-    for (int t = 4; t < 6; ++t) shapes.set(t, rows, columns);
-    for (int t = 6; t < 8; ++t) shapes.set(t, columns / 4, 64);
+    for (int t = 0; t < sums; ++t) shapes.set(t, rows, 64);
+    for (int t = sums; t < sums + 2; ++t) shapes.set(t, rows, columns);
+    for (int t = sums + 2; t < 8; ++t) shapes.set(t, columns / 4, 64);
     shapes.use();
 }
 
@@ -375,8 +476,7 @@ static void add_part_of(const Part& p, std::int64_t row, std::int64_t rows, floa
     const std::int64_t tile_bytes = height * 64, step_bytes = x.step_bytes(), start = p.index * x.part;
     const std::int64_t last = (row + rows + height - 1) / height, end = row + rows, blocks = p.panel.blocks;
     Floats scale[4];
-    for (std::int64_t b = 0; b < blocks; ++b) scale[b] = scales_at(p.panel.matrix(b), p.panel.block[b], p.group);
-    const float* row_scales = GROUPED ? x.scales + p.index * x.part / x.group : nullptr;
+    for (std::int64_t b = 0; b < blocks; ++b) scale[b] = scales_of(p, b, p.group);
     std::int64_t tile_before = -1, block_before = 0, tiles_before = 0, blocks_before = 0;
     int buffer = 0;
     const auto scale_one = [&](int which, const std::int32_t(*from)[256]) __attribute__((always_inline)) {
@@ -384,18 +484,15 @@ static void add_part_of(const Part& p, std::int64_t row, std::int64_t rows, floa
         if (t >= tiles_before || b >= blocks_before) return;
         const std::int64_t at = (tile_before + t) * height, block = block_before + b;
         const std::int64_t count = std::min(height, end - at);
-        if (UNSIGNED) {
-            add_sums(p, from[which], at, count, block, total + (at - row) * 64);
-            return;
-        }
+        if (UNSIGNED || p.joined > 1) return add_sums(p, from[which], row, at - row, count, block, total);
         const std::int32_t* sum = from[which];
         float* to = total + (at - row) * 64 + block * LANES;
         const Floats by = scale[block];
-        const float* of_row = GROUPED ? row_scales + at * x.scales_a_row : nullptr;
+        const float* row_scales = GROUPED ? x.part_scales + x.part_at(at, p.index) : nullptr;
 #pragma GCC unroll 4
         for (std::int64_t r = 0; r < count; ++r, sum += LANES, to += 64) {
             Floats value = to_floats(load_bytes(sum));
-            if (GROUPED) value = value * all(of_row[r * x.scales_a_row]);
+            if (GROUPED) value = value * all(row_scales[r]);
             store(to, fma(value, by, load(to)));
         }
     };
@@ -438,96 +535,154 @@ static void add_part_of(const Part& p, std::int64_t row, std::int64_t rows, floa
     for (int which = 0; which < 4; ++which) scale_one(which, sums[1 - buffer]);
 }
 
-// The sums of a tile, [16, 16], to 16 rows of 64 totals.
-template <bool GROUPED>
-static inline __attribute__((always_inline)) void scale_tile(const std::int32_t* sums, const float* row_scales, Floats by,
-                                                             float* total) {
-#pragma GCC unroll 16
-    for (int r = 0; r < 16; ++r) {
-        Floats value = to_floats(load_bytes(sums + r * LANES));
-        if (GROUPED) value = value * all(row_scales[r]);
-        store(total + r * 64, fma(value, by, load(total + r * 64)));
-    }
+// Parts that are multiplied in one go, by as many codes as four tiles hold; 1 where a part takes more, or rows are few.
+ATTAR_INLINE std::int64_t parts_at_once(const QuantizedRows& x, std::int64_t joined) {
+    return joined > 1 ? joined : x.tile < 16 ? 1 : x.part <= 64 ? 4 : x.part == 128 ? 2 : 1;
 }
 
-// add_part_of with nothing left to decide inside, for whole pairs of tiles, four blocks, signed codes and parts of 128
-// columns, which is what nearly all of a prompt meets: a fifth faster.
-template <bool GROUPED>
-static void add_whole_part(const Part& p, std::int64_t row, std::int64_t rows, float* total) {
-    alignas(64) std::int32_t sums[2][4][256];
-    float row_scales[MOST_SHARED];
+// Four parts of a tile of codes each; two parts of two tiles; or parts that are joined to 128 columns: two tiles of low
+// bytes and two of high ones.
+enum class Stretch { four, two, joined };
+
+// Adds a stretch of columns. Its codes, a block's at a time, are in tiles 4 to 7 while all rows pass. A tile of rows (in 2
+// and 3) is multiplied (to 0 and 1) while the sums of the one before are scaled, with its totals in registers: they are
+// read and written once for all parts. Sums behind the last part are made of anything and left.
+template <Stretch STRETCH, bool GROUPED>
+static void add_stretch(const Part& p, std::int64_t parts, std::int64_t row, std::int64_t rows, float* total) {
+    constexpr int SCALES = STRETCH == Stretch::four ? 4 : STRETCH == Stretch::two ? 2 : 1;
+    alignas(64) std::int32_t sums[4][256];
     const QuantizedRows& x = p.x;
-    const std::int64_t step_bytes = x.step_bytes();
-    if (GROUPED) {
-        const float* from = x.scales + row * x.scales_a_row + p.index * x.part / x.group;
-        for (std::int64_t r = 0; r < rows; ++r) row_scales[r] = from[r * x.scales_a_row];
+    if (x.tile < 16) std::memset(sums, 0, sizeof sums);
+    const std::int64_t columns = STRETCH == Stretch::four ? x.part : 64, scales = std::min<std::int64_t>(parts, SCALES);
+    std::int64_t at[4];  // of each tile of codes its columns in rows; behind the last part anything
+    for (int s = 0; s < 4; ++s) {
+        const std::int64_t step = STRETCH == Stretch::joined ? s % 2 : s;
+        const std::int64_t column = std::min(p.index * x.part + step * columns, x.parts * x.part - columns);
+        at[s] = column / 64 * x.step_bytes() + column % 64;
     }
-    Floats scale[4];
-    for (int b = 0; b < 4; ++b) scale[b] = scales_at(p.panel.matrix(b), p.panel.block[b], p.group);
-    const std::int8_t* first = x.at(row, 2 * p.index);
-    // The four tiles of sums that were multiplied last, and where they go.
-    const std::int32_t* before = nullptr;
-    const float* of_rows = row_scales;
-    float* to = total;
-    Floats left = scale[0], right = scale[1];
-    const auto scale_one = [&](int which) __attribute__((always_inline)) {
-        const int t = which / 2, b = which % 2;
-        if (before) scale_tile<GROUPED>(before + which * 256, of_rows + t * 16, b ? right : left, to + t * 16 * 64 + b * LANES);
+    // Lines of the next stretch's codes that are asked for with each tile of rows: blocks are so short there that the
+    // processor does not see them coming.
+    const std::int64_t runs = parts * x.part / RUN, tiles = (rows + 15) / 16;
+    const std::int64_t lines = p.ahead ? (runs * p.panel.matrix(0).bits + tiles - 1) / tiles : 0;
+    Floats scale[4][SCALES];
+    for (std::int64_t b = 0; b < p.panel.blocks; ++b)
+        for (std::int64_t i = 0; i < scales; ++i)
+            scale[b][i] = scales_of(p, b, (p.index + i) * x.part / p.panel.matrix(b).group);
+
+    // The tile of rows that was multiplied last: where its totals are, and what scales them.
+    float* to = nullptr;
+    const float* row_scales = nullptr;
+    const Floats* by = nullptr;
+    Floats out[16];
+    const auto begin = [&]() ATTAR_LAMBDA {
+#pragma GCC unroll 16
+        for (int r = 0; r < 16; ++r) out[r] = load(to + r * 64);
     };
-    int buffer = 0;
-    for (std::int64_t r = 0; r < rows; r += 32) {
-        const std::int8_t* from = first + r * 64;
-        for (int b = 0; b < 4; b += 2) {
-            const std::uint8_t *low = p.codes[b], *high = p.codes[b + 1];
-            std::int32_t* here = sums[buffer][0];
+    const auto add = [&](int part, int first, int last) ATTAR_LAMBDA {
+        if (part >= scales || first >= x.tile) return;
+#pragma GCC unroll 16
+        for (int r = first; r < last; ++r) {
+            Floats value = to_floats(load_bytes(sums[part] + r * LANES));
+            if (STRETCH == Stretch::joined) value = fma(to_floats(load_bytes(sums[1] + r * LANES)), all(256.0f), value);
+            if (GROUPED) value = value * all(row_scales[part * 16 + r]);
+            out[r] = fma(value, by[part], out[r]);
+        }
+    };
+    const auto end = [&]() ATTAR_LAMBDA {
+#pragma GCC unroll 16
+        for (int r = 0; r < 16; ++r) store(to + r * 64, out[r]);
+    };
+    for (std::int64_t b = 0; b < p.panel.blocks; ++b) {
+        ATTAR_TILE_LOAD(4, p.codes[b], 64);
+        ATTAR_TILE_LOAD(5, p.codes[b] + columns * LANES, 64);
+        ATTAR_TILE_LOAD(6, p.codes[b] + 2 * columns * LANES, 64);
+        ATTAR_TILE_LOAD(7, p.codes[b] + 3 * columns * LANES, 64);
+        const Matrix& m = p.panel.matrix(b);
+        const std::uint8_t* next = m.block(p.panel.block[b]) + (p.index * x.part / RUN + runs) * m.bits * 64;
+        for (std::int64_t r = 0; r < rows; r += 16) {
+            const std::int8_t* from = x.at(row + r, 0);
+            for (std::int64_t line = 0; line < lines; ++line, next += 64) __builtin_prefetch(next, 0, 2);
+            if (to) begin();
             ATTAR_TILE_ZERO(0);
-            ATTAR_TILE_ZERO(1);
-            ATTAR_TILE_ZERO(2);
-            ATTAR_TILE_ZERO(3);
-            ATTAR_TILE_LOAD(6, low, 64);
-            ATTAR_TILE_LOAD(4, from, 64);
-            ATTAR_TILE_DOT(ss, 0, 4, 6);
-            scale_one(0);
-            ATTAR_TILE_LOAD(7, high, 64);
-            ATTAR_TILE_DOT(ss, 1, 4, 7);
-            ATTAR_TILE_LOAD(5, from + 1024, 64);
-            ATTAR_TILE_DOT(ss, 2, 5, 6);
-            scale_one(1);
-            ATTAR_TILE_DOT(ss, 3, 5, 7);
-            ATTAR_TILE_LOAD(6, low + 1024, 64);
-            ATTAR_TILE_LOAD(4, from + step_bytes, 64);
-            ATTAR_TILE_DOT(ss, 0, 4, 6);
-            scale_one(2);
-            ATTAR_TILE_LOAD(7, high + 1024, 64);
-            ATTAR_TILE_DOT(ss, 1, 4, 7);
-            ATTAR_TILE_LOAD(5, from + step_bytes + 1024, 64);
-            ATTAR_TILE_DOT(ss, 2, 5, 6);
-            scale_one(3);
-            ATTAR_TILE_DOT(ss, 3, 5, 7);
-            ATTAR_TILE_STORE(0, here);
-            ATTAR_TILE_STORE(1, here + 256);
-            ATTAR_TILE_STORE(2, here + 512);
-            ATTAR_TILE_STORE(3, here + 768);
-            before = here, of_rows = row_scales + r, to = total + r * 64 + b * LANES;
-            left = scale[b], right = scale[b + 1];
-            buffer = 1 - buffer;
+            ATTAR_TILE_LOAD(2, from + at[0], 64);
+            if constexpr (STRETCH == Stretch::four) {
+                ATTAR_TILE_DOT(ss, 0, 2, 4);
+                if (to) {
+                    ATTAR_TILE_STORE(1, sums[3]);
+                    add(0, 0, 16);
+                }
+                ATTAR_TILE_ZERO(1);
+                ATTAR_TILE_LOAD(3, from + at[1], 64);
+                ATTAR_TILE_DOT(ss, 1, 3, 5);
+                ATTAR_TILE_STORE(0, sums[0]);
+                if (to) add(1, 0, 16);
+                ATTAR_TILE_ZERO(0);
+                ATTAR_TILE_LOAD(2, from + at[2], 64);
+                ATTAR_TILE_DOT(ss, 0, 2, 6);
+                ATTAR_TILE_STORE(1, sums[1]);
+                if (to) add(2, 0, 16);
+                ATTAR_TILE_ZERO(1);
+                ATTAR_TILE_LOAD(3, from + at[3], 64);
+                ATTAR_TILE_DOT(ss, 1, 3, 7);
+                ATTAR_TILE_STORE(0, sums[2]);
+                if (to) add(3, 0, 16);
+            } else if constexpr (STRETCH == Stretch::two) {
+                ATTAR_TILE_DOT(ss, 0, 2, 4);
+                if (to) {
+                    ATTAR_TILE_STORE(1, sums[1]);
+                    add(0, 0, 8);
+                }
+                ATTAR_TILE_ZERO(1);
+                ATTAR_TILE_LOAD(3, from + at[2], 64);
+                ATTAR_TILE_DOT(ss, 1, 3, 6);
+                if (to) add(0, 8, 16);
+                ATTAR_TILE_LOAD(2, from + at[1], 64);
+                ATTAR_TILE_DOT(ss, 0, 2, 5);
+                if (to) add(1, 0, 8);
+                ATTAR_TILE_LOAD(3, from + at[3], 64);
+                ATTAR_TILE_DOT(ss, 1, 3, 7);
+                ATTAR_TILE_STORE(0, sums[0]);
+                if (to) add(1, 8, 16);
+            } else {
+                ATTAR_TILE_DOT(su, 0, 2, 4);
+                if (to) {
+                    ATTAR_TILE_STORE(1, sums[1]);
+                    add(0, 0, 4);
+                }
+                ATTAR_TILE_ZERO(1);
+                ATTAR_TILE_DOT(ss, 1, 2, 6);
+                if (to) add(0, 4, 8);
+                ATTAR_TILE_LOAD(3, from + at[1], 64);
+                ATTAR_TILE_DOT(su, 0, 3, 5);
+                if (to) add(0, 8, 16);
+                ATTAR_TILE_DOT(ss, 1, 3, 7);
+                ATTAR_TILE_STORE(0, sums[0]);
+            }
+            if (to) end();
+            to = total + r * 64 + b * LANES, by = scale[b];
+            if (GROUPED) row_scales = x.part_scales + x.part_at(row + r, p.index);
         }
     }
-    for (int which = 0; which < 4; ++which) scale_one(which);
+    ATTAR_TILE_STORE(1, sums[STRETCH == Stretch::four ? 3 : 1]);
+    begin();
+    for (int part = 0; part < SCALES; ++part) add(part, 0, 16);
+    end();
+}
+
+template <Stretch STRETCH>
+static void add_stretch_of(const Part& p, std::int64_t parts, std::int64_t row, std::int64_t rows, float* total) {
+    p.x.group ? add_stretch<STRETCH, true>(p, parts, row, rows, total)
+              : add_stretch<STRETCH, false>(p, parts, row, rows, total);
+}
+
+static void add_parts(const Part& p, std::int64_t parts, std::int64_t row, std::int64_t rows, float* total) {
+    if (p.joined > 1) return add_stretch_of<Stretch::joined>(p, parts, row, rows, total);
+    if (p.x.part == 128) return add_stretch_of<Stretch::two>(p, parts, row, rows, total);
+    add_stretch_of<Stretch::four>(p, parts, row, rows, total);
 }
 
 static void add_part(const Part& p, std::int64_t row, std::int64_t rows, float* total) {
-    const QuantizedRows& x = p.x;
-    if (p.panel.matrix(0).bits < 8 && x.part == 128 && p.panel.blocks == 4 && x.tile == 16 && rows >= 32) {
-        const std::int64_t whole = rows / 32 * 32;
-        if (x.group)
-            add_whole_part<true>(p, row, whole, total);
-        else
-            add_whole_part<false>(p, row, whole, total);
-        row += whole, rows -= whole, total += whole * 64;
-        if (!rows) return;
-    }
-    if (p.panel.matrix(0).bits == 8)
+    if (!p.subtracted)
         add_part_of<true, false>(p, row, rows, total);
     else if (p.x.group)
         add_part_of<false, true>(p, row, rows, total);
@@ -537,17 +692,17 @@ static void add_part(const Part& p, std::int64_t row, std::int64_t rows, float* 
 
 #else
 
-static void begin_tiles(std::int64_t, std::int64_t) {}
+static void begin_tiles(int, std::int64_t, std::int64_t) {}
 static void end_tiles() {}
 
 template <bool WIDE, int ROWS>
-static void add_part_rows(const Part& p, std::int64_t row, float* total) {
+static void add_part_rows(const Part& p, std::int64_t row, std::int64_t at, float* total) {
     const QuantizedRows& x = p.x;
     const std::int64_t start = p.index * x.part, step_bytes = x.step_bytes();
     Ints acc[ROWS][4];
     const std::int8_t* base[ROWS];
     for (int r = 0; r < ROWS; ++r) {
-        base[r] = x.at(row + r, 0);
+        base[r] = x.at(row + at + r, 0);
         for (int b = 0; b < 4; ++b) acc[r][b] = all(0);
     }
     const std::uint8_t* codes[4];
@@ -567,9 +722,12 @@ static void add_part_rows(const Part& p, std::int64_t row, float* total) {
     std::int32_t sums[ROWS * LANES];
     for (std::int64_t b = 0; b < p.panel.blocks; ++b) {
         for (int r = 0; r < ROWS; ++r) store_bytes(sums + r * LANES, acc[r][b]);
-        add_sums(p, sums, row, ROWS, b, total);
+        add_sums(p, sums, row, at, ROWS, b, total);
     }
 }
+
+constexpr std::int64_t parts_at_once(const QuantizedRows&, std::int64_t) { return 1; }
+static void add_parts(const Part&, std::int64_t, std::int64_t, std::int64_t, float*) {}
 
 static void add_part(const Part& p, std::int64_t row, std::int64_t rows, float* total) {
     constexpr int ROWS = ATTAR_LEVEL >= ATTAR_AVX512 ? 4 : 1;  // as many as the registers hold
@@ -577,19 +735,26 @@ static void add_part(const Part& p, std::int64_t row, std::int64_t rows, float* 
     std::int64_t r = 0;
     for (; r + ROWS <= rows; r += ROWS) {
         if (wide)
-            add_part_rows<true, ROWS>(p, row + r, total + r * 64);
+            add_part_rows<true, ROWS>(p, row, r, total);
         else
-            add_part_rows<false, ROWS>(p, row + r, total + r * 64);
+            add_part_rows<false, ROWS>(p, row, r, total);
     }
     for (; r < rows; ++r) {
         if (wide)
-            add_part_rows<true, 1>(p, row + r, total + r * 64);
+            add_part_rows<true, 1>(p, row, r, total);
         else
-            add_part_rows<false, 1>(p, row + r, total + r * 64);
+            add_part_rows<false, 1>(p, row, r, total);
     }
 }
 
 #endif
+
+// Codes of 8 bits are read where they lie, unless tiles multiply parts so short that it pays to take zero points off
+// first, and these leave them signed bytes.
+static bool unpacks(const Panel& panel, const QuantizedRows& x) {
+    const Matrix &a = panel.matrix(0), &b = panel.matrix(panel.blocks - 1);
+    return a.bits < 8 || (parts_at_once(x, 1) > 1 && !a.zeros && !b.zeros);
+}
 
 // total [rows, 64] += of each block the sum over parts of the rows' terms times offsets.
 static void add_offsets(const Panel& panel, const QuantizedRows& x, std::int64_t row, std::int64_t rows, float* total,
@@ -599,33 +764,31 @@ static void add_offsets(const Panel& panel, const QuantizedRows& x, std::int64_t
         const Matrix& m = panel.matrix(b);
         const std::int64_t per_weight = m.group / x.part;
         auto* beside = reinterpret_cast<float*>(scratch.at(2, 2 * m.groups * LANES * 4));
-        spread_beside(m, panel.block[b], beside);
-        for (std::int64_t r = 0; r < rows; r += ROWS) {
-            const std::int64_t count = std::min(ROWS, rows - r);
-            const float *terms[ROWS], *offset = beside + m.groups * LANES;
+        const float* const offsets = spread_beside(m, panel.block[b], true, beside);
+        for (std::int64_t r = 0; r < rows;) {
+            const std::int64_t count = std::min({ROWS, rows - r, x.tile - r % x.tile});
+            const float *terms = x.terms + x.part_at(row + r, 0), *offset = offsets;
             Floats shift[ROWS];
-            for (std::int64_t i = 0; i < ROWS; ++i) {
-                terms[i] = x.terms + (row + r + std::min(i, count - 1)) * x.parts;
-                shift[i] = all(0.0f);
-            }
-            for (std::int64_t part = 0, left = per_weight; part < x.parts; ++part) {
+            for (std::int64_t i = 0; i < ROWS; ++i) shift[i] = all(0.0f);
+            for (std::int64_t part = 0, left = per_weight; part < x.parts; ++part, terms += x.tile) {
                 const Floats by = load(offset);
 #pragma GCC unroll 8
-                for (std::int64_t i = 0; i < ROWS; ++i) shift[i] = fma(all(terms[i][part]), by, shift[i]);
+                for (std::int64_t i = 0; i < ROWS; ++i) shift[i] = fma(all(terms[i]), by, shift[i]);  // of any past `count`
                 if (--left == 0) left = per_weight, offset += LANES;
             }
             for (std::int64_t i = 0; i < count; ++i) {
                 float* to = total + (r + i) * 64 + b * LANES;
                 store(to, load(to) + shift[i]);
             }
+            r += count;
         }
     }
 }
 
 // Rows row .. row + rows - 1 (row a multiple of the tile) of a panel: the first four blocks from `first` on, or, gated,
 // two from there and two of the other matrix. For more rows than share it, the panel is unpacked whole, to the
-// second-level cache; sums of those that share it and one part of it stay in the first. A panel that fills the second is
-// read from behind it, which twice the rows make up for.
+// second-level cache; of those that share it the sums, and one stretch of it, stay in the first or near it. A panel that
+// fills the second is read from behind it, which twice the rows make up for.
 static void integer_many(const Factors& factors, const Factor& factor, const QuantizedRows& x, std::int64_t row,
                          std::int64_t rows, std::int64_t first, float* out, Scratch& scratch) {
     const Matrix& m = *factor.matrix;
@@ -637,29 +800,37 @@ static void integer_many(const Factors& factors, const Factor& factor, const Qua
             panel.factor[panel.blocks] = source ? &factors.factors.back() : &factor;
             panel.block[panel.blocks] = first + b;
         }
-    const std::int64_t blocks = panel.blocks, columns = x.part * x.parts, share = columns > 4096 ? MOST_SHARED : 64;
-    const bool packed = m.bits < 8, whole = packed && rows > share;
+    const std::int64_t blocks = panel.blocks, columns = x.part * x.parts;
+    const std::int64_t share = SIGNED || columns > 4096 ? MOST_SHARED : 64;
+    const std::int64_t joined = joined_parts(m, x), at_once = parts_at_once(x, joined);
+    const bool packed = unpacks(panel, x), by_stretch = packed && at_once > 1, whole = packed && rows > share;
+    const bool products = by_stretch && joined > 1;
+    const std::int64_t column_bytes = 64 * (products ? 2 : 1);  // of a panel
     // Outputs of a megabyte and more leave the caches before they are read; keeping them there costs a fifth of the time.
     const bool past_caches = x.rows * width >= (std::int64_t{1} << 18) && width % LANES == 0 &&
                              factor.offset % LANES == 0 && reinterpret_cast<std::uintptr_t>(out) % 64 == 0;
-    const std::int64_t piece = std::max(x.part, RUN);  // columns that are unpacked at once
-    std::uint8_t* unpacked = packed ? scratch.at(1, 64 * (whole ? columns : piece)) : nullptr;
+    const std::int64_t piece = std::max(x.part * at_once, RUN);  // columns that are unpacked at once
+    std::uint8_t* unpacked = packed ? scratch.at(1, column_bytes * (whole ? columns + piece : piece)) : nullptr;
     auto* total = reinterpret_cast<float*>(scratch.at(0, share * 64 * 4));
+    auto* together = reinterpret_cast<std::int32_t*>(joined > 1 && !products ? scratch.at(3, share * 64 * 4) : nullptr);
     for (std::int64_t from = 0; whole && from < columns; from += piece)
-        unpack_panel(panel, from, piece, unpacked + from * 64);
-    begin_tiles(x.tile, tile_columns(x));
+        unpack_panel(panel, products, from, std::min(piece, columns - from), unpacked + from * column_bytes);
+    begin_tiles(by_stretch ? 2 : 4, x.tile, products ? 64 : tile_columns(x));
     for (std::int64_t at = row; at < row + rows; at += share) {
         const std::int64_t here = std::min(share, row + rows - at);
         std::memset(total, 0, static_cast<std::size_t>(here * 64 * 4));
-        for (std::int64_t part = 0; part < x.parts; ++part) {
-            const std::int64_t from = part * x.part;
-            Part p{panel, x, part, from / m.group, {}};
-            const std::int64_t within = from % piece, start = from - within;
-            if (packed && !whole && within == 0) unpack_panel(panel, from, piece, unpacked);
+        for (std::int64_t from = 0; from < columns; from += piece) {
+            const std::int64_t taken = std::min(piece, columns - from);
+            std::uint8_t* codes = whole ? unpacked + from * column_bytes : unpacked;
+            if (packed && !whole) unpack_panel(panel, products, from, taken, codes);
+            Part p{panel, x, SIGNED && packed, joined, together, !whole && from + taken < columns, from / x.part, from / m.group, {}};
             for (std::int64_t b = 0; b < blocks; ++b)
-                p.codes[b] = packed ? unpacked + (whole ? start * 64 : 0) + (b * piece + within) * LANES
+                p.codes[b] = packed ? codes + b * taken * column_bytes / 4
                                     : panel.matrix(b).block(panel.block[b]) + from * LANES;
-            add_part(p, at, here, total);
+            if (by_stretch)
+                add_parts(p, taken / x.part, at, here, total);
+            else
+                for (std::int64_t part = 0; part < taken; part += x.part, p.advance()) add_part(p, at, here, total);
         }
         if (m.offsets) add_offsets(panel, x, at, here, total, scratch);
         for (std::int64_t r = 0; r < here; ++r) {
@@ -735,12 +906,13 @@ static bool quantize_group(QuantizedRows& rows, const float* x, std::int64_t fro
 // Of each part of row `row`: the scale of its group, where rows are scaled by group, and what offsets of weights meet, the
 // sum of its codes times that scale.
 static void make_parts(const QuantizedRows& rows, std::int64_t row) {
-    const std::int64_t at = row * rows.parts, per_group = rows.group ? rows.group / rows.part : 1;
+    const std::int64_t per_group = rows.group ? rows.group / rows.part : 1;
     const float* scales = rows.scales + row * rows.scales_a_row;
     for (std::int64_t i = 0; i < rows.parts; ++i) {
         const float scale = rows.group ? scales[i / per_group] : 1.0f;
-        rows.part_scales[at + i] = scale;
-        rows.terms[at + i] = static_cast<float>(rows.sums[at + i]) * scale;
+        const std::int64_t at = rows.part_at(row, i);
+        rows.part_scales[at] = scale;
+        rows.terms[at] = static_cast<float>(rows.sums[row * rows.parts + i]) * scale;
     }
 }
 

@@ -71,6 +71,14 @@ void check_shape(std::int64_t rows, std::int64_t columns) {
     if (rows < 1 || columns < 1 || rows > MOST / 4 / columns) throw std::invalid_argument("impossible shape of a matrix");
 }
 
+// Codes that are stored a byte each use no more of it than their bits. Those of a damaged file would wrap around.
+void check_codes(const std::int8_t* codes, std::int64_t count, int bits) {
+    const int middle = 1 << (bits - 1);
+    bool beyond = false;
+    for (std::int64_t i = 0; i < count; ++i) beyond |= codes[i] < -middle || codes[i] >= middle;
+    if (beyond) throw std::invalid_argument("a code has more bits than its scheme: the file may be damaged");
+}
+
 // Codes of one stored row, unsigned, to `out`.
 void unpack_row(const void* codes, bool plain, std::int64_t row, std::int64_t columns, int bits, std::uint8_t* out) {
     if (plain) {
@@ -186,6 +194,15 @@ void transpose(const std::uint8_t* from, std::int64_t item, std::int64_t lanes, 
     if (item == 4) return transpose<std::uint32_t>(from, lanes, columns, out);
     if (item == 2) return transpose<std::uint16_t>(from, lanes, columns, out);
     transpose<std::uint8_t>(from, lanes, columns, out);
+}
+
+// A zero point is one of the codes it is subtracted from. A damaged file may hold another: below the smallest it would
+// wrap around in its byte, and where codes of zeros are filled in (2:4 sparse weights) they would wrap around above, too.
+void check_zeros(const Matrix& m, const std::int8_t* zeros, std::int64_t rows) {
+    const int middle = m.bits ? 1 << (m.bits - 1) : 128;
+    const auto beyond = [middle](std::int8_t zero) { return zero < -middle || zero >= middle; };
+    if (m.zeros && std::any_of(zeros, zeros + rows * m.real_groups(), beyond))
+        throw std::invalid_argument("a zero point lies outside of the range of the codes: the file may be damaged");
 }
 
 // What lies beside the codes of block `b`: arrays of the rows that it has, moved on to the first of them.
@@ -338,6 +355,7 @@ void fill_rows(Matrix& m, std::int64_t first, std::int64_t rows, const Rows& fro
     if (!from.codes || !from.scales || !given(from.zeros, m.zeros) || !given(from.offsets, m.offsets) ||
         !given(from.fine_scales, m.fine_scales) || !given(from.fine_offsets, m.fine_offsets))
         throw std::invalid_argument("rows are filled from what the matrix is made of");
+    check_zeros(m, from.zeros, rows);
     const std::int64_t columns = m.columns, blocks = (rows + LANES - 1) / LANES, item = item_bytes(m.scale_number);
     const std::int64_t groups = m.real_groups(), scales = (groups + m.fine - 1) / m.fine;
 #pragma omp parallel
@@ -370,6 +388,8 @@ std::shared_ptr<Matrix> pack_codes(std::shared_ptr<Arena> arena, const void* cod
     Matrix& m = *matrix;
     const std::int64_t row_bytes = plain ? columns : (columns * bits + 31) / 32 * 4, groups = m.real_groups();
     const bool in_words = bits == 8 || (bits == 4 && !plain);
+    check_zeros(m, zeros, rows);
+    if (plain && bits < 8) check_codes(static_cast<const std::int8_t*>(codes), rows * columns, bits);
 #pragma omp parallel
     {
         std::vector<std::uint8_t> unpacked(static_cast<std::size_t>(in_words ? 0 : LANES * m.padded));

@@ -143,7 +143,7 @@ struct Rows {
 };
 
 // Rows first .. first + rows - 1: `first` a multiple of 16, and so `rows`, unless they are the last. Throws
-// std::invalid_argument where they are not, or not the matrix's.
+// std::invalid_argument where they are not, or not the matrix's, and where a zero point is none of the codes.
 void fill_rows(Matrix& matrix, std::int64_t first, std::int64_t rows, const Rows& from);
 
 // One block of 16 outputs, of which `lanes` exist: `from` holds their rows, codes as [16, padded].
@@ -157,7 +157,8 @@ void fill_ggml(Matrix& matrix, std::int64_t first, std::int64_t rows, const std:
 
 // From codes packed back to back in 32-bit words, `words_per_row` words a row (compressed-tensors' order), or, where
 // `plain`, from one signed byte a code. scales [rows, groups]; zeros signed [rows, groups] or null. Throws
-// std::invalid_argument where the shape has no kernel: a group must be 16, a multiple of 32 or the whole row.
+// std::invalid_argument where the shape has no kernel: a group must be 16, a multiple of 32 or the whole row; and where
+// a zero point or a plain code is outside of the range that `bits` have.
 std::shared_ptr<Matrix> pack_codes(std::shared_ptr<Arena> arena, const void* codes, bool plain, std::int64_t rows,
                                    std::int64_t columns, int bits, std::int64_t group, const void* scales,
                                    Number scale_number, const std::int8_t* zeros);

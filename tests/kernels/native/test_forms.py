@@ -230,6 +230,38 @@ def test_any_number_of_rows_gives_each_the_same_bits(form: str) -> None:
             assert torch.equal(native.linear(x[-rows:].contiguous(), linears), whole[-rows:])
 
 
+PROMPTS = {
+    **{"Q4_K": 768, "Q6_K": 256, "Q3_K": 256, "IQ4_XS": 512, "Q8_0": 352, "w8g32-asym": 96},
+    **{"w4g16-asym": 160, "w4g32": 352, "w3g64-asym": 448, "w4g128": 384},
+}
+"""Columns of which some make whole stretches of tiles, and some do not."""
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.parametrize("activations", ["int8", "int8g128"])
+def test_prompts_of_any_length_give_each_row_the_same_bits(name: str, activations: native.Activations) -> None:
+    """Rows that fill tiles and that do not, more than share a panel, and a last panel that is not full."""
+    inputs = PROMPTS[name]
+    ready, x = prepared(stored(name, 70, inputs), activations), randn(150, inputs, seed=4)
+    with many_from(NEVER):
+        alone = native.linear(x, [ready])
+    for rows, level in itertools.product((1, 6, 15, 16, 33, 128, 150), LEVELS[-2:]):
+        with many_from(0):
+            assert torch.equal(native.linear(x[:rows], [ready], level), alone[:rows]), (rows, level)
+
+
+def test_the_largest_sums_of_groups_that_are_joined_are_exact() -> None:
+    """Codes of -32 times scales of -128 times rows of -128, which fill the integers most: their sum is a float."""
+    raw = torch.zeros(16, 2, TYPES["Q6_K"].block_bytes, dtype=torch.uint8)
+    raw[..., 192:208] = 128
+    raw[..., 208:] = torch.tensor([1.0]).half().view(torch.uint8)
+    weight = PackedTensor(Scheme(GgmlBlocks(TYPES["Q6_K"]), layout="plain"), (16, 512), {"blocks": raw.flatten(1)})
+    x = torch.full((33, 512), -127.5)
+    for activations in ("int8", "int8g128", "int8g32"):
+        got = every_way(x, [prepared(Linear("a", weight), activations)])  # type: ignore[arg-type]
+        assert torch.equal(got, torch.full((33, 16), -128.0 * 128 * 32 * 512))
+
+
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "IQ4_NL"])
 def test_gated_products(name: str) -> None:
     pair = [prepared(stored(name, 40, 512, seed=seed), "int8g128") for seed in (0, 1)]

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import itertools
 import mmap
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -177,6 +178,40 @@ def test_plain_codes_and_one_scale_for_the_whole_tensor() -> None:
         each = stored(Scheme(grid, layout="plain"), 40, 192)
         ready = prepared(each)
         check(every_way(x, [ready]), x, each, ready, TOLERANCE["int8"])
+
+
+DAMAGED = {  # schemes whose zero points are stored a byte each, with the bits of a code
+    Scheme(Grid("int", 4, False, "group", 32), layout="plain"): 4,
+    Scheme(Grid("int", 3, False), layout="plain"): 3,
+    Scheme.parse("w4-tensor-asym"): 4,
+    Scheme.parse("sparse24-w4-tensor-asym"): 4,
+}
+
+
+@pytest.mark.parametrize("scheme", DAMAGED, ids=lambda scheme: f"{scheme.name}-{scheme.layout}")
+def test_a_zero_point_that_is_no_code_is_damage(scheme: Scheme) -> None:
+    """In a byte it may be anything. What is in the range of the codes is read, and what lies beyond it refused."""
+    middle = 1 << DAMAGED[scheme] - 1
+    dense = torch.where(torch.arange(192) % 4 < 2, randn(40, 192), 0.0)
+    packed, x = codec(scheme.weight.kind).quantize(dense, scheme), randn(3, 192, seed=1)
+    for zero in (-middle, middle - 1):
+        packed.parts["zero"].flatten()[-1] = zero
+        each = Linear("good", packed)
+        check(every_way(x, [ready := prepared(each)]), x, each, ready, TOLERANCE["int8"])
+    for zero in (-middle - 1, middle, -128, 127):
+        packed.parts["zero"].flatten()[-1] = zero
+        with pytest.raises(ValueError, match="bad: a zero point lies outside of the range of the codes"):
+            prepared(Linear("bad", packed))
+
+
+def test_a_plain_code_with_more_bits_than_its_scheme_is_damage() -> None:
+    for bits in range(2, 8):
+        each = stored(Scheme(Grid("int", bits), layout="plain"), 20, 64)
+        assert isinstance(each.weight, PackedTensor)
+        for code in (-(1 << bits - 1) - 1, 1 << bits - 1):
+            each.weight.parts["codes"][19, 63] = code
+            with pytest.raises(ValueError, match="linear0: a code has more bits than its scheme"):
+                prepared(each)
 
 
 @pytest.mark.parametrize("name", ["w8a8", "w4a8g32", "w8a8-static"])
@@ -349,6 +384,25 @@ def test_mixed_forms_and_weights_without_a_kernel_in_one_call(projections: dict[
     assert torch.equal(native.linear(x, linears), apart)
     eight = Linear("fp8", codec("e4m3").quantize(randn(8, 384), Scheme.parse("fp8-weight")))
     assert torch.equal(ops.linear(x, [*linears, eight]), torch.cat([apart, ref.linear(x, [eight])], 1))
+
+
+def test_a_linear_that_is_gone_leaves_its_products_to_nobody() -> None:
+    """Another may lie where it lay."""
+    first, one, other = (prepared(stored(Scheme.parse("w4g32"), 16, 64, seed=seed)) for seed in range(3))
+    x, second = randn(2, 64), copy.copy(one)
+    native.linear(x, [first, second])
+    place, known = id(second), weakref.ref(second)
+    del second
+    assert known() is None, "it was held"
+    made = [copy.copy(other)]
+    while id(made[-1]) != place and len(made) < 1000:
+        made.append(copy.copy(other))
+    if id(made[-1]) != place:
+        pytest.skip("no place in memory was used again")
+    assert torch.equal(native.linear(x, [first, made[-1]])[:, 16:], native.linear(x, [other]))
+    weight = weakref.ref(first.weight)
+    del first
+    assert weight() is None, "it holds itself"
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -16,6 +16,7 @@ from attar.kernels.native import extension
 from attar.kernels.native.extension import library
 
 READ = 512 << 20  # bytes: past any cache that is worth the name
+PAGE = 4096
 REPEATS = 5
 
 
@@ -26,34 +27,31 @@ class Limits:
     tile_gops: float | None  # the same by AMX tiles, where there are
 
 
-def measure() -> Limits:
-    """Medians of five, some tenths of a second in all."""
+def measure(read: int | None = None, of: Callable[[list[float]], float] = statistics.median) -> Limits:
+    """Medians of five, or whatever `of` makes of their seconds; some tenths of a second in all. With `read`, so many
+    bytes are read, which may fit a cache."""
+    size = -(-(READ if read is None else read) // PAGE) * PAGE
     level = extension.cpu_level()
     arena = library.Arena()
-    memory = arena.allocate(READ)
-    _fill(memory)
+    memory = arena.allocate(size)
+    ctypes.memset(memory, 1, size)  # what was never written is one page of zeros, and in cache
     return Limits(
-        READ / _median(lambda: library.read_all(arena, memory, READ, level)) / 1e9,
-        _gops(False, "avx512" if level == "amx" else level),
-        _gops(True, level) if level == "amx" else None,
+        size / of(_seconds(lambda: library.read_all(arena, memory, size, level))) / 1e9,
+        _gops(False, "avx512" if level == "amx" else level, of),
+        _gops(True, level, of) if level == "amx" else None,
     )
 
 
-def _fill(memory: int) -> None:
-    """Write every page: what was never written is one page of zeros, and in cache."""
-    ctypes.memset(memory, 1, READ)
-
-
-def _gops(tiles: bool, level: str) -> float:
+def _gops(tiles: bool, level: str, of: Callable[[list[float]], float]) -> float:
     rounds = 1 << 18
     made = library.multiply_int8(rounds, tiles, level)  # and the processor changes to the speed it keeps up
-    return float(made / _median(lambda: library.multiply_int8(rounds, tiles, level)) / 1e9)
+    return float(made / of(_seconds(lambda: library.multiply_int8(rounds, tiles, level))) / 1e9)
 
 
-def _median(run: Callable[[], object]) -> float:
+def _seconds(run: Callable[[], object]) -> list[float]:
     seconds = []
     for _ in range(REPEATS):
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    return seconds

@@ -11,6 +11,7 @@ Shapes: N rows, I input columns, O output columns.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -48,8 +49,11 @@ class KernelWeight:
     scheme: Scheme | None  # None: dense
     integer: bool  # whether rows are rounded to int8
     activation_group: int  # columns that share an activation scale; 0: the whole row
-    _plans: dict[tuple[int | str, ...], list[Factors | ProgressiveFactors]] = field(default_factory=dict, repr=False)
-    """For each tuple of linears that this one is the first of: what their products take, one entry a form."""
+    _plans: dict[tuple[str | weakref.ref[Linear], ...], list[Factors | ProgressiveFactors]] = field(
+        default_factory=dict, repr=False
+    )
+    """For each tuple of linears that this one is the first of: what their products take, one entry a form. Linears are
+    known by weak references: one that is gone equals no other, as its id may, and a held one would hold this weight."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -104,7 +108,8 @@ def _shape_against(scheme: Scheme, columns: int) -> str | None:
 
 
 def prepare(each: Linear, arena: Arena, activations: Activations = "int8g128") -> None:
-    """Put the weight into kernel layout, in the memory of `arena`. Raises ValueError where `against` gives a reason."""
+    """Put the weight into kernel layout, in the memory of `arena`. Raises ValueError where `against` gives a reason,
+    and where codes or zero points are beyond their bits."""
     reason = against(each)
     if reason is not None:
         raise ValueError(f"{each.name}: {reason}")
@@ -116,7 +121,10 @@ def prepare(each: Linear, arena: Arena, activations: Activations = "int8g128") -
     if isinstance(weight, KernelWeight):
         return
     if isinstance(weight, PackedTensor):
-        each.weight = _pack(weight, arena, activations)
+        try:
+            each.weight = _pack(weight, arena, activations)
+        except ValueError as error:
+            raise ValueError(f"{each.name}: {error}") from None
     else:
         assert isinstance(weight, Tensor)
         dense, (rows, columns) = weight.contiguous(), each.shape
@@ -218,16 +226,16 @@ def _multiply(x: Tensor, linears: Sequence[Linear], width: int, gate: str, level
 def _plan(linears: Sequence[Linear], width: int, gate: str) -> list[Factors | ProgressiveFactors]:
     first = linears[0].weight
     assert isinstance(first, KernelWeight)
-    key: tuple[int | str, ...] = (gate, *(id(each) for each in linears))
-    if key not in first._plans:
-        plan: list[Factors | ProgressiveFactors] = []
-        at = 0
+    key: tuple[str | weakref.ref[Linear], ...] = (gate, *map(weakref.ref, linears))
+    plan = first._plans.get(key)
+    if plan is None:
+        plan, at = [], 0
         for _, run in groupby(linears, _form):
             members = list(run)
             plan.append(_factors(members, at, width, gate))
             at += sum(each.shape[0] for each in members)
         first._plans[key] = plan
-    return first._plans[key]
+    return plan
 
 
 def _form(each: Linear) -> tuple[object, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast, get_args
 
+import torch
 from torch import Tensor
 
 from attar.formats.packed import PackedTensor
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 class Store:
     """The weights of one model in kernel layout, in one memory; `activations` rounds rows where a scheme does not."""
+
+    dtype = torch.float32  # of rows, whatever is stored
 
     def __init__(self, activations: str = "int8g128") -> None:
         if activations not in get_args(Activations):
