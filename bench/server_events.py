@@ -28,7 +28,7 @@ import msgspec
 from attar.engine.messages import Cancel, Command, Delta, Finished, Ready, Submit, encode
 
 async def serve(reader, writer):
-    writer.write(encode([Ready("bench", 4096, 4096, 100, 16, ())]))
+    writer.write(encode([Ready("bench", 4096, 4096, 100, 16, 256, ())]))
     decoder, left = msgspec.msgpack.Decoder(list[Command]), {}
 
     async def steps():

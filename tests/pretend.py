@@ -19,8 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 THERE = torch.device("meta")
+waits: list[str] = []
+"""What has happened that a host waits for a GPU at: whoever asks clears it first."""
 aten = torch.ops.aten
 COPIES = {aten.copy_.default, aten._to_copy.default}
+LOOKS = {aten._local_scalar_dense.default, aten.nonzero.default}
 INDEXED = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default, aten.index_put.default}
 
 
@@ -56,6 +59,14 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         far = torch.device(wanted) == THERE
     elif func is aten.copy_.default:
         far = isinstance(args[0], Far)
+    if func in LOOKS and any(isinstance(tensor, Far) for tensor in tensors):
+        waits.append(str(func))
+    elif (
+        func in COPIES and any(isinstance(tensor, Far) for tensor in tensors) != far and not kwargs.get("non_blocking")
+    ):
+        waits.append(f"{func} to {'there' if far else 'here'}")
+    elif func in INDEXED and far and any(not isinstance(each, Far) or each.dtype == torch.bool for each in tensors[1:]):
+        waits.append(f"{func} by indices of the host, or where something holds")
     own = {id(leaf.near): leaf for leaf in leaves if isinstance(leaf, Far)}
     near = [
         leaf.near if isinstance(leaf, Far) else torch.device("cpu") if isinstance(leaf, torch.device) else leaf
@@ -77,8 +88,10 @@ class _Builds(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.tensor, torch.as_tensor) and torch.device(kwargs.get("device") or "cpu") == THERE:
+            waits.append("numbers of Python")
             return Far(func(*args, **{**kwargs, "device": "cpu"}))
         if func is Tensor.tolist and isinstance(args[0], Far):
+            waits.append("tolist")
             return args[0].near.tolist()
         return func(*args, **kwargs)
 

@@ -282,6 +282,23 @@ def test_a_step_that_raises_fails_those_in_it_and_no_later_one(
     assert answers(run(made, [ask])) == answers(run(engine(decoder), [ask]))
 
 
+@pytest.mark.parametrize("what", ["run", "draw"])
+def test_a_device_that_is_lost_when_a_step_is_run_again_ends_the_engine(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """It is nobody's failure, and nothing can be computed there any more."""
+    made = engine(decoder)
+    made.submit(Submit("a", (1, 2, 3), SamplingParams(max_tokens=20, temperature=0, seed=0)))
+    errors = iter((RuntimeError("planted"), torch.AcceleratorError("the device is gone")))
+
+    def raises(*asked: object) -> None:
+        raise next(errors)
+
+    monkeypatch.setattr(*((made.runner, "run") if what == "run" else (made, "_sample")), raises)
+    with pytest.raises(torch.AcceleratorError):
+        made.step()
+
+
 @pytest.mark.parametrize("kv, reused", [("int4", 80), ("klt2", 64)])
 def test_schemes_that_keep_unfinished_blocks_apart_share_whole_ones(decoder: Decoder, kv: str, reused: int) -> None:
     made, prompt = engine(decoder, kv=kv), tuple(range(1, 81))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import pytest
+import torch
+from torch import Tensor
 
 from attar.engine.footprint import Footprint, Trial, measure
 from attar.engine.limits import Limits
 from attar.engine.loading import on_card
 from attar.engine.settings import Settings
 from attar.kernels import ops
+from attar.kernels.operands import Adapter
 from attar.model.decoder import Decoder
 from attar.plan.fit import Fit
 from tests.engine.test_graphs import Again
@@ -74,8 +77,9 @@ def test_the_trial_is_the_largest_step(decoder: Decoder, context: int, tokens: i
     """As many rows as a step may have, or a context, and logits for as many sequences as may run."""
     record = Again()
     made = Trial(decoder, decoder.lossless, Limits(max_running=6, max_step_tokens=96), context, record)
-    assert made._plan.tokens == tokens
-    assert len(made._plan.chunks) == 6
+    (plan,) = made._plans
+    assert plan.tokens == tokens
+    assert len(plan.chunks) == 6
     made.step()
     made.step()
     assert not record.recorded
@@ -83,6 +87,32 @@ def test_the_trial_is_the_largest_step(decoder: Decoder, context: int, tokens: i
     assert record.recorded == [6]
     assert made.others == (1 + 2 + 4) * 4 * (97 + 2 * -(-context // 64))
     assert made.pages == 2 * sum(pages.nbytes for pages in decoder.cache(64).layers)
+
+
+@dataclass(frozen=True, eq=False)
+class Noting(Adapter):
+    """It notes how many rows it is asked for."""
+
+    rows: list[int] = field(default_factory=list)
+
+    def product(self, x: Tensor) -> Tensor:
+        self.rows.append(len(x))
+        return super().product(x)
+
+
+@pytest.mark.parametrize(("running", "rows"), [(6, 95), (1, 96)])
+def test_the_trial_runs_with_each_adapter(decoder: Decoder, running: int, rows: int) -> None:
+    """One row stays without it, if there is another sequence: then rows are gathered, which takes the most."""
+    linear = next(decoder.blocks[0].linears())
+    outputs, inputs = linear.shape
+    made = [Noting(torch.zeros(2, inputs), torch.zeros(outputs, 2)) for _ in range(2)]
+    linear.adapters.update(enumerate(made, 1))
+    limits, record = Limits(max_running=running, max_step_tokens=96), Again()
+    try:
+        Trial(decoder, decoder.lossless, limits, 1024, record, adapters=2).step()
+    finally:
+        linear.adapters.clear()
+    assert [each.rows for each in made] == [[rows], [rows]]
 
 
 def divided(limits: Limits | None = None, measured: Footprint = MEASURED, **changed: object) -> Fit:

@@ -107,6 +107,25 @@ def test_rows_left_over_touch_nobody(decoder: Decoder) -> None:
             assert torch.equal(part[:blocks], expected)
 
 
+def test_rows_of_a_step_that_raised_touch_nobody(decoder: Decoder) -> None:
+    """Five sequences run; then eight are put, of which the last cannot be; then the five run again."""
+    pages = cache.pool(decoder.config, 9, decoder.lossless)
+    graph = Graphs(decoder, pages, 64, 8, Again()).of(5)
+
+    def run(step: int) -> None:
+        for row in range(5):
+            graph.inputs.put(row, 7 * row + step, step, [row])
+        graph.run(5)
+
+    run(0)
+    for row in range(7):
+        graph.inputs.put(row, 50 + row, 1, [row])
+    with pytest.raises(IndexError):
+        graph.inputs.put(7, 1, 64, [7])  # a position past its blocks
+    run(1)
+    assert all(bool(part[:5].any()) and not part[5:8].any() for page in pages for part in page.parts())
+
+
 def test_all_are_recorded_at_once_the_largest_first(decoder: Decoder) -> None:
     record = Again()
     made = Graphs(decoder, cache.pool(decoder.config, 2, decoder.lossless), 64, 5, record)

@@ -45,7 +45,7 @@ class Running:
     def __init__(self, path: Path, decoder: Decoder) -> None:
         self.path = path
         self.engine = Engine(decoder, None, blocks=8, context=128, limits=Limits(max_step_tokens=32))
-        self.ready = Ready("tiny", 128, decoder.config.vocab_size, 8, 64, (("weights", 1),))
+        self.ready = Ready("tiny", 128, decoder.config.vocab_size, 8, 64, 256, (("weights", 1),))
         self.listener = listen(path)
         self.parent, self.pipe = os.pipe()
         self.loop = Loop(self.engine, self.ready, self.listener, self.parent)
@@ -211,7 +211,7 @@ def test_it_beats_while_it_waits_and_through_a_long_step(running: Running, monke
 def test_frames_of_two_threads_never_mix_and_one_that_nobody_reads_holds_up_neither() -> None:
     near, far = socket.socketpair()
     near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-    ready = Ready("tiny", 1, 1, 1, 1, ())
+    ready = Ready("tiny", 1, 1, 1, 1, 256, ())
     outbox = Outbox(near, encode([ready]))
     said = [Delta("a", i, (i,), "x" * (i % 7000)) for i in range(500)]
     ended = threading.Event()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -15,8 +16,16 @@ import attar.engine.radix
 from attar.engine.blocks import BlockPool
 from attar.engine.radix import Match, RadixCache
 
+
+class Same(bytes):
+    """Bytes that collide with all others of their kind: a tree that told them apart by their hash would mix them up."""
+
+    def __hash__(self) -> int:
+        return 0
+
+
 TOKENS = st.lists(st.integers(0, 2), max_size=14)
-SALTS = st.sampled_from([b"", b"key"])
+SALTS = st.sampled_from([Same(b""), Same(b"key")])
 
 
 def ids(tokens: Iterable[int]) -> array[int]:
@@ -121,6 +130,46 @@ class Tree(RuleBasedStateMachine):
 
 TestTree = Tree.TestCase
 TestTree.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_two_keys_whose_hashes_collide_share_nothing() -> None:
+    cache = RadixCache(BlockPool(8, 4))
+    first, second = Same(b"a key"), Same(b"another")
+    assert hash(first) == hash(second)
+    put(cache, range(8), first)
+    assert cache.match(second, ids(range(8))).length == 0
+    mine = put(cache, range(8), second)
+    assert cache.match(second, ids(range(8))).blocks == mine != cache.match(first, ids(range(8))).blocks
+    cache.check()
+
+
+class Tokens(array):  # type: ignore[type-arg]
+    """Token ids of which whatever is made to be looked up has the same hash."""
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        return Tokens("i", found) if isinstance(found, array) else found
+
+    def tobytes(self) -> Same:
+        return Same(super().tobytes())
+
+
+def test_prompts_whose_hashes_collide_are_told_apart() -> None:
+    cache = RadixCache(BlockPool(8, 4))
+    prompts = [Tokens("i", [1, 2, 3, 4, 5, 6, 7, last]) for last in range(3)]
+    held = []
+    for prompt in prompts:
+        blocks = cache.pool.allocate(2)
+        cache.insert(b"", prompt, blocks)
+        cache.pool.drop(blocks)
+        held.append(blocks)
+    for prompt, blocks in zip(prompts, held, strict=True):
+        assert cache.match(b"", prompt).blocks == blocks
+    assert len({block for blocks in held for block in blocks}) == 4
+    cache.flush()
+    assert cache.match(b"", prompts[0]).ended == "evicted"
+    assert cache.match(b"", Tokens("i", [1, 2, 3, 5])).ended == "differs"
+    cache.check()
 
 
 def put(cache: RadixCache, tokens: Iterable[int], salt: bytes = b"") -> list[int]:

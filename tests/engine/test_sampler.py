@@ -1,4 +1,5 @@
-"""The sampler against transformers' processors, known answers of the generator, and the exact distribution."""
+"""The sampler against transformers' processors, known answers of the generator, the exact distribution, and one that
+takes row after row."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
+from attar.engine import device_sampler
 from attar.engine import sampler as module
-from attar.engine.request import SamplingParams
-from attar.engine.sampler import BadLogits, Draw, Sampler, philox4x64, sample, uniform
+from attar.engine.request import SamplingParams, TokenLogprob
+from attar.engine.sampler import BadLogits, Draw, Sampler, logprobs_of, penalized, philox4x64, sample, uniform
 
 PROBABILITY_ATOL = 1e-12  # the same formulas in float64, sums in another order
 CHI2_999 = 24.32  # 99.9 % quantile of 7 degrees of freedom, the most there are below
@@ -113,15 +115,14 @@ def test_repetition_penalty_equals_transformers(penalty: float, prompt: list[int
     for token in output:
         state.commit(token)
     oracle = hf.RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + output]), logits[None].clone())
-    torch.testing.assert_close(state.penalize(logits), oracle[0], rtol=1e-15, atol=0)
+    torch.testing.assert_close(penalized(logits[None], [state]), oracle, rtol=1e-15, atol=0)
 
 
 def test_presence_and_frequency_count_the_output_alone() -> None:
     state = Sampler(SamplingParams(presence_penalty=0.5, frequency_penalty=0.25), [1, 1, 2], 4)
     for token in (3, 2, 3, 3):
         state.commit(token)
-    penalized = state.penalize(torch.zeros(4, dtype=torch.float64))
-    assert penalized.tolist() == [0.0, 0.0, -0.75, -1.25]
+    assert penalized(torch.zeros((1, 4), dtype=torch.float64), [state]).tolist() == [[0.0, 0.0, -0.75, -1.25]]
 
 
 def test_penalties_act_before_greedy_choice() -> None:
@@ -268,6 +269,165 @@ def test_a_row_is_bitwise_what_it_is_alone() -> None:
         assert torch.equal(module._filter(scaled[i : i + 1], [one])[0], together[i])
 
 
+class OneRow:
+    """The same steps for one row, token by token and with whole sorts: what `sample` must equal to the bit."""
+
+    def __init__(self, params: SamplingParams, prompt: list[int], size: int) -> None:
+        self.params = params
+        self.output: list[int] = []
+        self.seen = torch.zeros(size, dtype=torch.bool)
+        self.counts = torch.zeros(size, dtype=torch.float64)
+        if params.repetition_penalty != 1:
+            self.seen[prompt] = True
+
+    def commit(self, token: int) -> None:
+        self.output.append(token)
+        self.seen[token] = True
+        self.counts[token] += 1
+
+    def penalized(self, row: torch.Tensor) -> torch.Tensor:
+        params, x = self.params, row.double().clone()
+        for token, bias in params.logit_bias.items():
+            x[token] += bias
+        r = params.repetition_penalty
+        x = torch.where(self.seen, torch.where(x > 0, x / r, x * r), x)
+        return x - params.presence_penalty * (self.counts > 0) - params.frequency_penalty * self.counts
+
+    def draw(self, row: torch.Tensor) -> Draw | None:
+        params, x = self.params, self.penalized(row)
+        if not math.isfinite(x.max()):
+            return None
+        token = int((x == x.max()).nonzero()[0])
+        if params.temperature:
+            weights = self.filtered((x - x.max()) / params.temperature).exp().cumsum(-1)
+            token = int((weights > uniform(params.seed or 0, len(self.output)) * weights[-1]).nonzero()[0])
+        return Draw(token, None if params.logprobs is None else self.logprobs(row, token, params.logprobs))
+
+    def filtered(self, scaled: torch.Tensor) -> torch.Tensor:
+        k, p = self.params.top_k or len(scaled), self.params.top_p
+        ranked, order = scaled.sort(descending=True, stable=True)
+        sums = ranked[:k].exp().cumsum(-1)
+        mass = sums[-1] if k < len(scaled) else scaled.exp().cumsum(-1)[-1]
+        keep = order[:k][(sums - ranked[:k].exp() < p * mass) | (p == 1)]
+        kept = torch.full_like(scaled, -INF)
+        kept[keep] = scaled[keep]
+        floor = torch.tensor(self.params.min_p, dtype=torch.float64).log()
+        return kept.masked_fill(kept < floor, -INF)
+
+    @staticmethod
+    def logprobs(row: torch.Tensor, token: int, count: int) -> TokenLogprob:
+        values = row.double().log_softmax(-1)
+        ranked = values.sort(descending=True, stable=True)
+        top = zip(ranked.indices[:count].tolist(), ranked.values[:count].tolist(), strict=True)
+        return TokenLogprob(token, values[token].item(), tuple(top))
+
+
+@st.composite
+def anything(draw: st.DrawFn, size: int) -> tuple[SamplingParams, list[int]]:
+    """Parameters, and a prompt."""
+    token, pick = st.integers(0, size - 1), lambda *of: draw(st.sampled_from(of))
+    params = SamplingParams(
+        temperature=pick(0.0, 0.0, 0.6, 1.0, 2.5),
+        top_k=pick(0, 0, 1, 5, 1000),
+        top_p=pick(1.0, 1.0, 0.9, 0.3),
+        min_p=pick(0.0, 0.0, 0.1),
+        repetition_penalty=pick(1.0, 1.0, 1.3, 0.7),
+        presence_penalty=pick(0.0, 0.0, 0.3, -1.1),
+        frequency_penalty=pick(0.0, 0.0, 0.1, -0.7),
+        logit_bias=draw(st.one_of(st.just({}), st.dictionaries(token, st.floats(-100, 100), max_size=4))),
+        logprobs=pick(None, None, 0, 3, 20),
+        seed=draw(st.integers(0, 2**32)),
+    )
+    return params, draw(st.lists(token, max_size=6))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from([2, 17, 600]), st.sampled_from([torch.float32, torch.float64]))
+def test_rows_of_every_kind_together_equal_one_after_another(
+    data: st.DataObject, size: int, dtype: torch.dtype
+) -> None:
+    """Ties among them, and rows that are no good. More rows than one piece has."""
+    asks = data.draw(st.lists(anything(size), min_size=1, max_size=2 * module.AT_ONCE + 1))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    samplers = [Sampler(params, prompt, size) for params, prompt in asks]
+    rows = [OneRow(params, prompt, size) for params, prompt in asks]
+    for _ in range(3):
+        logits = (torch.randn((len(asks), size), generator=generator) * 3).to(dtype)
+        logits[:, ::3] = logits[:, ::3].round()
+        spoilt = torch.randint(0, 12, (len(asks),), generator=generator)
+        for value, number in ((float("nan"), 0), (INF, 1), (-INF, 2)):
+            logits[spoilt == number, size // 2 :] = value
+        logits[spoilt == 3] = -INF
+        copy = logits.clone()
+        changed = torch.stack([row.penalized(own) for row, own in zip(rows, logits, strict=True)])
+        assert torch.equal(penalized(logits, samplers).nan_to_num(), changed.nan_to_num())
+        found = sample(logits, samplers)
+        assert torch.equal(logits.nan_to_num(), copy.nan_to_num())
+        for draw, sampler, row, own in zip(found, samplers, rows, logits, strict=True):
+            expected = row.draw(own)
+            assert (None if isinstance(draw, BadLogits) else draw) == expected
+            if expected is not None:
+                sampler.commit(expected.token_id)
+                row.commit(expected.token_id)
+
+
+class Alternating:
+    """A mask that lets even and odd tokens follow one another, and remembers how it came where it is."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.seen: list[int] = []
+
+    def allowed(self) -> torch.Tensor:
+        return torch.arange(self.size) % 2 == len(self.seen) % 2
+
+    def advance(self, token_id: int) -> None:
+        assert self.allowed()[token_id]
+        self.seen.append(token_id)
+
+    def rewind(self, count: int) -> None:
+        del self.seen[len(self.seen) - count :]
+
+
+@pytest.mark.parametrize("choose", [sample, device_sampler.sample], ids=["here", "device"])
+def test_a_mask_decides_what_may_come_and_a_look_ahead_leaves_no_trace(choose: Any) -> None:
+    size = 9
+    ways = ({"temperature": 0}, {"temperature": 0, "logit_bias": {0: 100.0}}, {"top_p": 0.9, "repetition_penalty": 2.0})
+
+    def states(masked: bool) -> list[Sampler]:
+        # Between rows without a mask, which must not notice.
+        return [
+            Sampler(SamplingParams(seed=3, **way), [1], size, mask=Alternating(size) if masked and i else None)
+            for i, way in enumerate(ways)
+        ]
+
+    ours, free = states(masked=True), states(masked=False)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(6):
+        logits = torch.randn((len(ways), size), generator=generator)
+        found = choose(logits, ours)
+        assert found[0] == choose(logits, free)[0]
+        for i, sampler in enumerate(ours[1:], 1):
+            assert found[i].token_id % 2 == step % 2
+            assert sampler.mask is not None
+            sampler.mask.advance(found[i].token_id)  # along a draft, and back
+            sampler.mask.advance(1 - step % 2)
+            sampler.mask.rewind(2)
+        assert choose(logits, ours) == found
+        for sampler, other, draw in zip(ours, free, found, strict=True):
+            sampler.commit(draw.token_id)
+            other.commit(draw.token_id)
+
+
+def test_a_mask_that_allows_nothing_fails_its_row_alone() -> None:
+    mask = Alternating(3)
+    mask.allowed = lambda: torch.zeros(3, dtype=torch.bool)  # type: ignore[method-assign]
+    greedy = SamplingParams(temperature=0, seed=0)
+    found = sample(torch.randn(2, 3), [Sampler(greedy, [], 3, mask=mask), Sampler(greedy, [], 3)])
+    assert isinstance(found[0], BadLogits)
+    assert isinstance(found[1], Draw)
+
+
 @pytest.mark.parametrize("bad", [[float("nan"), 1.0, 2.0], [-INF, -INF, -INF], [INF, 1.0, 2.0]], ids=repr)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_bad_logits_fail_their_row_alone(bad: list[float], temperature: float) -> None:
@@ -325,6 +485,17 @@ def test_logprob_ties_are_in_order_of_id_and_counts_are_kept() -> None:
         assert one.logprobs is not None
         assert [index for index, _ in one.logprobs.top] == ids
     assert draw(logits, [Sampler(SamplingParams(temperature=0), [], 4)])[0].logprobs is None
+
+
+def test_logprobs_of_a_row_without_numbers_are_none_and_others_keep_theirs() -> None:
+    """A prompt's logits are scored unseen."""
+    logits = torch.randn(3, 30)
+    logits[1, 4] = float("nan")
+    one, bad, other = logprobs_of(logits, [(0, 1, 3), (1, 2, 3), (2, 3, 1)])
+    assert math.isnan(bad.logprob)
+    assert bad.top == ()
+    assert [one, other] == [OneRow.logprobs(logits[0], 1, 3), OneRow.logprobs(logits[2], 3, 1)]
+    assert logprobs_of(logits, []) == []
 
 
 def test_refuses_a_prompt_outside_the_vocabulary() -> None:

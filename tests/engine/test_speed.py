@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from attar.engine import speed
+from attar.formats.packed import PackedTensor
 from attar.kernels import ops
+from attar.model.shapes import shape
 
 KEYS = {
     "prefill_tok_s", "decode_tok_s", "read_gb_s", "read_fraction", "int8_gops", "compute_fraction", "python_fraction",
@@ -54,3 +56,13 @@ def test_what_does_not_exist_is_named_with_what_does() -> None:
         speed.run(lambda store: speed.build("tiny", "w4g128", "int5", store), LOAD)
     with pytest.raises(ValueError, match="activations are exact, int8"):
         speed.run(lambda store: speed.build("tiny", "w4g128", "int8", store), LOAD, "int7")
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-block", "nf4", "qserve-g128"])
+def test_forms_that_are_searched_for_are_drawn_in_ordinary_memory(scheme: str) -> None:
+    """For a card that is not there: nothing of it is asked for before the store moves them."""
+    config = shape("tiny")
+    made = speed.RandomWeights(config, scheme, "bf16", "cuda").linear("model.layers.0.mlp.down_proj")
+    assert isinstance(made.weight, PackedTensor)
+    assert made.weight.shape == (config.hidden, config.intermediate)
+    assert {part.device.type for part in made.weight.parts.values()} == {"cpu"}

@@ -11,20 +11,22 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
 from attar.checkpoints.hub import embedded
+from attar.engine import team
 from attar.engine.engine import Engine
 from attar.engine.limits import Limits
 from attar.engine.llm import LLM
 from attar.engine.messages import Delta, Embed, Failed, Submit
-from attar.engine.orders import Job, frame
+from attar.engine.orders import Call, Job, frame
 from attar.engine.request import SamplingParams
 from attar.engine.settings import Settings
-from attar.engine.team import Team
+from attar.engine.team import Crew, Team, tell
 from attar.formats.kv import SCHEMES
 from attar.model.cache import Step
 
@@ -147,6 +149,49 @@ def test_a_worker_ends_with_its_leader_whatever_it_is_doing(tmp_path: Path) -> N
     assert gone(worker)
     assert not folder.exists()
     worker.stdout.close()
+
+
+def test_a_worker_that_reads_nothing_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for what in ("UNREAD_SECONDS", "END_SECONDS"):
+        monkeypatch.setattr(team, what, 0.1)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    crew = Crew(folder, [Job("model", 1, 2, 1, "cpu", "float32", "int8g128", True, 1, str(folder))])
+    (child,) = crew.children
+    child.send_signal(signal.SIGSTOP)
+    said: list[str] = []
+    crew.on_lost = said.append
+    long = Call(None, [], (1,), 1, list(range(1 << 17)), None)  # more than any pipe takes
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="process 1 of the model reads nothing any more"):
+            tell(crew, long)
+    crew.end()
+    assert said == ["process 1 of the model reads nothing any more"]
+    assert child.returncode == -signal.SIGKILL
+    assert not folder.exists()
+
+
+def test_where_one_process_cannot_be_started_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Few(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **how: Any) -> None:
+            if started:
+                raise BlockingIOError("too many processes")
+            super().__init__(*args, **how)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Few)
+    monkeypatch.setattr(team, "END_SECONDS", 0.1)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    jobs = [Job("model", rank, 3, 1, "cpu", "float32", "int8g128", True, 1, str(folder)) for rank in (1, 2)]
+    with pytest.raises(BlockingIOError, match="too many processes"):
+        Crew(folder, jobs)
+    assert started[0].returncode is not None
+    assert not folder.exists()
 
 
 def test_an_engine_ends_when_a_worker_dies(tmp_path: Path) -> None:

@@ -210,3 +210,15 @@ def test_pages_with_a_tree_of_guesses() -> None:
         close(ours[row, None], naive_attention(q[row, None], k[seen], v[seen], at[row, None], key_at, form))
     assert mass is not None
     close(mass.sum(-1), torch.full((1, 2), 6.0))  # three rows times two heads a group
+
+
+def test_keys_that_are_rotated_when_read_are_taken_for_no_others() -> None:
+    pages = Pages.zeros(1, 16, 2, 8, scheme("float32"))
+    pages.keys_rotated = False
+    at = torch.zeros(1, dtype=torch.int32)
+    place = Placement(torch.tensor([0, 1]).int(), torch.ones(1).int(), torch.zeros(1, 1).int(), at, at.long())
+    q, k, v = randn(1, 4, 8), randn(1, 2, 8), randn(1, 2, 8)
+    with pytest.raises(AssertionError, match="written as they are"):
+        ops.write_kv(q, k, v, pages, place)
+    with pytest.raises(AssertionError, match="as it reads them"):
+        ops.paged_attention(q, pages, place, AttentionForm(4, 2, 8, 1.0))

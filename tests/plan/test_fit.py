@@ -118,6 +118,12 @@ def test_a_cache_that_holds_no_request_is_refused() -> None:
         fit.require(found, "available memory")
 
 
+def test_a_small_cache_in_much_memory_is_no_lack_of_memory() -> None:
+    found = fit.start(CONFIG, W4, "int8", 16 * GB, StepLimits(), 4096, 1000)
+    with pytest.raises(ValueError, match=r"1,024 tokens, less than one request of 4,096: .* larger --max-tokens-in-c"):
+        fit.require(found, "--memory")
+
+
 def test_a_cache_that_was_asked_for_and_does_not_fit() -> None:
     found = fit.fit(CONFIG, W4, "bfloat16", 4 * GB, 4096, max_tokens=10_000_000)
     assert found.unused < 0
@@ -156,19 +162,44 @@ def test_the_grid_has_the_stored_precision_first_and_once() -> None:
     assert [storage.label for storage in fit.usual(narrow, Storage())] == ["bf16", "w8a8"]
 
 
-def test_a_plan_and_a_start_agree() -> None:
-    limits = StepLimits(rows=256, threads=2)
-    made = fit.plan("x", CONFIG, fit.usual(CONFIG, W4), Demand(8192, 32), 16 * GB, "--memory", limits=limits)
-    started = fit.fit(CONFIG, W4, "int8", 16 * GB, 8192, limits)
-    row = next(row for row in made.rows if (row.weights, row.kv) == ("w4g128", "int8"))
-    assert row.fit == started
-    assert (row.short == 0) == (started.requests >= 32)
+@pytest.mark.parametrize("context, tokens", [(8192, None), (8192, 5000), (None, None), (None, 5000)])
+def test_a_plan_and_a_start_agree(context: int | None, tokens: int | None) -> None:
+    limits = StepLimits(rows=256, sequences=12, threads=2)
+    demand = Demand(context, 1 if context is None else 8)
+    storages = fit.usual(CONFIG, W4)
+    made = fit.plan("x", CONFIG, storages, demand, 4 * GB, "--memory", limits=limits, max_tokens=tokens)
+    for row, storage in zip(made.rows, [each for each in storages for _ in USUAL_KV], strict=True):
+        started = fit.start(CONFIG, storage, row.kv, 4 * GB, limits, context, tokens)
+        assert row.fit == started
+        assert row.fits == (started.requests >= demand.users)
+        assert row.fits or row.short or tokens
+
+
+def test_a_start_takes_no_blocks_that_its_sequences_could_not_use() -> None:
+    limits = StepLimits(sequences=5)
+    found = fit.start(CONFIG, W4, "int8", 16 * GB, limits, 8000)
+    assert found.blocks == 5 * 125
+    assert found.requests == 5
+    assert found.unused > 10 * found.cache
+    assert fit.start(CONFIG, W4, "int8", 16 * GB, limits, 8000, 50_000).tokens == 50_048, "more, where asked for"
+
+
+def test_without_a_context_a_start_shortens_requests_to_what_the_cache_holds() -> None:
+    found = fit.start(CONFIG, W4, "float32", 4 * GB, StepLimits())
+    assert found.context == found.tokens < CONFIG.context
+    assert (found.requests, found.short()) == (1, 0)
+    asked = fit.start(CONFIG, W4, "float32", 4 * GB, StepLimits(), CONFIG.context)
+    assert (asked.context, asked.requests) == (CONFIG.context, 0)
+    several = fit.plan("x", CONFIG, [W4], Demand(None, 2), 4 * GB, "m", kv_schemes=["float32"]).rows[0]
+    assert several.fit == asked, "several users want the whole"
+    assert several.short == asked.short(2)
 
 
 @pytest.mark.parametrize(
     "sentence, run",
     [
-        ("past the 131,072 positions of x", lambda: fit.plan("x", CONFIG, [W4], Demand(131_073), GB, "m")),
+        ("past the 131,072 positions of", lambda: fit.plan("x", CONFIG, [W4], Demand(131_073), GB, "m")),
+        ("33 users at once, but only 32", lambda: fit.plan("x", CONFIG, [W4], Demand(10, 33), GB, "m")),
         ("at least one user, not 0", lambda: Demand(10, 0)),
         ("at least one position, not 0", lambda: Demand(0)),
         ("holds nothing", lambda: fit.fit(CONFIG, W4, "int8", 0)),

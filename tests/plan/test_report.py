@@ -20,7 +20,7 @@ W4 = Storage.named("w4g128")
 def make(memory: int, users: int = 8, bandwidth: float | None = 50e9, int8_rate: float | None = None) -> Plan:
     return fit.plan(
         "llama-3.2-1b", CONFIG, fit.usual(CONFIG, W4), Demand(2048, users), memory, "--memory",
-        limits=StepLimits(rows=256), bandwidth=bandwidth, int8_rate=int8_rate,
+        limits=StepLimits(rows=256, sequences=64), bandwidth=bandwidth, int8_rate=int8_rate,
     )  # fmt: skip
 
 
@@ -38,6 +38,26 @@ def test_what_does_not_fit_says_how_much_is_missing() -> None:
     assert all(row.short and row.speed is None for row in made.rows)
     least = min(row.short for row in made.rows)
     assert f"do not fit: {fit.size(least)} too little even with w3g128 weights and int4" in report.answer(made)
+
+
+def test_what_a_server_would_say_is_in_the_plan() -> None:
+    made = make(4 * 10**9)
+    assert f"\n{report.startup(made.rows[0].fit, 'float32')}\n" in report.to_text(made)
+
+
+def test_room_for_all_that_may_run_together_says_what_is_left() -> None:
+    made = make(64 * 10**9)
+    left = fit.size(made.rows[0].fit.unused)
+    assert f"there is room for 64, all that may run together, and {left} are left" in report.answer(made)
+    assert "may run together" not in report.answer(make(4 * 10**9))
+
+
+def test_a_cache_too_small_for_all_users_is_named() -> None:
+    limits = StepLimits(rows=256)
+    made = fit.plan("x", CONFIG, [W4], Demand(2048, 8), 64 * 10**9, "--memory", limits=limits, max_tokens=5000)
+    assert report.answer(made) == "8 users of 2,048 tokens do not fit into a cache of 5,056 tokens (2 would fit)"
+    assert "no: too few tokens" in report.to_text(made)
+    assert not report.to_dict(made)["fits"]
 
 
 def test_a_single_user_is_one() -> None:

@@ -35,19 +35,22 @@ INTEGERS = [  # path, field, least, most
     (COMPLETIONS, "n", 1, 16),
     (COMPLETIONS, "logprobs", 0, 20),
     (COMPLETIONS, "top_k", -1, 2**31 - 1),
-    (COMPLETIONS, "seed", 0, 2**63 - 1),
+    (COMPLETIONS, "best_of", 1, 16),
+    (COMPLETIONS, "seed", -(2**63), 2**63 - 1),
+    (COMPLETIONS, "priority", -100, 100),
     (CHAT, "max_tokens", 1, 2**31 - 1),
     (CHAT, "max_completion_tokens", 1, 2**31 - 1),
     (CHAT, "n", 1, 16),
     (CHAT, "top_logprobs", 0, 20),
     (CHAT, "top_k", -1, 2**31 - 1),
-    (CHAT, "seed", 0, 2**63 - 1),
+    (CHAT, "seed", -(2**63), 2**63 - 1),
+    (CHAT, "priority", -100, 100),
     (MESSAGES, "max_tokens", 1, 2**31 - 1),
     (MESSAGES, "top_k", 0, 2**31 - 1),
 ]
 FLOATS = [  # path, field, below the least, above the most
     *[(path, "temperature", "-1e-9", "2.0000001") for path in (COMPLETIONS, CHAT)],
-    *[(path, "top_p", "0", "1.0000001") for path in (COMPLETIONS, CHAT, MESSAGES)],
+    *[(path, "top_p", "-1e-9", "1.0000001") for path in (COMPLETIONS, CHAT, MESSAGES)],
     *[(path, "min_p", "-0.1", "1.5") for path in (COMPLETIONS, CHAT)],
     *[(path, "repetition_penalty", "0", "100.5") for path in (COMPLETIONS, CHAT)],
     *[(path, "presence_penalty", "-2.01", "2.01") for path in (COMPLETIONS, CHAT)],
@@ -66,8 +69,9 @@ def raw(path: str, field: str, text: str) -> bytes:
 
 def _grids() -> Iterator[Case]:
     for path, field, least, most in INTEGERS:
-        for value in (-(2**63), least - 1, *([most + 1, 2**63 - 1] if most < 2**63 - 1 else [-2])):
-            yield Case(path, raw(path, field, str(value)), 400, "out_of_range")
+        for value in (-(2**63), least - 1, most + 1, 2**63 - 1):
+            if -(2**63) <= value < least or most < value < 2**63:
+                yield Case(path, raw(path, field, str(value)), 400, "out_of_range")
         for text in (str(-(2**63) - 1), str(2**63), str(2**64), "1" + "0" * 5000, "1e999", "NaN"):
             yield Case(path, raw(path, field, text), 400, "invalid_json")
         for text in ("1.5", "1e-3", '"1"', "true", "[1]", "{}"):
@@ -90,7 +94,9 @@ def _fields() -> Iterator[tuple[str, str, Any, str]]:
             (path, "stop", ["a"] * 17, "invalid_length"),
             (path, "stop", ["a"] * 10_000, "invalid_length"),
             (path, "stop", "x" * 257, "invalid_length"),
-            (path, "stop", "é" * 257, "invalid_length"),
+            (path, "stop", "é" * 129, "invalid_length"),
+            (path, "stop", ["a", "😀" * 65], "invalid_length"),
+            (path, "stop", "x" * 255 + "é", "invalid_length"),
             (path, "stop", "x" * 1_000_000, "invalid_length"),
             (path, "stop", [1], "invalid_type"),
             (path, "stop", {"a": 1}, "invalid_type"),
@@ -134,7 +140,6 @@ def _fields() -> Iterator[tuple[str, str, Any, str]]:
             (path, "x" * 10_000, 1, "unknown_field"),
         )
     yield from (
-        (COMPLETIONS, "best_of", 2, "unsupported_field"),
         (COMPLETIONS, "suffix", "x", "unsupported_field"),
         (COMPLETIONS, "max_tokens", 0, "out_of_range"),  # without echo
         (COMPLETIONS, "echo", 1, "invalid_type"),
@@ -193,7 +198,7 @@ def _fields() -> Iterator[tuple[str, str, Any, str]]:
         (MESSAGES, "thinking", {"type": "enabled", "budget_tokens": 1024}, "unsupported_field"),
         (MESSAGES, "mcp_servers", [{}], "unsupported_field"),
         (MESSAGES, "stop_sequences", [""], "invalid_length"),
-        (MESSAGES, "stop_sequences", ["é" * 257], "invalid_length"),
+        (MESSAGES, "stop_sequences", ["é" * 129], "invalid_length"),
         (MESSAGES, "stop_sequences", "x", "invalid_type"),
         (MESSAGES, "metadata", {"other": "x"}, "unknown_field"),
         (MESSAGES, "system", 7, "invalid_type"),

@@ -1,62 +1,232 @@
 """What a browser makes of the page: run by `test_browser.py`, with a Python that has Playwright.
 
 `python browser_program.py URL CHROMIUM FOLDER`; writes screenshots into FOLDER and says what it saw as one JSON object.
+The engine behind URL runs two choices at a time. No mouse is used anywhere, and nothing is given the focus but by Tab.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Route, sync_playwright
 
 SIZES = {"wide": (1200, 760), "phone": (390, 780)}
 SECONDS = 20.0
+FIRST = 0.3  # seconds, at least, to the first token
+MANY = 400  # tokens, which nobody waits for
+
+CLOCK = """
+  let now = 0;
+  performance.now = () => now;
+  window.setTimeout = work => { window.next = work; };
+  window.tick = () => { now += 500; window.next(); };
+"""
+CELLS = """side => {  // row by row, each as the legend has its colour: free, active, cached; or ? if it does not
+  const canvas = document.getElementById("blocks"), { width, height } = canvas;
+  const { data } = canvas.getContext("2d").getImageData(0, 0, width, height);
+  const legend = [...document.querySelectorAll(".key i")].map(each => getComputedStyle(each).backgroundColor);
+  let seen = new Set(legend).size === 3 ? "" : "two states look alike";
+  for (let top = 0; top + side <= height; top += side)
+    for (let left = 0; left + side <= width; left += side) {
+      const at = 4 * ((top + (side >> 1) - 1) * width + left + (side >> 1) - 1);
+      const [red, green, blue, alpha] = data.subarray(at, at + 4);
+      if (alpha) seen += "fac"[legend.indexOf(`rgb(${red}, ${green}, ${blue})`)] || "?";
+    }
+  return seen;
+}"""
+ASKING = """
+  const send = window.fetch;
+  window.asked = [];
+  window.held = null;  // or a promise, for which what is asked waits
+  window.fetch = async (where, options) => {
+    if (where === "v1/chat/completions") { asked.push(JSON.parse(options.body)); await held; }
+    return send(where, options);
+  };
+"""
+OTHERS = """() => {  // somebody else's, who waits with two choices
+  window.others = new AbortController();
+  const options = { method: "POST", headers: { "Content-Type": "application/json" }, signal: others.signal };
+  fetch("v1/completions", { ...options, body: JSON.stringify({ prompt: "a", n: 3, max_tokens: 400 }) }).catch(() => 0);
+}"""
+FOCUS = """() => {
+  const style = getComputedStyle(document.activeElement);
+  return [document.activeElement.id, style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0];
+}"""
 
 
-def until(condition: Any) -> None:
+def until(condition: Callable[[], Any]) -> None:
     end = time.monotonic() + SECONDS
     while not condition():
         assert time.monotonic() < end, "nothing happens"
-        time.sleep(0.05)
+        time.sleep(0.02)
 
 
-def say(page: Page, text: str) -> None:
-    """By keyboard alone."""
-    page.focus("#text")
-    page.keyboard.type(text)
-    page.keyboard.press("Enter")
+class Walk:
+    """A page, by keyboard."""
+
+    def __init__(self, browser: Browser, url: str, size: tuple[int, int]) -> None:
+        self.page = browser.new_page(viewport={"width": size[0], "height": size[1]})
+        self.errors: list[str] = []
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", lambda line: self.errors.append(line.text) if line.type == "error" else None)
+        self.page.add_init_script(ASKING)
+        self.page.goto(url)
+        until(lambda: "tokens" in self.text("#model"))
+
+    def text(self, selector: str) -> str:
+        return str(self.page.inner_text(selector))
+
+    def focus(self) -> str:
+        return str(self.page.evaluate(FOCUS)[0])
+
+    def press(self, *keys: str) -> None:
+        for key in keys:
+            self.page.keyboard.press(key)
+
+    def to(self, name: str, key: str = "Tab") -> list[str]:
+        """Walk there; what came by. Whatever has the focus must show it."""
+        way = []
+        for _ in range(20):
+            self.press(key)
+            at, seen = self.page.evaluate(FOCUS)
+            assert seen, f"{at} has the focus and does not show it"
+            way.append(at)
+            if at == name:
+                return way
+        raise AssertionError(f"no way from {way[0]} to {name}: {way}")
+
+    def set(self, name: str, value: str) -> None:
+        if self.focus() != name:
+            self.to(name)
+        self.press("Control+A")
+        self.page.keyboard.type(value)
+
+    def say(self, text: str) -> None:
+        if self.focus() != "text":
+            self.to("text", "Shift+Tab")
+        self.page.keyboard.type(text)
+        self.press("Enter")
+
+    def notes(self) -> int:
+        return self.page.locator(".note").count()
+
+    def answering(self) -> None:
+        """Until the last answer has begun."""
+        until(lambda: self.page.locator(".assistant").last.inner_text())
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """What is asked at the beginning is sent at the end."""
+        self.page.evaluate("() => { held = new Promise(done => { window.release = done; }); }")
+        yield
+        self.page.evaluate("() => { release(); held = null; }")
 
 
 def talk(browser: Browser, url: str, size: tuple[int, int], picture: Path) -> dict[str, Any]:
-    page = browser.new_page(viewport={"width": size[0], "height": size[1]})
-    errors: list[str] = []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)
-    page.goto(url)
-    until(lambda: "tokens" in page.inner_text("#model"))
-    page.fill("#max_tokens", "6")
-    say(page, "hello")
-    until(lambda: page.locator(".note").count() == 1)
-    page.fill("#max_tokens", "400")
-    say(page, "more")
-    until(lambda: page.locator(".assistant").nth(1).inner_text())
-    until(lambda: page.inner_text("#running") == "1")
+    walk = Walk(browser, url, size)
+    page, seen = walk.page, {}
+    seen["first"] = walk.focus()
+    # The knobs, and Send by key.
+    seen["way"] = walk.to("key")
+    walk.to("text", "Shift+Tab")
+    for name, value in (("temperature", "0.5"), ("top_p", "0"), ("max_tokens", "6"), ("seed", "-7"), ("system", "hm")):
+        walk.set(name, value)
+    walk.to("text", "Shift+Tab")
+    page.keyboard.type("hello")
+    walk.to("send")
+    began = time.monotonic()
+    with walk.held():
+        walk.press("Enter")
+        seen["while asked"] = walk.focus()
+        time.sleep(FIRST)
+    until(lambda: walk.notes() == 1)
+    seen["first token"] = [walk.text("#ttft"), time.monotonic() - began]
+    seen["after"] = walk.focus()
+    # Stop by key, and by Escape.
+    walk.set("max_tokens", str(MANY))
+    walk.say("more")
+    walk.answering()
+    box, height = page.locator(".user").last.bounding_box(), page.evaluate("innerHeight")
+    seen["in view"] = box is not None and 0 <= box["y"] <= height - box["height"]
+    page.evaluate(OTHERS)
+    until(lambda: walk.text("#waiting") == "2")
+    until(lambda: float(walk.text("#rate")) > 0)
+    seen["figures"] = {name: walk.text(f"#{name}") for name in ("running", "reused", "preemptions", "counts")}
+    seen["cells"] = page.evaluate(CELLS, 9)
     page.screenshot(path=str(picture))
-    page.keyboard.press("Escape")
-    until(lambda: page.locator(".note").count() == 2)
-    return {
-        "errors": errors,
-        "turns": page.locator(".user").all_inner_texts(),
-        "answered": bool(page.locator(".assistant").first.inner_text()),
-        "notes": page.locator(".note").all_inner_texts(),
-        "too_wide": page.locator("html").evaluate("node => node.scrollWidth > node.clientWidth"),
-        "cells": page.locator("#blocks").evaluate("node => node.width * node.height"),
-        "focus": page.locator("#text").evaluate("node => node === document.activeElement"),
-    }
+    page.evaluate("others.abort()")
+    seen["to stop"] = walk.to("stop")
+    walk.press("Space")
+    until(lambda: walk.notes() == 2)
+    seen["stopped"] = walk.focus()
+    walk.say("and")
+    walk.answering()
+    walk.press("Escape")
+    until(lambda: walk.notes() == 3)
+    # Whoever is at a knob stays there.
+    walk.set("max_tokens", "2")
+    with walk.held():
+        walk.say("end")
+        walk.to("temperature")
+    until(lambda: walk.notes() == 4)
+    seen["at a knob"] = walk.focus()
+    seen["turns"] = page.locator(".user").all_inner_texts()
+    seen["notes"] = page.locator(".note").all_inner_texts()
+    # Clear by key, while an answer comes.
+    walk.set("max_tokens", str(MANY))
+    walk.say("lost")
+    walk.answering()
+    walk.to("clear")
+    walk.press("Enter")
+    until(lambda: page.locator("#stop").is_disabled())
+    seen["cleared"] = [walk.text("#talk"), walk.focus()]
+    walk.set("max_tokens", "2")
+    walk.say("fresh")
+    until(lambda: walk.notes() == 1)
+    seen["asked"] = page.evaluate("asked")
+    seen["too_wide"] = page.locator("html").evaluate("node => node.scrollWidth > node.clientWidth")
+    seen["errors"] = walk.errors
+    page.close()
+    return seen
+
+
+def look(browser: Browser, url: str) -> dict[str, Any]:
+    """What is drawn of what an engine says, by a clock that stands still between two looks: in the dark, the last."""
+    page = browser.new_page(viewport={"width": 1200, "height": 760})
+    sizes = (300, 300, 2000, 5000)
+    states = [bytes((at // 2 + look) % 3 for at in range(count)) for look, count in enumerate(sizes)]  # no two alike
+    generated = (1000, 1060, 1060, 1000)  # the last is another engine's
+    said = iter(zip(states, generated, strict=True))
+
+    def answer(route: Route) -> None:
+        state, tokens = next(said)
+        names = ("running", "waiting", "preemptions", "prompt_tokens", "blocks_free", "blocks_active", "blocks_cached")
+        stats = dict.fromkeys(names, 0) | {"generated_tokens": tokens, "blocks": base64.b64encode(state).decode()}
+        route.fulfill(json={"ready": {"model": "m", "context": 1}, "stats": stats})
+
+    page.add_init_script(CLOCK)
+    page.route("**/v1/engine", answer)
+    found: dict[str, Any] = {"rates": [], "cells": []}
+    for number, state in enumerate(states):
+        if number == len(states) - 1:
+            page.emulate_media(color_scheme="dark")
+        page.evaluate("tick()") if number else page.goto(url)
+        side = 9 if len(state) <= 1024 else 5 if len(state) <= 4096 else 3
+        expected = "".join("fac"[each] for each in state)
+        end = time.monotonic() + SECONDS
+        while (drawn := page.evaluate(CELLS, side)) != expected and time.monotonic() < end:
+            time.sleep(0.02)
+        found["cells"].append(drawn == expected)
+        found["rates"].append(page.inner_text("#rate"))
+    page.close()
+    return found
 
 
 def main() -> None:
@@ -64,6 +234,7 @@ def main() -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         seen = {name: talk(browser, url, size, Path(folder) / f"{name}.png") for name, size in SIZES.items()}
+        seen["look"] = look(browser, url)
         browser.close()
     print(json.dumps(seen))
 

@@ -1,6 +1,6 @@
 """What the `openai` and `anthropic` packages make of the server: run by `test_clients.py`, with their own Python.
 
-`python client_program.py URL`; says what it saw as one JSON object.
+`python client_program.py URL MODEL`; says what it saw as one JSON object.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import anthropic
 import openai
 
 USER: Any = [{"role": "user", "content": "hello"}]
+ON: Any = {"extra_body": {"ignore_eos": True}}  # an answer is as long as it may be
 
 
-def completions(client: openai.OpenAI) -> dict[str, Any]:
-    whole = client.completions.create(model="fake", prompt="Once", max_tokens=6, seed=1, logprobs=2, n=2, echo=True)
-    stream = client.completions.create(model="fake", prompt="Once", max_tokens=6, seed=1, stream=True)
-    pieces = list(stream)
+def completions(client: openai.OpenAI, model: str) -> dict[str, Any]:
+    options: Any = {"model": model, "prompt": "Once", "max_tokens": 6, "seed": -1, **ON}
+    whole = client.completions.create(**options, logprobs=2, n=2, echo=True)
+    pieces = list(client.completions.create(**options, stream=True))
+    several = client.completions.create(**options, n=4, logprobs=0)
+    best = client.completions.create(**options, best_of=4)
+    likely = [sum(choice.logprobs.token_logprobs) for choice in several.choices]
     assert whole.choices[0].logprobs is not None
     assert whole.usage is not None
     return {
@@ -27,11 +31,12 @@ def completions(client: openai.OpenAI) -> dict[str, Any]:
         "tokens": len(whole.choices[0].logprobs.tokens or ()),
         "usage": whole.usage.completion_tokens,
         "reason": pieces[-1].choices[0].finish_reason,
+        "best": [best.choices[0].text, several.choices[likely.index(max(likely))].text, best.usage.completion_tokens],
     }
 
 
-def chat(client: openai.OpenAI) -> dict[str, Any]:
-    options: Any = {"model": "fake", "messages": USER, "seed": 2, "max_completion_tokens": 7}
+def chat(client: openai.OpenAI, model: str) -> dict[str, Any]:
+    options: Any = {"model": model, "messages": USER, "seed": 2, "max_completion_tokens": 7, **ON}
     whole = client.chat.completions.create(**options, n=2, logprobs=True, top_logprobs=3)
     stream = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
     text = whole.choices[0].message.content
@@ -48,28 +53,28 @@ def chat(client: openai.OpenAI) -> dict[str, Any]:
     }
 
 
-def errors(client: openai.OpenAI) -> list[Any]:
+def errors(client: openai.OpenAI, model: str) -> list[Any]:
     found: list[Any] = []
     for options in ({"n": 17}, {"tools": [{"type": "function", "function": {"name": "f"}}]}, {"model": "other"}):
         try:
-            client.chat.completions.create(**{"model": "fake", "messages": USER, **options})
+            client.chat.completions.create(**{"model": model, "messages": USER, **options})
         except openai.APIStatusError as error:
             found.append([type(error).__name__, error.code, error.param, error.request_id is not None])
     return found
 
 
-def others(client: openai.OpenAI) -> dict[str, Any]:
-    embedded = client.embeddings.create(model="fake", input=["a", "b"])  # as base64, which is this client's way
+def others(client: openai.OpenAI, model: str) -> dict[str, Any]:
+    embedded = client.embeddings.create(model=model, input=["a", "b"])  # as base64, which is this client's way
     return {
         "models": [model.id for model in client.models.list()],
-        "retrieved": client.models.retrieve("fake").id,
+        "retrieved": client.models.retrieve(model).id,
         "embeddings": [len(each.embedding) for each in embedded.data],
     }
 
 
-def messages(client: anthropic.Anthropic) -> dict[str, Any]:
+def messages(client: anthropic.Anthropic, model: str) -> dict[str, Any]:
     options: Any = {
-        "model": "fake",
+        "model": model,
         "messages": USER,
         "max_tokens": 8,
         "system": "be brief",
@@ -96,18 +101,18 @@ def messages(client: anthropic.Anthropic) -> dict[str, Any]:
     }
 
 
-def main(url: str) -> None:
+def main(url: str, model: str) -> None:
     ours = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     theirs = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
     seen = {
-        "completions": completions(ours),
-        "chat": chat(ours),
-        "errors": errors(ours),
-        "others": others(ours),
-        "messages": messages(theirs),
+        "completions": completions(ours, model),
+        "chat": chat(ours, model),
+        "errors": errors(ours, model),
+        "others": others(ours, model),
+        "messages": messages(theirs, model),
     }
     print(json.dumps(seen))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

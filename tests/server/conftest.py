@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from soaks.served import Served
 
 from attar.server.door import Options
 from attar.server.serve import Server
@@ -138,6 +139,18 @@ def start(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Ite
     yield make
     for each in running:
         each.stop()
+
+
+@pytest.fixture(scope="session")
+def real() -> Iterator[Served]:
+    """`attar serve` with the embedded model, two processes of their own; tests leave it idle."""
+    if not Path("/proc/self/task").is_dir():
+        pytest.skip("looks at processes by /proc")
+    made = Served("--threads", "1")
+    try:
+        yield made
+    finally:
+        made.end()
 
 
 @pytest.fixture(scope="session")

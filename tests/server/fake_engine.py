@@ -11,6 +11,7 @@ import os
 import sys
 import zlib
 from array import array
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,6 +40,7 @@ from attar.engine.stops import StopChecker
 from attar.text.tokenizer import Detokenizer, Tokenizer
 
 CONTEXT = 512
+BLOCKS, CACHED = 100, 12  # of the cache, and those of them that nobody uses
 
 
 @dataclass
@@ -67,7 +69,8 @@ class FakeEngine:
     ) -> None:
         self.path, self.tokenizer, self.batch, self.queue, self.step = path, tokenizer, batch, queue, step
         self.context, self.longest = context, longest  # tokens: of a request, and of an answer
-        self.adapters, self.asked = adapters, list[str]()  # names, and those that requests took
+        self.adapters = adapters
+        self.commands: deque[Submit | Embed] = deque(maxlen=4096)  # that came
         self.held = False
         self.beats, self.busy = True, 0.0
         self.fail: tuple[str, int] | None = None
@@ -78,6 +81,7 @@ class FakeEngine:
         self._writer: asyncio.StreamWriter | None = None
         self._out: list[Event] = []
         self._stats: Stats | None = None
+        self._embeds = 0  # since the last step
         self._work = asyncio.Event()
 
     @property
@@ -109,7 +113,11 @@ class FakeEngine:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writer, self._drained = writer, False
         blocks = (("weights", 10), ("cache", 20))
-        writer.write(encode([Ready("fake", self.context, self.tokenizer.vocab_size, 100, 16, blocks, self.adapters)]))
+        writer.write(
+            encode(
+                [Ready("fake", self.context, self.tokenizer.vocab_size, BLOCKS, 16, self.queue, blocks, self.adapters)]
+            )
+        )
         steps = asyncio.get_running_loop().create_task(self._steps(writer))
         heart = asyncio.get_running_loop().create_task(self._beat(writer))
         decoder = msgspec.msgpack.Decoder(list[Command])
@@ -135,12 +143,13 @@ class FakeEngine:
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, Submit | Embed):
-            self.asked.append(command.adapter)
-        if isinstance(command, Submit):
-            params = command.params
-            if self.open >= self.queue:
+            self.commands.append(command)
+            waiting = self._embeds + sum(not choice.tokens for choice in self.choices)
+            if waiting + (command.n if isinstance(command, Submit) else 1) > self.queue:
                 self._out.append(Failed(command.id, "full", "no room"))
                 return
+        if isinstance(command, Submit):
+            params = command.params
             if params.prompt_logprobs is not None:
                 self._out.append(PromptLogprobs(command.id, self._of_prompt(command.prompt, params.prompt_logprobs)))
             if params.max_tokens == 0:
@@ -152,11 +161,17 @@ class FakeEngine:
                 self.choices.append(Choice(command, number, detokenizer, StopChecker(params.stop)))
         elif isinstance(command, Embed):
             numbers = [((token * 31 + at) % 101) / 101 for at, token in enumerate((*command.prompt, *range(8)))][:8]
-            self._out.append(Embedding(command.id, array("f", numbers).tobytes()))
+            self._embeds += 1
+            report = Report(prompt_tokens=len(command.prompt), reuse_ended="bypassed", limited_by={"compute": 1})
+            self._out.append(Embedding(command.id, array("f", numbers).tobytes(), report))
         elif isinstance(command, Cancel):
-            before = len(self.choices)
-            self.choices = [each for each in self.choices if each.request is None or each.request.id != command.id]
-            self.cancelled += before != len(self.choices)
+            asked = next(
+                (each.request for each in self.choices if each.request and each.request.id == command.id), None
+            )
+            if asked is not None:
+                self.choices = [each for each in self.choices if each.request is not asked]
+                self._out.append(Failed(command.id, "cancelled", "as told", self._report(asked)))
+                self.cancelled += 1
         elif isinstance(command, Drain):
             self._drained = True
 
@@ -179,7 +194,7 @@ class FakeEngine:
                 self._tell_stats()
             if self._out:
                 writer.write(encode(self._out))
-                self._out = []
+                self._out, self._embeds = [], 0
             await asyncio.sleep(self.step)
 
     def _advance(self, choice: Choice) -> None:
@@ -188,7 +203,7 @@ class FakeEngine:
             return
         params = request.params
         if self.fail is not None and len(choice.tokens) >= self.fail[1]:
-            self._out.append(Failed(request.id, self.fail[0], "as told"))
+            self._out.append(Failed(request.id, self.fail[0], "as told", self._report(request)))
             for each in self.choices:
                 if each.request is request:
                     each.request = None
@@ -231,9 +246,10 @@ class FakeEngine:
 
     def _tell_stats(self) -> None:
         running = min(len(self.choices), self.batch)
-        states = b"\1" * running + b"\0" * (100 - running)
+        free = BLOCKS - CACHED - running
+        states = b"\1" * running + b"\2" * CACHED + b"\0" * free
         waiting = len(self.choices) - running
-        stats = Stats(running, waiting, 100 - running, running, 0, 1, 2, 3, self.generated, 0, 0.5, states)
+        stats = Stats(running, waiting, free, running, CACHED, 1, 8, 2, self.generated, 3, 0.5, states)
         if stats != self._stats:
             self._out.append(stats)
             self._stats = stats

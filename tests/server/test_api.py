@@ -13,7 +13,7 @@ import pytest
 
 from attar.engine.messages import Delta
 from attar.engine.request import TokenLogprob
-from attar.server import openai
+from attar.server import openai, work
 from attar.text.tokenizer import Tokenizer
 from tests.server.bad_requests import USER
 from tests.server.conftest import Reply, Running
@@ -255,7 +255,7 @@ def test_adapters_are_models(start: Callable[..., Running]) -> None:
         )
     ]  # fmt: skip
     assert answered == ["fake", "tone", "style", "fake", "tone"]
-    assert made.engine.asked == ["", "tone", "style", "", "tone"]
+    assert [command.adapter for command in made.engine.commands] == ["", "tone", "style", "", "tone"]
     assert made.post(COMPLETIONS, {**body, "model": "ton"}).code == "model_not_found"
 
 
@@ -266,40 +266,27 @@ def test_the_engines_state(server: Running) -> None:
     assert state["stats"]["generated_tokens"] > 0
 
 
-def test_why(server: Running) -> None:
-    reply = server.post(CHAT, {"messages": USER, "max_tokens": 3, "ignore_eos": True})
-    for name in (reply.headers["x-request-id"], reply.json["id"]):
-        story = server.get(f"/v1/requests/{name}/why").json
-        assert (story["outcome"], story["generated_tokens"]) == ("length", 3)
-        assert 0 < story["seconds_to_first_token"] <= story["seconds"] < 5
-        [report] = story["prompts"]
-        assert report["limited_by"] == {"overhead": 1}
-    assert server.get("/v1/requests/nobody/why").status == 404
+def test_the_best_of_several_is_the_likeliest_by_token(server: Running) -> None:
+    body = SEEDED | {"prompt": ["Once upon", "a time"], "max_tokens": 5}
+    every = server.post(COMPLETIONS, body | {"n": 4}).json["choices"]
+    reply = server.post(COMPLETIONS, body | {"n": 2, "best_of": 4}).json
+    texts = [choice["text"] for choice in reply["choices"]]
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
+    assert all(choice["logprobs"] is None for choice in reply["choices"])
+    assert texts == [every[at]["text"] for at in (0, 1, 4, 5)]  # all are equally likely here: the first
+    assert reply["usage"]["completion_tokens"] == 40
+    fewer = server.post(COMPLETIONS, body | {"n": 4, "best_of": 2}).json["choices"]
+    assert fewer == every
+    echoed = server.post(COMPLETIONS, body | {"best_of": 3, "echo": True, "logprobs": 1}).json["choices"]
+    assert [choice["text"][:5] for choice in echoed] == ["Once ", "a tim"]
+    likely = [choice_of(-1.0, -3.0), choice_of(-1.5), choice_of(-1.0, -1.0, -1.0, -2.0), choice_of()]
+    assert [likely.index(each) for each in openai.best(likely[:3], 3, 2)] == [2, 1]
+    assert openai.best(likely, 2, 1) == [likely[1], likely[3]]
+    assert openai.best(likely, 4, 4) == likely
 
 
-def test_metrics_have_their_names_and_grow(server: Running) -> None:
-    def read() -> dict[str, float]:
-        lines = [line for line in server.get("/metrics").body.decode().splitlines() if not line.startswith("#")]
-        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
-
-    before = read()
-    server.post(COMPLETIONS, SEEDED | {"ignore_eos": True})
-    server.wait(lambda: read()["attar_requests_running"] == 0)
-    after = read()
-    for state in ("free", "active", "cached"):
-        assert f'attar_kv_blocks{{state="{state}"}}' in after
-    for name in (
-        "attar_requests_waiting",
-        "attar_preemptions_total",
-        "attar_prefix_tokens_hit_total",
-        "attar_engine_up",
-    ):
-        assert name in after
-    assert after["attar_generated_tokens_total"] - before["attar_generated_tokens_total"] == 12
-    assert after["attar_inter_token_seconds_count"] - before["attar_inter_token_seconds_count"] == 11
-    assert after["attar_time_to_first_token_seconds_count"] - before["attar_time_to_first_token_seconds_count"] == 1
-    key = 'attar_http_requests_total{route="/v1/completions",status="200"}'
-    assert after[key] - before[key] == 1
+def choice_of(*logprobs: float) -> work.Choice:
+    return work.Choice(logprobs=[TokenLogprob(0, each) for each in logprobs])
 
 
 def test_the_loop_is_not_held_up_by_large_bodies_and_long_texts(server: Running) -> None:
@@ -319,7 +306,9 @@ def test_the_loop_is_not_held_up_by_large_bodies_and_long_texts(server: Running)
 def test_the_document_is_of_the_same_types(server: Running) -> None:
     made = server.get("/openapi.json").json
     schemas = made["components"]["schemas"]
-    assert schemas["ChatBody"]["properties"]["n"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 16}
+    assert schemas["ChatBody"]["properties"]["n"]["anyOf"][0] | {"title": ""} == {
+        "type": "integer", "minimum": 1, "maximum": 16, "title": ""
+    }  # fmt: skip
     assert schemas["ChatBody"]["properties"]["tools"] == {"enum": [None, []]}
     assert schemas["ChatBody"]["additionalProperties"] is False
     assert made["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"] == {

@@ -68,6 +68,7 @@ def test_strange_but_good_text_is_taken(server: Running) -> None:
         assert reply.status == 200, text
     for field, value in (
         ("temperature", 1e-9), ("temperature", 0), ("top_p", 1), ("seed", 2**63 - 1), ("stop", "e" * 256),
+        ("stop", "é" * 128), ("seed", -1), ("seed", -(2**63)), ("top_p", 0), ("priority", -100), ("priority", 100),
         ("stop_token_ids", [4095]), ("logit_bias", {"4095": -100}), ("n", 16), ("max_tokens", 2**31 - 1),
         ("temperature", -0.0), ("temperature", 1e-400), ("presence_penalty", -0.0), ("metadata", {"a": "b"}),
     ):  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Running
+from tests.server.fake_engine import BLOCKS, CACHED
 
 HERE = Path(__file__).parent
 PYTHON = HERE.parents[1] / ".venv-clients" / "bin" / "python"
@@ -26,21 +27,75 @@ def seen(start: Callable[..., Running], tmp_path_factory: pytest.TempPathFactory
     found = PYTHON.exists() and subprocess.run([PYTHON, "-c", "import playwright"], capture_output=True)
     if not found or found.returncode:
         pytest.skip(f"no playwright in {PYTHON.parents[1].name}")
-    server = start(step=0.05)  # an answer of 400 tokens lasts: there is time to look at it, and to stop it
+    server = start(step=0.05, batch=2)  # an answer of 400 tokens lasts: there is time to look at it, and to stop it
     program = [PYTHON, str(HERE / "browser_program.py"), f"http://127.0.0.1:{server.port}", CHROMIUM]
     done = subprocess.run([*program, str(tmp_path_factory.mktemp("page"))], capture_output=True, text=True, timeout=120)
     assert not done.returncode, done.stderr[-2000:]
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("size", ["wide", "phone"])
-def test_a_conversation(seen: dict[str, Any], size: str) -> None:
+SIZE = pytest.mark.parametrize("size", ["wide", "phone"])
+KNOBS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed", "system", "key"]
+
+
+@SIZE
+def test_everything_is_reached_by_tab_and_shows_that_it_has_the_focus(seen: dict[str, Any], size: str) -> None:
+    page = seen[size]
+    assert page["first"] == "text"
+    assert page["way"] == ["send", "clear", *KNOBS]  # Stop is dead while nothing runs
+    assert page["to stop"][-1] == "stop"
+
+
+@SIZE
+def test_knobs_set_by_key_are_sent(seen: dict[str, Any], size: str) -> None:
+    first, *others = seen[size]["asked"]
+    knobs = {"temperature": 0.5, "top_p": 0, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "seed": -7}
+    assert first["messages"] == [{"role": "system", "content": "hm"}, {"role": "user", "content": "hello"}]
+    for body, most in zip([first, *others], [6, 400, 400, 2, 400, 2], strict=True):
+        assert body | knobs | {"max_tokens": most} == body
+
+
+@SIZE
+def test_a_conversation_by_key(seen: dict[str, Any], size: str) -> None:
     page = seen[size]
     assert page["errors"] == []
-    assert page["turns"] == ["hello", "more"]
-    assert page["answered"]
-    assert page["notes"][0].startswith("6 tokens")
-    assert page["notes"][1] == "stopped"
+    assert page["turns"] == ["hello", "more", "and", "end"]
+    first, stopped, escaped, last = page["notes"]
+    assert first.startswith("6 tokens, ")
+    assert (stopped, escaped) == ("stopped", "stopped")
+    assert last.startswith("2 tokens, ")
+    assert page["in view"]
     assert not page["too_wide"]
-    assert page["cells"] > 0
-    assert page["focus"]
+
+
+@SIZE
+def test_the_focus_is_never_lost_and_never_taken(seen: dict[str, Any], size: str) -> None:
+    page = seen[size]
+    assert page["while asked"] == "text"  # Send, which had it, is dead meanwhile
+    assert page["after"] == page["stopped"] == "text"
+    assert page["at a knob"] == "temperature"
+
+
+@SIZE
+def test_what_is_cleared_is_gone(seen: dict[str, Any], size: str) -> None:
+    page = seen[size]
+    assert page["cleared"] == ["", "text"]
+    assert [message["content"] for message in page["asked"][-1]["messages"]] == ["hm", "fresh"]
+
+
+@SIZE
+def test_the_figures_are_the_engines(seen: dict[str, Any], size: str) -> None:
+    page = seen[size]
+    free = BLOCKS - CACHED - 2
+    assert page["figures"] == {
+        "running": "2", "reused": "25 %", "preemptions": "3", "counts": f"{free} / 2 / {CACHED}",
+    }  # fmt: skip
+    assert page["cells"] == "aa" + "c" * CACHED + "f" * free
+    shown, passed = page["first token"]
+    number, unit = shown.split(" ")
+    assert unit == "ms"
+    assert 300 <= int(number) <= 1000 * passed + 1
+
+
+def test_the_pool_is_drawn_as_it_is_and_the_rate_is_of_what_was_made(seen: dict[str, Any]) -> None:
+    assert seen["look"] == {"cells": [True] * 4, "rates": ["\u2013", "120.0", "0.0", "\u2013"]}

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from attar.engine import process
-from attar.engine.messages import MAX_FRAME, Delta, Embed, Failed, Finished, Submit, encode
+from attar.engine.messages import MAX_FRAME, Delta, Embed, Embedding, Failed, Finished, Submit, encode
 from attar.engine.request import SamplingParams
 from attar.server import client
-from attar.server.client import MAX_WAITING, SILENCE, STUCK, WATCH_SECONDS, Answer
+from attar.server.client import MAX_WAITING, ROOM_SECONDS, SILENCE, STUCK, WATCH_SECONDS, Answer
 from attar.server.door import Options
 from tests.server.conftest import Running
 from tests.server.test_protocol import connect, post
@@ -194,11 +194,27 @@ def test_a_failure_within_a_stream_is_its_last_event_and_ends_all_prompts(fragil
     fragile.wait(lambda: fragile.engine.open == 0)
 
 
+def answering(
+    commands: list[Submit | Embed], window: int = 1000
+) -> tuple[Answer, list[Submit | Embed], list[tuple[list[str], bool]]]:
+    """An answer that has begun, what it sends, and what it drops."""
+    sent: list[Submit | Embed] = []
+    dropped: list[tuple[list[str], bool]] = []
+    answer = Answer(
+        commands,
+        window,
+        lambda answer, batch: sent.extend(batch),
+        lambda ids, tell: dropped.append((list(ids), tell)),
+    )
+    answer.go_on()
+    return answer, sent, dropped
+
+
 def test_several_events_wait_as_one_batch_and_a_reader_too_far_behind_is_let_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(client, "PATIENCE", 1000.0)
-    late = Answer([Submit("a", (1,), SamplingParams())], lambda ids, tell: None)
+    late = answering([Submit("a", (1,), SamplingParams())])[0]
     for _ in range(100):
         late.put(Delta("a", 0, (1,), "x" * 1000))
     assert not late.ended
@@ -206,8 +222,7 @@ def test_several_events_wait_as_one_batch_and_a_reader_too_far_behind_is_let_go(
         late.take().send(None)
     assert len(taken.value.value) == 100
     monkeypatch.setattr(client, "PATIENCE", -1.0)
-    dropped: list[tuple[list[str], bool]] = []
-    answer = Answer([Submit("a", (1,), SamplingParams())], lambda ids, tell: dropped.append((list(ids), tell)))
+    answer, _, dropped = answering([Submit("a", (1,), SamplingParams())])
     delta = Delta("a", 0, (1,), "x" * 1000)
     count = 0
     while not answer.ended:
@@ -227,7 +242,7 @@ def test_several_events_wait_as_one_batch_and_a_reader_too_far_behind_is_let_go(
 
 def test_no_timer_holds_an_answer_that_has_ended() -> None:
     async def held(*ends: Finished | Failed) -> bool:
-        answer = Answer([Submit("a", (1,), SamplingParams())], lambda ids, tell: None)
+        answer = answering([Submit("a", (1,), SamplingParams())])[0]
         answer.end_after(600.0)
         for each in ends:
             answer.put(each)
@@ -242,9 +257,9 @@ def test_no_timer_holds_an_answer_that_has_ended() -> None:
 
 
 def test_an_answer_of_several_ends_with_the_last() -> None:
-    dropped: list[tuple[list[str], bool]] = []
     commands = [Submit("a", (1,), SamplingParams(), n=2), Embed("b", (1,)), Submit("c", (1,), SamplingParams())]
-    answer = Answer(commands, lambda ids, tell: dropped.append((list(ids), tell)))
+    answer, sent, dropped = answering(commands)
+    assert sent == commands
     answer.put(Finished("a", 0, "stop", 1))
     assert dropped == []
     answer.put(Finished("a", 1, "stop", 1))
@@ -254,3 +269,80 @@ def test_an_answer_of_several_ends_with_the_last() -> None:
     assert dropped[1:] == [(["c"], False), (["b"], True)]
     answer.cancel()
     assert len(dropped) == 3
+
+
+def ids(sent: list[Submit | Embed]) -> list[str]:
+    return [command.id for command in sent]
+
+
+def test_prompts_go_out_a_window_at_a_time() -> None:
+    params = SamplingParams()
+    answer, sent, dropped = answering([Submit(name, (1,), params, n=2) for name in "abcd"], window=5)
+    assert ids(sent) == ["a", "b"]  # a third would be six choices
+    answer.put(Finished("a", 0, "stop", 1))
+    assert ids(sent) == ["a", "b"]
+    answer.put(Finished("a", 1, "stop", 1))
+    assert ids(sent) == ["a", "b", "c"]
+    answer.cancel()
+    assert dropped == [(["a"], False), (["d"], False), (["b", "c"], True)]  # of one the engine knows nothing
+    answer.put(Finished("b", 0, "stop", 1))
+    assert ids(sent) == ["a", "b", "c"]
+    alone, sent, _ = answering([Submit(name, (1,), params, n=16) for name in "ab"], window=4)
+    assert ids(sent) == ["a"]  # one prompt goes out whatever the window
+    for number in range(16):
+        alone.put(Finished("a", number, "stop", 1))
+    assert ids(sent) == ["a", "b"]
+
+
+def test_a_deadline_is_the_whole_requests() -> None:
+    answer, sent, _ = answering([Embed(name, (1,), deadline=10.0) for name in "abc"], window=1)
+    answer._began -= 4.0
+    answer.put(Embedding("a", b""))
+    answer._began -= 10.0
+    answer.put(Embedding("b", b""))
+    first, second, third = (command.deadline for command in sent)
+    assert first is not None
+    assert second is not None
+    assert 9.0 < first <= 10.0
+    assert 5.0 < second <= 6.0
+    assert third == 0.0  # the engine says that it has passed
+
+
+def test_a_queue_that_others_filled_is_waited_for_once_a_request_is_under_way() -> None:
+    async def go() -> None:
+        commands: list[Submit | Embed] = [Embed(name, (1,)) for name in "abcd"]
+        answer, sent, dropped = answering(commands, window=2)
+        answer.put(Embedding("a", b""))
+        answer.put(Failed("c", "full", ""))  # sent for a, when others had come
+        assert not answer.ended
+        assert ids(sent) == ["a", "b", "c"]
+        answer.put(Embedding("b", b""))
+        assert ids(sent) == ["a", "b", "c", "c", "d"]
+        for name in "dc":
+            answer.put(Failed(name, "full", ""))
+        assert ids(sent)[5:] == []  # nothing of its own is there that could end
+        await asyncio.sleep(3 * ROOM_SECONDS)
+        assert ids(sent)[5:] == ["c", "d"]
+        answer.put(Failed("d", "full", ""))
+        answer.cancel()
+        assert dropped == [(["a"], False), (["b"], False), (["d"], False), (["c"], True)]
+        await asyncio.sleep(3 * ROOM_SECONDS)
+        assert ids(sent)[5:] == ["c", "d"]
+        refused, _, _ = answering(commands, window=4)
+        refused.put(Failed("a", "full", ""))
+        assert refused.ended  # at the beginning it is the answer
+
+    asyncio.run(go())
+
+
+def test_what_the_engine_still_says_of_a_request_that_has_gone_is_read_and_then_forgotten(fragile: Running) -> None:
+    fragile.engine.step = 0.02
+    with streaming(fragile) as sock:
+        sock.recv(1 << 16)
+        name = next(iter(fragile.server.engine.open))
+    fragile.wait(lambda: fragile.engine.cancelled == 1)
+    fragile.wait(lambda: not fragile.server.engine._left)
+    story = fragile.get(f"/v1/requests/{name}/why").json
+    assert story["outcome"] == "cancelled"
+    assert story["prompts"][0]["decode"] > 0
+    fragile.engine.step = 0.001

@@ -1,4 +1,7 @@
-"""The packages that people use: `openai` and `anthropic`, which live in a virtual environment of their own."""
+"""The packages that people use: `openai` and `anthropic`, which live in a virtual environment of their own.
+
+They meet the fake engine, whose answers are known, and `attar serve` with the embedded model.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,35 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from soaks.served import Served
 
 from tests.server.conftest import Running
 
 HERE = Path(__file__).parent
+SECONDS = 600  # far more than it takes
 PYTHON = HERE.parents[1] / ".venv-clients" / "bin" / "python"
 
 
-@pytest.fixture(scope="module")
-def seen(server: Running) -> dict[str, Any]:
-    """What the clients saw."""
+@pytest.fixture(scope="module", params=["fake", "real"])
+def seen(request: pytest.FixtureRequest, demo: Path) -> dict[str, Any]:
+    """What the clients saw, the name of the model, and how long its vectors are."""
     found = PYTHON.exists() and subprocess.run([PYTHON, "-c", "import openai, anthropic"], capture_output=True)
     if not found or found.returncode:
         pytest.skip(f"no openai and anthropic packages in {PYTHON.parents[1].name}")
-    program = [PYTHON, str(HERE / "client_program.py"), f"http://127.0.0.1:{server.port}"]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    if request.param == "fake":
+        server: Running = request.getfixturevalue("server")
+        port, model, width = server.port, "fake", 8
+    else:
+        served: Served = request.getfixturevalue("real")
+        port, model, width = (
+            served.address.port,
+            demo.name,
+            json.loads((demo / "config.json").read_text())["hidden_size"],
+        )
+    program = [PYTHON, str(HERE / "client_program.py"), f"http://127.0.0.1:{port}", model]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=SECONDS)
     assert not done.returncode, done.stderr[-2000:]
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    return {**json.loads(done.stdout), "model": model, "width": width}
 
 
 def test_completions(seen: dict[str, Any]) -> None:
@@ -33,6 +48,7 @@ def test_completions(seen: dict[str, Any]) -> None:
     assert len(set(found["texts"])) == 2
     assert (found["usage"], found["reason"]) == (12, "length")
     assert found["tokens"] > 6
+    assert found["best"] == [found["best"][1], found["best"][1], 24]
 
 
 def test_chat(seen: dict[str, Any]) -> None:
@@ -53,7 +69,8 @@ def test_errors(seen: dict[str, Any]) -> None:
 
 
 def test_models_and_embeddings(seen: dict[str, Any]) -> None:
-    assert seen["others"] == {"models": ["fake"], "retrieved": "fake", "embeddings": [8, 8]}
+    model, width = seen["model"], seen["width"]
+    assert seen["others"] == {"models": [model], "retrieved": model, "embeddings": [width] * 2}
 
 
 def test_messages(seen: dict[str, Any]) -> None:

@@ -205,6 +205,32 @@ def test_a_request_that_found_no_room_costs_no_tokens(limited: Running) -> None:
     assert limited.post("/v1/completions", {"prompt": [7] * 30, "max_tokens": 9}, GOOD[0]).status == 200
 
 
+def test_of_several_keys_each_has_half_where_nothing_else_is_said() -> None:
+    both = Keys.of([KEY, OTHER])
+    assert Options(keys=both).shares == Limits(128, None)
+    assert Options(keys=both, max_requests=1).shares.requests == 1
+    assert Options(keys=both, limits=Limits(tokens_per_minute=9)).shares == Limits(128, 9)
+    assert Options(keys=both, limits=Limits(256)).shares == Limits(256, None)
+    assert Options(keys=Keys.of([KEY])).shares == Options().shares == Limits()
+
+
+def test_one_key_of_several_cannot_keep_the_others_out(start: Callable[..., Running]) -> None:
+    server = start(Options(port=0, keys=Keys.of([KEY, OTHER]), max_requests=4))
+    server.engine.held = True
+    body = {"prompt": [1], "max_tokens": 1}
+    threads = [threading.Thread(target=server.post, args=("/v1/completions", body, GOOD[0])) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    server.wait(lambda: server.engine.open == 2)
+    assert server.post("/v1/completions", body, GOOD[0]).code == "rate_limit_exceeded"
+    assert server.post("/tokenize", {"prompt": "a"}, GOOD[1]).status == 200
+    server.engine.held = False
+    for thread in threads:
+        thread.join(20)
+    settled(server)
+    assert server.post("/v1/completions", body, GOOD[0]).status == 200
+
+
 def test_limits_are_for_keys() -> None:
     with pytest.raises(ValueError, match="API key"):
         Options(limits=Limits(tokens_per_minute=5))

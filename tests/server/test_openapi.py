@@ -2,7 +2,8 @@
 
 All of its phases, good data and bad, NUL characters, every check that it has, no operation and no kind of text left
 out. It lives in the environment of the clients, and runs as a program. The fake engine's context is longer than any
-body, since a prompt's length in tokens is the one thing that no schema can bound, and its answers are short.
+body, since a prompt's length in tokens is the one thing that no schema can bound, and its answers are short. Its queue
+is short, too: a request of many prompts has to fit in all the same.
 
 TEST_OPENAPI_EXAMPLES sets the examples of each operation: 50 in the tests, thousands for a long run.
 """
@@ -33,7 +34,7 @@ def test_the_server_does_what_its_document_says(start: Callable[..., Running], t
     if not SCHEMATHESIS.exists():
         pytest.skip(f"no schemathesis in {SCHEMATHESIS.parents[1].name}")
     server = start(
-        Options(port=0, keys=Keys.of([KEY] if keyed else [])), context=2 * MAX_BODY, longest=3, step=0.0, queue=1 << 16
+        Options(port=0, keys=Keys.of([KEY] if keyed else [])), context=2 * MAX_BODY, longest=3, step=0.0, queue=32
     )
     program = [
         SCHEMATHESIS, "run", f"http://127.0.0.1:{server.port}/openapi.json", "--checks", "all",

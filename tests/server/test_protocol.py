@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
-import resource
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -28,6 +29,7 @@ def post(body: bytes = BODY, *lines: bytes) -> bytes:
 
 
 GET = head(first=b"GET /livez HTTP/1.1")
+GROWTH = 8 << 20  # bytes of memory that a connection may cost, whatever comes over it
 TLS = bytes.fromhex("16030100c8010000c40303") + bytes(190)
 
 # What is sent, and the status of the first answer; 0: the connection ends without one.
@@ -191,9 +193,25 @@ def test_a_client_that_closes_its_half_is_gone(server: Running) -> None:
     server.wait(lambda: server.engine.open == 0)
 
 
+@contextlib.contextmanager
+def little_memory() -> Iterator[None]:
+    """What goes on within takes no more than GROWTH at any moment, sender and receiver being this process."""
+    status, peak = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    if not peak.exists():
+        pytest.skip("looks at memory by /proc")
+
+    def kilobytes(name: str) -> int:
+        return int(next(line.split()[1] for line in status.read_text().splitlines() if line.startswith(name)))
+
+    gc.collect()
+    peak.write_text("5")  # the most that was ever in use becomes what is
+    before = kilobytes("VmRSS")
+    yield
+    assert kilobytes("VmHWM") - before <= GROWTH >> 10
+
+
 def test_a_body_that_is_too_large_is_dropped_not_kept(server: Running) -> None:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with connect(server) as sock:
+    with little_memory(), connect(server) as sock:
         sock.sendall(head(JSON.strip(), b"Content-Length: 1073741824"))
         assert answer(sock)[0] == 413
         sent = 0
@@ -201,7 +219,19 @@ def test_a_body_that_is_too_large_is_dropped_not_kept(server: Running) -> None:
             while sent < 1 << 30:
                 sent += sock.send(bytes(1 << 20))
     assert sent < 64 << 20
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 << 10  # KiB
+
+
+@pytest.mark.parametrize("name", ["a header of 200 KiB", "many headers", "a header without end", "chunks"])
+def test_floods_of_headers_take_no_memory(server: Running, name: str) -> None:
+    request, status = CASES[name]
+    flood = request + b"1\r\na\r\n" * (1 << 18) if name == "chunks" else request + b"b" * (8 << 20)
+    with little_memory(), connect(server) as sock:
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            for start in range(0, len(flood), 1 << 16):
+                sent += sock.send(memoryview(flood)[start : start + (1 << 16)])
+        with contextlib.suppress(ConnectionError):
+            assert answer(sock)[0] in (status, 0)
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def test_other_values_of_unbuilt_fields_are_refused_by_name(kind: type[Body]) ->
 
 
 def test_a_harmless_value_of_another_type_is_not_harmless() -> None:
-    for name, value in (("store", 0), ("priority", False), ("length_penalty", True)):
+    for name, value in (("store", 0), ("echo", 0), ("length_penalty", True)):
         with pytest.raises(Refusal, match="unsupported_field"):
             take(ChatBody, **{name: value})
 
@@ -91,6 +91,60 @@ def test_sampling_parameters_are_those_of_the_request() -> None:
     assert (made.temperature, made.top_p, made.top_k, made.min_p, made.seed, made.logprobs) == (0, 0.5, 0, 0.1, 7, 2)
     assert (made.repetition_penalty, made.presence_penalty, made.frequency_penalty) == (1.5, -2, 2)
     assert (made.stop, made.stop_token_ids, made.ignore_eos, made.max_tokens) == (("x",), (3,), True, 9)
+
+
+def test_the_smallest_nucleus_is_one_token() -> None:
+    for kind, made in (
+        (ChatBody, sampling.chat_params(take(ChatBody, top_p=0, top_k=40), 100, 10)),
+        (CompletionBody, sampling.completion_params(take(CompletionBody, top_p=0.0), 100, 10)),
+        (AnthropicBody, sampling.anthropic_params(take(AnthropicBody, top_p=0, top_k=3), 100)),
+    ):
+        assert (made.top_k, made.top_p) == (1, 1.0), kind
+
+
+def test_a_stop_string_is_as_long_as_its_bytes() -> None:
+    for kind, field in ((CompletionBody, "stop"), (ChatBody, "stop"), (AnthropicBody, "stop_sequences")):
+        for text in ("x" * 256, "é" * 128, "日" * 85, "😀" * 64, "x" * 254 + "é"):
+            take(kind, **{field: [text]})
+        for text in ("x" * 257, "é" * 129, "日" * 86, "😀" * 65, "x" * 255 + "é"):
+            with pytest.raises(Refusal) as error:
+                take(kind, **{field: ["a", text]})
+            assert error.value.code == "invalid_length"
+            assert field in str(error.value.param)
+
+
+@given(st.text(max_size=300))
+def test_a_stop_string_that_fits_the_document_is_taken(text: str) -> None:
+    if document_takes(text):
+        assert take(CompletionBody, stop=text).stop == text
+
+
+def document_takes(text: str) -> bool:
+    kinds = document._short()["anyOf"]
+    return bool(text) and any(
+        len(text) <= one["maxLength"] and re.search(one.get("pattern", ""), text) for one in kinds
+    )
+
+
+@pytest.mark.parametrize("width", [0x7F, 0x7FF, 0xFFFF, 0x10FFFF])
+def test_the_document_knows_how_long_a_stop_string_may_be(width: int) -> None:
+    most = 256 // len(chr(width).encode())
+    for text, fits in ((chr(width) * most, True), (chr(width) * (most + 1), False)):
+        assert document_takes(text) == fits
+        if fits:
+            take(CompletionBody, stop=text)
+        else:
+            with pytest.raises(Refusal, match="invalid_length"):
+                take(CompletionBody, stop=text)
+
+
+def test_the_best_of_several_cannot_be_streamed_and_needs_log_probabilities() -> None:
+    with pytest.raises(Refusal) as error:
+        take(CompletionBody, best_of=2, stream=True)
+    assert (error.value.code, error.value.param) == ("invalid_value", "best_of")
+    assert take(CompletionBody, n=3, best_of=1, stream=True).best_of == 1  # what it is where it is left out
+    for given_, wanted in (({"best_of": 2}, 0), ({"n": 2, "best_of": 2}, None), ({"best_of": 2, "logprobs": 3}, 3)):
+        assert sampling.completion_params(take(CompletionBody, **given_), 100, 10).logprobs == wanted
 
 
 def test_defaults_are_the_apis() -> None:
@@ -160,7 +214,7 @@ def test_the_document_names_what_is_served_and_asks_for_keys_where_they_are_need
     before = document.document(app, document.Served())
     assert "security" not in before
     assert "401" not in before["paths"]["/tokenize"]["post"]["responses"]
-    ready = Ready("a-model", 512, 1000, 1, 16, ())
+    ready = Ready("a-model", 512, 1000, 1, 16, 256, ())
     after = document.document(app, document.Served(keyed=True, ready=ready, shortest=1))
     body = after["components"]["schemas"]["CompletionBody"]["properties"]
     assert body["model"] == {"enum": [None, "a-model"]}

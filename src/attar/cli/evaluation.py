@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attar.cli.options import Adapter, ComputeDtype, Device, Json, Kv, Model, Pp, Quiet, Tp
-from attar.cli.terminal import CHECK_FAILED, Progress, emit, errors, fail, progress, tell_doubt, tell_shared
+from attar.cli.terminal import CHECK_FAILED, Progress, emit, errors, fail, progress, require, tell_doubt, tell_shared
 
 if TYPE_CHECKING:
     from attar.model.decoder import Decoder
@@ -46,6 +46,7 @@ def evaluate(
     MODEL's alone. Of a task, perplexity of the target and accuracy, as lm-eval has them.
     """
     with errors(as_json), progress(quiet) as bar:
+        require(device)
         if adapter is not None:
             from attar.checkpoints import hub
 
@@ -172,5 +173,5 @@ def report(
         options = Options(page, png, bench, tuple(speed or ()), profile, source, profile_tokens)
         written = write(outputs, options, bar)
         bar.close()
-        print(f"{page}: {len(outputs)} outputs, {page.stat().st_size:,} bytes")
+        print(f"{page}: {len(outputs)} output{'s' * (len(outputs) != 1)}, {page.stat().st_size:,} bytes")
         emit(as_json, written)

@@ -32,6 +32,7 @@ from attar.cli.terminal import (
     print_pieces,
     progress,
     read_stdin,
+    require,
     tell,
     tell_doubt,
     tell_shared,
@@ -105,6 +106,7 @@ def generate(
             frequency_penalty=frequency_penalty, stop=tuple(stop or ()), ignore_eos=ignore_eos, seed=seed,
             logprobs=logprobs,
         )  # fmt: skip
+        require(device)
         if prompt is None:
             prompt = read_stdin()
         llm = _load(
@@ -198,10 +200,12 @@ def bench(
     """Measure speed, beside what this machine can do."""
     with errors(as_json):
         from attar.checkpoints import hub
+        from attar.checkpoints.stored import stored
         from attar.engine import speed
 
         if (source is None) == (shape is None):
             raise ValueError("name a model or a --shape, one of the two")
+        require(device)
         load = speed.Load(prompt, gen, batch)
         if tp * pp > 1:
             if source is None:
@@ -211,11 +215,13 @@ def bench(
         elif shape is not None:
             name = shape
             report = speed.run(
-                lambda store: speed.build(name, scheme, head, store), load, activations.value, kv, device
-            )
+                lambda store: speed.build(name, scheme, head, store), load, activations.value, kv, device,
+                speed.part(name, scheme, head),
+            )  # fmt: skip
             report |= {"shape": shape, "scheme": scheme, "head": "bf16" if scheme == "bf16" else head}
         else:
             path = hub.resolve(str(source))
-            report = speed.run(lambda store: speed.load(path, store), load, activations.value, kv, device)
+            part = stored(path)
+            report = speed.run(lambda store: speed.load(path, store), load, activations.value, kv, device, part)
         print(speed.to_text(report))
         emit(as_json, report)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +13,7 @@ from typing import Annotated
 import typer
 
 from attar.cli.options import MODEL, Activations, Device, Json, Kv, NoVerify, Pp, Quiet, Rounding, Tp
-from attar.cli.terminal import emit, errors, parse_bytes, progress, tell, tell_shared
+from attar.cli.terminal import emit, errors, parse_bytes, progress, require_apart, tell, tell_shared
 
 Memory = Annotated[
     int | None,
@@ -39,6 +40,16 @@ class Policy(StrEnum):
     none = "none"
 
 
+MaxTokensInCache = Annotated[
+    int | None, typer.Option(min=1, help="Size of the KV cache in tokens; default: what the memory leaves.")
+]
+PresetOption = Annotated[Preset | None, typer.Option("--preset", help="Scheduler settings for a purpose.")]
+PolicyOption = Annotated[Policy | None, typer.Option("--policy", help="How requests share steps; default: continuous.")]
+MaxRunning = Annotated[int | None, typer.Option(min=1, help="Sequences that run together.")]
+MaxStepTokens = Annotated[int | None, typer.Option(min=1, help="Tokens in one step.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads of a CPU; default: one a core.")]
+
+
 class Arrivals(StrEnum):
     """When requests are sent in an open loop."""
 
@@ -55,21 +66,28 @@ def serve(
         typer.Option(help="Keys, one a line, of 32 characters or more, in a file of mode 600; or set ATTAR_API_KEY."),
     ] = None,
     memory: Memory = None,
-    max_tokens_in_cache: Annotated[
-        int | None, typer.Option(min=1, help="Size of the KV cache in tokens; default: what the memory leaves.")
-    ] = None,
+    max_tokens_in_cache: MaxTokensInCache = None,
     context: Annotated[
         int | None, typer.Option(min=1, help="Longest request in tokens; default: the model's, or what fits.")
     ] = None,
     kv: Kv = None,
-    preset: Annotated[Preset | None, typer.Option(help="Scheduler settings for a purpose.")] = None,
-    policy: Annotated[Policy | None, typer.Option(help="How requests share steps; default: continuous.")] = None,
-    max_running: Annotated[int | None, typer.Option(min=1, help="Sequences that run together.")] = None,
-    max_step_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in one step.")] = None,
+    preset: PresetOption = None,
+    policy: PolicyOption = None,
+    max_running: MaxRunning = None,
+    max_step_tokens: MaxStepTokens = None,
     max_waiting: Annotated[int | None, typer.Option(min=1, help="Sequences that may wait; more get 429.")] = None,
+    max_delay: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds that policy dynamic waits for more to start together with; default: 0.1."),
+    ] = None,
     max_requests: Annotated[int, typer.Option(min=1, help="HTTP requests open at a time; more get 429.")] = 256,
     max_requests_per_key: Annotated[
-        int | None, typer.Option(min=1, help="Requests that one API key may have open; more get 429.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Requests that one API key may have open; more get 429. Default: with several keys half of "
+            "--max-requests, so that one cannot keep the others out; with one key no limit.",
+        ),
     ] = None,
     tokens_per_minute: Annotated[
         int | None,
@@ -85,6 +103,7 @@ def serve(
         list[str] | None, typer.Option(help="A web page's origin that may call; can be repeated.")
     ] = None,
     device: Device = "cpu",
+    threads: Threads = None,
     activations: Activations = Rounding.int8g128,
     adapter: Annotated[
         list[str] | None,
@@ -112,6 +131,7 @@ def serve(
         from attar.server.security import Keys, find_keys
 
         logging.basicConfig(level=logging.INFO, format="%(message)s")
+        require_apart(device)
         path = hub.resolve(model)
         keys = Keys.of(find_keys(api_key_file, os.environ))
         settings = Settings(
@@ -128,6 +148,8 @@ def serve(
             max_running=max_running,
             max_step_tokens=max_step_tokens,
             max_waiting=max_waiting,
+            max_delay=max_delay,
+            threads=threads,
             verify=not no_verify,
             tp=tp,
             pp=pp,
@@ -165,15 +187,23 @@ def plan(
         str | None, typer.Option(help="Of a shape: the scheme of its output matrix, such as w8; default: bf16.")
     ] = None,
     memory: Memory = None,
+    max_tokens_in_cache: MaxTokensInCache = None,
     context: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of prompt and answer; default: the model's.")
+        int | None,
+        typer.Option(min=1, help="Tokens of prompt and answer; default: the model's, or what fits."),
     ] = None,
-    users: Annotated[int, typer.Option(min=1, help="Requests of that length at once.")] = 1,
+    users: Annotated[
+        int, typer.Option(min=1, help="Requests of that length at once; more than --max-running raise that.")
+    ] = 1,
     kv: Annotated[
         str | None,
         typer.Option("--kv", help="One way to keep keys and values, by `serve`'s words; default: the usual ones."),
     ] = None,
-    max_step_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one step.")] = 512,
+    preset: PresetOption = None,
+    policy: PolicyOption = None,
+    max_running: MaxRunning = None,
+    max_step_tokens: MaxStepTokens = None,
+    threads: Threads = None,
     bandwidth: Annotated[
         int | None,
         typer.Option(parser=parse_bytes, metavar="SIZE", help="Bytes that memory reads a second; default: measured."),
@@ -188,17 +218,17 @@ def plan(
 ) -> None:
     """Say what fits, for how many users, and how fast.
 
-    For each precision of weights and of keys and values, before anything is loaded, by the arithmetic of the server's
-    start-up table. Speeds are what memory allows at best. With --tp or --pp, --memory and --bandwidth are of one GPU.
+    For each precision of weights and of keys and values, before anything is loaded: as `attar serve` would start, given
+    the same options. Speeds are what memory allows at best. With --tp or --pp, --memory and --bandwidth are of one GPU.
     """
     with errors(as_json):
         from attar import machine
+        from attar.engine.settings import Settings
         from attar.formats.kv import scheme as kv_scheme
         from attar.formats.scheme import Scheme
         from attar.model.split import Share
         from attar.plan import fit, report
         from attar.plan.costs import Storage
-        from attar.plan.steps import StepLimits
 
         if (model is None) == (shape is None):
             raise ValueError("name a model or a --shape, one of the two")
@@ -215,11 +245,23 @@ def plan(
                 raise ValueError("--head is of a shape: a model's output matrix is as it is stored")
             name = str(model)
             config, storage = stored(hub.resolve(name))
+        settings = Settings(
+            model=name,
+            socket="",
+            preset=None if preset is None else preset.value,
+            policy=None if policy is None else policy.value,
+            max_running=max_running,
+            max_step_tokens=max_step_tokens,
+        )
+        bounds = settings.limits()
+        if users > bounds.max_running:
+            bounds = replace(bounds, max_running=users)
+            tell(f"for {users} users at once, as with --max-running {users}")
         beside = 0
         if adapter:
             from attar.checkpoints import lora
 
-            beside = lora.memory(adapter, config, max_step_tokens)
+            beside = lora.memory(adapter, config, bounds.max_step_tokens)
         here, rate = machine.examine(), None
         if bandwidth is None:
             from attar.kernels.native import extension, limits
@@ -231,21 +273,21 @@ def plan(
                 tell("the kernels do not load, so how fast memory reads is not known: give --bandwidth")
         each = f", each of {tp * pp} processes" if tp * pp > 1 else ""
         made = fit.plan(
-            name, config, fit.usual(config, storage), fit.Demand(context or config.context, users),
+            name, config, fit.usual(config, storage), fit.Demand(context, users),
             memory or here.budget // (tp * pp), ("--memory" if memory else here.limited_by) + each,
-            limits=StepLimits(rows=max_step_tokens, sequences=min(users, max_step_tokens), threads=here.cores),
+            limits=bounds.steps(threads or here.cores), max_tokens=max_tokens_in_cache,
             kv_schemes=None if kv is None else (kv_scheme(kv).name,),
             bandwidth=bandwidth, int8_rate=rate, adapters=beside, share=Share(0, tp, pp),
         )  # fmt: skip
-        print(report.to_text(made))
+        print(f"{report.to_text(made)}\n{bounds.told(settings.preset)}")
         emit(as_json, report.to_dict(made))
 
 
 def bench_serve(
     url: Annotated[str, typer.Option(help="A server that speaks OpenAI's API.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Its name there; default: the first that the server lists.")] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="ATTAR_API_KEY", help="Sent as a bearer token; better in the environment.")
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="A file with the key that is sent as a bearer token; or set ATTAR_API_KEY.")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions.")] = False,
     text: Annotated[bool, typer.Option("--text", help="Send prompts as words, not as token ids.")] = False,
@@ -295,7 +337,7 @@ def bench_serve(
         if not isinstance(more, dict):
             raise ValueError('--extra is a JSON object such as {"top_k": 1}')
         options = sweep.Options(
-            url, api_key, model, chat, text,
+            url, _key(api_key_file), model, chat, text,
             decode=None if tokenizer is None else Tokenizer.load(tokenizer).decode,
             trace=trace, synthetic=Synthetic(prompt, gen, spread, prefixes, prefix_tokens), requests=requests,
             divisor=divisor, longest=longest, vocabulary=vocabulary, rates=sweep.numbers("--rates", rates),
@@ -311,3 +353,16 @@ def bench_serve(
             drawing.save(plot, report["runs"], f"{report['model']}: latency against load", table)
             tell(f"drawn into {plot}")
         emit(as_json, report)
+
+
+def _key(file: Path | None) -> str | None:
+    """What a client sends: the key of a file or else of the environment, never of the command line, where every user of
+    the machine could read it. Raises ValueError where the file holds none, or several."""
+    from attar.server.security import KEY_VARIABLE
+
+    if file is None:
+        return os.environ.get(KEY_VARIABLE) or None
+    keys = file.read_text(encoding="utf-8").split()
+    if len(keys) != 1:
+        raise ValueError(f"{file} holds {len(keys)} keys: a client sends one")
+    return keys[0]

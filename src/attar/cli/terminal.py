@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Generator, Iterator
@@ -22,6 +23,15 @@ from typer.core import TyperGroup
 
 CHECK_FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 NO_RECEIPT = "no receipt: nothing says what this checkpoint should compute, so no probe is replayed"
+
+ASK = """
+import sys
+from attar.kernels import ops
+try:
+    ops.require(sys.argv[1])
+except ValueError as error:
+    print(error)
+"""
 
 Result = TypeVar("Result")
 
@@ -124,6 +134,24 @@ def _sentence(error: ValueError | OSError) -> str:
 
 def tell(sentence: str) -> None:
     print(f"attar: {sentence}", file=sys.stderr)
+
+
+def require(device: str) -> None:
+    """Raises ValueError where nothing can be computed on `device`: asked before anything is read, fetched or started.
+    torch is imported only to ask for a GPU."""
+    if device != "cpu":
+        from attar.kernels import ops
+
+        ops.require(device)
+
+
+def require_apart(device: str) -> None:
+    """The same, asked by another process: whoever knows torch and has opened a GPU keeps memory of both, and a server
+    lives long. That takes as long as torch is loaded."""
+    if device != "cpu":
+        asked = subprocess.run([sys.executable, "-c", ASK, device], stdout=subprocess.PIPE, text=True, check=True)
+        if asked.stdout:
+            raise ValueError(asked.stdout.strip())
 
 
 def tell_shared(device: str, tp: int, pp: int) -> None:

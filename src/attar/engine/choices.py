@@ -56,15 +56,17 @@ class Choice:
         point("engine.delta", self.sequence.id)
         return Delta(self.request.id, self.number, (token,), text, logprobs)
 
-    def end(self) -> Finished | Embedding:
+    def end(self, now: float) -> Finished | Embedding:
         """What is said of its end; with a report, if the request's other choices have ended."""
-        request = self.request
+        request, report = self.request, None
+        if request.open == 1:
+            point("engine.report", request.id)
+            report = request.report(now)
         if request.pooling:
             point("engine.vector", request.id)
             assert request.pooled is not None
             vector = request.pooled / (len(request.prompt) if request.pooling == "mean" else 1)
-            return Embedding(request.id, vector.float().numpy().tobytes())
-        report = request.report() if request.open == 1 else None
+            return Embedding(request.id, vector.float().numpy().tobytes(), report)
         point("engine.finish", self.sequence.id)
         reason = self.reason or "length"
         return Finished(request.id, self.number, reason, self.sampler.index, self.stops.stopped, report)
@@ -98,6 +100,7 @@ class Request:
     pooled: Tensor | None = None
     """float64 [D]: the last hidden state, or the sum of all so far."""
     limited_by: Counter[str] = field(default_factory=Counter)
+    """Steps that it had a part in, by what limited them."""
 
     def pool(self, before: Tensor | None, hidden: Tensor) -> None:
         """Take the hidden states [N, D] of the next piece of the prompt, where `pooled` was `before`.
@@ -118,25 +121,28 @@ class Request:
         if self.of_prompt is None:
             return None
         point("engine.prompt_logprobs", self.id)
-        for at in range(start, min(start + len(logits), len(self.prompt) - 1)):
-            found = logprobs_of(logits[at - start], self.prompt[at + 1], self.params.prompt_logprobs)
-            assert found is not None
-            self.of_prompt[at + 1] = found
+        count = self.params.prompt_logprobs
+        assert count is not None
+        scored = range(start, min(start + len(logits), len(self.prompt) - 1))
+        found = logprobs_of(logits, [(at - start, self.prompt[at + 1], count) for at in scored])
+        self.of_prompt |= {at + 1: one for at, one in zip(scored, found, strict=True)}
         if len(self.of_prompt) < len(self.prompt) - 1:
             return None
         known, self.of_prompt = self.of_prompt, None
         return PromptLogprobs(self.id, tuple(known[at] for at in sorted(known)))
 
-    def report(self) -> Report:
-        """Where its time went, and what of its prompt was reused."""
-        point("engine.report", self.id)
+    def report(self, now: float) -> Report:
+        """Where its time went until `now`, and what of its prompt was reused."""
         leader = self.choices[0].sequence
-        spans = {status: max(choice.sequence.spans[status] for choice in self.choices) for status in Status}
+
+        def longest(status: Status) -> float:
+            return max(choice.sequence.spent(status, now) for choice in self.choices)
+
         return Report(
-            queued=leader.spans[Status.QUEUED],
-            prefill=leader.spans[Status.PREFILL],
-            decode=spans[Status.DECODE],
-            preempted=spans[Status.PREEMPTED],
+            queued=leader.spent(Status.QUEUED, now),
+            prefill=leader.spent(Status.PREFILL, now),
+            decode=longest(Status.DECODE),
+            preempted=longest(Status.PREEMPTED),
             preemptions=sum(choice.sequence.preemptions for choice in self.choices),
             prompt_tokens=len(self.prompt),
             reused_tokens=leader.reused,

@@ -3,7 +3,8 @@
 `sample` looks at what it has found several times on its way, which costs nothing where numbers are at hand. Here every
 look would stop the device. So what the host decides it decides from parameters alone, everything else is computed for
 every row, and tokens come back once, with the largest logit of each row, which says whether the row was fit to choose
-from. Where `sample` picks candidates and sorts those, here whole rows are sorted: to the same tokens.
+from, and with the log probabilities that somebody wants. Where `sample` picks candidates and sorts those, here whole
+rows are sorted: to the same tokens.
 
 Sums along the vocabulary may be associated otherwise than on a CPU, so a draw that falls on the border of two tokens
 may take the other.
@@ -11,13 +12,13 @@ may take the other.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from attar.engine.sampler import BAD, BadLogits, Draw, Sampler, drawn
+from attar.engine.request import TokenLogprob
+from attar.engine.sampler import Asked, BadLogits, Draw, Sampler, drawn, penalized
 from attar.kernels import ops
 from attar.model.cache import sent
 
@@ -32,15 +33,18 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Draw | BadLogits
     for start in range(0, len(samplers), AT_ONCE):
         rows = slice(start, start + AT_ONCE)
         found.append(_choose(logits[rows], samplers[rows]))
-    wanting = [i for i, sampler in enumerate(samplers) if sampler.params.logprobs is not None]
-    tokens, largest = torch.cat(found, 1).tolist()  # here the host waits
-    scored = dict(zip(wanting, logits[wanting].cpu(), strict=True)) if wanting else {}
-    return [
-        drawn(scored[i] if i in scored else logits[i], int(token), samplers[i])
-        if math.isfinite(top)
-        else BadLogits(BAD)
-        for i, (token, top) in enumerate(zip(tokens, largest, strict=True))
-    ]
+    chosen = torch.cat(found, 1)
+    counts = {i: count for i, sampler in enumerate(samplers) if (count := sampler.params.logprobs) is not None}
+    most = min(max(counts.values(), default=0), logits.shape[1])
+    asked = _logprobs(logits, chosen[0], list(counts), most) if counts else chosen.new_empty(0, 1)
+    numbers = torch.cat((chosen.flatten(), asked.flatten())).tolist()  # here the host waits
+    tokens, largest, rest = numbers[: len(samplers)], numbers[len(samplers) : chosen.numel()], numbers[chosen.numel() :]
+    known = {i: rest[at * (1 + 2 * most) : (at + 1) * (1 + 2 * most)] for at, i in enumerate(counts)}
+
+    def logprobs(wanted: Sequence[Asked]) -> list[TokenLogprob]:
+        return [_told(known[row], token, count, most) for row, token, count in wanted]
+
+    return drawn(logprobs, [int(token) for token in tokens], largest, samplers)
 
 
 def _choose(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
@@ -48,7 +52,7 @@ def _choose(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
     if all(sampler.plain for sampler in samplers):
         ids = ops.argmax(logits)
         return torch.stack((ids.double(), logits.gather(-1, ids[:, None]).squeeze(-1).double()))
-    rows = torch.stack([sampler.penalize(row) for row, sampler in zip(logits.double(), samplers, strict=True)])
+    rows = penalized(logits, samplers)
     largest = rows.amax(-1)  # NaN if any is
     places = torch.arange(rows.shape[1], device=rows.device)
     ids = torch.where(rows == largest[:, None], places, rows.shape[1] - 1).amin(-1)  # of equals the first
@@ -70,6 +74,27 @@ def _choose(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
         picked = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
         ids[where] = picked.squeeze(-1).clamp(max=rows.shape[1] - 1)  # past the end where a row is no good
     return torch.stack((ids.double(), largest))
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, rows: Sequence[int], most: int) -> Tensor:
+    """Of some rows of logits [B, V], float64 [n, 1 + 2 most]: the log probability of its token, tokens [B]; those of
+    the most likely ones, of equals the first; and these."""
+    pieces = []
+    for start in range(0, len(rows), AT_ONCE):
+        (where,) = sent(logits.device, torch.tensor(rows[start : start + AT_ONCE]))
+        values = logits[where].double().log_softmax(-1)
+        own = values.gather(-1, tokens[where].long()[:, None])
+        if most:
+            ranked, order = values.sort(dim=-1, descending=True, stable=True)
+            own = torch.cat((own, ranked[:, :most], order[:, :most].double()), 1)
+        pieces.append(own)
+    return torch.cat(pieces)
+
+
+def _told(numbers: Sequence[float], token: int, count: int, most: int) -> TokenLogprob:
+    """The same as it is said, of a row that wants `count` of them."""
+    values, ids = numbers[1 : 1 + most][:count], numbers[1 + most :][:count]
+    return TokenLogprob(token, numbers[0], tuple((int(id), value) for id, value in zip(ids, values, strict=True)))
 
 
 def _top(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -7,10 +7,17 @@ What raises while it works for one request fails that request and no other. What
 step and the choice of tokens, is done again one by one where it raises: to the same bits, since no number depends on
 company, and whoever raises again has failed.
 
-On a GPU the host works while the device does. A step is on its way when `Runner.run` comes back; then the tokens of the
-step before become text and events (`overlaps`), and `meanwhile` is told of them. Only a token whose text could end its
-sequence, by a stop string, is looked at before the next step is planned. Where the device has too little memory for a
-step, it is run in halves, and later steps in pieces of that size (`_run_whole`); nobody's request ends by it.
+On a GPU the host works while the device does (`overlaps`). A step is on its way when `Runner.run` comes back. Then,
+while the device computes, the tokens of the step before become text and events; `meanwhile` sends those and reads what
+was asked for, so that new requests are checked and queued and cancelled ones end with this step; and the choice of
+tokens is launched. Only a token whose text could end its sequence, by a stop string, is looked at before the next step
+is planned. What the device waits for: its tokens are fetched, taken by samplers and sequences and committed, the next
+step is planned, waiting requests get their blocks, inputs are filled in and sent. A plan made before the tokens of its
+step are known would hide that too; it is not done. Of a step that is not replayed from a graph the device has done a
+part when its last kernel is launched, and what is left overlaps.
+
+Where the device has too little memory for a step, it is run in halves, and later steps in pieces of that size, also
+those that only decode (`_run_whole`); nobody's request ends by it.
 
 A request becomes one sequence a choice. Each has a sampler of its own, seeded with the request's seed plus the choice's
 number, and draws by (seed, index of the token), so that neither batching nor preemption nor what the prefix cache had
@@ -31,6 +38,7 @@ from torch import Tensor
 from attar.engine import device_sampler, graphs
 from attar.engine import kv as kv_schemes
 from attar.engine.blocks import BlockPool
+from attar.engine.bounds import Bounds
 from attar.engine.choices import Choice, Request
 from attar.engine.limits import Limits
 from attar.engine.messages import Embed, Event, Failed, Stats, Submit
@@ -43,11 +51,9 @@ from attar.engine.sequence import Sequence as Tokens
 from attar.engine.step import Chunk, Outcome, StepPlan
 from attar.engine.stops import StopChecker
 from attar.faults import point
-from attar.kernels.native import extension
+from attar.model.cache import sent
 from attar.model.decoder import Decoder
 from attar.text.tokenizer import Detokenizer, Tokenizer
-
-MANY_ROWS = 32  # rows of a step from which the kernels are bound by arithmetic rather than by reading weights
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +71,10 @@ class Engine:
 
     Without a tokenizer there is no text, and stop strings are refused. `clock` gives seconds that never go back.
     `record` is the runner's. `overlaps` says whether text is left for when the next step runs, and tokens are chosen
-    without a look at the logits: by default on a GPU. `meanwhile`, where it is set, takes what there is to say while
-    the device is busy. `adapters` are the names of those that `lora.install` gave the decoder, in the order of their
-    numbers.
+    without a look at the logits: by default on a GPU. `meanwhile`, where it is set, is called in every step while the
+    device is busy, with what there is to say, and may hand in requests and cancel others. `adapters` are the names of
+    those that `lora.install` gave the decoder, in the order of their numbers. `bounds` says what limits steps, where
+    somebody wants to know.
     """
 
     def __init__(
@@ -84,6 +91,7 @@ class Engine:
         adapters: tuple[str, ...] = (),
         record: graphs.Record | None = None,
         overlaps: bool | None = None,
+        bounds: Bounds | None = None,
         runner: Callable[..., Runner] = Runner,
     ) -> None:
         self.decoder, self.tokenizer, self.eos_ids, self.clock = decoder, tokenizer, eos_ids, clock
@@ -91,6 +99,7 @@ class Engine:
         bases = kv_schemes.bases(decoder, scheme)
         self.runner = runner(decoder, blocks, context, scheme, limits.together, bases, record)
         self.overlaps = self.runner.device.type != "cpu" if overlaps is None else overlaps
+        self.bounds = bounds
         self.meanwhile: Callable[[list[Event]], None] | None = None
         self._sample = device_sampler.sample if self.overlaps else sample
         self._late: list[tuple[Choice, Draw]] = []  # of the last step, to be told of while the next one runs
@@ -138,7 +147,9 @@ class Engine:
         try:
             request = self._new(ask.id, ask.prompt, SamplingParams(max_tokens=0, temperature=0, seed=0))
             request.pooling = ask.pooling
-            whole = Submit(ask.id, ask.prompt, request.params, deadline=ask.deadline, adapter=ask.adapter)
+            whole = Submit(
+                ask.id, ask.prompt, request.params, salt=ask.salt, deadline=ask.deadline, adapter=ask.adapter
+            )
             sequence = self._sequence(request, 0, 0, whole, bypass=True)
             request.choices.append(self._choice(request, 0, sequence))
             self._add(request)
@@ -168,12 +179,10 @@ class Engine:
         plan = self.scheduler.plan(began)
         self._settle()
         if plan.chunks:
-            busy = extension.busy_seconds()
             outcomes = self._run(plan)
             self.scheduler.commit(plan, outcomes, self.clock())
+            self._count(plan, self.clock() - began)
             self._settle()
-            seconds = self.clock() - began
-            self._count(plan, seconds, seconds if self.overlaps else extension.busy_seconds() - busy)
         else:
             self.scheduler.commit(plan, {}, self.clock())
             self._settle()
@@ -202,7 +211,7 @@ class Engine:
     def _new(self, id: str, prompt: tuple[int, ...], params: SamplingParams) -> Request:
         point("engine.submit", id)
         vocab = self.decoder.config.vocab_size
-        if id in self._requests:
+        if any(choice.request.id == id for choice in self._choices.values()):  # also one that ends with this step
             raise Refused("invalid", "a request of this id is running")
         if not prompt:
             raise Refused("invalid", "the prompt is empty")
@@ -237,7 +246,7 @@ class Engine:
         assert params.seed is not None
         own = replace(params, seed=(params.seed + number) % 2**64)
         vocab = self.decoder.config.vocab_size
-        sampler = Sampler(own, request.prompt, vocab, self.runner.device, name=sequence.id)
+        sampler = Sampler(own, request.prompt, vocab, name=sequence.id)
         detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, request.prompt)
         return Choice(request, number, sequence, sampler, detokenizer, StopChecker(own.stop))
 
@@ -260,6 +269,8 @@ class Engine:
     def _run(self, plan: StepPlan) -> dict[str, Outcome]:
         wanted = self._wanted(plan)
         failed: set[str] = set()
+        if self.bounds is not None:
+            self.bounds.begin()
         try:
             logits = self._run_whole(plan)
         except torch.AcceleratorError:  # nothing can be computed there any more: the process ends, and a new one starts
@@ -267,8 +278,10 @@ class Engine:
         except Exception:
             logger.exception("a step of %d sequences raised: once more, one by one", len(plan.chunks))
             logits, failed = self._run_apart(plan, wanted)
+        if self.bounds is not None:
+            self.bounds.end()
         self._tell()
-        if self.meanwhile is not None and self._events:
+        if self.meanwhile is not None:
             self.meanwhile(self._take())
         outcomes = {id: Outcome(failure="internal") for id in failed}
         ran = [self._choices[chunk.sequence.id] for chunk in plan.chunks if chunk.samples]
@@ -276,7 +289,10 @@ class Engine:
         drawing = [i for i, choice in enumerate(sampling) if choice.sequence.max_tokens > 0]
         whole = len(drawing) == len(sampling)
         samplers = [sampling[i].sampler for i in drawing]
-        draws = self._draw(logits if whole else logits[drawing], samplers) if drawing else []
+        if drawing and not whole:
+            (places,) = sent(logits.device, torch.tensor(drawing))
+            logits = logits[places]
+        draws = self._draw(logits, samplers) if drawing else []
         outcomes |= {choice.sequence.id: Outcome((), True) for choice in sampling}
         for i, draw in zip(drawing, draws, strict=True):
             outcomes[sampling[i].sequence.id] = self._advance(sampling[i], draw)
@@ -299,9 +315,9 @@ class Engine:
                 for request, before in pooled:
                     request.pooled = before
                 half = -(-piece.tokens // 2)
-                self._rows = max(half, self.scheduler.limits.together)
+                self._rows = half
                 logger.warning("too little memory for %d tokens at once: from now on %d", piece.tokens, self._rows)
-                left = piece.pieces(half) + left
+                left = [smaller for each in (piece, *left) for smaller in each.pieces(half)]
             else:
                 logits.append(found.clone() if left or logits else found)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
@@ -319,6 +335,8 @@ class Engine:
             copies = [copy for copy in plan.copies if copy.sequence is sequence]
             try:
                 logits.append(self.runner.run(StepPlan(chunks, copies), wanted).clone())
+            except torch.AcceleratorError:
+                raise
             except Exception:
                 logger.exception("sequence %s failed", sequence.id)
                 failed.add(sequence.id)
@@ -337,6 +355,8 @@ class Engine:
         for row, sampler in zip(logits, samplers, strict=True):
             try:
                 draws += self._sample(row[None], [sampler])
+            except torch.AcceleratorError:
+                raise
             except Exception:
                 logger.exception("sequence %s failed", sampler.name)
                 draws.append(None)
@@ -388,13 +408,12 @@ class Engine:
         if found is not None:
             self._events.append(found)
 
-    def _count(self, plan: StepPlan, seconds: float, busy: float) -> None:
+    def _count(self, plan: StepPlan, seconds: float) -> None:
+        """Before those that end with it are settled: their reports tell of their last step too."""
         self.steps += 1
         self.step_seconds += seconds
-        bound = "overhead" if busy < seconds / 2 else "compute" if plan.tokens >= MANY_ROWS else "bandwidth"
-        for chunk in plan.chunks:
-            if (choice := self._choices.get(chunk.sequence.id)) is not None:
-                choice.request.limited_by[bound] += 1
+        if self.bounds is not None:
+            self.bounds.count(plan, seconds, set(map(self._request, plan.chunks)))
 
     # ---- ends
 
@@ -412,7 +431,7 @@ class Engine:
                 self._fail(request.id, str(sequence.ending))
                 continue
             try:
-                self._events.append(choice.end())
+                self._events.append(choice.end(self.clock()))
             except Exception:
                 logger.exception("request %s failed at its end", request.id)
                 self._fail(request.id, "internal")
@@ -423,8 +442,8 @@ class Engine:
 
     def _fail(self, id: str, code: str) -> None:
         """End a request without an answer, all choices of it."""
-        if id in self._requests:
-            self._events.append(Failed(id, code, SENTENCES[code]))
+        if (request := self._requests.get(id)) is not None:
+            self._events.append(Failed(id, code, SENTENCES[code], request.report(self.clock())))
             self.drop(id)
 
     def _take(self) -> list[Event]:

@@ -4,7 +4,8 @@ On a CPU all of it is computed from shapes (`plan/`). On a GPU that would be a g
 was given, libraries with workspaces, weights that are laid side by side when they are first used, graphs with a pool of
 their own. So the largest step that the limits allow is run on a cache of one block (`Trial`), tokens are chosen from
 its logits, the largest graph is recorded, and each time the allocator is asked what it holds. The first step also
-compiles the kernels, which would otherwise fall to the first request.
+compiles the kernels, which would otherwise fall to the first request. With adapters a step takes more, so it is run
+once more with each of them: their products come one after another, so a step of several takes no more than the worst.
 
 Counted is what torch's allocator has reserved, not what tensors have of it: what lies between them is gone too. What
 torch does not know of, the driver's own memory and the code of kernels, is the rest of what the card lost.
@@ -13,7 +14,7 @@ torch does not know of, the driver's own memory and the code of kernels, is the 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +25,7 @@ from attar.engine.limits import Limits
 from attar.engine.request import SamplingParams
 from attar.engine.runner import Runner
 from attar.engine.sampler import Sampler
-from attar.engine.sequence import Sequence
+from attar.engine.sequence import Sequence as Tokens
 from attar.engine.step import Chunk, StepPlan
 from attar.formats.kv import KvScheme
 from attar.model.decoder import Decoder
@@ -84,7 +85,8 @@ class Footprint:
 
 
 class Trial:
-    """The largest step that `limits` allow, with the choice of tokens, over a cache of one block."""
+    """The largest step that `limits` allow, with the choice of tokens, over a cache of one block; also with each of the
+    decoder's `adapters`, which are numbered from 1."""
 
     def __init__(
         self,
@@ -94,15 +96,16 @@ class Trial:
         context: int,
         record: graphs.Record | None = None,
         runner: Callable[..., Runner] = Runner,
+        adapters: int = 0,
     ) -> None:
         self.most, vocab = limits.together, decoder.config.vocab_size
         self.runner = runner(decoder, 1, context, scheme, self.most, None, record)
         self.pages = sum(pages.nbytes for pages in self.runner.pages)
         """Bytes of the cache."""
         rows = [max(1, min(context, limits.max_step_tokens - self.most + 1)), *[1] * (self.most - 1)]
-        self._plan = StepPlan([Chunk(_sequence(n, self.runner.block), 0, n, True) for n in rows])
+        self._plans = [_plan(rows, self.runner.block, adapter) for adapter in range(adapters + 1)]
         params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, seed=0)
-        self._samplers = [Sampler(params, (0,), vocab, self.runner.device) for _ in rows]
+        self._samplers = [Sampler(params, (0,), vocab) for _ in rows]
         self.others = 0
         """Bytes that graphs smaller than the largest will have of their own: logits, and their tables twice."""
         if self.runner.graphs is not None:
@@ -110,7 +113,8 @@ class Trial:
             self.others = sum(4 * rows * (vocab + 2 * width) for rows in self.runner.graphs.sizes[:-1])
 
     def step(self) -> None:
-        device_sampler.sample(self.runner.run(self._plan), self._samplers)
+        for plan in self._plans:
+            device_sampler.sample(self.runner.run(plan), self._samplers)
 
     @torch.inference_mode()
     def record(self) -> None:
@@ -119,9 +123,16 @@ class Trial:
             self.runner.graphs.of(self.most)
 
 
-def _sequence(tokens: int, block: int) -> Sequence:
+def _plan(rows: Sequence[int], block: int, adapter: int) -> StepPlan:
+    """A step of so many rows of each sequence. All take the adapter but the last, if it is not alone: the rows of an
+    adapter are gathered where there are others, which takes more than all of them as they lie."""
+    takes = [adapter] * max(1, len(rows) - 1) + [0] * (len(rows) > 1)
+    return StepPlan([Chunk(_sequence(n, block, number), 0, n, True) for n, number in zip(rows, takes, strict=True)])
+
+
+def _sequence(tokens: int, block: int, adapter: int) -> Tokens:
     """Whose blocks are all the same one: what it reads there means nothing."""
-    made = Sequence(id="trial", prompt_ids=[0] * tokens, max_tokens=1)
+    made = Tokens(id="trial", prompt_ids=[0] * tokens, max_tokens=1, adapter=adapter)
     made.blocks = [0] * -(-tokens // block)
     return made
 

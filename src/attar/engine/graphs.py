@@ -122,8 +122,7 @@ class Inputs:
         starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self.place = Placement(starts, filled, tables, positions, slots)
         self._held: list[list[int]] = [[]] * rows  # the blocks that each row of the table lists
-        for row in range(rows):
-            self.rest(row)
+        self.rest(0)
 
     def put(self, row: int, token: int, at: int, blocks: Sequence[int]) -> None:
         """The row is the token at position `at` of a sequence in `blocks`."""
@@ -135,9 +134,13 @@ class Inputs:
         self._lengths[row] = at + 1
         self._slots[row] = blocks[at // self.block] * self.block + at % self.block
 
-    def rest(self, row: int) -> None:
-        """The row is nobody's."""
-        self.put(row, 0, 0, [self.spare])
+    def rest(self, first: int) -> None:
+        """The rows from `first` on are nobody's, whatever was put there: also by a step that raised before it ran."""
+        self._ids[first:] = self._positions[first:] = 0
+        self._lengths[first:] = 1
+        self._slots[first:] = self.spare * self.block
+        self._tables[first:, 0] = self.spare
+        self._held[first:] = [[self.spare]] * len(self._held[first:])
 
     def send(self) -> None:
         """To the device."""
@@ -178,7 +181,7 @@ class Graph:
     ) -> None:
         width, block = -(-context // pages[0].block), pages[0].block
         self.inputs = Inputs(rows, width, block, spare, pages[0].keys.device)
-        self.rows = self._used = rows
+        self.rows = rows
         if first is not None:
             first(self.inputs)
         self.inputs.send()
@@ -193,9 +196,8 @@ class Graph:
 
     def run(self, count: int) -> Tensor:
         """The logits behind the first `count` rows, float32 [count, vocab]. The next step overwrites them."""
-        for row in range(count, self._used):
-            self.inputs.rest(row)
-        self._used = count
+        if count < self.rows:
+            self.inputs.rest(count)
         self.inputs.send()
         self._recorded.replay()
         return self._recorded.result[:count]

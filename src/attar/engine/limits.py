@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
+
+from attar.plan.steps import StepLimits
 
 Policy = Literal["none", "static", "dynamic", "continuous"]
 
@@ -17,7 +19,7 @@ class Limits:
     max_running: sequences.
     max_step_tokens: tokens run in a step. Small: short steps, so even gaps between tokens. Large: prompts cost less.
     max_waiting: sequences in the queue; more are refused.
-    max_delay: seconds.
+    max_delay: seconds. A tenth is short beside an answer, and long enough for those that were sent together.
     max_passed: times that later ones of better priority may go before a sequence.
     max_preemptions: times that a sequence may have to start over.
     headroom: share of all blocks that an admission leaves to those that are running.
@@ -27,7 +29,7 @@ class Limits:
     max_running: int = 32
     max_step_tokens: int = 512
     max_waiting: int = 256
-    max_delay: float = 0.0
+    max_delay: float = 0.1
     max_passed: int = 16
     max_preemptions: int = 4
     headroom: float = 0.02
@@ -48,6 +50,21 @@ class Limits:
     def together(self) -> int:
         """Sequences that may run at the same time."""
         return 1 if self.policy == "none" else self.max_running
+
+    def steps(self, threads: int) -> StepLimits:
+        """What bounds a step on a CPU, of so many threads: what memory is planned by, before a start and at it."""
+        return StepLimits(rows=self.max_step_tokens, sequences=self.together, threads=threads)
+
+    def told(self, preset: str | None) -> str:
+        """All of them in one line, each with the default where it is another."""
+        said = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "max_delay" and self.policy != "dynamic":  # which alone heeds it
+                continue
+            default = "" if value == field.default else f" (default {field.default})"
+            said.append(f"{field.name.replace('_', '-')} {value}{default}")
+        return f"{preset or 'scheduler'}: {', '.join(said)}"
 
 
 PRESETS = {

@@ -104,6 +104,7 @@ class LLM:
         tp: int = 1,
         pp: int = 1,
     ) -> None:
+        ops.require(device)
         computed = hf.compute_dtype(dtype, device)
         self.path = hub.resolve(model)
         report = progress or (lambda stage, done, total: None)

@@ -5,14 +5,15 @@ largest allowed number of requests could use at once; where that is less than on
 the context becomes what does fit, and the start-up table says so.
 
 On a GPU nothing but the cache is computed: the model is loaded, its largest step and its largest graph are measured
-(`footprint.py`), and the cache gets the rest. Decode steps are recorded before the first request comes.
+(`footprint.py`), and the cache gets the rest. Decode steps are recorded before the first request comes. Of several GPUs
+the first is measured, whose process holds the most, and the least that is free on any counts.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,12 +22,13 @@ import torch
 from attar import machine
 from attar.checkpoints import hub, lora
 from attar.checkpoints.stored import stored
+from attar.engine import bounds
 from attar.engine import kv as kv_schemes
+from attar.engine.bounds import Bounds, KernelMeter, StreamMeter
 from attar.engine.engine import Engine
 from attar.engine.footprint import CardMemory, Footprint, Trial, measure
 from attar.engine.limits import Limits
 from attar.engine.messages import Ready
-from attar.engine.sampler import AT_ONCE
 from attar.engine.settings import Settings
 from attar.formats import kv
 from attar.kernels import ops
@@ -36,7 +38,7 @@ from attar.plan import fit as planning
 from attar.plan import report
 from attar.plan.costs import BLOCK, Storage
 from attar.plan.fit import Fit
-from attar.plan.steps import StepLimits
+from attar.plan.roofline import Rates, Roofline
 
 if TYPE_CHECKING:
     from attar.engine.llm import LLM
@@ -53,14 +55,14 @@ def engine(settings: Settings) -> tuple[Engine, Ready]:
     if settings.adapters and settings.tp * settings.pp > 1:
         raise ValueError("adapters are not shared between processes yet: --tp and --pp go without --adapter")
     if settings.device != "cpu":
-        return _on_card(settings, path, config, limits, threads)
+        return _on_card(settings, path, config, storage, limits, threads)
     folders = [Path(folder) for _, folder in settings.adapters]
     adapters = lora.memory(folders, config, limits.max_step_tokens)
     found = fit(settings, config, storage, limits, threads, adapters)
     share = Share(0, settings.tp, settings.pp)
     if share.count > 1:
         print(f"the first of {share.count} processes, which holds the most:", file=sys.stderr)
-    print(report.startup(found, kv_name(settings)), file=sys.stderr, flush=True)
+    _tell(settings, limits, found, kv_name(settings))
     if (slow := ops.pages_against(kv.scheme(kv_name(settings)))) is not None:
         logger.warning(
             "%s: attention and every decode step run by the reference, several times slower, and a text's bits may "
@@ -69,12 +71,15 @@ def engine(settings: Settings) -> tuple[Engine, Ready]:
         )
     from attar.engine.llm import LLM  # which uses engines itself
 
+    each = max(1, threads // share.count)  # a number that was asked for counts, whatever the machine
+    torch.set_num_threads(each)
+    rates = bounds.cpu_rates(found.weights, settings.activations)
     llm = LLM(
         path, dtype=settings.computes_in, activations=settings.activations, verify=settings.verify, tp=settings.tp,
         pp=settings.pp,
     )  # fmt: skip
     names = _install(llm, settings)
-    torch.set_num_threads(max(1, threads // share.count))  # a number that was asked for counts, whatever the machine
+    torch.set_num_threads(each)  # which loading may have changed
     made = Engine(
         llm.decoder,
         llm.tokenizer,
@@ -84,10 +89,17 @@ def engine(settings: Settings) -> tuple[Engine, Ready]:
         eos_ids=llm.eos_ids,
         kv=kv_name(settings),
         adapters=names,
+        bounds=Bounds(_roof(settings, config, storage, kv_name(settings), rates), KernelMeter()),
         runner=llm.runner,
     )
-    ready = Ready(path.name, found.context, config.vocab_size, found.blocks, found.block, found.table(), names)
+    ready = _ready(path.name, config, found, limits, names)
     return made, ready
+
+
+def _tell(settings: Settings, limits: Limits, found: Fit, kv_scheme: str) -> None:
+    """What was decided: by preset and options, and with the memory."""
+    print(limits.told(settings.preset), file=sys.stderr)
+    print(report.startup(found, kv_scheme), file=sys.stderr, flush=True)
 
 
 def _install(llm: LLM, settings: Settings) -> tuple[str, ...]:
@@ -99,27 +111,41 @@ def _install(llm: LLM, settings: Settings) -> tuple[str, ...]:
     return tuple(name for name, _ in settings.adapters)
 
 
-def _on_card(settings: Settings, path: Path, config: ModelConfig, limits: Limits, threads: int) -> tuple[Engine, Ready]:
+def _roof(
+    settings: Settings, config: ModelConfig, storage: Storage, kv_scheme: str, rates: Rates | None
+) -> Roofline | None:
+    """Of the part that each of several processes computes; stages run one after another."""
+    part = planning.shared(config, storage, Share(0, settings.tp))[1]
+    return None if rates is None else Roofline(part, storage, kv_scheme, rates)
+
+
+def _on_card(
+    settings: Settings, path: Path, config: ModelConfig, storage: Storage, limits: Limits, threads: int
+) -> tuple[Engine, Ready]:
     """As `engine`, on a GPU."""
     from attar.engine.llm import LLM
 
     ops.require(settings.device)
     torch.set_num_threads(threads)
     memory = CardMemory(torch.device(settings.device))
-    available, most = memory.free(), _longest(settings, config)
+    available, most = memory.free(), planning.longest(config, settings.context)
     try:
+        rates = bounds.card_rates(memory.device)
+        memory.settle()
         llm = LLM(
             path, dtype=settings.computes_in, verify=settings.verify, device=settings.device, tp=settings.tp,
             pp=settings.pp,
         )  # fmt: skip
         names, scheme = _install(llm, settings), kv_schemes.of(llm.decoder, kv_name(settings))
-        trial = Trial(llm.decoder, scheme, limits, most, runner=llm.runner)
+        trial = Trial(llm.decoder, scheme, limits, most, runner=llm.runner, adapters=len(names))
         each = trial.pages // trial.runner.pages[0].blocks
         measured = measure(memory, available, trial)
         del trial
+        if llm.team is not None and llm.team.crew.free is not None:  # the first holds the most, not always has the most
+            measured = replace(measured, available=min(available, llm.team.crew.free))
         memory.settle()
         found = on_card(settings, measured, each, most, limits)
-        print(report.startup(found, scheme.name), file=sys.stderr, flush=True)
+        _tell(settings, limits, found, scheme.name)
         made = Engine(
             llm.decoder,
             llm.tokenizer,
@@ -129,6 +155,7 @@ def _on_card(settings: Settings, path: Path, config: ModelConfig, limits: Limits
             eos_ids=llm.eos_ids,
             kv=scheme.name,
             adapters=names,
+            bounds=Bounds(_roof(settings, config, storage, scheme.name, rates), StreamMeter(memory.device)),
             runner=llm.runner,
         )
         made.runner.record_all()
@@ -136,7 +163,13 @@ def _on_card(settings: Settings, path: Path, config: ModelConfig, limits: Limits
         raise ValueError(
             f"{path.name} does not fit into the {planning.size(available)} that {settings.device} has free: {error}"
         ) from None
-    return made, Ready(path.name, found.context, config.vocab_size, found.blocks, found.block, found.table(), names)
+    return made, _ready(path.name, config, found, limits, names)
+
+
+def _ready(name: str, config: ModelConfig, found: Fit, limits: Limits, adapters: tuple[str, ...]) -> Ready:
+    return Ready(
+        name, found.context, config.vocab_size, found.blocks, found.block, limits.max_waiting, found.table(), adapters
+    )
 
 
 def on_card(settings: Settings, measured: Footprint, block_bytes: int, most: int, limits: Limits) -> Fit:
@@ -146,7 +179,7 @@ def on_card(settings: Settings, measured: Footprint, block_bytes: int, most: int
     source = "--memory" if settings.memory else f"free on {settings.device}"
     taken = measured.weights + measured.step + measured.graphs + measured.driver + block_bytes  # and nobody's block
     room = max(0, (memory - taken) // block_bytes)
-    blocks = min(room, limits.max_running * -(-most // BLOCK))
+    blocks = min(room, limits.together * -(-most // BLOCK))
     if settings.max_cached_tokens is not None:
         blocks = -(-settings.max_cached_tokens // BLOCK)
     context = most
@@ -165,33 +198,19 @@ def fit(
     settings: Settings, config: ModelConfig, storage: Storage, limits: Limits, threads: int, adapters: int = 0
 ) -> Fit:
     """Where the memory will go. Raises ValueError, saying by how much, where the model does not fit."""
-    chosen = kv_name(settings)
     here = machine.examine()
     share = Share(0, settings.tp, settings.pp)
     memory = (settings.memory or here.budget) // share.count
     source = "--memory" if settings.memory else here.limited_by
     source += f", of which each of {share.count} processes has its part" if share.count > 1 else ""
-    most = _longest(settings, config)
-    bounds = StepLimits(rows=limits.max_step_tokens, sequences=limits.max_running, sampled=AT_ONCE, threads=threads)
-    divide = partial(planning.fit, config, storage, chosen, memory, limits=bounds, adapters=adapters, share=share)
-    found = divide(context=most, max_tokens=settings.max_cached_tokens)
-    if settings.max_cached_tokens is None:
-        useful = limits.max_running * -(-most // BLOCK)
-        if found.blocks > useful:
-            found = divide(context=most, max_tokens=useful * BLOCK)
-    if settings.context is None and 0 < found.tokens < most:
-        logger.info("the cache holds %d tokens, so requests may have no more, instead of %d", found.tokens, most)
-        found = divide(context=found.tokens, max_tokens=found.tokens)
+    found = planning.start(
+        config, storage, kv_name(settings), memory, limits.steps(threads), settings.context,
+        settings.max_cached_tokens, adapters, share,
+    )  # fmt: skip
+    if found.context < (settings.context or config.context):
+        logger.info("requests may have %d tokens, what the cache holds, instead of %d", found.context, config.context)
     planning.require(found, source)
     return found
-
-
-def _longest(settings: Settings, config: ModelConfig) -> int:
-    """Tokens of a request that are asked for. Raises ValueError where the model has fewer."""
-    most = settings.context or config.context
-    if most > config.context:
-        raise ValueError(f"--context {most:,} is past the {config.context:,} positions of the model")
-    return most
 
 
 def kv_name(settings: Settings) -> str:

@@ -40,6 +40,7 @@ class Embed(msgspec.Struct, frozen=True, tag="embed"):
     pooling: str = "mean"  # or "last"
     deadline: float | None = None
     adapter: str = ""
+    salt: bytes = b""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -65,9 +66,9 @@ class Report(msgspec.Struct, frozen=True):
     preemptions: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
-    reuse_ended: str = ""  # why the rest was not reused: differs, evicted, rounded, bypassed, complete
+    reuse_ended: str = ""  # why the rest was not reused: differs, evicted, rounded, bypassed, complete; "": never ran
     differs_at: int | None = None  # index of the first token that no cached prompt has
-    limited_by: dict[str, int] = {}
+    limited_by: dict[str, int] = {}  # steps that it had a part in, by what limited them: bandwidth, compute, overhead
 
 
 class Delta(msgspec.Struct, frozen=True, tag="delta"):
@@ -103,14 +104,20 @@ class Embedding(msgspec.Struct, frozen=True, tag="embedding"):
 
     id: str
     vector: bytes
+    report: Report | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The request has ended without an answer. `code` is one of FAILURES; `message` is fit for the user to read."""
+    """The request has ended without an answer. `code` is one of FAILURES; `message` is fit for the user to read.
+
+    The report is of what was done for it until then; None where it was refused before it began, or its answer could not
+    be sent.
+    """
 
     id: str
     code: str
     message: str
+    report: Report | None = None
 
 
 FAILURES = ("full", "too_long", "invalid", "deadline", "bad_logits", "internal", "cancelled", "shutdown")
@@ -126,6 +133,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     vocab_size: int
     blocks: int
     block_size: int
+    max_waiting: int  # choices that may wait at a time
     table: tuple[tuple[str, int], ...]  # where the memory goes: (what, bytes)
     adapters: tuple[str, ...] = ()  # names that a request may ask for
 

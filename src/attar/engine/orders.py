@@ -109,6 +109,7 @@ class Said(msgspec.Struct, frozen=True):
 
     what: str
     text: str = ""
+    free: int | None = None  # bytes of its GPU, before it has taken any
 
 
 def frame(value: msgspec.Struct) -> bytes:

@@ -1,8 +1,9 @@
 """The engine's process: one model, one Unix socket, one loop of steps.
 
 The server starts it with its settings on standard input, and keeps that pipe open: when the pipe ends, whoever wanted
-the engine is gone, whatever it died of, and the engine ends too. Commands are read between steps. With nothing to do it
-sleeps in the kernel. A server that does not take its events is given up when `MAX_UNSENT` bytes wait for it.
+the engine is gone, whatever it died of, and the engine ends too. Commands are read between steps, and on a GPU also
+within one, while the device works. With nothing to do it sleeps in the kernel. A server that does not take its events
+is given up when `MAX_UNSENT` bytes wait for it.
 
 A step may be long: a prompt of thousands of tokens, a large model. That the process runs is therefore said by a second
 thread, the heart, twice a second. Kernels and torch let it run (they release Python's lock), and it says for how long
@@ -116,7 +117,7 @@ class Loop:
         """When the step began; None between steps."""
         self._stopped = threading.Event()
         if engine.overlaps:
-            engine.meanwhile = self._say
+            engine.meanwhile = self._attend
 
     def run(self) -> None:
         """Until the parent has gone, or everything has ended after a Drain."""
@@ -142,6 +143,11 @@ class Loop:
             if outbox is not None:
                 with contextlib.suppress(OSError):  # the loop finds out for itself
                     outbox.beat(encode([Beat(0.0 if left is None else time.monotonic() - left)]))
+
+    def _attend(self, events: list[Event]) -> None:
+        """While the device works at a step: say what there is to say, and take what was asked for meanwhile."""
+        self._say(events)
+        self._listen(0)
 
     def _busy(self) -> bool:
         """Whether a step can do anything now."""

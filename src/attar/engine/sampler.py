@@ -2,7 +2,7 @@
 
 The steps, in this order, in float64:
 
-0. the logit biases, added;
+0. the logit biases, added; where there is a mask, -inf for what it does not allow;
 1. repetition penalty r on every token of prompt and output: x / r where x > 0, else x * r (CTRL, arXiv 1909.05858);
 2. presence and frequency penalties on tokens of the output: x - presence * (count > 0) - frequency * count (OpenAI's
    formula; the prompt does not count);
@@ -22,22 +22,36 @@ alone. On a GPU a prefix sum may associate otherwise from run to run; a draw tha
 differ.
 
 Log probabilities are those of the model itself: log softmax of the raw logits, before any of these steps.
+
+Rows go through each step together. Steps 0 to 2 change few logits of a row, so a sampler keeps the numbers of those
+tokens alone, ready to be laid end to end with those of other rows, and one gather and one scatter change them all. But
+a vocabulary of float64 fills a core's cache with a row or two: a batch is cut into pieces that fit (`at_once`), each of
+which is through with all steps before the next begins. That is several times as fast as whole batches, and bounds the
+memory, up to 150 bytes a logit where filters sort (`plan/steps.py` counts on it): a gigabyte for 64 rows at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from attar.engine.request import SamplingParams, TokenLogprob
 from attar.faults import point
 from attar.kernels import ops
+from attar.model.cache import sent
 
-AT_ONCE = 8  # rows
+AT_ONCE = 8  # rows at most
+CACHED = 1 << 18  # logits: as float64 they fit the cache of a core
+CHANGE = 5  # numbers
 _WORD = 2**64 - 1
 BAD = "the model's logits hold NaN or no finite maximum"
 
@@ -74,11 +88,29 @@ class Draw:
     logprobs: TokenLogprob | None
 
 
-class Sampler:
-    """One request's sampling state: its parameters, the tokens penalties need, and how many tokens were drawn.
+Asked = tuple[int, int, int]
+"""(row, token, count): the log probabilities of the token and of the `count` most likely ones, by that row."""
 
-    `sample` reads it; `commit` records a token once it is part of the output. Counts are kept only where a penalty uses
-    them. `vocab_size` is the width of the logits; ValueError for a prompt token beyond it. `name`: of its sequence.
+
+class Mask(Protocol):
+    """Which tokens may come next in one output: a grammar, say. One that allows nothing makes its row BadLogits."""
+
+    def allowed(self) -> Tensor:
+        """[V] bool, on the host."""
+
+    def advance(self, token_id: int) -> None:
+        """The token comes next."""
+
+    def rewind(self, count: int) -> None:
+        """The last `count` tokens did not come after all: whoever looks ahead along drafts goes back by this."""
+
+
+class Sampler:
+    """One request's sampling state: its parameters, what is added to which logits, and how many tokens were drawn.
+
+    `sample` reads it; `commit` records a token once it is part of the output. Tokens are counted only where a penalty
+    uses them. `vocab_size` is the width of the logits; ValueError for a token of `logit_bias`, or of a prompt that a
+    penalty looks at, beyond it. `name`: of its sequence.
     """
 
     def __init__(
@@ -86,65 +118,67 @@ class Sampler:
         params: SamplingParams,
         prompt_ids: Sequence[int],
         vocab_size: int,
-        device: torch.device | str = "cpu",
         name: str = "",
+        mask: Mask | None = None,
     ) -> None:
         self.name = name
+        self.mask = mask
         self.params = params.seeded()
         assert self.params.seed is not None
         self.seed = self.params.seed
         self.index = 0
         """Tokens committed: the counter of the next draw."""
-        self._seen: Tensor | None = None  # [V] bool: in prompt or output
-        self._counts: Tensor | None = None  # [V] float64: times in the output
-        self._biased: tuple[Tensor, Tensor] | None = None  # ids and what is added to their logits
-        if params.logit_bias:
-            outside = next((token for token in params.logit_bias if token >= vocab_size), None)
-            if outside is not None:
-                raise ValueError(f"token {outside} of logit_bias is not in the vocabulary of {vocab_size}")
-            ids = torch.tensor(list(params.logit_bias), device=device)
-            self._biased = ids, torch.tensor(list(params.logit_bias.values()), dtype=torch.float64, device=device)
+        self.changes = array("d")
+        """What steps 0 to 2 do to which logits, `CHANGE` numbers each: the token, a bias to add, the repetition penalty
+        or 1, and what presence and frequency take off."""
+        self._places: dict[int, int] = {}  # where each token's begin
+        self._times: Counter[int] = Counter()  # in the output
+        # Rounded to float32, which is what torch makes of a number times a bool: seeded texts stay what they were.
+        self._presence = torch.tensor(params.presence_penalty, dtype=torch.float32).item()
+        for token, bias in params.logit_bias.items():
+            if token >= vocab_size:
+                raise ValueError(f"token {token} of logit_bias is not in the vocabulary of {vocab_size}")
+            self.changes[self._place(token) + 1] = bias
         if params.repetition_penalty != 1.0:
-            outside = next((token for token in prompt_ids if not 0 <= token < vocab_size), None)
-            if outside is not None:
-                raise ValueError(f"prompt token {outside} is not in the vocabulary of {vocab_size}")
-            self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            self._seen[torch.tensor(prompt_ids, dtype=torch.long, device=device)] = True
-        if params.presence_penalty or params.frequency_penalty:
-            self._counts = torch.zeros(vocab_size, dtype=torch.float64, device=device)
+            for token in dict.fromkeys(prompt_ids):
+                if not 0 <= token < vocab_size:
+                    raise ValueError(f"prompt token {token} is not in the vocabulary of {vocab_size}")
+                self.changes[self._place(token) + 2] = params.repetition_penalty
+
+    def _place(self, token_id: int) -> int:
+        at = self._places.setdefault(token_id, len(self.changes))
+        if at == len(self.changes):
+            self.changes.extend((token_id, 0.0, 1.0, 0.0, 0.0))
+        return at
 
     def commit(self, token_id: int) -> None:
         """The token is part of the output."""
         point("sampler.commit", self.name)
         self.index += 1
-        if self._seen is not None:
-            self._seen[token_id] = True
-        if self._counts is not None:
-            self._counts[token_id] += 1
+        if self.mask is not None:
+            self.mask.advance(token_id)
+        params = self.params
+        if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
+            self._times[token_id] += 1
+            at = self._place(token_id)
+            self.changes[at + 2] = params.repetition_penalty
+            self.changes[at + 3] = self._presence
+            self.changes[at + 4] = params.frequency_penalty * self._times[token_id]
 
     @property
     def plain(self) -> bool:
         """Whether the choice is just the largest logit."""
-        return self.params.temperature == 0 and self._seen is None and self._counts is None and self._biased is None
+        return self.params.temperature == 0 and not self.changes and self.mask is None
 
     def uniform(self) -> float:
         """The number that the next token is drawn with."""
         point("sampler.uniform", self.name)
         return uniform(self.seed, self.index)
 
-    def penalize(self, logits: Tensor) -> Tensor:
-        """Steps 0 to 2 on one row [V]."""
-        point("sampler.penalties", self.name)
-        params = self.params
-        if self._biased is not None:
-            ids, biases = self._biased
-            logits = logits.index_add(0, ids, biases)
-        if self._seen is not None:
-            r = params.repetition_penalty
-            logits = torch.where(self._seen, torch.where(logits > 0, logits / r, logits * r), logits)
-        if self._counts is not None:
-            logits = logits - params.presence_penalty * (self._counts > 0) - params.frequency_penalty * self._counts
-        return logits
+
+def at_once(vocab_size: int) -> int:
+    """How many rows go through the steps together on a CPU, whose threads each take some."""
+    return min(AT_ONCE, torch.get_num_threads() * max(1, CACHED // vocab_size))
 
 
 def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Draw | BadLogits]:
@@ -157,36 +191,70 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Draw | BadLogits
     assert logits.shape[0] == len(samplers)
     if all(sampler.plain for sampler in samplers):  # most of a server's greedy requests: one look at each logit
         ids = ops.argmax(logits)
-        top = logits.gather(-1, ids[:, None]).squeeze(-1)
-        return [
-            drawn(row, token, sampler) if math.isfinite(largest) else BadLogits(BAD)
-            for row, token, largest, sampler in zip(logits, ids.tolist(), top.tolist(), samplers, strict=True)
-        ]
-    if len(samplers) > AT_ONCE:  # they take up to 150 bytes a logit
-        pieces = range(0, len(samplers), AT_ONCE)
-        return [draw for i in pieces for draw in sample(logits[i : i + AT_ONCE], samplers[i : i + AT_ONCE])]
-    rows = logits.double()
-    penalized = torch.stack([sampler.penalize(row) for row, sampler in zip(rows, samplers, strict=True)])  # [B, V]
-    largest = penalized.amax(-1)  # NaN if any is
-    good = torch.isfinite(largest).tolist()
-    tokens = ops.argmax(penalized)
-    random = [i for i, sampler in enumerate(samplers) if good[i] and sampler.params.temperature > 0]
+        tops = logits.gather(-1, ids[:, None]).squeeze(-1).tolist()
+        return drawn(partial(logprobs_of, logits), ids.tolist(), tops, samplers)
+    if len(samplers) > (few := at_once(logits.shape[1])):
+        pieces = range(0, len(samplers), few)
+        return [draw for i in pieces for draw in sample(logits[i : i + few], samplers[i : i + few])]
+    rows = penalized(logits, samplers)
+    tokens = ops.argmax(rows)  # of a NaN, where there is one
+    largest = rows.gather(-1, tokens[:, None])  # [B, 1]
+    tops = largest.squeeze(-1).tolist()
+    random = [i for i, each in enumerate(samplers) if each.params.temperature > 0 and math.isfinite(tops[i])]
     if random:
         chosen = [samplers[i] for i in random]
+        temperature = _column([sampler.params.temperature for sampler in chosen], rows)
+        uniforms = _column([sampler.uniform() for sampler in chosen], rows)
+        if len(random) < len(rows):
+            rows, largest = rows[random], largest[random]
         # The largest becomes 0, so that no temperature can make an infinity of it.
-        temperature = _column([sampler.params.temperature for sampler in chosen], penalized)
-        scaled = (penalized[random] - largest[random, None]) / temperature
-        uniforms = _column([sampler.uniform() for sampler in chosen], scaled)
+        scaled = rows.sub_(largest).div_(temperature)
         tokens[random] = _pick(_filter(scaled, [sampler.params for sampler in chosen]), uniforms)
-    return [
-        drawn(rows[i], token, samplers[i]) if good[i] else BadLogits(BAD) for i, token in enumerate(tokens.tolist())
+    return drawn(partial(logprobs_of, logits), tokens.tolist(), tops, samplers)
+
+
+def penalized(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
+    """Steps 0 to 2: a float64 copy of the logits [B, V] with biases, masks and penalties, on the same device."""
+    for sampler in samplers:
+        point("sampler.penalties", sampler.name)
+    rows = logits.to(torch.float64, copy=True)
+    changes = bytearray().join(sampler.changes for sampler in samplers)
+    if changes:
+        counts = torch.tensor([len(sampler.changes) // CHANGE for sampler in samplers])
+        owners = torch.arange(len(samplers)).repeat_interleave(counts)
+        numbers = torch.frombuffer(changes, dtype=torch.float64).view(-1, CHANGE)
+        owners, numbers = sent(rows.device, owners, numbers)
+        ids = numbers[:, 0].long()
+        _, bias, repetition, presence, frequency = numbers.unbind(-1)
+        few = rows[owners, ids] + bias
+        few = torch.where(few > 0, few / repetition, few * repetition)
+        rows[owners, ids] = few - presence - frequency
+    masks = {i: sampler.mask.allowed() for i, sampler in enumerate(samplers) if sampler.mask is not None}
+    if masks:
+        masked, allowed = sent(rows.device, torch.tensor(list(masks)), torch.stack(list(masks.values())))
+        rows[masked] = rows[masked].masked_fill(~allowed, -torch.inf)
+    return rows
+
+
+def drawn(
+    logprobs: Callable[[Sequence[Asked]], Sequence[TokenLogprob]],
+    tokens: Sequence[int],
+    largest: Sequence[float],
+    samplers: Sequence[Sampler],
+) -> list[Draw | BadLogits]:
+    """What is said of the tokens [B] that were chosen, where the largest number of a row is finite. `logprobs` is asked
+    for those that somebody wants."""
+    good = [math.isfinite(top) for top in largest]
+    for sampler, fit in zip(samplers, good, strict=True):
+        if fit:
+            point("sampler.draw", sampler.name)
+    wanted = [
+        (i, tokens[i], count)
+        for i, sampler in enumerate(samplers)
+        if good[i] and (count := sampler.params.logprobs) is not None
     ]
-
-
-def drawn(row: Tensor, token: int, sampler: Sampler) -> Draw:
-    """The token chosen for a row of logits [V], which are read only where somebody wants log probabilities."""
-    point("sampler.draw", sampler.name)
-    return Draw(token, logprobs_of(row, token, sampler.params.logprobs))
+    found = dict(zip((i for i, _, _ in wanted), logprobs(wanted), strict=True))
+    return [Draw(token, found.get(i)) if good[i] else BadLogits(BAD) for i, token in enumerate(tokens)]
 
 
 def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -217,12 +285,7 @@ def _top(scaled: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> Tens
     if largest_k:
         kth = scaled.topk(largest_k).values.gather(-1, k.clamp(max=largest_k) - 1)
         floor = torch.where(k < size, kth, floor)
-    rows, ids = (scaled >= floor).nonzero(as_tuple=True)  # by row, ids ascending
-    counts = rows.bincount(minlength=len(scaled))
-    slots = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
-    few = scaled.new_full((len(scaled), int(counts.max())), -torch.inf)
-    few[rows, slots] = scaled[rows, ids]
-
+    few, rows, slots, ids = _candidates(scaled, floor)
     ranked, order = few.sort(dim=-1, descending=True, stable=True)
     within = torch.arange(few.shape[-1], device=few.device) < k
     probabilities = ranked.exp() * within
@@ -237,24 +300,51 @@ def _top(scaled: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> Tens
 
 
 def _pick(scaled: Tensor, uniforms: Tensor) -> Tensor:
-    """Step 7: [b] ids. The first token whose cumulative probability exceeds the uniform number; never one dropped."""
-    cumulative = scaled.exp().cumsum(-1)
+    """Step 7: [b] ids. The first token whose cumulative probability exceeds the uniform number; never one dropped.
+    In the place of `scaled`: fresh pages for a vocabulary of doubles take longer than the numbers in them."""
+    cumulative = scaled.exp_().cumsum_(-1)
     # u < 1 in float64 keeps u * total below total, so an id is always found, one with a probability of its own.
     return torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True).squeeze(-1)
 
 
-def logprobs_of(row: Tensor, token: int, count: int | None) -> TokenLogprob | None:
-    """Log probabilities of the chosen token and of the `count` most likely, from the raw logits [V] in float64."""
-    if count is None:
-        return None
-    values = row.double().log_softmax(-1)
-    count = min(count, values.numel())
-    top: list[tuple[int, float]] = []
-    if count:
-        among = (values >= values.topk(count).values[-1]).nonzero().squeeze(-1)  # ids ascending, all equals at the edge
-        best = values[among].sort(dim=-1, descending=True, stable=True)
-        top = list(zip(among[best.indices[:count]].tolist(), best.values[:count].tolist(), strict=True))
-    return TokenLogprob(token, values[token].item(), tuple(top))
+def _candidates(values: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What of values [b, V] is at least the floor of its row [b, 1]: side by side in order of id, with -inf behind,
+    [b, n]; and of each its row, its place there and its id."""
+    found = torch.from_numpy(np.flatnonzero((values >= floor).numpy()))  # by row, ids ascending; torch is slower at it
+    rows, ids = found // values.shape[1], found % values.shape[1]
+    counts = rows.bincount(minlength=len(values))
+    slots = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+    few = values.new_full((len(values), int(counts.max())), -torch.inf)
+    few[rows, slots] = values[rows, ids]
+    return few, rows, slots, ids
+
+
+def logprobs_of(logits: Tensor, wanted: Sequence[Asked]) -> list[TokenLogprob]:
+    """What is wanted of some rows of the raw logits [N, V], in float64."""
+    few = at_once(logits.shape[1])
+    pieces = (wanted[i : i + few] for i in range(0, len(wanted), few))
+    return [found for piece in pieces for found in _logprobs(logits[[row for row, _, _ in piece]].cpu(), piece)]
+
+
+def _logprobs(logits: Tensor, wanted: Sequence[Asked]) -> list[TokenLogprob]:
+    """Of logits [b, V], one row each."""
+    values = logits.double().log_softmax(-1)
+    chosen = values.gather(-1, torch.tensor([[token] for _, token, _ in wanted])).squeeze(-1).tolist()
+    counts = [min(count, values.shape[-1]) for _, _, count in wanted]
+    if not any(counts):
+        return [TokenLogprob(token, own) for (_, token, _), own in zip(wanted, chosen, strict=True)]
+    count = torch.tensor(counts)[:, None]
+    last = values.topk(max(counts)).values.gather(-1, (count - 1).clamp(min=0))
+    few, rows, slots, ids = _candidates(values, torch.where(count > 0, last, torch.inf))  # all equals at the edge
+    counts = torch.minimum(count.squeeze(-1), rows.bincount(minlength=len(values))).tolist()  # 0 in a row of NaNs
+    names = torch.zeros(few.shape, dtype=torch.long).index_put_((rows, slots), ids)
+    ranked, order = few.sort(dim=-1, descending=True, stable=True)
+    most = max(counts)
+    best = zip(names.gather(-1, order)[:, :most].tolist(), ranked[:, :most].tolist(), strict=True)
+    return [
+        TokenLogprob(token, own, tuple(zip(tops[:n], numbers[:n], strict=True)))
+        for (_, token, _), own, n, (tops, numbers) in zip(wanted, chosen, counts, best, strict=True)
+    ]
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:

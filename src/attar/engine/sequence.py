@@ -107,6 +107,10 @@ class Sequence:
         self.spans[self.status] += now - self.since
         self.status, self.since = status, now
 
+    def spent(self, status: Status, now: float) -> float:
+        """Seconds in a status, the present one up to `now`."""
+        return self.spans[status] + (now - self.since if status is self.status else 0.0)
+
     def check(self, size: int) -> None:
         """Assert that the integers agree, for blocks of `size` tokens."""
         running = self.status in (Status.PREFILL, Status.DECODE)

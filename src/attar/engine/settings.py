@@ -59,6 +59,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_running: int | None = None
     max_step_tokens: int | None = None
     max_waiting: int | None = None
+    max_delay: float | None = None  # seconds, of the policy `dynamic`
     threads: int | None = None
     verify: bool = True
     adapters: tuple[tuple[str, str], ...] = ()  # name and folder of each
@@ -74,6 +75,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The preset with what was set besides. Raises ValueError for an unknown preset, or an impossible number."""
         if self.preset is not None and self.preset not in PRESETS:
             raise ValueError(f"unknown preset {self.preset!r}: known are {', '.join(PRESETS)}")
-        names = ("policy", "max_running", "max_step_tokens", "max_waiting")
+        names = ("policy", "max_running", "max_step_tokens", "max_waiting", "max_delay")
         changed = {name: value for name in names if (value := getattr(self, name)) is not None}
         return replace(PRESETS[self.preset] if self.preset else Limits(), **changed)

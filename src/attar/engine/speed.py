@@ -11,8 +11,9 @@ total of this run, and the machine's limits are measured in it too, since a neig
   can pass; `tile_fraction` is over theirs.
 
 On a GPU steps are replayed from a graph, the bandwidth is that of a copy, which reads and writes, and the peak that of
-torch's product of bfloat16 numbers. There the cache counts: `roof_fraction` is the time in which weights, keys and
-values of a step's context could be read, over the time it takes.
+torch's product of bfloat16 numbers. There `roof_fraction` is the least time of a decode step by `plan/roofline.py`,
+over the time it takes: in which weights, keys and values could be read, or products and attention computed, each by
+torch's own rate of the numbers that meet in it. `limited_by` says which of the two it is.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints import hf, sources
+from attar.checkpoints.stored import stored
+from attar.engine import bounds
 from attar.engine import kv as engine_kv
 from attar.engine.decoding import Decoding
 from attar.engine.llm import PREFILL_ROWS
@@ -49,12 +53,18 @@ from attar.model.cache import BLOCK, Step
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.model.shapes import shape
-from attar.plan import costs
+from attar.model.split import Share
+from attar.plan.costs import Storage
+from attar.plan.fit import shared
+from attar.plan.roofline import Roofline
 
 WARM_UP = 16  # tokens of the prompt that goes first, untimed but for the first token
 SEED = 20
 REPEATED = 64  # rows of a form that is not a grid
-COPIED, SQUARE = 1 << 30, 8192  # bytes of a copy, and rows of a product, by which a card's limits are measured
+
+
+Part = tuple[ModelConfig, Storage]
+"""A model, or what one of several processes computes of it, and how its weights are stored."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +82,17 @@ class RandomWeights:
     dtype = torch.float32
 
     def __init__(self, config: ModelConfig, scheme: str, head: str, device: torch.device | str = "cpu") -> None:
-        if head not in HEADS:
-            raise ValueError(f"unknown head {head!r}: known are {', '.join(HEADS)}")
         self.config = config
         self.scheme = None if scheme == "bf16" else Scheme.parse(scheme)
-        self.head = None if HEADS[head] is None else Scheme.parse(str(HEADS[head]))
-        self._device, self._numbers = device, torch.Generator(device).manual_seed(SEED)
+        self.head = head_scheme(head)
+        self._device, self._here = device, torch.Generator().manual_seed(SEED)
         if config.experts is not None or config.norm != "rms":
             raise ValueError("random weights are of dense models with RMSNorm")
+
+    @cached_property
+    def _numbers(self) -> torch.Generator:
+        """The device's own; `_here` is for what is drawn in ordinary memory, wherever it goes then."""
+        return torch.Generator(self._device).manual_seed(SEED)
 
     def has(self, name: str) -> bool:
         names = self.config.names
@@ -114,7 +127,7 @@ class RandomWeights:
 
     def _packed(self, size: tuple[int, int], scheme: Scheme) -> PackedTensor:
         if scheme.weight.kind != "int":
-            return quantized(size, scheme, self._numbers)
+            return quantized(size, scheme, self._here)
         parts = {}
         for name, part in scheme.parts(size).items():
             if name == "shape":
@@ -130,9 +143,16 @@ class RandomWeights:
         return PackedTensor(scheme, size, parts)
 
 
+def head_scheme(head: str) -> Scheme | None:
+    """Of an output matrix, None where it is dense. Raises ValueError naming those that exist."""
+    if head not in HEADS:
+        raise ValueError(f"unknown head {head!r}: known are {', '.join(HEADS)}")
+    return None if (name := HEADS[head]) is None else Scheme.parse(name)
+
+
 def quantized(size: tuple[int, int], scheme: Scheme, numbers: torch.Generator) -> PackedTensor:
-    """Normal weights in a form that random bits do not spell. Where rows can be quantized some at a time, the first
-    ones come again and again, for some forms are searched for."""
+    """Normal weights in a form that random bits do not spell, in ordinary memory: not every codec knows others. Where
+    rows can be quantized some at a time, the first ones come again and again, for some forms are searched for."""
     rows = min(size[0], REPEATED) if scheme.weight.by_row else size[0]
     some = torch.empty((rows, size[1])).normal_(0, size[1] ** -0.5, generator=numbers)
     if isinstance(scheme.weight, Sparse24):
@@ -152,6 +172,12 @@ def build(name: str, scheme: str, head: str, store: Store) -> Decoder:
     return model.build(config, RandomWeights(config, scheme, head, device), None, store)
 
 
+def part(name: str, scheme: str, head: str) -> Part:
+    """Of the same model."""
+    packed = head_scheme(head)
+    return shape(name), Storage.named(scheme, None if packed is None else packed.with_scale_dtype("float16"))
+
+
 def load(path: Path, store: Store) -> Decoder:
     return sources.load(path, store.dtype if isinstance(store, TritonStore) else torch.float32, None, store)
 
@@ -166,8 +192,10 @@ def run_shared(
         teams.append(Team(path, tp, pp, device=device, dtype=hf.compute_dtype(None, device), activations=activations))
         return teams[0].decoder
 
+    config, storage = stored(path)
+    part = shared(config, storage, Share(0, tp))[1], storage  # stages run one after another
     try:
-        return run(make, load, activations, kv, device) | {"tp": tp, "pp": pp}
+        return run(make, load, activations, kv, device, part) | {"tp": tp, "pp": pp}
     finally:
         for team in teams:
             team.close()
@@ -179,8 +207,10 @@ def run(
     activations: str = "int8g128",
     kv: str | None = None,
     device: str = "cpu",
+    part: Part | None = None,
 ) -> dict[str, Any]:
-    """Measure on `device`, with keys and values kept as the scheme `kv` says, by default as they are.
+    """Measure on `device`, with keys and values kept as the scheme `kv` says, by default as they are. `part` is what a
+    process computes of the model, for the roof of a GPU, which is left out without it.
 
     Raises ValueError where a setting does not exist, or where nothing can run natively here.
     """
@@ -211,13 +241,19 @@ def run(
         "bytes_per_token": per_token,
     }
     if isinstance(store, TritonStore):
-        peak, rate, gops = torch.cuda.max_memory_reserved(decoder.device), *_card_limits(decoder.device)
-        cached = load.batch * costs.kv_read_bytes(decoder.config, scheme.name, load.prompt + load.gen // 2)
+        peak, rates = torch.cuda.max_memory_reserved(decoder.device), bounds.card_rates(decoder.device)
+        rate, gops = rates.bandwidth / 1e9, rates.operations(None) / 1e9
+        if part is not None:
+            halfway = [(load.prompt + load.gen // 2, 1, True)] * load.batch
+            reading, computing = Roofline(*part, scheme.name, rates).least(halfway)
+            found |= {
+                "roof_fraction": max(reading, computing) / decode,
+                "limited_by": "compute" if computing > reading else "bandwidth",
+            }
         found |= {
             "card": torch.cuda.get_device_name(decoder.device),
             "read_gb_s": rate,
             "read_fraction": per_token / decode / 1e9 / rate,
-            "roof_fraction": (per_token + cached) / decode / 1e9 / rate,
             "bf16_gops": gops,
             "compute_fraction": work / prefill / 1e9 / gops,
             "peak_mb": peak / 1e6,
@@ -249,30 +285,6 @@ def run(
         "kv_bits": scheme.bits_per_value(decoder.config.head_dim, BLOCK),
         **vars(load),
     }
-
-
-def _card_limits(device: torch.device) -> tuple[float, float]:
-    """What a card does at best: GB/s read and written by a copy, and billions of operations a second of a product."""
-    source, target = (torch.ones(COPIED, dtype=torch.uint8, device=device) for _ in range(2))
-    a, b = (torch.randn(SQUARE, SQUARE, device=device, dtype=torch.bfloat16) for _ in range(2))
-    copied = _seconds(lambda: target.copy_(source))
-    multiplied = _seconds(lambda: torch.mm(a, b))
-    return 2 * COPIED / copied / 1e9, 2 * SQUARE**3 / multiplied / 1e9
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    """Of a call on the current card: the best of some runs of several."""
-    call()
-    best = []
-    for _ in range(5):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(8):
-            call()
-        end.record()
-        end.synchronize()
-        best.append(float(start.elapsed_time(end)) / 8e3)
-    return min(best)
 
 
 @torch.inference_mode()
@@ -326,7 +338,8 @@ def to_text(report: dict[str, Any]) -> str:
         rows["kernels"] = f"{report['isa']}, {report['threads']} threads, activations {report['activations']}"
     else:
         of = f"{report['compute_fraction']:.0%} of the {report['bf16_gops']:.0f} GOP/s of bfloat16 here"
-        rows["roof"] = f"{report['roof_fraction']:.0%} of what reading weights and cache would allow{once}"
+        if "roof_fraction" in report:
+            rows["roof"] = f"{report['roof_fraction']:.0%} of what {report['limited_by']} would allow{once}"
         rows["memory"] = f"{report['peak_mb']:.0f} MB of the card at most"
         rows["card"] = report["card"]
     rows = {"prefill": f"{report['prefill_tok_s']:.0f} tokens/s, {of}"} | rows

@@ -14,6 +14,7 @@ a sequence has gained. It keeps a `Sequence` for each, which nobody schedules.
 worker from the other pipe, the worker's standard output, through a thread that waits for its end: then every exchange
 under way is aborted, and what waits raises, as does whatever is called next: an engine's step `Lost`, other calls
 RuntimeError. A server's engine ends as soon as that thread knows (`on_lost`), and its supervisor starts another.
+A worker that lives but is stopped is lost too, where an exchange or a full pipe has waited for it too long.
 
 A process that raises within a step has left the others behind in theirs: a team that has lost step cannot be brought
 back, so this is `Lost` too. What fails one request in one process, and a step that a device has too little memory for,
@@ -54,7 +55,7 @@ from attar.engine.sequence import Status
 from attar.engine.step import StepPlan
 from attar.formats.kv import KvScheme
 from attar.kernels import ops
-from attar.kernels.group import Group
+from attar.kernels.group import WAIT, Group
 from attar.kernels.ops import Store
 from attar.kernels.pages import Bases
 from attar.model.cache import KVCache, Step
@@ -64,6 +65,7 @@ from attar.model.split import Share, split
 
 START_SECONDS = 120.0  # that a worker may take before it begins to load
 LOAD_SECONDS = 3600.0
+UNREAD_SECONDS = WAIT.total_seconds()  # that a worker may leave a full pipe unread
 END_SECONDS = 5.0
 MOMENT = 0.5  # seconds between the end of a connection and that of the process behind it
 
@@ -109,17 +111,30 @@ class Crew:
         self.groups: Groups | None = None
         self.on_lost: Callable[[str], None] | None = None
         self.children: list[subprocess.Popen[bytes]] = []
+        self.free: int | None = None
+        """Bytes of the fullest of the workers' GPUs, when they started; None on CPUs."""
         command = [sys.executable, "-m", "attar.engine.worker"]
-        for job in jobs:
-            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
-            self.children.append(child)
-            self.write(child, frame(job))
+        try:
+            for job in jobs:
+                child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+                self.children.append(child)
+                assert child.stdin is not None
+                os.set_blocking(child.stdin.fileno(), False)  # of this end alone
+                self.write(child, frame(job))
+        except BaseException:
+            self.end()
+            raise
 
     def write(self, child: subprocess.Popen[bytes], data: bytes) -> None:
+        """To a worker, which reads when it has done what it was told before. Raises RuntimeError where it reads nothing
+        for longer than it may be behind; it has a part of a command then, so nobody can speak with it any more."""
         assert child.stdin is not None
         view = memoryview(data)
         with contextlib.suppress(BrokenPipeError):  # it is dead: whoever waits for it learns so
             while view:
+                if not select.select([], [child.stdin.fileno()], [], UNREAD_SECONDS)[1]:
+                    self.lose(f"process {self.children.index(child) + 1} of the model reads nothing any more")
+                    raise RuntimeError(self.lost)
                 view = view[child.stdin.write(view) or 0 :]
 
     def wait_for(self, what: str, seconds: float) -> None:
@@ -132,6 +147,8 @@ class Crew:
                 raise RuntimeError(f"process {number} of the model ended before it had {what}")
             if said.what != what:
                 raise ValueError(said.text)
+            if said.free is not None:
+                self.free = said.free if self.free is None else min(self.free, said.free)
 
     def watch(self) -> None:
         """Until one of the workers ends. They say nothing more: what can be read is the end."""
@@ -168,11 +185,9 @@ class Crew:
         self.ending = True
         for child in self.children:
             assert child.stdin is not None
-            os.set_blocking(child.stdin.fileno(), False)  # one that does not read is not waited for
-            with contextlib.suppress(BrokenPipeError, BlockingIOError):
-                child.stdin.write(frame(End()))
-            with contextlib.suppress(BrokenPipeError, BlockingIOError):
-                child.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.write(frame(End()))  # one that does not read is not waited for
+            child.stdin.close()
         limit = time.monotonic() + END_SECONDS
         for child in self.children:
             try:

@@ -140,11 +140,11 @@ def main() -> int:
     job = msgspec.msgpack.decode(first, type=Job)
     threading.Thread(target=_end_with, args=(0, job.folder), name="lifeline", daemon=True).start()
 
-    def say(what: str, text: str = "") -> None:
-        os.write(out, frame(Said(what, text)))
+    def say(what: str, text: str = "", free: int | None = None) -> None:
+        os.write(out, frame(Said(what, text, free)))
 
     try:
-        say("started")
+        say("started", free=None if job.device == "cpu" else torch.cuda.mem_get_info(job.device)[0])
         worker = Worker(team.load(job, team.job_groups(job)))
     except (ValueError, OSError) as error:
         say("failed", str(error))

@@ -5,7 +5,7 @@ Shapes: N rows (tokens), I input columns, O output columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol, runtime_checkable
@@ -55,20 +55,23 @@ class PreparedAdapter:
 
 
 class Routes:
-    """Which adapter each row of a call takes: `numbers` [N] on the CPU, 0 where it takes none."""
+    """Which adapter each row of a call takes: `numbers` [N] on the CPU, 0 where it takes none. `send` brings tensors of
+    the CPU to where the rows are, all of them together."""
 
-    def __init__(self, numbers: Tensor) -> None:
-        self.numbers = numbers
+    def __init__(self, numbers: Tensor, send: Callable[..., Sequence[Tensor]] = lambda *parts: parts) -> None:
+        self.numbers, self._send = numbers, send
 
     @cached_property
     def groups(self) -> list[tuple[int, Tensor]]:
-        """Each adapter's number with its rows, [n] int64 in order."""
-        return [(n, (self.numbers == n).nonzero()[:, 0]) for n in self.numbers.unique().tolist() if n]
+        """Each adapter's number with its rows, [n] int64 in order, where the rows are: sent once, for all layers."""
+        found = [n for n in self.numbers.unique().tolist() if n]
+        rows = self._send(*((self.numbers == n).nonzero()[:, 0] for n in found))
+        return list(zip(found, rows, strict=True))
 
     def of(self, rows: Tensor | slice) -> Routes | None:
         """Those of some of the rows; None where none of them takes an adapter."""
         found = self.numbers[rows if isinstance(rows, slice) else rows.cpu()]
-        return Routes(found) if found.any() else None
+        return Routes(found, self._send) if found.any() else None
 
 
 @dataclass(eq=False)

@@ -223,7 +223,7 @@ def linear(x: Tensor, linears: Sequence[Linear], tap: Tap | None = None, routes:
     for number, group in () if routes is None else routes.groups:
         if any(number in each.adapters for each in linears):
             every = len(group) == len(x)
-            where = slice(None) if every else group.to(x.device)
+            where = slice(None) if every else group
             _adapt(out, x if every else x[where], linears, where, [each.adapters.get(number) for each in linears])
     return out
 
@@ -312,6 +312,7 @@ def write_kv(
     NaN, for the reader to see. q, k and v may be columns of one matrix. Raises ValueError on slots or angles outside
     their arrays.
     """
+    assert pages.keys_rotated, "keys that are rotated when they are read must be written as they are"
     if isinstance(pages, NibblePages):
         if q_norm is not None and k_norm is not None:
             q, k = norm(q, None, q_norm)[1], norm(k, None, k_norm)[1]
@@ -355,6 +356,7 @@ def paged_attention(
     Raises ValueError on lengths or block numbers outside their arrays; Triton's kernels, which would have to wait for
     the device, do not look at them. They have no mass yet, and raise ValueError where it is wanted.
     """
+    assert pages.keys_rotated, "no kernel rotates keys as it reads them"
     if isinstance(pages, PlainPages):
         if want_mass:
             raise ValueError("no kernel of this device tells the mass of a softmax yet: what evicts by it runs on CPUs")

@@ -77,6 +77,9 @@ class Pages:
     recent: Recent | None = None
     more: dict[str, Tensor] = field(default_factory=dict)
     """Arrays that only this scheme has, by the names of its parts."""
+    keys_rotated: bool = field(default=True, init=False)
+    """Whether keys are rotated when they are written. A cache that moves keys to other positions wants them rotated
+    when they are read, which no kernel does yet: `ops` takes no others."""
 
     @classmethod
     def zeros(

@@ -1,4 +1,4 @@
-"""Latency and throughput against load, as one HTML page that needs nothing else, or as a PNG where matplotlib is.
+"""Latency and throughput against load, as one HTML page that needs nothing else, or as a PNG by matplotlib.
 
 The page holds inline SVG: it opens anywhere, offline, for as long as browsers exist, and prints.
 """
@@ -116,7 +116,7 @@ def check(path: Path) -> None:
     if path.suffix not in (".html", ".png"):
         raise ValueError(f"a plot is a .html or a .png file, not {path.name!r}")
     if path.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("a PNG needs matplotlib, which is not installed: `pip install matplotlib`, or plot to .html")
+        raise ValueError("a PNG needs matplotlib, which is not installed: pip install 'attar[plot]', or plot to .html")
 
 
 def _png(path: Path, runs: Sequence[Run], title: str) -> None:

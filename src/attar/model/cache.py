@@ -2,7 +2,7 @@
 
 A cache is pages (`kernels.pages`): blocks of slots that a sequence's row of the block table names. Here each sequence
 has its blocks from the start, side by side; an engine that hands them out as sequences grow brings tables of its own
-(`KVCache.over`), and nothing else changes. Keys are stored rotated.
+(`KVCache.over`), and nothing else changes. Keys are stored rotated (`Pages.keys_rotated`).
 
 Some schemes keep a sequence's unfinished block in 16 bits (`formats/kv.py`). A call's rows of a sequence then lie in
 one block; `KVCache.pieces` cuts longer ones, and `Decoder.states` runs the pieces.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -190,7 +191,9 @@ class Step:
         place = None if self.cache is None else self.cache.place(self.lengths)
         routes = None
         if any(number for number, n in zip(self.adapters, self.lengths, strict=bool(self.adapters)) if n):
-            routes = Routes(torch.tensor(self.adapters).repeat_interleave(torch.tensor(self.lengths)))
+            device = torch.device(self.device) if self.cache is None else self.cache.device
+            numbers = torch.tensor(self.adapters).repeat_interleave(torch.tensor(self.lengths))
+            routes = Routes(numbers, partial(sent, device))
         object.__setattr__(self, "routes", routes)
         object.__setattr__(self, "place", place)
         if place is None:

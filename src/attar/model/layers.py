@@ -16,7 +16,7 @@ from torch import Tensor
 from attar.kernels import ops
 from attar.kernels.operands import AttentionForm, Linear, Norm, Routes, Tap
 from attar.kernels.pages import Rotation
-from attar.model.cache import Step
+from attar.model.cache import Step, sent
 from attar.model.config import Activation, Rope
 
 
@@ -87,11 +87,12 @@ class MixtureOfExperts:
         weights, chosen = gates.topk(self.top_k, -1)  # [N, top_k]
         if self.normalise_top_k:
             weights = weights / weights.sum(-1, keepdim=True)
-        out = torch.zeros_like(x)
+        out, known = torch.zeros_like(x), chosen.cpu()  # on a GPU the one wait of the layer, for all experts
         for e, expert in enumerate(self.experts):
-            rows, rank = (chosen == e).nonzero(as_tuple=True)
+            rows, rank = (known == e).nonzero(as_tuple=True)
             if len(rows):
                 own = None if routes is None else routes.of(rows)
+                rows, rank = sent(x.device, rows, rank)
                 out[rows] += expert.forward(x[rows], tap, own) * weights[rows, rank, None].to(x.dtype)
         if self.shared is not None and self.shared_gate is not None:
             gate = ops.linear(x, (self.shared_gate,), tap, routes).sigmoid()

@@ -4,7 +4,9 @@
 
 All but the last are bounds that are known before anything is loaded (`costs.py`, `steps.py`); what they leave is cut
 into blocks of the KV cache. A request of a full context takes ceil(context / block) of them, so `requests` is how many
-such requests can run at once without one of them being preempted, if no two share a prompt's beginning.
+such requests can run at once without one of them being preempted, if no two share a prompt's beginning. `fit` is that
+division; `start` adds what a server decides besides: no more blocks than its sequences could use together, and shorter
+requests where not one of the model's whole context fits.
 
 How fast: a decode step of `users` sequences reads every weight once (of experts those that are chosen) and every user's
 keys and values, so it takes at least
@@ -40,13 +42,16 @@ USUAL = ("dense", "w8a8", "w4g128", "w3g128")
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What is asked for: so many users at once, each with so many positions of prompt and answer."""
+    """What is asked for: so many users at once, each with so many positions of prompt and answer.
 
-    context: int
+    None is the model's whole context; a single user gets what fits of it, as by `start`.
+    """
+
+    context: int | None = None
     users: int = 1
 
     def __post_init__(self) -> None:
-        if self.context < 1:
+        if self.context is not None and self.context < 1:
             raise ValueError(f"a context has at least one position, not {self.context}")
         if self.users < 1:
             raise ValueError(f"a plan is for at least one user, not {self.users}")
@@ -147,6 +152,44 @@ def fit(
     return Fit(memory, weights, step, processes, block, each, blocks, context, adapters)
 
 
+def start(
+    config: ModelConfig,
+    storage: Storage,
+    kv: str,
+    memory: int,
+    limits: StepLimits,
+    context: int | None = None,
+    max_tokens: int | None = None,
+    adapters: int = 0,
+    share: Share = WHOLE,
+) -> Fit:
+    """How a server divides its memory: as `fit`, with a cache of `max_tokens`, or of what the memory leaves up to what
+    `limits.sequences` full requests use.
+
+    Where no `context` is asked for and the cache holds less than one request of the model's, the context becomes what
+    the cache holds. Raises ValueError as `fit` and `longest`; what does not fit is for `require` to say.
+    """
+    most = longest(config, context)
+
+    def divide(context: int, max_tokens: int | None) -> Fit:
+        return fit(config, storage, kv, memory, context, limits, max_tokens, adapters=adapters, share=share)
+
+    found = divide(most, max_tokens)
+    if max_tokens is None and found.blocks > (useful := limits.sequences * found.blocks_each):
+        found = divide(most, useful * BLOCK)
+    if context is None and 0 < found.tokens < most:
+        found = divide(found.tokens, found.tokens)
+    return found
+
+
+def longest(config: ModelConfig, context: int | None) -> int:
+    """Tokens of the longest request that is asked for, by default the model's context. Raises ValueError where the
+    model has fewer positions."""
+    if context is not None and context > config.context:
+        raise ValueError(f"a context of {context:,} is past the {config.context:,} positions of the model")
+    return context or config.context
+
+
 def shared(config: ModelConfig, storage: Storage, share: Share) -> tuple[ModelConfig, ModelConfig]:
     """The part of a model that the first of several processes computes, with the logits of all, and the part whose
     weights it holds. Raises ValueError where the model cannot be shared so."""
@@ -170,9 +213,11 @@ def require(found: Fit, source: str) -> None:
             f"little; {_parts(found)}"
         )
     if found.requests < 1:
+        held = f"the cache would hold {found.tokens:,} tokens, less than one request of {found.context:,}"
+        if not (short := found.short()):  # there is memory for more than was asked for
+            raise ValueError(f"{held}: a smaller --context or a larger --max-tokens-in-cache would do")
         raise ValueError(
-            f"the cache would hold {found.tokens:,} tokens, less than one request of {found.context:,}: "
-            f"{size(found.short())} too little; a smaller --context, a smaller --kv or more memory would do"
+            f"{held}: {size(short)} too little; a smaller --context, a smaller --kv or more memory would do"
         )
 
 
@@ -207,8 +252,9 @@ def speed(
     for name, rate in (("bandwidth", bandwidth), ("rate of operations", int8_rate)):
         if rate is not None and not rate > 0:
             raise ValueError(f"the {name} must be above 0, not {rate:g}")
+    context = longest(config, demand.context)
     read = costs.step_bytes(config, storage, demand.users)
-    read += demand.users * costs.kv_read_bytes(config, kv, demand.context)
+    read += demand.users * costs.kv_read_bytes(config, kv, context)
     reading = read / bandwidth
     computing = 0.0 if int8_rate is None else demand.users * costs.int8_flops(config, storage) / int8_rate
     slower = max(reading, computing)
@@ -223,7 +269,8 @@ class Row:
     kv: str
     fit: Fit
     weight_bytes: costs.WeightBytes
-    short: int  # bytes missing for all users; 0: they fit
+    fits: bool  # all users
+    short: int  # bytes missing for them; 0 where they fit, or would in a larger cache than was asked for
     speed: Speed | None  # of all users; None where they do not fit, or without a bandwidth
     references: int  # linears that no kernel multiplies by
 
@@ -235,7 +282,9 @@ class Plan:
     model: str
     memory: int
     source: str
-    demand: Demand
+    context: int  # of a request, as far as it fits
+    users: int
+    limits: StepLimits
     bandwidth: float | None  # bytes a second
     int8_rate: float | None  # operations a second
     rows: tuple[Row, ...]
@@ -257,14 +306,19 @@ def plan(
     adapters: int = 0,
     share: Share = WHOLE,
 ) -> Plan:
-    """Every storage with every scheme of keys and values, by default the usual ones. `adapters` are as in `fit`, and so
-    is `share`: memory, bandwidth and rate are then of each process. Stages run one after another, and what processes
-    exchange is not counted. Storages that cannot be shared so are left out, but for the first.
+    """Every storage with every scheme of keys and values, by default the usual ones, each divided as by `start`.
+    `adapters` are as in `fit`, and so is `share`: memory, bandwidth and rate are then of each process. Stages run one
+    after another, and what processes exchange is not counted. Storages that cannot be shared so are left out, but for
+    the first.
 
-    Raises ValueError where a setting is not possible, and where the context asked for is longer than the model's.
+    Raises ValueError where a setting is not possible, where the context asked for is longer than the model's, and where
+    `limits` let fewer sequences run together than there are users.
     """
-    if demand.context > config.context:
-        raise ValueError(f"a context of {demand.context:,} is past the {config.context:,} positions of {model}")
+    limits = limits or StepLimits()
+    if demand.users > limits.sequences:
+        raise ValueError(f"{demand.users} users at once, but only {limits.sequences} requests run together")
+    most = longest(config, demand.context)
+    context = demand.context if demand.users == 1 else most
     rows = []
     for storage in storages:
         try:
@@ -274,14 +328,16 @@ def plan(
                 raise
             continue
         for kv in costs.usual_kv(config) if kv_schemes is None else kv_schemes:
-            found = fit(config, storage, kv, memory, demand.context, limits, max_tokens, adapters=adapters, share=share)
+            found = start(config, storage, kv, memory, limits, context, max_tokens, adapters, share)
             short, fast = found.short(demand.users), None
-            if bandwidth is not None and not short:
-                fast = speed(layers, storage, kv, demand, bandwidth, int8_rate)
+            fits = found.requests >= demand.users and not short
+            if bandwidth is not None and fits:
+                each = Demand(found.context, demand.users)
+                fast = speed(layers, storage, kv, each, bandwidth, int8_rate)
             held = shared(config, storage, share)[1]
             weights, references = costs.weight_bytes(held, storage), len(steps.references(config, storage))
-            rows.append(Row(storage.label, kv, found, weights, short, fast, references))
-    return Plan(model, memory, source, demand, bandwidth, int8_rate, tuple(rows))
+            rows.append(Row(storage.label, kv, found, weights, fits, short, fast, references))
+    return Plan(model, memory, source, most, demand.users, limits, bandwidth, int8_rate, tuple(rows))
 
 
 def usual(config: ModelConfig, first: Storage) -> list[Storage]:

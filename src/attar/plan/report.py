@@ -23,21 +23,23 @@ def startup(found: Fit, kv: str) -> str:
 
 
 def to_text(plan: Plan) -> str:
-    """The whole plan: one line a choice of precisions, then the answer in a sentence."""
-    demand = plan.demand
+    """The whole plan: a line a choice of precisions, what a server would say of the first, the answer in a sentence."""
     head = ("weights", "KV", "weights take", "KV a token", "tokens held", "requests", "fits", "tokens/s")
     rows = [head, *(_cells(row) for row in plan.rows)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        f"{plan.model}: {demand.users} x {demand.context:,} tokens in {size(plan.memory)} ({plan.source})",
+        f"{plan.model}: {plan.users} x {plan.context:,} tokens in {size(plan.memory)} ({plan.source})",
         "",
         *("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
         "",
     ]
-    first = plan.rows[0].fit
-    beside = f"adapters {size(first.adapters)}, " if first.adapters else ""
-    beside += f"largest step {size(first.step)}, processes {size(first.processes)}"
-    lines.append(f"besides: {beside}; a request is one full context")
+    first = plan.rows[0]
+    lines += [
+        f"a request is one full context; with {first.weights} weights and {first.kv} keys and values a server has:",
+        "",
+        startup(first.fit, first.kv),
+        "",
+    ]
     if plan.bandwidth is not None:
         rates = f"{plan.bandwidth / 1e9:.1f} GB/s"
         rates += "" if plan.int8_rate is None else f", int8 {plan.int8_rate / 1e9:,.0f} GOP/s"
@@ -51,12 +53,13 @@ def to_text(plan: Plan) -> str:
 
 def answer(plan: Plan) -> str:
     """One sentence: the choice that keeps the most precision and fits, or how much is missing."""
-    users = f"{plan.demand.users} user{'s' if plan.demand.users > 1 else ''} of {plan.demand.context:,} tokens"
-    fitting = [row for row in plan.rows if not row.short]
+    fitting = [row for row in plan.rows if row.fits]
     if fitting:
         best = fitting[0]
-        room = f"{users} fit with {best.weights} weights and {best.kv} keys and values: there is room for "
-        room += f"{best.fit.requests:,}"
+        room = f"{_users(plan, best.fit.context)} fit with {best.weights} weights and {best.kv} keys and values: "
+        room += f"there is room for {best.fit.requests:,}"
+        if best.fit.requests >= plan.limits.sequences:
+            room += f", all that may run together, and {size(best.fit.unused)} are left"
         fastest = max(fitting, key=_rate)
         if fastest is best or fastest.speed is None:
             return room
@@ -65,10 +68,16 @@ def answer(plan: Plan) -> str:
     least = min(plan.rows, key=lambda row: row.short)
     most = max(row.fit.requests for row in plan.rows)
     held = f"{most} would fit" if most else "not even one would"
+    if not least.short:
+        return f"{_users(plan, plan.context)} do not fit into a cache of {least.fit.tokens:,} tokens ({held})"
     return (
-        f"{users} do not fit: {size(least.short)} too little even with {least.weights} weights and {least.kv} keys and "
-        f"values ({held})"
+        f"{_users(plan, plan.context)} do not fit: {size(least.short)} too little even with {least.weights} weights "
+        f"and {least.kv} keys and values ({held})"
     )
+
+
+def _users(plan: Plan, context: int) -> str:
+    return f"{plan.users} user{'s' if plan.users > 1 else ''} of {context:,} tokens"
 
 
 def _rate(row: Row) -> float:
@@ -78,7 +87,7 @@ def _rate(row: Row) -> float:
 def _cells(row: Row) -> tuple[str, ...]:
     fast = "-" if row.speed is None else f"{row.speed.tokens_per_second:,.0f}"
     fast += "c" if row.speed is not None and row.speed.limited_by == "compute" else ""
-    short = "yes" if not row.short else f"no: {size(row.short)} short"
+    short = "yes" if row.fits else f"no: {size(row.short)} short" if row.short else "no: too few tokens"
     fit = row.fit
     a_token = size(fit.block_bytes / fit.block)
     return (
@@ -111,18 +120,20 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "model": plan.model,
         "memory": plan.memory,
         "memory_source": plan.source,
-        "context": plan.demand.context,
-        "users": plan.demand.users,
+        "context": plan.context,
+        "users": plan.users,
+        "step_sequences": plan.limits.sequences,
+        "step_tokens": plan.limits.rows,
         "bandwidth": plan.bandwidth,
         "int8_rate": plan.int8_rate,
         "formula": FORMULA,
-        "fits": any(not row.short for row in plan.rows),
+        "fits": any(row.fits for row in plan.rows),
         "answer": answer(plan),
         "rows": [
             {
                 "weights": row.weights,
                 "kv": row.kv,
-                "fits": not row.short,
+                "fits": row.fits,
                 "short": row.short,
                 "weight_parts": {
                     "linears": row.weight_bytes.linears,

@@ -33,6 +33,7 @@ LARGE = 1 << 20  # bytes from which a result has pages of its own
 UNIT = 2 << 20  # of which it takes whole ones
 IDLE = 512 << 20  # bytes of such pages that wait for use at most
 SAMPLING = 150  # bytes a logit while tokens are chosen
+SAMPLED = 8  # rows whose tokens are chosen together, as `engine.sampler.AT_ONCE`
 THREAD = 1 << 20  # bytes of a thread's buffers that do not grow with the model
 ANGLES = 256  # rows of a rotary table come in powers of two of so many
 TABLES = 8  # that are kept of a rope whose angles depend on the length
@@ -59,21 +60,20 @@ class StepBytes:
 class StepLimits:
     """What bounds a step: tokens of all sequences together, and rows whose logits are made, one for each sequence.
 
-    `sampled` is of how many rows tokens are chosen at once, all by default; `recordings` how many decode steps are kept
-    recorded, each of up to `sequences` rows.
+    `sampled` is of how many rows tokens are chosen at once; `recordings` how many decode steps are kept recorded, each
+    of up to `sequences` rows.
     """
 
     rows: int = 512
     sequences: int = 32
-    sampled: int | None = None
+    sampled: int = SAMPLED
     recordings: int = 4
     threads: int = 1
     idle: int = IDLE
 
     def __post_init__(self) -> None:
         for name, low in (("rows", 1), ("sequences", 1), ("sampled", 1), ("threads", 1), ("recordings", 0)):
-            value = getattr(self, name)
-            if value is not None and value < low:
+            if (value := getattr(self, name)) < low:
                 raise ValueError(f"{name} of a step are at least {low}, not {value}")
 
 
@@ -85,7 +85,7 @@ def largest_step(config: ModelConfig, storage: Storage, limits: StepLimits, cont
         results=max(sum(_taken(size) for size in phase) for phase in phases),
         idle=min(limits.idle, _idle(phases)),
         buffers=_buffers(config, storage, limits, context),
-        sampling=min(logit_rows, limits.sampled or logit_rows) * config.vocab_size * SAMPLING,
+        sampling=min(logit_rows, limits.sampled) * config.vocab_size * SAMPLING,
         angles=_angles(config, context),
         recorded=limits.recordings * recorded_step(config, storage, limits.sequences),
     )

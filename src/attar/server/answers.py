@@ -42,7 +42,11 @@ class Models(Answer, frozen=True):
 
 
 class Why(Answer, frozen=True):
-    """Where a request's time went; `prompts` has a report for each of its prompts that ended."""
+    """Where a request's time went, or goes while `outcome` is `running`.
+
+    `outcome` is otherwise how it ended: `stop` or `length`, or the code of its failure. `prompts` has a report for each
+    of its prompts that has ended, of an embedding's inputs for the first 128.
+    """
 
     id: str
     outcome: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.resources
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -29,13 +29,10 @@ from attar.server.schemas import (
     CompletionBody,
     DetokenizeBody,
     EmbeddingBody,
-    Pooling,
     TokenizeBody,
 )
-from attar.server.work import Caller, Desk, Work, room
+from attar.server.work import Caller, Desk, Work, fits, room
 from attar.version import __version__
-
-WINDOW = 32  # texts to embed that the engine has at once
 
 PAGE = importlib.resources.files("attar.server").joinpath("page.html").read_bytes()
 
@@ -99,7 +96,7 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
 
     @app.get("/v1/requests/{name}/why", openapi_extra=giving(answers.Why))
     async def why(request: Request, name: str) -> Response:
-        """Where a request's time went. `name` is its `X-Request-Id`, or the `id` of its answer."""
+        """Where a request's time went, or goes. `name` is its `X-Request-Id`, or the `id` of its answer."""
         return _json(desk.story(name.rpartition("-")[2].removeprefix("msg_"), _caller(request).salt))
 
     @app.post(
@@ -111,8 +108,10 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         model, ready = desk.model(body.model), desk.ready()
         ids = await prompts.chat_ids(chat_messages(body))
         params = chat_params(body, room([ids], ready.context, "messages"), ready.vocab_size)
+        n = body.n or 1
+        fits(n, ready, "n")
         form = openai.ChatFormat(prompts.tokenizer, bool(body.logprobs))
-        work = desk.submit(_caller(request), [ids], params, body.n or 1, model)
+        work = desk.submit(_caller(request), [ids], params, n, model, body.priority or 0)
         if body.stream:
             return await _stream(request, work, openai.stream(work, model, form, body.with_usage), openai.failed)
         return await _whole(request, work, openai.whole(work, model, form))
@@ -133,8 +132,10 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         if body.echo:
             echoed = [text if isinstance(text, str) else await prompts.text(text) for text in asked]
         n = body.n or 1
+        made = max(n, body.best_of or 1)
+        fits(made, ready, "best_of" if made > n else "n")
         form = openai.CompletionFormat(prompts.tokenizer, body.logprobs is not None, n, echoed)
-        work = desk.submit(_caller(request), ids, params, n, model)
+        work = desk.submit(_caller(request), ids, params, made, model, body.priority or 0)
         if body.stream:
             return await _stream(request, work, openai.stream(work, model, form, body.with_usage), openai.failed)
         return await _whole(request, work, openai.whole(work, model, form))
@@ -158,12 +159,8 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         model, ready = desk.model(body.model), desk.ready()
         ids = await prompts.ids(body.inputs(), ready.vocab_size, "input")
         room(ids, ready.context, "input", new=0)
-        desk.healthy()
-        _caller(request).take(sum(map(len, ids)), 0)
-        embedding = _Embedding(desk, _caller(request), ids, body.pooling, model)
-        async with sse.while_connected(request.receive, embedding.cancel):
-            vectors = await embedding.vectors()
-        return _json(_embedded(vectors, model, sum(map(len, ids)), body.encoding_format == "base64"))
+        work = desk.embed(_caller(request), ids, body.pooling, model)
+        return await _whole(request, work, _embedded(work, model, body.encoding_format == "base64"))
 
     @app.post("/tokenize", openapi_extra=taking(TokenizeBody, answers.Tokenized))
     async def tokenize(request: Request) -> Response:
@@ -250,7 +247,7 @@ async def _whole(request: Request, work: Work, answer: Awaitable[bytes]) -> Resp
         async with sse.while_connected(request.receive, work.answer.cancel):
             return Response(await answer, media_type="application/json")
     finally:
-        work.answer.cancel()
+        work.close()
 
 
 async def _stream(
@@ -259,9 +256,10 @@ async def _stream(
     try:
         async with sse.while_connected(request.receive, work.answer.cancel):
             await work.admitted()
-        return sse.EventStream(pieces, work.answer.cancel, failed(Refusal("internal", INTERNAL)), work.caller.id)
+        last = failed(Refusal("internal", INTERNAL))
+        return sse.EventStream(pieces, work.answer.cancel, work.close, last, work.caller.id)
     except BaseException:
-        work.answer.cancel()
+        work.close()
         raise
 
 
@@ -270,40 +268,12 @@ def _model(name: str, ready: Ready) -> dict[str, Any]:
     return described if name == ready.model else described | {"parent": ready.model}
 
 
-class _Embedding:
-    """Many texts' vectors, a window of texts at a time: no request takes the engine's queue for itself."""
-
-    def __init__(
-        self, desk: Desk, caller: Caller, prompts: Sequence[tuple[int, ...]], pooling: Pooling, model: str
-    ) -> None:
-        self._desk, self._caller, self._prompts, self._pooling, self._model = desk, caller, prompts, pooling, model
-        self._work: Work | None = None
-        self._gone = False
-
-    def cancel(self) -> None:
-        """Nobody waits any more."""
-        self._gone = True
-        if self._work is not None:
-            self._work.answer.cancel()
-
-    async def vectors(self) -> list[bytes]:
-        """All of them, in order. Raises Refusal."""
-        found: list[bytes] = []
-        try:
-            for at in range(0, len(self._prompts), WINDOW):
-                if self._gone:
-                    raise Refusal("cancelled", "the request was cancelled")
-                self._work = self._desk.embed(self._caller, self._prompts[at : at + WINDOW], self._pooling, self._model)
-                found += await self._work.vectors()
-        finally:
-            self.cancel()
-        return found
-
-
-def _embedded(vectors: Sequence[bytes], model: str, tokens: int, as_base64: bool) -> dict[str, Any]:
+async def _embedded(work: Work, model: str, as_base64: bool) -> bytes:
+    vectors = await work.vectors()
     point("embeddings.whole")
     data = []
     for at, vector in enumerate(vectors):
         shown = base64.b64encode(vector).decode() if as_base64 else memoryview(vector).cast("f").tolist()
         data.append({"object": "embedding", "index": at, "embedding": shown})
-    return {"object": "list", "model": model, "data": data, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+    usage = {"prompt_tokens": work.prompt_tokens, "total_tokens": work.prompt_tokens}
+    return encode({"object": "list", "model": model, "data": data, "usage": usage})

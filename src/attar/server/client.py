@@ -10,6 +10,9 @@ not heard for `SILENCE` does not run, and one that has been in one step for long
 on. Neither ends the connection, for a stopped process may be continued: `trouble` tells of it, nothing new is taken,
 and what is open waits, until its deadline and `GRACE` have passed. Then its end comes from here: nobody else will tell
 it.
+
+A request of many prompts enters the engine's queue a window at a time, so that it fits whatever its length, and leaves
+room for others. What is refused there because others have taken the room, while the request is under way, waits here.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -50,6 +54,7 @@ WATCH_SECONDS = 0.1
 SILENCE = 1.5  # seconds: three beats of the engine
 STUCK = 60.0  # seconds, at least, that a step may take before nothing more is expected of it
 GRACE = 1.0  # seconds past its deadline that a request is left to the engine, which ends it between two steps
+ROOM_SECONDS = 0.1  # until a request with prompts still to come, and none in the engine, asks for room again
 
 AnswerEvent = Delta | PromptLogprobs | Finished | Embedding | Failed
 
@@ -60,19 +65,32 @@ class Answer:
     """The events of one HTTP request, which may be several of the engine's (`prompts`: their ids, in order).
 
     It ends with a `Failed`, which ends all of them, or with the `Finished` or `Embedding` after which none is open.
-    Then `ended` holds, and nothing follows.
+    Then `ended` holds, and nothing follows. At most `window` choices are in the engine at a time, or those of one
+    prompt. `late` is told what the engine still says of what was ended here.
     """
 
-    def __init__(self, commands: Sequence[Submit | Embed], drop: Callable[[Iterable[str], bool], None]) -> None:
+    def __init__(
+        self,
+        commands: Sequence[Submit | Embed],
+        window: int,
+        send: Callable[[Answer, Sequence[Submit | Embed]], None],
+        drop: Callable[[Iterable[str], bool], None],
+    ) -> None:
         self.prompts = {command.id: at for at, command in enumerate(commands)}
         self.ended = False
-        self._open = {command.id: command.n if isinstance(command, Submit) else 1 for command in commands}
-        self._drop = drop
+        self.late: Callable[[AnswerEvent], None] = lambda event: None
+        self._commands = {command.id: command for command in commands}
+        self._open = {command.id: _choices(command) for command in commands}
+        self._later = deque(commands)
+        self._window, self._within = window, 0
+        self._under_way = False
+        self._began = time.monotonic()
+        self._send, self._drop = send, drop
         self._events: list[AnswerEvent] = []
         self._size = 0
         self._since = 0.0  # when the oldest of them came
         self._wake = asyncio.Event()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}
 
     async def take(self) -> list[AnswerEvent]:
         """All events that have arrived, at least one. Empty once everything was taken and the answer has ended."""
@@ -82,10 +100,25 @@ class Answer:
         events, self._events, self._size = self._events, [], 0
         return events
 
+    def go_on(self) -> None:
+        """Send what the window has room for."""
+        passed, batch = time.monotonic() - self._began, []
+        while self._later and (not self._within or self._within + _choices(self._later[0]) <= self._window):
+            command = self._later.popleft()
+            self._within += _choices(command)
+            left = None if command.deadline is None else max(0.0, command.deadline - passed)
+            batch.append(msgspec.structs.replace(command, deadline=left))
+        if batch:
+            self._send(self, batch)
+
     def put(self, event: AnswerEvent) -> None:
         """The engine says something."""
         if self.ended:
             return
+        if isinstance(event, Failed) and event.code == "full" and self._under_way:
+            self._put_back(event.id)
+            return
+        self._under_way = True
         now = time.monotonic()
         if not self._events:
             self._since = now
@@ -103,12 +136,13 @@ class Answer:
             self._open[event.id] -= 1
             if not self._open[event.id]:
                 self._close(event.id)
+                self.go_on()
             if not self._open:
                 self._end()
 
     def end_after(self, seconds: float) -> None:
         """End with `deadline` then, if it has not ended."""
-        self._timer = asyncio.get_running_loop().call_later(seconds, self.cancel, "deadline")
+        self._timers["deadline"] = asyncio.get_running_loop().call_later(seconds, self.cancel, "deadline")
 
     def cancel(self, code: str = "cancelled") -> None:
         """End here, with a `Failed`, unless it has ended; the engine is told to drop what is open."""
@@ -117,16 +151,34 @@ class Answer:
             self._wake.set()
             self._end()
 
+    def _put_back(self, request: str) -> None:
+        """Others were quicker: it is sent again when one before it has ended."""
+        command = self._commands[request]
+        self._within -= _choices(command)
+        self._later.appendleft(command)
+        if not self._within:
+            self._timers["room"] = asyncio.get_running_loop().call_later(ROOM_SECONDS, self.go_on)
+
     def _close(self, request: str) -> None:
+        self._within -= _choices(self._commands.pop(request))
         del self._open[request]
         self._drop([request], False)
 
     def _end(self) -> None:
         self.ended = True
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._open:
-            self._drop(self._open, True)
+        for timer in self._timers.values():
+            timer.cancel()
+        unsent = {command.id for command in self._later}
+        self._later.clear()
+        self._commands.clear()
+        if unsent:
+            self._drop(unsent, False)
+        if sent := [request for request in self._open if request not in unsent]:
+            self._drop(sent, True)
+
+
+def _choices(command: Submit | Embed) -> int:
+    return command.n if isinstance(command, Submit) else 1
 
 
 def _size(event: AnswerEvent) -> int:
@@ -147,6 +199,7 @@ class EngineClient:
         self.was_ready = False
         self.open: dict[str, Answer] = {}
         """The engine's requests that have not ended, by id."""
+        self._left: dict[str, Answer] = {}  # those that ended here, and of which the engine has not said so yet
         self.silent = 0.0
         """Seconds of looks at the connection since the engine was heard: while this process stands still, none pass."""
         self.busy = 0.0
@@ -180,30 +233,41 @@ class EngineClient:
             self._connection.close()
         self.ready = self.stats = self._connection = None
 
-    def ask(self, commands: Sequence[Submit | Embed]) -> Answer:
-        """Send requests whose answers belong together; their ids must be new."""
-        answer = Answer(commands, self._drop)
-        self.open.update((command.id, answer) for command in commands)
+    def ask(self, commands: Sequence[Submit | Embed], window: int) -> Answer:
+        """Send requests whose answers belong together, up to `window` choices at a time; their ids must be new."""
+        answer = Answer(commands, window, self._forward, self._drop)
         if self.ready is None:
             answer.cancel("shutdown")
         else:
             deadlines = [command.deadline for command in commands if command.deadline is not None]
             if deadlines:
                 answer.end_after(max(deadlines) + GRACE)
-            try:
-                point("client.send", commands[0].id)
-                self._send(commands)
-            except ValueError:  # longer than a frame
-                answer.cancel("too_long")
-            except Exception as error:
-                logger.error("%s could not be sent: %s", commands[0].id, type(error).__name__)
-                answer.cancel("internal")
+            answer.go_on()
         return answer
 
+    def _forward(self, answer: Answer, commands: Sequence[Submit | Embed]) -> None:
+        self.open.update((command.id, answer) for command in commands)
+        code = ""
+        try:
+            point("client.send", commands[0].id)
+            self._send(commands)
+        except ValueError:  # longer than a frame
+            code = "too_long"
+        except Exception as error:
+            logger.error("%s could not be sent: %s", commands[0].id, type(error).__name__)
+            code = "internal"
+        if code:
+            answer.cancel(code)
+            for command in commands:  # of which the engine knows nothing
+                self._left.pop(command.id, None)
+
     def _drop(self, requests: Iterable[str], tell: bool) -> None:
+        tell = tell and self.ready is not None
         for request in requests:
-            self.open.pop(request, None)
-        if tell and self.ready is not None:
+            answer = self.open.pop(request, None)
+            if tell and answer is not None:
+                self._left[request] = answer
+        if tell:
             self._send([Cancel(request) for request in requests])
 
     def _send(self, commands: Sequence[Command]) -> None:
@@ -248,19 +312,26 @@ class EngineClient:
                 self.ready, self.was_ready = event, True
                 logger.info("the engine is ready: %d blocks of %d tokens", event.blocks, event.block_size)
             else:
-                answer = self.open.get(event.id)
-                if answer is not None:  # else it was cancelled while this was on its way
-                    try:
-                        point("client.receive", event.id)
-                        answer.put(event)
-                    except Exception as error:
-                        logger.error("what was said of %s could not be taken: %s", event.id, type(error).__name__)
-                        answer.cancel("internal")
+                self._hand_on(event)
+
+    def _hand_on(self, event: AnswerEvent) -> None:
+        if (answer := self.open.get(event.id)) is not None:
+            try:
+                point("client.receive", event.id)
+                answer.put(event)
+            except Exception as error:
+                logger.error("what was said of %s could not be taken: %s", event.id, type(error).__name__)
+                answer.cancel("internal")
+        elif (answer := self._left.get(event.id)) is not None:  # this was on its way, or is the engine's last word
+            answer.late(event)
+            if isinstance(event, Failed | Embedding) or (isinstance(event, Finished) and event.report is not None):
+                del self._left[event.id]
 
     def _lost(self) -> None:
         if self.ready is not None:
             logger.error("the engine is gone; open requests: %d", len(self.open))
         self.ready = self.stats = self._connection = None
+        self._left.clear()
         for answer in list(self.open.values()):
             answer.cancel("shutdown")
 

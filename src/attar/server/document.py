@@ -2,8 +2,9 @@
 
 What those types cannot say is added here: rules between fields, and what depends on the served model, whose name and
 vocabulary the document gives once it is loaded. It is meant to be exact, so that a body that fits it is taken and one
-that does not is refused, and schemathesis holds it to that. One thing has no schema: a prompt's length is counted in
-tokens, so a text that fits here may still be longer than the model's context.
+that does not is refused, and schemathesis holds it to that. Two things have no schema. A prompt's length is counted in
+tokens, so a text that fits here may still be longer than the model's context. And a stop string's is counted in bytes,
+which is said here of characters by their widest, so one of both narrow and wide ones may be longer than it says.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from attar.engine.messages import Ready
 from attar.server import answers
 from attar.server.answers import Answer
 from attar.server.errors import CATALOGUE
-from attar.server.schemas import MAX_INPUTS, MAX_PROMPTS, MAX_TOKENS, Body
+from attar.server.schemas import MAX_CHOICES, MAX_INPUTS, MAX_PROMPTS, MAX_STOP_BYTES, MAX_TOKENS, Body
 
 Schema = dict[str, Any]
 
@@ -93,7 +94,7 @@ def document(app: FastAPI, served: Served) -> Schema:
             fields["model"] = {"enum": [None, served.ready.model]}
     _add_rules(schemas, served.shortest)
     if served.ready is not None:
-        _name_tokens(schemas, served.ready.vocab_size)
+        _add_numbers(schemas, served.ready)
     made["components"] = {"schemas": schemas}
     for path, methods in made["paths"].items():
         for method, operation in methods.items():
@@ -141,10 +142,19 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
     completion, chat = schemas["CompletionBody"], schemas["ChatBody"]
     completion["properties"]["prompt"] = {"anyOf": texts(MAX_PROMPTS)}
     some = {"anyOf": [filled, {"type": "null"}]}
-    completion["allOf"] = [{"anyOf": streamed}, {"anyOf": [_has(echo={"const": True}), _may(max_tokens=some)]}]
+    alone = [_may(best_of={"enum": [None, 1]}), _may(stream={"enum": [None, False]})]
+    completion["allOf"] = [
+        {"anyOf": streamed},
+        {"anyOf": [_has(echo={"const": True}), _may(max_tokens=some)]},
+        {"anyOf": alone},
+    ]
     chat["properties"]["max_tokens"] = {**some, "default": None}
     chosen = [_has(logprobs={"const": True}), _may(top_logprobs={"type": "null"})]
     chat["allOf"] = [{"anyOf": streamed}, {"anyOf": chosen}]
+    for found in list(_parts(schemas)):
+        if found.get("title") == "StopString":
+            found.pop("maxLength")
+            found |= _short()
     schemas["StreamOptions"]["properties"]["include_obfuscation"] = {"const": False, "default": False}
     said = {"type": ["string", "array"]}
     schemas["Message"]["anyOf"] = [_may(role={"const": "assistant"}), _has(content=said)]
@@ -155,6 +165,15 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
     ]
 
 
+def _short() -> Schema:
+    """A string of so many bytes, as numbers of characters: the wider the widest, the fewer."""
+    bounds = [
+        (f"^[\\u0000-\\u{last:04x}]*$", MAX_STOP_BYTES // len(chr(last).encode())) for last in (0x7F, 0x7FF, 0xFFFF)
+    ]
+    narrow = [{"pattern": pattern, "maxLength": most} for pattern, most in bounds]
+    return {"type": "string", "minLength": 1, "anyOf": [*narrow, {"maxLength": MAX_STOP_BYTES // 4}]}
+
+
 def _may(**fields: Schema) -> Schema:
     return {"properties": fields}
 
@@ -163,13 +182,15 @@ def _has(**fields: Schema) -> Schema:
     return {"properties": fields, "required": list(fields)}
 
 
-def _name_tokens(schemas: Schema, vocab: int) -> None:
-    """The served model's vocabulary as the bound of token ids, and as the keys of biases."""
+def _add_numbers(schemas: Schema, ready: Ready) -> None:
+    """The served model's vocabulary as the bound of token ids, and as the keys of biases; the queue's of choices."""
     for found in _parts(schemas):
         if found.get("title") == "Token":
-            found["maximum"] = vocab - 1
+            found["maximum"] = ready.vocab_size - 1
+        elif found.get("title") == "Choices":
+            found["maximum"] = min(MAX_CHOICES, ready.max_waiting)
         elif found.get("title") == "Biases":
-            found["propertyNames"] = {"pattern": f"^({'|'.join(_below(vocab))})$"}
+            found["propertyNames"] = {"pattern": f"^({'|'.join(_below(ready.vocab_size))})$"}
 
 
 def _parts(value: Any) -> Iterator[Schema]:

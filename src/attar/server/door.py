@@ -12,7 +12,7 @@ import secrets
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -40,7 +40,9 @@ class Options:
 
     hosts: names that the Host header may have; empty: loopback's names on loopback, else any. origins: web pages of
     other servers that may call this one from a browser. max_requests: open at a time, beyond which 429 is the answer.
-    limits: what each key may have. deadline, drain_seconds: of one request, and of all when the server ends.
+    limits: what each key may have; with several keys half of max_requests each, where no number of requests is given,
+    so that one of them cannot keep the others out. deadline, drain_seconds: of one request, and of all when the server
+    ends.
     """
 
     host: str = "127.0.0.1"
@@ -64,6 +66,13 @@ class Options:
             raise ValueError("origins are listed one by one: `*` would let every web page in")
 
     @property
+    def shares(self) -> Limits:
+        """What each key has."""
+        if self.limits.requests is None and len(self.keys.hashes) > 1:
+            return replace(self.limits, requests=max(1, self.max_requests // 2))
+        return self.limits
+
+    @property
     def names(self) -> frozenset[str]:
         """What the Host header may be; empty for anything."""
         return self.hosts or (LOOPBACK_NAMES if is_loopback(self.host) else frozenset())
@@ -75,7 +84,7 @@ class Door:
     def __init__(self, app: ASGIApp, options: Options, desk: Desk, metrics: Metrics) -> None:
         self.app, self.options, self.desk, self.metrics = app, options, desk, metrics
         self.open = 0
-        self.quotas = Quotas(options.limits, lambda limit: metrics.limited.labels(limit).inc())
+        self.quotas = Quotas(options.shares, lambda limit: metrics.limited.labels(limit).inc())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -1,7 +1,8 @@
 """What Prometheus reads at /metrics: the engine's state as it last told it, and what requests saw of time.
 
 The engine's counters are passed through, not counted again. Latencies are measured where the user is: TTFT from a
-request's arrival to its first token, inter-token latency between two events of a choice, both in this process.
+request's arrival to its first token, inter-token latency between two tokens of a choice, both in this process. An
+engine that has said nothing yet has its blocks free and everything else at zero; one that is gone has no blocks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from attar.engine.messages import Stats
 from attar.server.client import EngineClient
 
 BEAT = 0.05  # seconds between two looks at the loop's lag
@@ -39,7 +41,7 @@ class Metrics:
             "attar_time_to_first_token_seconds", "From arrival to the first token", buckets=_SECONDS, registry=registry
         )
         self.inter_token = Histogram(
-            "attar_inter_token_seconds", "Between a choice's events, by token", buckets=_SECONDS, registry=registry
+            "attar_inter_token_seconds", "Between a choice's tokens", buckets=_SECONDS, registry=registry
         )
         self.end_to_end = Histogram(
             "attar_request_seconds", "From arrival to the end of the answer", buckets=_SECONDS, registry=registry
@@ -73,11 +75,11 @@ class _Engine(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats
-        up = self._engine.ready is not None and self._engine.trouble is None
+        ready = self._engine.ready
+        up = ready is not None and self._engine.trouble is None
         yield GaugeMetricFamily("attar_engine_up", "1 while the engine is ready", value=float(up))
-        if stats is None:
-            return
+        free = 0 if ready is None else ready.blocks
+        stats = self._engine.stats or Stats(0, 0, free, 0, 0, 0, 0, 0, 0, 0, 0.0)
         yield GaugeMetricFamily("attar_requests_running", "Requests in the running batch", value=stats.running)
         yield GaugeMetricFamily("attar_requests_waiting", "Requests in the queue", value=stats.waiting)
         blocks = GaugeMetricFamily("attar_kv_blocks", "Blocks of the KV cache by state", labels=["state"])

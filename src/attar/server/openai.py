@@ -118,18 +118,19 @@ class _Offsets:
 
 
 class CompletionFormat:
-    """Text completions. `echoed` holds each prompt's text where it is part of the answer."""
+    """Text completions, `n` of a prompt. `echoed` holds each prompt's text where it is part of the answer."""
 
     kind = "text_completion"
     prefix = "cmpl-"
 
     def __init__(self, tokenizer: Tokenizer, logprobs: bool, n: int, echoed: Sequence[str] | None) -> None:
-        self._tokenizer, self._logprobs, self._n, self._echoed = tokenizer, logprobs, n, echoed
+        self.n = n
+        self._tokenizer, self._logprobs, self._echoed = tokenizer, logprobs, echoed
         self._offsets: dict[int, _Offsets] = {}  # by choice
 
     def whole(self, number: int, choice: Choice, work: Work, of_prompts: Mapping[int, Sequence[TokenLogprob]]) -> Any:
         """A choice, its prompt in front where that is echoed."""
-        at = number // self._n
+        at = number // self.n
         table = self._table()
         text = choice.text
         if self._echoed is not None:
@@ -147,7 +148,7 @@ class CompletionFormat:
         """A choice of a chunk: the prompt, if it is echoed."""
         if self._echoed is None:
             return None
-        at = number // self._n
+        at = number // self.n
         table = self._table()
         self._add_prompt(table, number, work.prompts[at], logprobs)
         return self._choice(number, self._echoed[at], table if self._logprobs else None)
@@ -201,15 +202,31 @@ class CompletionFormat:
 Format = ChatFormat | CompletionFormat
 
 
+def best(choices: Sequence[Choice], made: int, kept: int) -> list[Choice]:
+    """Of every `made` choices the `kept` with the highest log probability per token, best first; all of them as they
+    are where none is left out."""
+    if made == kept:
+        return list(choices)
+    found: list[Choice] = []
+    for start in range(0, len(choices), made):
+        found += sorted(choices[start : start + made], key=_per_token, reverse=True)[:kept]
+    return found
+
+
+def _per_token(choice: Choice) -> float:
+    return sum(each.logprob for each in choice.logprobs) / max(1, len(choice.logprobs))
+
+
 async def whole(work: Work, model: str, form: Format) -> bytes:
     """The answer as one object. Raises Refusal."""
     choices, of_prompts = await work.choices()
     point("openai.whole", work.caller.id)
+    generated = sum(choice.tokens for choice in choices)
     if isinstance(form, ChatFormat):
         found = [form.whole(number, choice) for number, choice in enumerate(choices)]
     else:
+        choices = best(choices, work.n, form.n)
         found = [form.whole(number, choice, work, of_prompts) for number, choice in enumerate(choices)]
-    generated = sum(choice.tokens for choice in choices)
     head = {"id": form.prefix + work.caller.id, "object": form.kind, "created": work.created, "model": model}
     return encode(head | {"choices": found, "usage": usage(work, generated)})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from attar.engine.request import SamplingParams
+from attar.engine.request import MAX_SEED, SamplingParams
 from attar.faults import point
 from attar.server.errors import Refusal
 from attar.server.schemas import AnthropicBody, ChatBody, CompletionBody, Sampling
@@ -21,6 +21,8 @@ def completion_params(body: CompletionBody, room: int, vocab: int) -> SamplingPa
         given["logprobs"] = body.logprobs
         if body.echo:
             given["prompt_logprobs"] = body.logprobs
+    elif (body.best_of or 1) > (body.n or 1):
+        given["logprobs"] = 0  # to tell the best by
     return SamplingParams(max_tokens=min(wanted, room), **given)
 
 
@@ -35,20 +37,20 @@ def chat_params(body: ChatBody, room: int, vocab: int) -> SamplingParams:
 
 def anthropic_params(body: AnthropicBody, room: int) -> SamplingParams:
     """For Anthropic's messages."""
-    given: dict[str, Any] = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
-    given["stop"] = body.stop_sequences
+    given: dict[str, Any] = {"temperature": body.temperature, "stop": body.stop_sequences}
+    given |= _filters(body.top_k, body.top_p)
     return SamplingParams(max_tokens=min(body.max_tokens, room), **_present(given))
 
 
 _PLAIN = (
-    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos", "seed"
+    "temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos", "stop"
 )  # fmt: skip
 
 
 def _common(body: Sampling, vocab: int) -> dict[str, Any]:
     given: dict[str, Any] = {name: getattr(body, name) for name in _PLAIN}
-    given["top_k"] = None if body.top_k is None else max(0, body.top_k)  # -1 is another server's word for all
-    given["stop"] = body.stop
+    given |= _filters(body.top_k, body.top_p)
+    given["seed"] = None if body.seed is None else body.seed % (MAX_SEED + 1)  # each of OpenAI's seeds is one of ours
     if body.stop_token_ids:
         in_vocabulary(body.stop_token_ids, vocab, "stop_token_ids")
         given["stop_token_ids"] = tuple(body.stop_token_ids)
@@ -60,6 +62,12 @@ def _common(body: Sampling, vocab: int) -> dict[str, Any]:
                 raise Refusal("invalid_value", message, "logit_bias")
         given["logit_bias"] = {int(key): bias for key, bias in body.logit_bias.items()}
     return _present(given)
+
+
+def _filters(top_k: int | None, top_p: float | None) -> dict[str, Any]:
+    if top_p == 0:  # the smallest nucleus that there is
+        return {"top_k": 1}
+    return {"top_k": None if top_k is None else max(0, top_k), "top_p": top_p}  # -1 is another server's word for all
 
 
 def _present(given: dict[str, Any]) -> dict[str, Any]:

@@ -24,23 +24,26 @@ MAX_INPUTS = 2048
 MAX_MESSAGES = 2048
 MAX_PARTS = 256
 MAX_CHOICES = 16
+MAX_PRIORITY = 100
+MAX_STOP_BYTES = 256
 MAX_BIASES = 1024
 MAX_TOKENS = 2**31 - 1  # also the largest id that a vocabulary could have
 
 Length = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 LengthOrNone = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Token = Annotated[int, Meta(ge=0, le=MAX_TOKENS, title="Token")]
-Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES, title="Choices")]
+Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
-TopP = Annotated[float, Meta(gt=0, le=1)]
+TopP = Annotated[float, Meta(ge=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Repetition = Annotated[float, Meta(gt=0, le=100)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Logprobs = Annotated[int, Meta(ge=0, le=20)]
-StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_BYTES, title="StopString")]
 StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 StopTokens = Annotated[list[Token], Meta(max_length=64)]
 Biases = Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES, title="Biases")]
@@ -63,8 +66,19 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool = False  # padding against observers of lengths: a client may ask for none
 
 
+def _check_stops(stop: str | Sequence[str] | None, name: str) -> None:
+    for each in (stop,) if isinstance(stop, str) else stop or ():
+        if len(each.encode()) > MAX_STOP_BYTES:
+            message = f"{name}: a string of {len(each.encode())} bytes is longer than {MAX_STOP_BYTES}"
+            raise Refusal("invalid_length", message, name)
+
+
 class Sampling(Body, frozen=True, kw_only=True):
-    """What /v1/completions and /v1/chat/completions have in common; None is the default of `SamplingParams`."""
+    """What /v1/completions and /v1/chat/completions have in common; None is the default of `SamplingParams`.
+
+    Of requests that wait the one of the lowest `priority` goes first, 0 where none is given; so many times only is an
+    older one passed by (`engine/limits.py`).
+    """
 
     max_tokens: LengthOrNone | None = None
     temperature: Temperature | None = None
@@ -80,11 +94,13 @@ class Sampling(Body, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     seed: Seed | None = None
     n: Choices | None = None
+    priority: Priority | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Label | None = None
 
     def __post_init__(self) -> None:
+        _check_stops(self.stop, "stop")
         if self.stream_options is not None and not self.stream:
             raise Refusal("invalid_value", "stream_options: only with stream = true", "stream_options")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
@@ -104,7 +120,6 @@ _NEITHER: Mapping[str, tuple[Any, ...]] = {  # of both endpoints, or of other se
     "skip_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
     "echo": (False,),
-    "priority": (0,),
     "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
     "guided_json": (),
@@ -117,21 +132,24 @@ _NEITHER: Mapping[str, tuple[Any, ...]] = {  # of both endpoints, or of other se
 
 
 class CompletionBody(Sampling, frozen=True, kw_only=True):
-    """/v1/completions."""
+    """/v1/completions. Of `best_of` candidates, where those are more than `n`, the `n` with the highest log probability
+    per token are the answer."""
 
     unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **{name: harmless for name, harmless in _NEITHER.items() if name != "echo"},
         "suffix": ("",),
-        "best_of": (1,),
         "response_format": ({"type": "text"},),
     }
 
     prompt: str | list[str | Token | list[Token]]
     echo: bool | None = None
     logprobs: Logprobs | None = None
+    best_of: Choices | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.stream and (self.best_of or 1) > 1:
+            raise Refusal("invalid_value", "best_of: only without stream: the best is known at the end", "best_of")
         if self.max_tokens == 0 and not self.echo:
             raise Refusal("out_of_range", "max_tokens: 0 only with echo = true", "max_tokens")
 
@@ -273,6 +291,9 @@ class AnthropicBody(Body, frozen=True, kw_only=True):
     stop_sequences: StopStrings | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
+
+    def __post_init__(self) -> None:
+        _check_stops(self.stop_sequences, "stop_sequences")
 
 
 class EmbeddingBody(Body, frozen=True, kw_only=True):

@@ -39,17 +39,24 @@ async def while_connected(receive: Receive, gone: Callable[[], None]) -> AsyncIt
 class EventStream(Response):
     """A response of server-sent events.
 
-    `pieces` yields encoded events; `gone` is called when nobody reads them; `failed` is the last event should making
-    the others raise, so that no stream ends without one.
+    `pieces` yields encoded events; `gone` is called when nobody reads them any more, and `closed` at the end, whatever
+    that was; `failed` is the last event should making the others raise, so that no stream ends without one.
     """
 
     media_type = "text/event-stream"
     charset = "utf-8"
 
-    def __init__(self, pieces: AsyncIterator[bytes], gone: Callable[[], None], failed: bytes, name: str = "") -> None:
+    def __init__(
+        self,
+        pieces: AsyncIterator[bytes],
+        gone: Callable[[], None],
+        closed: Callable[[], None],
+        failed: bytes,
+        name: str = "",
+    ) -> None:
         super().__init__(headers=STREAM_HEADERS)
         del self.headers["content-length"]
-        self._pieces, self._gone, self._failed, self._name = pieces, gone, failed, name
+        self._pieces, self._gone, self._closed, self._failed, self._name = pieces, gone, closed, failed, name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -65,7 +72,7 @@ class EventStream(Response):
                     raise
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            self._gone()  # whatever ended this
+            self._closed()
 
 
 def event(data: bytes, name: str | None = None) -> bytes:

@@ -9,9 +9,10 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -23,8 +24,10 @@ from attar.server.crowd import Crowd
 from attar.server.errors import Refusal
 from attar.server.metrics import Metrics
 from attar.server.quota import Account
+from attar.server.schemas import MAX_PROMPTS
 
-REMEMBERED = 1000  # requests that /why can tell of
+REMEMBERED = 1000  # requests that /why can tell of when they have ended
+WINDOW = 32  # texts to embed that the engine has at once
 PROMPT_ANSWER = 1.0  # seconds that a stream's status waits for the engine's first word
 
 logger = logging.getLogger(__name__)
@@ -56,22 +59,52 @@ class Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
-class Work:
-    """A request that the engine has. `prompts` are its prompts; choice c of prompt p is number p * n + c."""
+@dataclass(slots=True, weakref_slot=True)
+class Story:
+    """What became of a request, as /why tells it. Times are monotonic."""
 
-    def __init__(self, caller: Caller, prompts: Sequence[tuple[int, ...]], n: int, answer: Answer, desk: Desk) -> None:
+    id: str
+    salt: bytes
+    arrived: float
+    reports: list[Report | None]
+    """Of its prompts, of those of an embedding the first."""
+    outcome: str = "running"
+    first: float | None = None
+    ended: float | None = None
+    generated: int = 0
+
+    def told(self, now: float) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "id": self.id,
+            "outcome": self.outcome,
+            "seconds": (now if self.ended is None else self.ended) - self.arrived,
+            "seconds_to_first_token": None if self.first is None else self.first - self.arrived,
+            "generated_tokens": self.generated,
+            "prompts": [None if report is None else msgspec.to_builtins(report) for report in self.reports],
+        }
+
+
+class Work:
+    """A request that the engine has. `prompts` are its prompts; choice c of prompt p is number p * n + c.
+
+    Whoever reads it closes it at the end, whatever that was.
+    """
+
+    def __init__(
+        self, caller: Caller, prompts: Sequence[tuple[int, ...]], n: int, answer: Answer, desk: Desk, story: Story
+    ) -> None:
         self.caller, self.prompts, self.n, self.answer = caller, prompts, n, answer
         self.created = int(time.time())
         self.prompt_tokens = sum(map(len, prompts))
-        self.generated = 0
         self.reused = 0
-        self.reports: list[Report | None] = [None] * len(prompts)
-        self._desk = desk
-        self._first: float | None = None
+        self._desk, self._story = desk, story
         self._last: dict[tuple[str, int], float] = {}
         self._peeked: list[AnswerEvent] = []
         self._outcome = ""
         self._served = True
+        self._finished = False
+        answer.late = _reader(story, answer.prompts)
 
     def number(self, event: Delta | Finished) -> int:
         """Which choice of the whole answer an event is about."""
@@ -127,6 +160,13 @@ class Work:
                     found[event.id] = event.vector
         return [found[each] for each in self.answer.prompts]
 
+    def close(self) -> None:
+        """Nobody reads on. What has not ended does; where its end was never taken, something here has failed."""
+        self.answer.cancel()
+        if not self._finished:
+            self._outcome, self._served = "internal", False
+            self._finish(time.monotonic())
+
     async def _take(self) -> list[AnswerEvent]:
         if events := await self.answer.take():
             point("work.take", self.caller.id)
@@ -136,26 +176,27 @@ class Work:
     def _note(self, events: Sequence[AnswerEvent]) -> None:
         """Count, and keep what /why will tell."""
         point("metrics.observe", self.caller.id)
-        now, metrics = time.monotonic(), self._desk.metrics
+        now, metrics, story = time.monotonic(), self._desk.metrics, self._story
         for event in events:
             if isinstance(event, Delta):
                 tokens = len(event.token_ids)
-                self.generated += tokens
+                story.generated += tokens
                 if self.caller.account is not None:
                     self.caller.account.use(tokens)
                 key = (event.id, event.choice)
                 last = self._last.get(key)
-                if self._first is None:
-                    self._first = now
+                if story.first is None:
+                    story.first = now
                     metrics.ttft.observe(now - self.caller.arrived)
-                if last is not None and tokens:
-                    metrics.inter_token.observe((now - last) / tokens)
+                if last is not None:
+                    for _ in range(tokens):
+                        metrics.inter_token.observe((now - last) / tokens)
                 self._last[key] = now
-            elif isinstance(event, Finished):
+                continue
+            self.answer.late(event)
+            if isinstance(event, Finished):
                 self._outcome = event.reason
-                if event.report is not None:
-                    self.reports[self.answer.prompts[event.id]] = event.report
-                    self.reused += event.report.reused_tokens
+                self.reused += 0 if event.report is None else event.report.reused_tokens
             elif isinstance(event, Failed):
                 self._outcome, self._served = event.code, False
                 if event.code == "full" and self.caller.account is not None:
@@ -164,27 +205,30 @@ class Work:
             self._finish(now)
 
     def _finish(self, now: float) -> None:
-        seconds, caller, metrics = now - self.caller.arrived, self.caller, self._desk.metrics
-        metrics.end_to_end.observe(seconds)
+        self._finished = True
+        caller, metrics, story = self.caller, self._desk.metrics, self._story
+        story.outcome, story.ended = self._outcome or "stop", now
+        metrics.end_to_end.observe(now - caller.arrived)
         if self._served:
             self._desk.crowd.served(now)
-        metrics.generated_tokens.inc(self.generated)
-        first = None if self._first is None else self._first - caller.arrived
-        self._desk.remember(
-            caller,
-            {
-                "id": caller.id,
-                "outcome": self._outcome or "stop",
-                "seconds": seconds,
-                "seconds_to_first_token": first,
-                "generated_tokens": self.generated,
-                "prompts": [None if report is None else msgspec.to_builtins(report) for report in self.reports],
-            },
-        )
+        metrics.generated_tokens.inc(story.generated)
+        self._desk.remember(story)
         logger.info(
             "%s ended (%s): %d tokens in, %d reused, %d out, %.3f s",
-            caller.id, self._outcome or "stop", self.prompt_tokens, self.reused, self.generated, seconds,
+            caller.id, story.outcome, self.prompt_tokens, self.reused, story.generated, now - caller.arrived,
         )  # fmt: skip
+
+
+def _reader(story: Story, prompts: Mapping[str, int]) -> Callable[[AnswerEvent], None]:
+    """Takes the reports out of events, also of those that come when nobody reads the answer any more."""
+
+    def read(event: AnswerEvent) -> None:
+        if isinstance(event, Finished | Embedding | Failed) and event.report is not None:
+            at = prompts[event.id]
+            if at < len(story.reports):
+                story.reports[at] = event.report
+
+    return read
 
 
 class Desk:
@@ -194,7 +238,8 @@ class Desk:
         self.engine, self.metrics, self.deadline = engine, metrics, deadline
         self.draining = False
         self.crowd = Crowd()
-        self._memory: OrderedDict[str, tuple[bytes, dict[str, Any]]] = OrderedDict()
+        self._memory: OrderedDict[str, Story] = OrderedDict()
+        self._running: WeakValueDictionary[str, Story] = WeakValueDictionary()
 
     def ready(self) -> Ready:
         """The engine, ready to be asked. Raises Refusal when it is not."""
@@ -230,55 +275,75 @@ class Desk:
         return self.full(refusal.message) if refusal.code == "overloaded" else refusal
 
     def submit(
-        self, caller: Caller, prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int, model: str
+        self,
+        caller: Caller,
+        prompts: Sequence[tuple[int, ...]],
+        params: SamplingParams,
+        n: int,
+        model: str,
+        priority: int = 0,
     ) -> Work:
-        """Prompts to be continued, n choices each, by what `model` names."""
+        """Prompts to be continued, n choices each, by what `model` names. Raises Refusal."""
         self.healthy()  # before the key pays
         caller.take(sum(map(len, prompts)), len(prompts) * n * params.max_tokens)
-        seeded = params.seeded()
+        seeded, adapter = params.seeded(), self._adapter(model)
         commands = [
-            Submit(name, prompt, seeded, n, caller.salt, deadline=self.deadline, adapter=self._adapter(model))
+            Submit(name, prompt, seeded, n, caller.salt, priority, self.deadline, adapter)
             for name, prompt in zip(_names(caller, len(prompts)), prompts, strict=True)
         ]
-        return self._work(caller, prompts, n, commands)
+        return self._work(caller, prompts, n, commands, self._share())
 
     def embed(self, caller: Caller, prompts: Sequence[tuple[int, ...]], pooling: str, model: str) -> Work:
-        """Prompts whose vectors are wanted, of what `model` names."""
+        """Prompts whose vectors are wanted, of what `model` names. Raises Refusal."""
+        self.healthy()
+        caller.take(sum(map(len, prompts)), 0)
         commands = [
-            Embed(name, prompt, pooling, self.deadline, self._adapter(model))
+            Embed(name, prompt, pooling, self.deadline, self._adapter(model), caller.salt)
             for name, prompt in zip(_names(caller, len(prompts)), prompts, strict=True)
         ]
-        return self._work(caller, prompts, 1, commands)
+        return self._work(caller, prompts, 1, commands, min(WINDOW, self._share()))
+
+    def _share(self) -> int:
+        """Choices of one request that the engine's queue takes at a time: half of what may wait there."""
+        return max(1, self.ready().max_waiting // 2)
 
     def _adapter(self, model: str) -> str:
         """What the engine calls it: nothing where it is the served model itself."""
         return "" if model == self.ready().model else model
 
-    def remember(self, caller: Caller, story: dict[str, Any]) -> None:
+    def remember(self, story: Story) -> None:
         """Keep what became of a request, for those with the same key; the oldest is forgotten."""
-        point("why.remember", caller.id)
-        self._memory[caller.id] = (caller.salt, story)
+        point("why.remember", story.id)
+        self._memory[story.id] = story
         if len(self._memory) > REMEMBERED:
             self._memory.popitem(last=False)
 
     def story(self, request: str, salt: bytes) -> dict[str, Any]:
-        """What became of a request. Raises Refusal when nobody knows, or it was another's."""
-        owner, story = self._memory.get(request, (None, {}))
-        if owner != salt:
-            raise Refusal("not_found", f"no such request among the last {REMEMBERED}")
-        return story
+        """What became of a request, or how far it is. Raises Refusal when nobody knows, or it was another's."""
+        story = self._running.get(request) or self._memory.get(request)
+        if story is None or story.salt != salt:
+            raise Refusal("not_found", f"no such request is running, or among the last {REMEMBERED}")
+        return story.told(time.monotonic())
 
     def _work(
-        self, caller: Caller, prompts: Sequence[tuple[int, ...]], n: int, commands: Sequence[Submit | Embed]
+        self, caller: Caller, prompts: Sequence[tuple[int, ...]], n: int, commands: Sequence[Submit | Embed], most: int
     ) -> Work:
         point("desk.submit", caller.id)
-        self.healthy()
         self.metrics.prompt_tokens.inc(sum(map(len, prompts)))
-        return Work(caller, prompts, n, self.engine.ask(commands), self)
+        story = Story(caller.id, caller.salt, caller.arrived, [None] * min(len(prompts), MAX_PROMPTS))
+        self._running[caller.id] = story
+        return Work(caller, prompts, n, self.engine.ask(commands, most), self, story)
 
 
 def _names(caller: Caller, count: int) -> list[str]:
     return [caller.id] if count == 1 else [f"{caller.id}.{at}" for at in range(count)]
+
+
+def fits(n: int, ready: Ready, name: str) -> None:
+    """Raises Refusal, with both numbers, where a prompt's choices could never wait together."""
+    if n > ready.max_waiting:
+        message = f"{name}: {n} choices of a prompt are more than the {ready.max_waiting} that may wait in this server"
+        raise Refusal("out_of_range", message, name)
 
 
 def room(prompts: Sequence[tuple[int, ...]], context: int, name: str, new: int = 1) -> int:

@@ -1,0 +1,52 @@
+"""`--device` on the command line: what cannot be computed on is refused first, by one sentence."""
+
+from __future__ import annotations
+
+import shlex
+from typing import NoReturn
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from attar.checkpoints import hub
+from attar.cli import generation
+from attar.cli.main import app
+from attar.cli.terminal import BAD_INPUT
+from attar.server import supervisor
+from tests.cli.test_commands import refused
+
+without = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+
+COMMANDS = (
+    "generate org/name",
+    "chat org/name",
+    "eval org/name --text no.txt",
+    "eval org/name --text no.txt --adapter none",
+    "eval org/name --task lambada=no.jsonl",
+    "verify org/name",
+    "compress org/name out",
+    "bench org/name",
+    "bench org/name --tp 2",
+    "bench --shape tiny",
+    "serve org/name",
+)
+
+
+def never(*_: object, **__: object) -> NoReturn:
+    raise AssertionError("something was fetched, read or started before the device was asked for")
+
+
+@without
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_device_that_is_not_there_is_refused_first(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_download", never)
+    monkeypatch.setattr(generation, "read_stdin", never)
+    monkeypatch.setattr(supervisor, "run", never)
+    done = CliRunner().invoke(app, [*shlex.split(command), "--device", "cuda", "--json"])
+    refused(done, BAD_INPUT, "cannot compute on cuda: ", as_json=True)
+
+
+def test_so_is_one_that_attar_does_not_know() -> None:
+    done = CliRunner().invoke(app, ["generate", "demo", "--device", "mps"])
+    refused(done, BAD_INPUT, "attar computes on cpu and cuda, not on mps")

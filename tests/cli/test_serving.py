@@ -1,0 +1,76 @@
+"""`serve` and `plan` side by side: what one prints before it loads is what the other says, for the same options."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+from typer.testing import CliRunner
+
+from attar.cli.main import app
+from attar.engine import loading
+from attar.engine.settings import Settings
+from attar.kernels.native import limits
+from attar.server import supervisor
+from tests.cli.test_commands import last_json, refused
+
+KEYS = {"largest step": "step", "KV cache": "cache"}
+"""What JSON calls lines of the table, where it does not say the same."""
+
+
+def served(monkeypatch: pytest.MonkeyPatch, options: str) -> Settings:
+    """The settings that `attar serve demo` would hand to its engine."""
+    found: list[Settings] = []
+    monkeypatch.setattr(supervisor, "run", lambda settings, *_: found.append(settings) or 0)
+    done = CliRunner().invoke(app, ["serve", "demo", *shlex.split(options)])
+    assert done.exit_code == 0, done.output
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        "--context 300 --kv int8",
+        "--preset throughput --threads 1",
+        "--preset latency --max-running 3 --max-step-tokens 64 --context 128 --threads 2",
+        "--policy none --context 256",
+        "--max-tokens-in-cache 1000 --context 200 --kv int4",
+    ],
+)
+def test_a_plan_prints_what_a_start_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: str
+) -> None:
+    monkeypatch.setattr(limits, "READ", 1 << 20)
+    options += " --memory 700MB"
+    settings = served(monkeypatch, options)
+    capsys.readouterr()
+    engine, ready = loading.engine(settings)
+    started = capsys.readouterr().err.splitlines()
+    done = CliRunner().invoke(app, ["plan", "demo", "--bandwidth", "1GB", *shlex.split(options), "--json"])
+    planned = done.stdout.splitlines()
+    assert len(started) >= 7, started
+    for line in started:
+        assert line in planned
+    row = last_json(done)["rows"][0]
+    assert dict(ready.table) == {what: row[KEYS.get(what, what)] for what, _ in ready.table}
+    assert (row["blocks"], row["context"]) == (ready.blocks, ready.context) == (engine.pool.total, engine.context)
+
+
+def test_a_plan_for_more_users_than_run_together_raises_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = ["plan", "demo", "--bandwidth", "1GB", "--memory", "2GB", "--context", "256", "--json", "--users"]
+    found = last_json(CliRunner().invoke(app, [*plan, "40"]))
+    assert found["step_sequences"] == 40
+    assert found["rows"][0]["requests"] == 40
+    settings = served(monkeypatch, "--memory 2GB --context 256 --max-running 40")
+    assert settings.limits().together == 40
+    assert last_json(CliRunner().invoke(app, [*plan, "4"]))["step_sequences"] == 32
+    refused(CliRunner().invoke(app, [*plan, "600"]), 2, "512 tokens has not one for each of 600", as_json=True)
+    refused(CliRunner().invoke(app, [*plan, "2", "--policy", "none"]), 2, "2 users at once, but only 1", as_json=True)
+
+
+def test_options_of_the_scheduler_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = served(monkeypatch, "--policy dynamic --max-delay 0.25 --threads 3 --max-waiting 7")
+    found = made.limits()
+    assert (found.policy, found.max_delay, found.max_waiting, made.threads) == ("dynamic", 0.25, 7, 3)
+    assert served(monkeypatch, "--policy dynamic").limits().max_delay == 0.1

@@ -1,0 +1,76 @@
+"""What Prometheus reads: names, and numbers that are there at any time and count what they say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from attar.engine.messages import Delta, Submit
+from attar.engine.request import SamplingParams
+from attar.server import work
+from attar.server.client import Answer
+from tests.server.conftest import Running
+from tests.server.fake_engine import BLOCKS, CACHED
+from tests.server.test_api import COMPLETIONS, SEEDED
+
+
+def metric(server: Running, name: str) -> float:
+    lines = [line for line in server.get("/metrics").body.decode().splitlines() if line.startswith(name + " ")]
+    [line] = lines
+    return float(line.rpartition(" ")[2])
+
+
+def test_metrics_are_there_before_anything_ran_and_when_the_engine_is_gone(start: Callable[..., Running]) -> None:
+    made = start()
+    assert made.server.engine.stats is None
+    assert metric(made, 'attar_kv_blocks{state="free"}') == BLOCKS
+    made.call(made.engine._server.close)
+    made.post(COMPLETIONS, SEEDED)
+    assert metric(made, 'attar_kv_blocks{state="cached"}') == CACHED
+    assert metric(made, "attar_steps_total") > 0
+    made.call(made.engine.die)
+    made.wait(lambda: made.server.engine.ready is None)
+    for name in ("requests_running", "requests_waiting", "steps_total", "preemptions_total", "prefix_tokens_hit_total"):
+        assert metric(made, f"attar_{name}") == 0
+    for state in ("free", "active", "cached"):
+        assert metric(made, f'attar_kv_blocks{{state="{state}"}}') == 0
+
+
+def test_the_time_between_tokens_is_of_each_token(server: Running) -> None:
+    count, total = (metric(server, f"attar_inter_token_seconds_{each}") for each in ("count", "sum"))
+    desk = server.server.desk
+    caller = work.Caller("several", time.monotonic(), b"")
+    command = Submit("several", (1,), SamplingParams())
+    answer = Answer([command], 1, lambda answer, batch: None, lambda ids, tell: None)
+    made = work.Work(caller, [(1,)], 1, answer, desk, work.Story("several", b"", caller.arrived, [None]))
+    made._note([Delta("several", 0, (1,), "a")])
+    made._last["several", 0] -= 0.9
+    made._note([Delta("several", 0, (1, 2, 3), "abc")])
+    assert metric(server, "attar_inter_token_seconds_count") - count == 3
+    assert 0.9 <= metric(server, "attar_inter_token_seconds_sum") - total < 5
+    made.close()
+
+
+def test_metrics_have_their_names_and_grow(server: Running) -> None:
+    def read() -> dict[str, float]:
+        lines = [line for line in server.get("/metrics").body.decode().splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+    before = read()
+    server.post(COMPLETIONS, SEEDED | {"ignore_eos": True})
+    server.wait(lambda: read()["attar_requests_running"] == 0)
+    after = read()
+    for state in ("free", "active", "cached"):
+        assert f'attar_kv_blocks{{state="{state}"}}' in after
+    for name in (
+        "attar_requests_waiting",
+        "attar_preemptions_total",
+        "attar_prefix_tokens_hit_total",
+        "attar_engine_up",
+    ):
+        assert name in after
+    assert after["attar_generated_tokens_total"] - before["attar_generated_tokens_total"] == 12
+    assert after["attar_inter_token_seconds_count"] - before["attar_inter_token_seconds_count"] == 11
+    assert after["attar_time_to_first_token_seconds_count"] - before["attar_time_to_first_token_seconds_count"] == 1
+    key = 'attar_http_requests_total{route="/v1/completions",status="200"}'
+    assert after[key] - before.get(key, 0) == 1
