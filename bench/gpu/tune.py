@@ -75,15 +75,18 @@ def search(name: str, kinds: list[tuning.Kind], budget: Budget, out: Path, copy:
                 times = timed(kind, laid, rows, size, budget)
                 if times is None:
                     return
+                if not times:  # no cut fits this card
+                    continue
                 best = min(times, key=lambda cut: times[cut])
                 entries.append({"most": rows, "config": asdict(best)})
                 entries.sort(key=lambda entry: entry["most"])
                 write(out, every)
                 rule = tuning.rule(kind, rows, *size, language.processors(torch.device(DEVICE)))
                 read = laid[0].weight.read_bytes / times[best] / copy  # type: ignore[union-attr]
+                by_rule = {"rule": times[rule] * 1e6} if rule in times else {}  # which may not fit either
                 yield {
                     "work": f"tuned {SCHEMES[kind]} {label}, {rows} rows", "us": times[best] * 1e6, "read": read,
-                    "rule": times[rule] * 1e6, "cut": asdict(best),
+                    **by_rule, "cut": asdict(best),
                 }  # fmt: skip
             del laid
     if backend.interpreted():  # torch's products tell nothing there

@@ -5,11 +5,12 @@ A folder holds adapter_config.json and adapter_model.safetensors. Of each linear
 
     y = x' W^T + b + (alpha / r) (x A^T) B^T        (alpha / sqrt(r) for rank-stabilised LoRA, Kalajdzievski 2023).
 
-x' may be rounded, permuted or divided, as the stored W wants it; the adapter reads x as it comes, which is what it was
-trained on. So compressed bases will do, and W stays as it is: an adapter is there for every row (`attach`), or under a
-number for the rows that ask for it (`install`), beside others. Not so where a recipe moved scales from norms into
-weights, or rotated what runs between the blocks: the base then computes the same with an x that the adapter was not
-trained on, unless it was trained on that very base (`doubt`).
+x' may be rounded, permuted or divided, as the stored W wants it; the adapter reads x as it comes (behind the rotation,
+where the linear rotates its inputs at run time), which is what it was trained on. So compressed bases will do, and W
+stays as it is: an adapter is there for every row (`attach`), or under a number for the rows that ask (`install`),
+beside others. Not so where a recipe moved scales from norms into weights, or rotated what runs between the blocks: the
+base then computes the same with an x that the adapter was not trained on, unless it was trained on that very base
+(`doubt`).
 
 An adapter that is read in part is a model that runs and answers otherwise than trained. So every tensor must have its
 place, every pair be whole, and every key of the config that changes what is computed be one that is known here: DoRA,

@@ -102,6 +102,13 @@ def test_rows_that_are_no_multiple_of_16_bytes() -> None:
     assert "multiple of 16" in str(against("w8a8", 72))
 
 
+def test_rows_too_long_for_a_sum_of_32_bits() -> None:
+    """A run of w4a8 has its own sum; the other two add up a whole row."""
+    for scheme, bound in (("w8a8", True), ("qserve-g128", True), ("w4a8g128", False)):
+        assert against(scheme, 1 << 16) is None
+        assert ("overflow" in str(against(scheme, (1 << 16) + 128))) is bound
+
+
 @pytest.mark.parametrize("scheme", ["w4g128", "w4g32-asym", "w4-asym", "w4-tensor"])
 def test_the_layout_of_four_bits_holds_the_codes(scheme: str) -> None:
     """Element for element, as `weights.py` draws it."""

@@ -57,6 +57,7 @@ NIBBLES: frozenset[Form] = frozenset({"w4a16", "w4a8", "p4a8"})
 FLOAT8_FROM = (8, 9)  # the first cards with float8 in their tensor cores
 TILE = 64  # outputs that lie together
 RUNS = (128, 64, 32)
+MOST_COLUMNS = 65536  # whose products of 8 by 8 bits one sum of 32 bits holds
 INTEGER_RUN = 64  # at least: the integer tensor cores take 32 columns of each half
 ZERO = 8  # the code of zero on a symmetric 4-bit grid, as nibbles are stored
 
@@ -109,7 +110,7 @@ def against(each: Linear) -> str | None:
             return f"groups of {grid.group} are not a multiple of {INTEGER_RUN}"
         if rounding is None:
             return f"{grid.name} weights have a Triton kernel for rows rounded to int8 alone"
-        return _against_rounding(weight.scheme, "int")
+        return _against_rounding(weight.scheme, "int") or _against_sum(weight.shape[1])
     if not isinstance(grid, Grid):
         return f"{grid.name} weights have no Triton kernel yet"
     four = (grid.kind, grid.bits) == ("int", 4)
@@ -124,7 +125,15 @@ def against(each: Linear) -> str | None:
         return "this card knows no float8"
     if weight.shape[1] % 16:
         return f"rows of {weight.shape[1]} bytes are no multiple of 16"
-    return None if rounding is None else _against_rounding(weight.scheme, grid.kind)
+    if rounding is None:
+        return None
+    whole = eight and grid.kind == "int"  # rows are summed as integers to their end
+    return _against_rounding(weight.scheme, grid.kind) or (_against_sum(weight.shape[1]) if whole else None)
+
+
+def _against_sum(columns: int) -> str | None:
+    """Products of 8 by 8 bits are summed in 32."""
+    return f"rows of {columns} columns may overflow a sum of 32 bits" if columns > MOST_COLUMNS else None
 
 
 def _against_rounding(scheme: Scheme, kind: str) -> str | None:
