@@ -17,8 +17,8 @@
 Every side gets the same token ids to calibrate on, and writes its output; attar reads all of them and measures each
 against the original in one float32 forward, so that nobody is judged by its own. Scored is held-out text of the kind
 that the embedded model was trained on, read once, and another kind (`--other`): never what anybody calibrated on, or
-chose by. Ratios are KL over that of the best peer, "best" by the held-out text itself, which favours the peers; with
-paired-bootstrap intervals over windows: over the best of all, and over the best of those that store no more. Bits are
+chose by. Ratios are KL over that of the best of each program, "best" by the held-out text itself, which favours the
+peers; with paired-bootstrap intervals over windows: over its best, and over the best that stores no more. Bits are
 all stored bytes of the linears; auto-round's output is written dense, and its bits are those of its own formats.
 
 Without test data both texts are sampled from the model, with other seeds than the calibration text's.
@@ -235,14 +235,15 @@ def run(name: str, lane: Lane, original: Path, read: Texts, place: Path, args: a
     rows: dict[str, dict[str, Any]] = {}
     scores: dict[str, dict[str, Report]] = {}
 
-    def score(label: str, folder: Path, seconds: float, peer: bool, bits: float) -> None:
+    def score(label: str, folder: Path, seconds: float, peer: str | None, bits: float) -> None:
         kv = None if label in lane.uncached else lane.kv
         scores[label] = {
             text: evaluate(folder, against=decoder, tokens=ids, kv=kv) for text, ids in read.held_out.items()
         }
         kls = {text: one.figures["kl_mean"].value for text, one in scores[label].items()}
         top = {text: one.figures["top1"].value for text, one in scores[label].items()}
-        rows[label] = {"peer": peer, "bits": bits, "kl": kls, "top1": top, "seconds": seconds}
+        windows = {text: one.measurement.kl_windows.tolist() for text, one in scores[label].items()}
+        rows[label] = {"peer": peer, "bits": bits, "kl": kls, "top1": top, "seconds": seconds, "windows": windows}
         values = "".join(f"{kl:>32.6f}" for kl in kls.values())
         print(f"{label:<32}{bits:7.3f}{values}{seconds:>9.1f}", flush=True)
 
@@ -251,38 +252,53 @@ def run(name: str, lane: Lane, original: Path, read: Texts, place: Path, args: a
             for job in jobs:
                 out = place / slug(job["name"])
                 seconds = peer(args.peers, program, job, source, read.calibration, out)
-                score(job["name"], out, seconds, True, bits_of(job, out))
-    made: list[tuple[str, str | Recipe, bool]] = [(name, said, True) for name, said in lane.published.items()]
-    made += [(recipe, recipe, False) for recipe in (*lane.uncached, *(args.ours or lane.ours))]
+                score(job["name"], out, seconds, program, bits_of(job, out))
+    made: list[tuple[str, str | Recipe, str | None]] = [
+        (name, said, "what was published") for name, said in lane.published.items()
+    ]
+    made += [(recipe, recipe, None) for recipe in (*lane.uncached, *(args.ours or lane.ours))]
     for label, recipe, as_peer in made:
         out = place / slug(label)
         done = attar.compress(
             source, out, recipe=recipe, calibration=read.calibration, seed=args.seed, overwrite=True, resume=False
         )
         score(label, out, done.seconds, as_peer, done.bits_per_weight)
-    peers = [label for label, row in rows.items() if row["peer"]]
-    for key, title in (("ratio", "over the best peer"), ("ratio at its bits", "... of those that store no more")):
-        print(f"{title:<39}" + "".join(f"{text:>56}" for text in read.held_out))
-        for label in (label for label, row in rows.items() if not row["peer"]):
-            most = rows[label]["bits"] + SAME if key == "ratio at its bits" else math.inf
-            rivals = [one for one in peers if rows[one]["bits"] <= most]
-            if not rivals:
-                continue
-            rows[label][key] = {}
-            shown = ""
-            for text in read.held_out:
-                rival = min(rivals, key=lambda one: rows[one]["kl"][text])
-                ours, theirs = (scores[one][text].measurement.kl_windows for one in (label, rival))
-                ratio = paired_bootstrap_ratio(ours, theirs)
-                rows[label][key][text] = {"of": rival, "value": ratio.value, "interval": [ratio.low, ratio.high]}
-                shown += f"{f'{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] of {rival}':>56}"
-            print(f"{label:<39}{shown}   goal {lane.goal:.2f}", flush=True)
+    for program in dict.fromkeys(row["peer"] for row in rows.values() if row["peer"]):
+        for no_more in (False, True):
+            compare(rows, scores, program, no_more, lane.goal)
     for beside in lane.uncached:
         print(f"over {beside}, its keys and values as they are")
         for label, row in rows.items():
             row["over"] = {text: row["kl"][text] / rows[beside]["kl"][text] for text in read.held_out}
             print(f"{label:<39}" + "".join(f"{ratio:>32.3f}" for ratio in row["over"].values()), flush=True)
     return {"goal": lane.goal, "rows": rows}
+
+
+def compare(
+    rows: dict[str, dict[str, Any]],
+    scores: Mapping[str, Mapping[str, Report]],
+    program: str,
+    no_more: bool,
+    goal: float,
+) -> None:
+    """Print our KL over that of the best of a program's outputs on each text, or those that store no more than we do,
+    and note it in the rows."""
+    title = "... that stores no more" if no_more else f"over the best of {program}"
+    texts = next(iter(rows.values()))["kl"]
+    print(f"{title:<39}" + "".join(f"{text:>56}" for text in texts))
+    for label, row in rows.items():
+        most = row["bits"] + SAME if no_more else math.inf
+        rivals = [name for name, one in rows.items() if one["peer"] == program and one["bits"] <= most]
+        if row["peer"] or not rivals:
+            continue
+        shown, found = "", row.setdefault("ratios", {}).setdefault(f"{program}, no more" if no_more else program, {})
+        for text in texts:
+            rival = min(rivals, key=lambda name: rows[name]["kl"][text])
+            ours, theirs = (scores[one][text].measurement.kl_windows for one in (label, rival))
+            ratio = paired_bootstrap_ratio(ours, theirs)
+            found[text] = {"of": rival, "value": ratio.value, "interval": [ratio.low, ratio.high]}
+            shown += f"{f'{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] of {rival}':>56}"
+        print(f"{label:<39}{shown}   goal {goal:.2f}", flush=True)
 
 
 def bits_of(job: Job, folder: Path) -> float:

@@ -8,7 +8,7 @@ bit with those of a CPU. The device is called `meta`, because that one exists in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from attar.engine.graphs import Recorded
 
 THERE = torch.device("meta")
 waits: list[str] = []
@@ -94,6 +96,41 @@ class _Builds(TorchFunctionMode):
             waits.append("tolist")
             return args[0].near.tolist()
         return func(*args, **kwargs)
+
+
+class Late(TorchDispatchMode):
+    """A CPU that, within, is as late as a GPU: what nobody waits for, copies and replays, is done in its order when
+    somebody does. It is the recorder of such graphs too, `results` what their replays gave, and the mark (of
+    `engine/graphs.py`) by which a host waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[Tensor] = []
+        self._told: list[Callable[[], object]] = []
+        self._marked = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.copy_.default and (args[2:] or (kwargs or {}).get("non_blocking")):
+            self._told.append(lambda: func(*args[:2]))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def __call__(self, call: Callable[[], Tensor]) -> Recorded:
+        self.catch_up()
+        return Recorded(lambda: self._told.append(lambda: self.results.append(call().clone())), call())
+
+    def set(self) -> None:
+        self._marked = len(self._told)
+
+    def wait(self) -> None:
+        """For no more than what comes before the mark."""
+        done, self._told, self._marked = self._told[: self._marked], self._told[self._marked :], 0
+        for each in done:
+            each()
+
+    def catch_up(self) -> None:
+        self.set()
+        self.wait()
 
 
 class _Makes(TorchDispatchMode):

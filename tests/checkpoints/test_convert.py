@@ -17,6 +17,7 @@ from attar.checkpoints.convert import convert
 from attar.checkpoints.convert_proof import Digest, proof
 from attar.checkpoints.convert_source import Stored
 from attar.checkpoints.convert_targets import as_half
+from attar.checkpoints.convert_to_gguf import FILE_TYPES, _file_type
 from attar.checkpoints.gguf import GgufFile
 from attar.checkpoints.gguf_checkpoint import GgufCheckpoint
 from attar.checkpoints.safetensors import CheckpointError
@@ -378,3 +379,10 @@ def test_a_digest_does_not_depend_on_the_order() -> None:
     assert found[0] == found[1]
     digest.add("c", torch.zeros(2))
     assert digest.whole != found[0]
+
+
+@pytest.mark.parametrize("names", [("Q4_K", "Q6_K"), ("Q6_K", "Q4_K"), ("Q8_0", "Q4_0"), ("Q4_0", "Q8_0")])
+def test_a_files_type_does_not_depend_on_the_order_of_a_set(names: tuple[str, str]) -> None:
+    """Of equally many matrices: otherwise the file's bytes would change from process to process."""
+    kinds = {name: TYPES[name] for name in names}
+    assert _file_type(kinds, "BF16") == FILE_TYPES[names[0]]

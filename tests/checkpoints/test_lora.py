@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from attar import LLM, SamplingParams
 from attar.checkpoints import hf, lora, sources
-from attar.checkpoints.merge import merge
+from attar.checkpoints.merge import _Errors, merge
 from attar.checkpoints.safetensors import CheckpointError
 from attar.compression.pipeline import compress
 from attar.formats.packed import PackedTensor
+from attar.formats.scheme import Scheme
 from attar.kernels import ops
 from attar.model.cache import Step
 from tests.conftest import token_ids
@@ -179,6 +180,17 @@ def test_the_error_of_rounding_again_is_that_of_rounding_again(base: Path, tmp_p
     assert done.change == pytest.approx((change / sums) ** 0.5, rel=1e-3)
     assert done.requantized == pytest.approx((error / (sums + change)) ** 0.5, rel=0.1)
     assert f"off by {done.requantized:.2%}" in done.sentences()[1]
+
+
+def test_sums_beyond_a_schemes_scales_are_left_out_of_the_figure() -> None:
+    """It is one printed sentence, and no reason not to merge."""
+    scheme, errors = Scheme.parse("w4g32").with_scale_dtype("float16"), _Errors()
+    small = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    errors.add(small * 1e7, small, scheme)
+    assert (errors.requantized, errors.change) == (None, pytest.approx(1e-7))
+    errors.add(small, small, scheme)
+    assert errors.requantized is not None
+    assert 0.02 < errors.requantized < 0.2, "of the small sums alone"
 
 
 def test_adapters_learn(base: Path, tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ import torch
 from typer.testing import CliRunner
 
 from attar.checkpoints import hub
-from attar.cli import generation
+from attar.cli import generation, terminal
 from attar.cli.main import app
 from attar.cli.terminal import BAD_INPUT
 from attar.server import supervisor
+from attar.server.security import KEY_VARIABLE
 from tests.cli.test_commands import refused
 
 without = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -45,6 +46,24 @@ def test_a_device_that_is_not_there_is_refused_first(command: str, monkeypatch: 
     monkeypatch.setattr(supervisor, "run", never)
     done = CliRunner().invoke(app, [*shlex.split(command), "--device", "cuda", "--json"])
     refused(done, BAD_INPUT, "cannot compute on cuda: ", as_json=True)
+
+
+@pytest.mark.parametrize("ends", ["import os; os._exit(3)", "import os; os.kill(os.getpid(), 9)"])
+def test_a_device_at_which_the_process_that_asks_dies_is_refused(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "ASK", ends)
+    monkeypatch.setattr(supervisor, "run", never)
+    done = CliRunner().invoke(app, ["serve", "demo", "--device", "cuda", "--json"])
+    refused(done, BAD_INPUT, "cannot compute on cuda: ", as_json=True)
+
+
+def test_no_process_that_serve_starts_has_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "k" * 32)
+    monkeypatch.setattr(
+        terminal, "ASK", f"import os; print('has the key' if {KEY_VARIABLE!r} in os.environ else 'has it not')"
+    )
+    monkeypatch.setattr(supervisor, "run", never)
+    done = CliRunner().invoke(app, ["serve", "demo", "--device", "cuda", "--json"])
+    refused(done, BAD_INPUT, "has it not", as_json=True)
 
 
 def test_so_is_one_that_attar_does_not_know() -> None:

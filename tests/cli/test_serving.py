@@ -65,7 +65,13 @@ def test_a_plan_for_more_users_than_run_together_raises_that(monkeypatch: pytest
     settings = served(monkeypatch, "--memory 2GB --context 256 --max-running 40")
     assert settings.limits().together == 40
     assert last_json(CliRunner().invoke(app, [*plan, "4"]))["step_sequences"] == 32
-    refused(CliRunner().invoke(app, [*plan, "600"]), 2, "512 tokens has not one for each of 600", as_json=True)
+    many = CliRunner().invoke(app, [*plan, "600"])
+    assert (last_json(many)["step_sequences"], last_json(many)["step_tokens"]) == (600, 600)
+    assert "as with --max-running 600 --max-step-tokens 600" in many.stderr
+    for given, says in (
+        ("--max-step-tokens 512", "raise --max-step-tokens"), ("--max-running 16", "only 16 requests run together"),
+    ):  # fmt: skip
+        refused(CliRunner().invoke(app, [*plan, "600", *given.split()]), 2, says, as_json=True)
     refused(CliRunner().invoke(app, [*plan, "2", "--policy", "none"]), 2, "2 users at once, but only 1", as_json=True)
 
 
@@ -74,3 +80,16 @@ def test_options_of_the_scheduler_reach_the_engine(monkeypatch: pytest.MonkeyPat
     found = made.limits()
     assert (found.policy, found.max_delay, found.max_waiting, made.threads) == ("dynamic", 0.25, 7, 3)
     assert served(monkeypatch, "--policy dynamic").limits().max_delay == 0.1
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ("--max-delay 0.25", "--max-delay is of --policy dynamic"),
+        ("--max-delay 0.25 --policy static", "--max-delay is of --policy dynamic"),
+        ("--max-delay inf --policy dynamic", "max-delay is a number of seconds, not inf"),
+    ],
+)
+def test_a_delay_that_nothing_would_heed_is_refused(options: str, says: str) -> None:
+    done = CliRunner().invoke(app, ["serve", "demo", *shlex.split(options), "--json"])
+    refused(done, 2, says, as_json=True)

@@ -4,14 +4,17 @@ promised, and a killed run that goes on."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from attar.checkpoints import hf
 from attar.checkpoints.receipt import read_receipt
-from attar.compression import allocate, sensitivity
+from attar.compression import allocate, calibrate, place, sensitivity
 from attar.compression.allocate import Target, ladder_for, parse_ladder
 from attar.compression.pipeline import compress
 from attar.compression.recipe import Recipe
@@ -22,6 +25,13 @@ from attar.text.tokenizer import Tokenizer
 from tests.compression.test_experts import write
 
 Ids = list[list[int]]
+
+
+class Stop(Exception):
+    pass
+
+
+NAMES = ("self_attn.q_proj", "mlp.down_proj")
 LADDER = ("w2g32", "w4g64", "w8g64")
 
 SAME_PASS = 1e-4  # relative difference of a divergence, restarted in the middle and in float32, to the whole in float64
@@ -252,6 +262,7 @@ def test_ladders() -> None:
         (Target(size=1000), LADDER, "bytes more than the target leaves"),
         (Target(bits=4.0), ("w4g48", "w8"), r"q_proj: group size 48 does not divide 128"),
         (Target(bits=4.0), ("w4g64",), "at least two schemes"),
+        (Target(bits=4.0), ("w4g64", "sparse24"), "q_proj: sparse24 stores 2:4 sparse weights"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_measured(
@@ -263,6 +274,65 @@ def test_what_cannot_be_is_refused_before_anything_is_measured(
         compress(
             tiny, tmp_path / "out", recipe="rtn-w4g64", target=target, ladder=schemes(ladder), calibration=calibration
         )
+
+
+def test_a_rung_that_reads_inputs_makes_the_walk_read_them(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    """The recipe alone reads none: what was chosen is held against the model again."""
+    done = compress(
+        tiny, tmp_path / "out", recipe="rtn-w4g64", target=Target(bits=6.0), ladder=schemes(("w4g64", "w8a8-static")),
+        calibration=calibration,
+    )  # fmt: skip
+    assert {record.scheme for record in done.records} == {"w4g64", "w8a8-static"}
+    found = json.loads((tmp_path / "out" / "receipt.json").read_text())
+    assert found["allocation"]["without"] == ["activation rounding"]
+    assert found["calibration"] == calibrate.token_hash(torch.tensor(calibration[:-2]))
+
+
+def test_a_rung_that_a_device_does_not_take_is_refused_first(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    def check(plan: Recipe) -> None:
+        place.check(plan, [plan.scheme_for(f"model.layers.0.{name}") for name in NAMES], False, "cuda")
+
+    with pytest.raises(ValueError, match="nf4 is not for cuda yet"):
+        allocate.for_output(
+            hf.Checkpoint.open(tiny), Recipe.load("gptq-w4g64"), Target(bits=4.0), schemes(("w3g64", "nf4")),
+            calibration, calibrate.Amount(), tmp_path / "out", False, False, lambda plan: 0, check, no_progress,
+        )  # fmt: skip
+    assert not list(tmp_path.iterdir())
+
+
+def test_text_that_cannot_be_divided_is_refused_before_it_is_drawn(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least 2 calibration sequences"):
+        compress(
+            tiny, tmp_path / "out", recipe="rtn-w4g64", target=Target(bits=4.0), ladder=schemes(), calibration="self",
+            samples=1, length=16, progress=no_progress,
+        )  # fmt: skip
+
+
+def test_drawn_text_is_its_models(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a killed run drew is not taken for what another model would draw; nor is a damaged file taken at all."""
+
+    def stop(*rest: object) -> None:
+        raise Stop
+
+    monkeypatch.setattr(allocate, "allocate", stop)
+    other = tmp_path / "other"
+    shutil.copytree(tiny, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    settings: dict[str, Any] = {"target": Target(bits=4.0), "ladder": schemes(), "samples": 3, "length": 8}
+    for source in (tiny, other, tiny):
+        with pytest.raises(Stop):
+            compress(source, tmp_path / "out", recipe="rtn-w4g64", calibration="self", **settings)
+    one, two = tmp_path.glob(".out.attar-allocation.self-*-3x8-0.i32")
+    for file in (one, two):
+        file.write_bytes(np.full(24, 10**6, dtype="<i4").tobytes())
+    with pytest.raises(ValueError, match="holds a token id outside 0"):
+        compress(tiny, tmp_path / "out", recipe="rtn-w4g64", calibration="self", **settings)
+
+
+def no_progress(stage: str, done: int, total: int) -> None:
+    """Nothing is drawn and nothing measured."""
+    assert stage == "hashing", stage
 
 
 def test_other_mistakes(tiny: Path, calibration: Ids, tmp_path: Path) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
+from attar.checkpoints.hf import Checkpoint
 from attar.cli.compression import gains
-from attar.compression import best
+from attar.compression import best, domain
 from attar.compression.pipeline import compress
+from attar.evaluation import outputs
 from tests.compression.test_experts import write
 from tests.conftest import token_ids
 
@@ -65,6 +69,36 @@ def test_the_best_is_kept_and_the_receipt_says_why(tiny: Path, calibration: Ids,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "out"]
 
 
+def test_a_recipe_file_that_was_edited_is_tried_again(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    def stop(stage: str, done: int, total: int) -> None:
+        if stage == "recipes" and done == 1:
+            raise Stop
+
+    recipe = tmp_path / "a.yaml"
+    recipe.write_text("recipe: rtn-w8\n")
+    with pytest.raises(Stop):
+        compress(tiny, tmp_path / "out", recipe=f"{recipe},rtn-w4g32", calibration=calibration, progress=stop)
+    recipe.write_text("recipe: rtn-w2g32\n")
+    done = compress(tiny, tmp_path / "out", recipe=f"{recipe},rtn-w4g32", calibration=calibration)
+    assert done.recipe == "rtn-w4g32"
+
+
+def test_trials_do_not_ask_what_kind_the_text_is(
+    tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    known = domain.surprise
+
+    def counted(source: Checkpoint, ids: Tensor, *rest: Any) -> domain.Surprise | None:
+        asked.append(len(ids))
+        return known(source, ids, *rest)
+
+    monkeypatch.setattr(domain, "surprise", counted)
+    done = compress(tiny, tmp_path / "out", recipe="gptq-w4g128,gptq-w8g32", calibration=calibration)
+    assert asked == [7]
+    assert done.texts is not None
+
+
 def test_what_cannot_be_chosen_is_refused_first(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     for recipe, ids, sentence in (
         ("rtn-w4g128,gtpq-w4g128", calibration, "did you mean gptq"),
@@ -91,12 +125,19 @@ def test_rungs_that_cannot_be_are_left_out(
 ) -> None:
     source = tiny if family == "Llama" else write(family, tmp_path / "source")
     monkeypatch.setattr(best, "STEPS", [step for step in best.STEPS if step == "rtn" or step in left])
+    monkeypatch.setattr(best, "choose", lambda *rest: 1 / 0)  # what is left alone is not tried
     done = compress(source, tmp_path / "out", recipe=f"best-{scheme}", calibration=token_ids(3, 16, vocab=96))
     assert done.recipe == f"rtn-{scheme}"
     assert done.selection is not None
+    assert (done.selection["tried"], done.selection["kept"]) == ([], f"rtn-{scheme}")
+    read = outputs.read(tmp_path / "out").selection
+    assert read is not None
+    assert (read.kept, [name for name, _ in read.left_out]) == (None, [f"{step}-{scheme}" for step in left])
     assert [each["recipe"] for each in done.selection["left_out"]] == [f"{step}-{scheme}" for step in left]
     assert all(why in each["why"] for each in done.selection["left_out"])
-    assert f"not tried: {left[0]}-{scheme} (" in "\n".join(gains(done))
+    printed = list(gains(done))
+    assert len(printed) == len(left)
+    assert printed[0].startswith(f"not tried: {left[0]}-{scheme} (")
 
 
 def test_a_ladder_without_a_rung_says_why(tiny: Path, calibration: Ids, tmp_path: Path) -> None:

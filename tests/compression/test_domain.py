@@ -61,6 +61,20 @@ def test_surprise_is_that_of_whole_passes(
     assert not list(tmp_path.iterdir())
 
 
+def test_predictions_that_are_no_numbers_surprise_nobody(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And leave no file, however it ends."""
+    ids, source = torch.tensor(token_ids(2, 8)), hf.Checkpoint.open(tiny)
+    with monkeypatch.context() as patch:
+        patch.setattr(domain, "_at_head", lambda *rest: (torch.tensor([1.0, torch.nan]), torch.ones(2)))
+        assert surprise(source, ids, tmp_path) is None
+    monkeypatch.setattr(domain.gradients, "advance", lambda *rest: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        surprise(source, ids, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_one_token_surprises_nobody(tiny: Path, tmp_path: Path) -> None:
     assert surprise(hf.Checkpoint.open(tiny), torch.tensor([[1], [2]]), tmp_path) is None
     done = compress(tiny, tmp_path / "out", recipe="gptq-w4g32", calibration=[[1], [2]])

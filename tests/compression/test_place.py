@@ -18,7 +18,7 @@ import torch
 from attar.checkpoints import sources
 from attar.compression import pipeline, place
 from attar.compression.calibrate import HiddenStates
-from attar.compression.methods import Awq
+from attar.compression.methods import ActivationRange, Awq
 from attar.compression.passes import BlockWork, Record
 from attar.compression.pipeline import Run
 from attar.compression.recipe import Recipe
@@ -34,8 +34,10 @@ ERRORS = 0.02  # relative, of what rounding costs
 RECIPES = ("hqq-w4g32-asym", "qronos-w4g32", "awq+gptq-w4g32", "smoothquant+rtn-w8a8")
 
 
-def compressed(block: Block, recipe: str, folder: Path, device: torch.device) -> tuple[list[Record], Block]:
-    plan = Recipe.load(recipe)
+def compressed(
+    block: Block, recipe: str, folder: Path, device: torch.device, activation_range: ActivationRange = "minmax"
+) -> tuple[list[Record], Block]:
+    plan = replace(Recipe.load(recipe), activation_range=activation_range)
     few = tuple(replace(each, points=3) if isinstance(each, Awq) else each for each in plan.passes)
     plan = replace(plan, passes=few)
     pair = []
@@ -67,6 +69,22 @@ def test_a_block_is_compressed_where_it_lies(recipe: str, tiny_decoder: Callable
         assert all(part.device == place.CPU for part in ours.weight.parts.values())
         if recipe == "hqq-w4g32-asym":  # which reads no inputs
             assert torch.equal(ours.weight.dequantize(), theirs.weight.dequantize())
+
+
+@pytest.mark.parametrize("word", ["percentile", "mse"])
+def test_ranges_of_histograms_go_where_the_block_lies(
+    word: ActivationRange, tiny_decoder: Callable[..., Decoder], tmp_path: Path
+) -> None:
+    """Which are counted in ordinary memory, while a recipe that corrects rounds inputs by them on the device."""
+    with torch.no_grad():
+        _, here = compressed(tiny_decoder(layers=1).blocks[0], "qronos-w8a8-static", tmp_path, place.CPU, word)
+        with there() as device:
+            _, away = compressed(tiny_decoder(layers=1).blocks[0], "qronos-w8a8-static", tmp_path, device, word)
+    for ours, theirs in zip(away.linears(), here.linears(), strict=True):
+        assert ours.activation_scale is not None
+        assert theirs.activation_scale is not None
+        assert ours.activation_scale.device == place.CPU
+        torch.testing.assert_close(ours.activation_scale, theirs.activation_scale, rtol=ERRORS, atol=0)
 
 
 def test_a_tensor_left_behind_is_found_out() -> None:

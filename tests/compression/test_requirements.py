@@ -232,7 +232,7 @@ def test_what_allocation_measures_on_calibrates_nothing(
         compress(tiny, tmp_path / "no", recipe="gptq-w4g32", target=Target(bits=4), calibration=calibration[:1])
     found = allocate.for_output(
         hf.Checkpoint.open(tiny), Recipe.load("rtn-w4g32"), Target(bits=4), parse_ladder("w2g32,w8g32"), calibration,
-        calibrate.Amount(), tmp_path / "found", False, False, lambda plan: 0, lambda *told: None,
+        calibrate.Amount(), tmp_path / "found", False, False, lambda plan: 0, lambda plan: None, lambda *told: None,
     )  # fmt: skip
     assert (found.read.tolist(), found.calibration) == (calibration, calibration[:-2])
     found.forget()
@@ -250,6 +250,20 @@ def test_what_allocation_measures_on_calibrates_nothing(
     receipt = json.loads((tmp_path / "all" / "receipt.json").read_text())
     hashes = [calibrate.token_hash(torch.tensor(each)) for each in (calibration[:-2], calibration[-2:])]
     assert [receipt["calibration"], receipt["allocation"]["selection"]] == hashes
+
+
+def test_what_needs_the_original_beside_it_asks_for_room(
+    tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two files of 8 sequences of 32 tokens more, for the states that the original model sees."""
+    asked: list[int] = []
+    monkeypatch.setattr("attar.compression.pipeline.require_free", lambda path, needed: asked.append(needed))
+    monkeypatch.setattr("attar.compression.output.Output.written", lambda self, done: 1 / 0)
+    for correct in (True, False):
+        plan = Recipe.from_dict({"recipe": "autoround-w4g32", "correct": correct})
+        with pytest.raises(ZeroDivisionError):
+            compress(tiny, tmp_path / str(correct), recipe=plan, calibration=calibration)
+    assert asked[0] - asked[1] == 2 * 4 * 128 * 8 * 32
 
 
 @pytest.mark.parametrize("layer", [1, 2])
@@ -316,8 +330,10 @@ def test_a_static_scale_that_nothing_was_seen_of_is_that_of_the_other_experts(tm
 
 def test_a_resumed_run_warns_of_what_the_killed_one_saw(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     found = coverage.Coverage(hf.load(tiny, torch.float32).blocks[0])
-    coverage.keep(tmp_path, 1, found)
-    assert coverage.kept(tmp_path, 3) == [found.to_dict()]
+    coverage.keep(tmp_path, "one", 1, found)
+    assert coverage.kept(tmp_path, "one", 3) == [found.to_dict()]
+    assert coverage.kept(tmp_path, "another", 3) == [], "of a run that is about something else"
+    assert [path.name for path in tmp_path.iterdir()] == ["coverage-one-1.json"]
     idle = {"channels": {}, "idle": ["a", "b"], "experts": 8}
     (told,) = coverage.warnings(100, 10, [idle, idle])
     assert told.startswith("4 of 16 experts were sent no calibration token")

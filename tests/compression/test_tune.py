@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attar.checkpoints import hf
 from attar.checkpoints.hf import Checkpoint
-from attar.compression import gradients, tune, whole
+from attar.compression import calibrate, gradients, tune, whole
 from attar.compression.calibrate import HiddenStates
 from attar.compression.methods import Tune
 from attar.compression.pipeline import compress
@@ -101,7 +101,7 @@ def test_the_gradient_is_that_of_the_divergence(
     for knob in knobs:
         knob.base = knob.base.float()  # without the steps of bfloat16
     states = HiddenStates(tmp_path / "teacher", (*ids.shape, source.config.hidden), 0)
-    gradients.enter(source, ids, states)
+    calibrate.embed(source, ids, states)
     for layer in range(source.config.layers):
         gradients.advance(source, layer, states, states)
     tuning = tune._Tuning(student, tune._Teacher(source, states), ids, OPTIONS, 0)

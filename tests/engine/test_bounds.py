@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,6 +152,20 @@ def test_steps_of_a_device_that_is_not_waited_for_are_judged_together(decoder: D
     assert late.begun == late.ended == 3
 
 
+def test_steps_that_nobody_waits_for_are_not_gathered_without_end(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds, "OPEN", 3)
+    made = engine(decoder, Bounds(roofline(decoder, True), Told(1e9, late=True)), step=8)
+    told = steps(made, Submit("a", tuple(range(1, 65)), SamplingParams(max_tokens=1, temperature=0, seed=0)))
+    heard = []
+    for _ in range(7):
+        next(told)
+        (request,) = made._requests.values()
+        heard.append(sum(request.limited_by.values()))
+    assert heard == [0, 0, 3, 3, 3, 6, 6]
+
+
 def test_without_a_roofline_there_are_no_kernels_and_all_is_overhead(decoder: Decoder) -> None:
     assert reports(engine(decoder, Bounds(None, Told(0.0))), Submit("a", (1,), GREEDY))["a"].limited_by == {
         "overhead": 6
@@ -163,15 +178,34 @@ def test_who_does_not_ask_is_not_told(decoder: Decoder) -> None:
 
 def test_a_served_model_is_judged_by_this_machine(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "READ", 1 << 20)
+    measure, slow = bounds.cpu_rates, Rates(SLOW, lambda scheme: 1.0)
+    monkeypatch.setattr(bounds, "cpu_rates", lambda *args: slow if measure(*args) else None)
     made, _ = loading.engine(Settings(str(demo), "", memory=10**9, context=256, verify=False))
+    if not extension.loaded():
+        pytest.skip("the native kernels are off or do not load")
     assert made.bounds is not None
     assert isinstance(made.bounds.meter, KernelMeter)
     before = extension.busy_seconds()
     found = reports(made, Submit("a", tuple(range(40)), GREEDY), Embed("b", tuple(range(30))))
-    assert found["a"].limited_by.keys() <= {"bandwidth", "compute", "overhead"}
     assert sum(found["a"].limited_by.values()) == made.steps
     assert sum(found["b"].limited_by.values()) == 1
     assert extension.busy_seconds() > before
+    made.bounds.meter = Told(1e9)
+    assert reports(made, Submit("c", (5, 6, 7), GREEDY))["c"].limited_by == {"bandwidth": 6}, "by the rates measured"
+    made.bounds.meter = Told(0.0)
+    assert reports(made, Submit("d", (5, 6, 7), GREEDY))["d"].limited_by == {"overhead": 6}
+
+
+def test_one_stage_of_several_on_cpus_is_not_judged(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judges: list[Bounds | None] = []
+    llm = SimpleNamespace(decoder=None, tokenizer=None, eos_ids=frozenset(), runner=None)
+    monkeypatch.setattr("attar.engine.llm.LLM", lambda *args, **kwargs: llm)
+    monkeypatch.setattr(loading, "Engine", lambda *args, **kwargs: judges.append(kwargs["bounds"]))
+    monkeypatch.setattr(bounds, "cpu_rates", lambda *args: None)
+    for tp, pp in ((1, 1), (2, 1), (1, 2)):
+        threads = tp * pp * torch.get_num_threads()  # which leaves each process those that there are now
+        loading.engine(Settings(str(demo), "", memory=10**9, context=256, tp=tp, pp=pp, threads=threads))
+    assert [judge is None for judge in judges] == [False, False, True]
 
 
 def test_time_in_kernels_is_that_of_native_calls(tiny_decoder: Callable[..., Decoder]) -> None:
@@ -229,7 +263,8 @@ def test_rates_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.size(matrix, w4) == 256 * 128 // 2 + 2 * 256 + 16, "codes, scales, and its shape"
 
 
-def test_limits_of_a_card_are_of_each_kind_of_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("room", [1 << 20, 1024])
+def test_limits_of_a_card_are_of_each_kind_of_numbers(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The calls themselves, on a CPU; their times are made up."""
     seconds = iter((0.5, 0.25, 0.125, 0.0625))
 
@@ -239,12 +274,28 @@ def test_limits_of_a_card_are_of_each_kind_of_numbers(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(bounds, "_seconds", timed)
     monkeypatch.setattr(bounds, "COPIED", 4096)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 * room, 1 << 30))
     monkeypatch.setattr(bounds, "SQUARE", 64)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     bandwidth, gops = bounds.card_limits(torch.device("cpu"))
     work = 2 * 64**3 / 1e9
-    assert bandwidth == 2 * 4096 / 0.5 / 1e9
+    assert bandwidth == 2 * min(room, 4096) / 0.5 / 1e9
     assert gops == {"bf16": work / 0.25, "int8": work / 0.125, "fp8": work / 0.0625}
+
+
+def test_a_card_without_room_to_measure_serves_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(device: torch.device) -> Rates:
+        raise error
+
+    monkeypatch.setattr(bounds, "card_rates", fails)
+    error: Exception = torch.OutOfMemoryError("2 GiB")
+    assert loading._measured(torch.device("cuda")) is None
+    assert "the rates of cuda could not be measured" in caplog.text
+    error = torch.AcceleratorError("gone")
+    with pytest.raises(torch.AcceleratorError):
+        loading._measured(torch.device("cuda"))
 
 
 def test_rates_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,6 +214,22 @@ def test_a_full_queue_and_a_passed_deadline(decoder: Decoder) -> None:
     assert found["first", 0][-1] == ("length", 5)
 
 
+def test_samplers_of_a_request_share_its_prompt_and_none_is_made_for_a_refused_one(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = engine(decoder, limits=Limits(max_running=2, max_waiting=3, max_step_tokens=8))
+    params = SamplingParams(max_tokens=5, repetition_penalty=1.2, seed=0)
+    made.submit(Submit("a", (5, 6, 5, 7), params, n=3))
+    choices = list(made._choices.values())
+    assert len(choices) == 3
+    assert all(choice.sampler.seen is choices[0].sampler.seen for choice in choices)
+    assert choices[0].sampler.seen.tolist() == [5, 6, 7]
+    monkeypatch.setattr("attar.engine.engine.Sampler", None)
+    monkeypatch.setattr("attar.engine.engine.distinct", None)
+    made.submit(Submit("b", (5, 6), params))
+    assert [event.code for event in made._take() if isinstance(event, Failed)] == ["full"]
+
+
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
 def test_a_cancelled_request_ends_once_and_leaves_nothing(decoder: Decoder, phase: str) -> None:
     made = engine(decoder, limits=Limits(max_running=2, max_step_tokens=8))

@@ -23,6 +23,7 @@ from attar.model.cache import KVCache, Step, sent
 from attar.model.decoder import Decoder
 from attar.model.layers import MixtureOfExperts
 from tests.engine.test_engine import CONTEXT, ROOM, TIGHT, answers, run, some_requests
+from tests.pretend import Late
 
 Make = Callable[..., Decoder]
 
@@ -124,6 +125,33 @@ def test_rows_of_a_step_that_raised_touch_nobody(decoder: Decoder) -> None:
         graph.inputs.put(7, 1, 64, [7])  # a position past its blocks
     run(1)
     assert all(bool(part[:5].any()) and not part[5:8].any() for page in pages for part in page.parts())
+
+
+def test_pieces_of_a_step_keep_their_inputs(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five sequences in pieces of up to two, in graphs that are told of nothing between them by a host that reads
+    nothing: each replay has the rows of its own piece."""
+    pages, steps = cache.pool(decoder.config, 6, decoder.lossless), 2
+    plain = decoder.cache(64, 5)
+    expected = []
+    for step in range(steps):
+        ids = torch.tensor([7 * row + step for row in range(5)])
+        expected += decoder.forward(ids, Step((1,) * 5, 64, plain)).split(2)
+    late = Late()
+    monkeypatch.setattr(graphs, "mark", lambda device: late)
+    made = Graphs(decoder, pages, 64, 2, late)
+    with late:
+        made.record_all()
+        for step in range(steps):
+            for first in range(0, 5, 2):
+                piece = range(first, min(first + 2, 5))
+                graph = made.of(len(piece))
+                for row, sequence in enumerate(piece):
+                    graph.inputs.put(row, 7 * sequence + step, step, [sequence])
+                graph.run(len(piece))
+        assert len(late.results) < 3 * steps, "the device is behind"
+        late.catch_up()
+    assert len(late.results) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(late.results, expected, strict=True))
 
 
 def test_all_are_recorded_at_once_the_largest_first(decoder: Decoder) -> None:

@@ -7,14 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from attar.engine import sampler
 from attar.engine.engine import Engine
 from attar.engine.limits import PRESETS, Limits, Policy
 from attar.engine.messages import Submit
 from attar.engine.request import SamplingParams
 from attar.engine.settings import Settings
 from attar.model.decoder import Decoder
-from attar.plan import steps
 from attar.plan.steps import StepLimits
 
 
@@ -23,10 +21,6 @@ def test_steps_are_planned_for_as_many_as_run_together() -> None:
     assert Limits(policy="none").steps(1).sequences == 1
     throughput = PRESETS["throughput"].steps(2)
     assert (throughput.rows, throughput.sequences) == (2048, 128)
-
-
-def test_tokens_are_chosen_for_as_many_rows_at_once_as_is_planned_for() -> None:
-    assert steps.SAMPLED == sampler.AT_ONCE
 
 
 def test_what_a_preset_comes_to_is_told_with_what_it_changes() -> None:
@@ -40,6 +34,12 @@ def test_what_a_preset_comes_to_is_told_with_what_it_changes() -> None:
     assert "max-waiting 9 (default 256)" in changed
     assert "headroom 0.05 (default 0.02)" in changed
     assert "max-passed 16, " in changed
+
+
+@pytest.mark.parametrize("delay", [float("inf"), float("nan"), -1.0])
+def test_a_delay_that_is_no_time_is_refused(delay: float) -> None:
+    with pytest.raises(ValueError, match=r"number of seconds|not negative"):
+        Limits(policy="dynamic", max_delay=delay)
 
 
 def test_the_delay_is_told_of_the_policy_that_heeds_it() -> None:

@@ -18,7 +18,17 @@ from transformers.generation import logits_process as hf
 from attar.engine import device_sampler
 from attar.engine import sampler as module
 from attar.engine.request import SamplingParams, TokenLogprob
-from attar.engine.sampler import BadLogits, Draw, Sampler, logprobs_of, penalized, philox4x64, sample, uniform
+from attar.engine.sampler import (
+    BadLogits,
+    Draw,
+    Sampler,
+    distinct,
+    logprobs_of,
+    penalized,
+    philox4x64,
+    sample,
+    uniform,
+)
 
 PROBABILITY_ATOL = 1e-12  # the same formulas in float64, sums in another order
 CHI2_999 = 24.32  # 99.9 % quantile of 7 degrees of freedom, the most there are below
@@ -501,6 +511,36 @@ def test_logprobs_of_a_row_without_numbers_are_none_and_others_keep_theirs() -> 
 def test_refuses_a_prompt_outside_the_vocabulary() -> None:
     with pytest.raises(ValueError, match="prompt token 9"):
         Sampler(SamplingParams(repetition_penalty=1.2), [1, 9], 4)
+
+
+@pytest.mark.parametrize("choose", [sample, device_sampler.sample], ids=["here", "device"])
+def test_choices_share_what_they_know_of_their_prompt(choose: Any) -> None:
+    """Whoever shares it draws as whoever does not, also where an output or a bias names a token of the prompt."""
+    prompt, size = [7, 3, 7, 11, 3], 40
+    params = [
+        SamplingParams(seed=i, repetition_penalty=1.7, logit_bias=bias, frequency_penalty=0.3, logprobs=2)
+        for i, bias in enumerate(({}, {3: 4.0, 5: -1.0}, {0: 2.0, 39: 2.0}))
+    ]
+    shared = distinct(prompt, size)
+    assert shared.tolist() == [3, 7, 11]
+    ours, theirs = [Sampler(p, shared, size) for p in params], [Sampler(p, prompt, size) for p in params]
+    assert all(one.seen is shared for one in ours)
+    rows = [OneRow(p, prompt, size) for p in params]
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(8):
+        logits = torch.randn((len(params), size), generator=generator)
+        found = choose(logits, ours)
+        assert found == choose(logits, theirs) == [row.draw(own) for row, own in zip(rows, logits, strict=True)]
+        for token, each in zip((3, 3, 20), zip(ours, theirs, rows, strict=True), strict=True):
+            for one in each:
+                one.commit(token)
+    assert shared.tolist() == [3, 7, 11]
+    assert [len(one.changes) // module.CHANGE for one in ours] == [1, 2, 3], "of outputs and biases alone"
+
+
+def test_a_prompt_that_a_penalty_looks_at_is_no_plain_choice() -> None:
+    params = SamplingParams(temperature=0, repetition_penalty=2.0, seed=0)
+    assert draw(torch.tensor([[3.0, 2.0]]), [Sampler(params, [0], 2)])[0].token_id == 1
 
 
 def test_logits_are_left_alone() -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from attar.checkpoints.hub import embedded
-from attar.engine import team
+from attar.engine import loading, team
 from attar.engine.engine import Engine
 from attar.engine.limits import Limits
 from attar.engine.llm import LLM
@@ -149,6 +149,46 @@ def test_a_worker_ends_with_its_leader_whatever_it_is_doing(tmp_path: Path) -> N
     assert gone(worker)
     assert not folder.exists()
     worker.stdout.close()
+
+
+def test_a_worker_whose_gpu_does_not_answer_says_so(tmp_path: Path) -> None:
+    script = (
+        "import torch\n"
+        "def silent(device):\n    raise RuntimeError('no answer')\n"
+        "torch.cuda.mem_get_info = silent\n"
+        "from attar.engine import worker\n"
+        "raise SystemExit(worker.main())"
+    )
+    job = frame(Job("model", 1, 2, 1, "cuda:1", "float32", "int8g128", True, 1, str(tmp_path)))
+    worker = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    worker.stdin.write(job)
+    worker.stdin.flush()
+    assert gone(worker)
+    said = worker.stdout.read()
+    worker.stdin.close()
+    worker.stdout.close()
+    assert worker.returncode == 2
+    assert b"cuda:1 cannot be used: no answer" in said
+
+
+def test_every_process_has_its_part_of_the_threads(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asked(Exception):
+        pass
+
+    def made(folder: Path, jobs: list[Job]) -> Crew:
+        assert [job.threads for job in jobs] == [3]
+        raise Asked
+
+    monkeypatch.setattr(team, "Crew", made)
+    monkeypatch.setattr(team.machine, "cores", lambda *args: 64)
+    threads = torch.get_num_threads()
+    try:
+        with pytest.raises(Asked):
+            loading.engine(Settings(str(demo), "", memory=10**9, context=256, tp=2, threads=6))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_worker_that_reads_nothing_is_not_waited_for_without_end(

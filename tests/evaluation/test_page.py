@@ -186,8 +186,14 @@ def test_what_each_step_gained_is_shown(tiny: Path, calibration: list[list[int]]
     tuned = value["tune"]
     assert f"mean KL {tuned['kl_before']:.3g} before and {tuned['kl_after']:.3g} after" in seen.text
     selection = value["selection"]
+    alone = json.dumps(value | {"selection": selection | {"tried": [], "tokens": 0}})
+    (made / "receipt.json").write_text(alone)  # one rung of a ladder was left, and not tried
+    text = page.html(page.Contents([read(made)]))
+    assert '<table class="gains">' not in text
+    assert f"Not tried: guided-w2g32: {HOSTILE}." in Seen(text).text
     for damage in (
-        {"selection": []}, {"selection": selection | {"tried": []}}, {"selection": selection | {"tokens": "9"}},
+        {"selection": []}, {"selection": selection | {"tried": [], "left_out": []}},
+        {"selection": selection | {"tokens": "9"}},
         {"selection": selection | {"tried": [first | {"kl": None}]}}, {"selection": selection | {"left_out": [1]}},
         {"tune": {}}, {"tune": tuned | {"kl_after": "0"}}, {"warnings": "few"}, {"warnings": [1]},
     ):  # fmt: skip

@@ -9,14 +9,17 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from attar import faults
 from attar.engine import process
-from attar.engine.messages import MAX_FRAME, Delta, Embed, Embedding, Failed, Finished, Submit, encode
+from attar.engine.messages import MAX_FRAME, Delta, Embed, Embedding, Failed, Finished, Ready, Report, Submit, encode
 from attar.engine.request import SamplingParams
+from attar.faults import Fault
 from attar.server import client
-from attar.server.client import MAX_WAITING, ROOM_SECONDS, SILENCE, STUCK, WATCH_SECONDS, Answer
+from attar.server.client import MAX_WAITING, ROOM_SECONDS, SILENCE, STUCK, WATCH_SECONDS, Answer, EngineClient
 from attar.server.door import Options
 from tests.server.conftest import Running
 from tests.server.test_protocol import connect, post
@@ -346,3 +349,28 @@ def test_what_the_engine_still_says_of_a_request_that_has_gone_is_read_and_then_
     assert story["outcome"] == "cancelled"
     assert story["prompts"][0]["decode"] > 0
     fragile.engine.step = 0.001
+
+
+def test_a_last_word_that_could_not_be_taken_is_read_and_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader has fallen behind for good, or what takes it raises, at what the engine says last."""
+    engine = EngineClient(tmp_path / "nobody")
+    monkeypatch.setattr(engine, "ready", Ready("fake", 512, 100, 10, 16, 8, ()))
+    monkeypatch.setattr(client, "MAX_WAITING", 0)
+    last = Finished("a", 0, "stop", 1, None, Report())
+    for patience, armed in ((-1.0, None), (1000.0, Fault("client.receive"))):
+        monkeypatch.setattr(client, "PATIENCE", patience)
+        late: list[object] = []
+        answer = engine.ask([Submit("a", (1,), SamplingParams())], 1)
+        answer.late = late.append
+        if armed is not None:
+            faults.arm(armed)
+        try:
+            engine._arrived([last])
+        finally:
+            faults.disarm()
+        assert answer.ended
+        assert late == [last]
+        assert not engine.open
+        assert not engine._left

@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from attar import faults
-from attar.engine.messages import Submit
+from attar.engine.messages import Ready, Submit
+from attar.engine.request import SamplingParams
 from attar.faults import Fault
+from attar.server.client import EngineClient
 from attar.server.door import Options
+from attar.server.metrics import Metrics
 from attar.server.security import Keys
+from attar.server.work import Caller, Desk, Story, Work
 from tests.server.bad_requests import USER
 from tests.server.conftest import Running
 from tests.server.test_api import CHAT, COMPLETIONS, SEEDED
@@ -137,9 +142,30 @@ def test_what_is_sent_to_the_engine_is_what_was_asked(start: Callable[..., Runni
         made.post("/v1/embeddings", {"input": ["a", "b"]}, bearer)
     sent = list(made.engine.commands)
     submits = [command for command in sent if isinstance(command, Submit)]
-    assert [command.priority for command in submits] == [7, -100] * 2
+    assert [command.priority for command in submits] == [7, 0] * 2  # -100 would go before the other key's
     assert [command.params.seed for command in submits] == [2**64 - 1, 2**63] * 2
     salts = [command.salt for command in sent]
     assert salts == [salts[0]] * 4 + [salts[4]] * 4
     assert salts[0] != salts[4]
     assert b"" not in salts
+
+
+def test_without_keys_a_priority_may_be_less_than_0(server: Running) -> None:
+    assert server.post(COMPLETIONS, SEEDED | {"priority": -100}).status == 200
+    command = server.engine.commands[-1]
+    assert isinstance(command, Submit)
+    assert command.priority == -100
+
+
+@pytest.mark.parametrize("code, told", [("cancelled", "cancelled"), ("shutdown", "shutdown"), (None, "internal")])
+def test_why_tells_the_end_of_an_answer_whose_reader_had_gone(code: str | None, told: str) -> None:
+    """The task that reads it may end before it has taken the answer's end; without one, the task is what failed."""
+    engine = EngineClient(Path("nobody"))
+    engine.ready = Ready("fake", 512, 100, 10, 16, 8, ())
+    desk = Desk(engine, Metrics(engine), 600.0)
+    answer = engine.ask([Submit("a", (1,), SamplingParams())], 1)
+    work = Work(Caller("a", 0.0, b""), [(1,)], 1, answer, desk, Story("a", b"", 0.0, [None]))
+    if code is not None:
+        answer.cancel(code)
+    work.close()
+    assert desk.story("a", b"")["outcome"] == told

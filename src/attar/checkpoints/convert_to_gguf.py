@@ -105,9 +105,9 @@ def _planned(checkpoint: Checkpoint, name: str, kinds: Mapping[str, GgmlType]) -
 
 
 def _file_type(kinds: Mapping[str, GgmlType], dtype: str) -> int:
-    """The number of what most matrices are."""
+    """The number of what most matrices are, of equally many the first."""
     names = [kind.name for kind in kinds.values()] or [DENSE[dtype]]
-    common = max(set(names), key=names.count)
+    common = max(dict.fromkeys(names), key=names.count)
     return FILE_TYPES.get(common, PLAIN)
 
 

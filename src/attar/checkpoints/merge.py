@@ -44,8 +44,8 @@ class Merged:
 
     `change` is the size of the adapter's product relative to the weights it changes, and `requantized` that of the
     error which rounding the sums to nearest on the base's schemes would make, both as root mean squares over the
-    changed linears that were compressed, the latter over some of their rows; None where there are none, or where their
-    scheme wants pruned weights.
+    changed linears that were compressed, the latter over some of their rows; None where there are none, and without
+    those linears whose scheme cannot take the sums: it wants pruned weights, or has no number as large.
     """
 
     path: Path
@@ -91,11 +91,15 @@ class _Errors:
     def add(self, weight: Tensor, delta: Tensor, scheme: Scheme) -> None:
         self.weights += float(weight.square().sum())
         self.added += float(delta.square().sum())
-        if not isinstance(scheme.weight, Sparse24):
-            rows = (weight + delta)[:: -(-len(weight) // SAMPLED)].contiguous()
+        if isinstance(scheme.weight, Sparse24):
+            return
+        rows = (weight + delta)[:: -(-len(weight) // SAMPLED)].contiguous()
+        try:
             rounded = codec(scheme.weight.kind).quantize(rows, scheme).dequantize()
-            self.sampled += float(rows.square().sum())
-            self.error += float((rounded - rows).square().sum())
+        except ValueError:  # the sums go beyond the scheme's scales, which is no reason not to merge
+            return
+        self.sampled += float(rows.square().sum())
+        self.error += float((rounded - rows).square().sum())
 
     @property
     def change(self) -> float | None:

@@ -163,14 +163,16 @@ def gains(done: Compressed) -> Iterator[str]:
     from attar.evaluation.table import Row, cost_table
 
     if (chosen := done.selection) is not None:
-        yield f"recipes tried, on {chosen['tokens']:,} tokens set aside to choose by:"
+        if chosen["tried"]:
+            yield f"recipes tried, on {chosen['tokens']:,} tokens set aside to choose by:"
         rows = []
         for each in chosen["tried"]:
             ends = None if each["low"] is None else [each["low"], each["high"]]
             figures = {"kl_mean": each["kl"], "intervals": {"kl_mean": ends}}
             name = each["recipe"] + (" (kept)" if each["recipe"] == chosen["kept"] else "")
             rows.append(Row(name, None, each["bits_per_weight"], figures))
-        yield cost_table(rows)
+        if rows:
+            yield cost_table(rows)
         for each in chosen["left_out"]:
             yield f"not tried: {each['recipe']} ({each['why']})"
     if (tuned := done.tuned) is not None:

@@ -86,7 +86,8 @@ def serve(
         typer.Option(
             min=1,
             help="Requests that one API key may have open; more get 429. Default: with several keys half of "
-            "--max-requests, so that one cannot keep the others out; with one key no limit.",
+            "--max-requests, so that one cannot take them all; with one key no limit. What waits in the engine, "
+            "--max-waiting, is of all keys together.",
         ),
     ] = None,
     tokens_per_minute: Annotated[
@@ -131,9 +132,9 @@ def serve(
         from attar.server.security import Keys, find_keys
 
         logging.basicConfig(level=logging.INFO, format="%(message)s")
+        keys = Keys.of(find_keys(api_key_file, os.environ))  # first: it takes the key from what children inherit
         require_apart(device)
         path = hub.resolve(model)
-        keys = Keys.of(find_keys(api_key_file, os.environ))
         settings = Settings(
             model=str(path),
             socket="",
@@ -155,7 +156,9 @@ def serve(
             pp=pp,
             adapters=parse_adapters(adapter or (), path.name),
         )
-        settings.limits()  # refuses what cannot be before anything starts
+        chosen = settings.limits()  # refuses what cannot be before anything starts
+        if max_delay is not None and chosen.policy != "dynamic":
+            raise ValueError(f"--max-delay is of --policy dynamic; with {chosen.policy} nothing waits for company")
         tell_shared(device, tp, pp)
         options = Options(
             host=host,
@@ -193,7 +196,12 @@ def plan(
         typer.Option(min=1, help="Tokens of prompt and answer; default: the model's, or what fits."),
     ] = None,
     users: Annotated[
-        int, typer.Option(min=1, help="Requests of that length at once; more than --max-running raise that.")
+        int,
+        typer.Option(
+            min=1,
+            help="Requests of that length at once. --max-running and --max-step-tokens are raised to as many, where "
+            "they are not given.",
+        ),
     ] = 1,
     kv: Annotated[
         str | None,
@@ -219,7 +227,8 @@ def plan(
     """Say what fits, for how many users, and how fast.
 
     For each precision of weights and of keys and values, before anything is loaded: as `attar serve` would start, given
-    the same options. Speeds are what memory allows at best. With --tp or --pp, --memory and --bandwidth are of one GPU.
+    the same options. Speeds are what memory allows at best. With --tp or --pp, --memory and --bandwidth are of one GPU;
+    of CPU processes too --memory is what each has, where `attar serve` divides what it is given among them.
     """
     with errors(as_json):
         from attar import machine
@@ -253,15 +262,20 @@ def plan(
             max_running=max_running,
             max_step_tokens=max_step_tokens,
         )
-        bounds = settings.limits()
-        if users > bounds.max_running:
-            bounds = replace(bounds, max_running=users)
-            tell(f"for {users} users at once, as with --max-running {users}")
+        chosen = settings.limits()
+        if max_running is None and users > chosen.max_running:
+            if max_step_tokens is not None and users > max_step_tokens:
+                raise ValueError(f"{users} users at once need as many tokens a step: raise --max-step-tokens")
+            raised = f"--max-running {users}"
+            if users > chosen.max_step_tokens:
+                raised += f" --max-step-tokens {users}"
+            chosen = replace(chosen, max_running=users, max_step_tokens=max(users, chosen.max_step_tokens))
+            tell(f"for {users} users at once, as with {raised}")
         beside = 0
         if adapter:
             from attar.checkpoints import lora
 
-            beside = lora.memory(adapter, config, bounds.max_step_tokens)
+            beside = lora.memory(adapter, config, chosen.max_step_tokens)
         here, rate = machine.examine(), None
         if bandwidth is None:
             from attar.kernels.native import extension, limits
@@ -275,11 +289,11 @@ def plan(
         made = fit.plan(
             name, config, fit.usual(config, storage), fit.Demand(context, users),
             memory or here.budget // (tp * pp), ("--memory" if memory else here.limited_by) + each,
-            limits=bounds.steps(threads or here.cores), max_tokens=max_tokens_in_cache,
+            limits=chosen.steps(threads or here.cores), max_tokens=max_tokens_in_cache,
             kv_schemes=None if kv is None else (kv_scheme(kv).name,),
             bandwidth=bandwidth, int8_rate=rate, adapters=beside, share=Share(0, tp, pp),
         )  # fmt: skip
-        print(f"{report.to_text(made)}\n{bounds.told(settings.preset)}")
+        print(f"{report.to_text(made)}\n{chosen.told(settings.preset)}")
         emit(as_json, report.to_dict(made))
 
 

@@ -149,7 +149,9 @@ def require_apart(device: str) -> None:
     """The same, asked by another process: whoever knows torch and has opened a GPU keeps memory of both, and a server
     lives long. That takes as long as torch is loaded."""
     if device != "cpu":
-        asked = subprocess.run([sys.executable, "-c", ASK, device], stdout=subprocess.PIPE, text=True, check=True)
+        asked = subprocess.run([sys.executable, "-c", ASK, device], stdout=subprocess.PIPE, text=True, check=False)
+        if asked.returncode:  # it has said why itself, on stderr, unless a signal ended it
+            raise ValueError(f"cannot compute on {device}: the process that was to try ended with {asked.returncode}")
         if asked.stdout:
             raise ValueError(asked.stdout.strip())
 

@@ -15,8 +15,10 @@ ends of a model.
 
 from __future__ import annotations
 
+import fnmatch
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,14 +27,15 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints import hf
+from attar.checkpoints.receipt import combined_hash
 from attar.compression import calibrate, knapsack, requirements, tune
 from attar.compression.calibrate import Amount, Calibration
 from attar.compression.methods import Gptq, Rtn
 from attar.compression.recipe import Override, Recipe
-from attar.compression.sensitivity import Choice, Group, Log, Trial, apart, fingerprint, groups_of
+from attar.compression.sensitivity import Choice, Group, Log, Trial, apart, divisible, fingerprint, groups_of
 from attar.formats.forms import GgmlBlocks
 from attar.formats.scheme import Grid, Scheme
-from attar.model.decoder import Decoder
+from attar.model.decoder import Decoder, compressible
 from attar.text.tokenizer import Tokenizer
 
 ROUNDS = 3  # of steps around the choice
@@ -102,7 +105,7 @@ class Allocation:
             "calibration": self.calibration,
             "selection": self.selection,
             "rounding": self.recipe.rounding.method,
-            "without": unmeasured(self.recipe),
+            "without": unmeasured(self.recipe, self.ladder),
             "tokens": self.tokens,
             "bits": self.bits_per_weight,
             "kl": self.measured,
@@ -121,11 +124,13 @@ class Allocation:
         }
 
 
-def unmeasured(recipe: Recipe) -> list[str]:
-    """What of a recipe is not part of measurements, and follows in the walk: methods, and options of its rounding."""
+def unmeasured(recipe: Recipe, ladder: Sequence[Scheme] = ()) -> list[str]:
+    """What of a recipe and its ladder is not part of measurements, and follows in the walk or when the model runs:
+    methods, options of its rounding, and the rounding of activations, for weights alone are swapped."""
     found = [each.method for each in recipe.passes[:-1]]
     found += [name for name in ("polish", "guide", "couple", "correct") if getattr(recipe.rounding, name, False)]
-    return found + ([] if recipe.tune is None else [recipe.tune.method])
+    found += [] if recipe.tune is None else [recipe.tune.method]
+    return found + ["activation rounding"] * any(scheme.activation is not None for scheme in ladder)
 
 
 def ladder_for(recipe: Recipe) -> tuple[Scheme, ...]:
@@ -180,10 +185,12 @@ def for_output(
     overwrite: bool,
     resume: bool,
     bytes_of: Callable[[Recipe], int],
+    check: Callable[[Recipe], object],
     progress: Progress,
 ) -> Allocated:
     """Allocate for the output `dst`, beside which the measurements are kept until it is there; `resume` goes on with
-    those of a killed run.
+    those of a killed run. `check(recipe)` raises ValueError where one cannot be made: it is asked of every scheme of
+    the ladder before anything is drawn or measured.
 
     Raises ValueError as `allocate`, where there is nothing to calibrate on, and where the output exists.
     """
@@ -192,32 +199,52 @@ def for_output(
     ladder = tuple(ladder or ladder_for(recipe))
     if calibration is None:
         raise ValueError("a target needs calibration to measure on: give a text file, or `self` to sample it")
+    divisible(amount.samples if isinstance(calibration, str | Path) else len(calibration))
+    for rung in _rungs(checkpoint, recipe, ladder):
+        check(rung)
     folder = checkpoint.folder.path
     is_text = isinstance(calibration, str | Path) and str(calibration) != calibrate.SELF
     tokenizer = Tokenizer.load(folder) if is_text else None
     dst = dst.absolute()
     dst.parent.mkdir(parents=True, exist_ok=True)
     log = dst.parent / f".{dst.name}.attar-allocation.jsonl"
-    drawn = log.with_suffix(f".{amount.samples}x{amount.length}-{amount.seed}.i32")
+    source = ""
+    if isinstance(calibration, str | Path) and not is_text:
+        source = combined_hash(checkpoint.folder.source_hashes(lambda done, total: progress("hashing", done, total)))
+    drawn = log.with_suffix(f".self-{source[:16]}-{amount.samples}x{amount.length}-{amount.seed}.i32")
     if not resume:
         log.unlink(missing_ok=True)
         drawn.unlink(missing_ok=True)
     ids = calibrate.tokens(
         calibration, checkpoint, tokenizer, amount, drawn, lambda done, total: progress("sampling", done, total)
     )
-
-    decoder = hf.load(folder, torch.float32)
-    names = checkpoint.config.names
-    first = f"{names.layer.format(i=0)}.{names.output}.weight"
-    stored = checkpoint.folder.info(checkpoint.stored_name(first)).dtype
     rest, measured = apart(ids)
     seen = rest
     if recipe.tune is not None:  # which judges by text that nothing before it has seen
         requirements.enough(recipe, len(rest))
         judges = set(tune.aside(rest))
         seen = rest[[s for s in range(len(rest)) if s not in judges]]
+
+    decoder = hf.load(folder, torch.float32)
+    names = checkpoint.config.names
+    first = f"{names.layer.format(i=0)}.{names.output}.weight"
+    stored = checkpoint.folder.info(checkpoint.stored_name(first)).dtype
     found = allocate(decoder, recipe, target, ladder, seen, measured, log, stored, bytes_of, progress)
     return Allocated(found, rest.tolist(), ids, (log, drawn))
+
+
+def _rungs(checkpoint: hf.Checkpoint, recipe: Recipe, ladder: Sequence[Scheme]) -> Iterator[Recipe]:
+    """The recipe with each scheme of the ladder in turn, to be held against the model: for one linear of each kind and
+    shape that can be chosen for, since overrides for every linear, all experts of a mixture among them, take long."""
+    config = checkpoint.config
+    decided = [*(override.match for override in recipe.overrides), *recipe.keep]
+    kinds: dict[tuple[str, tuple[int, int]], str] = {}
+    for name in (name for layer in range(config.layers) for name in compressible(config, layer)):
+        if not any(fnmatch.fnmatchcase(name, match) for match in decided):
+            kinds.setdefault((re.sub(r"\d+", "", name), checkpoint.linear_shape(name)), name)
+    for scheme in ladder:
+        overrides = (Override(name, scheme) for name in kinds.values())
+        yield replace(recipe, overrides=(*recipe.overrides, *overrides))
 
 
 def allocate(

@@ -26,6 +26,7 @@ from attar.checkpoints import hf, sources
 from attar.checkpoints.receipt import combined_hash, environment
 from attar.compression import calibrate
 from attar.compression.calibrate import SELF, Amount, Calibration
+from attar.compression.recipe import Recipe
 from attar.formats import ggml_mix
 from attar.metrics.measure import measure
 from attar.model.decoder import Decoder
@@ -74,10 +75,11 @@ class Choice:
     read: Tensor
     left_out: tuple[tuple[str, str], ...] = ()
     folder: Path | None = None  # what to remove once the output is there
+    only: str | None = None  # the one rung that was left, which is not tried: then there are neither `tried` nor tokens
 
     @property
     def winner(self) -> str:
-        return min(self.tried, key=lambda each: each.kl).recipe
+        return self.only or min(self.tried, key=lambda each: each.kl).recipe
 
     def forget(self) -> None:
         """Once the output is there."""
@@ -103,13 +105,14 @@ def for_output(
     head: str | None,
     progress: Callable[[str, int, int], None],
     ladder: bool,
+    device: str = "cpu",
 ) -> Choice:
     """Try the recipes for the output `dst`, beside which a folder keeps what is known until it is there.
 
     `run(name, calibration, out)` makes one in the folder `out` and returns its bits a weight. `check(name, sequences)`
     raises ValueError where one cannot be made of so many calibration sequences: asked of all before the first is made.
-    Of a `ladder` such rungs are left out, as long as one remains. Raises ValueError also where there is nothing to
-    calibrate on, where there are fewer than two sequences, and where the output exists.
+    Of a `ladder` such rungs are left out, as long as one remains; the last one is not tried. Raises ValueError also
+    where there is nothing to calibrate on, where there are fewer than two sequences, and where the output exists.
     """
     if dst.exists() and not overwrite:  # said now, not after all trials
         raise ValueError(f"{dst} exists and is kept; choose another output, or pass --overwrite")
@@ -132,7 +135,17 @@ def for_output(
     left_out |= _refused([n for n in names if n not in left_out], check, _calibrating(len(ids)), ladder)
     names = [name for name in names if name not in left_out]
     drawn_by = {"seed": amount.seed, "samples": amount.samples, "length": amount.length}
-    about = {**environment(), **drawn_by, "source": source, "head": head, "file": dst.suffix.lower() == ".gguf"}
+    about = {
+        **environment(),
+        **drawn_by,
+        "source": source,
+        "recipes": [Recipe.load(name).to_dict() for name in names],  # a file may say something else by now
+        "head": head,
+        "file": dst.suffix.lower() == ".gguf",
+        "device": device,
+    }
+    if len(names) == 1:  # nothing to choose: all of the text calibrates
+        return Choice((), ids.tolist(), 0, ids, tuple(left_out.items()), kept, names[0])
     found = choose(names, ids, lambda: hf.load(folder, torch.float32), run, kept, progress, about)
     return replace(found, left_out=tuple(left_out.items()), folder=kept)
 
@@ -179,6 +192,7 @@ def choose(
     aside = _aside(len(ids))
     selection, calibration = ids[aside], ids[~aside].tolist()
     about = {**(about or {}), "tokens": calibrate.token_hash(ids), "names": list(names)}
+    about = json.loads(json.dumps(about))  # as it will be read again
     path, tried = folder / "tried.json", list[Tried]()
     if path.is_file() and (left := json.loads(path.read_bytes()))["about"] == about:
         tried = [Tried(**each) for each in left["tried"]]

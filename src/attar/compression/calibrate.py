@@ -79,7 +79,13 @@ def tokens(
         return windows(ids, amount.samples, amount.length, tokenizer.added_bos)
     shape = (amount.samples, amount.length)
     if drawn.is_file() and drawn.stat().st_size == 4 * shape[0] * shape[1]:
-        return torch.from_numpy(np.fromfile(drawn, dtype="<i4").astype(np.int64)).view(shape)
+        known = torch.from_numpy(np.fromfile(drawn, dtype="<i4").astype(np.int64)).view(shape)
+        if int(known.min()) < 0 or int(known.max()) >= config.vocab_size:
+            raise ValueError(
+                f"{drawn}, which an interrupted run drew, holds a token id outside 0..{config.vocab_size - 1}: "
+                "--restart draws anew"
+            )
+        return known
     found = sample_from(hf.load(checkpoint.folder.path, torch.float32), amount, progress=progress)
     temporary = drawn.with_suffix(".tmp")
     temporary.write_bytes(found.numpy().astype("<i4").tobytes())
@@ -218,6 +224,7 @@ class HiddenStates:
         self._held = None
 
 
+@torch.no_grad()
 def embed(checkpoint: hf.Checkpoint, ids: Tensor, into: HiddenStates) -> None:
     """Write what enters the first block on tokens [S, L]; only the rows of the table that are needed are read."""
     used, place = torch.unique(ids, return_inverse=True)

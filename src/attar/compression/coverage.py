@@ -13,6 +13,7 @@ is seen where importances are gathered, from the original.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,24 +51,31 @@ class Coverage:
         return {"channels": unseen, "idle": idle, "experts": len(self._experts)}
 
 
-def keep(folder: Path, layer: int, found: Coverage) -> None:
-    """Write what a block was shown, for a run that resumes."""
-    _file(folder, layer).write_text(json.dumps(found.to_dict()))
+def keep(folder: Path, key: str, layer: int, found: Coverage) -> None:
+    """Write what a block was shown, for a run that resumes, under the `key` of what it is about. A note is there whole
+    or not at all."""
+    path = _file(folder, key, layer)
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w") as file:
+        json.dump(found.to_dict(), file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
 
 
-def kept(folder: Path, layers: int) -> list[dict[str, Any]]:
-    """What the blocks were shown, where that was noted."""
-    return [json.loads(file.read_text()) for i in range(layers) if (file := _file(folder, i)).is_file()]
+def kept(folder: Path, key: str, layers: int) -> list[dict[str, Any]]:
+    """What the blocks were shown, where that was noted by a run of this key."""
+    return [json.loads(file.read_text()) for i in range(layers) if (file := _file(folder, key, i)).is_file()]
 
 
-def _file(folder: Path, layer: int) -> Path:
-    return folder / f"coverage-{layer}.json"
+def _file(folder: Path, key: str, layer: int) -> Path:
+    return folder / f"coverage-{key}-{layer}.json"
 
 
-def of(config: ModelConfig, ids: Tensor, folder: Path) -> tuple[str, ...]:
-    """`warnings` of the calibration text ids [S, L], by what was noted in the folder."""
+def of(config: ModelConfig, ids: Tensor, folder: Path, key: str) -> tuple[str, ...]:
+    """`warnings` of the calibration text ids [S, L], by what was noted in the folder under the key."""
     widest = max(each.columns for each in matrices(config) if each.compressible)
-    return tuple(warnings(ids.numel(), widest, kept(folder, config.layers)))
+    return tuple(warnings(ids.numel(), widest, kept(folder, key, config.layers)))
 
 
 def warnings(tokens: int, widest: int, blocks: Iterable[dict[str, Any]]) -> Iterator[str]:

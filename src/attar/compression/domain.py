@@ -25,6 +25,7 @@ compared, not files: the same passage may be in both. Runs of `RUN` tokens are s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -59,7 +60,8 @@ class Surprise:
 
 @torch.inference_mode()
 def surprise(source: Checkpoint, ids: Tensor, folder: Path, device: torch.device | str = "cpu") -> Surprise | None:
-    """Of some of the sequences ids [S, L], evenly spread, with one block in memory; None where they have one token.
+    """Of some of the sequences ids [S, L], evenly spread, with one block in memory; None where they have one token, or
+    where the model's predictions are not finite.
 
     Hidden states are in a file of `folder` meanwhile; blocks run on `device`.
     """
@@ -70,14 +72,18 @@ def surprise(source: Checkpoint, ids: Tensor, folder: Path, device: torch.device
     ids = ids[[i * len(ids) // count for i in range(count)]]
     path, shape = folder / "surprise.f32", (*ids.shape, config.hidden)
     memory, rows = 4 * ids.numel() * config.hidden, calibrate.rows_at_once(config)
-    with closing(HiddenStates(path, shape, memory, rows, device)) as hidden:
-        calibrate.embed(source, ids, hidden)
-        for layer in range(config.layers):
-            gradients.advance(source, layer, hidden, hidden)
-        states = hidden.read(range(count)).cpu().view(*shape)[:, :-1].flatten(0, 1)
-    path.unlink()
-    nats, entropy = _at_head(source, states, ids[:, 1:].flatten())
-    return Surprise(len(states), round(float(nats.mean()), DIGITS), round(float(entropy.mean()), DIGITS))
+    try:
+        with closing(HiddenStates(path, shape, memory, rows, device)) as hidden:
+            calibrate.embed(source, ids, hidden)
+            for layer in range(config.layers):
+                gradients.advance(source, layer, hidden, hidden)
+            states = hidden.read(range(count)).cpu().view(*shape)[:, :-1].flatten(0, 1)
+    finally:
+        path.unlink(missing_ok=True)
+    nats, entropy = (float(each.mean()) for each in _at_head(source, states, ids[:, 1:].flatten()))
+    if not (math.isfinite(nats) and math.isfinite(entropy)):
+        return None
+    return Surprise(len(states), round(nats, DIGITS), round(entropy, DIGITS))
 
 
 def _at_head(source: Checkpoint, states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:

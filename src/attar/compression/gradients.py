@@ -34,7 +34,7 @@ from torch import Tensor
 
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.writer import allocated, require_free
-from attar.compression import place
+from attar.compression import calibrate, place
 from attar.compression.calibrate import HiddenStates, rows_at_once
 from attar.metrics.perplexity import in_rows
 from attar.model import decoder
@@ -114,19 +114,10 @@ def _states(
 
 def _forward(source: Checkpoint, ids: Tensor, inputs: list[HiddenStates], report: Progress) -> None:
     """Fill `inputs`: what enters each block, and, last, what the final norm reads."""
-    enter(source, ids, inputs[0])
+    calibrate.embed(source, ids, inputs[0])
     for layer in range(source.config.layers):
         advance(source, layer, inputs[layer], inputs[layer + 1])
         report("states", layer + 1, source.config.layers)
-
-
-@torch.no_grad()
-def enter(source: Checkpoint, ids: Tensor, into: HiddenStates) -> None:
-    """Write what enters the first block on token ids [S, L]."""
-    embedding = build_ends(source.config, source)[0]
-    for batch in into.batches():
-        rows = embedding.forward(ids[batch.start : batch.stop].reshape(-1), into.step(batch).positions)
-        into.write(batch, rows.float())
 
 
 @torch.no_grad()

@@ -38,12 +38,14 @@ Progress = Callable[[str, int, int], None]
 
 
 @torch.inference_mode()
-def collect(checkpoint: Checkpoint, ids: Tensor, folder: Path, memory: int, progress: Progress) -> dict[str, Tensor]:
+def collect(
+    checkpoint: Checkpoint, ids: Tensor, folder: Path, key: str, memory: int, progress: Progress
+) -> dict[str, Tensor]:
     """E[x^2], float32 [I], of each linear's inputs on the tokens `ids` [S, L], by module name, the output matrix's too.
 
     Hidden states are kept in files of `folder`, and in memory up to `memory` bytes; what was shown to each block stays
-    there (`coverage.kept`). Raises ValueError naming the block
-    whose output is not finite, and a linear that no token reached.
+    there, under `key` (`coverage.kept`). Raises ValueError naming the block whose output is not finite, and a linear
+    that no token reached.
     """
     config = checkpoint.config
     shape, rows = (*ids.shape, config.hidden), calibrate.rows_at_once(config)
@@ -58,7 +60,7 @@ def collect(checkpoint: Checkpoint, ids: Tensor, folder: Path, memory: int, prog
                 linear.keep_dense = False
             shown = Coverage(block)
             found |= _block(block, streams[layer % 2], streams[1 - layer % 2], layer, shown)
-            coverage.keep(folder, layer, shown)
+            coverage.keep(folder, key, layer, shown)
             progress("importances", layer + 1, config.layers)
         norm = build_final_norm(config, checkpoint)
         last = ColumnMean(config.hidden, 2, config.names.head)
@@ -78,7 +80,7 @@ def kept(
     """As `collect`, but computed once: a resumed run finds them in `folder`, under the `key` of what it is about."""
     path = folder / f"importances-{key}.gguf"
     if not path.exists():
-        imatrix.write(path, as_imatrix(collect(checkpoint, ids, folder, memory, progress), ids, "calibration"))
+        imatrix.write(path, as_imatrix(collect(checkpoint, ids, folder, key, memory, progress), ids, "calibration"))
     return known(path, checkpoint)
 
 
@@ -185,9 +187,9 @@ def make(
             calibration, checkpoint, tokenizer, calibrate.Amount(samples, length, seed), Path(folder) / "drawn.i32",
             lambda done, total: report("sampling", done, total),
         )  # fmt: skip
-        means = collect(checkpoint, ids, Path(folder), calib_memory, report)
+        means = collect(checkpoint, ids, Path(folder), "", calib_memory, report)
         warnings = (
-            *coverage.of(checkpoint.config, ids, Path(folder)),
+            *coverage.of(checkpoint.config, ids, Path(folder), ""),
             *domain.warnings(domain.surprise(checkpoint, ids, Path(folder)), None),
         )
     named = as_imatrix(means, ids, Path(str(calibration)).name if is_text else "self")

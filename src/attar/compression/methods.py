@@ -15,8 +15,9 @@ from attar.compression.solvers.sparsity import Pattern
 ScaleSearch = Literal["minmax", "mse"]
 Order = Literal["natural", "activation"]
 ActivationRange = Literal["minmax", "average", "percentile", "mse", "kl"]
-"""What a fixed scale of activations is for: the largest that occurred, the mean of the largest of each batch, all but
-one value in ten thousand, the range that rounds with the least error, or that of entropy calibration."""
+"""What a fixed scale of activations is for: the largest that occurred, an exponential average of the largest of each
+batch that begins with the first and moves a tenth of the way to each after it, all but one value in ten thousand, the
+range that rounds with the least error, or that of entropy calibration."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -366,6 +366,8 @@ class BlockWork:
         for name, members in fixed.items():
             alike = [peak for other, peak in peaks.items() if _role(other) == _role(name)]
             peak = peaks[name] if name in peaks else torch.stack(alike).amax(0)
+            assert self._hidden is not None, "it was watched"
+            peak = peak.to(self._hidden.device)  # histograms answer in ordinary memory
             for linear, scheme in members:
                 assert scheme.activation is not None
                 linear.activation_scale = codec(scheme.activation.kind).fixed_scale(peak, scheme.activation)

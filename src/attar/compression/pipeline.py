@@ -132,10 +132,10 @@ def compress(
     Raises ValueError (CheckpointError among them) for anything a user can mend: an unknown recipe word, a group size
     that does not divide, an existing output, a full disk, a NaN in a named layer.
     """
-    began = time.monotonic()
     report = progress or (lambda stage, done, total: None)
     ops.require(device)
     amount = calibrate.Amount(samples, length, seed)
+    settings = _Settings(amount, calib_memory, max_shard_bytes, overwrite, resume, report, time.monotonic())
     names = best.recipes(recipe)
     if names is not None and target is not None:
         raise ValueError(
@@ -148,39 +148,75 @@ def compress(
             "or name one recipe with it, such as gptq-q4_k_m"
         )
     order = Order.take(src, dst, head, imatrix, calibration is not None, seed, device)
-    choice = chosen = None
+    choice = None
     if names is not None:
 
         def make(name: str, ids: list[list[int]], out: Path) -> float:
-            return compress(
-                src, out, recipe=name, head=head, calibration=ids, seed=seed, calib_memory=calib_memory,
-                overwrite=True, resume=resume, progress=progress, device=device,
-            ).bits_per_weight  # fmt: skip
+            trial = replace(order, dst=out)
+            return _carry_out(trial, name, ids, replace(settings, overwrite=True), trial=True).bits_per_weight
 
         choice = best.for_output(
             names, order.source, calibration, amount, order.dst, overwrite, resume, make, order.ready, head, report,
-            ladder=best.is_ladder(recipe),
+            ladder=best.is_ladder(recipe), device=device,
         )  # fmt: skip
         recipe, calibration = choice.winner, choice.calibration
-    ready = order.ready(recipe, _sequences(calibration, samples), target is not None)
+    return _carry_out(
+        order, recipe, calibration, settings, target=target, ladder=ladder, imatrix=imatrix, evaluation=evaluation,
+        eval_tokens=eval_tokens, choice=choice,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What holds for an output and for each recipe that is tried on the way to it."""
+
+    amount: calibrate.Amount
+    calib_memory: int
+    max_shard_bytes: int
+    overwrite: bool
+    resume: bool
+    report: Progress
+    began: float
+
+
+def _carry_out(
+    order: Order,
+    recipe: str | Path | Recipe,
+    calibration: Calibration | None,
+    settings: _Settings,
+    *,
+    target: Target | None = None,
+    ladder: Sequence[Scheme] | None = None,
+    imatrix: str | Path | None = None,
+    evaluation: str | Path | None = None,
+    eval_tokens: int | None = None,
+    choice: best.Choice | None = None,
+    trial: bool = False,
+) -> Compressed:
+    """`compress` with one recipe. Of a `trial` nobody asks what kind of text it read: the one that is kept says it."""
+    amount, resume, report, device = settings.amount, settings.resume, settings.report, order.device
+    sequences, chosen = _sequences(calibration, amount.samples), None
+    ready = order.ready(recipe, sequences, target is not None)
     tokenizer = _tokenizer(order.source.folder.path, calibration, evaluation)
     held_out = None if evaluation is None else _held_out(tokenizer, evaluation, eval_tokens)
     if target is not None:
         chosen = allocate.for_output(
-            ready.checkpoint, ready.plan, target, ladder, calibration, amount, order.dst, overwrite, resume,
-            lambda plan: sum(f.size for f in order.output(plan, ready.checkpoint).plans(max_shard_bytes)), report,
+            ready.checkpoint, ready.plan, target, ladder, calibration, amount, order.dst, settings.overwrite, resume,
+            lambda plan: sum(f.size for f in order.output(plan, order.source).plans(settings.max_shard_bytes)),
+            lambda plan: order.ready(plan, sequences, True), report,
         )  # fmt: skip
-        plan, calibration = chosen.allocation.recipe, chosen.calibration
-        ready = replace(ready, plan=plan, output=order.output(plan, ready.checkpoint))
-    files = ready.output.plans(max_shard_bytes)
-    with (atomic_file if order.to_file else atomic_folder)(dst, overwrite) as work, large_blocks_apart():
+        calibration = chosen.calibration
+        ready = order.ready(chosen.allocation.recipe, len(calibration), True)
+    files = ready.output.plans(settings.max_shard_bytes)
+    made = (atomic_file if order.to_file else atomic_folder)(order.dst, settings.overwrite)
+    with made as work, large_blocks_apart():
         if not resume:
             work.clear()
         hashes = ready.checkpoint.folder.source_hashes(lambda done, total: report("hashing", done, total))
         source = receipt.combined_hash(hashes)
         ids = None
         if calibration is not None and (ready.reads or order.weighs(ready.plan)):
-            drawn = work.state / f"self-{source[:16]}-{samples}x{length}-{seed}.i32"
+            drawn = work.state / f"self-{source[:16]}-{amount.samples}x{amount.length}-{amount.seed}.i32"
             ids = calibrate.tokens(
                 calibration, ready.checkpoint, tokenizer, amount, drawn,
                 lambda done, total: report("sampling", done, total),
@@ -190,30 +226,30 @@ def compress(
             "source": source,
             "recipe": ready.plan.to_dict(),
             "calibration": None if ids is None else calibrate.token_hash(ids),
-            "seed": seed,
-            "shard": max_shard_bytes,
+            "seed": order.seed,
+            "shard": settings.max_shard_bytes,
         }
         about |= {} if device == "cpu" else {"device": device}
         about |= {} if imatrix is None else {"imatrix": receipt.sha256(Path(imatrix))}
         about |= {} if chosen is None else {"allocation": chosen.allocation.to_dict()}
         state = RunState.open(work.state, about, resume)
-        run = Run(order, ready, work, state, ids, key(about), files, calib_memory, report)
+        run = Run(order, ready, work, state, ids, key(about), files, settings.calib_memory, report)
         run.gather()
+        surprise = None if trial else run.surprise()
         run.walk()
         run.tune()
         cost = None if held_out is None else run.measure(held_out, tokenizer)
         read = next((search.read for search in (choice, chosen) if search is not None), ids)
         share = None if held_out is None or read is None else domain.shared(held_out, read)
-        surprise = run.surprise()
         warnings, texts = run.warnings(surprise, share), domain.to_dict(surprise, share)
         result = Compressed(
-            Path(dst),
+            order.dst,
             ready.plan.name,
             ready.plan.head_name,
             ready.output.bits_per_weight,
             sum(f.size for f in files),
             sum(f.size for f in order.source.folder.files.values()),
-            time.monotonic() - began,
+            time.monotonic() - settings.began,
             tuple(run.records),
             cost,
             ready.output.notes,
@@ -318,13 +354,13 @@ class Run:
             tokens = self.walked.numel()
             self.guide = Guide(self.work.state, self.name, linears, tokens, rounding.guide, couples, weighs_each)
         if not self.state.blocks_done:
-            self._require_room(rounding.correct)
+            self._require_room()
         if self.guide is not None and self.walked is not None:
             self.guide.collect(self.checkpoint, self.walked, self.memory, self.order.seed, self.report)
 
-    def _require_room(self, corrects: bool) -> None:
+    def _require_room(self) -> None:
         row, ids = 4 * self.checkpoint.config.hidden, self.ids
-        streams = self.probes.ids.numel() + (0 if ids is None else (1 + corrects) * ids.numel())
+        streams = self.probes.ids.numel() + (0 if ids is None else (1 + self.plan.corrects) * ids.numel())
         needed = sum(f.size for f in self.files) + 2 * row * streams
         needed += row * ids.numel() if ids is not None and self.plan.tune is not None else 0  # what tuning aims at
         if self.guide is not None and self.walked is not None:
@@ -340,7 +376,7 @@ class Run:
         with ShardWriter(self.work.out, self.files, self.output.written(self.state.blocks_done)) as writer:
             walk = Walk(
                 self.checkpoint, self.output, self.plan, writer, self.state, self.walked, self.memory, self.probes,
-                self.guide, self.order.device,
+                self.guide, self.order.device, self.name,
             )  # fmt: skip
             self.probed = walk.run(self.report)
             self.records = self.state.records + walk.head_records
@@ -371,7 +407,8 @@ class Run:
         self.learned["tune"] = tuned.to_dict()
 
     def surprise(self) -> Surprise | None:
-        """How much calibration text surprises the original: after the walk, which names the place of a NaN."""
+        """How much calibration text surprises the original: before the walk, whose hours nothing here then costs. Where
+        there is a NaN it says nothing, for the walk names its place."""
         if self._given is None:
             return None
         return domain.surprise(self.order.source, self._given, self.work.state, self.order.device)
@@ -381,7 +418,7 @@ class Run:
         shown: tuple[str, ...] = ()
         if self._given is not None:
             read = self._given if self.walked is None else self.walked
-            shown = coverage.of(self.checkpoint.config, read, self.work.state)
+            shown = coverage.of(self.checkpoint.config, read, self.work.state, self.name)
         return *shown, *domain.warnings(surprise, shared)
 
     def measure(self, held_out: list[int], tokenizer: Tokenizer | None) -> dict[str, Any]:

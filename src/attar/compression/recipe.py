@@ -53,6 +53,7 @@ from attar.compression.methods import (
     Gptq,
     Hqq,
     Pass,
+    Prune,
     Pruning,
     Rotate,
     Rtn,
@@ -158,6 +159,11 @@ class Recipe:
         last = self.passes[-1]
         assert isinstance(last, Rtn | Gptq | AutoRound | Hqq | SqueezeLlm | Pruning | Structured)
         return last
+
+    @property
+    def corrects(self) -> bool:
+        """Whether the last pass makes up for what was rounded before, and so reads the original model's states too."""
+        return isinstance(self.rounding, Gptq | Prune | AutoRound | Structured) and self.rounding.correct
 
     def pattern_for(self, module: str) -> Pattern | None:
         """Where the linear with this module name gets zeros; None where it does not. The output matrix never does."""

@@ -102,10 +102,15 @@ def apart(ids: Tensor) -> tuple[Tensor, Tensor]:
 
     Raises ValueError where there is one sequence.
     """
-    if len(ids) < 2:
-        raise ValueError("a target needs at least 2 calibration sequences: one is to measure on; give more text")
+    divisible(len(ids))
     count = max(1, min(len(ids) // 3, math.ceil(MEASURED_TOKENS / ids.shape[1])))
     return ids[: len(ids) - count], ids[len(ids) - count :]
+
+
+def divisible(sequences: int) -> None:
+    """Raise ValueError where so few calibration sequences cannot be taken `apart`."""
+    if sequences < 2:
+        raise ValueError("a target needs at least 2 calibration sequences: one is to measure on; give more text")
 
 
 class Trial:

@@ -38,7 +38,7 @@ from torch import Tensor
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.libraries import library_of
 from attar.checkpoints.probes import ProbeRun
-from attar.compression import gradients
+from attar.compression import calibrate, gradients
 from attar.compression.calibrate import HiddenStates, rows_at_once
 from attar.compression.methods import Tune
 from attar.compression.whole import WholeModel, keep, left, schedule, shuffled
@@ -116,7 +116,7 @@ def run(
         shape = (*ids.shape, source.config.hidden)
         path = state / "teacher.f32"
         with closing(HiddenStates(path, shape, 0, rows_at_once(source.config))) as states:
-            gradients.enter(source, ids, states)
+            calibrate.embed(source, ids, states)
             for layer in range(source.config.layers):
                 gradients.advance(source, layer, states, states)
                 report("original", layer + 1, source.config.layers)

@@ -22,7 +22,6 @@ from attar.compression.calibrate import HiddenStates
 from attar.compression.gguf_output import GgufOutput
 from attar.compression.guide import Guide
 from attar.compression.memory import give_back
-from attar.compression.methods import AutoRound, Gptq, Prune, Structured
 from attar.compression.output import Output
 from attar.compression.passes import BlockWork, Record, weight_error
 from attar.compression.recipe import HEAD, Recipe
@@ -53,7 +52,10 @@ class Walk:
         probes: ProbeRun,
         guide: Guide | None,
         device: str = "cpu",
+        name: str = "",
     ) -> None:
+        """`name` is of all that the run is about: what its calibration text showed is noted under it."""
+        self.name = name
         self.guide, self.device = guide, torch.device(device)
         self.checkpoint, self.output, self.recipe = checkpoint, output, recipe
         self.writer, self.state = writer, state
@@ -62,7 +64,7 @@ class Walk:
         # Two files in turn: block i reads number i % 2 and writes the other.
         self.streams: list[tuple[HiddenStates, HiddenStates]] = []
         self.probes = probes
-        corrects = isinstance(recipe.rounding, Gptq | Prune | AutoRound | Structured) and recipe.rounding.correct
+        corrects = recipe.corrects
         sources = [self.probes.ids] if ids is None else [self.probes.ids, *[ids] * (1 + corrects)]
         spare, rows = (memory - calibrate.IN_A_BLOCK) // (1 + corrects), calibrate.rows_at_once(self.config)
         for name, tokens, limit in zip(STREAMS, sources, (1 << 20, spare, spare), strict=False):
@@ -129,7 +131,7 @@ class Walk:
                     raise ValueError(f"the output of block {layer} holds a NaN or an infinity")
                 if outputs is not None:
                     outputs.write(batch, out)
-            coverage.keep(self.state.folder, layer, seen)
+            coverage.keep(self.state.folder, self.name, layer, seen)
             if outputs is not None:
                 outputs.settle()
             if original is not None and outputs is not None and (after := self._original(layer + 1)) is not None:

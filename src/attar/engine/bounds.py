@@ -10,8 +10,11 @@ Bandwidth or compute is estimated: whichever of the two needs longer by the roof
 their best, arithmetic would take longer than reading, and not that they were.
 
 A GPU is not waited for: a step that chooses no token comes back while the device still works, and the time that it
-takes falls on the clock of a later one. Such steps are judged together with the first after them that waits; a request
-that is given up before that hears nothing of them.
+takes falls on the clock of a later one. Such steps are judged together with the first after them that waits, at the
+latest with the `OPEN`th of them, which is waited for; a request that is given up before that hears nothing of them.
+
+Nothing is judged where it could only be wrong: of a model in stages on CPUs, of which this process computes one and
+waits for the others, which looks like overhead; and on a card whose rates could not be measured.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from attar.plan.costs import Matrix, against
 from attar.plan.roofline import Rates, Roofline
 
 COPIED, SQUARE = 1 << 30, 8192  # bytes of a copy, and rows of a product, by which a card's rates are measured
+OPEN = 64  # steps that wait for a verdict at most: a prompt of a million tokens is thousands
 LANES = 4  # numbers of int8 that a processor multiplies in the time of one float, by four-byte dot products
 
 
@@ -113,7 +117,8 @@ class Bounds:
             reading, computing = self.roof.least(chunk[1:] for chunk in plan.chunks)
             otherwise = "compute" if computing > reading else "bandwidth"
         self._open.append(_Step(requests, otherwise, seconds, self._busy))
-        if self.meter.late and not any(chunk.samples for chunk in plan.chunks):
+        sampled = any(chunk.samples for chunk in plan.chunks)
+        if self.meter.late and not sampled and len(self._open) < OPEN:
             return
         steps, self._open = self._open, []
         overhead = sum(step.busy() for step in steps) < sum(step.seconds for step in steps) / 2
@@ -150,11 +155,12 @@ def card_rates(device: torch.device) -> Rates:
 
 def card_limits(device: torch.device) -> tuple[float, dict[str, float]]:
     """What a card does at best: GB/s read and written by a copy, and billions of operations a second of torch's own
-    products of bf16, int8 and fp8, of the last as of bf16 where the card knows none."""
+    products of bf16, int8 and fp8, of the last as of bf16 where the card knows none. The copy takes no more than half
+    of what is free, the products less than a gigabyte: torch.OutOfMemoryError where there is not that."""
     work = 2 * SQUARE**3 / 1e9
     with torch.cuda.device(device):
-        source, target = (torch.ones(COPIED, dtype=torch.uint8, device=device) for _ in range(2))
-        copied = _seconds(lambda: target.copy_(source))
+        size = min(COPIED, torch.cuda.mem_get_info(device)[0] // 4)
+        copied = _copying(size, device)
         a, b = (torch.randn(SQUARE, SQUARE, device=device, dtype=torch.bfloat16) for _ in range(2))
         found = {"bf16": work / _seconds(lambda: torch.mm(a, b.t()))}
         codes = [(30 * each).round().clamp(-127, 127).to(torch.int8) for each in (a, b)]
@@ -169,7 +175,13 @@ def card_limits(device: torch.device) -> tuple[float, dict[str, float]]:
                 )
 
             found["fp8"] = work / _seconds(by_tensor)
-    return 2 * COPIED / copied / 1e9, found
+    return 2 * size / copied / 1e9, found
+
+
+def _copying(size: int, device: torch.device) -> float:
+    """Seconds that a copy of so many bytes takes. They are given back: the products need the room."""
+    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return _seconds(lambda: target.copy_(source))
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -93,6 +93,8 @@ class Request:
     choices: list[Choice] = field(default_factory=list)
     open: int = 0
     """Choices that have not ended."""
+    seen: Tensor | None = None
+    """The prompt's tokens as `sampler.distinct` has them, where a penalty looks at them."""
     of_prompt: dict[int, TokenLogprob] | None = None
     """Log probabilities of the prompt's tokens by position, until they are sent; None where nobody wants them."""
     pooling: str = ""

@@ -45,7 +45,7 @@ from attar.engine.messages import Embed, Event, Failed, Stats, Submit
 from attar.engine.radix import RadixCache
 from attar.engine.request import SamplingParams
 from attar.engine.runner import Runner, Wanted, horizon
-from attar.engine.sampler import BadLogits, Draw, Sampler, sample
+from attar.engine.sampler import BadLogits, Draw, Sampler, distinct, sample
 from attar.engine.scheduler import Refused, Scheduler
 from attar.engine.sequence import Sequence as Tokens
 from attar.engine.step import Chunk, Outcome, StepPlan
@@ -133,7 +133,10 @@ class Engine:
             if ask.params.stop and self.tokenizer is None:
                 raise Refused("invalid", "the model has no tokenizer: stop strings need one, stop_token_ids do not")
             longest = min(ask.params.max_tokens, self.context - len(ask.prompt))
+            self.scheduler.require_room(ask.n)  # before what a long prompt makes costly
             request.of_prompt = None if ask.params.prompt_logprobs is None else {}
+            if ask.params.repetition_penalty != 1.0:
+                request.seen = distinct(ask.prompt, self.decoder.config.vocab_size)
             for number in range(ask.n):
                 bypass = request.of_prompt is not None and number == 0
                 sequence = self._sequence(request, number, longest, ask, bypass)
@@ -246,7 +249,8 @@ class Engine:
         assert params.seed is not None
         own = replace(params, seed=(params.seed + number) % 2**64)
         vocab = self.decoder.config.vocab_size
-        sampler = Sampler(own, request.prompt, vocab, name=sequence.id)
+        prompt = request.prompt if request.seen is None else request.seen
+        sampler = Sampler(own, prompt, vocab, name=sequence.id)
         detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, request.prompt)
         return Choice(request, number, sequence, sampler, detokenizer, StopChecker(own.stop))
 

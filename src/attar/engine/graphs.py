@@ -7,8 +7,9 @@ rows. Rows that are left over are a sequence of one token, whose key goes to a b
 (`Graphs.spare`); nobody reads what they give.
 
 Everything that is new in a step, token ids, positions, slots, lengths and block tables, lies in one piece of memory for
-each graph. It is filled on the host and sent in one copy, and nobody waits for either. The next step may fill it again
-because its tokens were chosen from what this one gave, so the copy is over.
+each graph. It is filled on the host and sent in one copy, which stands in line behind the step before. Whoever fills it
+again waits until that copy has been made (`Inputs`). From one step to the next that is no wait, since its tokens were
+chosen from what the last one gave; of a step that runs in pieces it is one, for the piece before.
 
 All graphs take their memory from one pool, the largest first, so together they need little more than that one: they
 never run at the same time, and what a graph leaves is read before the next runs. Their logits alone are kept apart.
@@ -26,6 +27,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -96,9 +98,48 @@ def sizes(most: int) -> tuple[int, ...]:
     return (*powers, most)
 
 
+class Mark(Protocol):
+    """A place in what a device has been told to do."""
+
+    def set(self) -> None:
+        """Behind all that it was told until now."""
+
+    def wait(self) -> None:
+        """Until the device has come there."""
+
+
+class CudaMark:
+    """On the current stream of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._event = device, torch.cuda.Event()
+
+    def set(self) -> None:
+        self._event.record(torch.cuda.current_stream(self._device))
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class Here:
+    """On a CPU, which has done everything by the time that the call comes back."""
+
+    def set(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+
+def mark(device: torch.device) -> Mark:
+    return CudaMark(device) if device.type == "cuda" else Here()
+
+
 class Inputs:
     """What a decode step of `rows` rows, with block tables `width` wide, is told: on the host, and on `device` in
     places that do not change. Blocks hold `block` tokens; the block `spare` belongs to nobody.
+
+    A GPU copies what `send` sends when its turn comes, so `put` and `rest` wait for that before they write.
     """
 
     def __init__(self, rows: int, width: int, block: int, spare: int, device: torch.device) -> None:
@@ -108,6 +149,8 @@ class Inputs:
         lengths = [-(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED for dtype, shape in shapes]
         self._host = torch.zeros(sum(lengths), dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._there = torch.zeros(sum(lengths), dtype=torch.uint8, device=device)
+        self._copied = mark(device)
+        self._sent = False  # and perhaps not copied yet
 
         def parts(whole: Tensor) -> list[Tensor]:
             pieces = zip(whole.split(lengths), shapes, strict=True)
@@ -126,6 +169,7 @@ class Inputs:
 
     def put(self, row: int, token: int, at: int, blocks: Sequence[int]) -> None:
         """The row is the token at position `at` of a sequence in `blocks`."""
+        self._wait()
         if self._held[row] != blocks:  # few steps bring a block, and fewer swap one for the prefix tree's
             self._tables[row, : len(blocks)] = blocks
             self._held[row] = list(blocks)
@@ -136,6 +180,7 @@ class Inputs:
 
     def rest(self, first: int) -> None:
         """The rows from `first` on are nobody's, whatever was put there: also by a step that raised before it ran."""
+        self._wait()
         self._ids[first:] = self._positions[first:] = 0
         self._lengths[first:] = 1
         self._slots[first:] = self.spare * self.block
@@ -145,6 +190,13 @@ class Inputs:
     def send(self) -> None:
         """To the device."""
         self._there.copy_(self._host, non_blocking=True)
+        self._copied.set()
+        self._sent = True
+
+    def _wait(self) -> None:
+        if self._sent:
+            self._copied.wait()
+            self._sent = False
 
 
 class _Told(KVCache):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -41,10 +42,13 @@ class Limits:
             raise ValueError("at least one sequence must be able to run, and one to wait")
         if self.max_step_tokens < self.max_running:
             raise ValueError(
-                f"a step of {self.max_step_tokens} tokens has not one for each of {self.max_running} sequences"
+                f"a step of {self.max_step_tokens} tokens has not one for each of {self.max_running} sequences: "
+                "raise max-step-tokens, or lower max-running"
             )
         if self.max_passed < 0 or self.max_preemptions < 0 or self.max_delay < 0 or not 0 <= self.headroom < 1:
             raise ValueError("counts and times are not negative, and headroom is a share below 1")
+        if not math.isfinite(self.max_delay):
+            raise ValueError(f"max-delay is a number of seconds, not {self.max_delay}")
 
     @property
     def together(self) -> int:

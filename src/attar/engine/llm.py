@@ -82,8 +82,9 @@ class LLM:
     `exact`. On `cuda` they are left alone.
 
     `tp` processes compute each layer together and `pp` stages have some of the layers each (`engine/team.py`): on
-    `cuda` with a GPU a process; on CPUs they share the cores, to check that it works. No probe is replayed then: it
-    would tell of rounding that one process does not have. `close` ends the processes, as does this one's end.
+    `cuda` with a GPU a process; on CPUs they share the cores, to check that it works. `threads` are those of all of
+    them together, by default as many as there are cores. No probe is replayed then: it would tell of rounding that one
+    process does not have. `close` ends the processes, as does this one's end.
 
     `adapter` is the folder of a low-rank adapter, as PEFT stores it, which computes beside the weights, unmerged.
 
@@ -103,6 +104,7 @@ class LLM:
         adapter: str | Path | None = None,
         tp: int = 1,
         pp: int = 1,
+        threads: int | None = None,
     ) -> None:
         ops.require(device)
         computed = hf.compute_dtype(dtype, device)
@@ -115,8 +117,9 @@ class LLM:
             if adapter is not None:
                 raise ValueError("an adapter is not shared between processes yet: --tp and --pp go without one")
             self.team = Team(
-                self.path, tp, pp, device=device, dtype=computed, activations=activations, progress=loading
-            )
+                self.path, tp, pp, device=device, dtype=computed, activations=activations, threads=threads,
+                progress=loading,
+            )  # fmt: skip
             self.decoder = self.team.decoder
         else:
             store = None if computed is None else ops.store(activations, device, computed)

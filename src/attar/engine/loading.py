@@ -76,10 +76,13 @@ def engine(settings: Settings) -> tuple[Engine, Ready]:
     rates = bounds.cpu_rates(found.weights, settings.activations)
     llm = LLM(
         path, dtype=settings.computes_in, activations=settings.activations, verify=settings.verify, tp=settings.tp,
-        pp=settings.pp,
+        pp=settings.pp, threads=threads,
     )  # fmt: skip
     names = _install(llm, settings)
     torch.set_num_threads(each)  # which loading may have changed
+    # The time of one stage of several says nothing of the step (`bounds.py`).
+    roof = _roof(settings, config, storage, kv_name(settings), rates)
+    judge = Bounds(roof, KernelMeter()) if settings.pp == 1 else None
     made = Engine(
         llm.decoder,
         llm.tokenizer,
@@ -89,7 +92,7 @@ def engine(settings: Settings) -> tuple[Engine, Ready]:
         eos_ids=llm.eos_ids,
         kv=kv_name(settings),
         adapters=names,
-        bounds=Bounds(_roof(settings, config, storage, kv_name(settings), rates), KernelMeter()),
+        bounds=judge,
         runner=llm.runner,
     )
     ready = _ready(path.name, config, found, limits, names)
@@ -130,11 +133,11 @@ def _on_card(
     memory = CardMemory(torch.device(settings.device))
     available, most = memory.free(), planning.longest(config, settings.context)
     try:
-        rates = bounds.card_rates(memory.device)
+        rates = _measured(memory.device)
         memory.settle()
         llm = LLM(
             path, dtype=settings.computes_in, verify=settings.verify, device=settings.device, tp=settings.tp,
-            pp=settings.pp,
+            pp=settings.pp, threads=threads,
         )  # fmt: skip
         names, scheme = _install(llm, settings), kv_schemes.of(llm.decoder, kv_name(settings))
         trial = Trial(llm.decoder, scheme, limits, most, runner=llm.runner, adapters=len(names))
@@ -146,6 +149,8 @@ def _on_card(
         memory.settle()
         found = on_card(settings, measured, each, most, limits)
         _tell(settings, limits, found, scheme.name)
+        roof = _roof(settings, config, storage, scheme.name, rates)
+        judge = None if roof is None else Bounds(roof, StreamMeter(memory.device))
         made = Engine(
             llm.decoder,
             llm.tokenizer,
@@ -155,7 +160,7 @@ def _on_card(
             eos_ids=llm.eos_ids,
             kv=scheme.name,
             adapters=names,
-            bounds=Bounds(_roof(settings, config, storage, scheme.name, rates), StreamMeter(memory.device)),
+            bounds=judge,
             runner=llm.runner,
         )
         made.runner.record_all()
@@ -164,6 +169,18 @@ def _on_card(
             f"{path.name} does not fit into the {planning.size(available)} that {settings.device} has free: {error}"
         ) from None
     return made, _ready(path.name, config, found, limits, names)
+
+
+def _measured(device: torch.device) -> Rates | None:
+    """The rates of a card; None where they cannot be measured, because little memory is free, say: a model may be
+    served all the same."""
+    try:
+        return bounds.card_rates(device)
+    except torch.AcceleratorError:  # nothing can be computed there any more
+        raise
+    except RuntimeError as error:
+        logger.warning("the rates of %s could not be measured, so nothing says what limits steps: %s", device, error)
+        return None
 
 
 def _ready(name: str, config: ModelConfig, found: Fit, limits: Limits, adapters: tuple[str, ...]) -> Ready:

@@ -24,10 +24,12 @@ differ.
 Log probabilities are those of the model itself: log softmax of the raw logits, before any of these steps.
 
 Rows go through each step together. Steps 0 to 2 change few logits of a row, so a sampler keeps the numbers of those
-tokens alone, ready to be laid end to end with those of other rows, and one gather and one scatter change them all. But
-a vocabulary of float64 fills a core's cache with a row or two: a batch is cut into pieces that fit (`at_once`), each of
-which is through with all steps before the next begins. That is several times as fast as whole batches, and bounds the
-memory, up to 150 bytes a logit where filters sort (`plan/steps.py` counts on it): a gigabyte for 64 rows at once.
+tokens alone, ready to be laid end to end with those of other rows, and one gather and one scatter change them all. A
+prompt may name many tokens, to each of which a repetition penalty does the same: they are found once (`distinct`), and
+all choices of a request share them. But a vocabulary of float64 fills a core's cache with a row or two: a batch is cut
+into pieces that fit (`at_once`), each of which is through with all steps before the next begins. That is several times
+as fast as whole batches, and bounds the memory, up to 150 bytes a logit where filters sort (`plan/steps.py` counts on
+it): a gigabyte for 64 rows at once.
 """
 
 from __future__ import annotations
@@ -48,8 +50,9 @@ from attar.engine.request import SamplingParams, TokenLogprob
 from attar.faults import point
 from attar.kernels import ops
 from attar.model.cache import sent
+from attar.plan.steps import SAMPLED
 
-AT_ONCE = 8  # rows at most
+AT_ONCE = SAMPLED  # rows at most
 CACHED = 1 << 18  # logits: as float64 they fit the cache of a core
 CHANGE = 5  # numbers
 _WORD = 2**64 - 1
@@ -105,18 +108,29 @@ class Mask(Protocol):
         """The last `count` tokens did not come after all: whoever looks ahead along drafts goes back by this."""
 
 
+def distinct(prompt_ids: Sequence[int], vocab_size: int) -> Tensor:
+    """The tokens of a prompt, each once: int64 [n], ascending. ValueError for one beyond the vocabulary."""
+    ids = np.fromiter(prompt_ids, np.int64, len(prompt_ids))
+    if len(bad := ids[(ids < 0) | (ids >= vocab_size)]):
+        raise ValueError(f"prompt token {bad[0]} is not in the vocabulary of {vocab_size}")
+    there = np.zeros(vocab_size, dtype=bool)  # numpy's own `unique` takes twenty times as long
+    there[ids] = True
+    return torch.from_numpy(np.flatnonzero(there))
+
+
 class Sampler:
     """One request's sampling state: its parameters, what is added to which logits, and how many tokens were drawn.
 
     `sample` reads it; `commit` records a token once it is part of the output. Tokens are counted only where a penalty
-    uses them. `vocab_size` is the width of the logits; ValueError for a token of `logit_bias`, or of a prompt that a
-    penalty looks at, beyond it. `name`: of its sequence.
+    uses them. A prompt that is a tensor is what `distinct` makes of it, shared with other choices. `vocab_size` is the
+    width of the logits; ValueError for a token of `logit_bias`, or of a prompt that a penalty looks at, beyond it.
+    `name`: of its sequence.
     """
 
     def __init__(
         self,
         params: SamplingParams,
-        prompt_ids: Sequence[int],
+        prompt_ids: Sequence[int] | Tensor,
         vocab_size: int,
         name: str = "",
         mask: Mask | None = None,
@@ -128,9 +142,11 @@ class Sampler:
         self.seed = self.params.seed
         self.index = 0
         """Tokens committed: the counter of the next draw."""
+        self.seen = torch.empty(0, dtype=torch.int64)
+        """Tokens of the prompt that a repetition penalty meets, ascending."""
         self.changes = array("d")
-        """What steps 0 to 2 do to which logits, `CHANGE` numbers each: the token, a bias to add, the repetition penalty
-        or 1, and what presence and frequency take off."""
+        """What steps 0 to 2 do to the logits of tokens of the output, and of those with a bias, `CHANGE` numbers each:
+        the token, a bias to add, the repetition penalty or 1, and what presence and frequency take off."""
         self._places: dict[int, int] = {}  # where each token's begin
         self._times: Counter[int] = Counter()  # in the output
         # Rounded to float32, which is what torch makes of a number times a bool: seeded texts stay what they were.
@@ -140,9 +156,10 @@ class Sampler:
                 raise ValueError(f"token {token} of logit_bias is not in the vocabulary of {vocab_size}")
             self.changes[self._place(token) + 1] = bias
         if params.repetition_penalty != 1.0:
-            for token in dict.fromkeys(prompt_ids):
-                if not 0 <= token < vocab_size:
-                    raise ValueError(f"prompt token {token} is not in the vocabulary of {vocab_size}")
+            self.seen = prompt_ids if isinstance(prompt_ids, Tensor) else distinct(prompt_ids, vocab_size)
+            seen, biased = self.seen.numpy(), np.array(list(params.logit_bias), np.int64)
+            found = np.searchsorted(seen, biased) < np.searchsorted(seen, biased, "right")
+            for token in biased[found].tolist():
                 self.changes[self._place(token) + 2] = params.repetition_penalty
 
     def _place(self, token_id: int) -> int:
@@ -168,7 +185,7 @@ class Sampler:
     @property
     def plain(self) -> bool:
         """Whether the choice is just the largest logit."""
-        return self.params.temperature == 0 and not self.changes and self.mask is None
+        return self.params.temperature == 0 and not self.changes and not len(self.seen) and self.mask is None
 
     def uniform(self) -> float:
         """The number that the next token is drawn with."""
@@ -218,22 +235,41 @@ def penalized(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
     for sampler in samplers:
         point("sampler.penalties", sampler.name)
     rows = logits.to(torch.float64, copy=True)
+    _repeat(rows, samplers)
     changes = bytearray().join(sampler.changes for sampler in samplers)
     if changes:
-        counts = torch.tensor([len(sampler.changes) // CHANGE for sampler in samplers])
-        owners = torch.arange(len(samplers)).repeat_interleave(counts)
+        owners = _owners([len(sampler.changes) // CHANGE for sampler in samplers])
         numbers = torch.frombuffer(changes, dtype=torch.float64).view(-1, CHANGE)
         owners, numbers = sent(rows.device, owners, numbers)
         ids = numbers[:, 0].long()
         _, bias, repetition, presence, frequency = numbers.unbind(-1)
-        few = rows[owners, ids] + bias
-        few = torch.where(few > 0, few / repetition, few * repetition)
+        # Of the raw logits, whatever was done to those of the prompt.
+        few = _penalty(logits[owners, ids].double() + bias, repetition)
         rows[owners, ids] = few - presence - frequency
     masks = {i: sampler.mask.allowed() for i, sampler in enumerate(samplers) if sampler.mask is not None}
     if masks:
         masked, allowed = sent(rows.device, torch.tensor(list(masks)), torch.stack(list(masks.values())))
         rows[masked] = rows[masked].masked_fill(~allowed, -torch.inf)
     return rows
+
+
+def _repeat(rows: Tensor, samplers: Sequence[Sampler]) -> None:
+    """Step 1 for tokens of the prompts, in place."""
+    counts = [len(sampler.seen) for sampler in samplers]
+    if any(counts):
+        penalties = torch.tensor([sampler.params.repetition_penalty for sampler in samplers], dtype=torch.float64)
+        seen = torch.cat([sampler.seen for sampler in samplers])
+        owners, ids, penalties = sent(rows.device, _owners(counts), seen, penalties)
+        rows[owners, ids] = _penalty(rows[owners, ids] + 0.0, penalties[owners])  # no bias: a -0 becomes a 0
+
+
+def _penalty(few: Tensor, repetition: Tensor) -> Tensor:
+    return torch.where(few > 0, few / repetition, few * repetition)
+
+
+def _owners(counts: Sequence[int]) -> Tensor:
+    """Which row each of so many numbers a row belongs to."""
+    return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
 
 
 def drawn(

@@ -101,9 +101,7 @@ class Scheduler:
                     f"{choice.prompt} tokens and up to {choice.max_tokens} more need {needed} cache blocks of "
                     f"{self.pool.size}; there are {self.pool.total}",
                 )
-        waiting, room = len(self.waiting), self.limits.max_waiting
-        if waiting + len(choices) > room:
-            raise Refused("full", f"{waiting} are waiting and the queue holds {room}: no room for {len(choices)}")
+        self.require_room(len(choices))
         for choice in choices:
             self._sequences[choice.id] = choice
             choice.order = next(self._orders)
@@ -114,6 +112,12 @@ class Scheduler:
             insort(self.waiting, choice, key=_rank)
         if len(self._deadlines) > 2 * len(self._sequences) + MANY_ENDED:  # else each stays until its deadline
             self._deadlines = sorted(entry for entry in self._deadlines if entry[1] in self._sequences)
+
+    def require_room(self, count: int) -> None:
+        """Raises Refused where so many more cannot wait."""
+        waiting, room = len(self.waiting), self.limits.max_waiting
+        if waiting + count > room:
+            raise Refused("full", f"{waiting} are waiting and the queue holds {room}: no room for {count}")
 
     def cancel(self, id: str, now: float) -> None:
         """End it, whatever it is doing. Ids that are unknown, or no longer known, are ignored."""

@@ -128,6 +128,16 @@ def _end_with(fd: int, folder: str) -> None:
     os._exit(1)
 
 
+def free(device: str) -> int | None:
+    """Bytes of a GPU's memory; None on CPUs. Raises ValueError where the GPU does not answer."""
+    if device == "cpu":
+        return None
+    try:
+        return int(torch.cuda.mem_get_info(device)[0])
+    except RuntimeError as error:
+        raise ValueError(f"{device} cannot be used: {error}") from None
+
+
 def main() -> int:
     """Exit status 2 where its part cannot be loaded, 1 where the leader went away."""
     for each in (signal.SIGINT, signal.SIGTERM):  # they reach whole groups of processes; the leader says when to end
@@ -144,7 +154,7 @@ def main() -> int:
         os.write(out, frame(Said(what, text, free)))
 
     try:
-        say("started", free=None if job.device == "cpu" else torch.cuda.mem_get_info(job.device)[0])
+        say("started", free=free(job.device))
         worker = Worker(team.load(job, team.job_groups(job)))
     except (ValueError, OSError) as error:
         say("failed", str(error))

@@ -111,15 +111,16 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The receipt of a choice among recipes, by that KL on so many tokens; `left_out` are (recipe, why)."""
+    """The receipt of a choice among recipes, by that KL on so many tokens; `left_out` are (recipe, why). Where those
+    left one recipe, none was tried."""
 
     tokens: int
     tried: tuple[Tried, ...]
     left_out: tuple[tuple[str, str], ...]
 
     @property
-    def kept(self) -> Tried:
-        return min(self.tried, key=lambda each: each.kl.value)
+    def kept(self) -> Tried | None:
+        return min(self.tried, key=lambda each: each.kl.value, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,8 +318,8 @@ def _selection(value: object, place: str) -> Selection:
             ends = [None if each[end] is None else _number(each[end]) for end in ("low", "high")]
             figure = Figure(_number(each["kl"]), *ends) if None not in ends else Figure(_number(each["kl"]))
             tried.append(Tried(_text(each["recipe"]), _number(each["bits_per_weight"]), figure))
-        assert tried
         left_out = tuple((_text(each["recipe"]), _text(each["why"])) for each in value.get("left_out", []))
+        assert tried or left_out
         return Selection(int(_number(value["tokens"])), tuple(tried), left_out)
     except (AssertionError, KeyError, TypeError, AttributeError, ValueError):
         raise _damaged(place, "selection") from None

@@ -240,15 +240,15 @@ def _gains(output: Compressed) -> dict[str, Any]:
     """Recipes tried with what each gained over the first, and tuning, on text set aside from calibration."""
     found: dict[str, Any] = {"label": output.label, "lead": "", "rows": [], "left_out": [], "tuning": ""}
     if (chosen := output.selection) is not None:
-        first, kept = chosen.tried[0], chosen.kept
         found["lead"] = (
             f"{_count(len(chosen.tried), 'recipe')} tried; mean KL from the original on {chosen.tokens} calibration "
             "tokens set aside to choose by. Kept is the least; the figures at the top are on other text."
         )
         for each in chosen.tried:
-            ratio = f"{each.kl.value / first.kl.value:.3f}" if first.kl.value > LEAST else "-"
+            first = chosen.tried[0].kl.value
+            ratio = f"{each.kl.value / first:.3f}" if first > LEAST else "-"
             cells = Cell(f"{each.bits:.3f}"), Cell(f"{each.kl.value:.3g}", _ends(each.kl, ".3g")), Cell(ratio)
-            found["rows"].append({"recipe": each.recipe, "kept": each is kept, "cells": cells})
+            found["rows"].append({"recipe": each.recipe, "kept": each is chosen.kept, "cells": cells})
         found["left_out"] = [f"{recipe}: {why}" for recipe, why in chosen.left_out]
     if (tuned := output.tuning) is not None:
         found["tuning"] = (

@@ -65,8 +65,9 @@ class Answer:
     """The events of one HTTP request, which may be several of the engine's (`prompts`: their ids, in order).
 
     It ends with a `Failed`, which ends all of them, or with the `Finished` or `Embedding` after which none is open.
-    Then `ended` holds, and nothing follows. At most `window` choices are in the engine at a time, or those of one
-    prompt. `late` is told what the engine still says of what was ended here.
+    Then `ended` holds, and nothing follows; `failure` is the code of the `Failed` that ended it. At most `window`
+    choices are in the engine at a time, or those of one prompt. `late` is told what the engine still says of what was
+    ended here.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Answer:
     ) -> None:
         self.prompts = {command.id: at for at, command in enumerate(commands)}
         self.ended = False
+        self.failure: str | None = None
         self.late: Callable[[AnswerEvent], None] = lambda event: None
         self._commands = {command.id: command for command in commands}
         self._open = {command.id: _choices(command) for command in commands}
@@ -130,6 +132,7 @@ class Answer:
         self._events.append(event)
         self._wake.set()
         if isinstance(event, Failed):
+            self.failure = event.code
             self._close(event.id)
             self._end()
         elif isinstance(event, Finished | Embedding):
@@ -147,6 +150,7 @@ class Answer:
     def cancel(self, code: str = "cancelled") -> None:
         """End here, with a `Failed`, unless it has ended; the engine is told to drop what is open."""
         if not self.ended:
+            self.failure = code
             self._events.append(Failed(next(iter(self._open)), code, ""))
             self._wake.set()
             self._end()
@@ -322,7 +326,8 @@ class EngineClient:
             except Exception as error:
                 logger.error("what was said of %s could not be taken: %s", event.id, type(error).__name__)
                 answer.cancel("internal")
-        elif (answer := self._left.get(event.id)) is not None:  # this was on its way, or is the engine's last word
+        # This was on its way when its answer was ended, or is what ended it, and it may be the engine's last word.
+        if (answer := self._left.get(event.id)) is not None:
             answer.late(event)
             if isinstance(event, Failed | Embedding) or (isinstance(event, Finished) and event.report is not None):
                 del self._left[event.id]

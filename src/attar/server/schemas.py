@@ -34,7 +34,14 @@ LengthOrNone = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Token = Annotated[int, Meta(ge=0, le=MAX_TOKENS, title="Token")]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES, title="Choices")]
-Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+Priority = Annotated[
+    int,
+    Meta(
+        ge=-MAX_PRIORITY,
+        le=MAX_PRIORITY,
+        description="The lowest goes first; 0 where none is given. With API keys, less than 0 counts as 0.",
+    ),
+]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopP = Annotated[float, Meta(ge=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]

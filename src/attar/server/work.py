@@ -161,10 +161,12 @@ class Work:
         return [found[each] for each in self.answer.prompts]
 
     def close(self) -> None:
-        """Nobody reads on. What has not ended does; where its end was never taken, something here has failed."""
+        """Nobody reads on. What has not ended does; where its end was never taken, something here has failed, unless
+        it had failed before: whoever ends an answer may also end the task that reads it."""
+        outcome = self.answer.failure or "internal"
         self.answer.cancel()
         if not self._finished:
-            self._outcome, self._served = "internal", False
+            self._outcome, self._served = outcome, False
             self._finish(time.monotonic())
 
     async def _take(self) -> list[AnswerEvent]:
@@ -283,9 +285,12 @@ class Desk:
         model: str,
         priority: int = 0,
     ) -> Work:
-        """Prompts to be continued, n choices each, by what `model` names. Raises Refusal."""
+        """Prompts to be continued, n choices each, by what `model` names. Where there are keys, a `priority` below 0
+        counts as 0. Raises Refusal."""
         self.healthy()  # before the key pays
         caller.take(sum(map(len, prompts)), len(prompts) * n * params.max_tokens)
+        if caller.salt:  # nobody goes before those who have another key
+            priority = max(0, priority)
         seeded, adapter = params.seeded(), self._adapter(model)
         commands = [
             Submit(name, prompt, seeded, n, caller.salt, priority, self.deadline, adapter)
