@@ -83,20 +83,26 @@ def engine(settings: Settings) -> tuple[Engine, Ready]:
     # The time of one stage of several says nothing of the step (`bounds.py`).
     roof = _roof(settings, config, storage, kv_name(settings), rates)
     judge = Bounds(roof, KernelMeter()) if settings.pp == 1 else None
-    made = Engine(
+    made = _over(llm, found, limits, kv_name(settings), names, judge)
+    return made, _ready(path.name, config, found, limits, names)
+
+
+def _over(
+    llm: LLM, found: Fit, limits: Limits, kv_scheme: str, adapters: tuple[str, ...], judge: Bounds | None
+) -> Engine:
+    """An engine over a loaded model."""
+    return Engine(
         llm.decoder,
         llm.tokenizer,
         blocks=found.blocks,
         context=found.context,
         limits=limits,
         eos_ids=llm.eos_ids,
-        kv=kv_name(settings),
-        adapters=names,
+        kv=kv_scheme,
+        adapters=adapters,
         bounds=judge,
         runner=llm.runner,
     )
-    ready = _ready(path.name, config, found, limits, names)
-    return made, ready
 
 
 def _tell(settings: Settings, limits: Limits, found: Fit, kv_scheme: str) -> None:
@@ -151,18 +157,7 @@ def _on_card(
         _tell(settings, limits, found, scheme.name)
         roof = _roof(settings, config, storage, scheme.name, rates)
         judge = None if roof is None else Bounds(roof, StreamMeter(memory.device))
-        made = Engine(
-            llm.decoder,
-            llm.tokenizer,
-            blocks=found.blocks,
-            context=found.context,
-            limits=limits,
-            eos_ids=llm.eos_ids,
-            kv=scheme.name,
-            adapters=names,
-            bounds=judge,
-            runner=llm.runner,
-        )
+        made = _over(llm, found, limits, scheme.name, names, judge)
         made.runner.record_all()
     except torch.OutOfMemoryError as error:
         raise ValueError(
