@@ -25,6 +25,7 @@ from tokenizers import Tokenizer as Backend
 
 from attar.text import convert
 
+LONGEST_CHARACTER = 4  # bytes, of UTF-8
 MISSING = (
     "{folder} has no tokenizer: neither tokenizer.json, nor vocab.json with merges.txt, nor tokenizer.model. "
     "Copy these files from the original model, or pass token ids instead of text"
@@ -174,8 +175,13 @@ class Detokenizer:
         self._skip = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip_next = tokenizer.strips_leading_space
-        for index in prompt_ids:
-            self.push(index)
+        # UTF-8 finds its feet within a character, so the end of a prompt says what all of it would.
+        end = b""
+        for index in reversed(prompt_ids):
+            end = tokenizer._shown(index, skip_special_tokens) + end
+            if len(end) >= LONGEST_CHARACTER:
+                break
+        self._stripped(self._utf8.decode(end))
 
     def push(self, index: int) -> str:
         """Characters that this token completes; empty while one is still open."""
