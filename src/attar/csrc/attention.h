@@ -20,8 +20,6 @@
 //   recent  as above
 #pragma once
 
-#include <nanobind/nanobind.h>
-
 #include <cstdint>
 
 #include "cpu.h"
@@ -98,7 +96,5 @@ struct Write {
 // Both throw std::invalid_argument, before any page is read or written, where a number leads out of its array.
 void attention(const Attention& what, const Pages& pages, Level level);
 void write_kv(const Write& what, const Pages& pages, Level level);
-
-void bind_attention(nanobind::module_& module);
 
 }  // namespace attar

@@ -21,4 +21,7 @@ class Running {
     const std::chrono::steady_clock::time_point since_ = std::chrono::steady_clock::now();
 };
 
+// In attention_module.cpp.
+void bind_attention(nanobind::module_& module);
+
 }  // namespace attar
