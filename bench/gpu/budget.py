@@ -1,18 +1,23 @@
 """How long a run may take: time on a card is lent by the minute.
 
 Nothing is begun after its end, and what is still running `GRACE` seconds behind it is cut off, wherever it is: a part
-that compiles for longer than anybody thought does not cost the results that are there.
+that compiles for longer than anybody thought does not cost the results that are there. What hangs in the driver never
+comes back to be cut off: `LAST` seconds later the process ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
 
 GRACE = 75.0  # seconds: for one figure, which may need a whole model
+LAST = 15.0  # seconds
+HUNG = 3  # exit status
 
 
 class OutOfTime(BaseException):
@@ -42,10 +47,14 @@ class Budget:
         def end(number: int, frame: FrameType | None) -> None:
             raise OutOfTime
 
-        before = signal.signal(signal.SIGALRM, end)
-        signal.setitimer(signal.ITIMER_REAL, max(0.001, self.seconds + GRACE - self.spent))
+        before, left = signal.signal(signal.SIGALRM, end), max(0.001, self.seconds + GRACE - self.spent)
+        signal.setitimer(signal.ITIMER_REAL, left)
+        last = threading.Timer(left + LAST, os._exit, (HUNG,))
+        last.daemon = True
+        last.start()
         try:
             yield
         finally:
+            last.cancel()
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from gpu import tune
 from gpu.timing import DEVICE
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from attar.formats.scheme import Scheme
 from attar.kernels import ops, ref, ref_attention
 from attar.kernels.operands import AttentionForm, Linear, Norm
 from attar.kernels.pages import Pages, Placement, Rotation
-from attar.kernels.triton import attention, backend, kv_write, linear, rows, weights
+from attar.kernels.triton import attention, backend, kv_write, linear, rows, w8, weights
 from attar.kernels.triton.pages import PlainPages
 
 DTYPES = (torch.float32, torch.float16) if backend.interpreted() else (torch.bfloat16, torch.float16, torch.float32)
@@ -34,6 +35,7 @@ WEIGHTS = (
     "w4g128-asym", "w4g128", "w4g64", "w4g32-asym", "w4a8g128", "qserve-g128", "w8", "w8a8", "w8a8-static", "fp8",
     "fp8-tensor", "fp8-block", "fp8-block-weight",
 )  # fmt: skip
+WHOLE_BLOCKS = (1152, 2048)  # a weight that torch's product of blocks takes
 ROWS = (1, 40) if DEVICE == "cpu" else (1, 7, 16, 33, 64, 100, 300, 1100)
 FORMS: tuple[dict[str, object], ...] = (
     {}, {"window": 100}, {"soft_cap": 20.0}, {"window": 100, "soft_cap": 20.0}, {"head_dim": 256},
@@ -46,6 +48,7 @@ if DEVICE == "cpu":
 SCALED = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}  # pages of 8 bits
 if DEVICE == "cpu":  # the interpreter halves numbers that it rounds up to a power of two
     del SCALED[torch.float8_e4m3fn]
+    WEIGHTS = tuple(each for each in WEIGHTS if not each.startswith("fp8") or each.endswith("-weight"))
 
 Check = Callable[[], tuple[float, float]]
 """Gives the error and the most that it may be."""
@@ -73,6 +76,9 @@ def every() -> Iterator[tuple[str, Check]]:
         for kv in (DTYPES[0], *SCALED):
             stored = str(kv).removeprefix("torch.")
             yield f"trees of {counts}, {stored} pages", partial(_tree, counts, kv)
+    if w8.scaled_mm_against_blocks(torch.device(DEVICE), DTYPES[0], WHOLE_BLOCKS) is None:
+        for n in (4, 64, 1102):
+            yield f"fp8-block {n} rows by torch", partial(_blocks_by_torch, n)
     for window, cap in ((None, None), (100, 20.0)):
         yield f"pages of int4, window {window}, soft cap {cap}", partial(_four_bits, window, cap)
     yield "argmax", _argmax
@@ -101,9 +107,15 @@ def _activate(kind: str, dtype: torch.dtype) -> tuple[float, float]:
     return _error(rows.activate(x, kind, True), ref.activate(x.clone(), kind, True)), SOME * ROUNDING[dtype]  # type: ignore[arg-type]
 
 
-def _product(scheme: str, n: int, dtype: torch.dtype) -> tuple[float, float]:
+def _blocks_by_torch(n: int) -> tuple[float, float]:
+    with tune.forced("rows_from", 0):
+        return _product("fp8-block", n, DTYPES[0], WHOLE_BLOCKS)
+
+
+def _product(
+    scheme: str, n: int, dtype: torch.dtype, shape: tuple[int, int] = (1100, 2048) if DEVICE == "cuda" else (70, 256)
+) -> tuple[float, float]:
     parsed = Scheme.parse(scheme)
-    shape = (1100, 2048) if DEVICE == "cuda" else (70, 256)
     packed = codec(parsed.weight.kind).quantize(_randn(*shape), parsed)
     one = Linear("l", packed, _randn(shape[0], seed=1).to(dtype))
     if parsed.static:

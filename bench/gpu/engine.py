@@ -26,7 +26,7 @@ from attar.engine.blocks import BlockPool
 from attar.engine.limits import Limits
 from attar.engine.radix import RadixCache
 from attar.engine.request import SamplingParams
-from attar.engine.runner import Runner
+from attar.engine.runner import Coming, Runner
 from attar.engine.sampler import BadLogits, Sampler, sample
 from attar.engine.scheduler import Scheduler
 from attar.engine.sequence import Sequence
@@ -76,7 +76,7 @@ class Decoders:
         samplers = [Sampler(SamplingParams(temperature=0, seed=0), (0,), logits.shape[1]) for _ in chunks]
         for each, draw in zip(self.sequences, device_sampler.sample(logits, samplers), strict=True):
             assert not isinstance(draw, BadLogits)
-            each.computed = len(each.tokens)
+            each.computed = each.planned = len(each.tokens)
             each.tokens.append(draw.token_id)
         return logits
 
@@ -131,13 +131,13 @@ class Server:
         """Compute the prompts."""
         self._answer(GREEDY, 1)
 
-    def run(self, params: SamplingParams) -> tuple[float, float]:
+    def run(self, params: SamplingParams, ahead: bool = False) -> tuple[float, float]:
         """Seconds of a step in which all decode, and how many of them the host works before it has launched the step
-        and after it has the tokens: medians of `TIMED`."""
-        took, hosts = zip(*self._answer(params, TIMED + 2)[1:], strict=True)
+        and after it has the tokens: medians of `TIMED`. `ahead`: the next one is launched before it has them."""
+        took, hosts = zip(*self._answer(params, TIMED + 2, ahead)[1:], strict=True)
         return statistics.median(took), statistics.median(hosts)
 
-    def _answer(self, params: SamplingParams, tokens: int) -> list[tuple[float, float]]:
+    def _answer(self, params: SamplingParams, tokens: int, ahead: bool = False) -> list[tuple[float, float]]:
         """So many tokens after each prompt; returns the two times of each step in which all decode."""
         samplers: dict[str, Sampler] = {}
         for i, prompt in enumerate(self.prompts):
@@ -145,18 +145,25 @@ class Server:
             samplers[made.id] = Sampler(replace(params, seed=i), (0,), self.vocab)
             self.scheduler.add([made], time.perf_counter())
         times = []
+        following: tuple[StepPlan, Tensor] | None = None
         while self.scheduler.sequences:
             since = time.perf_counter()
-            plan = self.scheduler.plan(since)
-            logits = self.runner.run(plan)
+            if following is None:
+                plan = self.scheduler.plan(since)
+                following = plan, self.runner.run(plan)
+            (plan, logits), following = following, None
+            own = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+            chosen = device_sampler.choose(logits, [samplers[each.id] for each in own]) if own else None
+            if ahead and (behind := self.scheduler.ahead(since)) is not None and behind.chunks:
+                coming = chosen and Coming(chosen.tokens, {each: i for i, each in enumerate(own)})
+                following = behind, self.runner.run(behind, None, coming)
             launched = time.perf_counter()
-            ids = [chunk.sequence.id for chunk in plan.chunks if chunk.samples]
-            draws = device_sampler.sample(logits, [samplers[id] for id in ids]) if ids else []
+            draws = chosen.draws() if chosen else []
             drawn, outcomes = time.perf_counter(), {}
-            for id, draw in zip(ids, draws, strict=True):
+            for each, draw in zip(own, draws, strict=True):
                 assert not isinstance(draw, BadLogits), draw
-                samplers[id].commit(draw.token_id)
-                outcomes[id] = Outcome((draw.token_id,))
+                samplers[each.id].commit(draw.token_id)
+                outcomes[each.id] = Outcome((draw.token_id,))
             self.scheduler.commit(plan, outcomes, time.perf_counter())
             self.scheduler.collect()
             ended = time.perf_counter()
@@ -167,7 +174,8 @@ class Server:
 
 def serving(name: str, schemes: tuple[str, ...], batches: tuple[int, ...], filled: int, roofs: Row) -> Iterator[Row]:
     """A server's decode steps, planned, replayed, sampled and committed: greedy, then drawn. Beside what the graph
-    alone takes, the difference is the host's share that nothing hides."""
+    alone takes, the difference is the host's share that nothing hides, in `ahead_us` where each step is launched
+    before the tokens of the one before are known, as an engine does."""
     for scheme in schemes:
         decoder = models.decoder(name, scheme)
         for batch in batches:
@@ -177,11 +185,12 @@ def serving(name: str, schemes: tuple[str, ...], batches: tuple[int, ...], fille
             recorded = time.perf_counter() - began
             server.fill()
             for how, params in (("greedy", GREEDY), ("drawn", DRAWN)):
-                once, host = server.run(params)
+                (once, host), (ahead, _) = (server.run(params, each) for each in (False, True))
                 roof = models.roof(decoder, scheme, batch, filled, roofs)
                 yield {
                     "work": f"served {scheme}, batch {batch}, context {filled}, {how}", "us": once * 1e6,
-                    "tok_s": batch / once, "of_roof": roof / once, "host_us": host * 1e6, "record_s": recorded,
+                    "tok_s": batch / ahead, "of_roof": roof / ahead, "host_us": host * 1e6, "ahead_us": ahead * 1e6,
+                    "record_s": recorded,
                 }  # fmt: skip
             del server
         del decoder
@@ -209,10 +218,10 @@ def memory(name: str, scheme: str) -> Iterator[Row]:
 
 def block(name: str, samples: int, length: int, recipe: str) -> Iterator[Row]:
     """One block compressed on the card: statistics gathered, linears solved for, in order."""
-    from attar.compression import place
+    from attar.compression import passes, place
     from attar.compression.calibrate import HiddenStates, rows_at_once
-    from attar.compression.passes import BlockWork
     from attar.compression.recipe import Recipe
+    from attar.compression.work import BlockWork
     from attar.model.decoder import build_block
     from attar.model.shapes import shape
 
@@ -227,7 +236,7 @@ def block(name: str, samples: int, length: int, recipe: str) -> Iterator[Row]:
         for batch in states.batches():
             states.write(batch, torch.randn(len(batch) * length, config.hidden, device=DEVICE))
         began = time.perf_counter()
-        records = BlockWork(made, states, plan, schemes, config.architecture).run()
+        records = passes.run(BlockWork(made, states, plan, schemes, config.architecture))
         place.move(made, place.CPU)
         took = time.perf_counter() - began
     worse = [record.name for record in records if record.error > record.rtn_error]
@@ -240,10 +249,10 @@ def block(name: str, samples: int, length: int, recipe: str) -> Iterator[Row]:
 
 def block_as_on_a_cpu() -> tuple[float, float]:
     """Relative difference of what GPTQ leaves, on the card and on the CPU."""
-    from attar.compression import place
+    from attar.compression import passes, place
     from attar.compression.calibrate import HiddenStates
-    from attar.compression.passes import BlockWork
     from attar.compression.recipe import Recipe
+    from attar.compression.work import BlockWork
     from attar.model.decoder import build_block
     from attar.model.shapes import shape
 
@@ -258,9 +267,8 @@ def block_as_on_a_cpu() -> tuple[float, float]:
                 rows = torch.randn(64, config.hidden, generator=torch.Generator().manual_seed(s))
                 states.write(range(s, s + 1), rows)
             schemes = {linear.name: plan.scheme for linear in made.linears()}
-            errors.append(
-                [record.error for record in BlockWork(made, states, plan, schemes, config.architecture).run()]
-            )
+            work = BlockWork(made, states, plan, schemes, config.architecture)
+            errors.append([record.error for record in passes.run(work)])
             for linear, weight in zip(made.linears(), weights, strict=True):
                 linear.weight = weight
     return max(abs(a / b - 1) for a, b in zip(*errors, strict=True)), 0.05

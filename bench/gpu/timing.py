@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -83,22 +84,27 @@ def copy_bandwidth() -> float:
     return 2 * size / seconds([lambda: target.copy_(source)])
 
 
-def dense_rates() -> dict[str, float]:
-    """Multiplications and additions a second of torch's own products of random numbers: bf16, and int8 and fp8 where
-    torch has them."""
+def dense_rate(kind: str) -> float:
+    """Multiplications and additions a second of torch's own product of random numbers: bf16, int8 or fp8. NaN where the
+    card has no such."""
     size = 64 if backend.interpreted() else 8192
     a, b = (torch.randn(size, size, device=DEVICE) for _ in range(2))
-    work = 2.0 * size**3
-    half = (a.bfloat16(), b.bfloat16().t())
-    rates = {"bf16": work / seconds([lambda: half[0] @ half[1]])}
-    if backend.interpreted():
-        return rates | {"int8": rates["bf16"], "fp8": rates["bf16"]}
-    codes = [(x * 30).round().clamp(-127, 127).to(torch.int8) for x in (a, b)]
-    rates["int8"] = work / seconds([lambda: torch._int_mm(codes[0], codes[1].t())])
-    if torch.cuda.get_device_capability() >= (8, 9):
+    if kind == "bf16" or backend.interpreted():
+        half = (a.bfloat16(), b.bfloat16().t())
+        call: Call = lambda: half[0] @ half[1]  # noqa: E731
+    elif kind == "int8":
+        codes = [(x * 30).round().clamp(-127, 127).to(torch.int8) for x in (a, b)]
+        call = lambda: torch._int_mm(codes[0], codes[1].t())  # noqa: E731
+    elif torch.cuda.get_device_capability() >= (8, 9):
         eights, one = [x.to(torch.float8_e4m3fn) for x in (a, b)], torch.ones((), device=DEVICE)
-        by_tensor = [
-            lambda: torch._scaled_mm(eights[0], eights[1].t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
-        ]
-        rates["fp8"] = work / seconds(by_tensor)
-    return rates
+        call = lambda: torch._scaled_mm(  # noqa: E731
+            eights[0], eights[1].t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    else:
+        return float("nan")
+    return 2.0 * size**3 / seconds([call])
+
+
+ROOFS: Mapping[str, Callable[[], float]] = {
+    "copy": copy_bandwidth, **{kind: partial(dense_rate, kind) for kind in ("bf16", "int8", "fp8")}
+}  # fmt: skip

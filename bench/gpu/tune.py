@@ -24,7 +24,7 @@ from gpu.budget import Budget
 from gpu.timing import DEVICE, HALF, seconds
 
 from attar.kernels.operands import Linear
-from attar.kernels.triton import backend, language, linear, tuning, weights
+from attar.kernels.triton import backend, language, linear, tuning, w8, weights
 
 Row = dict[str, Any]
 
@@ -41,10 +41,9 @@ ROWS = (1,) if backend.interpreted() else (1, 4, 16, 64, 256)
 WAYS: dict[tuning.Way, tuple[str, tuple[int, ...]]] = {
     "widened": ("w4g128", (128, 256, 512, 1024, 2048)),
     "scaled_mm": ("fp8", (16, 32, 64, 128, 256, 512)),
+    "scaled_mm_blocks": ("fp8-block", (64, 128, 256, 512, 1024, 2048)),
 }
 """The scheme that a way is tried with, and numbers of rows."""
-
-NEVER = 1 << 30  # rows
 
 
 def cuts(rows: int) -> Iterator[tuning.Config]:
@@ -110,15 +109,17 @@ def timed(
     for cut in (rule, *cuts(rows)):
         if budget.over():
             return None
-        with forced("config", cut), forced("rows_from", NEVER), contextlib.suppress(triton.OutOfResources):
+        with forced("config", cut), forced("rows_from", tuning.NEVER), contextlib.suppress(triton.OutOfResources):
             times[cut] = seconds([lambda one=one, x=x: linear.linear(x, (one,)) for one in laid])  # type: ignore[misc]
     return times
 
 
 def turn(name: str, way: tuning.Way, budget: Budget) -> int | None:
-    """The smallest number of rows from which on a way was faster, all products of a block together; `NEVER` where it
-    was not for the most; None where time ran out."""
+    """The smallest number of rows from which on a way was faster, all products of a block together; `tuning.NEVER`
+    where it was not for the most, or is not there; None where time ran out."""
     scheme, numbers = WAYS[way]
+    if way == "scaled_mm_blocks" and against_blocks(name):
+        return tuning.NEVER
     ours, theirs = (dict.fromkeys(numbers, 0.0) for _ in range(2))
     for size in models.products(name).values():
         laid = models.prepared(scheme, size)
@@ -126,16 +127,23 @@ def turn(name: str, way: tuning.Way, budget: Budget) -> int | None:
             if budget.over():
                 return None
             x = torch.randn(rows, size[1], device=DEVICE).to(HALF)
-            for times, first in ((ours, NEVER), (theirs, 0)):
+            for times, first in ((ours, tuning.NEVER), (theirs, 0)):
                 with forced("rows_from", first):
                     times[rows] += seconds([lambda one=one, x=x: linear.linear(x, (one,)) for one in laid])  # type: ignore[misc]
         del laid
-    best = NEVER
+    best = tuning.NEVER
     for rows in reversed(numbers):
         if theirs[rows] > ours[rows]:
             break
         best = rows
     return best
+
+
+def against_blocks(name: str) -> str | None:
+    """Why torch's product of float8 in blocks does not take those of a shape here, or None where it does."""
+    there = torch.device(DEVICE)
+    reasons = (w8.scaled_mm_against_blocks(there, HALF, size) for size in models.products(name).values())
+    return next(filter(None, reasons), None)
 
 
 @contextlib.contextmanager

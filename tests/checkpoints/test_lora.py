@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,15 @@ def test_pickles_and_files_of_gguf_are_refused_by_name(base: Path, tmp_path: Pat
     (tmp_path / "model.gguf").touch()
     with pytest.raises(ValueError, match="is a GGUF file, whose types have no place for an adapter"):
         merge(tmp_path / "model.gguf", folder, tmp_path / "merged")
+
+
+def test_a_link_out_of_the_base_is_refused_before_anything_is_written(base: Path, tmp_path: Path) -> None:
+    shutil.copytree(base, tmp_path / "base")
+    (tmp_path / "secret").write_text("x")
+    (tmp_path / "base" / "LICENSE").symlink_to("../secret")
+    with pytest.raises(CheckpointError, match="LICENSE: a link out of the folder"):
+        merge(tmp_path / "base", save(tmp_path / "adapter"), tmp_path / "merged")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["adapter", "base", "secret"]
 
 
 @pytest.mark.parametrize("recipe", ["f32", "q8_0"])

@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from attar.cli.main import app
 from attar.cli.terminal import BAD_INPUT
+from tests.engine.test_adapters import save
 
 TEXT = (Path(__file__).resolve().parents[2] / "LICENSE").read_text()
 WITHIN = 1e-4  # of perplexity: the order of sums
@@ -21,8 +22,12 @@ def attar(command: str) -> Result:
 
 
 def test_eval_in_two_processes_says_what_one_says(tmp_path: Path) -> None:
+    """With an adapter."""
     (tmp_path / "text.txt").write_text(TEXT[:600])
+    shapes = {"model.layers.0.self_attn.q_proj": (256, 256), "model.layers.1.mlp.down_proj": (256, 768)}
+    save(tmp_path / "adapter", shapes, seed=0)
     command = f"eval demo --text {tmp_path / 'text.txt'} --context 64 --max-tokens 130 --json -q"
+    command += f" --adapter {tmp_path / 'adapter'}"
     alone, together = attar(command), attar(f"{command} --tp 2")
     assert together.exit_code == 0, together.output
     assert "2 processes share this machine's cores: that is for checks" in together.stderr
@@ -36,8 +41,7 @@ def test_eval_in_two_processes_says_what_one_says(tmp_path: Path) -> None:
     [
         ("generate demo --prompt x --tp 3", "--tp 3 does not divide the model's 4 query heads: 2, 4 would do"),
         ("generate demo --prompt x --pp 7", "--pp 7 is more stages than the model has layers, 6"),
-        ("generate demo --prompt x --tp 2 --adapter folder", "an adapter is not shared between processes yet"),
-        ("eval demo --text x --tp 2 --adapter folder", "an adapter is not shared between processes yet"),
+        ("generate demo --prompt x --tp 3 --adapter folder", "--tp 3 does not divide"),
         ("bench --shape llama-3.2-1b --tp 2", "--tp and --pp are of a model"),
         ("plan --shape llama-3.2-1b --tp 3 --bandwidth 1GB", "--tp 3 does not divide the model's 32 query heads"),
     ],

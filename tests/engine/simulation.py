@@ -2,7 +2,8 @@
 
 A seed makes everything: sizes and limits, the requests (with prefixes in common, salts, priorities, deadlines, several
 choices, bypass, some that can never fit), when they come and are cancelled, steps that fail for some, what happens
-while a step is under way, and in a third of all lives faults at the named points (`attar/faults.py`). Only the model
+while a step is under way, in half of all lives steps that are planned ahead of one under way, on a device that may be
+late with both, and in a third of all lives faults at the named points (`attar/faults.py`). Only the model
 is fake: its next token is a function of the sequence's seed and of all tokens before it, by way of a cache of fake keys
 and values. Each slot holds a digest of salt and tokens up to its own, slots of free blocks are wiped, and what a step
 reads must be what the sequence alone would have written.
@@ -17,13 +18,13 @@ After every event these hold:
  6. holders never increase along a path, and the tree is well formed (`RadixCache.check`)
  7. no sequence is in two queues or none, its integers agree (`Scheduler.check`, `Sequence.check`)
  8. no more run than may, and a step has no more tokens than its budget (`planned`)
- 9. whoever's deadline has come has ended, or ends with the step under way (`deadlines`)
+ 9. whoever's deadline has come has ended (`deadlines`)
 10. nobody is passed, or preempted, more often than the limits say (`planned`)
-11. every slot that is read holds what the sequence wrote, and is written once a step (`run`)
+11. every slot that is read holds what the sequence wrote, and is written once a step, however late (`run`)
 12. tokens are those of the solo run (`emitted`)
 13. an ended sequence never gains a token (`emitted`)
 14. no block is evicted while a sequence uses it (`advance`)
-15. a plan is empty only where nothing may run yet (`planned`)
+15. a plan is empty only where nothing may run yet, and nobody gives way to one ahead (`planned`)
 16. whoever fails was made to: by a step, or by a fault, one sequence or one request's arrival a fault (`check`)
 
 and in the end:
@@ -54,6 +55,7 @@ import attar.engine.scheduler
 from attar import faults
 from attar.engine.limits import Limits
 from attar.engine.sequence import Sequence, Status
+from attar.engine.step import StepPlan
 
 END = 0  # the token that ends an answer
 POINTS = [name for name in faults.POINTS if name.startswith(("scheduler.", "radix.", "pool."))]
@@ -103,6 +105,16 @@ class Asked:
                 break
 
 
+@dataclass(eq=False)
+class Launched:
+    """A step on the device, which knows the blocks of its rows as they were when it was told."""
+
+    plan: StepPlan
+    tables: list[list[int]]
+    outcomes: dict[str, object] | None = None
+    """None until it has been run."""
+
+
 class Simulation:
     """One life of an engine. The modules can be others, with bugs in them."""
 
@@ -135,13 +147,17 @@ class Simulation:
         self.memory: list[list[int | None]] = [[None] * size for _ in range(self.pool.total)]
         self.asked: dict[str, Asked] = {}
         self.requests = 0
-        self.step = None
+        self.steps: list[Launched] = []
         self.now = 0.0
+        self.lag = random.Random(-(2**32) - seed)
+        self.overlaps = self.lag.random() < 1 / 2
         self.dice = random.Random(-1 - seed)  # of faults alone: lives without them are as they would be
         self.faulty = self.dice.random() < 1 / 3
         self.fired = self.suffered = 0  # faults, and what failed for no other reason
+        self.spoiled: set[str] = set()
+        """Sequences for which a step failed: the device has nothing more of theirs."""
         self.failing: set[str] = set()
-        """Sequences that a step failed for."""
+        """Those of them that were told so."""
 
     def life(self) -> None:
         """All events, then the end. Raises AssertionError where an invariant does not hold."""
@@ -172,7 +188,7 @@ class Simulation:
             choices.append(Asked(sequence, rng.getrandbits(32), list(prompt)))
         self.requests += 1
         blocks = -(-(len(prompt) + max(longest - 1, 0)) // self.pool.size)
-        waiting = sum(a.sequence.status in (Status.QUEUED, Status.PREEMPTED) for a in self.asked.values())
+        waiting = sum(a.sequence.status is Status.QUEUED for a in self.asked.values())
         fired = self.fired
         taken = self._add(choices)
         if self.fired > fired:
@@ -226,29 +242,47 @@ class Simulation:
             self.scheduler.expire(self.now)
 
     def advance(self) -> None:
-        """Plan a step, or run and commit the one that was planned."""
+        """Plan a step, or another ahead of it, or run the first and commit it."""
         self.now += self.rng.uniform(0, 0.2)
-        if self.step is None:
-            self.scheduler.expire(self.now)
-            used = [block for sequence in self.scheduler.running for block in sequence.blocks]
-            used = [block for block in used if self.pool.kept(block)]
-            fired = self.fired
-            with self.mishap():
-                self.step = self.scheduler.plan(self.now)
-            evicted = not self.step.preempted and self.fired == fired and not all(map(self.pool.kept, used))
-            assert not evicted, "a block in use was evicted"
-            self.planned()
-        else:
-            outcomes = self.run()
-            step, self.step = self.step, None
-            with self.mishap():
-                self.scheduler.commit(step, outcomes, self.now)
-            self.emitted()
+        if not self.steps or (self.overlaps and len(self.steps) == 1 and self.lag.random() < 0.8):
+            self.launch()
+            return
+        self.catch_up()
+        step = self.steps.pop(0)
+        told = {id for id, outcome in step.outcomes.items() if outcome.failure is not None}
+        self.failing |= told & self.scheduler.sequences.keys()
+        with self.mishap():
+            self.scheduler.commit(step.plan, step.outcomes, self.now)
+        self.emitted()
 
-    def planned(self) -> None:
-        step = self.step
+    def launch(self) -> None:
+        ahead = bool(self.steps)
+        self.scheduler.expire(self.now)
+        used = [block for sequence in self.scheduler.running for block in sequence.blocks]
+        used = [block for block in used if self.pool.kept(block)]
+        fired = self.fired
+        with self.mishap():
+            step = self.scheduler.ahead(self.now) if ahead else self.scheduler.plan(self.now)
+        if step is None:
+            return
+        evicted = not step.preempted and self.fired == fired and not all(map(self.pool.kept, used))
+        assert not evicted, "a block in use was evicted"
+        self.planned(step, ahead)
+        if step.chunks or not ahead:
+            self.steps.append(Launched(step, [list(chunk.sequence.blocks) for chunk in step.chunks]))
+        if self.overlaps and self.lag.random() < 0.5:  # a device that is quick: what comes between finds all of it done
+            self.catch_up(len(self.steps))
+
+    def catch_up(self, count: int = 1) -> None:
+        """The device does the first steps, in their order."""
+        for step in self.steps[:count]:
+            if step.outcomes is None:
+                step.outcomes = self.run(step)
+
+    def planned(self, step: StepPlan, ahead: bool) -> None:
         assert step.tokens <= self.limits.max_step_tokens, "over the token budget"
         assert len(self.scheduler.running) <= self.limits.together, "too many run"
+        assert not (ahead and step.preempted), "somebody gives way to a step ahead"
         for sequence in step.admitted:
             assert not sequence.bypass or sequence.reused == 0, "reused in spite of bypass"
             assert sequence.reused % self.cache.round_to == 0, "part of a group was reused"
@@ -260,32 +294,32 @@ class Simulation:
             asked.preempted += 1
             assert asked.preempted <= self.limits.max_preemptions, "preempted too often"
         assert all(asked.passed <= self.limits.max_passed for asked in self.asked.values()), "passed too often"
-        if not step.chunks and self.scheduler.sequences:
+        if not step.chunks and self.scheduler.sequences and not ahead:
             wake = self.scheduler.wake()
             assert not self.scheduler.running, "running, and nothing to run"
             assert self.limits.policy == "dynamic", "an empty step, and sequences that wait"
             assert wake is not None and wake > self.now, "nobody will wake the scheduler"  # noqa: PT018
 
-    def run(self) -> dict[str, object]:
+    def run(self, step: Launched) -> dict[str, object]:
         """The fake model: copies, then chunks, each of which reads all before it."""
         rng, size, memory = self.rng, self.pool.size, self.memory
         outcomes: dict[str, object] = {}
         written = set()
-        for source, target, slots, sequence in self.step.copies:
+        for source, target, slots, sequence in step.plan.copies:
             memory[target][:slots] = memory[source][:slots]
             if self.faulty and self.dice.random() < 0.1:
                 memory[target] = [None] * size
                 outcomes[sequence.id] = self.module.Outcome(failure="internal")
         everything_fails = rng.random() < 0.01
-        for sequence, start, rows, samples in self.step.chunks:
+        for (sequence, start, rows, samples), blocks in zip(step.plan.chunks, step.tables, strict=True):
             asked = self.asked[sequence.id]
-            if sequence.id in outcomes:
+            if sequence.id in outcomes or sequence.id in self.spoiled:
                 continue
             fails = everything_fails or rng.random() < 0.005
-            found = [memory[block][slot] for block in sequence.blocks for slot in range(size)][:start]
+            found = [memory[block][slot] for block in blocks for slot in range(size)][:start]
             assert found == asked.digests[:start], f"{sequence.id} reads what is not its own"
             for at in range(start, start + rows):
-                slot = sequence.blocks[at // size], at % size
+                slot = blocks[at // size], at % size
                 assert slot not in written, "a slot is written twice in a step"
                 written.add(slot)
                 memory[slot[0]][slot[1]] = None if fails else asked.digests[at]
@@ -293,14 +327,14 @@ class Simulation:
                 outcomes[sequence.id] = self.module.Outcome(failure="internal")
             elif samples:
                 outcomes[sequence.id] = self._sample(asked, memory[slot[0]][slot[1]])
-        self.failing |= {id for id, outcome in outcomes.items() if outcome.failure is not None}
+        self.spoiled |= {id for id, outcome in outcomes.items() if outcome.failure is not None}
         return outcomes
 
     def _sample(self, asked: Asked, state: int) -> object:
-        """One token, or several at once as if drafts had been accepted."""
+        """One token, or several at once as if drafts had been accepted: not where a row of one token may follow."""
         tokens: list[int] = []
         left = asked.sequence.max_tokens - asked.sequence.output
-        for _ in range(min(left, self.rng.choice([1, 1, 1, 2, 3]))):
+        for _ in range(min(left, 1 if self.overlaps else self.rng.choice([1, 1, 1, 2, 3]))):
             tokens.append(choose(state, asked.seed))
             state = digest(state, tokens[-1])
             if tokens[-1] == END:
@@ -337,8 +371,9 @@ class Simulation:
         tables = [asked.sequence.blocks for asked in self.asked.values()]
         assert all(len(table) == len(set(table)) for table in tables), "a block stands twice in a table"
         holders = Counter(block for table in tables for block in table)
-        if self.step is not None:
-            holders.update(copy.source for copy in self.step.copies)
+        for step in self.steps:
+            holders.update(copy.source for copy in step.plan.copies)
+            holders.update(step.plan.held)
         keepers = Counter(block for _, _, node in self.cache.nodes() for block in node.blocks)
         assert not keepers or max(keepers.values()) == 1, "a block is in two nodes"
         for block, state in enumerate(pool.states()):
@@ -360,19 +395,18 @@ class Simulation:
     def deadlines(self) -> None:
         self.scheduler.expire(self.now)
         for sequence in self.scheduler.sequences.values():
-            if sequence.deadline is not None and sequence.deadline <= self.now:
-                assert sequence.in_step, "a deadline passed unnoticed"
+            assert sequence.deadline is None or sequence.deadline > self.now, "a deadline passed unnoticed"
 
     def drain(self) -> None:
         """Let everything end."""
         alive = [asked for asked in self.asked.values() if asked.sequence.id in self.scheduler.sequences]
         steps = sum(len(asked.tokens) for asked in alive) * (self.limits.max_preemptions + 2) + 10
-        while self.scheduler.sequences or self.step is not None:
-            steps -= self.step is None
+        while self.scheduler.sequences or self.steps:
+            steps -= not self.steps
             assert steps > 0, "it goes on for ever"
             self.advance()
             self.check()
-            if self.step is not None and not self.step.chunks:
+            if self.steps and not self.steps[0].plan.chunks:
                 self.now = max(self.now, self.scheduler.wake() or 0.0)
         for asked in self.asked.values():
             sequence = asked.sequence

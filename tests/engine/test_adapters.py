@@ -23,6 +23,7 @@ from attar.engine.settings import Settings, parse_adapters
 from attar.kernels import ops
 from attar.model.cache import Step
 from attar.model.decoder import Decoder
+from attar.model.split import Share
 from tests.conftest import token_ids
 from tests.model import test_families as families
 
@@ -183,6 +184,14 @@ def test_their_memory_is_counted(tiny: Path, folders: tuple[Path, Path]) -> None
         weights += sum(each.down.weight.read_bytes + each.up.weight.read_bytes for each in prepared)  # type: ignore[union-attr]
     assert weights < counted <= weights + 10 * rows * 256 * 4  # 256 columns at most
     assert lora.memory([], model.config, rows) == 0
+
+
+def test_their_memory_in_several_processes(tiny: Path, folders: tuple[Path, Path]) -> None:
+    """Less in each, but for A of what is cut by outputs and B of what is cut by inputs."""
+    config, rows = hf.load(tiny, torch.float32).config, 64
+    alone = lora.memory(folders, config, rows)
+    for share in (Share(0, 2, 1), Share(0, 1, 2)):
+        assert alone / 2 < lora.memory(folders, config, rows, share) < 0.9 * alone
 
 
 def test_an_adapter_that_does_not_fit_ends_the_start_before_a_weight_is_read(

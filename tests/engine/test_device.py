@@ -24,7 +24,7 @@ from attar.engine.limits import Limits
 from attar.engine.messages import Cancel, Delta, Event, Failed, PromptLogprobs, Ready, Submit
 from attar.engine.process import Loop, listen
 from attar.engine.request import SamplingParams
-from attar.engine.runner import Runner, Wanted
+from attar.engine.runner import Runner
 from attar.engine.sampler import Sampler, sample
 from attar.engine.settings import Settings
 from attar.engine.step import StepPlan
@@ -89,7 +89,22 @@ def test_an_engine_there_answers_as_one_here(tiny_decoder: Make, graphs: bool) -
         assert tokens(run(made, asks)) == expected
 
 
-def test_the_host_waits_for_a_choice_of_tokens_once(tiny_decoder: Make) -> None:
+class Mark:
+    """By which the host waits for tokens."""
+
+    def set(self) -> None: ...
+
+    def wait(self) -> None:
+        pretend.waits.append("mark")
+
+
+@pytest.fixture
+def marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_sampler, "mark", lambda device: Mark())
+
+
+@pytest.mark.usefixtures("marked")
+def test_the_host_waits_for_a_choice_of_tokens_once() -> None:
     params = [
         SamplingParams(temperature=0, seed=0, logprobs=0),
         SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, seed=1, logprobs=3),
@@ -102,8 +117,10 @@ def test_the_host_waits_for_a_choice_of_tokens_once(tiny_decoder: Make) -> None:
     with there() as device:
         away = logits.to(device)
         pretend.waits.clear()
-        found = device_sampler.sample(away, samplers)
-        assert pretend.waits == ["tolist"]
+        chosen = device_sampler.choose(away, samplers)
+        assert not pretend.waits
+        found = chosen.draws()
+        assert pretend.waits == ["mark"]
     assert found == expected
 
 
@@ -121,18 +138,22 @@ class Quiet(Again):
         return Recorded(replay, made.result)
 
 
-def test_the_host_waits_for_a_decode_step_once(tiny_decoder: Make) -> None:
+@pytest.mark.usefixtures("marked")
+@pytest.mark.parametrize("waits", [None, "a reason"])
+def test_the_host_waits_for_a_decode_step_once(tiny_decoder: Make, waits: str | None) -> None:
     ways = [{"temperature": 0.0, "logprobs": 2}, {"temperature": 0.9, "top_p": 0.8}, {"frequency_penalty": 0.5}]
     with there() as device:
         made = engine(moved(tiny_decoder(layers=1), device), record=Quiet())
         for i, way in enumerate(ways):
             made.submit(Submit(str(i), (i + 1, 2), SamplingParams(max_tokens=9, seed=i, **way)))  # type: ignore[arg-type]
+        made.runner.waits = waits
         made.step()
         made.step()  # and the graph is recorded
         for _ in range(3):
             pretend.waits.clear()
             made.step()
-            assert pretend.waits == ["tolist"]
+            assert pretend.waits == ["mark"]
+        assert made.ahead == (0 if waits else 5)
         made.close()
 
 
@@ -247,17 +268,17 @@ def test_decode_steps_stay_small_once_memory_was_too_little(tiny_decoder: Make) 
     decoder, tried = tiny_decoder(layers=1), list[int]()
 
     class Small(Runner):
-        def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None) -> Tensor:
+        def run(self, plan: StepPlan, *more: Any) -> Tensor:
             tried.append(plan.tokens)
             if plan.tokens > 2:
                 raise torch.OutOfMemoryError("no room")
-            return super().run(plan, wanted)
+            return super().run(plan, *more)
 
     params = SamplingParams(max_tokens=3, temperature=0, seed=0)
     asks = [Submit(str(i), (i + 1,), params) for i in range(6)]
     made = engine(decoder, runner=Small)
     assert answers(run(made, asks)) == answers(run(engine(decoder), asks))
-    assert made._rows == 2
+    assert made.launcher.rows == 2
     assert tried == [6, 3, 2, 1, 2, 1, *[2] * 6]
 
 
@@ -268,8 +289,8 @@ def test_what_is_asked_within_a_step_is_taken_within_it(tiny_decoder: Make, tmp_
     during: list[Callable[[], None]] = []
 
     class Busy(Runner):
-        def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None) -> Tensor:
-            found = super().run(plan, wanted)
+        def run(self, plan: StepPlan, *more: Any) -> Tensor:
+            found = super().run(plan, *more)
             if during:
                 during.pop()()
             return found

@@ -10,6 +10,7 @@ from typing import NoReturn
 import pytest
 import torch
 
+from attar.engine import flight
 from attar.engine.choices import Choice
 from attar.engine.engine import Engine
 from attar.engine.limits import Limits
@@ -270,8 +271,8 @@ def test_a_nan_in_one_row_fails_that_request(decoder: Decoder, monkeypatch: pyte
     made = engine(decoder)
     run_step = made.runner.run
 
-    def poisoned(plan: object, wanted: object = None) -> torch.Tensor:
-        logits = run_step(plan, wanted).clone()  # type: ignore[arg-type]
+    def poisoned(plan: object, *more: object) -> torch.Tensor:
+        logits = run_step(plan, *more).clone()  # type: ignore[arg-type]
         sampling = [chunk.sequence.id for chunk in plan.chunks if chunk.samples]  # type: ignore[attr-defined]
         if "1#0" in sampling:
             logits[sampling.index("1#0"), 5] = float("nan")
@@ -292,7 +293,7 @@ def test_a_step_that_raises_fails_those_in_it_and_no_later_one(
     made.submit(ask)
     made.step()
     with monkeypatch.context() as patch:
-        patch.setattr(made.runner, "_replay", lambda chunks: 1 / 0)
+        patch.setattr(made.runner, "_replay", lambda *asked: 1 / 0)
         (failed,) = [event for event in made.step() if isinstance(event, Failed)]
     assert failed.code == "internal"
     assert answers(run(made, [ask])) == answers(run(engine(decoder), [ask]))
@@ -310,7 +311,7 @@ def test_a_device_that_is_lost_when_a_step_is_run_again_ends_the_engine(
     def raises(*asked: object) -> None:
         raise next(errors)
 
-    monkeypatch.setattr(*((made.runner, "run") if what == "run" else (made, "_sample")), raises)
+    monkeypatch.setattr(*((made.runner, "run") if what == "run" else (flight, "sample")), raises)
     with pytest.raises(torch.AcceleratorError):
         made.step()
 
@@ -332,7 +333,7 @@ def test_prompts_of_several_blocks_in_one_step_keep_apart(
     def apart(*_: object) -> NoReturn:
         raise AssertionError("the step raised, and is healed one by one")
 
-    monkeypatch.setattr(Engine, "_run_apart", apart)
+    monkeypatch.setattr(flight.Launcher, "_apart", apart)
     draw = random.Random(5)
     params = SamplingParams(max_tokens=3, temperature=0, seed=0, logprobs=3)
     prompts = [tuple(draw.randrange(decoder.config.vocab_size) for _ in range(n)) for n in (180, 30, 170, 130)]

@@ -247,6 +247,31 @@ def test_one_request_fails_and_no_other_notices(
     made.ends()
 
 
+@pytest.mark.parametrize("point", CASES)
+def test_nor_does_it_where_the_next_step_is_under_way(make: Callable[..., Made], alone: Alone, point: str) -> None:
+    """As above, in the middle of a scene, whose every step may be launched before the one before is known."""
+    victim = CASES[point]
+    key = "" if victim is None else "victim"
+    dry, made = Fault(point, after=LATE, key=key), make(overlaps=True)
+    faults.arm(dry)
+    scene(made, victim or VICTIM)
+    assert dry.hits > 0, "the point was never reached"
+    assert made.engine.ahead > made.engine.steps / 2
+    fault = Fault(point, after=dry.hits // (3 if point in IN_COMPANY else 2), times=0 if key else 1, key=key)
+    faults.arm(fault)
+    made = make(overlaps=True)
+    scene(made, victim or VICTIM)
+    faults.disarm()
+    assert fault.fired > 0
+    (lost,) = failed(made.events)
+    assert lost == "victim" or not key
+    found = answers(made.events)
+    for id in IDS | {"victim"}:
+        if id != lost:
+            assert of(found, id) == alone[id if id in IDS else repr(VICTIM)], id
+    made.ends()
+
+
 @pytest.mark.parametrize("point", HEALED)
 def test_a_step_that_raises_once_is_run_again(make: Callable[..., Made], alone: Alone, point: str) -> None:
     victim = CASES[point]

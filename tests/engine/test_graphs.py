@@ -174,8 +174,19 @@ def test_an_engine_with_graphs_answers_as_one_without(decoder: Decoder, blocks: 
     assert set(record.replayed) <= {1, 2, 4, 6}
 
 
-def test_what_the_last_step_gave_is_said_while_the_next_one_runs(decoder: Decoder) -> None:
+def test_what_a_step_gave_is_said_while_the_next_one_runs(decoder: Decoder) -> None:
+    made, running = engine(decoder), list[list[Event]]()
+    made.meanwhile = running.append
+    made.submit(Submit("a", (1, 2, 3), SamplingParams(max_tokens=5, temperature=0, seed=0)))
+    told = [made.step() for _ in range(5)]
+    assert [[type(event).__name__ for event in events] for events in told] == [["Delta"]] * 4 + [["Delta", "Finished"]]
+    assert running == [[]] * 5
+    assert (made.steps, made.ahead, made.idle) == (5, 4, True)
+
+
+def test_what_the_last_step_gave_is_said_once_the_next_one_runs_where_that_had_to_wait(decoder: Decoder) -> None:
     made = engine(decoder)
+    made.runner.waits = "a reason"
     said: list[tuple[int, Event]] = []
     made.meanwhile = lambda events: said.extend((made.steps, event) for event in events)
     last: list[Event] = []
@@ -193,7 +204,7 @@ def test_whoever_is_cancelled_is_told_of_no_more(decoder: Decoder) -> None:
     made.cancel("a")
     while not made.idle:
         events += made.step()
-    assert [type(event) for event in events] == [Delta, Failed]
+    assert [type(event) for event in events] == [Delta, Delta, Failed]
     assert made.pool.active == 0
 
 

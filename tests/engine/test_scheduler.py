@@ -35,6 +35,11 @@ class Engine:
     def plan(self) -> StepPlan:
         return self.scheduler.plan(self.now)
 
+    def ahead(self) -> StepPlan:
+        step = self.scheduler.ahead(self.now)
+        assert step is not None
+        return step
+
     def commit(self, step: StepPlan, **failures: str) -> None:
         self.now += 1
         outcomes = {chunk.sequence.id: Outcome((7,)) for chunk in step.chunks if chunk.samples}
@@ -237,16 +242,15 @@ def test_cancelled_in_any_state(steps: int, status: Status) -> None:
     assert engine.pool.active == 0
 
 
-def test_cancelled_during_a_step_it_keeps_its_blocks_until_the_commit() -> None:
+def test_cancelled_during_a_step_its_blocks_stay_until_the_commit() -> None:
     engine = Engine()
     (a,) = engine.add("a", range(6))
     step = engine.plan()
     engine.scheduler.cancel("a", engine.now)
-    assert len(a.blocks) == 2
-    assert engine.scheduler.collect() == []
-    engine.commit(step)
     assert engine.scheduler.collect() == [a]
-    assert (a.output, a.blocks, engine.pool.active) == (0, [], 0)
+    assert (a.blocks, engine.pool.active) == ([], 2)
+    engine.commit(step)
+    assert (a.output, engine.pool.active) == (0, 0)
 
 
 def test_one_that_fails_fails_alone_and_leaves_nothing_behind() -> None:
@@ -282,9 +286,10 @@ def test_deadlines() -> None:
     engine.now = 1.5
     step = engine.plan()
     engine.scheduler.expire(2.0)
-    assert [s.id for s in engine.scheduler.collect()] == ["b"]  # a runs in the step
+    assert [(s.id, s.ending) for s in engine.scheduler.collect()] == [("b", "deadline"), ("a", "deadline")]
+    assert engine.pool.active == 2, "of a, which the step runs"
     engine.commit(step)
-    assert [(s.id, s.ending) for s in engine.scheduler.collect()] == [("a", "deadline")]
+    assert engine.pool.active == 0
 
 
 def test_refusals() -> None:
@@ -428,3 +433,105 @@ def test_presets_trade_gaps_for_throughput() -> None:
     assert PRESETS["latency"].max_step_tokens < PRESETS["long-context"].max_step_tokens
     assert PRESETS["latency"].max_step_tokens < PRESETS["throughput"].max_step_tokens
     assert PRESETS["long-context"].max_running < PRESETS["latency"].max_running < PRESETS["throughput"].max_running
+
+
+# Ahead of a step
+
+
+def test_a_step_ahead_goes_on_behind_tokens_that_are_to_come() -> None:
+    engine = Engine(max_running=3, max_step_tokens=8)
+    (a,) = engine.add("a", range(6), max_tokens=3)
+    engine.add("b", range(10, 24), max_tokens=1)
+    first = engine.plan()
+    second = engine.ahead()
+    assert [(chunk.sequence.id, *chunk[1:]) for chunk in first.chunks] == [("a", 0, 6, True), ("b", 0, 2, False)]
+    assert [(chunk.sequence.id, *chunk[1:]) for chunk in second.chunks] == [("a", 6, 1, True), ("b", 2, 7, False)]
+    assert (a.computed, a.planned, len(a.tokens), a.coming) == (0, 7, 6, 2)
+    engine.commit(first)
+    assert (a.computed, a.planned, len(a.tokens), a.coming) == (6, 7, 7, 1)
+    third = engine.ahead()
+    assert [(chunk.sequence.id, *chunk[1:]) for chunk in third.chunks] == [("a", 7, 1, True), ("b", 9, 5, True)]
+    engine.commit(second)
+    assert not engine.ahead().chunks, "both end by their length"
+    engine.commit(third)
+    assert list(a.tokens[6:]) == [7, 7, 7]
+    assert [sequence.ending for sequence in engine.scheduler.collect()] == ["finished", "finished"]
+
+
+def test_the_row_behind_the_last_token_is_for_nothing() -> None:
+    """What the prefix tree learns was chosen and computed, and blocks stay as long as a step may use them."""
+    engine = Engine()
+    (a,) = engine.add("a", range(7), max_tokens=20)
+    first = engine.plan()
+    second = engine.ahead()
+    assert len(a.blocks) == 2
+    engine.scheduler.commit(first, {"a": Outcome((5,), finished=True)}, 1.0)
+    assert [sequence.ending for sequence in engine.scheduler.collect()] == ["finished"]
+    assert engine.pool.active == 2
+    assert [token for _, _, node in engine.cache.nodes() for token in node.tokens] == [*range(7)]
+    engine.scheduler.check()
+    engine.scheduler.commit(second, {}, 2.0)
+    assert (engine.pool.active, engine.pool.cached) == (0, 2)
+    assert list(a.tokens[7:]) == [5]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "deadline", "failed"])
+def test_whoever_ends_with_two_steps_under_way_ends_at_once(how: str) -> None:
+    engine = Engine()
+    (a,) = engine.add("a", range(7), max_tokens=20, deadline=0.5)
+    first = engine.plan()
+    second = engine.ahead()
+    if how == "cancelled":
+        engine.scheduler.cancel("a", 0.0)
+    elif how == "deadline":
+        engine.scheduler.expire(0.5)
+    engine.scheduler.commit(first, {"a": Outcome(failure="internal")} if how == "failed" else {}, 1.0)
+    assert [sequence.ending for sequence in engine.scheduler.collect()] == ["internal" if how == "failed" else how]
+    assert engine.pool.active == 2
+    engine.scheduler.commit(second, {}, 2.0)
+    assert engine.pool.free == engine.pool.total, "nothing of it was ever known to be good"
+    assert len(a.tokens) == 7
+
+
+def test_nobody_gives_way_to_a_step_ahead() -> None:
+    engine = Engine(blocks=4)
+    engine.add("a", range(7))
+    engine.add("b", range(10, 17))
+    first = engine.plan()
+    second = engine.ahead()
+    engine.commit(first)
+    assert engine.scheduler.ahead(engine.now) is None
+    engine.commit(second)
+    assert [sequence.id for sequence in engine.plan().preempted] == ["b"]
+
+
+def test_somebody_new_begins_in_a_step_ahead() -> None:
+    engine = Engine(max_running=1)
+    engine.add("a", range(7), max_tokens=20)
+    first = engine.plan()
+    engine.add("b", range(7))
+    second = engine.ahead()
+    engine.scheduler.commit(first, {"a": Outcome((5,), finished=True)}, 1.0)
+    third = engine.ahead()
+    assert [(chunk.sequence.id, chunk.rows) for chunk in third.chunks] == [("b", 1)], "the rest is shared, and copied"
+    assert third.copies[0].slots == 2
+    engine.scheduler.commit(second, {}, 2.0)
+    engine.commit(third)
+
+
+def test_a_step_ahead_has_one_row_for_each_that_decodes() -> None:
+    engine = Engine()
+    engine.add("a", range(5), max_tokens=6)
+    first = engine.plan()
+    engine.ahead()
+    with pytest.raises(AssertionError, match="the row of one token"):
+        engine.scheduler.commit(first, {"a": Outcome((1, 2))}, 1.0)
+
+
+def test_steps_are_committed_in_their_order() -> None:
+    engine = Engine()
+    engine.add("a", range(5))
+    engine.plan()
+    second = engine.ahead()
+    with pytest.raises(AssertionError, match="in their order"):
+        engine.commit(second)

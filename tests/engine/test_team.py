@@ -17,7 +17,10 @@ import msgspec
 import pytest
 import torch
 
+from attar import faults
+from attar.checkpoints import lora
 from attar.checkpoints.hub import embedded
+from attar.checkpoints.safetensors import CheckpointError
 from attar.engine import loading, team
 from attar.engine.engine import Engine
 from attar.engine.limits import Limits
@@ -27,8 +30,11 @@ from attar.engine.orders import Call, Job, frame
 from attar.engine.request import SamplingParams
 from attar.engine.settings import Settings
 from attar.engine.team import Crew, Team, tell
+from attar.faults import Fault
 from attar.formats.kv import SCHEMES
+from attar.kernels.operands import Routes
 from attar.model.cache import Step
+from tests.engine.test_adapters import save
 
 SECONDS = 30.0  # in which a death is known, on a machine however busy; on a quiet one it takes a tenth of a second
 SUMMED = 1e-4  # max |difference| of logits of a few units, float32
@@ -113,6 +119,55 @@ def test_logits_outside_of_an_engine_too(one: LLM, two: LLM) -> None:
         assert (found[0] - found[1]).abs().max() < SUMMED * 100, "codes of eight bits may fall to the other side"
 
 
+@pytest.fixture(scope="module")
+def tone(one: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of every linear, the output matrix among them."""
+    folder = tmp_path_factory.mktemp("adapters") / "tone"
+    save(folder, lora.shapes_of(one.decoder), 0)
+    return folder
+
+
+def test_requests_take_adapters_in_every_process(one: LLM, two: LLM, tone: Path) -> None:
+    def told(llm: LLM) -> list[tuple[list[int], float]]:
+        lora.install(llm.decoder, 1, tone)
+        limits = Limits(max_running=4, max_step_tokens=24)
+        engine = Engine(
+            llm.decoder, None, blocks=12, context=64, limits=limits, adapters=("tone",), runner=llm.runner
+        )  # fmt: skip
+        params, asks = (
+            SamplingParams(max_tokens=6, temperature=0, logprobs=0, ignore_eos=True),
+            ("", "tone", "tone", ""),
+        )
+        for i, adapter in enumerate(asks):
+            engine.submit(Submit(f"{i}", tuple(range(100 + i // 2, 130)), params, adapter=adapter))
+        found: dict[str, tuple[list[int], list[float]]] = {}
+        while not engine.idle:
+            for event in engine.step():
+                assert not isinstance(event, Failed), event
+                if isinstance(event, Delta):
+                    tokens, chances = found.setdefault(event.id, ([], []))
+                    tokens.extend(event.token_ids)
+                    chances.extend(each.logprob for each in event.logprobs or ())
+        return [(tokens, sum(chances)) for _, (tokens, chances) in sorted(found.items())]
+
+    alone, together = told(one), told(two)
+    assert [tokens for tokens, _ in together] == [tokens for tokens, _ in alone]
+    assert [chance for _, chance in together] == pytest.approx([chance for _, chance in alone], abs=10 * SUMMED)
+    assert alone[0][0] != alone[1][0]
+    rows = torch.randn(3, one.decoder.config.hidden, generator=torch.Generator().manual_seed(0))
+    routes = Routes(torch.tensor([0, 1, 0]))
+    found = [llm.decoder.logits(rows, routes=routes) for llm in (one, two)]
+    assert (found[0] - found[1]).abs().max() < SUMMED * found[0].abs().max()
+    assert (found[0] - one.decoder.logits(rows))[1].abs().max() > SUMMED
+
+
+def test_an_adapter_that_is_wrong_is_found_before_the_others_hear_of_it(two: LLM, tmp_path: Path) -> None:
+    before = two.logits([5, 6, 7])
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
+        lora.attach(two.decoder, tmp_path)
+    assert torch.equal(two.logits([5, 6, 7]), before)
+
+
 def test_hidden_states_may_become_logits_later(one: LLM, two: LLM) -> None:
     rows = torch.randn(3, one.decoder.config.hidden, generator=torch.Generator().manual_seed(0))
     assert (one.decoder.logits(rows) - two.decoder.logits(rows)).abs().max() < SUMMED
@@ -122,8 +177,6 @@ def test_what_cannot_be_shared_is_refused_before_a_process_starts(demo: Path, mo
     monkeypatch.setattr(subprocess, "Popen", None)
     with pytest.raises(ValueError, match="--tp 3 does not divide the model's 4 query heads: 2, 4 would do"):
         Team(demo, 3, 1)
-    with pytest.raises(ValueError, match="adapter is not shared"):
-        LLM(demo, tp=2, adapter="folder")
 
 
 def test_a_scheme_of_keys_that_is_calibrated_is_refused(two: LLM) -> None:
@@ -248,6 +301,86 @@ def test_an_engine_ends_when_a_worker_dies(tmp_path: Path) -> None:
     assert gone(engine)
     assert engine.returncode == 1
     engine.stdin.close()
+
+
+def tokens(llm: LLM) -> tuple[dict[str, list[int]], Engine]:
+    """What an engine of its own gives to three prompts, of which one is scored and one shares a beginning."""
+    limits = Limits(max_step_tokens=48, headroom=0.0)
+    made = Engine(llm.decoder, None, blocks=8, context=160, limits=limits, runner=llm.runner)
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    for i, prompt in enumerate((range(100, 170), range(100, 150), range(30))):
+        scored = replace(params, prompt_logprobs=0) if i == 2 else params
+        made.submit(Submit(str(i), tuple(prompt), scored))
+    found: dict[str, list[int]] = {}
+    while not made.idle:
+        for event in made.step():
+            assert not isinstance(event, Failed), event
+            if isinstance(event, Delta):
+                found.setdefault(event.id, []).extend(event.token_ids)
+    return found, made
+
+
+@pytest.fixture
+def disarmed() -> Iterator[None]:
+    yield
+    faults.disarm()
+
+
+@pytest.mark.usefixtures("disarmed")
+def test_where_the_first_has_too_little_memory_all_run_smaller_steps(one: LLM, two: LLM) -> None:
+    """Twice: they meet anew each time."""
+    expected, _ = tokens(one)
+    faults.arm(Fault("runner.memory", after=1, times=2))  # in a step of 22 tokens, and in its half
+    found, made = tokens(two)
+    assert found == expected
+    assert made.launcher.rows == 6
+    assert (made.ahead, set(made.alone)) == (0, set()), "on CPUs nothing overlaps"
+    assert made.runner.waits == "several processes compute a step together"
+
+
+SHORT = """
+import torch
+from attar.engine import worker
+from attar.model import layers
+
+plain = layers.Attention.forward
+
+def forward(self, x, step, tap=None):
+    if self.layer == 1 and len(x) > 12:
+        raise torch.OutOfMemoryError("no room")
+    return plain(self, x, step, tap)
+
+layers.Attention.forward = forward
+raise SystemExit(worker.main())
+"""
+
+
+def test_where_another_has_too_little_memory_within_a_step_all_run_smaller_ones(
+    one: LLM, demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first waits for it in an exchange then, and has done half of the step."""
+
+    class Small(subprocess.Popen[bytes]):
+        def __init__(self, command: list[str], **how: Any) -> None:
+            super().__init__([command[0], "-c", SHORT], **how)
+
+    monkeypatch.setattr(subprocess, "Popen", Small)
+    llm = LLM(demo, tp=2)
+    try:
+        found, made = tokens(llm)
+        assert found == tokens(one)[0]
+        assert made.launcher.rows == 12
+    finally:
+        llm.close()
+
+
+def test_an_adapter_of_all_rows(demo: Path, two: LLM, tone: Path) -> None:
+    """Nothing takes it away again, so few tests come after this one."""
+    expected = LLM(demo, adapter=tone).logits([5, 6, 7, 8])
+    before = two.logits([5, 6, 7, 8])
+    lora.attach(two.decoder, tone)
+    assert (two.logits([5, 6, 7, 8]) - expected).abs().max() < SUMMED * expected.abs().max()
+    assert (before - expected).abs().max() > SUMMED * expected.abs().max()
 
 
 def test_a_dead_process_is_known(two: LLM) -> None:

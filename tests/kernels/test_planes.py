@@ -132,6 +132,19 @@ def test_kivi_by_its_formula(along: int, group: int) -> None:
     assert ((ours - x).abs() <= (step.expand_as(groups).flatten(along, along + 1) / 2) * 1.01 + 2**-9).all()
 
 
+def test_keys_with_channels_of_outliers_want_scales_a_channel() -> None:
+    """Why KIVI rounds keys along the tokens of a channel: a few large channels would stretch every token's scale."""
+    keys = randn(1, HEADS, 64, 64, seed=4)
+    keys[..., [3, 17, 40]] *= 30
+
+    def error(along: int) -> float:
+        codes, scales, zeros = kivi.quantize(keys, along, 32)
+        ordinary = [channel for channel in range(64) if channel not in (3, 17, 40)]
+        return float((kivi.dequantize(codes, scales, zeros, along) - keys)[..., ordinary].norm())
+
+    assert error(2) < 0.2 * error(3)
+
+
 def paged(pages: Pages, k: Tensor, v: Tensor, q: Tensor, cuts: list[int], form: AttentionForm) -> Tensor:
     """Rows through `write_kv` and `paged_attention` in calls that end at `cuts`, on blocks in any order."""
     table, out, start = torch.tensor([[2, 0, 3, 1]]), [], 0

@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from attar.checkpoints import sources
+from attar.checkpoints import lora, sources
 from attar.model import parallel
 from attar.model.cache import Step
 from attar.model.decoder import Decoder
+from tests.engine.test_adapters import save
 from tests.model.random_model import HEADS, LLAMA, SIZES, together, write
 
 SUMMED = 1e-5  # max |difference| / max |logit|, float32: the order of a sum, through the layers behind it
+MOVES = 0.01  # of the largest logit: what an adapter must change, for the rest to mean anything
 ROUNDED = 0.03  # the same where rows are rounded to eight bits, by numbers that differ in their last bits or more
 IDS = torch.randint(0, 120, (21,), generator=torch.Generator().manual_seed(1))
 
@@ -83,6 +85,39 @@ def test_fewer_key_value_heads_than_processes(tmp_path: Path) -> None:
 def test_quantized_weights_are_cut_between_groups(scheme: str, allowed: float, tmp_path: Path) -> None:
     found = difference(write(tmp_path / "model", LLAMA, scheme), 2, 1)
     assert found < allowed
+
+
+@pytest.mark.parametrize(
+    "family, scheme, tp, pp",
+    [
+        *((family, None, 2, 1) for family in ("llama", "llama-tied", "phi3", "opt", "gpt2", "qwen2-moe")),
+        ("llama", "w4g32", 2, 1),
+        ("llama", None, 4, 1),  # a key-value head in two processes
+        ("llama-tied", None, 1, 2),
+        ("llama", None, 2, 2),
+    ],
+)
+def test_adapters_are_cut_as_their_linears(family: str, scheme: str | None, tp: int, pp: int, tmp_path: Path) -> None:
+    """Of all linears, the router of experts and the output matrix among them; for some rows, then for all."""
+    path, folder = write(tmp_path / "model", FAMILIES[family], scheme), tmp_path / "adapter"
+    one = sources.load(path, torch.float32)
+    save(folder, lora.shapes_of(one), 0)
+
+    @torch.inference_mode()
+    def adapted(decoder: Decoder) -> tuple[Tensor, Tensor, Tensor]:
+        ids = IDS % decoder.config.vocab_size
+        plain = decoder.forward(ids, Step((12, 9), 32))
+        lora.install(decoder, 2, folder)
+        cache = decoder.cache(32, 2)
+        some = [decoder.forward(ids[:19], Step((11, 8), 32, cache, (2, 0)))]
+        some.append(decoder.forward(ids[:2], Step((1, 1), 32, cache, (2, 0))))
+        lora.attach(decoder, folder)
+        return plain, torch.cat(some), decoder.forward(ids, Step((12, 9), 32))
+
+    alone, (first, *_) = adapted(one), together(path, tp, pp, adapted)
+    assert (alone[2] - alone[0]).abs().max() > MOVES * alone[0].abs().max()
+    for ours, theirs in zip(first, alone, strict=True):
+        assert (ours - theirs).abs().max() < SUMMED * theirs.abs().max()
 
 
 @pytest.mark.parametrize("pieces", [3, 8])

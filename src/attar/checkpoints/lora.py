@@ -12,6 +12,9 @@ beside others. Not so where a recipe moved scales from norms into weights, or ro
 base then computes the same with an x that the adapter was not trained on, unless it was trained on that very base
 (`doubt`).
 
+Of a model in several processes each reads the adapter, for a mistake anywhere in it is to be found by the first, before
+the others hear of it, and keeps what belongs to its part of the linears (`parallel.cut_adapter`).
+
 An adapter that is read in part is a model that runs and answers otherwise than trained. So every tensor must have its
 place, every pair be whole, and every key of the config that changes what is computed be one that is known here: DoRA,
 trained biases or embeddings, activated and quantization-aware adapters are refused by name. All that the header and
@@ -38,6 +41,8 @@ from attar.kernels import ops
 from attar.kernels.operands import Adapter, Linear, PreparedAdapter
 from attar.model.config import ModelConfig, Names
 from attar.model.decoder import Decoder
+from attar.model.parallel import SplitDecoder, cut_adapter
+from attar.model.split import Cut, Share, split
 from attar.plan.costs import matrices
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -65,6 +70,7 @@ refused unless it is empty or false."""
 
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 LANES = 16  # rows that lie together in the kernels' layout
+WHOLE = Share()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +92,15 @@ class Outline:
 
     def weight_bytes(self, shapes: Mapping[str, tuple[int, int]]) -> int:
         """What its matrices take in memory, as the kernels of CPUs lay them out, of linears of `shapes` (O, I)."""
-        return sum(_laid_out(pair.rank, shapes[name]) for name, pair in self.pairs.items())
+        return sum(_laid_out(pair.rank, shapes[name]) for name, pair in self._of(shapes))
 
     def step_bytes(self, shapes: Mapping[str, tuple[int, int]], rows: int) -> int:
         """What a product with it takes at most besides: rows gathered, what lies between A and B, sums."""
-        each = (shapes[name][1] + pair.rank + 2 * shapes[name][0] for name, pair in self.pairs.items())
-        return 4 * rows * max(each)
+        each = (shapes[name][1] + pair.rank + 2 * shapes[name][0] for name, pair in self._of(shapes))
+        return 4 * rows * max(each, default=0)
+
+    def _of(self, shapes: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, Pair]]:
+        return ((name, pair) for name, pair in self.pairs.items() if name in shapes)
 
 
 def _laid_out(rank: int, shape: tuple[int, int]) -> int:
@@ -99,15 +108,35 @@ def _laid_out(rank: int, shape: tuple[int, int]) -> int:
     return 4 * (-(-rank // LANES) * LANES * columns + -(-rows // LANES) * LANES * rank)
 
 
-def memory(folders: Sequence[Path], config: ModelConfig, rows: int) -> int:
+def memory(folders: Sequence[Path], config: ModelConfig, rows: int, whole: Share = WHOLE) -> int:
     """Bytes that adapters of a model of `config` take beside it, their products in steps of `rows` tokens included, by
-    their headers. Raises CheckpointError as `outline` does."""
-    shapes = {each.name: (each.rows, each.columns) for each in matrices(config)}
+    their headers; of `whole.count` processes that share it, in the one where they take most.
+
+    Raises CheckpointError as `outline` does, and ValueError where the model cannot be shared so.
+    """
+    shapes = _whole(config)
     found = [outline(folder, config.names, shapes) for folder in folders]
-    step = max((each.step_bytes(shapes, rows) for each in found), default=0)
-    if found and config.gated:
-        step += 12 * rows * config.intermediate  # gate and up are no longer one call
+    return max(_memory(found, config, rows, share) for share in whole.every()) if found else 0
+
+
+def _memory(found: Sequence[Outline], config: ModelConfig, rows: int, share: Share) -> int:
+    """In one process. Where the vocabulary is cut depends on how the output matrix is stored, too; by a few rows."""
+    part, names = split(config, share, {}), config.names
+    layers = tuple(f"{names.layer.format(i=i)}." for i in part.layers)
+    shapes = {
+        name: part.cuts.get(name, Cut()).shape(shape)
+        for name, shape in _whole(config).items()
+        if name.startswith(layers) or (name == names.head and part.vocabulary is not None)
+    }
+    step = max(each.step_bytes(shapes, rows) for each in found)
+    if config.gated:
+        step += 12 * rows * part.block.intermediate  # gate and up are no longer one call
     return sum(each.weight_bytes(shapes) for each in found) + step
+
+
+def _whole(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """[O, I] of every linear of a model by name."""
+    return {each.name: (each.rows, each.columns) for each in matrices(config)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,10 +277,11 @@ def _positive(value: object, where: str) -> float:
 
 
 def linears_of(decoder: Decoder) -> Iterator[Linear]:
-    """Every linear of a model, its output matrix last."""
+    """Every linear of a model that is in this process, its output matrix last."""
     for block in decoder.blocks:
         yield from block.linears()
-    yield decoder.head
+    if not isinstance(decoder, SplitDecoder) or decoder.split.vocabulary is not None:
+        yield decoder.head
 
 
 def doubt(adapter: Path, base: Path) -> str | None:
@@ -300,6 +330,7 @@ def attach(decoder: Decoder, path: Path) -> Lora:
     found = read(path, decoder.config.names, shapes_of(decoder))
     for linear in linears_of(decoder):
         linear.adapter = _prepared(found, linear, decoder)
+    _tell(decoder, 0, path)
     return found
 
 
@@ -313,14 +344,27 @@ def install(decoder: Decoder, number: int, path: Path) -> Lora:
     for linear in linears_of(decoder):
         if (made := _prepared(found, linear, decoder)) is not None:
             linear.adapters[number] = made
+    _tell(decoder, number, path)
     return found
 
 
 def shapes_of(decoder: Decoder) -> dict[str, tuple[int, int]]:
-    """[O, I] of every linear by name."""
+    """[O, I] of every linear by name; of a model in several processes, of all of it."""
+    if isinstance(decoder, SplitDecoder):
+        return _whole(decoder.split.config)
     return {linear.name: linear.shape for linear in linears_of(decoder)}
 
 
 def _prepared(found: Lora, linear: Linear, decoder: Decoder) -> Adapter | PreparedAdapter | None:
     change = found.adapters.get(linear.name)
-    return None if change is None else ops.prepare_adapter(change, decoder.store, decoder.device)
+    if change is None:
+        return None
+    cut = decoder.split.cuts.get(linear.name) if isinstance(decoder, SplitDecoder) else None
+    change = change if cut is None else cut_adapter(change, cut)
+    return ops.prepare_adapter(change, decoder.store, decoder.device)
+
+
+def _tell(decoder: Decoder, number: int, path: Path) -> None:
+    """The other processes of the model, where there are any."""
+    if isinstance(decoder, SplitDecoder) and decoder.lead is not None:
+        decoder.lead.adapt(number, str(path.resolve()))

@@ -9,8 +9,9 @@ Bandwidth or compute is estimated: whichever of the two needs longer by the roof
 (`plan/roofline.py`), at rates that are measured before the model is loaded. So "compute" says that, were kernels at
 their best, arithmetic would take longer than reading, and not that they were.
 
-A GPU is not waited for: a step that chooses no token comes back while the device still works, and the time that it
-takes falls on the clock of a later one. Such steps are judged together with the first after them that waits, at the
+A step that was launched before the one before was over takes the time between their ends. A GPU is not waited for: a
+step that chooses no token comes back while the device still works, and the time that it takes falls on the clock of a
+later one. Such steps are judged together with the first after them that waits, at the
 latest with the `OPEN`th of them, which is waited for; a request that is given up before that hears nothing of them.
 
 Nothing is judged where it could only be wrong: of a model in stages on CPUs, of which this process computes one and
@@ -99,24 +100,23 @@ class Bounds:
 
     def __init__(self, roof: Roofline | None, meter: Meter) -> None:
         self.roof, self.meter = roof, meter
-        self._busy: Callable[[], float] = float
         self._open: list[_Step] = []
 
     def begin(self) -> None:
         """The model's part of a step begins."""
         self.meter.begin()
 
-    def end(self) -> None:
-        """It has been run, or is on its way."""
-        self._busy = self.meter.end()
+    def end(self) -> Callable[[], float]:
+        """It has been run, or is on its way; gives the seconds that the device is at it."""
+        return self.meter.end()
 
-    def count(self, plan: StepPlan, seconds: float, requests: Collection[Request]) -> None:
-        """The step is over: say so to each of its `requests`."""
+    def count(self, plan: StepPlan, seconds: float, busy: Callable[[], float], requests: Collection[Request]) -> None:
+        """The step is over, of which `end` gave `busy`: say so to each of its `requests`."""
         otherwise = "overhead"
         if self.roof is not None:
             reading, computing = self.roof.least(chunk[1:] for chunk in plan.chunks)
             otherwise = "compute" if computing > reading else "bandwidth"
-        self._open.append(_Step(requests, otherwise, seconds, self._busy))
+        self._open.append(_Step(requests, otherwise, seconds, busy))
         sampled = any(chunk.samples for chunk in plan.chunks)
         if self.meter.late and not sampled and len(self._open) < OPEN:
             return

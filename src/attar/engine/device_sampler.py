@@ -6,6 +6,9 @@ every row, and tokens come back once, with the largest logit of each row, which 
 from, and with the log probabilities that somebody wants. Where `sample` picks candidates and sorts those, here whole
 rows are sorted: to the same tokens.
 
+`choose` comes back before the device has chosen. What it found is on its way to the host then, ahead of whatever the
+device is told next, and its tokens are there for the next step to begin with (`Chosen`).
+
 Sums along the vocabulary may be associated otherwise than on a CPU, so a draw that falls on the border of two tokens
 may take the other.
 """
@@ -17,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attar.engine.graphs import mark
 from attar.engine.request import TokenLogprob
 from attar.engine.sampler import Asked, BadLogits, Draw, Sampler, drawn, penalized
 from attar.kernels import ops
@@ -25,8 +29,39 @@ from attar.model.cache import sent
 AT_ONCE = 64  # rows that are sorted together: their float64 numbers take a gigabyte at the most common vocabularies
 
 
-def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Draw | BadLogits]:
-    """As `sampler.sample`: of logits [B, V], one row a sampler, on any device."""
+class Chosen:
+    """Tokens [B] that the device chooses for so many samplers, `most` log probabilities wanted of those in `counts`."""
+
+    def __init__(
+        self, chosen: Tensor, asked: Tensor, samplers: Sequence[Sampler], counts: dict[int, int], most: int
+    ) -> None:
+        self.tokens = chosen[0].long()
+        """int64 [B], on the device; of a row that nothing can be chosen from, any token."""
+        self._samplers, self._counts, self._most = samplers, counts, most
+        # Only what stands in line before this copy is waited for, and not the step that is launched behind it.
+        self._sent = torch.cat((chosen.flatten(), asked.flatten())).to("cpu", non_blocking=True)
+        self._there = mark(chosen.device)
+        self._there.set()
+        self._numbers: list[float] | None = None
+
+    def draws(self, first: int = 0, last: int | None = None) -> list[Draw | BadLogits]:
+        """Those of all rows, or of some. The first time the host waits."""
+        if self._numbers is None:
+            self._there.wait()
+            self._numbers = self._sent.tolist()
+        count, width, own = len(self._samplers), 1 + 2 * self._most, slice(first, last)
+        rest = self._numbers[2 * count :]
+        known = {i: rest[at * width : (at + 1) * width] for at, i in enumerate(self._counts)}
+
+        def logprobs(wanted: Sequence[Asked]) -> list[TokenLogprob]:
+            return [_told(known[first + row], token, n, self._most) for row, token, n in wanted]
+
+        tokens, largest = self._numbers[:count], self._numbers[count : 2 * count]
+        return drawn(logprobs, [int(token) for token in tokens[own]], largest[own], self._samplers[own])
+
+
+def choose(logits: Tensor, samplers: Sequence[Sampler]) -> Chosen:
+    """Begin to choose from logits [B, V], one row a sampler, on any device. Nobody waits."""
     assert logits.ndim == 2
     assert logits.shape[0] == len(samplers)
     found = []
@@ -37,14 +72,12 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Draw | BadLogits
     counts = {i: count for i, sampler in enumerate(samplers) if (count := sampler.params.logprobs) is not None}
     most = min(max(counts.values(), default=0), logits.shape[1])
     asked = _logprobs(logits, chosen[0], list(counts), most) if counts else chosen.new_empty(0, 1)
-    numbers = torch.cat((chosen.flatten(), asked.flatten())).tolist()  # here the host waits
-    tokens, largest, rest = numbers[: len(samplers)], numbers[len(samplers) : chosen.numel()], numbers[chosen.numel() :]
-    known = {i: rest[at * (1 + 2 * most) : (at + 1) * (1 + 2 * most)] for at, i in enumerate(counts)}
+    return Chosen(chosen, asked, samplers, counts, most)
 
-    def logprobs(wanted: Sequence[Asked]) -> list[TokenLogprob]:
-        return [_told(known[row], token, count, most) for row, token, count in wanted]
 
-    return drawn(logprobs, [int(token) for token in tokens], largest, samplers)
+def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Draw | BadLogits]:
+    """As `sampler.sample`: of logits [B, V], one row a sampler, on any device."""
+    return choose(logits, samplers).draws()
 
 
 def _choose(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:

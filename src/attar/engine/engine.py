@@ -1,23 +1,23 @@
 """The engine: requests in, events out, one step at a time, in one thread.
 
-A step is plan, run, commit. The scheduler plans on integers, the runner runs the model, and here each sequence that got
-logits chooses its next token and turns it into text.
+A step is plan, launch, commit. The scheduler plans on integers, the launcher runs the model and has tokens chosen
+(`flight.py`), and here each sequence that got one takes it and turns it into text.
 
-What raises while it works for one request fails that request and no other. What is done for all at once, the model's
-step and the choice of tokens, is done again one by one where it raises: to the same bits, since no number depends on
-company, and whoever raises again has failed.
+What raises while it works for one request fails that request and no other.
 
-On a GPU the host works while the device does (`overlaps`). A step is on its way when `Runner.run` comes back. Then,
-while the device computes, the tokens of the step before become text and events; `meanwhile` sends those and reads what
-was asked for, so that new requests are checked and queued and cancelled ones end with this step; and the choice of
-tokens is launched. Only a token whose text could end its sequence, by a stop string, is looked at before the next step
-is planned. What the device waits for: its tokens are fetched, taken by samplers and sequences and committed, the next
-step is planned, waiting requests get their blocks, inputs are filled in and sent. A plan made before the tokens of its
-step are known would hide that too; it is not done. Of a step that is not replayed from a graph the device has done a
-part when its last kernel is launched, and what is left overlaps.
+On a GPU the host works while the device does (`overlaps`). A step is on its way when it is launched, and its tokens are
+when they are asked for; both stand in line on the device. So while it computes a step, the next one is planned and
+launched behind it, with tokens that nobody on the host knows yet: they go from one step to the next on the device. Then
+`meanwhile` sends what there is to say and reads what was asked for, and only then the host waits, for tokens that it
+takes, commits and turns into text while the next step runs. Samplers are told of a token before the next one is
+chosen, so whatever a choice depends on, penalties, masks, seeds, is what it would be otherwise, and so are the tokens.
+What ends a text is seen a step late, but for its length: the row that the next step has for it is computed for nothing,
+and what is asked for meanwhile waits for one step more.
 
-Where the device has too little memory for a step, it is run in halves, and later steps in pieces of that size, also
-those that only decode (`_run_whole`); nobody's request ends by it.
+There is no step ahead, and the next one is planned when the tokens of this one are known, where its plan would have
+somebody give way, where something has raised, so that what the device knows is not what the requests get, and for
+models that make the host wait within a step (`Runner.waits`). `alone` counts these by reason, `ahead` the others. Text
+is left for when the next step runs then (`_tell`), unless it could end its sequence, by a stop string.
 
 A request becomes one sequence a choice. Each has a sampler of its own, seeded with the request's seed plus the choice's
 number, and draws by (seed, index of the token), so that neither batching nor preemption nor what the prefix cache had
@@ -28,30 +28,27 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
-import torch
-from torch import Tensor
-
-from attar.engine import device_sampler, graphs
+from attar.engine import graphs
 from attar.engine import kv as kv_schemes
 from attar.engine.blocks import BlockPool
 from attar.engine.bounds import Bounds
 from attar.engine.choices import Choice, Request
+from attar.engine.flight import Drawn, Flight, Launcher
 from attar.engine.limits import Limits
 from attar.engine.messages import Embed, Event, Failed, Stats, Submit
 from attar.engine.radix import RadixCache
 from attar.engine.request import SamplingParams
-from attar.engine.runner import Runner, Wanted, horizon
-from attar.engine.sampler import BadLogits, Draw, Sampler, distinct, sample
+from attar.engine.runner import Coming, Runner, horizon
+from attar.engine.sampler import BadLogits, Draw, Sampler, distinct
 from attar.engine.scheduler import Refused, Scheduler
 from attar.engine.sequence import Sequence as Tokens
-from attar.engine.step import Chunk, Outcome, StepPlan
+from attar.engine.step import Outcome, StepPlan
 from attar.engine.stops import StopChecker
 from attar.faults import point
-from attar.model.cache import sent
 from attar.model.decoder import Decoder
 from attar.text.tokenizer import Detokenizer, Tokenizer
 
@@ -70,11 +67,11 @@ class Engine:
     """A model that many requests share. `blocks` blocks of cache; sequences of at most `context` tokens.
 
     Without a tokenizer there is no text, and stop strings are refused. `clock` gives seconds that never go back.
-    `record` is the runner's. `overlaps` says whether text is left for when the next step runs, and tokens are chosen
-    without a look at the logits: by default on a GPU. `meanwhile`, where it is set, is called in every step while the
-    device is busy, with what there is to say, and may hand in requests and cancel others. `adapters` are the names of
-    those that `lora.install` gave the decoder, in the order of their numbers. `bounds` says what limits steps, where
-    somebody wants to know.
+    `record` is the runner's. `overlaps` says whether steps are launched before the tokens of the one before are known,
+    and tokens chosen without a look at the logits: by default on a GPU. `meanwhile`, where it is set, is called in
+    every step while the device is busy, with what there is to say, and may hand in requests and cancel others.
+    `adapters` are the names of those that `lora.install` gave the decoder, in the order of their numbers. `bounds` says
+    what limits steps, where somebody wants to know.
     """
 
     def __init__(
@@ -101,9 +98,15 @@ class Engine:
         self.overlaps = self.runner.device.type != "cpu" if overlaps is None else overlaps
         self.bounds = bounds
         self.meanwhile: Callable[[list[Event]], None] | None = None
-        self._sample = device_sampler.sample if self.overlaps else sample
+        self.launcher = Launcher(self.runner, self.overlaps, bounds, lambda event: self._events.append(event))
+        self.ahead = 0
+        """Steps that were launched before the tokens of the one before were known."""
+        self.alone: Counter[str] = Counter()
+        """Others of an engine that overlaps, by reason: `model`, `mishap`, `blocks` (too few)."""
+        if self.overlaps and self.runner.waits is not None:
+            logger.warning("no step is launched before the tokens of the last are known: %s", self.runner.waits)
+        self._flight: Flight | None = None  # the next step, where it is on its way
         self._late: list[tuple[Choice, Draw]] = []  # of the last step, to be told of while the next one runs
-        self._rows: int | None = None  # of a step that the device has had memory for, where one was too large
         self.pool = BlockPool(blocks, self.runner.block)
         self.cache = RadixCache(self.pool, scheme.round_to(self.runner.block))
         self.scheduler = Scheduler(self.pool, self.cache, limits)
@@ -118,13 +121,14 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Nothing runs or waits, and every event was taken."""
-        return not self._requests and not self._events
+        return not self._requests and not self._events and self._flight is None
 
     @property
     def runnable(self) -> bool:
         """Whether a step would do something now, rather than when `scheduler.wake` says."""
         continuous = self.scheduler.limits.policy == "continuous"
-        return bool(self._events or self.scheduler.running or (continuous and self.scheduler.waiting))
+        more = self._events or self._flight or self.scheduler.running
+        return bool(more or (continuous and self.scheduler.waiting))
 
     def submit(self, ask: Submit) -> None:
         """Take a request. It ends with events, also where it is refused at once."""
@@ -178,17 +182,22 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Do one step, if there is one to do; returns everything there is to say."""
-        began = self.clock()
-        plan = self.scheduler.plan(began)
+        flight, self._flight = self._flight or self._planned(), None
+        if flight is None:
+            return self._take()
+        self.launcher.choose(flight)
+        if self.overlaps:
+            self._flight = self._next(flight)
+        self._tell()
+        if self.meanwhile is not None:
+            self.meanwhile(self._take())
+        outcomes = self._outcomes(flight)
+        self.scheduler.commit(flight.plan, outcomes, self.clock())
+        now = self.clock()
+        self._count(flight, now - flight.began)
+        if self._flight is not None:
+            self._flight.began = now
         self._settle()
-        if plan.chunks:
-            outcomes = self._run(plan)
-            self.scheduler.commit(plan, outcomes, self.clock())
-            self._count(plan, self.clock() - began)
-            self._settle()
-        else:
-            self.scheduler.commit(plan, {}, self.clock())
-            self._settle()
         return self._take()
 
     def stats(self, blocks: bool = False) -> Stats:
@@ -206,6 +215,7 @@ class Engine:
             generated_tokens=self.generated,
             preemptions=self.scheduler.preemptions,
             step_seconds=self.step_seconds,
+            steps_ahead=self.ahead,
             blocks=self.pool.states() if blocks else b"",
         )
 
@@ -270,111 +280,52 @@ class Engine:
 
     # ---- a step
 
-    def _run(self, plan: StepPlan) -> dict[str, Outcome]:
-        wanted = self._wanted(plan)
-        failed: set[str] = set()
-        if self.bounds is not None:
-            self.bounds.begin()
-        try:
-            logits = self._run_whole(plan)
-        except torch.AcceleratorError:  # nothing can be computed there any more: the process ends, and a new one starts
-            raise
-        except Exception:
-            logger.exception("a step of %d sequences raised: once more, one by one", len(plan.chunks))
-            logits, failed = self._run_apart(plan, wanted)
-        if self.bounds is not None:
-            self.bounds.end()
-        self._tell()
-        if self.meanwhile is not None:
-            self.meanwhile(self._take())
-        outcomes = {id: Outcome(failure="internal") for id in failed}
-        ran = [self._choices[chunk.sequence.id] for chunk in plan.chunks if chunk.samples]
-        sampling = [choice for choice in ran if choice.sequence.id not in failed]
-        drawing = [i for i, choice in enumerate(sampling) if choice.sequence.max_tokens > 0]
-        whole = len(drawing) == len(sampling)
-        samplers = [sampling[i].sampler for i in drawing]
-        if drawing and not whole:
-            (places,) = sent(logits.device, torch.tensor(drawing))
-            logits = logits[places]
-        draws = self._draw(logits, samplers) if drawing else []
-        outcomes |= {choice.sequence.id: Outcome((), True) for choice in sampling}
-        for i, draw in zip(drawing, draws, strict=True):
-            outcomes[sampling[i].sequence.id] = self._advance(sampling[i], draw)
-        return outcomes
+    def _planned(self) -> Flight | None:
+        """The next step, launched when the one before is over; None where there is nothing to run."""
+        began = self.clock()
+        plan = self.scheduler.plan(began)
+        flight = self._launched(plan, began) if plan.chunks else None
+        if flight is None:
+            self.scheduler.commit(plan, {}, self.clock())
+        self._settle()  # no earlier: who ends takes its blocks out of the rows that are to be launched
+        return flight
 
-    def _run_whole(self, plan: StepPlan) -> Tensor:
-        """As `Runner.run`, in pieces where the device has too little memory for more. Raises torch.OutOfMemoryError
-        where it has too little for a single token."""
-        left = [plan] if self._rows is None else plan.pieces(self._rows)
-        logits: list[Tensor] = []
-        while left:
-            piece = left.pop(0)
-            pooled = [(request, request.pooled) for request in map(self._request, piece.chunks)]
-            try:
-                found = self.runner.run(piece, self._wanted(piece))
-            except torch.OutOfMemoryError:
-                self.runner.release()
-                if piece.tokens < 2:
-                    raise
-                for request, before in pooled:
-                    request.pooled = before
-                half = -(-piece.tokens // 2)
-                self._rows = half
-                logger.warning("too little memory for %d tokens at once: from now on %d", piece.tokens, self._rows)
-                left = [smaller for each in (piece, *left) for smaller in each.pieces(half)]
-            else:
-                logits.append(found.clone() if left or logits else found)
-        return logits[0] if len(logits) == 1 else torch.cat(logits)
+    def _next(self, flight: Flight) -> Flight | None:
+        """The step behind one whose tokens are not known yet; None where it has to wait for them, or there is none."""
+        if self.runner.waits is not None:
+            why = "model"
+        elif not flight.whole:
+            why = "mishap"
+        elif (plan := self.scheduler.ahead(now := self.clock())) is None:
+            why = "blocks"
+        elif not plan.chunks:
+            return None
+        else:
+            self.ahead += 1
+            return self._launched(plan, now, flight.coming)
+        self.alone[why] += 1
+        return None
 
-    def _request(self, chunk: Chunk) -> Request:
-        return self._choices[chunk.sequence.id].request
+    def _launched(self, plan: StepPlan, began: float, coming: Coming | None = None) -> Flight:
+        choices = {chunk.sequence: self._choices[chunk.sequence.id] for chunk in plan.chunks}
+        return self.launcher.launch(plan, choices, began, coming)
 
-    def _run_apart(self, plan: StepPlan, wanted: dict[str, Wanted]) -> tuple[Tensor, set[str]]:
-        """A step sequence by sequence: logits [S, V] as of `Runner.run` without those that raise, and their ids."""
-        empty = torch.empty((0, self.decoder.config.vocab_size), device=self.runner.device)
-        logits, failed = [empty], set()
-        self.runner.release()  # recordings may be half made
-        for sequence in dict.fromkeys([*(chunk.sequence for chunk in plan.chunks), *plan.admitted]):
-            chunks = [chunk for chunk in plan.chunks if chunk.sequence is sequence]
-            copies = [copy for copy in plan.copies if copy.sequence is sequence]
-            try:
-                logits.append(self.runner.run(StepPlan(chunks, copies), wanted).clone())
-            except torch.AcceleratorError:
-                raise
-            except Exception:
-                logger.exception("sequence %s failed", sequence.id)
-                failed.add(sequence.id)
-                self.runner.release()
-        return torch.cat(logits), failed
+    def _outcomes(self, flight: Flight) -> dict[str, Outcome]:
+        """What a step gave its sequences. Of who has ended meanwhile it says nothing, or nothing that counts."""
+        outcomes = {chunk.sequence.id: Outcome((), True) for chunk in flight.plan.chunks if chunk.samples}
+        for choice, draw in zip(flight.drawing, self.launcher.draws(flight), strict=True):
+            outcomes[choice.sequence.id] = self._advance(choice, draw)
+        return outcomes | {id: Outcome(failure="internal") for id in flight.failed}
 
-    def _draw(self, logits: Tensor, samplers: list[Sampler]) -> list[Draw | BadLogits | None]:
-        """A draw for every row; None where it raises."""
-        try:
-            return list(self._sample(logits, samplers))
-        except torch.AcceleratorError:
-            raise
-        except Exception:
-            logger.exception("choosing %d tokens raised: once more, one by one", len(samplers))
-        draws: list[Draw | BadLogits | None] = []
-        for row, sampler in zip(logits, samplers, strict=True):
-            try:
-                draws += self._sample(row[None], [sampler])
-            except torch.AcceleratorError:
-                raise
-            except Exception:
-                logger.exception("sequence %s failed", sampler.name)
-                draws.append(None)
-        return draws
-
-    def _advance(self, choice: Choice, draw: Draw | BadLogits | None) -> Outcome:
+    def _advance(self, choice: Choice, draw: Drawn) -> Outcome:
+        if choice.sequence.ending is not None:  # cancelled while the step ran
+            return Outcome()
         if draw is None:
             return Outcome(failure="internal")
         if isinstance(draw, BadLogits):
             return Outcome(failure="bad_logits")
-        if choice.sequence.ending is not None:  # cancelled while the step ran
-            return Outcome()
         try:
-            if choice.take(draw) and self.overlaps:
+            if choice.take(draw) and self.overlaps and self._flight is None:
                 self._late.append((choice, draw))
             else:
                 self._events.append(choice.tell(draw))
@@ -395,29 +346,13 @@ class Engine:
                     logger.exception("sequence %s failed", choice.sequence.id)
                     self._fail(choice.request.id, "internal")
 
-    def _wanted(self, plan: StepPlan) -> dict[str, Wanted]:
-        """What requests of this step want besides the next token."""
-        wanted = {}
-        for chunk in plan.chunks:
-            request = self._choices[chunk.sequence.id].request
-            if request.pooling:
-                before = request.pooled if chunk.start else None
-                wanted[chunk.sequence.id] = Wanted(hidden=partial(_pool, request, before))
-            elif request.of_prompt is not None and chunk.sequence.bypass and chunk.start < chunk.sequence.prompt:
-                wanted[chunk.sequence.id] = Wanted(logits=self._score)
-        return wanted
-
-    def _score(self, chunk: Chunk, first: int, logits: Tensor) -> None:
-        found = self._choices[chunk.sequence.id].request.score(chunk.start + first, logits)
-        if found is not None:
-            self._events.append(found)
-
-    def _count(self, plan: StepPlan, seconds: float) -> None:
+    def _count(self, flight: Flight, seconds: float) -> None:
         """Before those that end with it are settled: their reports tell of their last step too."""
         self.steps += 1
         self.step_seconds += seconds
         if self.bounds is not None:
-            self.bounds.count(plan, seconds, set(map(self._request, plan.chunks)))
+            requests = {choice.request for choice in flight.choices.values()}
+            self.bounds.count(flight.plan, seconds, flight.busy, requests)
 
     # ---- ends
 
@@ -453,7 +388,3 @@ class Engine:
     def _take(self) -> list[Event]:
         events, self._events = self._events, []
         return events
-
-
-def _pool(request: Request, before: Tensor | None, chunk: Chunk, first: int, hidden: Tensor) -> None:
-    request.pool(before, hidden)

@@ -8,14 +8,23 @@ rows. Rows that are left over are a sequence of one token, whose key goes to a b
 
 Everything that is new in a step, token ids, positions, slots, lengths and block tables, lies in one piece of memory for
 each graph. It is filled on the host and sent in one copy, which stands in line behind the step before. Whoever fills it
-again waits until that copy has been made (`Inputs`). From one step to the next that is no wait, since its tokens were
-chosen from what the last one gave; of a step that runs in pieces it is one, for the piece before.
+again waits until that copy has been made (`Inputs`). From one step to the next that is no wait, also where the next is
+launched before this one is over: the step before it is, and so is the copy behind that. Of a step that runs in pieces
+it is one, for the piece before. Token ids that only the device knows are written there behind the copy.
 
 All graphs take their memory from one pool, the largest first, so together they need little more than that one: they
 never run at the same time, and what a graph leaves is read before the next runs. Their logits alone are kept apart.
 
-Not recorded: steps with pieces of prompts, where launches are few beside the work; mixtures of experts, where what runs
-depends on the token; models whose angles depend on the length of a sequence. `against` says which it is.
+Not recorded, and `against` says which it is, in the log at the start:
+
+* steps with pieces of prompts, where launches are few beside the work;
+* mixtures of experts: in each layer the host reads whom the router chose, once, and launches each expert on its own
+  rows, so launches and shapes are those of the tokens. All experts on all rows would be the same in every step, but
+  read all weights where few are wanted, in the very steps that are bound by reading; a kernel that takes an expert's
+  number a row would do, and there is none;
+* models whose angles depend on the length of a sequence;
+* several processes: graphs would hold their exchanges, and all processes would have to record and replay the same ones
+  in the same order. Nothing in the way of it is known, and no card was at hand to find out on two of them.
 
 How a step is recorded is an argument (`Record`): on a GPU `CudaRecorder`, in tests whatever runs it again.
 """
@@ -246,11 +255,14 @@ class Graph:
 
         self._recorded = record(call)
 
-    def run(self, count: int) -> Tensor:
-        """The logits behind the first `count` rows, float32 [count, vocab]. The next step overwrites them."""
+    def run(self, count: int, complete: Callable[[Tensor], None] | None = None) -> Tensor:
+        """The logits behind the first `count` rows, float32 [count, vocab]. The next step overwrites them. `complete`
+        writes token ids that only the device knows, among those that were put [rows]."""
         if count < self.rows:
             self.inputs.rest(count)
         self.inputs.send()
+        if complete is not None:
+            complete(self.inputs.ids)
         self._recorded.replay()
         return self._recorded.result[:count]
 

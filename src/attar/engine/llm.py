@@ -114,8 +114,6 @@ class LLM:
         self.team: Team | None = None
         self.decoder: Decoder
         if Share(0, tp, pp).count > 1:
-            if adapter is not None:
-                raise ValueError("an adapter is not shared between processes yet: --tp and --pp go without one")
             self.team = Team(
                 self.path, tp, pp, device=device, dtype=computed, activations=activations, threads=threads,
                 progress=loading,
@@ -137,7 +135,11 @@ class LLM:
         elif verify and self.receipt is not None:
             logger.warning("the receipt's probe is not replayed in several processes: `attar verify` does so in one")
         if adapter is not None:
-            lora.attach(self.decoder, Path(adapter))
+            try:
+                lora.attach(self.decoder, Path(adapter))
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def runner(self) -> Callable[..., Runner]:

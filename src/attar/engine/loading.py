@@ -52,14 +52,12 @@ def engine(settings: Settings) -> tuple[Engine, Ready]:
     threads = settings.threads or machine.cores()
     path = hub.resolve(settings.model)
     config, storage = stored(path)
-    if settings.adapters and settings.tp * settings.pp > 1:
-        raise ValueError("adapters are not shared between processes yet: --tp and --pp go without --adapter")
     if settings.device != "cpu":
         return _on_card(settings, path, config, storage, limits, threads)
     folders = [Path(folder) for _, folder in settings.adapters]
-    adapters = lora.memory(folders, config, limits.max_step_tokens)
-    found = fit(settings, config, storage, limits, threads, adapters)
     share = Share(0, settings.tp, settings.pp)
+    adapters = lora.memory(folders, config, limits.max_step_tokens, share)
+    found = fit(settings, config, storage, limits, threads, adapters)
     if share.count > 1:
         print(f"the first of {share.count} processes, which holds the most:", file=sys.stderr)
     _tell(settings, limits, found, kv_name(settings))
@@ -187,13 +185,13 @@ def _ready(name: str, config: ModelConfig, found: Fit, limits: Limits, adapters:
 def on_card(settings: Settings, measured: Footprint, block_bytes: int, most: int, limits: Limits) -> Fit:
     """Where a card's memory will go, after what was measured, for requests of up to `most` tokens. Raises ValueError,
     saying by how much, where it is too little."""
-    memory = settings.memory or int(measured.available * machine.SHARE)
+    fraction = settings.kv_fraction
+    memory = settings.memory or int(measured.available * (machine.SHARE if fraction is None else 1.0))
     source = "--memory" if settings.memory else f"free on {settings.device}"
     taken = measured.weights + measured.step + measured.graphs + measured.driver + block_bytes  # and nobody's block
-    room = max(0, (memory - taken) // block_bytes)
-    blocks = min(room, limits.together * -(-most // BLOCK))
-    if settings.max_cached_tokens is not None:
-        blocks = -(-settings.max_cached_tokens // BLOCK)
+    blocks = planning.cache_blocks(memory - taken, block_bytes, BLOCK, settings.max_cached_tokens, fraction)
+    if settings.max_cached_tokens is None:
+        blocks = min(blocks, limits.together * -(-most // BLOCK))
     context = most
     if settings.context is None and 0 < blocks * BLOCK < most:
         context = blocks * BLOCK
@@ -212,12 +210,12 @@ def fit(
     """Where the memory will go. Raises ValueError, saying by how much, where the model does not fit."""
     here = machine.examine()
     share = Share(0, settings.tp, settings.pp)
-    memory = (settings.memory or here.budget) // share.count
+    memory = (settings.memory or (here.budget if settings.kv_fraction is None else here.memory)) // share.count
     source = "--memory" if settings.memory else here.limited_by
     source += f", of which each of {share.count} processes has its part" if share.count > 1 else ""
     found = planning.start(
         config, storage, kv_name(settings), memory, limits.steps(threads), settings.context,
-        settings.max_cached_tokens, adapters, share,
+        settings.max_cached_tokens, adapters, share, settings.kv_fraction,
     )  # fmt: skip
     if found.context < (settings.context or config.context):
         logger.info("requests may have %d tokens, what the cache holds, instead of %d", found.context, config.context)

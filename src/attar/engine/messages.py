@@ -156,6 +156,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     preemptions: int  # counter
     step_seconds: float  # counter
     blocks: bytes = b""  # one byte a block: 0 free, 1 active, 2 cached
+    steps_ahead: int = 0  # counter: of the steps, launched before the tokens of the one before were known
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):

@@ -41,6 +41,13 @@ class Pool(msgspec.Struct, frozen=True, tag="pool"):
     sequences: int
 
 
+class Adapt(msgspec.Struct, frozen=True, tag="adapt"):
+    """Read an adapter, for rows that ask for its number; of number 0, for all rows."""
+
+    number: int
+    folder: str
+
+
 class Piece(msgspec.Struct, frozen=True, array_like=True):
     """A chunk of a step: its tokens from `start` on, and the sequence's blocks from the `kept`-th on."""
 
@@ -52,6 +59,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     blocks: list[int]
     prompt: int
     max_tokens: int
+    adapter: int
     wants_logits: bool
     wants_hidden: bool
 
@@ -62,6 +70,12 @@ class Run(msgspec.Struct, frozen=True, tag="run"):
     pieces: list[Piece]
     copies: list[tuple[int, int, int]]  # source, target, slots
     gone: list[int]  # sequences that hold nothing any more
+
+
+class Meet(msgspec.Struct, frozen=True, tag="meet"):
+    """Leave the exchanges of a step that not all have made, give memory back, and meet anew: for this many-th time."""
+
+    time: int
 
 
 class Room(msgspec.Struct, frozen=True, tag="room"):
@@ -89,23 +103,26 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
     horizon: int | tuple[int, ...]
     ids: list[int]
     rows: list[int] | None
+    adapters: tuple[int, ...] = ()
 
 
 class Logits(msgspec.Struct, frozen=True, tag="logits"):
-    """Logits of hidden states that come by broadcast."""
+    """Logits of hidden states that come by broadcast, and the adapter of each row where any takes one."""
 
     rows: int
+    adapters: list[int] = []
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):
     """Nothing more."""
 
 
-Command = Pool | Run | Room | Leave | Call | Logits | End
+Command = Pool | Adapt | Run | Meet | Room | Leave | Call | Logits | End
 
 
 class Said(msgspec.Struct, frozen=True):
-    """What a worker says: that it has started, that it has loaded its part, or why it will not."""
+    """What a worker says: that it has started, that it has loaded its part, or why it will not; then of each `Run` that
+    it `ran`, that it was `short` of memory, or that it was `broken` off."""
 
     what: str
     text: str = ""

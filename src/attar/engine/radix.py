@@ -25,7 +25,7 @@ import itertools
 from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from attar.engine.blocks import BlockPool
@@ -97,12 +97,18 @@ class RadixCache:
         source = part.blocks[0] if length > at else None
         return Match(length, blocks, source, ended, found if found < len(tokens) else None)
 
-    def insert(self, salt: bytes, tokens: array[int], blocks: list[int]) -> None:
+    def insert(
+        self,
+        salt: bytes,
+        tokens: array[int],
+        blocks: list[int],
+        let_go: Callable[[list[int]], None] | None = None,
+    ) -> None:
         """Remember that `blocks` contain the keys and values of `tokens`, all of them computed and verified.
 
         The caller holds the blocks (there may be more of them than the tokens fill) and goes on holding as many: where
-        the tree has a block of the same tokens already, that one takes the place of the caller's, in `blocks` too. The
-        caller may go on writing behind the last token.
+        the tree has a block of the same tokens already, that one takes the place of the caller's, in `blocks` too, and
+        the caller's is given to `let_go`, by default to be dropped. The caller may go on writing behind the last token.
         """
         if not tokens:
             return
@@ -112,7 +118,7 @@ class RadixCache:
         for i, block in enumerate(known):
             if blocks[i] != block:
                 self.pool.hold([block])
-                self.pool.drop([blocks[i]])
+                (let_go or self.pool.drop)([blocks[i]])
                 blocks[i] = block
         rest = tokens[len(known) * size :]
         if shared == len(rest):

@@ -6,7 +6,8 @@ step is run in full, to the same numbers: with a piece of a prompt in it, where 
 sequence that takes an adapter, whose rows are others in every step.
 
 On a GPU recordings are CUDA graphs (`graphs.py`), for a few numbers of rows, with room in each for fewer. Logits stay
-on the device, where tokens are chosen, and a step comes back before the device has done it.
+on the device, where tokens are chosen, and a step comes back before the device has done it. So the next may be run
+before anybody knows those tokens: it takes them from where they are (`Coming`).
 
 On CPUs a row's numbers do not depend on the other rows of a step, nor on how a prompt was cut into steps, so neither do
 a sequence's tokens.
@@ -16,9 +17,10 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +36,7 @@ from attar.kernels.pages import Bases, Pages
 from attar.model import cache
 from attar.model.cache import KVCache, Step, Tails, sent
 from attar.model.decoder import Decoder
+from attar.model.layers import MixtureOfExperts
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,41 @@ class Wanted:
 
     logits: Watch | None = None
     hidden: Watch | None = None
+
+
+class Coming(NamedTuple):
+    """Tokens that the step before chooses, which the device may not have come to yet: int64 [n], on the device, and
+    where each sequence's is."""
+
+    tokens: Tensor
+    places: Mapping[Sequence, int]
+
+
+class _Rows(NamedTuple):
+    """The token ids of a step's rows. Only the device knows those of the rows `late`: they are at these `places`."""
+
+    ids: list[int]
+    late: list[int]
+    places: list[int]
+    coming: Coming | None
+
+    @classmethod
+    def of(cls, chunks: List[Chunk], coming: Coming | None) -> _Rows:
+        made = cls([], [], [], coming)
+        for sequence, start, rows, _ in chunks:
+            made.ids.extend(sequence.tokens[start : start + rows])
+            if start + rows > len(sequence.tokens):
+                assert coming is not None, "a token that nobody knows"
+                made.late.append(len(made.ids))
+                made.places.append(coming.places[sequence])
+                made.ids.append(0)
+        return made
+
+    def complete(self, ids: Tensor) -> None:
+        """Write those into the ids [N], on the device that they are on."""
+        if self.coming is not None and self.late:
+            late, places = sent(ids.device, torch.tensor(self.late), torch.tensor(self.places))
+            ids[late] = self.coming.tokens[places]
 
 
 @dataclass(slots=True)
@@ -135,6 +173,8 @@ class Runner:
         )
         self._batches: OrderedDict[int, _Batch] = OrderedDict()
         self.graphs = None if record is None else graphs.Graphs(decoder, self.pages, context, sequences, record)
+        self.waits = waits(decoder)
+        """Why a step is not just on its way when it comes back, but has been waited for; None where it is."""
 
     @torch.inference_mode()
     def record_all(self) -> None:
@@ -143,13 +183,14 @@ class Runner:
             self.graphs.record_all()
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None) -> Tensor:
+    def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: Coming | None = None) -> Tensor:
         """Run the step; returns logits [S, V] after each chunk that samples, in order, on the model's device, which may
         still be working on them. The next step overwrites them.
 
-        `wanted` says by sequence id who wants more of a chunk. A step, or parts of it, can be run again until the
-        scheduler commits it, to the same bits: what it writes are slots that it does not read before. After a step that
-        raised, `release` comes first. Raises torch.OutOfMemoryError where the device has too little memory for it.
+        `wanted` says by sequence id who wants more of a chunk, for which the host waits. Tokens that their sequences do
+        not have yet are `coming`. A step, or parts of it, can be run again until the next one is run or the scheduler
+        commits it, to the same bits: what it writes are slots that it does not read before. After a step that raised,
+        `release` comes first. Raises torch.OutOfMemoryError where the device has too little memory for it.
         """
         for copy in plan.copies:
             self._copy(copy)
@@ -165,8 +206,11 @@ class Runner:
         if not wanted and plain and (self._recorded or self.graphs is not None):
             for chunk in chunks:
                 point("runner.replay", chunk.sequence.id)
-            return self._replay(chunks) if self.graphs is None else _replayed(self.graphs.of(len(chunks)), chunks)
-        return self._run(chunks, wanted or {})
+            rows = _Rows.of(chunks, coming)
+            if self.graphs is None:
+                return self._replay(chunks, rows)
+            return _replayed(self.graphs.of(len(chunks)), chunks, rows)
+        return self._run(chunks, wanted or {}, coming)
 
     def _copy(self, copy: Copy) -> None:
         """Whole blocks: what lies behind the slots is overwritten before it is read."""
@@ -175,7 +219,7 @@ class Runner:
             for part in pages.parts():
                 part[copy.target] = part[copy.source]
 
-    def _replay(self, chunks: List[Chunk]) -> Tensor:
+    def _replay(self, chunks: List[Chunk], rows: _Rows) -> Tensor:
         batch = self._batches.get(len(chunks)) or self._batch(len(chunks))
         self._batches.move_to_end(len(chunks))
         if self.scheme.recent:
@@ -187,7 +231,9 @@ class Runner:
                 tables[row, : len(blocks)] = blocks
                 batch.rows[row] = blocks.copy()
             batch.cache.filled[row] = chunk.start
-        return batch.decoding.step([chunk.sequence.tokens[-1] for chunk in chunks])
+        ids = torch.tensor(rows.ids)
+        rows.complete(ids)
+        return batch.decoding.step(ids.tolist())
 
     def _batch(self, sequences: int) -> _Batch:
         tables = torch.zeros((sequences, -(-self.context // self.block)), dtype=torch.int32)
@@ -198,20 +244,21 @@ class Runner:
             self._batches.popitem(last=False)
         return batch
 
-    def _run(self, chunks: List[Chunk], wanted: dict[str, Wanted]) -> Tensor:
+    def _run(self, chunks: List[Chunk], wanted: dict[str, Wanted], coming: Coming | None) -> Tensor:
         width = max(len(chunk.sequence.blocks) for chunk in chunks)
         tables = torch.zeros((len(chunks), width), dtype=torch.int32)
-        ids: list[int] = []
         for row, chunk in enumerate(chunks):
             point("runner.table", chunk.sequence.id)
             tables[row, : len(chunk.sequence.blocks)] = torch.tensor(chunk.sequence.blocks, dtype=torch.int32)
-            ids += chunk.sequence.tokens[chunk.start : chunk.start + chunk.rows]
+        told = _Rows.of(chunks, coming)
+        (ids,) = sent(self.device, torch.tensor(told.ids))
+        told.complete(ids)
         tails = self._unfinished.tails(chunks, self.block) if self.scheme.recent else None
         view = KVCache.over(self.pages, tables, [chunk.start for chunk in chunks], tails)
         horizons = tuple(horizon(chunk.sequence) for chunk in chunks) if self.grows else self.context
         adapters = tuple(chunk.sequence.adapter for chunk in chunks)
         step = Step(tuple(chunk.rows for chunk in chunks), horizons, view, adapters)
-        stream, delta = self.decoder.states(sent(self.device, torch.tensor(ids))[0], step)
+        stream, delta = self.decoder.states(ids, step)
         ends = torch.tensor([chunk.rows for chunk in chunks]).cumsum(0)
         for chunk, end in zip(chunks, ends.tolist(), strict=True):
             point("runner.rows", chunk.sequence.id)
@@ -245,10 +292,16 @@ class Runner:
             torch.cuda.empty_cache()
 
 
-def _replayed(graph: graphs.Graph, chunks: List[Chunk]) -> Tensor:
-    for row, chunk in enumerate(chunks):
-        graph.inputs.put(row, chunk.sequence.tokens[-1], chunk.start, chunk.sequence.blocks)
-    return graph.run(len(chunks))
+def waits(decoder: Decoder) -> str | None:
+    """Why the host waits for the device within a step of this model; None where it does not."""
+    routed = any(isinstance(block.feed_forward, MixtureOfExperts) for block in decoder.blocks)
+    return "which experts run depends on the token" if routed and decoder.device.type != "cpu" else None
+
+
+def _replayed(graph: graphs.Graph, chunks: List[Chunk], rows: _Rows) -> Tensor:
+    for row, (token, chunk) in enumerate(zip(rows.ids, chunks, strict=True)):
+        graph.inputs.put(row, token, chunk.start, chunk.sequence.blocks)
+    return graph.run(len(chunks), rows.complete)
 
 
 def _rows(stream: Tensor, delta: Tensor | None, start: int, end: int) -> tuple[Tensor, Tensor | None]:

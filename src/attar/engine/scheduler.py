@@ -2,7 +2,13 @@
 
 A step is `plan`, run, `commit`. The plan says which tokens of which sequences to run; the runner runs them; the commit
 takes what came out. Between the two nothing that the plan names is freed: whoever is cancelled then, or too late, ends
-with the commit.
+at once, but what it gives up is let go with the commit, and what the step makes of it is for nothing.
+
+*Ahead.* The next step can be decided while one is under way (`ahead`), for a device that is to begin it when the other
+is done. Whoever chooses a token in the first has a row for it in the second, which nobody knows yet; the end of an
+answer by its length is known, and gets none. Where the token turns out to be the last, that row is for nothing, like
+any row of a sequence that has ended. Everything else is decided as ever, but that nobody is preempted: then there is no
+step ahead. Steps are run and committed in their order, one at a time ahead.
 
 *Batching.* Every step is put together anew (iteration-level, "continuous" batching): first the pending token of each
 sequence that decodes, then prompts in chunks, as far as the step's token budget goes, then new sequences while there is
@@ -40,7 +46,7 @@ import logging
 import math
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from attar.engine.blocks import BlockPool
 from attar.engine.limits import Limits
@@ -79,8 +85,7 @@ class Scheduler:
         self._ended: list[Sequence] = []
         self._deadlines: list[tuple[float, str]] = []  # a heap; sequences in it may have ended
         self._orders = itertools.count()
-        self._step: StepPlan | None = None
-        self._doomed: list[tuple[Sequence, str]] = []  # whoever is to end with that step, and how
+        self._steps: list[StepPlan] = []  # under way, in their order
 
     @property
     def sequences(self) -> Mapping[str, Sequence]:
@@ -114,8 +119,9 @@ class Scheduler:
             self._deadlines = sorted(entry for entry in self._deadlines if entry[1] in self._sequences)
 
     def require_room(self, count: int) -> None:
-        """Raises Refused where so many more cannot wait."""
-        waiting, room = len(self.waiting), self.limits.max_waiting
+        """Raises Refused where so many more cannot wait. Those who gave way have been let in and count no more."""
+        waiting = sum(each.status is Status.QUEUED for each in self.waiting)
+        room = self.limits.max_waiting
         if waiting + count > room:
             raise Refused("full", f"{waiting} are waiting and the queue holds {room}: no room for {count}")
 
@@ -146,9 +152,26 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan:
         """Decide the next step. It may be empty: then there is nothing to run, or nothing yet."""
-        assert self._step is None, "the last step has not been committed"
+        assert not self._steps, "the last step has not been committed"
         self.expire(now)
-        self._step = step = StepPlan()
+        return self._decide(now)
+
+    def ahead(self, now: float) -> StepPlan | None:
+        """Decide the step behind the one that is under way; None where somebody would have to give way. An empty one is
+        not under way: nothing is to be committed."""
+        assert len(self._steps) == 1, "ahead of one step"
+        self.expire(now)
+        missing = sum(max(0, self._missing(sequence)) for sequence in self.running)
+        if missing > self.pool.available:
+            return None
+        step = self._decide(now)
+        if not step.chunks:
+            assert not step.admitted
+            self._steps.pop()
+        return step
+
+    def _decide(self, now: float) -> StepPlan:
+        step = StepPlan()
         self._grow(step, now)
         budget = self.limits.max_step_tokens
         prefills = []
@@ -170,18 +193,23 @@ class Scheduler:
                     self._give_up(sequence, now, error)
                     continue
                 budget -= self._chunk(step, sequence, budget)
+        for sequence in step.sequences:
+            sequence.under_way += 1
+        self._steps.append(step)
         return step
 
     def commit(self, step: StepPlan, outcomes: Mapping[str, Outcome], now: float) -> None:
-        """Take the results of the planned step: one for each chunk that samples, unless it was cancelled meanwhile, and
-        for others, admitted ones without a chunk among them, only if they failed."""
-        assert step is self._step
-        self._step = None
+        """Take the results of the first step under way: one for each chunk that samples, unless its sequence has ended
+        meanwhile, and for others, admitted ones without a chunk among them, only if they failed."""
+        assert step is self._steps[0], "steps are committed in their order"
+        del self._steps[0]
         self.pool.drop(copy.source for copy in step.copies)
+        for sequence in step.sequences:
+            sequence.under_way -= 1
         for sequence, start, rows, samples in step.chunks:
-            sequence.in_step = False
-            alive = samples and sequence.ending is None
-            outcome = outcomes[sequence.id] if alive else outcomes.get(sequence.id, _NOTHING_NEW)
+            if sequence.status is Status.ENDED:
+                continue
+            outcome = outcomes[sequence.id] if samples else outcomes.get(sequence.id, _NOTHING_NEW)
             if outcome.failure is not None:
                 self._end(sequence, outcome.failure, now, keep=False)
                 continue
@@ -195,38 +223,40 @@ class Scheduler:
                     continue
                 if samples:
                     sequence.enter(Status.DECODE, now)
-            if alive:
+            if samples:
+                sequence.coming -= sequence.max_tokens > 0
                 sequence.tokens.extend(outcome.tokens)
                 assert sequence.output <= sequence.max_tokens
                 if outcome.finished or sequence.output == sequence.max_tokens:
                     self._end(sequence, "finished", now)
+                else:
+                    assert not sequence.under_way or len(outcome.tokens) == 1, "a step ahead has the row of one token"
         for sequence in step.admitted:
-            if sequence.in_step:  # the budget left it no chunk
-                sequence.in_step = False
-                if (failure := outcomes.get(sequence.id, _NOTHING_NEW).failure) is not None:
-                    self._end(sequence, failure, now, keep=False)
-        doomed, self._doomed = self._doomed, []
-        for sequence, ending in doomed:
-            if sequence.status is not Status.ENDED:
-                self._end(sequence, ending, now)
+            failure = outcomes.get(sequence.id, _NOTHING_NEW).failure
+            if failure is not None and sequence.status is not Status.ENDED:  # the budget left it no chunk
+                self._end(sequence, failure, now, keep=False)
+        self.pool.drop(step.held)
 
     def _chunk(self, step: StepPlan, sequence: Sequence, budget: int) -> int:
         """Plan up to `budget` of its pending tokens; returns how many."""
         pending = sequence.pending
         rows = min(pending, budget)
         if rows:
-            step.chunks.append(Chunk(sequence, sequence.computed, rows, rows == pending))
-            sequence.in_step = True
+            step.chunks.append(Chunk(sequence, sequence.planned, rows, rows == pending))
+            sequence.planned += rows
+            sequence.coming += rows == pending and sequence.max_tokens > 0
         return rows
+
+    def _missing(self, sequence: Sequence) -> int:
+        """Blocks that it needs besides its own for all its tokens."""
+        return self.pool.needed(sequence.expected) - len(sequence.blocks)
 
     def _grow(self, step: StepPlan, now: float) -> None:
         """See that every running sequence has blocks for all its tokens, best first."""
-        size = self.pool.size
         for sequence in tuple(self.running):
-            missing = len(sequence.tokens) - len(sequence.blocks) * size
-            if missing <= 0 or sequence.status in (Status.PREEMPTED, Status.ENDED):
+            needed = self._missing(sequence)
+            if needed <= 0 or sequence.status in (Status.PREEMPTED, Status.ENDED):
                 continue
-            needed = self.pool.needed(missing)
             victim = None
             while needed > self.pool.available and victim is not sequence:
                 # Whoever may not be preempted has all its blocks, so this finds the sequence itself at the latest.
@@ -243,6 +273,7 @@ class Scheduler:
                     self._give_up(sequence, now, error)
 
     def _preempt(self, step: StepPlan, sequence: Sequence, now: float) -> None:
+        assert not sequence.under_way, "preempted under the runner"
         point("scheduler.preempt", sequence.id)
         self._release(sequence)
         self.running.remove(sequence)
@@ -281,7 +312,7 @@ class Scheduler:
         if room is None:
             return False
         sequence.blocks = match.blocks + room
-        sequence.computed = match.length
+        sequence.computed = sequence.planned = match.length
         if match.source is not None:
             step.copies.append(Copy(match.source, room[0], match.length % self.pool.size, sequence))
         del self.waiting[0]
@@ -292,7 +323,6 @@ class Scheduler:
             self.cache.count(sequence.prompt, match)
         sequence.enter(Status.PREFILL, now)
         insort(self.running, sequence, key=_rank)
-        sequence.in_step = True
         step.admitted.append(sequence)
         return True
 
@@ -343,7 +373,12 @@ class Scheduler:
 
     def _keep(self, sequence: Sequence) -> None:
         """The tree remembers what it has computed."""
-        self.cache.insert(sequence.salt, sequence.tokens[: sequence.computed], sequence.blocks)
+        tokens = sequence.tokens[: sequence.computed]
+        self.cache.insert(sequence.salt, tokens, sequence.blocks, self._let_go(sequence))
+
+    def _let_go(self, sequence: Sequence) -> Callable[[list[int]], None]:
+        """What takes blocks that it gives up: a step that may still use them lets them go when it is over."""
+        return self._steps[-1].held.extend if sequence.under_way else self.pool.drop
 
     def _release(self, sequence: Sequence, keep: bool = True) -> None:
         """Take its blocks away; with `keep` the tree remembers what they contain, or raises, which changes no more."""
@@ -352,8 +387,8 @@ class Scheduler:
                 point("scheduler.release", sequence.id)
                 self._keep(sequence)
         finally:
-            self.pool.drop(sequence.blocks)
-            sequence.blocks, sequence.computed = [], 0
+            self._let_go(sequence)(sequence.blocks)
+            sequence.blocks, sequence.computed, sequence.planned, sequence.coming = [], 0, 0, 0
 
     def _give_up(self, sequence: Sequence, now: float, error: Exception) -> None:
         """What was done for this sequence has raised, and changed nothing or was undone.
@@ -369,9 +404,6 @@ class Scheduler:
     def _end(self, sequence: Sequence, ending: str, now: float, keep: bool = True) -> None:
         """Raises nothing: a sequence that the tree cannot remember ends all the same, though not well."""
         sequence.ending = sequence.ending or ending
-        if sequence.in_step:
-            self._doomed.append((sequence, ending))
-            return
         if sequence.status in (Status.PREFILL, Status.DECODE):
             try:
                 self._release(sequence, keep)
@@ -401,8 +433,9 @@ class Scheduler:
             assert running == (sequence in self.running), "status and place differ"
             assert sequence.passed <= self.limits.max_passed, "passed too often"
             assert sequence.preemptions <= self.limits.max_preemptions, "preempted too often"
-            assert not sequence.in_step or self._step is not None, "in a step that is over"
-            assert sequence.ending is None or sequence.in_step, "ended and still here"
+            within = sum(sequence in step.sequences for step in self._steps)
+            assert sequence.under_way == within, "in a step that is over, or not in one that is under way"
+            assert sequence.ending is None, "ended and still here"
 
 
 def _rank(sequence: Sequence) -> tuple[bool, int, int]:

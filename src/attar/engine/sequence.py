@@ -2,7 +2,8 @@
 
 `tokens` is the prompt and then the output. The keys and values of its first `computed` tokens are in `blocks`; what is
 `pending` has to be run through the model. That one number tells prefill from decode: a sequence decodes while exactly
-its last token is pending, and one that lost its blocks starts over with everything pending, output included.
+its last token is pending, and one that lost its blocks starts over with everything pending, output included. While a
+step is under way, `planned` and `coming` are what its end will make of that: a plan made meanwhile goes on from there.
 
 Who fills what: the engine makes the sequence; the scheduler alone changes it. The engine reads it, above all `blocks`,
 which is its row of the block table while a step runs. Until it decodes, a commit may put other blocks of the same
@@ -49,13 +50,19 @@ class Sequence:
     tokens: array[int] = field(init=False)
     prompt: int = field(init=False)
     """Tokens of the prompt."""
+    longest: int = field(init=False)
+    """Tokens that may ever be run through the model: not the last one generated, which nothing follows."""
     computed: int = 0
     """Tokens whose keys and values are in the blocks."""
+    planned: int = 0
+    """The same once the steps under way are over."""
+    coming: int = 0
+    """Tokens that those steps choose."""
     blocks: list[int] = field(default_factory=list)
 
     status: Status = Status.QUEUED
     ending: str | None = None
-    """`finished`, or one of `messages.FAILURES`. Set before the end where a step still has to run out."""
+    """`finished`, or one of `messages.FAILURES`."""
     order: int = 0
     """Number in order of arrival."""
     arrival: float = 0.0
@@ -64,8 +71,8 @@ class Sequence:
     overdue: bool = False
     """Was passed as often as the limit allows: goes before all others."""
     preemptions: int = 0
-    in_step: bool = False
-    """The runner may be reading or writing its blocks."""
+    under_way: int = 0
+    """Steps under way that have it: the runner may be reading or writing its blocks."""
 
     reused: int = 0
     """Tokens of the prompt that were not computed, when it was first admitted."""
@@ -81,6 +88,7 @@ class Sequence:
         self.prompt = len(self.tokens)
         assert self.prompt > 0
         assert self.max_tokens >= 0
+        self.longest = self.prompt + max(self.max_tokens - 1, 0)
 
     @property
     def output(self) -> int:
@@ -88,14 +96,15 @@ class Sequence:
         return len(self.tokens) - self.prompt
 
     @property
-    def pending(self) -> int:
-        """Tokens still to be run through the model."""
-        return len(self.tokens) - self.computed
+    def expected(self) -> int:
+        """Tokens to be run through the model, as far as they are known or will be when the steps under way are over."""
+        tokens = len(self.tokens) + self.coming
+        return tokens if tokens < self.longest else self.longest
 
     @property
-    def longest(self) -> int:
-        """Tokens that may ever be run through the model: not the last one generated, which nothing follows."""
-        return self.prompt + max(self.max_tokens - 1, 0)
+    def pending(self) -> int:
+        """Of those, tokens that no step has yet. None where all that is left is to see the last one chosen."""
+        return self.expected - self.planned
 
     @property
     def rank(self) -> tuple[bool, int, int]:
@@ -115,8 +124,10 @@ class Sequence:
         """Assert that the integers agree, for blocks of `size` tokens."""
         running = self.status in (Status.PREFILL, Status.DECODE)
         assert 0 <= self.computed <= len(self.tokens) <= self.prompt + self.max_tokens
-        assert self.computed <= len(self.blocks) * size, "computed tokens without a block"
+        assert self.computed <= self.planned <= self.expected
+        assert self.under_way or (self.planned, self.coming) == (self.computed, 0), "more to come, of no step"
+        assert self.planned <= len(self.blocks) * size, "tokens without a block"
         assert len(self.blocks) <= -(-self.longest // size), "more blocks than it can ever need"
         assert running or not self.blocks, "blocks held by a sequence that does not run"
-        assert not running or self.pending > 0, "running, with nothing to run"
-        assert running or not self.in_step, "in a step without running"
+        assert not running or self.pending > 0 or self.under_way, "running, with nothing to run"
+        assert running or not self.under_way, "in a step without running"

@@ -54,12 +54,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context: int | None = None
     memory: int | None = None
     max_cached_tokens: int | None = None
+    kv_fraction: float | None = None  # of what the model leaves of the memory: what keys and values may take of it
     preset: str | None = None
     policy: str | None = None
     max_running: int | None = None
     max_step_tokens: int | None = None
     max_waiting: int | None = None
     max_delay: float | None = None  # seconds, of the policy `dynamic`
+    max_preemptions: int | None = None
     threads: int | None = None
     verify: bool = True
     adapters: tuple[tuple[str, str], ...] = ()  # name and folder of each
@@ -75,6 +77,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The preset with what was set besides. Raises ValueError for an unknown preset, or an impossible number."""
         if self.preset is not None and self.preset not in PRESETS:
             raise ValueError(f"unknown preset {self.preset!r}: known are {', '.join(PRESETS)}")
-        names = ("policy", "max_running", "max_step_tokens", "max_waiting", "max_delay")
+        names = ("policy", "max_running", "max_step_tokens", "max_waiting", "max_delay", "max_preemptions")
         changed = {name: value for name in names if (value := getattr(self, name)) is not None}
         return replace(PRESETS[self.preset] if self.preset else Limits(), **changed)

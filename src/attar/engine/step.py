@@ -28,16 +28,26 @@ class Copy(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """What to run. Blocks are those of each sequence at this moment; they stay until the commit."""
+    """What to run. Blocks are those of each sequence at this moment; they stay until the commit.
+
+    The one row of a chunk may be of a token that its sequence does not have yet: the step before chooses it.
+    """
 
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
+    """Blocks to be let go with the commit: whose they were gave them up while the step was under way."""
 
     @property
     def tokens(self) -> int:
         return sum(chunk.rows for chunk in self.chunks)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All that have a part in it, also those that the budget left no chunk."""
+        return list(dict.fromkeys([*(chunk.sequence for chunk in self.chunks), *self.admitted]))
 
     def pieces(self, rows: int) -> list[StepPlan]:
         """The step in steps of at most so many tokens, which compute the same where they are run in their order."""

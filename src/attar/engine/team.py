@@ -16,13 +16,17 @@ under way is aborted, and what waits raises, as does whatever is called next: an
 RuntimeError. A server's engine ends as soon as that thread knows (`on_lost`), and its supervisor starts another.
 A worker that lives but is stopped is lost too, where an exchange or a full pipe has waited for it too long.
 
-A process that raises within a step has left the others behind in theirs: a team that has lost step cannot be brought
-back, so this is `Lost` too. What fails one request in one process, and a step that a device has too little memory for,
-ends the engine here. `Lost` is no `Exception`, because an engine answers those by running the step again, sequence by
-sequence.
+A process that raises within a step has left the others behind in theirs, waiting for it. Where it has too little
+memory all of them come back: each says of every step what became of it, exchanges that are under way are ended, all
+meet anew (`Meet`), and the leader raises what one process alone would, so that the step is run again in halves and
+later ones in pieces of that size. Whatever else raises, and fails one request in one process, is `Lost` here. That is
+no `Exception`, because an engine answers those by running the step again, sequence by sequence.
 
-Not done: CUDA graphs and recorded steps of several processes, adapters, key-value schemes that are calibrated, and
-probes of a receipt, whose noise is that of one process.
+An adapter is read by the leader first, which finds what is wrong with it, and then, by its folder, by the others, which
+end where it has changed meanwhile.
+
+Not done: CUDA graphs and recorded steps of several processes, steps that are launched before the tokens of the one
+before are known, key-value schemes that are calibrated, and probes of a receipt, whose noise is that of one process.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import queue
 import select
 import shutil
 import subprocess
@@ -48,14 +53,15 @@ from torch import Tensor
 from attar import machine
 from attar.checkpoints import shards
 from attar.engine.graphs import Record
-from attar.engine.orders import Call, Command, End, Job, Leave, Logits, Piece, Pool, Room, Run, Said, frame
-from attar.engine.runner import Runner, Wanted
+from attar.engine.orders import Adapt, Call, Command, End, Job, Leave, Logits, Meet, Piece, Pool, Room, Run, Said, frame
+from attar.engine.runner import Coming, Runner, Wanted
 from attar.engine.sequence import Sequence as Tokens
 from attar.engine.sequence import Status
 from attar.engine.step import StepPlan
 from attar.formats.kv import KvScheme
 from attar.kernels import ops
 from attar.kernels.group import WAIT, Group
+from attar.kernels.operands import Routes
 from attar.kernels.ops import Store
 from attar.kernels.pages import Bases
 from attar.model.cache import KVCache, Step
@@ -78,13 +84,27 @@ class Lost(BaseException):
 
 def job_groups(job: Job) -> Groups:
     """Meet the others. Raises RuntimeError where they do not come."""
-    share, folder, device = job.share, Path(job.folder), torch.device(job.device)
+    share, device, (at_layers, at_stages) = job.share, torch.device(job.device), _meeting(job, 0)
     layers = stages = None
     if share.tp > 1:
-        layers = Group(folder / f"layers{share.stage}", share.place, share.tp, device)
+        layers = Group(at_layers, share.place, share.tp, device)
     if share.pp > 1:
-        stages = Group(folder / f"stages{share.place}", share.stage, share.pp, device)
+        stages = Group(at_stages, share.stage, share.pp, device)
     return Groups(layers, stages)
+
+
+def meet_again(job: Job, groups: Groups, time: int) -> None:
+    """Meet the others for this many-th time, out of a step that not all of them could do."""
+    groups.leave()
+    for group, file in zip((groups.layers, groups.stages), _meeting(job, time), strict=True):
+        if group is not None:
+            group.meet(file)
+
+
+def _meeting(job: Job, time: int) -> tuple[Path, Path]:
+    """Where those of the same layers find each other, and those of the same place in every stage."""
+    share, folder = job.share, Path(job.folder)
+    return folder / f"layers{share.stage}.{time}", folder / f"stages{share.place}.{time}"
 
 
 def load(job: Job, groups: Groups, progress: Progress | None = None) -> SplitDecoder:
@@ -109,6 +129,10 @@ class Crew:
     def __init__(self, folder: Path, jobs: Sequence[Job]) -> None:
         self.folder, self.lost, self.ending = folder, "", False
         self.groups: Groups | None = None
+        self.met = 0
+        """How often all have met anew."""
+        self.heard: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        """What the workers say of steps; None where there will be no more."""
         self.on_lost: Callable[[str], None] | None = None
         self.children: list[subprocess.Popen[bytes]] = []
         self.free: int | None = None
@@ -151,12 +175,43 @@ class Crew:
                 self.free = said.free if self.free is None else min(self.free, said.free)
 
     def watch(self) -> None:
-        """Until one of the workers ends. They say nothing more: what can be read is the end."""
-        fds = [child.stdout.fileno() for child in self.children if child.stdout is not None]
-        ended, _, _ = select.select(fds, [], [])
-        if self.ending:
-            return
-        self.lose(self.ended() or f"process {fds.index(ended[0]) + 1} of the model speaks no more")
+        """Hear what the workers say, until one of them ends."""
+        children = {child.stdout.fileno(): child for child in self.children if child.stdout is not None}
+        said: Said | None = None
+        while True:
+            for fd in select.select(list(children), [], [])[0]:
+                with contextlib.suppress(RuntimeError):
+                    said = _read_said(children[fd], time.monotonic() + MOMENT)
+                if said is None:
+                    if not self.ending:
+                        number = self.children.index(children[fd]) + 1
+                        self.lose(self.ended() or f"process {number} of the model speaks no more")
+                    self.heard.put(None)
+                    return
+                if said.what != "ran":
+                    self.abort()  # this process may wait for it
+                self.heard.put(said.what)
+                said = None
+
+    def verdicts(self) -> set[str]:
+        """What all workers say of the step that they were told last. Raises RuntimeError where one is gone."""
+        found = set()
+        for _ in self.children:
+            try:
+                said = self.heard.get(timeout=UNREAD_SECONDS)
+            except queue.Empty:
+                self.lose("a process of the model says nothing of a step")
+                said = None
+            if said is None:
+                raise RuntimeError(self.lost)
+            found.add(said)
+        return found
+
+    def abort(self) -> None:
+        """End the exchanges that this process is in."""
+        if self.groups is not None:
+            with contextlib.suppress(RuntimeError):
+                self.groups.abort()
 
     def ended(self) -> str:
         """Which worker has ended, or does in the next moment; nothing where none has."""
@@ -174,9 +229,7 @@ class Crew:
         shutil.rmtree(self.folder, ignore_errors=True)
         if self.on_lost is not None:
             self.on_lost(why)
-        if self.groups is not None:
-            with contextlib.suppress(RuntimeError):
-                self.groups.abort()
+        self.abort()
 
     def end(self) -> None:
         """See that all have ended."""
@@ -238,7 +291,7 @@ class Team:
         progress: Progress | None = None,
     ) -> None:
         first = Share(0, tp, pp)
-        check(path, first, device)
+        check(path, first, device, native and dtype == torch.float32)
         each = max(1, (threads or machine.cores()) // first.count)
         folder = Path(tempfile.mkdtemp(prefix="attar-"))  # of this user alone
         name = None if dtype is None else str(dtype).removeprefix("torch.")
@@ -249,6 +302,7 @@ class Team:
             )
             for share in first.every()
         ]  # fmt: skip
+        self._job = jobs[0]
         self.crew = crew = Crew(folder, jobs[1:])
         try:
             crew.wait_for("started", START_SECONDS)
@@ -277,11 +331,12 @@ class Team:
         assert decoder is self.decoder
         assert bases is None, "calibrated schemes are refused"
         assert record is None, "steps of several processes are not recorded"
-        return TeamRunner(self.crew, self.decoder, blocks, context, scheme, sequences)
+        return TeamRunner(self.crew, self._job, self.decoder, blocks, context, scheme, sequences)
 
 
-def check(path: Path, first: Share, device: str) -> None:
-    """Raises ValueError where the model cannot be shared so, or there are not the devices, from headers alone."""
+def check(path: Path, first: Share, device: str, native: bool) -> None:
+    """Raises ValueError where the model cannot be shared so, or there are not the devices, from headers alone. On a CPU
+    `native` kernels run a GGUF file's blocks, which are cut between them as `plan` does."""
     if not torch.distributed.is_available():
         raise ValueError("this build of torch has no torch.distributed: --tp and --pp need it")
     if device != "cpu":
@@ -290,7 +345,7 @@ def check(path: Path, first: Share, device: str) -> None:
             raise ValueError(f"processes take the GPUs in order: device is cuda, not {device}")
         if (found := torch.cuda.device_count()) < first.count:
             raise ValueError(f"--tp {first.tp} with --pp {first.pp} needs {first.count} GPUs: this machine has {found}")
-    checkpoint = shards.open_checkpoint(path)
+    checkpoint = shards.open_checkpoint(path, blocks=native and device == "cpu")
     for share in first.every():
         split(checkpoint.config, share, shards.schemes(checkpoint, checkpoint.config))
 
@@ -315,8 +370,6 @@ class Caller:
 
     def call(self, ids: Tensor, step: Step, rows: Tensor | None) -> None:
         cache, room = step.cache, None
-        if any(step.adapters):
-            raise ValueError("adapters are not shared between processes yet: --tp and --pp go without them")
         while self._left:
             tell(self.crew, Leave(self._left.pop()))
         if cache is not None:
@@ -327,13 +380,16 @@ class Caller:
                 weakref.finalize(cache, self._left.append, room)
         filled = [] if cache is None else list(cache.filled)
         picked = None if rows is None else rows.tolist()
-        tell(self.crew, Call(room, filled, step.lengths, step.horizon, ids.tolist(), picked))
+        tell(self.crew, Call(room, filled, step.lengths, step.horizon, ids.tolist(), picked, step.adapters))
 
-    def logits(self, rows: int) -> bool:
+    def logits(self, rows: int, routes: Routes | None) -> bool:
         if self.stepping:
             return False
-        tell(self.crew, Logits(rows))
+        tell(self.crew, Logits(rows, [] if routes is None else routes.numbers.tolist()))
         return True
+
+    def adapt(self, number: int, folder: str) -> None:
+        tell(self.crew, Adapt(number, folder))
 
 
 class TeamRunner(Runner):
@@ -342,32 +398,65 @@ class TeamRunner(Runner):
     def __init__(
         self,
         crew: Crew,
+        job: Job,
         decoder: SplitDecoder,
         blocks: int,
         context: int,
         scheme: KvScheme | None,
         sequences: int,
     ) -> None:
-        self.crew = crew
+        self.crew, self.job = crew, job
         self._known: dict[Tokens, tuple[int, list[int]]] = {}  # a sequence's number, and the blocks it was told with
         self._numbers = itertools.count()
         tell(crew, Pool(blocks, context, (scheme or decoder.lossless).name, sequences))
         super().__init__(decoder, blocks, context, scheme, sequences)
+        self.waits = "several processes compute a step together"
 
-    def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None) -> Tensor:
-        """As `Runner.run`. Raises Lost where a process is gone, and for whatever is raised within the step."""
+    def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: Coming | None = None) -> Tensor:
+        """As `Runner.run`, also torch.OutOfMemoryError where any process has too little memory. Raises Lost where a
+        process is gone, and for whatever else is raised within the step."""
+        assert coming is None, "tokens are told by the host"
         assert isinstance(self.decoder, SplitDecoder)
         assert isinstance(self.decoder.lead, Caller)
         self.decoder.lead.stepping = True
         try:
             tell(self.crew, self._told(plan, wanted or {}))
-            return super().run(plan, wanted)
+            found = self._own(plan, wanted)
+            verdicts = self.crew.verdicts()
+            if "short" in verdicts or isinstance(found, torch.OutOfMemoryError):
+                del found  # and what was computed until it was raised
+                self._meet()
+                raise torch.OutOfMemoryError("a process of the model has too little memory for the step")
+            if isinstance(found, Exception):
+                raise found
+            if verdicts != {"ran"}:
+                raise RuntimeError("a process of the model has broken a step off")
+            return found
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             if not self.crew.lost:
                 self.crew.lose(self.crew.ended() or f"a step raised {type(error).__name__}: {error}")
             raise Lost(self.crew.lost) from error
         finally:
             self.decoder.lead.stepping = False
+
+    def _own(self, plan: StepPlan, wanted: dict[str, Wanted] | None) -> Tensor | Exception:
+        """This process's part, or what it raised."""
+        try:
+            return super().run(plan, wanted)
+        except Exception as error:
+            assert self.crew.groups is not None
+            self.crew.groups.leave()  # others may wait for this one
+            return error
+
+    def _meet(self) -> None:
+        """Out of a step that not all could do: to where it began."""
+        assert self.crew.groups is not None
+        self.release()
+        self.crew.met += 1
+        tell(self.crew, Meet(self.crew.met))
+        meet_again(self.job, self.crew.groups, self.crew.met)
 
     def _told(self, plan: StepPlan, wanted: Mapping[str, Wanted]) -> Run:
         done = (Status.PREEMPTED, Status.ENDED)
@@ -386,7 +475,8 @@ class TeamRunner(Runner):
             pieces.append(
                 Piece(
                     number, start, samples, list(sequence.tokens[start : start + rows]), kept, new,
-                    sequence.prompt, sequence.max_tokens, want.logits is not None, want.hidden is not None,
+                    sequence.prompt, sequence.max_tokens, sequence.adapter,
+                    want.logits is not None, want.hidden is not None,
                 )
             )  # fmt: skip
         return Run(pieces, [(copy.source, copy.target, copy.slots) for copy in plan.copies], gone)

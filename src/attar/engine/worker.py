@@ -1,8 +1,9 @@
 """A process that computes its part of a model, as its leader says (`team.py`).
 
 It has no settings, no socket and no scheduler: a job and then commands come through its standard input, and numbers by
-collectives. What it says, that it has started and loaded its part, goes out on its standard output; the rest of the
-time that pipe tells its leader that it lives. When its input ends it ends too, in whatever it is doing.
+collectives. What it says, that it has started and loaded its part and what became of each step, goes out on its
+standard output; that this pipe is there tells its leader that it lives. When its input ends it ends too, in whatever it
+is doing.
 """
 
 from __future__ import annotations
@@ -15,18 +16,37 @@ import signal
 import sys
 import threading
 import traceback
+from functools import partial
+from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 import torch
 
+from attar.checkpoints import lora
 from attar.engine import team
-from attar.engine.orders import MAX_FRAME, Call, Command, End, Job, Leave, Logits, Pool, Room, Run, Said, frame
+from attar.engine.orders import (
+    MAX_FRAME,
+    Adapt,
+    Call,
+    Command,
+    End,
+    Job,
+    Leave,
+    Logits,
+    Meet,
+    Pool,
+    Room,
+    Run,
+    Said,
+    frame,
+)
 from attar.engine.runner import Runner, Wanted
 from attar.engine.sequence import Sequence, Status
 from attar.engine.step import Chunk, Copy, StepPlan
 from attar.formats import kv
-from attar.model.cache import KVCache, Step
+from attar.kernels.operands import Routes
+from attar.model.cache import KVCache, Step, sent
 from attar.model.parallel import SplitDecoder
 
 ALARM_SECONDS = 2.0
@@ -35,8 +55,8 @@ ALARM_SECONDS = 2.0
 class Worker:
     """Does what it is told with its part of the model."""
 
-    def __init__(self, decoder: SplitDecoder) -> None:
-        self.decoder = decoder
+    def __init__(self, decoder: SplitDecoder, job: Job) -> None:
+        self.decoder, self.job = decoder, job
         self.runner: Runner | None = None
         self.sequences: dict[int, Sequence] = {}
         self.rooms: dict[int, KVCache] = {}
@@ -49,12 +69,21 @@ class Worker:
             case Call():
                 self._call(command)
             case Logits():
-                self._logits(command.rows)
+                self._logits(command)
+            case Adapt():
+                if command.number:
+                    lora.install(self.decoder, command.number, Path(command.folder))
+                else:
+                    lora.attach(self.decoder, Path(command.folder))
             case Pool():
                 self.runner = None  # the old one's memory goes first
                 self.sequences.clear()
                 scheme = kv.scheme(command.kv)
                 self.runner = Runner(self.decoder, command.blocks, command.context, scheme, command.sequences)
+            case Meet():
+                assert self.runner is not None
+                self.runner.release()  # meeting takes memory of a GPU
+                team.meet_again(self.job, self.decoder.groups, command.time)
             case Room():
                 scheme = kv.scheme(command.kv)
                 device = str(self.decoder.device)
@@ -72,7 +101,10 @@ class Worker:
         for piece in command.pieces:
             sequence = self.sequences.get(piece.sequence)
             if sequence is None:
-                sequence = Sequence(id=str(piece.sequence), prompt_ids=[0] * piece.prompt, max_tokens=piece.max_tokens)
+                sequence = Sequence(
+                    id=str(piece.sequence), prompt_ids=[0] * piece.prompt, max_tokens=piece.max_tokens,
+                    adapter=piece.adapter,
+                )  # fmt: skip
                 self.sequences[piece.sequence] = sequence
             del sequence.tokens[piece.start :]  # what lies before was run, or is another's and never read
             sequence.tokens.extend([0] * (piece.start - len(sequence.tokens)))
@@ -92,13 +124,14 @@ class Worker:
         device = self.decoder.device
         rows = None if command.rows is None else torch.tensor(command.rows, dtype=torch.int64)
         ids = torch.tensor(command.ids, dtype=torch.int64, device=device)
-        self.decoder.run(ids, Step(command.lengths, command.horizon, cache, device=device), rows)
+        self.decoder.run(ids, Step(command.lengths, command.horizon, cache, command.adapters, device), rows)
 
-    def _logits(self, rows: int) -> None:
+    def _logits(self, command: Logits) -> None:
         decoder, together = self.decoder, self.decoder.groups.layers
         if decoder.split.vocabulary is not None and together is not None:
-            hidden = torch.empty((rows, decoder.config.hidden), dtype=decoder.dtype, device=decoder.device)
-            decoder.products(together.broadcast(hidden))
+            hidden = torch.empty((command.rows, decoder.config.hidden), dtype=decoder.dtype, device=decoder.device)
+            routes = Routes(torch.tensor(command.adapters), partial(sent, decoder.device)) if command.adapters else None
+            decoder.products(together.broadcast(hidden), routes=routes)
 
 
 def _unread(chunk: Chunk, first: int, numbers: torch.Tensor) -> None:
@@ -155,7 +188,7 @@ def main() -> int:
 
     try:
         say("started", free=free(job.device))
-        worker = Worker(team.load(job, team.job_groups(job)))
+        worker = Worker(team.load(job, team.job_groups(job)), job)
     except (ValueError, OSError) as error:
         say("failed", str(error))
         return 2
@@ -166,11 +199,17 @@ def main() -> int:
         command = decoder.decode(body)
         if isinstance(command, End):
             return 0
+        verdict = "ran"
         try:
             worker.obey(command)
-        except RuntimeError:
+        except RuntimeError as error:
             traceback.print_exc()
-            return 1
+            if not isinstance(command, Run):
+                return 1
+            verdict = "short" if isinstance(error, torch.OutOfMemoryError) else "broken"
+            worker.decoder.groups.leave()  # the others may wait for this one, or will
+        if isinstance(command, Run):
+            say(verdict)
     return 1
 
 

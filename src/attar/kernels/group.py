@@ -32,12 +32,17 @@ dist: Any = torch.distributed  # whose types leave out what is used here
 class Group:
     """`size` processes, of which this is number `rank`. `file` is a path that all of them name, and no other group.
 
-    Raises RuntimeError where the others do not come within `MEET`, and in an exchange within `WAIT`. Tensors are
-    contiguous.
+    Raises RuntimeError where the others do not come within `MEET`, and in an exchange within `WAIT`, or where one of
+    them has left it. Tensors are contiguous.
     """
 
     def __init__(self, file: Path, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
+        self.meet(file)
+
+    def meet(self, file: Path) -> None:
+        """Meet the others; after `leave` once more, at a path that is new."""
+        rank, size, device = self.rank, self.size, self.device
         store = dist.FileStore(str(file), size)
         store.set_timeout(MEET)
         if device.type == "cuda":
@@ -82,4 +87,11 @@ class Group:
 
     def abort(self) -> None:
         """End every exchange that is under way, in this process: somebody is gone."""
-        self._made.abort()
+        if self._made is not None:
+            self._made.abort()
+
+    def leave(self) -> None:
+        """Out of step, and in no exchange itself: between CPUs whoever waits for this process learns of it, since
+        connections close; between GPUs somebody has to end that. Nothing is exchanged until all `meet` again."""
+        self.abort()
+        self._made = None

@@ -313,14 +313,6 @@ def write_kv(
     their arrays.
     """
     assert pages.keys_rotated, "keys that are rotated when they are read must be written as they are"
-    if isinstance(pages, NibblePages):
-        if q_norm is not None and k_norm is not None:
-            q, k = norm(q, None, q_norm)[1], norm(k, None, k_norm)[1]
-        if rotation is not None:
-            cos, sin = rotation.cos[rotation.rows], rotation.sin[rotation.rows]
-            q, k = rope(q, cos, sin), rope(k, cos, sin)
-        coordinates: Tensor = _triton("nibbles").write(q, k, v, pages, place)
-        return coordinates
     if isinstance(pages, PlainPages):
         if q_norm is not None and k_norm is not None and q_norm.kind != "rms":
             q, k = norm(q, None, q_norm)[1], norm(k, None, k_norm)[1]
@@ -361,8 +353,8 @@ def paged_attention(
         if want_mass:
             raise ValueError("no kernel of this device tells the mass of a softmax yet: what evicts by it runs on CPUs")
         mixed: Tensor = _triton("attention").paged_attention(q, pages, place, form)
-        if pages.bases is not None:
-            mixed = pages.bases.values.turn_back(mixed.unflatten(1, (form.heads, -1))).flatten(1)
+        if isinstance(pages, NibblePages):
+            mixed = _triton("nibbles").turn_back(mixed, pages)
         return mixed, None
     if _is_native("paged_attention", q) and pages_against(pages.scheme) is None:
         return native_attention.paged_attention(q, pages, place, form, want_mass)

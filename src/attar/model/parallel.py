@@ -19,12 +19,12 @@ from torch import Tensor
 
 from attar.kernels import ops
 from attar.kernels.group import Group
-from attar.kernels.operands import Linear, Norm, Routes
+from attar.kernels.operands import Adapter, Linear, Norm, Routes
 from attar.kernels.ops import Store
 from attar.model import decoder
 from attar.model.cache import Step
 from attar.model.decoder import Decoder, Embedding, Weights
-from attar.model.split import Split
+from attar.model.split import Cut, Split
 
 PIECE = 256  # rows of a step that stages pass on at a time: as many as products are bound by arithmetic with
 
@@ -40,6 +40,11 @@ class Groups:
         for group in (self.layers, self.stages):
             if group is not None:
                 group.abort()
+
+    def leave(self) -> None:
+        for group in (self.layers, self.stages):
+            if group is not None:
+                group.leave()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -67,8 +72,12 @@ class Lead(Protocol):
         """`Decoder.run` with these arguments."""
         ...
 
-    def logits(self, rows: int) -> bool:
+    def logits(self, rows: int, routes: Routes | None) -> bool:
         """`Decoder.logits` of so many rows, which come by broadcast; False where the others know of it already."""
+        ...
+
+    def adapt(self, number: int, folder: str) -> None:
+        """An adapter that the first process has read: of every row where its number is 0."""
         ...
 
 
@@ -100,7 +109,7 @@ class SplitDecoder(Decoder):
 
     def logits(self, stream: Tensor, delta: Tensor | None = None, routes: Routes | None = None) -> Tensor:
         together = self.groups.layers
-        if self.lead is not None and together is not None and self.lead.logits(len(stream)):
+        if self.lead is not None and together is not None and self.lead.logits(len(stream), routes):
             whole = stream if delta is None else stream + delta
             stream, delta = together.broadcast(whole.contiguous()), None
         return super().logits(stream, delta, routes)
@@ -179,6 +188,17 @@ def _widest(split: Split) -> int:
     assert split.vocabulary is not None
     start, stop = split.vocabulary
     return start // split.share.place if split.share.place else stop
+
+
+def cut_adapter(adapter: Adapter, cut: Cut) -> Adapter:
+    """What a process that keeps `cut` of a linear keeps of its adapter: of outputs their rows of B, beside the whole of
+    A; of inputs their columns of A, whose products with the whole of B are added up as the linear's own parts are."""
+    down, up = adapter.down, adapter.up
+    if cut.rows is not None:
+        up = torch.cat([up[start:stop] for start, stop in cut.rows])
+    if cut.columns is not None:
+        down = down[:, slice(*cut.columns)].clone()
+    return Adapter(down, up)
 
 
 def build(

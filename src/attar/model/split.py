@@ -12,6 +12,7 @@ some of the feed-forward's width, so that between its two halves a block needs n
     embedding, head     cut by vocabulary: a row that another process has is zero here, and rows are added up; logits
                         are gathered by the first process, which alone chooses tokens. Tied, they stay one matrix.
     norms, positions    whole.
+    adapters            B by outputs or A by inputs, as their linear; so none of them adds an exchange.
 
 Query heads stay with the key-value head they read. There are as many key-value heads as processes or a multiple, or
 each is held by several: then their keys and values are computed and cached more than once.

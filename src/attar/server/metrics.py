@@ -94,5 +94,6 @@ class _Engine(Collector):
             ("attar_preemptions", "Requests put back to make room for others", stats.preemptions),
             ("attar_steps", "Steps of the engine", stats.steps),
             ("attar_step_seconds", "Time in steps of the engine", stats.step_seconds),
+            ("attar_steps_ahead", "Steps launched before the last one's tokens were known", stats.steps_ahead),
         ):
             yield CounterMetricFamily(name, help_, value=value)

@@ -17,16 +17,17 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 interprets the kernels: `make test-triton` sets it", allow_module_level=True)
 
 from attar.formats.kv import scheme
-from attar.kernels import ops, ref_attention
+from attar.kernels import ops, planes, ref_attention
 from attar.kernels.operands import AttentionForm, Norm
 from attar.kernels.pages import Pages, Placement, Rotation
-from attar.kernels.triton import attention, kv_write
+from attar.kernels.triton import attention, kv_write, nibbles
 from attar.kernels.triton.pages import NibblePages, PlainPages
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}  # of outputs, relative to the largest: what the arithmetic adds
 ROTATED = {torch.float32: 1e-6, torch.float16: 2e-3}  # a norm and a rotation of values around 1
 SCALES = 1e-3  # of a head's scale: its largest number is rounded to float16 on the way
 FOUR_BITS = 5e-3  # of outputs, where a code or two of thousands are the neighbours
+NEIGHBOUR = 2.0**-7  # of a scale that is rounded to bfloat16, from a sum in another order
 
 SCHEMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}  # of pages with scales
 
@@ -238,6 +239,41 @@ def test_four_bits(dtype: torch.dtype, window: int | None, cap: float | None) ->
     found, _ = ops.paged_attention(q, ours, place, form)
     expected, _ = ref_attention.paged_attention(q.double(), theirs, place, form)
     assert (found.double() - expected).abs().max() <= FOUR_BITS * expected.abs().max()
+
+
+def test_four_bits_are_chosen_by_the_references_arithmetic() -> None:
+    """Of heads whose coordinates are exact in any order: whole numbers, in heads of 64, become whole eighths."""
+    rows, kv_heads, size, block = 24, 2, 64, 16
+    numbers = torch.Generator().manual_seed(0)
+    k, v = (torch.randint(-40, 41, (rows, kv_heads, size), generator=numbers).float() for _ in range(2))
+    k[..., 3] *= 50
+    k[1, 0] = v[2] = 0
+    ours = NibblePages.rotated(2, block, kv_heads, size, scheme("int4"))
+    slots = torch.randperm(2 * block, generator=numbers)[:rows]
+    ops.write_kv(k, k, v, ours, Placement(slots, slots, slots, slots, slots))
+    for x, basis, held, scales in (
+        (k, ours.bases.keys, ours.keys, ours.key_scales),  # type: ignore[union-attr]
+        (v, ours.bases.values, ours.values, ours.value_scales),  # type: ignore[union-attr]
+    ):
+        assert scales is not None
+        packed, scale = (part[slots // block, :, slots % block] for part in (held, scales))
+        y = basis.turn(x)
+        assert torch.allclose(scale, planes.quantize(y, basis)[1].float(), rtol=NEIGHBOUR, atol=0)
+        s = torch.where(scale < planes.SMALLEST, 1.0, scale)[..., None]
+        level = (y * (1 / s)).clamp(-planes.LAST, planes.LAST).round().long()
+        codes = planes.tables()[1][4, level + planes.LAST]
+        assert torch.equal(torch.cat((packed & 15, packed >> 4), -1), codes)
+
+
+@pytest.mark.parametrize("dtype", ROTATED, ids=str)
+@pytest.mark.parametrize("size", [32, 128])
+def test_heads_become_coordinates_and_back(size: int, dtype: torch.dtype) -> None:
+    ours = NibblePages.rotated(1, 16, 2, size, scheme("int4"))
+    q, slots = randn(3, 4, size).to(dtype), torch.tensor([1, 5, 9])
+    turned = ops.write_kv(q, q[:, :2], q[:, :2], ours, Placement(slots, slots, slots, slots, slots))
+    assert torch.allclose(turned, ours.bases.keys.turn_queries(q), atol=ROTATED[dtype])  # type: ignore[union-attr]
+    back = nibbles.turn_back(turned.flatten(1).clone(), ours).view(q.shape)
+    assert torch.allclose(back, q, atol=2 * ROTATED[dtype])
 
 
 def test_four_bits_of_what_is_not_finite() -> None:

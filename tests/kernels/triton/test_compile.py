@@ -116,17 +116,19 @@ def four_bits() -> NibblePages:
     return NibblePages.rotated(2, 64, 2, 128, scheme("int4"))
 
 
-def write_four_bits() -> None:
-    heads, slots = torch.zeros(2, 2, 128, dtype=DTYPE), torch.zeros(2, dtype=torch.int64)
-    nibbles.write(heads, heads, heads, four_bits(), Placement(slots, slots, slots, slots, slots))
-
-
-def write(kv: torch.dtype, offset: float = 0.0) -> None:
+def write(pages: PlainPages, offset: float = 0.0) -> None:
     heads, slots = torch.zeros(2, 2, 128, dtype=DTYPE), torch.zeros(2, dtype=torch.int64)
     rotation = Rotation(torch.zeros(9, 64), torch.zeros(9, 64), torch.zeros(2, dtype=torch.int32))
     norm = Norm("rms", torch.zeros(128, dtype=DTYPE), offset=offset)
-    pages = PlainPages.make(1, 16, 2, 128, kv)
     kv_write.write_kv(heads, heads, heads, pages, Placement(slots, slots, slots, slots, slots), rotation, norm, norm)
+
+
+def plain(kv: torch.dtype) -> PlainPages:
+    return PlainPages.make(1, 16, 2, 128, kv)
+
+
+def turn_back() -> None:
+    nibbles.turn_back(torch.zeros(2, 8 * 128, dtype=DTYPE), four_bits())
 
 
 def element_wise() -> None:
@@ -182,14 +184,15 @@ LAUNCHES: dict[str, tuple[Callable[[], None], str | None]] = {
     "16 rows, split": (lambda: attend([16], 32768), "_attend"),
     "16 rows over fp8, split": (lambda: attend([16], 32768, torch.float8_e4m3fn), "_attend"),
     "the last of a long prompt, split": (lambda: attend([60], 32768), "_attend"),
-    "writing int4": (write_four_bits, None),
+    "writing int4": (lambda: write(four_bits()), None),
+    "turning int4 back": (turn_back, None),
     "a prompt over fp8": (lambda: attend([500], 512, torch.float8_e4m3fn), "_attend"),
     "a prompt": (lambda: attend([500], 512), "_attend"),
     "a prompt of Gemma's": (lambda: attend([500], 512, head_dim=256, soft_cap=50.0, window=128), "_attend"),
-    "writing": (lambda: write(DTYPE), None),
-    "writing with Gemma's norms": (lambda: write(DTYPE, 1.0), None),
-    "writing int8": (lambda: write(torch.int8), None),
-    "writing fp8": (lambda: write(torch.float8_e4m3fn), None),
+    "writing": (lambda: write(plain(DTYPE)), None),
+    "writing with Gemma's norms": (lambda: write(plain(DTYPE), 1.0), None),
+    "writing int8": (lambda: write(plain(torch.int8)), None),
+    "writing fp8": (lambda: write(plain(torch.float8_e4m3fn)), None),
     "element-wise": (element_wise, None),
 }
 

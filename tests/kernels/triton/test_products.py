@@ -11,11 +11,13 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
 
 pytest.importorskip("triton", reason="Triton is not installed here: `make test-triton` has it")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 interprets the kernels: `make test-triton` sets it", allow_module_level=True)
 
+from attar.formats import affine
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Scheme
 from attar.kernels import ops, ref
@@ -150,6 +152,58 @@ def test_torchs_float8_product_is_ours(apart: bool) -> None:
     assert (theirs.float() - ours).abs().max() <= BFLOAT16 * ours.abs().max()
 
 
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("count", [130, 3])
+def test_torchs_product_of_blocks_is_ours(count: int, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is a Hopper card's. In its place stand torch's own checks of what it is given, those of both its
+    interfaces, and what it is documented to compute; what is left of four rows is multiplied here."""
+    real, taken = torch._scaled_mm, []
+
+    def theirs(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out_dtype: torch.dtype, out: Tensor) -> None:
+        laid = [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (a, b, a_scale, b_scale)
+        ]
+        real(*laid, out_dtype=out_dtype)
+        recipes = (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128)
+        scaled_mm(*laid[:3], recipes[0], laid[3], recipes[1], output_dtype=out_dtype)
+        wide = b_scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        out.copy_((a.float() * a_scale.repeat_interleave(128, 1)) @ (b.float() * wide))
+        taken.append(len(a))
+
+    outputs, columns = 384, 512
+    one = Linear("l", packed("fp8-block", outputs, columns))
+    weights.prepare(one, torch.float32)
+    assert isinstance(one.weight, weights.TritonWeight)
+    codes, scales = rows.round_rows(on_grid("fp8", count, columns, torch.float32), torch.float8_e4m3fn, None, 128)
+    bias, ours = randn(outputs), torch.empty(count, outputs)
+    w8.product(codes, scales, one.weight, bias, ours)
+    monkeypatch.setattr(torch, "_scaled_mm", theirs)
+    monkeypatch.setattr(tuning, "rows_from", lambda way, device: 1)
+    found = torch.empty(count, outputs + 16 * apart, dtype=torch.bfloat16)[:, :outputs]
+    w8.product(codes, scales, one.weight, bias, found)
+    assert not taken, "only a Hopper card has it"
+    monkeypatch.setattr(w8, "scaled_mm_against_blocks", lambda *given: None)
+    w8.product(codes, scales, one.weight, bias, found)
+    assert taken == ([128] if count > 4 else [])
+    assert (found.float() - ours).abs().max() <= BFLOAT16 * ours.abs().max()
+
+
+def test_where_torch_multiplies_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason(capability: tuple[int, int], cuda: str, dtype: torch.dtype, shape: tuple[int, int]) -> str | None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        return w8.scaled_mm_against_blocks.__wrapped__(torch.device("cuda"), dtype, shape)
+
+    assert reason((9, 0), "12.9", torch.bfloat16, (6144, 4096)) is None
+    assert reason((9, 0), "13.0", torch.bfloat16, (4096, 14336)) is None
+    assert "Hopper cards alone" in str(reason((10, 0), "12.9", torch.bfloat16, (6144, 4096)))
+    assert "since CUDA 12.9" in str(reason((9, 0), "12.8", torch.bfloat16, (6144, 4096)))
+    assert "into bfloat16" in str(reason((9, 0), "12.9", torch.float16, (6144, 4096)))
+    for shape in ((6144, 4096 + 128), (6144 + 64, 4096)):
+        assert "four at a time along a row" in str(reason((9, 0), "12.9", torch.bfloat16, shape))
+    assert tuning.rows_from("scaled_mm_blocks", "a card that nobody measured") == tuning.NEVER
+
+
 @pytest.mark.parametrize("scheme", [None, "w4g32", "w4g32-asym", "qserve-g64", "w8", "w8a8", "fp8", "fp8-block"])
 def test_side_by_side(scheme: str | None) -> None:
     """Three that read the same rows, of which one has a bias, are one product, and one memory."""
@@ -213,6 +267,35 @@ def test_four_bits_widen_to_the_very_numbers(scheme: str, dtype: torch.dtype) ->
     assert torch.equal(w4.dense(one.weight, dtype), source.dequantize(dtype))
     ids = torch.tensor([3, 69, 3])
     assert torch.equal(w4.dense(one.weight, dtype, ids, 3.0), source.dequantize(dtype)[ids] * 3)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("scheme", ["w4-tensor-asym", "w4g32-asym", "w4a8g64-asym"])
+@pytest.mark.parametrize("zero", [-8, 7, 8, 119, -9, 120, 127, -128])
+def test_zero_points_that_are_no_codes(zero: int, scheme: str, dtype: torch.dtype) -> None:
+    """Stored as int8 they may be any: a kernel multiplies by them, or the reference does. None wraps around."""
+    parsed = replace(Scheme.parse(scheme), layout="plain")
+    codes, scale, zeros = affine.decode(packed(scheme, 70, 128))
+    assert zeros is not None
+    zeros = zeros.clone(memory_format=torch.contiguous_format)
+    zeros.view(-1)[-1] = zero
+    one = Linear("l", affine.encode(codes, scale, zeros, parsed, (70, 128)))
+    x = on_grid("w8a8", 3, 128, dtype)
+    expected = ref.linear(x.double(), [replace(one)])
+    where = store.TritonStore("cpu", dtype)
+    where.take(one)
+    fits = -8 <= zero <= 119
+    assert (one.name in where.refused) is (not fits and parsed.activation is not None)
+    assert (one.name in where.widened) is (not fits and parsed.activation is None)
+    found = ops.linear(x, [one])
+    assert (found.double() - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+
+
+def test_codes_that_are_none_of_sixteen() -> None:
+    source = packed("w4a8g64", 64, 128)
+    source.parts["codes"][3, 5] = 8
+    reason = weights.against(Linear("l", source))
+    assert reason == "4-bit codes from -8 to 8 have no Triton kernel, only from -8 to 7"
 
 
 def test_codes_that_no_kernel_knows_are_widened_and_rows_rounded_otherwise_are_refused() -> None:

@@ -121,7 +121,7 @@ def layout_of(scheme: Scheme) -> Layout | None:
         case GgmlBlocks():
             return _GGML.get(form.type.name)
         case Lookup():
-            return Layout("float32" if form.outliers else "float16")
+            return Layout("float32" if form.outliers else form.numbers)
         case Sparse24(values=None):
             return Layout(scheme.scale_dtype, sparse=True)
         case Sparse24(values=Grid(kind="int") as values):  # a group of values spans twice as many columns

@@ -1,7 +1,8 @@
 """`ops.write_kv` in Triton: norms of heads, rotation and the writing of keys and values, one launch for all three.
 
 One program takes one head of one row: a few hundred bytes, so it is a single warp. The partner of a rotated number is
-read a second time rather than moved between lanes, which for a head of 128 costs nothing that can be seen.
+read a second time rather than moved between lanes, which for a head of 128 costs nothing that can be seen. In 4 bits
+heads are turned into coordinates before they are stored, queries with them (`nibbles.py`).
 
 Slots, like everything in a `Placement`, are read when the kernel runs and are not checked: looking at them would stop
 the device. Whoever makes placements (`model.cache`) makes only slots that exist.
@@ -14,9 +15,11 @@ from torch import Tensor
 
 from attar.kernels.operands import Norm
 from attar.kernels.pages import Placement, Rotation
+from attar.kernels.triton import nibbles
 from attar.kernels.triton.backend import same_device
 from attar.kernels.triton.language import kernel, next_power, nothing, tl
-from attar.kernels.triton.pages import PlainPages
+from attar.kernels.triton.nibbles import put_nibbles, turned
+from attar.kernels.triton.pages import NibblePages, PlainPages
 from attar.kernels.triton.rows import ROUND
 
 
@@ -80,9 +83,11 @@ def _put(
 def _write(
     q: tl.tensor, k: tl.tensor, v: tl.tensor, out: tl.tensor, keys: tl.tensor, values: tl.tensor,
     key_scales: tl.tensor, value_scales: tl.tensor, q_weight: tl.tensor, k_weight: tl.tensor, cos: tl.tensor,
-    sin: tl.tensor, turns: tl.tensor, slots: tl.tensor, q_stride: tl.tensor, k_stride: tl.tensor, v_stride: tl.tensor,
+    sin: tl.tensor, turns: tl.tensor, slots: tl.tensor, levels: tl.tensor, nearest: tl.tensor, steps: tl.tensor,
+    share: tl.tensor, each: tl.tensor, q_stride: tl.tensor, k_stride: tl.tensor, v_stride: tl.tensor,
     block: tl.tensor, eps: tl.tensor, offset: tl.tensor, H: tl.constexpr, G: tl.constexpr, NORM: tl.constexpr,
-    OFFSET: tl.constexpr, SCALED: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    OFFSET: tl.constexpr, SCALED: tl.constexpr, FOUR: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, BLOCK)
@@ -90,6 +95,8 @@ def _write(
     if head < H:
         source = q + row * q_stride + head * D
         wide = _head(source, q_weight, cos + angle, sin + angle, eps, offset, NORM, OFFSET, HALF, D, BLOCK)
+        if FOUR:
+            wide = turned(wide, each, D)
         tl.store(out + (row * H + head) * D + d, wide.to(out.dtype.element_ty), mask=d < D)
     else:
         g = (head - H) % G
@@ -98,10 +105,16 @@ def _write(
         if head < H + G:
             source = k + row * k_stride + g * D
             wide = _head(source, k_weight, cos + angle, sin + angle, eps, offset, NORM, OFFSET, HALF, D, BLOCK)
-            _put(wide, keys, key_scales, place, SCALED, D, BLOCK)
+            if FOUR:
+                put_nibbles(turned(wide, each, D), keys, key_scales, place, levels, nearest, steps, share, D)
+            else:
+                _put(wide, keys, key_scales, place, SCALED, D, BLOCK)
         else:
             wide = tl.load(v + row * v_stride + g * D + d, mask=d < D, other=0.0).to(tl.float32)
-            _put(wide, values, value_scales, place, SCALED, D, BLOCK)
+            if FOUR:
+                put_nibbles(turned(wide, each, D), values, value_scales, place, levels, nearest, steps, share, D)
+            else:
+                _put(wide, values, value_scales, place, SCALED, D, BLOCK)
 
 
 def write_kv(
@@ -114,7 +127,7 @@ def write_kv(
     q_norm: Norm | None = None,
     k_norm: Norm | None = None,
 ) -> Tensor:
-    """`ops.write_kv` into plain pages; the norms are RMSNorms that differ in nothing but the weight.
+    """`ops.write_kv` into pages of any kind here; the norms are RMSNorms that differ in nothing but the weight.
 
     Raises ValueError where shapes, strides or devices do not fit.
     """
@@ -142,12 +155,14 @@ def write_kv(
             raise ValueError(f"{2 * half} columns cannot turn in heads of {size}")
     same_device(q, k, v, pages.keys, place.slots, cos, weights[0], weights[1])
     out = torch.empty((rows, heads, size), dtype=q.dtype, device=q.device)
-    scaled = pages.key_scales is not None
+    scaled, four = pages.key_scales is not None, isinstance(pages, NibblePages)
+    tables = nibbles.tables(q.device) if four else (none, none, none)
     if rows:
         _write[(rows, heads + 2 * pages.kv_heads)](
             q, k, v, out, pages.keys, pages.values, pages.key_scales if scaled else none,
-            pages.value_scales if scaled else none, *weights, cos, sin, turns, place.slots, q.stride(0), k.stride(0),
-            v.stride(0), pages.block, eps, offset, H=heads, G=pages.kv_heads, NORM=q_norm is not None,
-            OFFSET=offset != 0, SCALED=scaled, HALF=half, D=size, BLOCK=next_power(size), num_warps=1,
+            pages.value_scales if scaled else none, *weights, cos, sin, turns, place.slots, *tables,
+            nibbles.share(size), nibbles.entry(size) if four else 1.0, q.stride(0), k.stride(0), v.stride(0),
+            pages.block, eps, offset, H=heads, G=pages.kv_heads, NORM=q_norm is not None, OFFSET=offset != 0,
+            SCALED=scaled, FOUR=four, HALF=half, D=size, BLOCK=next_power(size), num_warps=1,
         )  # fmt: skip
     return out

@@ -1,12 +1,18 @@
-"""Writing keys and values in 4 bits: the scheme `int4` of `formats/kv.py`, as Triton's kernels keep it.
+"""Keys and values in 4 bits: the scheme `int4` of `formats/kv.py`, as Triton's kernels keep it.
 
 The coordinates are those of `kernels/planes.py`: heads rotated, a scale for each token, sixteen levels, and of eight
 candidates for the scale the one that leaves the least error, rounded to bfloat16 before codes are chosen. Where those
 planes suit int8 products of one vector register, a byte here holds coordinates j and D / 2 + j of one token, so a
 token is one piece of memory and the tensor cores get rows.
 
-One program takes one head of one row. The rotations before and after are torch's: a product with a matrix for each
-head. Not done: those in the same launch, which would save some ten small ones a layer.
+Rotating, rounding and packing are parts of the one kernel that writes pages (`kv_write.py`), which has the head in its
+registers anyway. Hadamard's matrix is never read: a product with it is log2(D) rounds in which neighbours become their
+sum, which goes to the lower half, and their difference, which goes to the upper. After as many rounds as places have
+bits every number is where it belongs. The sums are those of the matrix product in another order, so a coordinate may
+differ from the reference's in its last bits; codes are then chosen by the reference's arithmetic, to the bit.
+
+What attention mixes comes back as coordinates and is turned by the same rounds, in a launch of its own. Not done: that
+in the attention's, where a tile of a prompt would cross shared memory seven times.
 """
 
 from __future__ import annotations
@@ -18,7 +24,6 @@ from torch import Tensor
 
 from attar.formats.kv import UNIT
 from attar.kernels import planes
-from attar.kernels.pages import Placement
 from attar.kernels.triton.backend import same_device
 from attar.kernels.triton.language import kernel, tl
 from attar.kernels.triton.pages import NibblePages
@@ -38,6 +43,27 @@ def tables(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     return levels[BITS, :16].to(device), nearest[BITS].to(device), torch.tensor(planes.STEPS, device=device)
 
 
+@functools.cache
+def entry(size: int) -> float:
+    """The size of every number of Hadamard's matrix."""
+    return float(planes.hadamard(size)[0, 0])
+
+
+def share(size: int) -> float:
+    """What a coordinate of a head counts in the root mean square, as `planes.Basis.shares` of equal bits."""
+    return float(1.0 / (UNIT * size**0.5))
+
+
+@kernel
+def turned(x: tl.tensor, each: tl.tensor, D: tl.constexpr) -> tl.tensor:
+    """x [D] float32 times Hadamard's matrix, whose numbers are `each` or its negative."""
+    for place in tl.static_range(16):
+        if (1 << place) < D:
+            a, b = tl.split(tl.reshape(x, (D // 2, 2)))
+            x = tl.reshape(tl.trans(tl.join(a + b, a - b)), (D,))
+    return x * each
+
+
 @kernel
 def _to_bfloat16(x: tl.tensor) -> tl.tensor:
     """The bfloat16 nearest to a float32 that is not negative, of two the even one, as float32."""
@@ -46,16 +72,14 @@ def _to_bfloat16(x: tl.tensor) -> tl.tensor:
 
 
 @kernel
-def _pack(
-    coordinates: tl.tensor, pages: tl.tensor, scales: tl.tensor, slots: tl.tensor, levels: tl.tensor,
-    nearest: tl.tensor, steps: tl.tensor, share: tl.tensor, block: tl.tensor, G: tl.constexpr, D: tl.constexpr,
+def put_nibbles(
+    coordinates: tl.tensor, pages: tl.tensor, scales: tl.tensor, place: tl.tensor, levels: tl.tensor,
+    nearest: tl.tensor, steps: tl.tensor, share: tl.tensor, D: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Coordinates [D] float32 to a slot, as codes and their scale."""
     HALF: tl.constexpr = D // 2
-    row, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(slots + row)
-    place = (slot // block * G + g) * block + slot % block
     side, j = tl.arange(0, 2), tl.arange(0, HALF)
-    y = tl.load(coordinates + (row * G + g) * D + side[:, None] * HALF + j[None, :])
+    y = tl.reshape(coordinates, (2, HALF))
     finite = tl.sum(tl.sum(tl.where(tl.abs(y) < float("inf"), 0, 1), 1), 0) == 0
     y = tl.where(finite, y, 0.0)
     size = tl.sqrt(tl.sum(tl.sum(y * share * (y * share), 1), 0))
@@ -77,26 +101,17 @@ def _pack(
     tl.store(scales + place, tl.where(finite, kept, float("nan")))
 
 
-def write(q: Tensor, k: Tensor, v: Tensor, pages: NibblePages, place: Placement) -> Tensor:
-    """Keys and values [N, G, D], normed and rotated, to their slots; returns the queries [N, H, D] as attention over
-    such pages wants them. Raises ValueError where shapes or devices do not fit."""
-    if k.shape != v.shape or k.shape[1:] != (pages.kv_heads, pages.head_dim) or place.slots.shape != k.shape[:1]:
-        raise ValueError(
-            f"keys are {list(k.shape)} and values {list(v.shape)}, not [rows, heads, columns] of the pages"
-        )
-    same_device(q, k, v, pages.keys, place.slots)
-    bases = pages.bases
-    assert bases is not None
-    assert pages.key_scales is not None
-    assert pages.value_scales is not None
-    share = 1.0 / (UNIT * pages.head_dim**0.5)
-    for x, basis, held, scales in (
-        (k, bases.keys, pages.keys, pages.key_scales),
-        (v, bases.values, pages.values, pages.value_scales),
-    ):
-        if len(x):
-            _pack[(len(x), pages.kv_heads)](
-                basis.turn(x).contiguous(), held, scales, place.slots, *tables(q.device), share, pages.block,
-                G=pages.kv_heads, D=pages.head_dim, num_warps=1,
-            )  # fmt: skip
-    return bases.keys.turn_queries(q)
+@kernel
+def _turn(mixed: tl.tensor, each: tl.tensor, D: tl.constexpr) -> None:
+    at = mixed + tl.program_id(0).to(tl.int64) * D + tl.arange(0, D)
+    tl.store(at, turned(tl.load(at).to(tl.float32), each, D).to(mixed.dtype.element_ty))
+
+
+def turn_back(mixed: Tensor, pages: NibblePages) -> Tensor:
+    """Mixtures [N, H * D] of values' coordinates to mixtures of values, in their place."""
+    assert mixed.is_contiguous()
+    same_device(mixed, pages.values)
+    if len(mixed):
+        size = pages.head_dim
+        _turn[(mixed.numel() // size,)](mixed, entry(size), D=size, num_warps=1)
+    return mixed

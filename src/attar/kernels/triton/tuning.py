@@ -22,11 +22,13 @@ from typing import Any, Literal
 Kind = Literal["w4a16", "w4a8", "p4a8", "w8a16", "w8a8", "b8a16", "b8a8"]
 """The last two are 8 bits with scales of blocks."""
 
-Way = Literal["widened", "scaled_mm"]
-"""Ways around these kernels: 4-bit weights widened once and left to torch, and torch's own product of float8."""
+Way = Literal["widened", "scaled_mm", "scaled_mm_blocks"]
+"""Ways around these kernels: 4-bit weights widened once and left to torch, and torch's own products of float8, with a
+scale a row and output, and with those of blocks."""
 
-FROM: Mapping[Way, int] = {"widened": 1024, "scaled_mm": 64}
-"""Rows from which on a way is taken."""
+NEVER = 1 << 30  # rows
+FROM: Mapping[Way, int] = {"widened": 1024, "scaled_mm": 64, "scaled_mm_blocks": NEVER}
+"""Rows from which on a way is taken where nobody has measured."""
 
 STEP = 128  # columns that a step of a program multiplies
 FEW = 16  # rows: one tile of the smallest size

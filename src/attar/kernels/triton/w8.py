@@ -12,12 +12,20 @@ Hopper's tensor cores keep 14 bits of a running sum of float8: it is moved to fl
 
 float8 on many rows (`tuning.rows_from`) goes to `torch._scaled_mm`, whose kernels are NVIDIA's own, with its fast
 accumulation, which would not move them, left off. A few rows stay here: they are bound by the bytes of the weight, and
-torch pads them to its smallest tile. Not done: torch's product of blocks, which not every release has.
+torch pads them to its smallest tile.
+
+So may blocks, from as many rows on as were measured to be faster there; without a measurement they stay here. torch
+has that product for Hopper cards since CUDA 12.9, and knows it by the scales: those of rows [N, I / 128] column by
+column, of a multiple of four rows, those of the weight [I / 128, O / 128] with a column's together. Releases differ in
+how such a column is padded to a multiple of four, some silently: so only weights are taken that need no padding. Rows
+that are left over, three at most, are multiplied here.
 
 Shapes: N rows, I input columns, O output columns.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -35,6 +43,9 @@ from attar.kernels.triton.language import (
     tl,
 )
 from attar.kernels.triton.weights import TritonWeight
+
+ROWS_TOGETHER = 4  # rows whose scales torch's product of blocks reads at once: 16 bytes
+HOPPER, CUDA_OF_BLOCKS = (9, 0), (12, 9)
 
 
 @kernel
@@ -131,6 +142,13 @@ def product(x: Tensor, scales: Tensor | None, weight: TritonWeight, bias: Tensor
     ):
         scaled_mm(x, scales, weight, bias, out)
         return
+    if scales is not None and blocked and rows >= tuning.rows_from("scaled_mm_blocks", device):
+        whole = rows - rows % ROWS_TOGETHER
+        if whole and scaled_mm_against_blocks(x.device, out.dtype, weight.shape) is None:
+            scaled_mm_blocks(x[:whole], scales[:whole], weight, bias, out[:whole])
+            if whole == rows:
+                return
+            x, scales, out, rows = x[whole:], scales[whole:], out[whole:], rows - whole
     kind: tuning.Kind = "w8a16" if scales is None else "w8a8"
     if blocked:
         kind = "b8a16" if scales is None else "b8a8"
@@ -163,5 +181,34 @@ def scaled_mm(codes: Tensor, scales: Tensor, weight: TritonWeight, bias: Tensor 
         codes, weight.codes.t(), scales[:, None], weight.scales[None, :], None if bias is None else bias.to(out.dtype),
         out_dtype=out.dtype, out=whole,
     )  # fmt: skip
+    if whole is not out:
+        out.copy_(whole)
+
+
+@functools.cache
+def scaled_mm_against_blocks(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> str | None:
+    """Why torch's own product of float8 in blocks does not take a weight [O, I] here, or None where it does."""
+    if device.type != "cuda" or not torch.version.cuda or torch.cuda.get_device_capability(device) != HOPPER:
+        return "torch multiplies float8 in blocks on Hopper cards alone"
+    if tuple(map(int, torch.version.cuda.split(".")[:2])) < CUDA_OF_BLOCKS:
+        return f"torch multiplies float8 in blocks since CUDA 12.9, and this one is of {torch.version.cuda}"
+    if dtype != torch.bfloat16:
+        return f"torch multiplies float8 in blocks into bfloat16, not {dtype}"
+    outputs, columns = shape
+    if outputs % tuning.STEP or columns % (ROWS_TOGETHER * tuning.STEP):
+        return f"torch multiplies float8 in whole blocks, four at a time along a row, which {shape} is not made of"
+    return None
+
+
+def scaled_mm_blocks(codes: Tensor, scales: Tensor, weight: TritonWeight, bias: Tensor | None, out: Tensor) -> None:
+    """The same in blocks by torch, of rows that are codes [N, I] and scales [N, I / 128], N a multiple of four."""
+    assert weight.scales is not None
+    assert len(codes) % ROWS_TOGETHER == 0
+    whole = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    torch._scaled_mm(
+        codes, weight.codes.t(), scales.t().contiguous().t(), weight.scales.t(), out_dtype=out.dtype, out=whole
+    )
+    if bias is not None:
+        whole += bias.to(out.dtype)
     if whole is not out:
         out.copy_(whole)

@@ -60,6 +60,7 @@ RUNS = (128, 64, 32)
 MOST_COLUMNS = 65536  # whose products of 8 by 8 bits one sum of 32 bits holds
 INTEGER_RUN = 64  # at least: the integer tensor cores take 32 columns of each half
 ZERO = 8  # the code of zero on a symmetric 4-bit grid, as nibbles are stored
+HIGHEST_ZERO = 127  # zero point, counted as nibbles are: int8 holds it, and bfloat16 what `w4.py` adds to it
 
 
 @dataclass(eq=False)
@@ -121,6 +122,8 @@ def against(each: Linear) -> str | None:
     eight = (grid.kind, grid.bits) in (("int", 8), ("e4m3", 8)) and grid.symmetric and grid.granularity != "group"
     if not four and not eight:
         return f"{weight.scheme.name} has no Triton kernel yet"
+    if four and (strange := _against_numbers(weight)) is not None:
+        return strange
     if grid.kind == "e4m3" and not knows_float8(weight.parts["codes"].device):
         return "this card knows no float8"
     if weight.shape[1] % 16:
@@ -129,6 +132,19 @@ def against(each: Linear) -> str | None:
         return None
     whole = eight and grid.kind == "int"  # rows are summed as integers to their end
     return _against_rounding(weight.scheme, grid.kind) or (_against_sum(weight.shape[1]) if whole else None)
+
+
+def _against_numbers(weight: PackedTensor) -> str | None:
+    """The same of 4-bit codes and zero points that are stored as int8, which a file may fill with anything: packed ones
+    cannot leave their range, and here they would wrap around in it."""
+    for part, highest in (("codes", 2 * ZERO - 1), ("zero", HIGHEST_ZERO)):
+        numbers = weight.parts.get(part)
+        if numbers is not None and numbers.dtype == torch.int8:
+            low, high = (int(extreme) for extreme in numbers.aminmax())
+            if low < -ZERO or high > highest - ZERO:
+                what = "codes" if part == "codes" else "zero points"
+                return f"4-bit {what} from {low} to {high} have no Triton kernel, only from {-ZERO} to {highest - ZERO}"
+    return None
 
 
 def _against_sum(columns: int) -> str | None:

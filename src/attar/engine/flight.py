@@ -1,0 +1,217 @@
+"""One step on its way: launched, its tokens chosen, and how both go on where something raises or memory is short.
+
+What is done for a whole batch, the model's step and the choice of tokens, is done again one by one where it raises: to
+the same bits, since no number depends on company, and whoever raises again has failed.
+
+Where the device has too little memory for a step, it is run in halves, and later steps in pieces of that size, also
+those that only decode; nobody's request ends by it.
+
+Nothing here knows what a token means to its request. A flight keeps its own account of whose its rows are, because who
+has ended is forgotten elsewhere while a row of it may still be on its way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as List
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from attar.engine import device_sampler
+from attar.engine.bounds import Bounds
+from attar.engine.choices import Choice, Request
+from attar.engine.device_sampler import Chosen
+from attar.engine.messages import Event
+from attar.engine.runner import Coming, Runner, Wanted
+from attar.engine.sampler import BadLogits, Draw, Sampler, sample
+from attar.engine.sequence import Sequence
+from attar.engine.step import Chunk, StepPlan
+from attar.model.cache import sent
+
+logger = logging.getLogger(__name__)
+
+Drawn = Draw | BadLogits | None
+"""What came of a row: None where its choice raised."""
+
+
+@dataclass(eq=False, slots=True)
+class Flight:
+    """A step that was launched at `began`. `choices` are those of its chunks, in their order."""
+
+    plan: StepPlan
+    choices: Mapping[Sequence, Choice]
+    began: float
+    logits: Tensor | None
+    """[S, V] behind the chunks that sample, without those of `failed`: until tokens are chosen of them."""
+    failed: set[str]
+    """Ids of sequences for which the step raised."""
+    busy: Callable[[], float]
+    """How long the device was at it, as a meter tells."""
+    drawing: list[Choice] = field(default_factory=list)
+    """Whose tokens are chosen: not of who had ended, or wants none."""
+    chosen: Chosen | None = None
+    """Of `drawing`, where the device may not have come to it yet."""
+    drawn: list[Drawn] = field(default_factory=list)
+    """The same where it is known already."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing has raised: then the device has a token for everybody who goes on."""
+        return not self.failed and (self.chosen is not None or not self.drawing)
+
+    @property
+    def coming(self) -> Coming | None:
+        """Its tokens, for the step behind it."""
+        if self.chosen is None:
+            return None
+        return Coming(self.chosen.tokens, {choice.sequence: i for i, choice in enumerate(self.drawing)})
+
+
+class Launcher:
+    """Launches steps of `runner`, and chooses tokens behind them; on a device that `overlaps`, without a look at the
+    logits. `say` takes events that a step itself gives rise to."""
+
+    def __init__(self, runner: Runner, overlaps: bool, bounds: Bounds | None, say: Callable[[Event], None]) -> None:
+        self.runner, self.overlaps, self.bounds, self.say = runner, overlaps, bounds, say
+        self.rows: int | None = None
+        """Of a step that the device has had memory for, where one was too large."""
+
+    def launch(
+        self, plan: StepPlan, choices: Mapping[Sequence, Choice], began: float, coming: Coming | None = None
+    ) -> Flight:
+        """Run the model. On a GPU it is on its way then. `coming` are tokens of the step before, if nobody knows them
+        yet. Raises torch.AcceleratorError where nothing can be computed any more."""
+        failed: set[str] = set()
+        if self.bounds is not None:
+            self.bounds.begin()
+        try:
+            logits = self._whole(plan, choices, coming)
+        except torch.AcceleratorError:  # nothing can be computed there any more: the process ends, and a new one starts
+            raise
+        except Exception:
+            logger.exception("a step of %d sequences raised: once more, one by one", len(plan.chunks))
+            logits, failed = self._apart(plan, choices, coming)
+        busy = float if self.bounds is None else self.bounds.end()
+        return Flight(plan, choices, began, logits, failed, busy)
+
+    def choose(self, flight: Flight) -> None:
+        """Choose the tokens of a step, or begin to."""
+        sampling = [chunk.sequence for chunk in flight.plan.chunks if chunk.samples]
+        sampling = [sequence for sequence in sampling if sequence.id not in flight.failed]
+        rows = [i for i, each in enumerate(sampling) if each.max_tokens > 0 and each.ending is None]
+        flight.drawing = [flight.choices[sampling[i]] for i in rows]
+        if not rows:
+            return
+        logits, flight.logits = flight.logits, None  # the memory goes, or the next step writes there
+        assert logits is not None
+        if len(rows) < len(sampling):
+            (places,) = sent(logits.device, torch.tensor(rows))
+            logits = logits[places]
+        samplers = [choice.sampler for choice in flight.drawing]
+        try:
+            if self.overlaps:
+                flight.chosen = device_sampler.choose(logits, samplers)
+            else:
+                flight.drawn = list(sample(logits, samplers))
+        except torch.AcceleratorError:
+            raise
+        except Exception:
+            choose, own = (device_sampler.sample if self.overlaps else sample), logits
+            flight.drawn = _each(samplers, lambda row: choose(own[row : row + 1], samplers[row : row + 1]))
+
+    def draws(self, flight: Flight) -> list[Drawn]:
+        """What came of each of `flight.drawing`. Here the host waits for the device."""
+        if (chosen := flight.chosen) is None:
+            return flight.drawn
+        try:
+            return list(chosen.draws())
+        except torch.AcceleratorError:
+            raise
+        except Exception:
+            return _each([choice.sampler for choice in flight.drawing], lambda row: chosen.draws(row, row + 1))
+
+    def _whole(self, plan: StepPlan, choices: Mapping[Sequence, Choice], coming: Coming | None) -> Tensor:
+        """As `Runner.run`, in pieces where the device has too little memory for more. Raises torch.OutOfMemoryError
+        where it has too little for a single token."""
+        left = [plan] if self.rows is None else plan.pieces(self.rows)
+        logits: list[Tensor] = []
+        while left:
+            piece = left.pop(0)
+            requests = [choices[chunk.sequence].request for chunk in piece.chunks]
+            pooled = [(request, request.pooled) for request in requests]
+            try:
+                found = self.runner.run(piece, self._wanted(piece, choices), coming)
+            except torch.OutOfMemoryError:
+                self.runner.release()
+                if piece.tokens < 2:
+                    raise
+                for request, before in pooled:
+                    request.pooled = before
+                half = -(-piece.tokens // 2)
+                self.rows = half
+                logger.warning("too little memory for %d tokens at once: from now on %d", piece.tokens, self.rows)
+                left = [smaller for each in (piece, *left) for smaller in each.pieces(half)]
+            else:
+                logits.append(found.clone() if left or logits else found)
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _apart(
+        self, plan: StepPlan, choices: Mapping[Sequence, Choice], coming: Coming | None
+    ) -> tuple[Tensor, set[str]]:
+        """A step sequence by sequence: logits [S, V] as of `Runner.run` without those that raise, and their ids."""
+        wanted = self._wanted(plan, choices)
+        empty = torch.empty((0, self.runner.decoder.config.vocab_size), device=self.runner.device)
+        logits, failed = [empty], set()
+        self.runner.release()  # recordings may be half made
+        for sequence in plan.sequences:
+            chunks = [chunk for chunk in plan.chunks if chunk.sequence is sequence]
+            copies = [copy for copy in plan.copies if copy.sequence is sequence]
+            try:
+                logits.append(self.runner.run(StepPlan(chunks, copies), wanted, coming).clone())
+            except torch.AcceleratorError:
+                raise
+            except Exception:
+                logger.exception("sequence %s failed", sequence.id)
+                failed.add(sequence.id)
+                self.runner.release()
+        return torch.cat(logits), failed
+
+    def _wanted(self, plan: StepPlan, choices: Mapping[Sequence, Choice]) -> dict[str, Wanted]:
+        """What requests of this step want besides the next token."""
+        wanted = {}
+        for chunk in plan.chunks:
+            request = choices[chunk.sequence].request
+            if request.pooling:
+                before = request.pooled if chunk.start else None
+                wanted[chunk.sequence.id] = Wanted(hidden=partial(_pool, request, before))
+            elif request.of_prompt is not None and chunk.sequence.bypass and chunk.start < chunk.sequence.prompt:
+                wanted[chunk.sequence.id] = Wanted(logits=partial(self._score, request))
+        return wanted
+
+    def _score(self, request: Request, chunk: Chunk, first: int, logits: Tensor) -> None:
+        found = request.score(chunk.start + first, logits)
+        if found is not None:
+            self.say(found)
+
+
+def _pool(request: Request, before: Tensor | None, chunk: Chunk, first: int, hidden: Tensor) -> None:
+    request.pool(before, hidden)
+
+
+def _each(samplers: List[Sampler], choose: Callable[[int], list[Draw | BadLogits]]) -> list[Drawn]:
+    """A draw for every row, after all at once has raised; None where it raises alone."""
+    logger.exception("choosing %d tokens raised: once more, one by one", len(samplers))
+    draws: list[Drawn] = []
+    for row, sampler in enumerate(samplers):
+        try:
+            draws += choose(row)
+        except torch.AcceleratorError:
+            raise
+        except Exception:
+            logger.exception("sequence %s failed", sampler.name)
+            draws.append(None)
+    return draws
