@@ -41,6 +41,7 @@ COMMANDS = (
     "merge",
     "doctor",
     "demo",
+    "triton",
 )
 ATTAR = [sys.executable, "-m", "attar"]
 TEXT = (ROOT / "LICENSE").read_text()
@@ -129,6 +130,13 @@ def test_eval_gives_the_figures_that_compress_gave(compressed: Result, out: str)
     report = last_json(attar(f"eval {out} --against ./model --text heldout.txt --json"))
     assert {"ppl", "kl_mean", "kl_p999", "top1", "tokens"} <= report.keys()
     assert report == last_json(compressed)["evaluation"]
+
+
+def test_eval_continues_prompts(out: str) -> None:
+    report = last_json(attar(f"eval {out} --against ./model --text heldout.txt --max-tokens 130 --greedy 2 --json"))
+    assert 0 <= report["greedy"] <= 64
+    assert report["protocol"]["greedy"] == "2 prompts of 64 tokens, continued by 64"
+    assert 0 < report["ear"] < 1
 
 
 def test_eval_without_the_original(out: str) -> None:

@@ -219,3 +219,34 @@ def test_impossible_questions(sentence: str, run: object) -> None:
 )  # fmt: skip
 def test_sizes_for_people(count: float, text: str) -> None:
     assert fit.size(count) == text
+
+
+@given(memories, contexts, kinds, st.integers(1, 100), st.none() | st.integers(1, 10**7))
+def test_a_fraction_is_of_what_the_model_leaves(
+    memory: int, context: int, kv: str, percent: int, tokens: int | None
+) -> None:
+    whole = fit.fit(CONFIG, W4, kv, memory, context)
+    found = fit.fit(CONFIG, W4, kv, memory, context, max_tokens=tokens, fraction=percent / 100)
+    left = max(0, whole.unused + whole.cache)
+    assert found.cache <= left * percent / 100
+    assert found.blocks <= (found.blocks if tokens is None else -(-tokens // BLOCK))
+    more = (found.blocks + 1) * found.block_bytes
+    assert more > left * percent / 100 or (tokens is not None and found.blocks * BLOCK >= tokens)
+    assert (found.weights, found.step, found.processes) == (whole.weights, whole.step, whole.processes)
+
+
+@pytest.mark.parametrize("fraction", [0.0, -0.1, 1.01, float("nan")])
+def test_a_fraction_that_is_none_is_refused(fraction: float) -> None:
+    with pytest.raises(ValueError, match="the fraction of the memory for keys and values"):
+        fit.fit(CONFIG, W4, "int8", GB, 512, fraction=fraction)
+
+
+def test_a_server_takes_no_more_of_a_fraction_than_it_can_use() -> None:
+    """Nor a longer request than the fraction holds."""
+    limits = StepLimits(sequences=2)
+    found = fit.start(CONFIG, W4, "int8", 64 * GB, limits, 4096, fraction=0.9)
+    assert found.requests == 2
+    short = fit.start(CONFIG, W4, "int8", 4 * GB, limits, fraction=0.05)
+    assert 0 < short.context == short.tokens < CONFIG.context
+    assert short.cache <= 0.05 * (short.unused + short.cache)
+    assert fit.start(CONFIG, W4, "int8", 4 * GB, limits, fraction=0.05, max_tokens=640).tokens == 640

@@ -21,6 +21,7 @@ from attar.faults import Fault
 from attar.server import client
 from attar.server.client import MAX_WAITING, ROOM_SECONDS, SILENCE, STUCK, WATCH_SECONDS, Answer, EngineClient
 from attar.server.door import Options
+from attar.server.places import Places
 from tests.server.conftest import Running
 from tests.server.test_protocol import connect, post
 
@@ -208,6 +209,7 @@ def answering(
         window,
         lambda answer, batch: sent.extend(batch),
         lambda ids, tell: dropped.append((list(ids), tell)),
+        Places(),
     )
     answer.go_on()
     return answer, sent, dropped

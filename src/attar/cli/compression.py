@@ -19,8 +19,8 @@ from attar.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from attar.compression.allocate import Target
     from attar.compression.pipeline import Compressed
+    from attar.compression.target import Target
     from attar.formats.scheme import Scheme
 
 
@@ -52,7 +52,7 @@ def parse_target(
     bits: float | None, size: str | None, kl: float | None, ladder: str | None
 ) -> tuple[Target | None, tuple[Scheme, ...] | None]:
     """What the options say. Raises ValueError for two targets, or a ladder without one."""
-    from attar.compression.allocate import Target, parse_ladder
+    from attar.compression.target import Target, parse_ladder
 
     if bits is None and size is None and kl is None:
         if ladder is not None:
@@ -127,7 +127,7 @@ def compress(
     with errors(as_json, after_interrupt=RESUME), progress(quiet) as bar:
         from attar.compression.pipeline import compress as run
         from attar.compression.pipeline import default_recipe
-        from attar.compression.recipe import KEEP
+        from attar.compression.spelling import KEEP
         from attar.evaluation.table import Row, cost_table
 
         target, rungs = parse_target(target_bits, target_size, target_kl, ladder)

@@ -29,6 +29,9 @@ def evaluate(
     ] = None,
     stride: Annotated[int | None, typer.Option(min=1, help="Tokens between windows; default: the context.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=2, help="Use at most this many tokens of the text.")] = None,
+    greedy: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Continue N prompts of the text greedily: how long do both agree?")
+    ] = 0,
     device: Device = "cpu",
     dtype: ComputeDtype = None,
     kv: Kv = None,
@@ -40,10 +43,11 @@ def evaluate(
 ) -> None:
     """Measure a model on a text or task, against its original.
 
-    Perplexity; with --against also KL divergence and top-1 agreement; all with 95 % intervals. The protocol is that of
-    `compress --eval`, so the figures compare. With --kv, what keeping keys and values so costs at the context, 4096
-    tokens by default where the model has them: against the same model, unless --against names another. An --adapter is
-    MODEL's alone. Of a task, perplexity of the target and accuracy, as lm-eval has them.
+    Perplexity; with --against also KL divergence, top-1 agreement and the expected acceptance rate; all with 95 %
+    intervals. The protocol is that of `compress --eval`, so the figures compare. With --greedy, of 64 tokens of each
+    continuation how many both models write the same. With --kv, what keeping keys and values so costs at the context,
+    4096 tokens by default where the model has them: against the same model, unless --against names another. An
+    --adapter is MODEL's alone. Of a task, perplexity of the target and accuracy, as lm-eval has them.
     """
     with errors(as_json), progress(quiet) as bar:
         require(device)
@@ -54,10 +58,10 @@ def evaluate(
         if task is not None:
             from attar.evaluation.tasks import evaluate_task, parse_task
 
-            if any(given is not None for given in (text, against, stride, max_tokens, kv)):
-                raise ValueError("--text, --against, --stride, --max-tokens and --kv are not for a --task")
+            if greedy or any(given is not None for given in (text, against, stride, max_tokens, kv)):
+                raise ValueError("--text, --against, --stride, --max-tokens, --greedy and --kv are not for a --task")
             name, path = parse_task(task)
-            subject, tokenizer = _subject(model, adapter, tp, pp, device, dtype, bar)
+            subject, tokenizer, beside = _subject(model, adapter, tp, pp, device, dtype, bar)
             found = evaluate_task(
                 subject,
                 name,
@@ -67,7 +71,7 @@ def evaluate(
                 limit=limit,
                 device=device,
                 dtype=dtype,
-                adapter=adapter,
+                adapter=beside,
                 progress=bar,
             )
             bar.close()
@@ -80,10 +84,11 @@ def evaluate(
             raise ValueError("give the text to measure on: --text heldout.txt, or a --task")
         if limit is not None:
             raise ValueError("--limit is of a --task; of a text, --max-tokens")
-        subject, tokenizer = _subject(model, adapter, tp, pp, device, dtype, bar)
+        subject, tokenizer, beside = _subject(model, adapter, tp, pp, device, dtype, bar)
         report = run(
             subject, against=against, text=text, tokenizer=tokenizer, context=context, stride=stride,
-            max_tokens=max_tokens, device=device, dtype=dtype, kv=kv, adapter=adapter, progress=bar,
+            max_tokens=max_tokens, device=device, dtype=dtype, kv=kv, adapter=beside, prompts=greedy,
+            progress=bar,
         )  # fmt: skip
         bar.close()
         print(report.table())
@@ -92,22 +97,23 @@ def evaluate(
 
 def _subject(
     model: str, adapter: Path | None, tp: int, pp: int, device: str, dtype: str | None, bar: Progress
-) -> tuple[str | Decoder, Tokenizer | None]:
-    """What is measured, by its name; or, in several processes, the model itself, with its tokenizer."""
+) -> tuple[str | Decoder, Tokenizer | None, Path | None]:
+    """What is measured, by its name, and the adapter beside it; or, in several processes, the model itself, which has
+    that already, and its tokenizer."""
     if tp * pp == 1:
-        return model, None
-    from attar.checkpoints import hf, hub, vocabulary
+        return model, None, adapter
+    from attar.checkpoints import hf, hub, lora, vocabulary
     from attar.engine.team import Team
 
-    if adapter is not None:
-        raise ValueError("an adapter is not shared between processes yet: --tp and --pp go without one")
     tell_shared(device, tp, pp)
     path, computed = hub.resolve(model), hf.compute_dtype(dtype, device)
     team = Team(
         path, tp, pp, device=device, dtype=computed, native=device != "cpu",
         progress=lambda done, total: bar("loading", done, total),
     )  # fmt: skip
-    return team.decoder, vocabulary.tokenizer(path)
+    if adapter is not None:
+        lora.attach(team.decoder, adapter)
+    return team.decoder, vocabulary.tokenizer(path), None
 
 
 def verify(

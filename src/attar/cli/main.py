@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from attar.cli import compression, evaluation, files, generation, machine, serving
+from attar.cli import compression, evaluation, files, generation, machine, planning, serving, triton
 from attar.cli.terminal import Commands
 from attar.version import __version__
 
@@ -37,7 +37,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "serve": serving.serve,
     "bench-serve": serving.bench_serve,
     "bench": generation.bench,
-    "plan": serving.plan,
+    "plan": planning.plan,
     "inspect": files.inspect,
     "verify": evaluation.verify,
     "convert": files.convert,
@@ -49,6 +49,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 }
 for name, command in COMMANDS.items():
     app.command(name)(command)
+app.add_typer(triton.app, name="triton")
 
 
 def version(show: bool) -> None:

@@ -29,9 +29,8 @@ ComputeDtype = Annotated[
         "by default bfloat16.",
     ),
 ]
-Device = Annotated[
-    str, typer.Option("--device", help="Where to compute: cpu, or cuda, an NVIDIA GPU; cuda:1 is the second.")
-]
+DEVICE = "Where to compute: cpu, or cuda, an NVIDIA GPU; cuda:1 is the second."
+Device = Annotated[str, typer.Option("--device", help=DEVICE)]
 
 
 class Rounding(StrEnum):

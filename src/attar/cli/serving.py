@@ -1,53 +1,31 @@
-"""The commands about serving: `serve`, `plan` and `bench-serve`."""
+"""The commands about serving: `serve` and `bench-serve`."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from attar.cli.options import MODEL, Activations, Device, Json, Kv, NoVerify, Pp, Quiet, Rounding, Tp
-from attar.cli.terminal import emit, errors, parse_bytes, progress, require_apart, tell, tell_shared
-
-Memory = Annotated[
-    int | None,
-    typer.Option(
-        parser=parse_bytes, metavar="SIZE", help="Memory to use, such as 16GB; default: 90 % of what is free."
-    ),
-]
-
-
-class Preset(StrEnum):
-    """Scheduler settings for a purpose."""
-
-    latency = "latency"
-    throughput = "throughput"
-    long_context = "long-context"
-
-
-class Policy(StrEnum):
-    """How requests share steps."""
-
-    continuous = "continuous"
-    dynamic = "dynamic"
-    static = "static"
-    none = "none"
-
-
-MaxTokensInCache = Annotated[
-    int | None, typer.Option(min=1, help="Size of the KV cache in tokens; default: what the memory leaves.")
-]
-PresetOption = Annotated[Preset | None, typer.Option("--preset", help="Scheduler settings for a purpose.")]
-PolicyOption = Annotated[Policy | None, typer.Option("--policy", help="How requests share steps; default: continuous.")]
-MaxRunning = Annotated[int | None, typer.Option(min=1, help="Sequences that run together.")]
-MaxStepTokens = Annotated[int | None, typer.Option(min=1, help="Tokens in one step.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads of a CPU; default: one a core.")]
+from attar.cli.options import DEVICE, MODEL, Activations, Json, Kv, NoVerify, Pp, Quiet, Rounding, Tp
+from attar.cli.scheduling import (
+    KvFraction,
+    MaxDelay,
+    MaxPreemptions,
+    MaxRunning,
+    MaxStepTokens,
+    MaxTokensInCache,
+    MaxWaiting,
+    Memory,
+    PolicyOption,
+    PresetOption,
+    Threads,
+)
+from attar.cli.terminal import emit, errors, progress, require_apart, tell, tell_shared
 
 
 class Arrivals(StrEnum):
@@ -67,6 +45,7 @@ def serve(
     ] = None,
     memory: Memory = None,
     max_tokens_in_cache: MaxTokensInCache = None,
+    kv_fraction: KvFraction = None,
     context: Annotated[
         int | None, typer.Option(min=1, help="Longest request in tokens; default: the model's, or what fits.")
     ] = None,
@@ -75,10 +54,16 @@ def serve(
     policy: PolicyOption = None,
     max_running: MaxRunning = None,
     max_step_tokens: MaxStepTokens = None,
-    max_waiting: Annotated[int | None, typer.Option(min=1, help="Sequences that may wait; more get 429.")] = None,
-    max_delay: Annotated[
-        float | None,
-        typer.Option(min=0, help="Seconds that policy dynamic waits for more to start together with; default: 0.1."),
+    max_waiting: MaxWaiting = None,
+    max_delay: MaxDelay = None,
+    max_preemptions: MaxPreemptions = None,
+    triton_config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CONFIG.PBTXT",
+            help="Take what is not said here from a Triton Inference Server's configuration of a TensorRT-LLM model; "
+            "`attar triton import` shows what that is.",
+        ),
     ] = None,
     max_requests: Annotated[int, typer.Option(min=1, help="HTTP requests open at a time; more get 429.")] = 256,
     max_requests_per_key: Annotated[
@@ -86,8 +71,7 @@ def serve(
         typer.Option(
             min=1,
             help="Requests that one API key may have open; more get 429. Default: with several keys half of "
-            "--max-requests, so that one cannot take them all; with one key no limit. What waits in the engine, "
-            "--max-waiting, is of all keys together.",
+            "--max-requests, so that one cannot take them all; with one key no limit.",
         ),
     ] = None,
     tokens_per_minute: Annotated[
@@ -103,7 +87,7 @@ def serve(
     origin: Annotated[
         list[str] | None, typer.Option(help="A web page's origin that may call; can be repeated.")
     ] = None,
-    device: Device = "cpu",
+    device: Annotated[str | None, typer.Option("--device", show_default="cpu", help=DEVICE)] = None,
     threads: Threads = None,
     activations: Activations = Rounding.int8g128,
     adapter: Annotated[
@@ -123,9 +107,12 @@ def serve(
     Where the memory goes is computed and shown before anything is loaded. Ctrl-C or SIGTERM lets open requests finish.
     """
     with errors(as_json):
+        from msgspec.structs import replace as replaced
+
         from attar.checkpoints import hub, vocabulary
         from attar.engine.settings import Settings, parse_adapters
         from attar.formats.kv import scheme
+        from attar.plan.fit import check_fraction
         from attar.server import supervisor
         from attar.server.door import Options
         from attar.server.quota import Limits
@@ -133,6 +120,8 @@ def serve(
 
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         keys = Keys.of(find_keys(api_key_file, os.environ))  # first: it takes the key from what children inherit
+        theirs = {} if triton_config is None else _of_triton(triton_config)
+        device = device or theirs.get("device", "cpu")
         require_apart(device)
         path = hub.resolve(model)
         settings = Settings(
@@ -144,20 +133,28 @@ def serve(
             context=context,
             memory=memory,
             max_cached_tokens=max_tokens_in_cache,
+            kv_fraction=kv_fraction,
             preset=None if preset is None else preset.value,
             policy=None if policy is None else policy.value,
             max_running=max_running,
             max_step_tokens=max_step_tokens,
             max_waiting=max_waiting,
             max_delay=max_delay,
+            max_preemptions=max_preemptions,
             threads=threads,
             verify=not no_verify,
             tp=tp,
             pp=pp,
             adapters=parse_adapters(adapter or (), path.name),
         )
+        if policy is not None:  # the delay is of the other policy
+            theirs.pop("max_delay", None)
+        settings = replaced(
+            settings, **{name: value for name, value in theirs.items() if getattr(settings, name) is None}
+        )
         chosen = settings.limits()  # refuses what cannot be before anything starts
-        if max_delay is not None and chosen.policy != "dynamic":
+        check_fraction(settings.kv_fraction)
+        if settings.max_delay is not None and chosen.policy != "dynamic":
             raise ValueError(f"--max-delay is of --policy dynamic; with {chosen.policy} nothing waits for company")
         tell_shared(device, tp, pp)
         options = Options(
@@ -179,122 +176,6 @@ def serve(
         status = supervisor.run(settings, tokenizer, options, started)
         if status:
             raise typer.Exit(status)
-
-
-def plan(
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL)] = None,
-    shape: Annotated[
-        str | None, typer.Option(help="Instead of a model, the shape of a published one, such as llama-3.1-8b.")
-    ] = None,
-    head: Annotated[
-        str | None, typer.Option(help="Of a shape: the scheme of its output matrix, such as w8; default: bf16.")
-    ] = None,
-    memory: Memory = None,
-    max_tokens_in_cache: MaxTokensInCache = None,
-    context: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens of prompt and answer; default: the model's, or what fits."),
-    ] = None,
-    users: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Requests of that length at once. --max-running and --max-step-tokens are raised to as many, where "
-            "they are not given.",
-        ),
-    ] = 1,
-    kv: Annotated[
-        str | None,
-        typer.Option("--kv", help="One way to keep keys and values, by `serve`'s words; default: the usual ones."),
-    ] = None,
-    preset: PresetOption = None,
-    policy: PolicyOption = None,
-    max_running: MaxRunning = None,
-    max_step_tokens: MaxStepTokens = None,
-    threads: Threads = None,
-    bandwidth: Annotated[
-        int | None,
-        typer.Option(parser=parse_bytes, metavar="SIZE", help="Bytes that memory reads a second; default: measured."),
-    ] = None,
-    adapter: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FOLDER", help="A LoRA adapter that is served beside the model. Repeatable."),
-    ] = None,
-    tp: Tp = 1,
-    pp: Pp = 1,
-    as_json: Json = False,
-) -> None:
-    """Say what fits, for how many users, and how fast.
-
-    For each precision of weights and of keys and values, before anything is loaded: as `attar serve` would start, given
-    the same options. Speeds are what memory allows at best. With --tp or --pp, --memory and --bandwidth are of one GPU;
-    of CPU processes too --memory is what each has, where `attar serve` divides what it is given among them.
-    """
-    with errors(as_json):
-        from attar import machine
-        from attar.engine.settings import Settings
-        from attar.formats.kv import scheme as kv_scheme
-        from attar.formats.scheme import Scheme
-        from attar.model.split import Share
-        from attar.plan import fit, report
-        from attar.plan.costs import Storage
-
-        if (model is None) == (shape is None):
-            raise ValueError("name a model or a --shape, one of the two")
-        if shape is not None:
-            from attar.model import shapes
-
-            name, config = shape, shapes.shape(shape)
-            storage = Storage(None, None if head is None else Scheme.parse(head).with_scale_dtype("bfloat16"))
-        else:
-            from attar.checkpoints import hub
-            from attar.checkpoints.stored import stored
-
-            if head is not None:
-                raise ValueError("--head is of a shape: a model's output matrix is as it is stored")
-            name = str(model)
-            config, storage = stored(hub.resolve(name))
-        settings = Settings(
-            model=name,
-            socket="",
-            preset=None if preset is None else preset.value,
-            policy=None if policy is None else policy.value,
-            max_running=max_running,
-            max_step_tokens=max_step_tokens,
-        )
-        chosen = settings.limits()
-        if max_running is None and users > chosen.max_running:
-            if max_step_tokens is not None and users > max_step_tokens:
-                raise ValueError(f"{users} users at once need as many tokens a step: raise --max-step-tokens")
-            raised = f"--max-running {users}"
-            if users > chosen.max_step_tokens:
-                raised += f" --max-step-tokens {users}"
-            chosen = replace(chosen, max_running=users, max_step_tokens=max(users, chosen.max_step_tokens))
-            tell(f"for {users} users at once, as with {raised}")
-        beside = 0
-        if adapter:
-            from attar.checkpoints import lora
-
-            beside = lora.memory(adapter, config, chosen.max_step_tokens)
-        here, rate = machine.examine(), None
-        if bandwidth is None:
-            from attar.kernels.native import extension, limits
-
-            if extension.loaded():
-                roof = limits.measure()
-                bandwidth, rate = int(roof.read_gb_s * 1e9), 1e9 * (roof.tile_gops or roof.int8_gops)
-            else:
-                tell("the kernels do not load, so how fast memory reads is not known: give --bandwidth")
-        each = f", each of {tp * pp} processes" if tp * pp > 1 else ""
-        made = fit.plan(
-            name, config, fit.usual(config, storage), fit.Demand(context, users),
-            memory or here.budget // (tp * pp), ("--memory" if memory else here.limited_by) + each,
-            limits=chosen.steps(threads or here.cores), max_tokens=max_tokens_in_cache,
-            kv_schemes=None if kv is None else (kv_scheme(kv).name,),
-            bandwidth=bandwidth, int8_rate=rate, adapters=beside, share=Share(0, tp, pp),
-        )  # fmt: skip
-        print(f"{report.to_text(made)}\n{chosen.told(settings.preset)}")
-        emit(as_json, report.to_dict(made))
 
 
 def bench_serve(
@@ -367,6 +248,16 @@ def bench_serve(
             drawing.save(plot, report["runs"], f"{report['model']}: latency against load", table)
             tell(f"drawn into {plot}")
         emit(as_json, report)
+
+
+def _of_triton(file: Path) -> dict[str, Any]:
+    """Settings of a Triton configuration; what is lost of it is said."""
+    from attar.server import triton_config
+
+    imported = triton_config.load(file)
+    for warning in imported.warnings:
+        tell(f"{file}: {warning}")
+    return imported.settings()
 
 
 def _key(file: Path | None) -> str | None:

@@ -179,7 +179,7 @@ def weight_bytes(config: ModelConfig, storage: Storage) -> WeightBytes:
     parts = {"linears": 0, "head": 0}
     beside = 4 * config.hidden * (config.learned_positions + config.position_offset if config.names.positions else 0)
     for each in matrices(config):
-        parts[each.part] += memory_bytes(each.rows, each.columns, _scheme(storage, each), storage.dtype)
+        parts[each.part] += memory_bytes(each.rows, each.columns, checked(storage, each), storage.dtype)
         beside += 4 * each.rows if each.bias else 0
     rows = config.vocab_size * config.hidden
     if config.tied:  # rows of a table without a kernel are looked up in a float32 copy
@@ -189,7 +189,8 @@ def weight_bytes(config: ModelConfig, storage: Storage) -> WeightBytes:
     return WeightBytes(parts["linears"], parts["head"], embedding, beside + 4 * norm_weights(config))
 
 
-def _scheme(storage: Storage, each: Matrix) -> Scheme | None:
+def checked(storage: Storage, each: Matrix) -> Scheme | None:
+    """The scheme of a matrix, None where it is dense. Raises ValueError where its groups do not divide the columns."""
     scheme = storage.of(each)
     if scheme is not None:
         try:
@@ -213,7 +214,7 @@ def step_bytes(config: ModelConfig, storage: Storage, rows: int = 1) -> int:
     total = 0.0
     for each in matrices(config):
         reached = 1.0 if each.active == 1.0 else 1.0 - (1.0 - each.active) ** rows
-        total += reached * read_bytes(each.rows, each.columns, _scheme(storage, each), storage.dtype)
+        total += reached * read_bytes(each.rows, each.columns, checked(storage, each), storage.dtype)
     return round(total)
 
 

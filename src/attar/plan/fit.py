@@ -8,6 +8,9 @@ such requests can run at once without one of them being preempted, if no two sha
 division; `start` adds what a server decides besides: no more blocks than its sequences could use together, and shorter
 requests where not one of the model's whole context fits.
 
+Asked for a fraction, keys and values get that much of what is left and no more, and a number of tokens is then the most
+that the cache is to hold, where it otherwise is its size: of both the smaller holds, as in TensorRT-LLM.
+
 How fast: a decode step of `users` sequences reads every weight once (of experts those that are chosen) and every user's
 keys and values, so it takes at least
 
@@ -27,8 +30,10 @@ from typing import Any
 
 from attar.model.config import ModelConfig
 from attar.model.split import Share, split
-from attar.plan import costs, steps
+from attar.plan import cards, costs, steps
+from attar.plan.cards import Card
 from attar.plan.costs import BLOCK, Storage
+from attar.plan.roofline import Roofline
 from attar.plan.steps import StepLimits
 
 ENGINE = 300 << 20  # bytes of the engine's process with torch and no model: 255 MB measured
@@ -126,9 +131,12 @@ def fit(
     block: int = BLOCK,
     adapters: int = 0,
     share: Share = WHOLE,
+    fraction: float | None = None,
+    card: bool = False,
 ) -> Fit:
-    """Divide `memory`. `context` is that of a full request, by default the model's; `max_tokens` sets the cache's size
-    in positions, where it is not to be what the memory leaves. `adapters` is what those take, with their steps.
+    """Divide `memory`, of the machine, or on a `card` of that (`cards.py`). `context` is that of a full request, by
+    default the model's; `max_tokens` sets the cache's size in positions, where it is not to be what the memory leaves,
+    and `fraction` what of that it may be, as in `cache_blocks`. `adapters` is what those take, with their steps.
 
     Where several processes share the model, `memory` is what each has and all sizes are of the first, which holds most.
 
@@ -141,15 +149,38 @@ def fit(
     context = config.context if context is None else context
     Demand(context)  # which checks it
     own, held = shared(config, storage, share)
-    weights = costs.weight_bytes(held, storage).total
     limits = limits or StepLimits()
-    step = steps.largest_step(own, storage, limits, context).total
-    step += costs.beside_bytes(own, kv, limits.sequences, block)
-    processes = ENGINE + SERVER + 2 * TOKENIZER * config.vocab_size
-    each = costs.block_bytes(own, kv, block)
+    if card:
+        weights, each = cards.weight_bytes(held, storage).total, cards.block_bytes(own, kv, block)
+        step, processes = cards.step_bytes(own, storage, limits, context), 0
+    else:
+        weights, each = costs.weight_bytes(held, storage).total, costs.block_bytes(own, kv, block)
+        step = steps.largest_step(own, storage, limits, context).total
+        step += costs.beside_bytes(own, kv, limits.sequences, block)
+        processes = ENGINE + SERVER + 2 * TOKENIZER * config.vocab_size
     left = memory - weights - adapters - step - processes
-    blocks = max(0, left // each) if max_tokens is None else -(-max_tokens // block)
+    blocks = cache_blocks(left, each, block, max_tokens, fraction)
     return Fit(memory, weights, step, processes, block, each, blocks, context, adapters)
+
+
+def check_fraction(fraction: float | None) -> None:
+    """Raises ValueError for a fraction of the memory that is none."""
+    if fraction is not None and not 0 < fraction <= 1:
+        raise ValueError(f"the fraction of the memory for keys and values is above 0 and at most 1, not {fraction:g}")
+
+
+def cache_blocks(
+    left: int, block_bytes: int, block: int, max_tokens: int | None = None, fraction: float | None = None
+) -> int:
+    """Blocks of `block` positions in what the model leaves of the memory: all that fit, or enough for `max_tokens`,
+    whether they fit or not. With a `fraction` of what is left, the smaller of what fits in that and of those for
+    `max_tokens`. Raises ValueError for a fraction that is none."""
+    check_fraction(fraction)
+    room = int(max(0, left) * (1.0 if fraction is None else fraction)) // block_bytes
+    if max_tokens is None:
+        return room
+    asked = -(-max_tokens // block)
+    return asked if fraction is None else min(asked, room)
 
 
 def start(
@@ -162,9 +193,11 @@ def start(
     max_tokens: int | None = None,
     adapters: int = 0,
     share: Share = WHOLE,
+    fraction: float | None = None,
+    card: bool = False,
 ) -> Fit:
-    """How a server divides its memory: as `fit`, with a cache of `max_tokens`, or of what the memory leaves up to what
-    `limits.sequences` full requests use.
+    """How a server divides its memory: as `fit`, with a cache of `max_tokens`, or of what the memory leaves, or a
+    `fraction` of that, up to what `limits.sequences` full requests use.
 
     Where no `context` is asked for and the cache holds less than one request of the model's, the context becomes what
     the cache holds. Raises ValueError as `fit` and `longest`; what does not fit is for `require` to say.
@@ -172,7 +205,10 @@ def start(
     most = longest(config, context)
 
     def divide(context: int, max_tokens: int | None) -> Fit:
-        return fit(config, storage, kv, memory, context, limits, max_tokens, adapters=adapters, share=share)
+        return fit(
+            config, storage, kv, memory, context, limits, max_tokens,
+            adapters=adapters, share=share, fraction=fraction, card=card,
+        )  # fmt: skip
 
     found = divide(most, max_tokens)
     if max_tokens is None and found.blocks > (useful := limits.sequences * found.blocks_each):
@@ -261,6 +297,14 @@ def speed(
     return Speed(read, demand.users / slower, "compute" if computing > reading else "bandwidth")
 
 
+def card_speed(config: ModelConfig, storage: Storage, kv: str, demand: Demand, card: Card) -> Speed:
+    """The same on a card, attention's operations among them."""
+    context = longest(config, demand.context)
+    reading, computing = Roofline(config, storage, kv, card.rates).least([(context - 1, 1, True)] * demand.users)
+    limited_by = "compute" if computing > reading else "bandwidth"
+    return Speed(round(reading * card.bandwidth), demand.users / max(reading, computing), limited_by)
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One choice of precisions in a plan."""
@@ -272,7 +316,7 @@ class Row:
     fits: bool  # all users
     short: int  # bytes missing for them; 0 where they fit, or would in a larger cache than was asked for
     speed: Speed | None  # of all users; None where they do not fit, or without a bandwidth
-    references: int  # linears that no kernel multiplies by
+    references: int  # linears that no kernel multiplies by; on a card those that are written out for that
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +332,7 @@ class Plan:
     bandwidth: float | None  # bytes a second
     int8_rate: float | None  # operations a second
     rows: tuple[Row, ...]
+    card: Card | None = None
 
 
 def plan(
@@ -305,11 +350,14 @@ def plan(
     int8_rate: float | None = None,
     adapters: int = 0,
     share: Share = WHOLE,
+    fraction: float | None = None,
+    card: Card | None = None,
 ) -> Plan:
     """Every storage with every scheme of keys and values, by default the usual ones, each divided as by `start`.
-    `adapters` are as in `fit`, and so is `share`: memory, bandwidth and rate are then of each process. Stages run one
-    after another, and what processes exchange is not counted. Storages that cannot be shared so are left out, but for
-    the first.
+    `adapters` and `fraction` are as in `fit`, and so is `share`: memory, bandwidth and rate are then of each process.
+    Stages run one after another, and what processes exchange is not counted. Storages that cannot be shared so, or that
+    no kernel of a card knows, are left out, but for the first. With a `card`, speeds are that card's, and bandwidth and
+    rate are not asked for.
 
     Raises ValueError where a setting is not possible, where the context asked for is longer than the model's, and where
     `limits` let fewer sequences run together than there are users.
@@ -321,23 +369,39 @@ def plan(
     context = demand.context if demand.users == 1 else most
     rows = []
     for storage in storages:
+        if card is not None and storage is not storages[0] and cards.written_out(config, storage):
+            continue  # as large there as it is dense
         try:
             layers = shared(config, storage, Share(0, share.tp))[1]
         except ValueError:
             if storage is storages[0]:
                 raise
             continue
-        for kv in costs.usual_kv(config) if kv_schemes is None else kv_schemes:
-            found = start(config, storage, kv, memory, limits, context, max_tokens, adapters, share)
+        for kv in usual_kv(config, card is not None) if kv_schemes is None else kv_schemes:
+            found = start(
+                config, storage, kv, memory, limits, context, max_tokens, adapters, share, fraction, card is not None
+            )
             short, fast = found.short(demand.users), None
             fits = found.requests >= demand.users and not short
-            if bandwidth is not None and fits:
-                each = Demand(found.context, demand.users)
+            each = Demand(found.context, demand.users)
+            if card is not None and fits:
+                fast = card_speed(layers, storage, kv, each, card)
+            elif bandwidth is not None and fits:
                 fast = speed(layers, storage, kv, each, bandwidth, int8_rate)
             held = shared(config, storage, share)[1]
-            weights, references = costs.weight_bytes(held, storage), len(steps.references(config, storage))
+            if card is None:
+                weights, references = costs.weight_bytes(held, storage), len(steps.references(config, storage))
+            else:
+                weights, references = cards.weight_bytes(held, storage), cards.written_out(config, storage)
             rows.append(Row(storage.label, kv, found, weights, fits, short, fast, references))
-    return Plan(model, memory, source, most, demand.users, limits, bandwidth, int8_rate, tuple(rows))
+    if card is not None:
+        bandwidth, int8_rate = card.bandwidth, card.operations["int8"]
+    return Plan(model, memory, source, most, demand.users, limits, bandwidth, int8_rate, tuple(rows), card)
+
+
+def usual_kv(config: ModelConfig, card: bool) -> tuple[str, ...]:
+    """Ways to keep keys and values that are worth comparing."""
+    return tuple(name for name in cards.USUAL_KV if name in costs.usual_kv(config)) if card else costs.usual_kv(config)
 
 
 def usual(config: ModelConfig, first: Storage) -> list[Storage]:

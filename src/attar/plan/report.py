@@ -8,6 +8,7 @@ from attar.formats.kv import scheme
 from attar.kernels.native import reach
 from attar.plan.fit import Fit, Plan, Row, size
 
+CARD_FORMULA = "tokens/s <= users / max((weights read + users x KV read) / bandwidth, operations / their rates)"
 FORMULA = "tokens/s <= users / max((weights read + users x KV read) / bandwidth, users x int8 operations / their rate)"
 
 
@@ -40,6 +41,16 @@ def to_text(plan: Plan) -> str:
         startup(first.fit, first.kv),
         "",
     ]
+    if plan.card is not None:
+        rates = ", ".join(f"{kind} {rate / 1e12:,.0f}" for kind, rate in plan.card.operations.items())
+        lines.append(
+            f"{CARD_FORMULA}, here {plan.card.bandwidth / 1e9:,.0f} GB/s and 10^12 operations/s of "
+            f"{rates}: limits, not promises (c: by compute)"
+        )
+        lines.append("not counted: what driver and graphs take; `attar serve` measures all of it when it starts")
+        slow = {row.weights for row in plan.rows if row.references}
+        lines += [f"{name} has linears without a kernel for GPUs: kept in 16 bits there" for name in slow]
+        return "\n".join([*lines, answer(plan)])
     if plan.bandwidth is not None:
         rates = f"{plan.bandwidth / 1e9:.1f} GB/s"
         rates += "" if plan.int8_rate is None else f", int8 {plan.int8_rate / 1e9:,.0f} GOP/s"
@@ -63,7 +74,7 @@ def answer(plan: Plan) -> str:
         fastest = max(fitting, key=_rate)
         if fastest is best or fastest.speed is None:
             return room
-        rate = f"{fastest.speed.tokens_per_second:,.0f} tokens/s"
+        rate = f"{fastest.speed.tokens_per_second:,.0f} tokens/s, limited by {fastest.speed.limited_by}"
         return f"{room}; the fastest that fits, {fastest.weights} with {fastest.kv}, could reach {rate}"
     least = min(plan.rows, key=lambda row: row.short)
     most = max(row.fit.requests for row in plan.rows)
@@ -126,7 +137,8 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "step_tokens": plan.limits.rows,
         "bandwidth": plan.bandwidth,
         "int8_rate": plan.int8_rate,
-        "formula": FORMULA,
+        "card": None if plan.card is None else plan.card.name,
+        "formula": FORMULA if plan.card is None else CARD_FORMULA,
         "fits": any(row.fits for row in plan.rows),
         "answer": answer(plan),
         "rows": [

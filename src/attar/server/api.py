@@ -109,7 +109,7 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         ids = await prompts.chat_ids(chat_messages(body))
         params = chat_params(body, room([ids], ready.context, "messages"), ready.vocab_size)
         n = body.n or 1
-        fits(n, ready, "n")
+        fits(n, desk.engine.places.most, "n")
         form = openai.ChatFormat(prompts.tokenizer, bool(body.logprobs))
         work = desk.submit(_caller(request), [ids], params, n, model, body.priority or 0)
         if body.stream:
@@ -133,7 +133,7 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
             echoed = [text if isinstance(text, str) else await prompts.text(text) for text in asked]
         n = body.n or 1
         made = max(n, body.best_of or 1)
-        fits(made, ready, "best_of" if made > n else "n")
+        fits(made, desk.engine.places.most, "best_of" if made > n else "n")
         form = openai.CompletionFormat(prompts.tokenizer, body.logprobs is not None, n, echoed)
         work = desk.submit(_caller(request), ids, params, made, model, body.priority or 0)
         if body.stream:
@@ -181,7 +181,7 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         in_vocabulary(body.tokens, desk.ready().vocab_size, "tokens")
         return _json({"prompt": await prompts.text(body.tokens)})
 
-    app.openapi = lambda: document(app, Served(keyed, desk.engine.ready, prompts.shortest))  # type: ignore[method-assign]
+    app.openapi = lambda: document(app, Served(keyed, desk.engine.ready, prompts.shortest, desk.engine.places.most))  # type: ignore[method-assign]
     return app
 
 

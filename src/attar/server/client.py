@@ -12,7 +12,8 @@ and what is open waits, until its deadline and `GRACE` have passed. Then its end
 it.
 
 A request of many prompts enters the engine's queue a window at a time, so that it fits whatever its length, and leaves
-room for others. What is refused there because others have taken the room, while the request is under way, waits here.
+room for others. What is refused there because others have taken the room, while the request is under way, waits here;
+so does what its key has no place for (`places.py`).
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from attar.engine.messages import (
     encode,
 )
 from attar.faults import point
+from attar.server.places import Places
 
 MAX_WAITING = 128 << 10  # bytes, about, of events that a reader leaves for longer than PATIENCE
 PATIENCE = 0.5  # seconds: this process may be late itself
@@ -66,8 +68,8 @@ class Answer:
 
     It ends with a `Failed`, which ends all of them, or with the `Finished` or `Embedding` after which none is open.
     Then `ended` holds, and nothing follows; `failure` is the code of the `Failed` that ended it. At most `window`
-    choices are in the engine at a time, or those of one prompt. `late` is told what the engine still says of what was
-    ended here.
+    choices are in the engine at a time, or those of one prompt, and none for whom its key has no place among `places`.
+    `late` is told what the engine still says of what was ended here.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Answer:
         window: int,
         send: Callable[[Answer, Sequence[Submit | Embed]], None],
         drop: Callable[[Iterable[str], bool], None],
+        places: Places,
     ) -> None:
         self.prompts = {command.id: at for at, command in enumerate(commands)}
         self.ended = False
@@ -88,6 +91,8 @@ class Answer:
         self._under_way = False
         self._began = time.monotonic()
         self._send, self._drop = send, drop
+        self._places, self._salt = places, commands[0].salt
+        self._unheard: dict[str, set[int]] = {}  # choices that were sent and of which the engine has said nothing yet
         self._events: list[AnswerEvent] = []
         self._size = 0
         self._since = 0.0  # when the oldest of them came
@@ -106,12 +111,19 @@ class Answer:
         """Send what the window has room for."""
         passed, batch = time.monotonic() - self._began, []
         while self._later and (not self._within or self._within + _choices(self._later[0]) <= self._window):
-            command = self._later.popleft()
-            self._within += _choices(command)
+            command, count = self._later[0], _choices(self._later[0])
+            if not self._places.fit(self._salt, count):
+                break
+            self._later.popleft()
+            self._within += count
+            self._places.take(self._salt, count)
+            self._unheard[command.id] = set(range(count))
             left = None if command.deadline is None else max(0.0, command.deadline - passed)
             batch.append(msgspec.structs.replace(command, deadline=left))
         if batch:
             self._send(self, batch)
+        elif self._later and not self._within:
+            self._timers["room"] = asyncio.get_running_loop().call_later(ROOM_SECONDS, self.go_on)
 
     def put(self, event: AnswerEvent) -> None:
         """The engine says something."""
@@ -121,6 +133,8 @@ class Answer:
             self._put_back(event.id)
             return
         self._under_way = True
+        if self._unheard and isinstance(event, Delta | Finished):
+            self._hear(event)
         now = time.monotonic()
         if not self._events:
             self._since = now
@@ -159,12 +173,26 @@ class Answer:
         """Others were quicker: it is sent again when one before it has ended."""
         command = self._commands[request]
         self._within -= _choices(command)
+        self._hear_all(request)
         self._later.appendleft(command)
         if not self._within:
             self._timers["room"] = asyncio.get_running_loop().call_later(ROOM_SECONDS, self.go_on)
 
+    def _hear(self, event: Delta | Finished) -> None:
+        """The choice waits no more."""
+        unheard = self._unheard.get(event.id)
+        if unheard is not None and event.choice in unheard:
+            unheard.remove(event.choice)
+            self._places.give(self._salt, 1)
+            if not unheard:
+                del self._unheard[event.id]
+
+    def _hear_all(self, request: str) -> None:
+        self._places.give(self._salt, len(self._unheard.pop(request, ())))
+
     def _close(self, request: str) -> None:
         self._within -= _choices(self._commands.pop(request))
+        self._hear_all(request)
         del self._open[request]
         self._drop([request], False)
 
@@ -172,6 +200,8 @@ class Answer:
         self.ended = True
         for timer in self._timers.values():
             timer.cancel()
+        for request in list(self._unheard):
+            self._hear_all(request)
         unsent = {command.id for command in self._later}
         self._later.clear()
         self._commands.clear()
@@ -194,9 +224,10 @@ def _size(event: AnswerEvent) -> int:
 class EngineClient:
     """The connection to the engine at a Unix socket, made anew when it is lost."""
 
-    def __init__(self, path: Path, stuck: float = STUCK) -> None:
-        """A step of more than `stuck` seconds counts as one that never ends."""
+    def __init__(self, path: Path, stuck: float = STUCK, keys: int = 0) -> None:
+        """A step of more than `stuck` seconds counts as one that never ends. So many `keys` share the queue."""
         self.path, self.stuck = path, stuck
+        self.places = Places(keys)
         self.ready: Ready | None = None
         """What the engine said when it was ready; None while there is none."""
         self.stats: Stats | None = None
@@ -239,7 +270,7 @@ class EngineClient:
 
     def ask(self, commands: Sequence[Submit | Embed], window: int) -> Answer:
         """Send requests whose answers belong together, up to `window` choices at a time; their ids must be new."""
-        answer = Answer(commands, window, self._forward, self._drop)
+        answer = Answer(commands, window, self._forward, self._drop, self.places)
         if self.ready is None:
             answer.cancel("shutdown")
         else:
@@ -314,6 +345,7 @@ class EngineClient:
                 self.busy = event.busy
             elif isinstance(event, Ready):
                 self.ready, self.was_ready = event, True
+                self.places.size = event.max_waiting
                 logger.info("the engine is ready: %d blocks of %d tokens", event.blocks, event.block_size)
             else:
                 self._hand_on(event)

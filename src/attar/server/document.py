@@ -57,11 +57,13 @@ _EXAMPLES: dict[str, list[Schema]] = {
 
 @dataclass(frozen=True)
 class Served:
-    """What the document says of this server. `shortest`: characters of a text that has a token at all."""
+    """What the document says of this server. `shortest`: characters of a text that has a token at all; `most`: how
+    many choices of a prompt can wait together."""
 
     keyed: bool = False
     ready: Ready | None = None
     shortest: int = 0
+    most: int = MAX_CHOICES
 
 
 def giving(answer: type[Answer]) -> Schema:
@@ -94,7 +96,7 @@ def document(app: FastAPI, served: Served) -> Schema:
             fields["model"] = {"enum": [None, served.ready.model]}
     _add_rules(schemas, served.shortest)
     if served.ready is not None:
-        _add_numbers(schemas, served.ready)
+        _add_numbers(schemas, served.ready, served.most)
     made["components"] = {"schemas": schemas}
     for path, methods in made["paths"].items():
         for method, operation in methods.items():
@@ -182,13 +184,13 @@ def _has(**fields: Schema) -> Schema:
     return {"properties": fields, "required": list(fields)}
 
 
-def _add_numbers(schemas: Schema, ready: Ready) -> None:
+def _add_numbers(schemas: Schema, ready: Ready, most: int) -> None:
     """The served model's vocabulary as the bound of token ids, and as the keys of biases; the queue's of choices."""
     for found in _parts(schemas):
         if found.get("title") == "Token":
             found["maximum"] = ready.vocab_size - 1
         elif found.get("title") == "Choices":
-            found["maximum"] = min(MAX_CHOICES, ready.max_waiting)
+            found["maximum"] = min(MAX_CHOICES, most)
         elif found.get("title") == "Biases":
             found["propertyNames"] = {"pattern": f"^({'|'.join(_below(ready.vocab_size))})$"}
 

@@ -41,8 +41,8 @@ class Options:
     hosts: names that the Host header may have; empty: loopback's names on loopback, else any. origins: web pages of
     other servers that may call this one from a browser. max_requests: open at a time, beyond which 429 is the answer.
     limits: what each key may have; with several keys half of max_requests each, where no number of requests is given,
-    so that one of them cannot keep the others out of the server; the engine's queue is one for all. deadline,
-    drain_seconds: of one request, and of all when the server ends.
+    so that one of them cannot keep the others out of the server (of the engine's queue each has its part anyhow, see
+    `places.py`). deadline, drain_seconds: of one request, and of all when the server ends.
     """
 
     host: str = "127.0.0.1"

@@ -44,7 +44,7 @@ class Server:
 
     def __init__(self, engine: Path, tokenizer: Tokenizer, options: Options) -> None:
         self.options = options
-        self.engine = EngineClient(engine, max(STUCK, options.deadline))
+        self.engine = EngineClient(engine, max(STUCK, options.deadline), len(set(options.keys.hashes)))
         self.metrics = Metrics(self.engine)
         self.desk = Desk(self.engine, self.metrics, options.deadline)
         self.prompts = Prompts(tokenizer)

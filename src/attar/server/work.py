@@ -287,7 +287,8 @@ class Desk:
     ) -> Work:
         """Prompts to be continued, n choices each, by what `model` names. Where there are keys, a `priority` below 0
         counts as 0. Raises Refusal."""
-        self.healthy()  # before the key pays
+        self.healthy()
+        self._place(caller, n)  # before the key pays
         caller.take(sum(map(len, prompts)), len(prompts) * n * params.max_tokens)
         if caller.salt:  # nobody goes before those who have another key
             priority = max(0, priority)
@@ -301,12 +302,23 @@ class Desk:
     def embed(self, caller: Caller, prompts: Sequence[tuple[int, ...]], pooling: str, model: str) -> Work:
         """Prompts whose vectors are wanted, of what `model` names. Raises Refusal."""
         self.healthy()
+        self._place(caller, 1)
         caller.take(sum(map(len, prompts)), 0)
         commands = [
             Embed(name, prompt, pooling, self.deadline, self._adapter(model), caller.salt)
             for name, prompt in zip(_names(caller, len(prompts)), prompts, strict=True)
         ]
         return self._work(caller, prompts, 1, commands, min(WINDOW, self._share()))
+
+    def _place(self, caller: Caller, count: int) -> None:
+        """Raises Refusal where so many choices of the first prompt would be more than the key's share of the queue."""
+        places = self.engine.places
+        if not places.fit(caller.salt, count):
+            self.metrics.limited.labels("queue").inc()
+            waiting = f"this key has {places.waiting(caller.salt)} of the {places.size} places in the queue"
+            message = f"{waiting}, and its share has no room for {count} more: try again later"
+            retry_after = self.crowd.retry_after(time.monotonic())
+            raise Refusal("rate_limit_exceeded", message, retry_after=retry_after)
 
     def _share(self) -> int:
         """Choices of one request that the engine's queue takes at a time: half of what may wait there."""
@@ -344,10 +356,10 @@ def _names(caller: Caller, count: int) -> list[str]:
     return [caller.id] if count == 1 else [f"{caller.id}.{at}" for at in range(count)]
 
 
-def fits(n: int, ready: Ready, name: str) -> None:
+def fits(n: int, most: int, name: str) -> None:
     """Raises Refusal, with both numbers, where a prompt's choices could never wait together."""
-    if n > ready.max_waiting:
-        message = f"{name}: {n} choices of a prompt are more than the {ready.max_waiting} that may wait in this server"
+    if n > most:
+        message = f"{name}: {n} choices of a prompt are more than the {most} that may wait in this server"
         raise Refusal("out_of_range", message, name)
 
 

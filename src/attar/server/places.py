@@ -1,0 +1,62 @@
+"""Places in the engine's queue, as API keys share them: none can fill it and keep the others out.
+
+A choice takes a place when it is sent to the engine and gives it back when the first is heard of it, its token or its
+end. So what a prompt is being computed for still counts as waiting; nobody here is told when that begins.
+
+With several keys two things hold of a queue of `size` places. Half of it is kept in equal parts, one for each key: a
+key that has fewer waiting than its part always gets in. And where m keys wait, each may have size / m, or the choices
+of one prompt: so one alone takes what the others' parts leave, and when others come, it gets no more until it is down
+to its share. A key that would have more is refused; nobody who waits is ever sent away. One key, or none, has all.
+"""
+
+from __future__ import annotations
+
+
+class Places:
+    """Who waits. `keys` is how many there are that could ask, each known by its salt."""
+
+    def __init__(self, keys: int = 0) -> None:
+        self.keys, self.size = keys, 0
+        self._waiting: dict[bytes, int] = {}
+
+    @property
+    def total(self) -> int:
+        """Places that are taken."""
+        return sum(self._waiting.values())
+
+    @property
+    def most(self) -> int:
+        """Places that a key may have while no other waits."""
+        return self.size if self.keys < 2 else self.size - self._kept * (self.keys - 1)
+
+    @property
+    def _kept(self) -> int:
+        """Places that are kept for each key; 0 where there are more keys than places."""
+        return 0 if self.keys > self.size else max(1, self.size // (2 * self.keys))
+
+    def waiting(self, key: bytes) -> int:
+        """Places that a key has."""
+        return self._waiting.get(key, 0)
+
+    def fit(self, key: bytes, count: int) -> bool:
+        """Whether so many more of a key may wait. Without several keys that is the engine's to say."""
+        if self.keys < 2:
+            return True
+        kept, own = self._kept, self.waiting(key) + count
+        others = [taken for each, taken in self._waiting.items() if each != key]
+        owed = kept * (self.keys - 1) - sum(min(kept, taken) for taken in others)
+        share = max(kept, self.size // (1 + len(others)), count)  # all choices of a prompt wait together
+        return self.total + count + owed <= self.size and own <= share
+
+    def take(self, key: bytes, count: int) -> None:
+        """So many more wait: those that fit."""
+        self._waiting[key] = self.waiting(key) + count
+
+    def give(self, key: bytes, count: int) -> None:
+        """So many wait no more."""
+        left = self.waiting(key) - count
+        assert left >= 0, "a place was given back twice"
+        if left:
+            self._waiting[key] = left
+        else:
+            self._waiting.pop(key, None)

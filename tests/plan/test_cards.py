@@ -1,0 +1,224 @@
+"""Plans for GPUs: bytes against the layouts that their kernels read, and what data sheets say against what follows."""
+
+from __future__ import annotations
+
+import json
+from typing import NoReturn
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from attar.cli import planning
+from attar.cli.main import app
+from attar.cli.terminal import BAD_INPUT
+from attar.engine import bounds
+from attar.formats.kv import scheme as kv_scheme
+from attar.formats.packed import codec
+from attar.formats.scheme import Scheme
+from attar.kernels import ops
+from attar.kernels.operands import Linear
+from attar.kernels.triton import weights
+from attar.kernels.triton.pages import NibblePages, PlainPages
+from attar.model.shapes import shape
+from attar.plan import cards, costs, fit, report
+from attar.plan.cards import CARDS, card
+from attar.plan.costs import Matrix, Storage
+from attar.plan.fit import Demand
+from attar.plan.steps import StepLimits
+from tests.cli.test_commands import last_json, refused
+
+CONFIG = shape("llama-3.1-8b")
+GB = 10**9
+SCHEMES = (
+    "w4g128", "w4g64", "w4g32", "w4g16", "w4", "w4-asym", "w4-tensor", "w4g64-asym", "w4a8", "w4a8g64", "w4a8g32",
+    "w3g64", "w8", "w8a8", "w8-asym", "w8g64", "fp8", "fp8-weight", "fp8-e5m2", "fp8-block", "qserve-g64", "nf4",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [64, 70])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_weight_takes_what_its_layout_takes(name: str, rows: int) -> None:
+    parsed, columns = Scheme.parse(name), 256
+    source = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    one = Linear("one", codec(parsed.weight.kind).quantize(source, parsed))
+    told = cards.size(Matrix("one", rows, columns), parsed)
+    assert cards.widened(parsed, columns) == (weights.against(one) is not None)
+    if weights.against(one) is not None:
+        assert told == 2 * rows * columns
+        return
+    weights.prepare(one, torch.bfloat16)
+    assert isinstance(one.weight, weights.TritonWeight)
+    assert told == one.weight.read_bytes
+    assert cards.multiplied_in(parsed) == weights.multiplied_in(parsed)
+
+
+def test_a_dense_weight_takes_sixteen_bits() -> None:
+    assert cards.size(Matrix("one", 70, 256), None) == 2 * 70 * 256
+    assert cards.multiplied_in(None) == weights.multiplied_in(None) == "bf16"
+    config = CONFIG
+    assert cards.weight_bytes(config, Storage()).total == pytest.approx(16.06e9, rel=0.01)
+
+
+@pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8", "fp8", "int4"])
+def test_keys_and_values_take_what_their_pages_take(kv: str) -> None:
+    chosen, heads, width = kv_scheme(kv), CONFIG.kv_heads, CONFIG.head_dim
+    if kv == "int4":
+        pages: PlainPages = NibblePages.rotated(1, costs.BLOCK, heads, width, chosen)
+    else:
+        dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "float32": torch.float32}.get(kv, torch.bfloat16)
+        pages = PlainPages.make(1, costs.BLOCK, heads, width, dtype)
+    held = pages.nbytes
+    assert cards.block_bytes(CONFIG, kv) == CONFIG.layers * held
+    with pytest.raises(ValueError, match="a card keeps keys and values as float32, bfloat16, int8, fp8 or int4"):
+        cards.block_bytes(CONFIG, "kivi2")
+
+
+def test_the_ridges_of_an_a100() -> None:
+    """The rows at which arithmetic takes longer than reading, by its data sheet."""
+    a100 = card("a100-80gb")
+    for scheme, operations, bits, rows in (
+        (None, "bf16", 16, 153), ("w4g128", "bf16", 4.25, 41), ("w8a8", "int8", 8, 153),
+    ):  # fmt: skip
+        parsed = None if scheme is None else Scheme.parse(scheme)
+        assert cards.multiplied_in(parsed) == operations
+        assert costs.ridge(a100.operations[operations], a100.bandwidth, bits) == pytest.approx(rows, abs=0.6)
+
+
+def test_the_least_latency_of_a_4090() -> None:
+    """7B numbers at 16, 8 and 4 bits, read once at 1008 GB/s."""
+    bandwidth = card("rtx-4090").bandwidth
+    for bits, milliseconds in ((16, 13.9), (8, 6.9), (4, 3.5)):
+        assert 7e9 * bits / 8 / bandwidth * 1e3 == pytest.approx(milliseconds, abs=0.1)
+
+
+def test_cards_are_named_and_whole() -> None:
+    for name, each in CARDS.items():
+        assert each.name == name
+        assert each.operations.keys() == {"bf16", "int8", "fp8"}
+        assert 20 * GB <= each.memory <= 200 * GB
+        assert 0.5e12 <= each.bandwidth <= 10e12
+        assert each.operations["int8"] >= each.operations["bf16"] >= 1e14
+    with pytest.raises(ValueError, match="unknown card 'h300': known are a100-40gb"):
+        card("h300")
+
+
+def test_a_plan_for_a_card() -> None:
+    h100 = card("h100")
+    made = fit.plan(
+        "x", CONFIG, fit.usual(CONFIG, Storage()), Demand(4096, 16), 72 * GB, "h100", limits=StepLimits(), card=h100
+    )
+    assert [row.weights for row in made.rows[::3]] == ["bf16", "w8a8", "w4g128"]  # no kernel of a card knows w3
+    assert {row.kv for row in made.rows} == {"bfloat16", "int8", "int4"}
+    for row in made.rows:
+        assert sum(count for _, count in row.fit.table()) == 72 * GB
+        assert row.fit.processes == 0
+        assert row.fits
+        assert row.speed is not None
+        scheme = None if row.weights == "bf16" else Scheme.parse(row.weights).with_scale_dtype("bfloat16")
+        read = sum(cards.size(each, scheme if each.compressible else None) for each in costs.matrices(CONFIG))
+        assert row.speed.read == pytest.approx(read + 16 * costs.kv_read_bytes(CONFIG, row.kv, 4096), rel=1e-3)
+        assert row.speed.tokens_per_second <= 16 * h100.bandwidth / read
+    text = report.to_text(made)
+    assert "3,350 GB/s" in text
+    assert "CPU kernel" not in text
+    assert "not counted: what driver and graphs take" in text
+    assert report.to_dict(made)["card"] == "h100"
+
+
+def test_many_rows_are_limited_by_arithmetic() -> None:
+    """At short contexts, past the ridge."""
+    limits = StepLimits(rows=1024, sequences=1024)
+    for users, limited in ((8, "bandwidth"), (1000, "compute")):
+        made = fit.plan(
+            "x", CONFIG, [Storage()], Demand(16, users), 72 * GB, "a", limits=limits, card=card("a100-80gb")
+        )
+        assert made.rows[0].speed is not None
+        assert made.rows[0].speed.limited_by == limited
+
+
+@pytest.mark.parametrize(
+    "users, weights_, limited",
+    [(1, "w4g128", "bandwidth"), (32, "w4g128", "bandwidth"), (128, "w8a8", "bandwidth"), (512, "w8a8", "compute")],
+)
+def test_the_fastest_weights_for_so_many_users_and_why(users: int, weights_: str, limited: str) -> None:
+    """Few rows want few bytes, many want fast products: the table of batch against scheme follows from the roofline.
+
+    Past the ridge of 4-bit weights, 41 rows on an A100, their products in 16 bits take longer than reading 8 bits.
+    """
+    limits = StepLimits(rows=1024, sequences=1024)
+    made = fit.plan(
+        "x", CONFIG, fit.usual(CONFIG, Storage()), Demand(64, users), 72 * GB, "a", kv_schemes=("int8",), limits=limits,
+        card=card("a100-80gb"),
+    )  # fmt: skip
+    speeds = {row.weights: row.speed for row in made.rows if row.speed is not None}
+    assert max(speeds, key=lambda name: speeds[name].tokens_per_second) == weights_
+    chosen = speeds[weights_]
+    assert chosen.limited_by == limited
+    told = f"the fastest that fits, {weights_} with int8, could reach {chosen.tokens_per_second:,.0f} tokens/s"
+    assert f"{told}, limited by {limited}" in report.answer(made)
+
+
+# The command
+
+
+def plan(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["plan", "--shape", "llama-3.1-8b", *arguments])
+
+
+def test_a_card_by_its_name() -> None:
+    found = last_json(plan("--card", "h100", "--context", "4096", "--users", "16", "--json"))
+    assert (found["card"], found["memory"], found["memory_source"]) == ("h100", 72 * GB, "h100")
+    half = last_json(plan("--card", "h100", "--kv-fraction", "0.5", "--json"))["rows"][0]
+    assert half["memory"] == 80 * GB
+    left = half["memory"] - half["weights"] - half["step"]
+    assert half["cache"] <= left / 2
+    assert left / 2 - half["cache"] < half["block_bytes"] or half["blocks"] * 64 >= 32 * 131072
+    refused(plan("--card", "h300", "--json"), BAD_INPUT, "unknown card 'h300': known are a100-40gb", as_json=True)
+    refused(plan("--card", "h100", "--device", "cuda", "--json"), BAD_INPUT, "one of the two", as_json=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_where_there_is_no_card_one_sentence_says_so() -> None:
+    for device in ("cuda", "cuda:1"):
+        refused(plan("--device", device, "--json"), BAD_INPUT, f"cannot compute on {device}: ", as_json=True)
+    refused(plan("--device", "mps", "--json"), BAD_INPUT, "attar computes on cpu and cuda, not on mps", as_json=True)
+
+
+class Memory:
+    """That of a card which is not there."""
+
+    def __init__(self, device: torch.device) -> None:
+        assert device == torch.device("cuda:1")
+
+    def free(self) -> int:
+        return 24 * GB
+
+
+def test_the_card_at_hand_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "require", lambda device: None)
+    monkeypatch.setattr("attar.engine.footprint.CardMemory", Memory)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Card")
+    monkeypatch.setattr(bounds, "card_limits", lambda device: (600.0, {"bf16": 125e3, "int8": 250e3, "fp8": 125e3}))
+    found = last_json(plan("--device", "cuda:1", "--context", "2048", "--json"))
+    assert found["memory_source"] == "free on cuda:1, A Card"
+    assert found["memory"] == int(0.9 * 24 * GB)
+    assert (found["bandwidth"], found["int8_rate"]) == (600e9, 250e12)
+    assert found["rows"][0]["speed"]["tokens_per_second"] == pytest.approx(600e9 / 15.2e9, rel=0.05)
+    given = last_json(plan("--device", "cuda:1", "--context", "2048", "--bandwidth", "300GB", "--json"))
+    assert given["bandwidth"] == 300e9
+
+    def full(device: torch.device) -> NoReturn:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(bounds, "card_limits", full)
+    refused(plan("--device", "cuda:1", "--json"), BAD_INPUT, "too little memory free to be measured", as_json=True)
+
+
+def test_a_plan_for_a_named_card_needs_neither_torch_nor_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> NoReturn:
+        raise AssertionError("something was measured here")
+
+    monkeypatch.setattr("attar.kernels.native.limits.measure", never)
+    monkeypatch.setattr(ops, "require", never)
+    assert json.loads(plan("--card", "l40s", "--json").stdout.splitlines()[-1])["fits"]
