@@ -26,7 +26,7 @@ from lanes import LENGTH, slug, texts
 
 import attar
 from attar.checkpoints import hf, hub
-from attar.compression.allocate import Target, parse_ladder
+from attar.compression.target import Target, parse_ladder
 from attar.evaluation.report import evaluate
 from attar.metrics.bootstrap import LEVEL, resamples
 

@@ -45,7 +45,7 @@ from attar.evaluation.report import evaluate
 from attar.formats import affine
 from attar.formats.packed import PackedTensor
 from attar.metrics.bootstrap import paired_bootstrap_ratio
-from attar.model.decoder import Decoder, compressible
+from attar.model.decoder import Decoder, all_compressible
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
 
@@ -185,7 +185,7 @@ def group_size(checkpoint: hf.Checkpoint) -> int:
 
 
 def linears(checkpoint: hf.Checkpoint) -> list[str]:
-    return [name for layer in range(checkpoint.config.layers) for name in compressible(checkpoint.config, layer)]
+    return all_compressible(checkpoint.config)
 
 
 def run_peer(

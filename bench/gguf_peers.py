@@ -1,11 +1,12 @@
 """GGUF files of ours against llama.cpp's own of the same name: with the same importance matrix, and with none.
 
-    python bench/gguf_peers.py --calib TEXT --text HELDOUT [--model demo] [--recipes q4_k_m q6_k ...] [--methods gptq]
+    python bench/gguf_peers.py [--model demo] [--recipes q4_k_m q6_k ...] [--methods gptq] [--tokens N] [--samples N]
 
 Both start from the same float32 file and have the same types in every matrix, so the same size to the byte. All are
 decoded by one forward, in float32: what is compared is the rounding, not kernels. The ratio is of mean KL divergences
-from the original on the held-out text, with its paired bootstrap interval. `--methods` are ours alone, written into the
-same types. llama.cpp is that of `.venv-llamacpp` (`make bench-peers`); its quantize is called through its library.
+from the original on held-out text, with its paired bootstrap interval. `--methods` are ours alone, written into the
+same types. Texts are those of `lanes.py`. llama.cpp is that of `.venv-llamacpp` (`make bench-peers`); its quantize is
+called through its library.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import tempfile
 from pathlib import Path
 
 import torch
+from compressors import DATA, ROOT
+from lanes import LENGTH, texts
 
 from attar.checkpoints import hf, hub, sources
 from attar.compression import importance
@@ -24,10 +27,7 @@ from attar.compression.pipeline import compress
 from attar.formats.ggml_mix import MIXES
 from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.measure import Report, measure
-from attar.text.files import read_text
-from attar.text.tokenizer import Tokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
 PYTHON = ROOT / ".venv-llamacpp" / "bin" / "python"
 RECIPES = ("q4_k_m", "q4_k_s", "q6_k", "iq4_xs", "q3_k_m", "q5_k_m", "q2_k", "q4_0")
 
@@ -35,26 +35,30 @@ RECIPES = ("q4_k_m", "q4_k_s", "q6_k", "iq4_xs", "q3_k_m", "q5_k_m", "q2_k", "q4
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--calib", type=Path, required=True)
-    parser.add_argument("--text", type=Path, required=True, help="held-out text, of which calibration saw nothing")
-    parser.add_argument("--max-tokens", type=int, default=16384, help="of --text")
-    parser.add_argument("--samples", type=int, default=128, help="calibration sequences of 256 tokens")
+    parser.add_argument("--calib", type=Path, default=DATA / "data" / "text" / "novels.jsonl.xz")
+    parser.add_argument("--text", type=Path, default=DATA / "data" / "text" / "novels_valid.jsonl")
+    parser.add_argument("--other", type=Path, default=DATA / "data" / "text" / "wikitext2_test.txt")
+    parser.add_argument("--tokens", type=int, default=16384, help="of each held-out text")
+    parser.add_argument("--samples", type=int, default=64, help=f"calibration sequences of {LENGTH} tokens")
+    parser.add_argument("--seed", type=int, default=0, help="of calibration texts")
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--methods", nargs="*", default=(), help="such as gptq: that method with the same types")
     args = parser.parse_args()
+    if not PYTHON.exists():
+        parser.error(f"there is no {PYTHON}: `make bench-peers` sets it up")
     source = hub.resolve(args.model)
-    tokenizer, base = Tokenizer.load(source), hf.load(source, torch.float32)
-    held_out = tokenizer.encode(read_text(args.text), add_special_tokens=False)[: args.max_tokens]
+    read, base = texts(source, args), hf.load(source, torch.float32)
     rows = []
 
-    def cost(path: Path) -> Report:
-        return measure(sources.load(path, torch.float32), held_out, base=base, bos=tokenizer.added_bos)
+    def cost(path: Path) -> dict[str, Report]:
+        model = sources.load(path, torch.float32)
+        return {name: measure(model, ids, base=base) for name, ids in read.held_out.items()}
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         compress(source, folder / "f32.gguf", recipe="f32")
-        importance.make(source, folder / "imatrix.gguf", calibration=args.calib, samples=args.samples, length=256)
-        print(f"{'recipe':<14}{'imatrix':<9}{'bytes':>11}{'ours KL':>11}{'theirs':>10}  ours / theirs")
+        importance.make(source, folder / "imatrix.gguf", calibration=read.calibration)
+        print(f"{'recipe':<14}{'imatrix':<9}{'bytes':>11}  {'text':<14}{'ours KL':>10}{'theirs':>10}  ours / theirs")
         for recipe in args.recipes:
             for imatrix in (None, folder / "imatrix.gguf"):
                 given = [] if imatrix is None else ["--imatrix", str(imatrix)]
@@ -68,24 +72,24 @@ def main() -> None:
                 for method in ("", *(args.methods if imatrix is not None else ())):
                     ours_at, full = folder / "ours.gguf", f"{method}-{recipe}" if method else recipe
                     compress(
-                        source, ours_at, recipe=full, imatrix=imatrix, calibration=args.calib if method else None,
-                        samples=args.samples, length=256, overwrite=True, resume=False,
+                        source, ours_at, recipe=full, imatrix=imatrix, overwrite=True, resume=False,
+                        calibration=read.calibration if method else None,
                     )  # fmt: skip
-                    assert ours_at.stat().st_size == theirs_at.stat().st_size
-                    ours = cost(ours_at)
-                    ratio = paired_bootstrap_ratio(ours.measurement.kl_windows, theirs.measurement.kl_windows)
-                    kl = [each.figures["kl_mean"].value for each in (ours, theirs)]
                     size = ours_at.stat().st_size
-                    rows.append({
-                        "recipe": full, "imatrix": imatrix is not None, "bytes": size, "ours": kl[0], "theirs": kl[1],
-                        "ratio": ratio.value, "low": ratio.low, "high": ratio.high,
-                    })  # fmt: skip
-                    print(
-                        f"{full:<14}{'yes' if imatrix else 'no':<9}{size:>11,}{kl[0]:>11.6f}{kl[1]:>10.6f}  "
-                        f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]",
-                        flush=True,
-                    )
-    print(json.dumps({"model": args.model, "tokens": len(held_out), "rows": rows}))
+                    assert size == theirs_at.stat().st_size
+                    for text, ours in cost(ours_at).items():
+                        ratio = paired_bootstrap_ratio(ours.measurement.kl_windows, theirs[text].measurement.kl_windows)
+                        kl = [each.figures["kl_mean"].value for each in (ours, theirs[text])]
+                        rows.append({
+                            "recipe": full, "imatrix": imatrix is not None, "bytes": size, "text": text, "ours": kl[0],
+                            "theirs": kl[1], "ratio": ratio.value, "low": ratio.low, "high": ratio.high,
+                        })  # fmt: skip
+                        print(
+                            f"{full:<14}{'yes' if imatrix else 'no':<9}{size:>11,}  {text:<14}{kl[0]:>10.6f}"
+                            f"{kl[1]:>10.6f}  {ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]",
+                            flush=True,
+                        )
+    print(json.dumps({"model": args.model, "samples": args.samples, "tokens": args.tokens, "rows": rows}))
 
 
 if __name__ == "__main__":

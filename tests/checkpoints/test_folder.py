@@ -264,11 +264,26 @@ def test_links_within_a_model_are_carried(tmp_path: Path) -> None:
     (folder / "LICENSE.md").write_text("x")
     (folder / "LICENSE").symlink_to("LICENSE.md")
     (folder.parent.parent / "blobs").mkdir()
-    (folder.parent.parent / "blobs" / "77").write_text("x")
+    (folder.parent.parent / "blobs" / "77").write_text("77")
     (folder / "tokenizer.json").symlink_to("../../blobs/77")
     (tmp_path / "link").symlink_to(folder)
     for path in (folder, tmp_path / "link"):
-        assert Folder(path).carry_files() == ("LICENSE", "LICENSE.md", "tokenizer.json")
+        found = Folder(path)
+        assert found.carry_files() == ("LICENSE", "LICENSE.md", "tokenizer.json")
+        out = tmp_path / f"out-{path.name}"
+        out.mkdir()
+        found.carry(found.carry_files(), out)
+        copies = {each.name: each.read_text() for each in out.iterdir() if not each.is_symlink()}
+        assert copies == {"LICENSE": "x", "LICENSE.md": "x", "tokenizer.json": "77"}
+
+
+def test_folders_within_a_model_are_carried(tmp_path: Path) -> None:
+    (tmp_path / "model" / "additional_chat_templates").mkdir(parents=True)
+    (tmp_path / "model" / "additional_chat_templates" / "a.jinja").write_text("x")
+    (tmp_path / "out").mkdir()
+    folder = Folder(single(tmp_path / "model"))
+    folder.carry(folder.carry_files(), tmp_path / "out")
+    assert (tmp_path / "out" / "additional_chat_templates" / "a.jinja").read_text() == "x"
 
 
 def test_hashes_are_of_the_files_and_progress_reaches_the_end(tmp_path: Path) -> None:

@@ -513,3 +513,12 @@ def test_sha256_reports_its_progress(write: Callable[[bytes], Path], monkeypatch
     assert TensorFile(path).sha256(seen.append) == hashlib.sha256(GOOD).hexdigest()
     assert sum(seen) == len(GOOD)
     assert len(seen) > 1
+
+
+def test_a_file_is_hashed_once(write: Callable[[bytes], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And progress reaches its end all the same."""
+    file, seen = TensorFile(write(GOOD)), list[int]()
+    digest = file.sha256()
+    monkeypatch.setattr(file, "_fill", lambda *_: pytest.fail("it was read again"))
+    assert file.sha256(seen.append) == digest
+    assert seen == [len(GOOD)]

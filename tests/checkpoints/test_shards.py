@@ -10,11 +10,16 @@ import torch
 
 from attar.checkpoints import hf, shards
 from attar.checkpoints.safetensors import TensorFile
+from attar.checkpoints.stored import stored
+from attar.compression.pipeline import compress
 from attar.formats.cuts import grain, units
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Scheme
-from attar.kernels.operands import Linear
+from attar.kernels import ops
+from attar.kernels.operands import Linear, Prepared
+from attar.model.parallel import Groups
 from attar.model.split import Cut, Share, split
+from attar.plan import costs, fit
 from tests.model.random_model import LLAMA, write
 
 SHAPE = (256, 512)  # two blocks of fp8-block's
@@ -102,6 +107,33 @@ def test_a_part_is_read_as_it_would_be_cut(scheme: str | None, tmp_path: Path) -
         assert (found.bias is None) == (wanted.bias is None)
         assert found.bias is None or torch.equal(found.bias, wanted.bias)  # type: ignore[arg-type]
         assert found.activation_scale is None or found.activation_scale == wanted.activation_scale
+
+
+def test_blocks_of_a_gguf_file_are_cut_and_counted_as_such(demo: Path, tmp_path: Path) -> None:
+    """Of a type whose values are on no grid: kernels have its blocks, and `plan` counts them."""
+    path, share, store = tmp_path / "model.gguf", Share(1, 2), ops.store()
+    if store is None:
+        pytest.skip("the native kernels are off or do not load")
+    compress(demo, path, recipe="iq4_nl")
+    checkpoint = shards.open_checkpoint(path, torch.float32, as_stored=True, blocks=True)
+    part = split(checkpoint.config, share, shards.schemes(checkpoint, checkpoint.config))
+    shard = shards.Shard(checkpoint, part)
+    for name, cut in part.cuts.items():
+        whole, found = checkpoint.linear(name).weight, shard.linear(name).weight
+        assert isinstance(whole, PackedTensor)
+        assert isinstance(found, PackedTensor)
+        wanted = whole.dequantize()
+        for start, stop in cut.rows or ():
+            wanted = wanted[start:stop]
+        if cut.columns is not None:
+            wanted = wanted[:, slice(*cut.columns)]
+        assert torch.equal(found.dequantize(), wanted)
+    made = shards.load(path, share, Groups(), torch.float32, None, store)
+    config, storage = stored(path)
+    weights = [linear.weight for block in made.blocks for linear in block.linears()]
+    assert costs.weight_bytes(fit.shared(config, storage, share)[1], storage).linears == sum(
+        weight.read_bytes for weight in weights if isinstance(weight, Prepared)
+    )
 
 
 def test_no_more_is_read_than_must_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,10 @@ import torch
 from attar.checkpoints import hf
 from attar.checkpoints.receipt import read_receipt
 from attar.compression import allocate, calibrate, place, sensitivity
-from attar.compression.allocate import Target, ladder_for, parse_ladder
 from attar.compression.pipeline import compress
 from attar.compression.recipe import Recipe
 from attar.compression.sensitivity import Group, Log, Trial, apart, groups_of
+from attar.compression.target import Target, parse_ladder
 from attar.formats.packed import codec
 from attar.metrics.measure import measure
 from attar.text.tokenizer import Tokenizer
@@ -245,16 +245,6 @@ def test_the_receipt_says_what_was_not_measured(tiny: Path, calibration: Ids, tm
     assert (found["rounding"], found["without"]) == ("gptq", ["awq"])
 
 
-def test_ladders() -> None:
-    names = [scheme.name for scheme in ladder_for(Recipe.load("gptq-w4g128"))]
-    assert names == ["w2g64", "w3g128", "w3g64", "w4g128", "w5g128", "w6g128", "w8g128"]
-    assert [s.name for s in ladder_for(Recipe.load("rtn-w3g32-asym"))][:2] == ["w2g32-asym", "w3g32-asym"]
-    assert [s.name for s in ladder_for(Recipe.load("rtn-q4_k"))] == list(allocate.K_QUANTS)
-    for name in ("rtn-w8a8", "rtn-w4", "rtn-fp8"):
-        with pytest.raises(ValueError, match="has no ladder of bits"):
-            ladder_for(Recipe.load(name))
-
-
 @pytest.mark.parametrize(
     "target, ladder, sentence",
     [
@@ -341,7 +331,3 @@ def test_other_mistakes(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with pytest.raises(ValueError, match="exists and is kept"):
         compress(tiny, tmp_path / "there", recipe="rtn-w4g64", target=Target(bits=4.0), calibration=calibration)
-    for wrong in ({}, {"bits": 3.0, "kl": 0.1}, {"bits": -1.0}, {"kl": float("nan")}):
-        with pytest.raises(ValueError, match="target"):
-            Target(**wrong)  # type: ignore[arg-type]
-    assert json.loads(json.dumps(Target(size=7).to_dict())) == {"size": 7}

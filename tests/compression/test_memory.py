@@ -14,7 +14,7 @@ import torch
 
 from attar.checkpoints import hf
 from attar.checkpoints.verify import verify
-from attar.compression import calibrate, hessians, walk
+from attar.compression import calibrate, hessians
 from attar.compression.calibrate import Rows
 from attar.compression.pipeline import compress
 from attar.compression.solvers import rtn
@@ -65,7 +65,7 @@ def test_most_numbers_in_memory_at_once() -> None:
 
 def test_the_output_matrix_in_parts(tiny: Path, stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stored apart, and, tied, under either name: the probes that came out are those of the whole model."""
-    monkeypatch.setattr(walk, "HEAD_ROWS", 100)
+    monkeypatch.setattr(calibrate, "HEAD_ROWS", 100)
     for source in (tiny, stories):
         compress(source, tmp_path / source.name, recipe="rtn-w8")
         assert verify(tmp_path / source.name).ok

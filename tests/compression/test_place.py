@@ -10,21 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from attar.checkpoints import sources
-from attar.compression import pipeline, place
+from attar.compression import passes, place
 from attar.compression.calibrate import HiddenStates
 from attar.compression.methods import ActivationRange, Awq
-from attar.compression.passes import BlockWork, Record
-from attar.compression.pipeline import Run
 from attar.compression.recipe import Recipe
+from attar.compression.record import Record
+from attar.compression.work import BlockWork
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
-from attar.kernels import ops
 from attar.model.decoder import Decoder
 from attar.model.layers import Block
 from tests.pretend import there
@@ -49,7 +46,7 @@ def compressed(
         pair.append(states)
     schemes: dict[str, Scheme | None] = {linear.name: plan.scheme for linear in block.linears()}
     place.move(block, device)
-    records = BlockWork(block, pair[0], plan, schemes, "LlamaForCausalLM", original=pair[1]).run()
+    records = passes.run(BlockWork(block, pair[0], plan, schemes, "LlamaForCausalLM", original=pair[1]))
     place.move(block, place.CPU)
     return records, block
 
@@ -112,34 +109,3 @@ def test_what_does_not_go_there_is_said(recipe: str, what: str) -> None:
     with pytest.raises(ValueError, match=f"is compressed on the CPU: {what} is not for cuda yet"):
         place.check(plan, [plan.scheme], what == "a GGUF file", "cuda")
     place.check(plan, [plan.scheme], True, "cpu")
-
-
-def measuring(device: str) -> Run:
-    """What is asked of a run that has written its output."""
-    made = Run.__new__(Run)
-    made.order = SimpleNamespace(device=device, source=SimpleNamespace(folder=SimpleNamespace(path=Path("original"))))  # type: ignore[assignment]
-    made.made, made.report = Path("output"), lambda stage, done, total: None
-    return made
-
-
-@pytest.mark.parametrize(("device", "dtype"), [("cuda", torch.bfloat16), ("cpu", torch.float32)])
-def test_the_cost_is_measured_where_blocks_were_compressed(
-    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded = []
-    monkeypatch.setattr(ops, "store", lambda device, dtype: f"a store of {device}")
-    monkeypatch.setattr(sources, "load", lambda *how: loaded.append(how))
-    monkeypatch.setattr(pipeline, "measure", lambda *_, **__: SimpleNamespace(to_dict=lambda: {"kl_mean": 0.5}))
-    assert measuring(device).measure([1, 2], SimpleNamespace(added_bos=None)) == {"kl_mean": 0.5}  # type: ignore[arg-type]
-    store = None if device == "cpu" else "a store of cuda"
-    assert loaded == [(Path(name), dtype, None, store) for name in ("output", "original")]
-
-
-def test_a_card_without_room_for_both_models_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(ops, "store", lambda device, dtype: None)
-    monkeypatch.setattr(sources, "load", full)
-    with pytest.raises(ValueError, match=r"cuda has too little memory .* without --eval .*\(no room\)"):
-        measuring("cuda").measure([1, 2], SimpleNamespace(added_bos=None))  # type: ignore[arg-type]

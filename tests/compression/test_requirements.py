@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from attar.checkpoints import hf
 from attar.checkpoints.gguf import GgufFile
 from attar.compression import allocate, best, calibrate, coverage, gradients, tune
-from attar.compression.allocate import Target, parse_ladder
 from attar.compression.pipeline import compress
-from attar.compression.recipe import PRESETS, Recipe
+from attar.compression.recipe import Recipe
+from attar.compression.spelling import PRESETS
+from attar.compression.target import Target, parse_ladder
 from attar.formats import affine, ggml_mix
 from attar.formats.forms import FORMS
 from attar.formats.observers import KL, MSE, MinMax, Percentile
@@ -169,7 +170,7 @@ def test_gradients_and_hints_are_asked_for_before_they_are_made(
     tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr("attar.compression.pipeline.require_free", lambda path, needed: asked.append(needed))
+    monkeypatch.setattr("attar.compression.run.require_free", lambda path, needed: asked.append(needed))
     for recipe in ("qronos-w4g32", "guided-w4g32"):
         with pytest.raises(Begun):
             compress(tiny, tmp_path / recipe, recipe=recipe, calibration=calibration, progress=nothing_begins)
@@ -257,7 +258,7 @@ def test_what_needs_the_original_beside_it_asks_for_room(
 ) -> None:
     """Two files of 8 sequences of 32 tokens more, for the states that the original model sees."""
     asked: list[int] = []
-    monkeypatch.setattr("attar.compression.pipeline.require_free", lambda path, needed: asked.append(needed))
+    monkeypatch.setattr("attar.compression.run.require_free", lambda path, needed: asked.append(needed))
     monkeypatch.setattr("attar.compression.output.Output.written", lambda self, done: 1 / 0)
     for correct in (True, False):
         plan = Recipe.from_dict({"recipe": "autoround-w4g32", "correct": correct})

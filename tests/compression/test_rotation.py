@@ -19,11 +19,11 @@ from attar.checkpoints.convert import convert
 from attar.checkpoints.safetensors import CheckpointError
 from attar.checkpoints.shards import cut_linear
 from attar.compression import rotation, spin
-from attar.compression.allocate import Target
 from attar.compression.methods import SpinQuant
 from attar.compression.pipeline import compress
 from attar.compression.recipe import Recipe
 from attar.compression.solvers import rotations
+from attar.compression.target import Target
 from attar.kernels import hadamard, ops
 from attar.model import decoder
 from attar.model.cache import Step

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,7 +17,7 @@ from attar.checkpoints import hf
 from attar.checkpoints.hf import Checkpoint
 from attar.compression import calibrate, gradients, tune, whole
 from attar.compression.calibrate import HiddenStates
-from attar.compression.methods import Tune
+from attar.compression.methods import Distill, Tune
 from attar.compression.pipeline import compress
 from attar.formats.packed import codec
 from attar.formats.scheme import Scheme
@@ -82,6 +83,24 @@ def test_a_killed_run_begins_anew_to_the_same_bytes(tiny: Path, small: Path, ids
         assert all(torch.equal(tensor, other.tensors[name]) for name, tensor in found.tensors.items())
 
 
+def test_what_the_original_writes_is_trained_on_and_never_judges(
+    tiny: Path, small: Path, ids: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is drawn once: what a killed run drew is there for the next one."""
+    options = Distill(epochs=2, rate=5e-3, batch=64, drawn=5)
+    found = run(tiny, small, tmp_path / "state", ids, options)
+    without = run(tiny, small, tmp_path / "without", ids)
+    assert (found.steps, found.trained_tokens, found.held_out_tokens) == (2 * 7, (8 + 5) * 32, 32)
+    assert found.kl_before == without.kl_before
+    assert found.kl_epochs != without.kl_epochs
+    drawn = np.fromfile(tmp_path / "state" / "drawn.i32", dtype="<i4").reshape(5, 32)
+    amount = calibrate.Amount(5, 32, tune.DRAWN)
+    assert np.array_equal(drawn, calibrate.sample_from(hf.load(tiny, torch.float32), amount).numpy())
+    shutil.rmtree(tmp_path / "state" / tune.FOUND)
+    monkeypatch.setattr(calibrate, "sample_from", lambda *_, **__: pytest.fail("it draws again"))
+    assert run(tiny, small, tmp_path / "state", ids, options) == found
+
+
 def test_where_nothing_is_better_the_model_stays(tiny: Path, small: Path, ids: Tensor, tmp_path: Path) -> None:
     found = run(tiny, small, tmp_path / "state", ids, Tune(epochs=1, rate=0.0, batch=64))
     assert (found.epoch, found.kl_after) == (0, found.kl_before)
@@ -104,7 +123,7 @@ def test_the_gradient_is_that_of_the_divergence(
     calibrate.embed(source, ids, states)
     for layer in range(source.config.layers):
         gradients.advance(source, layer, states, states)
-    tuning = tune._Tuning(student, tune._Teacher(source, states), ids, OPTIONS, 0)
+    tuning = tune._Tuning(student, tune._Teacher(source, states), ids, len(ids), OPTIONS, 0)
     tuning.held = [1, 4]
     tuning._learn([1, 4])
     slopes = [knob.learned.grad for knob in knobs]

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from attar.checkpoints.safetensors import CheckpointError
 from attar.cli.main import app
-from attar.compression.allocate import Target, parse_ladder
 from attar.compression.pipeline import compress
+from attar.compression.target import Target, parse_ladder
 from attar.evaluation import page
 from attar.evaluation.outputs import read
 

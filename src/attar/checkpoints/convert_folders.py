@@ -3,7 +3,6 @@ carried over."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -34,7 +33,7 @@ def folder_to_folder(checkpoint: Checkpoint, dst: Path, target: Target, overwrit
     layout: dict[str, Part] = {name: folder.info(name) for name in kept}
     for module, each in modules.items():
         layout |= target.declared(module, each)
-    files, ours = plan_files(layout), Digest()
+    files, carried, ours = plan_files(layout), folder.carry_files(), Digest()
     with atomic_folder(dst, overwrite) as work:
         work.clear()  # of what an interrupted run of something else left
         with ShardWriter(work.out, files) as writer:
@@ -54,9 +53,7 @@ def folder_to_folder(checkpoint: Checkpoint, dst: Path, target: Target, overwrit
                 ours.add(name, value)
             writer.finish()
         write_json(work.out / CONFIG, {**folder.config, "quantization_config": settings})
-        for name in folder.carry_files():
-            (work.out / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(folder.path / name, work.out / name)
+        folder.carry(carried, work.out)
         again, theirs = Checkpoint.open(work.out, as_stored=True), Digest()
         for name in linears:
             theirs.add(name, values_of(again.linear(name)))

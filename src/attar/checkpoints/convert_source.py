@@ -12,7 +12,7 @@ from attar.checkpoints.hf import Checkpoint
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.kernels.operands import Linear
-from attar.model.decoder import compressible, packed_ends
+from attar.model.decoder import all_compressible, packed_ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,7 @@ def packed_linears(checkpoint: Checkpoint) -> dict[str, Stored]:
 
 
 def linear_names(checkpoint: Checkpoint) -> list[str]:
-    config = checkpoint.config
-    names = [name for layer in range(config.layers) for name in compressible(config, layer)]
-    return [*names, config.names.head]
+    return [*all_compressible(checkpoint.config), checkpoint.config.names.head]
 
 
 def values_of(linear: Linear) -> Tensor:

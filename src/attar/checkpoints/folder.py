@@ -14,7 +14,8 @@ import hashlib
 import json
 import os
 import reprlib
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,6 +161,12 @@ class Folder:
                     "belongs to the model"
                 )
         return tuple(names)
+
+    def carry(self, names: Iterable[str], out: Path) -> None:
+        """Copy files, by the names that `carry_files` gives, to the folder `out`."""
+        for name in names:
+            (out / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(self.path / name, out / name)
 
     def source_hashes(self, progress: Callable[[int, int], None] | None = None) -> dict[str, str]:
         """SHA-256 in hex of config.json, the index and each weight file, by name.

@@ -15,7 +15,7 @@ from attar.checkpoints import hf, hub, receipt
 from attar.checkpoints.gguf_checkpoint import GgufCheckpoint
 from attar.checkpoints.vocabulary import is_gguf
 from attar.formats.scheme import Part, Scheme
-from attar.model.decoder import compressible
+from attar.model.decoder import all_compressible
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def inspect(model: str | Path) -> Inspection:
     found: Counter[str] = Counter()
     bits = weights = 0
     belongs = set()
-    modules = [module for layer in range(config.layers) for module in compressible(config, layer)]
+    modules = all_compressible(config)
     if checkpoint.scheme_of(config.names.head) is not None:
         modules.append(config.names.head)
     for module in modules:
@@ -123,7 +123,7 @@ def _inspect_gguf(path: Path) -> Inspection:
         for name in sorted(file.names(), key=_natural)
         for tensor in [file.info(name)]
     }
-    modules = [module for layer in range(config.layers) for module in compressible(config, layer)]
+    modules = all_compressible(config)
     if checkpoint.kind_of(config.names.head).elements > 1:
         modules.append(config.names.head)
     found: Counter[str] = Counter()

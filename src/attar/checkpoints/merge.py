@@ -10,9 +10,7 @@ may do better. GGUF files are refused, for what they are made from is the better
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from torch import Tensor
 
 from attar.checkpoints import lora
 from attar.checkpoints.convert_source import packed_linears, values_of
+from attar.checkpoints.folder import CONFIG, write_json
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.safetensors import CheckpointError
 from attar.checkpoints.vocabulary import is_gguf
@@ -33,7 +32,7 @@ from attar.formats.packed import codec
 from attar.formats.scheme import Part, Scheme
 from attar.kernels import hadamard
 from attar.kernels.operands import Adapter
-from attar.model.decoder import compressible
+from attar.model.decoder import all_compressible
 
 SAMPLED = 32  # rows of a matrix that are rounded to find the error
 
@@ -123,8 +122,7 @@ def merge(base: Path, adapter: Path, out: Path, *, overwrite: bool = False, max_
         )
     source = Checkpoint.open(base)
     folder, config = source.folder, source.config
-    names = [name for layer in range(config.layers) for name in compressible(config, layer)]
-    shapes = {name: source.linear_shape(name) for name in names}
+    shapes = {name: source.linear_shape(name) for name in all_compressible(config)}
     found = lora.read(adapter, config.names, shapes | {config.names.head: (config.vocab_size, config.hidden)})
     if config.tied and config.names.head in found.adapters:
         raise CheckpointError(f"{adapter} changes an output matrix that is the embedding too: use it unmerged")
@@ -137,7 +135,7 @@ def merge(base: Path, adapter: Path, out: Path, *, overwrite: bool = False, max_
     for module, name in modules.items():
         shape = packed[name].shape
         layout[f"{module}.weight"] = Part(dtype, shape[::-1] if config.names.is_transposed(name) else shape)
-    files = plan_files(layout, max_shard_bytes)
+    files, carried = plan_files(layout, max_shard_bytes), folder.carry_files()
     require_free(out.parent, sum(file.size for file in files))
     with atomic_folder(out, overwrite) as work:
         with ShardWriter(work.out, files) as writer:
@@ -162,10 +160,8 @@ def merge(base: Path, adapter: Path, out: Path, *, overwrite: bool = False, max_
                 writer.write(f"{module}.weight", value.T.contiguous() if config.names.is_transposed(name) else value)
             writer.finish()
         said = {key: value for key, value in folder.config.items() if key != "quantization_config"}
-        (work.out / "config.json").write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n")
-        for name in folder.carry_files():
-            (work.out / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(folder.path / name, work.out / name)
+        write_json(work.out / CONFIG, said)
+        folder.carry(carried, work.out)
     counts = Counter(each.scheme.name for each in packed.values())
     return Merged(out, adapter, tuple(sorted(found.adapters)), counts, dtype, errors.change, errors.requantized)
 

@@ -253,6 +253,7 @@ class TensorFile:
             raise CheckpointError(f"{self.path}: not safetensors. {CONVERT}")
         self._fd, self.size = open_regular(self.path)
         self.close = weakref.finalize(self, os.close, self._fd)
+        self._sha256: str | None = None
         try:
             self._data, self._slots, self.metadata = self._open()
         except CheckpointError:
@@ -330,7 +331,12 @@ class TensorFile:
         )
 
     def sha256(self, progress: Callable[[int], None] | None = None) -> str:
-        """The whole file's SHA-256 in hex; `progress` is called with the size of each chunk once it is hashed."""
+        """The whole file's SHA-256 in hex, computed once; `progress` is called with the size of each chunk once it is
+        hashed, or at once with that of the file."""
+        if self._sha256 is not None:
+            if progress is not None:
+                progress(self.size)
+            return self._sha256
         digest, at = hashlib.sha256(), 0
         buffer = memoryview(bytearray(min(_CHUNK, self.size)))
         while at < self.size:
@@ -340,7 +346,8 @@ class TensorFile:
             at += len(chunk)
             if progress is not None:
                 progress(len(chunk))
-        return digest.hexdigest()
+        self._sha256 = digest.hexdigest()
+        return self._sha256
 
     def _slot(self, name: str) -> Slot:
         if name not in self._slots:

@@ -26,6 +26,7 @@ from attar.checkpoints.vocabulary import is_gguf
 from attar.formats.cuts import Range, Units, units, within
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
+from attar.kernels.native.store import Store as NativeStore
 from attar.kernels.operands import Linear
 from attar.kernels.ops import Store
 from attar.model import parallel
@@ -39,10 +40,14 @@ AT_ONCE = 1 << 24  # bytes of rows that are read to keep some of their columns
 Checkpoint = hf.Checkpoint | GgufCheckpoint
 
 
-def open_checkpoint(path: Path, dtype: torch.dtype | None = None, *, as_stored: bool = False) -> Checkpoint:
-    """A folder or GGUF file, from its headers. Raises CheckpointError."""
-    kind: type[hf.Checkpoint] | type[GgufCheckpoint] = GgufCheckpoint if is_gguf(path) else hf.Checkpoint
-    return kind.open(path, dtype, as_stored=as_stored)
+def open_checkpoint(
+    path: Path, dtype: torch.dtype | None = None, *, as_stored: bool = False, blocks: bool = False
+) -> Checkpoint:
+    """A folder or GGUF file, from its headers; of a file, `blocks` is as in `GgufCheckpoint.open`. Raises
+    CheckpointError."""
+    if is_gguf(path):
+        return GgufCheckpoint.open(path, dtype, as_stored=as_stored, blocks=blocks)
+    return hf.Checkpoint.open(path, dtype, as_stored=as_stored)
 
 
 def schemes(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Scheme | None]:
@@ -60,7 +65,7 @@ def load(
 ) -> SplitDecoder:
     """The part of `share`, ready to run with the others. Raises CheckpointError as `sources.load`, and ValueError where
     the model cannot be shared so."""
-    checkpoint = open_checkpoint(path, dtype, as_stored=store is not None)
+    checkpoint = open_checkpoint(path, dtype, as_stored=store is not None, blocks=isinstance(store, NativeStore))
     config = checkpoint.config
     part = split(config, share, schemes(checkpoint, config))
     try:
@@ -106,12 +111,14 @@ class Shard:
         if scheme is None:
             linear = Linear(name, self._dense(f"{name}.weight", cut))
         else:
-            settings = folder.config["quantization_config"]
-            method = settings["quant_method"]
+            settings = folder.config.get("quantization_config") or {}  # SqueezeLLM's is in a file of its own
+            method = settings.get("quant_method")
             library = libraries.library_of(method)
             more = settings.get("transform_config") or folder.has(f"{module}.weight_g_idx")  # is for the reader to say
-            if method != library.METHOD or library is bitsandbytes or more:
+            if method != library.METHOD or library is bitsandbytes or library.against((scheme,)) is not None or more:
                 return None
+            if any(not folder.has(f"{module}.{library.stored_part(part, scheme)}") for part in units(scheme)):
+                return None  # 2:4 zeros are left out of it
             shape = checkpoint.linear_shape(name)
             parts = {}
             for part, dimensions in units(scheme).items():

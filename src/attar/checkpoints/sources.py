@@ -12,6 +12,7 @@ import torch
 
 from attar.checkpoints import gguf_checkpoint, hf
 from attar.checkpoints.vocabulary import is_gguf
+from attar.kernels import ops
 from attar.kernels.ops import Store
 from attar.model.decoder import Decoder
 
@@ -24,3 +25,18 @@ def load(
 ) -> Decoder:
     """The whole model, ready to run. Arguments and errors as `hf.load`."""
     return (gguf_checkpoint.load if is_gguf(path) else hf.load)(path, dtype, progress, store)
+
+
+def load_on(
+    path: Path,
+    device: str,
+    dtype: torch.dtype | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Decoder:
+    """The same, to be measured: on a CPU by the reference, elsewhere by the device's kernels, which compute in `dtype`.
+    Raises ValueError also where nothing can be computed there."""
+    store = None
+    if device != "cpu":
+        assert dtype is not None, "kernels are laid out for one"
+        store = ops.store(device=device, dtype=dtype)
+    return load(path, dtype, progress, store)

@@ -33,39 +33,15 @@ from attar.compression.calibrate import Amount, Calibration
 from attar.compression.methods import Gptq, Rtn
 from attar.compression.recipe import Override, Recipe
 from attar.compression.sensitivity import Choice, Group, Log, Trial, apart, divisible, fingerprint, groups_of
-from attar.formats.forms import GgmlBlocks
-from attar.formats.scheme import Grid, Scheme
-from attar.model.decoder import Decoder, compressible
-from attar.text.tokenizer import Tokenizer
+from attar.compression.target import Target, ladder_for
+from attar.formats.scheme import Scheme
+from attar.model.decoder import Decoder, all_compressible
 
 ROUNDS = 3  # of steps around the choice
 HEADER = 64  # bytes a linear by which the headers of files may differ between schemes
 
-K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")
-
 Progress = Callable[[str, int, int], None]
 """progress(stage, done, total)"""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What the result must keep: `bits` a weight of the blocks' linears, `size` in bytes of all weight files, or the
-    mean `kl` on the tokens that allocation measures on. One of them."""
-
-    bits: float | None = None
-    size: int | None = None
-    kl: float | None = None
-
-    def __post_init__(self) -> None:
-        given = list(self.to_dict().values())
-        if len(given) != 1:
-            raise ValueError("give one target: bits, size or KL")
-        if not given[0] > 0 or not math.isfinite(given[0]):
-            raise ValueError(f"a target is a positive number, not {given[0]}")
-
-    def to_dict(self) -> dict[str, float]:
-        pairs = (("bits", self.bits), ("size", self.size), ("kl", self.kl))
-        return {name: value for name, value in pairs if value is not None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,31 +109,6 @@ def unmeasured(recipe: Recipe, ladder: Sequence[Scheme] = ()) -> list[str]:
     return found + ["activation rounding"] * any(scheme.activation is not None for scheme in ladder)
 
 
-def ladder_for(recipe: Recipe) -> tuple[Scheme, ...]:
-    """The schemes that a recipe chooses among where nobody says otherwise: its own grid with other bits, or K-quants.
-
-    Raises ValueError where its scheme is neither a grid of integers in groups nor a type of GGUF files.
-    """
-    scheme = recipe.scheme
-    if scheme is not None and isinstance(scheme.weight, GgmlBlocks):
-        return tuple(map(Scheme.parse, K_QUANTS))
-    grid = None if scheme is None or scheme.activation is not None else scheme.weight
-    if scheme is None or not isinstance(grid, Grid) or grid.kind != "int" or grid.group_size is None:
-        raise ValueError(
-            f"{recipe.name} has no ladder of bits: give a recipe such as gptq-w4g128, or name the schemes to choose "
-            "among, such as w2g64,w3g128,w4g128,w6g128"
-        )
-    fine = min(grid.group_size, 64)  # few bits need small groups
-    rungs = [replace(grid, bits=2, group_size=fine), replace(grid, bits=3), replace(grid, bits=3, group_size=fine)]
-    rungs += [replace(grid, bits=bits) for bits in (4, 5, 6, 8)]
-    return tuple(replace(scheme, weight=rung) for rung in dict.fromkeys(rungs))
-
-
-def parse_ladder(text: str) -> tuple[Scheme, ...]:
-    """Schemes by name, with commas between. Raises ValueError on an unknown one."""
-    return tuple(Scheme.parse(name.strip()) for name in text.split(","))
-
-
 @dataclass(frozen=True, eq=False)
 class Allocated:
     """An allocation for one output, with the calibration tokens for the walk to go on with, which are those `read`
@@ -199,19 +150,18 @@ def for_output(
     ladder = tuple(ladder or ladder_for(recipe))
     if calibration is None:
         raise ValueError("a target needs calibration to measure on: give a text file, or `self` to sample it")
-    divisible(amount.samples if isinstance(calibration, str | Path) else len(calibration))
+    divisible(calibrate.count(calibration, amount))
     for rung in _rungs(checkpoint, recipe, ladder):
         check(rung)
     folder = checkpoint.folder.path
-    is_text = isinstance(calibration, str | Path) and str(calibration) != calibrate.SELF
-    tokenizer = Tokenizer.load(folder) if is_text else None
+    tokenizer = calibrate.tokenizer_for(calibration, folder)
     dst = dst.absolute()
     dst.parent.mkdir(parents=True, exist_ok=True)
     log = dst.parent / f".{dst.name}.attar-allocation.jsonl"
     source = ""
-    if isinstance(calibration, str | Path) and not is_text:
+    if calibrate.is_drawn(calibration):
         source = combined_hash(checkpoint.folder.source_hashes(lambda done, total: progress("hashing", done, total)))
-    drawn = log.with_suffix(f".self-{source[:16]}-{amount.samples}x{amount.length}-{amount.seed}.i32")
+    drawn = log.with_suffix(f".{calibrate.drawn_name(source, amount)}")
     if not resume:
         log.unlink(missing_ok=True)
         drawn.unlink(missing_ok=True)
@@ -222,8 +172,7 @@ def for_output(
     seen = rest
     if recipe.tune is not None:  # which judges by text that nothing before it has seen
         requirements.enough(recipe, len(rest))
-        judges = set(tune.aside(rest))
-        seen = rest[[s for s in range(len(rest)) if s not in judges]]
+        seen = tune.without_judges(rest)
 
     decoder = hf.load(folder, torch.float32)
     names = checkpoint.config.names
@@ -236,10 +185,9 @@ def for_output(
 def _rungs(checkpoint: hf.Checkpoint, recipe: Recipe, ladder: Sequence[Scheme]) -> Iterator[Recipe]:
     """The recipe with each scheme of the ladder in turn, to be held against the model: for one linear of each kind and
     shape that can be chosen for, since overrides for every linear, all experts of a mixture among them, take long."""
-    config = checkpoint.config
     decided = [*(override.match for override in recipe.overrides), *recipe.keep]
     kinds: dict[tuple[str, tuple[int, int]], str] = {}
-    for name in (name for layer in range(config.layers) for name in compressible(config, layer)):
+    for name in all_compressible(checkpoint.config):
         if not any(fnmatch.fnmatchcase(name, match) for match in decided):
             kinds.setdefault((re.sub(r"\d+", "", name), checkpoint.linear_shape(name)), name)
     for scheme in ladder:

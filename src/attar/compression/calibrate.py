@@ -5,7 +5,9 @@ enough to what it was trained on to calibrate with, and need no data at all.
 
 Hidden states live in two files, one that a block reads and one that it writes, in turn. That is what lets a killed run
 resume to the very bytes it would have written, and lets the states be larger than memory. Up to `memory` bytes they are
-held in memory as well, so that the disk is written but not read.
+held in memory as well, so that the disk is written but not read. The two tables at the ends of a model can be larger
+than several blocks and are never read whole: of the embedding only the rows that the text needs (`embed`), of the
+output matrix some after others (`head_rows`).
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ from torch import Tensor
 
 from attar.checkpoints import hf
 from attar.checkpoints.safetensors import byte_view
+from attar.formats.packed import PackedTensor
+from attar.kernels.operands import Linear
 from attar.model.cache import Step
 from attar.model.config import ModelConfig
-from attar.model.decoder import Decoder, build_embedding
+from attar.model.decoder import Decoder, build_embedding, build_head
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
 
@@ -38,6 +42,7 @@ CACHE_BYTES = 256 << 20  # of keys and values while sampling
 ROWS_AT_ONCE = 2048  # rows of one forward call at most: enough to keep the cores busy
 WIDEST = 32 << 20  # bytes of its widest activation at most, unless one sequence has more
 IN_A_BLOCK = 2 * WIDEST  # what the activations of one forward call take together
+HEAD_ROWS = 4096  # of the output matrix, in memory at once; zero points are packed 32 rows at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,31 @@ class Amount:
     def __post_init__(self) -> None:
         if self.samples < 1 or self.length < 2 or self.seed < 0:
             raise ValueError("calibration takes at least 1 sequence of at least 2 tokens, and a seed of at least 0")
+
+
+def is_text(calibration: Calibration | None) -> bool:
+    """Whether it is a text file."""
+    return isinstance(calibration, str | Path) and not is_drawn(calibration)
+
+
+def is_drawn(calibration: Calibration | None) -> bool:
+    """Whether the model is to draw it."""
+    return isinstance(calibration, str | Path) and str(calibration) == SELF
+
+
+def tokenizer_for(calibration: Calibration, folder: Path) -> Tokenizer | None:
+    """The tokenizer of the model in `folder`, where a text needs one: ids and `SELF` do without."""
+    return Tokenizer.load(folder) if is_text(calibration) else None
+
+
+def count(calibration: Calibration, amount: Amount) -> int:
+    """How many sequences there will be, at most."""
+    return amount.samples if isinstance(calibration, str | Path) else len(calibration)
+
+
+def drawn_name(source: str, amount: Amount) -> str:
+    """The name of the file for what is drawn from the model whose files have the hash `source`."""
+    return f"self-{source[:16]}-{amount.samples}x{amount.length}-{amount.seed}.i32"
 
 
 def tokens(
@@ -73,7 +103,7 @@ def tokens(
         raise ValueError(
             f"calibration sequences of {amount.length} tokens exceed the model's context of {config.context}"
         )
-    if str(calibration) != SELF:
+    if is_text(calibration):
         assert tokenizer is not None
         ids = tokenizer.encode(read_text(calibration), add_special_tokens=False)
         return windows(ids, amount.samples, amount.length, tokenizer.added_bos)
@@ -225,13 +255,31 @@ class HiddenStates:
 
 
 @torch.no_grad()
-def embed(checkpoint: hf.Checkpoint, ids: Tensor, into: HiddenStates) -> None:
-    """Write what enters the first block on tokens [S, L]; only the rows of the table that are needed are read."""
+def embed(
+    checkpoint: hf.Checkpoint,
+    ids: Tensor,
+    into: HiddenStates,
+    stored: Callable[[Tensor], PackedTensor | None] | None = None,
+) -> None:
+    """Write what enters the first block on tokens [S, L]; only the rows of the table that are needed are read.
+
+    `stored(rows)` says how rows [R, I] of the table are stored in the end, if not as they are.
+    """
     used, place = torch.unique(ids, return_inverse=True)
     embedding = build_embedding(replace(checkpoint.config, vocab_size=len(used)), checkpoint.rows(used))
+    if stored is not None:
+        assert isinstance(embedding.table, Tensor)
+        if (rounded := stored(embedding.table)) is not None:
+            embedding.table, embedding.dtype = rounded, torch.float32
     for batch in into.batches():
         rows = place[batch.start : batch.stop].reshape(-1)
         into.write(batch, embedding.forward(rows, into.step(batch).positions.cpu()).float())
+
+
+def head_rows(checkpoint: hf.Checkpoint) -> Iterator[tuple[Tensor, Linear]]:
+    """The output matrix, `HEAD_ROWS` rows at a time, with their token ids."""
+    for ids in torch.arange(checkpoint.config.vocab_size).split(HEAD_ROWS):
+        yield ids, build_head(replace(checkpoint.config, vocab_size=len(ids)), checkpoint.rows(ids))
 
 
 class Rows:

@@ -3,7 +3,7 @@
 Three figures. Fewer tokens than a linear has columns leave its Hessian without full rank, however they are chosen. An
 input channel that was zero at every token weighs nothing, so its column is rounded as if it could never matter: text of
 another kind may use it (ReLU models and mixtures have many such). An expert that no token was sent to is rounded by its
-weights alone (`hessians`), and what searches on its inputs leaves it as it is (`passes`).
+weights alone (`hessians`), and what searches on its inputs leaves it as it is (`transforms`).
 
 What a block's linears read is seen where the block runs compressed, to calibrate the next one: that costs a comparison
 a number. The last block, behind which nothing is calibrated, is run for this alone. Where the walk reads no inputs, it
@@ -13,13 +13,13 @@ is seen where importances are gathered, from the original.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from attar.compression import state
 from attar.kernels.operands import Linear
 from attar.model.config import ModelConfig
 from attar.model.layers import Block, MixtureOfExperts
@@ -52,15 +52,8 @@ class Coverage:
 
 
 def keep(folder: Path, key: str, layer: int, found: Coverage) -> None:
-    """Write what a block was shown, for a run that resumes, under the `key` of what it is about. A note is there whole
-    or not at all."""
-    path = _file(folder, key, layer)
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w") as file:
-        json.dump(found.to_dict(), file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    """Note what a block was shown, under the `key` of what it is about."""
+    state.put(_file(folder, key, layer), found.to_dict())
 
 
 def kept(folder: Path, key: str, layers: int) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from attar.model import decoder
 TOKENS = 2048  # of calibration text that are looked at: one sequence at least
 LIMIT = 1.0  # nats a token above what the model expects
 DIGITS = 4  # of figures in nats: more are noise
-HEAD_ROWS, ROWS = 4096, 256  # of the output matrix, and of states, that are multiplied at once
+ROWS = 256  # states that are multiplied with the output matrix at once
 
 RUN = 16  # tokens
 SHARED = 0.01  # of the evaluation text
@@ -74,9 +74,7 @@ def surprise(source: Checkpoint, ids: Tensor, folder: Path, device: torch.device
     memory, rows = 4 * ids.numel() * config.hidden, calibrate.rows_at_once(config)
     try:
         with closing(HiddenStates(path, shape, memory, rows, device)) as hidden:
-            calibrate.embed(source, ids, hidden)
-            for layer in range(config.layers):
-                gradients.advance(source, layer, hidden, hidden)
+            gradients.through(source, ids, hidden)
             states = hidden.read(range(count)).cpu().view(*shape)[:, :-1].flatten(0, 1)
     finally:
         path.unlink(missing_ok=True)
@@ -95,8 +93,7 @@ def _at_head(source: Checkpoint, states: Tensor, wanted: Tensor) -> tuple[Tensor
     config, norm = source.config, decoder.build_final_norm(source.config, source)
     largest = torch.full((len(states),), -torch.inf, dtype=torch.float64)
     total, weighted, found = torch.zeros_like(largest), torch.zeros_like(largest), torch.zeros_like(largest)
-    for rows in torch.arange(config.vocab_size).split(HEAD_ROWS):
-        head = decoder.build_head(replace(config, vocab_size=len(rows)), source.rows(rows))
+    for rows, head in calibrate.head_rows(source):
         for at in torch.arange(len(states)).split(ROWS):
             logits = decoder.logits(config, norm, head, states[at]).double()
             peak = torch.maximum(largest[at], logits.amax(1))

@@ -37,7 +37,7 @@ from attar.compression.calibrate import token_hash, windows
 from attar.compression.whole import WholeModel, keep, left, schedule, shuffled
 from attar.formats.scheme import Part
 from attar.kernels.operands import Adapter, Linear
-from attar.model.decoder import compressible
+from attar.model.decoder import all_compressible
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
 
@@ -141,7 +141,7 @@ class _Learner(WholeModel):
     def __init__(self, checkpoint: Checkpoint, options: FineTuning) -> None:
         super().__init__(checkpoint)
         self._scale = options.alpha / options.rank
-        names = [name for layer in range(self.config.layers) for name in compressible(self.config, layer)]
+        names = all_compressible(self.config)
         chosen = {name for name in names if any(fnmatch.fnmatchcase(name, each) for each in options.targets)}
         if not chosen:
             raise ValueError(f"no linear matches {', '.join(options.targets)}: there are {', '.join(names[:7])} ...")

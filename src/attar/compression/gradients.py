@@ -131,6 +131,16 @@ def advance(source: Checkpoint, layer: int, here: HiddenStates, there: HiddenSta
         there.write(batch, block.run(here.read(batch), here.step(batch)))
 
 
+def through(
+    source: Checkpoint, ids: Tensor, states: HiddenStates, done: Callable[[int], None] = lambda blocks: None
+) -> None:
+    """Leave in `states` what the final norm reads on token ids [S, L]; `done` is told the number of blocks so far."""
+    calibrate.embed(source, ids, states)
+    for layer in range(source.config.layers):
+        advance(source, layer, states, states)
+        done(layer + 1)
+
+
 @torch.enable_grad()
 def _at_head(
     source: Checkpoint,

@@ -25,13 +25,12 @@ from attar.checkpoints.vocabulary import is_gguf
 from attar.compression import calibrate, coverage, domain
 from attar.compression.calibrate import Calibration, HiddenStates
 from attar.compression.coverage import Coverage
-from attar.compression.passes import input_groups
+from attar.compression.groups import input_groups
 from attar.compression.solvers.means import ColumnMean
 from attar.kernels import ops
 from attar.kernels.operands import Linear
-from attar.model.decoder import build_block, build_final_norm, compressible
+from attar.model.decoder import all_compressible, build_block, build_final_norm
 from attar.model.layers import Block
-from attar.text.tokenizer import Tokenizer
 
 Progress = Callable[[str, int, int], None]
 """progress(stage, done, total)"""
@@ -96,7 +95,7 @@ def known(path: str | Path, checkpoint: Checkpoint) -> dict[str, Tensor]:
     Raises ValueError where it is malformed, of a model with other columns, or knows none of the model's linears.
     """
     found, config = imatrix.read(path).means, checkpoint.config
-    modules = [name for layer in range(config.layers) for name in compressible(config, layer)]
+    modules = all_compressible(config)
     importances: dict[str, Tensor] = {}
     for module in [*modules, config.names.head]:
         mean = found.get(file_name(f"{module}.weight"))
@@ -180,8 +179,7 @@ def make(
     report = progress or (lambda stage, done, total: None)
     checkpoint = Checkpoint.open(source)
     gguf_export.architecture(checkpoint.config)
-    is_text = isinstance(calibration, str | Path) and str(calibration) != calibrate.SELF
-    tokenizer = Tokenizer.load(source) if is_text else None
+    tokenizer = calibrate.tokenizer_for(calibration, source)
     with tempfile.TemporaryDirectory(prefix="attar-", dir=target.absolute().parent) as folder:
         ids = calibrate.tokens(
             calibration, checkpoint, tokenizer, calibrate.Amount(samples, length, seed), Path(folder) / "drawn.i32",
@@ -192,7 +190,7 @@ def make(
             *coverage.of(checkpoint.config, ids, Path(folder), ""),
             *domain.warnings(domain.surprise(checkpoint, ids, Path(folder)), None),
         )
-    named = as_imatrix(means, ids, Path(str(calibration)).name if is_text else "self")
+    named = as_imatrix(means, ids, Path(str(calibration)).name if calibrate.is_text(calibration) else "self")
     imatrix.write(target, named, overwrite)
     ratios = {name: float(mean.max() / mean.mean().clamp_min(1e-30)) for name, mean in named.means.items()}
     widest = max(ratios, key=lambda name: ratios[name])

@@ -19,6 +19,8 @@ ActivationRange = Literal["minmax", "average", "percentile", "mse", "kl"]
 batch that begins with the first and moves a tenth of the way to each after it, all but one value in ten thousand, the
 range that rounds with the least error, or that of entropy calibration."""
 
+MOST_DRAWN = 4096  # sequences to tune on
+
 
 @dataclass(frozen=True, slots=True)
 class Rotate:
@@ -316,6 +318,7 @@ class Tune:
     epochs: int = 4  # passes over the calibration text, of which at most `tune.TOKENS` tokens are used
     rate: float = 1e-3  # Adam's largest step, relative to the size of each number
     batch: int = 512  # tokens a step
+    drawn: int = 0  # sequences that the original model writes, to train on besides
 
     def __post_init__(self) -> None:
         _whole("epochs", self.epochs, 1)
@@ -323,6 +326,19 @@ class Tune:
             raise ValueError("epochs is at most 10: more would fit the calibration text, not the model")
         _number("rate", self.rate, 0, 0.1)
         _whole("batch", self.batch, 1)
+        _whole("drawn", self.drawn, 0)
+        if self.drawn > MOST_DRAWN:
+            raise ValueError(f"drawn is at most {MOST_DRAWN} sequences: more would be training, not compression")
+
+
+@dataclass(frozen=True, slots=True)
+class Distill(Tune):
+    """Tuning on more text than there is to calibrate on, most of it written by the original model itself (as LLM-QAT
+    has it, Liu et al. 2023): what it would write is what the compressed model is to be right about."""
+
+    method: ClassVar[str] = "distill"
+    epochs: int = 2
+    drawn: int = 512
 
 
 Pass = SmoothQuant | SmoothAttention | Clip | Awq | Rtn | Gptq | AutoRound | Hqq | SqueezeLlm | Pruning | Structured
@@ -334,6 +350,7 @@ TRANSFORMS: Mapping[str, type[SmoothQuant | SmoothAttention | Clip | Awq]] = {
 ROUNDINGS: Mapping[str, type[Rtn | Gptq | AutoRound | Hqq | SqueezeLlm]] = {
     c.method: c for c in (Rtn, Gptq, Qronos, Guided, AutoRound, Hqq, SqueezeLlm)
 }
+TUNINGS: Mapping[str, type[Tune]] = {c.method: c for c in (Tune, Distill)}
 PRUNINGS: Mapping[str, type[Pruning]] = {c.method: c for c in (Magnitude, Wanda, SparseGpt, Prune)}
 METHODS: Mapping[str, type[Pass]] = {**TRANSFORMS, **ROUNDINGS, **PRUNINGS, Structured.method: Structured}
 

@@ -17,7 +17,8 @@ from attar.checkpoints.vocabulary import is_gguf
 from attar.compression import importance, place, requirements, rotation
 from attar.compression.gguf_output import GgufOutput
 from attar.compression.output import Output
-from attar.compression.recipe import Recipe, parse_head
+from attar.compression.recipe import Recipe
+from attar.compression.spelling import parse_head
 from attar.formats import ggml_mix
 
 FILE_HEADS = {"int8": "q8_0", "int4": "q4_0"}

@@ -13,9 +13,7 @@ tables, they stay two.
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,16 +22,18 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints import bitsandbytes, compressed_tensors, libraries, own_format
+from attar.checkpoints.folder import CONFIG, write_json
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.writer import FilePlan, ShardWriter, plan_files
 from attar.compression import structured
-from attar.compression.recipe import HEAD, KEEP, Recipe
+from attar.compression.recipe import HEAD, Recipe
 from attar.compression.rotated import RotatedCheckpoint
 from attar.compression.solvers import rtn
+from attar.compression.spelling import KEEP
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Part, Scheme
 from attar.kernels.operands import Linear
-from attar.model.decoder import compressible
+from attar.model.decoder import all_compressible, gates
 from attar.model.layers import Block
 
 COPY_BYTES = 16 << 20  # of a table copied at once
@@ -56,8 +56,8 @@ class Output:
         ends = [checkpoint.stored_name(name) for name in (config.names.embed, HEAD)]
         tables = [end for end in ends if folder.has(f"{end}.weight")]
         self.shared = config.tied and len(tables) == 1  # which then serves both ends
-        modules = [name for layer in range(config.layers) for name in compressible(config, layer)]
-        stored = {f"{checkpoint.stored_name(name)}.weight": name for name in modules} | {f"{tables[-1]}.weight": HEAD}
+        stored = {f"{checkpoint.stored_name(name)}.weight": name for name in all_compressible(config)}
+        stored[f"{tables[-1]}.weight"] = HEAD
         shapes = {}
         for tensor, name in stored.items():
             rows, columns = folder.info(tensor).shape
@@ -208,10 +208,8 @@ class Output:
             config = structured.config_json(config, self.checkpoint.config.head_dim, self.sizes)
         if self._quantization is not None:
             config["quantization_config"] = self._quantization
-        (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-        for name in self.carried:
-            (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(self.checkpoint.folder.path / name, folder / name)
+        write_json(folder / CONFIG, config)
+        self.checkpoint.folder.carry(self.carried, folder)
 
     def _quantization_config(self, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Any] | None:
         if not any(self.schemes.values()):
@@ -236,13 +234,9 @@ class Output:
     def _other_linears(self) -> list[str]:
         """Linears that hold no compressed weight, whatever the recipe: the gates of mixtures of experts, and an output
         matrix that is stored as the embedding."""
-        names, config = self.checkpoint.config.names, self.checkpoint.config
+        config = self.checkpoint.config
         found = [HEAD] if self.packed_ends else []
-        for layer in range(config.layers):
-            if config.experts is not None and config.is_sparse(layer):
-                at = names.layer.format(i=layer)
-                found.append(f"{at}.{names.router}")
-                found += [f"{at}.{names.shared_gate}"] if config.experts.shared else []
+        found += [name for layer in range(config.layers) for name in gates(config, layer)]
         return [self.checkpoint.stored_name(name) for name in found]
 
 

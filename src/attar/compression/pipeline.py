@@ -17,32 +17,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from attar.checkpoints import hf, receipt, sources
+from attar.checkpoints import receipt
 from attar.checkpoints.gguf_writer import atomic_file
-from attar.checkpoints.probes import ProbeRun
-from attar.checkpoints.writer import MAX_SHARD, FilePlan, ShardWriter, Workspace, allocated, atomic_folder, require_free
-from attar.compression import allocate, best, calibrate, coverage, domain, importance, requirements, spin, tune
-from attar.compression.allocate import Target
+from attar.checkpoints.writer import MAX_SHARD, atomic_folder
+from attar.compression import allocate, best, calibrate, domain, requirements
 from attar.compression.calibrate import Calibration
-from attar.compression.domain import Surprise
-from attar.compression.gguf_output import GgufOutput
-from attar.compression.guide import Guide, key
+from attar.compression.guide import key
 from attar.compression.memory import large_blocks_apart
-from attar.compression.methods import Gptq, Prune, SpinQuant, SqueezeLlm
-from attar.compression.order import Order, Ready
+from attar.compression.order import Order
 from attar.compression.output import Output, model_card
-from attar.compression.passes import Record
-from attar.compression.recipe import HEAD, Recipe
-from attar.compression.rotated import RotatedCheckpoint
+from attar.compression.recipe import Recipe
+from attar.compression.record import Record
+from attar.compression.run import Run
 from attar.compression.state import RunState
-from attar.compression.walk import Progress, Walk
+from attar.compression.target import Target
+from attar.compression.walk import Progress
 from attar.formats.scheme import Scheme
 from attar.kernels import ops
-from attar.metrics.measure import measure
-from attar.model.decoder import Decoder, compressible
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
 
@@ -195,9 +186,10 @@ def _carry_out(
 ) -> Compressed:
     """`compress` with one recipe. Of a `trial` nobody asks what kind of text it read: the one that is kept says it."""
     amount, resume, report, device = settings.amount, settings.resume, settings.report, order.device
-    sequences, chosen = _sequences(calibration, amount.samples), None
+    sequences, chosen = None if calibration is None else calibrate.count(calibration, amount), None
     ready = order.ready(recipe, sequences, target is not None)
-    tokenizer = _tokenizer(order.source.folder.path, calibration, evaluation)
+    texts = calibrate.is_text(calibration) or evaluation is not None
+    tokenizer = Tokenizer.load(order.source.folder.path) if texts else None
     held_out = None if evaluation is None else _held_out(tokenizer, evaluation, eval_tokens)
     if target is not None:
         chosen = allocate.for_output(
@@ -216,9 +208,8 @@ def _carry_out(
         source = receipt.combined_hash(hashes)
         ids = None
         if calibration is not None and (ready.reads or order.weighs(ready.plan)):
-            drawn = work.state / f"self-{source[:16]}-{amount.samples}x{amount.length}-{amount.seed}.i32"
             ids = calibrate.tokens(
-                calibration, ready.checkpoint, tokenizer, amount, drawn,
+                calibration, ready.checkpoint, tokenizer, amount, work.state / calibrate.drawn_name(source, amount),
                 lambda done, total: report("sampling", done, total),
             )  # fmt: skip
             requirements.enough(ready.plan, len(ids))
@@ -241,7 +232,7 @@ def _carry_out(
         cost = None if held_out is None else run.measure(held_out, tokenizer)
         read = next((search.read for search in (choice, chosen) if search is not None), ids)
         share = None if held_out is None or read is None else domain.shared(held_out, read)
-        warnings, texts = run.warnings(surprise, share), domain.to_dict(surprise, share)
+        warnings, kinds = run.warnings(surprise, share), domain.to_dict(surprise, share)
         result = Compressed(
             order.dst,
             ready.plan.name,
@@ -257,14 +248,14 @@ def _carry_out(
             None if chosen is None else chosen.allocation.bits_per_weight,
             None if choice is None else choice.to_dict(),
             run.learned.get("tune"),
-            texts,
+            kinds,
         )
         if isinstance(ready.output, Output):
             said = (result.recipe, result.head, result.bits_per_weight, result.bytes, cost, result.notes)
-            (work.out / "README.md").write_text(model_card(*said, ready.output.method))
+            (work.out / "README.md").write_text(model_card(*said, ready.output.method), encoding="utf-8")
         about |= run.learned
         about |= {} if choice is None else {"selection": result.selection}
-        about |= {} if texts is None else {"texts": texts}
+        about |= {} if kinds is None else {"texts": kinds}
         about |= {"warnings": list(warnings)} if warnings else {}
         records = [asdict(record) for record in run.records]
         receipt.write(run.made, about, hashes, records, result.bits_per_weight, cost, run.probed)
@@ -274,191 +265,9 @@ def _carry_out(
     return result
 
 
-def _sequences(calibration: Calibration | None, samples: int) -> int | None:
-    """How many there will be, at most."""
-    if calibration is None:
-        return None
-    return samples if isinstance(calibration, str | Path) else len(calibration)
-
-
-def _tokenizer(folder: Path, calibration: Calibration | None, evaluation: str | Path | None) -> Tokenizer | None:
-    """Only a text needs the tokenizer: ids and `self` do without."""
-    text_calibration = isinstance(calibration, str | Path) and str(calibration) != calibrate.SELF
-    return Tokenizer.load(folder) if text_calibration or evaluation is not None else None
-
-
 def _held_out(tokenizer: Tokenizer | None, text: str | Path, limit: int | None) -> list[int]:
     assert tokenizer is not None
     ids = tokenizer.encode(read_text(text), add_special_tokens=False)[:limit]
     if len(ids) < 2:
         raise ValueError(f"{text} has {len(ids)} token: at least 2 are needed to measure on")
     return ids
-
-
-class Run:
-    """A recipe carried out in a work folder: gather what is known of the loss, walk, tune, measure, in this order.
-
-    `ids` [S, L] is calibration text, if there is any; `name` is of all that the run is about, so that what an earlier
-    one left is found again, and no other's. What tuning judges by at the end is kept from everything before.
-    """
-
-    def __init__(
-        self,
-        order: Order,
-        ready: Ready,
-        work: Workspace,
-        state: RunState,
-        ids: Tensor | None,
-        name: str,
-        files: list[FilePlan],
-        memory: int,
-        report: Progress,
-    ) -> None:
-        self.order, self.work, self.state, self.name = order, work, state, name
-        self.plan, self.checkpoint, self.output = ready.plan, ready.checkpoint, ready.output
-        self.memory, self.report = memory, report
-        self.files = files
-        self.made = work.out / self.files[0].name if order.to_file else work.out
-        self.probes = ProbeRun(self.checkpoint.config, order.seed)
-        self.probed: dict[str, Any] = {}
-        self.records: list[Record] = []
-        self.learned: dict[str, Any] = {}  # what steps that learn say of themselves, for the receipt
-        self.guide: Guide | None = None
-        self._given = ids
-        self.ids = ids if ready.reads else None
-        self.walked = self.ids
-        if self.ids is not None and self.plan.tune is not None and len(self.ids) > 1:
-            judges = set(tune.aside(self.ids))
-            self.walked = self.ids[[s for s in range(len(self.ids)) if s not in judges]]
-
-    def gather(self) -> None:
-        """What is asked of the whole original model before the walk: importances, a learned rotation, gradients.
-        Raises ValueError also where the disk has no room for the run."""
-        if self._given is not None and self.order.weighs(self.plan):
-            assert isinstance(self.output, GgufOutput)
-            self.output.importances = importance.kept(
-                self.checkpoint, self._given, self.work.state, self.name, self.memory, self.report
-            )
-        if isinstance(self.plan.rotate, SpinQuant):
-            assert self.walked is not None
-            assert isinstance(self.checkpoint, RotatedCheckpoint)
-            seed, options = self.order.seed, self.plan.rotate
-            spun = spin.learn(self.checkpoint, self.walked, options, self.work.state, self.name, seed)
-            self.learned["rotation"] = {"before": spun.before, "after": spun.after}
-        rounding = self.plan.rounding if isinstance(self.plan.rounding, Gptq | Prune) else Gptq()
-        couples = isinstance(rounding, Gptq) and rounding.couple
-        weighs_each = isinstance(self.plan.rounding, SqueezeLlm)
-        if rounding.guide or couples or weighs_each:
-            assert self.walked is not None
-            linears = _guided(self.checkpoint, self.plan, self.output.schemes, whole=rounding.guide < 2)
-            tokens = self.walked.numel()
-            self.guide = Guide(self.work.state, self.name, linears, tokens, rounding.guide, couples, weighs_each)
-        if not self.state.blocks_done:
-            self._require_room()
-        if self.guide is not None and self.walked is not None:
-            self.guide.collect(self.checkpoint, self.walked, self.memory, self.order.seed, self.report)
-
-    def _require_room(self) -> None:
-        row, ids = 4 * self.checkpoint.config.hidden, self.ids
-        streams = self.probes.ids.numel() + (0 if ids is None else (1 + self.plan.corrects) * ids.numel())
-        needed = sum(f.size for f in self.files) + 2 * row * streams
-        needed += row * ids.numel() if ids is not None and self.plan.tune is not None else 0  # what tuning aims at
-        if self.guide is not None and self.walked is not None:
-            gradients = row * (self.checkpoint.config.layers + 2) * self.walked.numel()
-            first = 0 if self.guide.collected else gradients
-            needed = self.guide.bytes + max(first, needed)  # the gradients are gone before the walk begins
-        state = self.work.state
-        had = [*(self.work.out / f.name for f in self.files), *state.glob("*.f32"), *state.glob("*.hints")]
-        require_free(self.work.out, needed - allocated(had))  # by a killed run, and used again
-
-    def walk(self) -> None:
-        """Every block compressed and written, and what is no block's."""
-        with ShardWriter(self.work.out, self.files, self.output.written(self.state.blocks_done)) as writer:
-            walk = Walk(
-                self.checkpoint, self.output, self.plan, writer, self.state, self.walked, self.memory, self.probes,
-                self.guide, self.order.device, self.name,
-            )  # fmt: skip
-            self.probed = walk.run(self.report)
-            self.records = self.state.records + walk.head_records
-            self.output.copy_rest(writer, self.report)
-            writer.finish()
-        self.output.write_config(self.work.out)
-
-    def tune(self) -> None:
-        """Learn scales and norms, where the recipe says so; the probes are those of what came of it."""
-        if self.plan.tune is None:
-            return
-        assert self.ids is not None
-        assert isinstance(self.output, Output)
-        out, schemes = self.work.out, self.output.schemes
-        dense = [name for name, scheme in schemes.items() if scheme is None and self.plan.reshapes(name)]
-        tuned = tune.run(
-            self.checkpoint, out, self.work.state, self.ids, self.plan.tune, seed=self.order.seed,
-            progress=self.report, dense=dense,
-        )  # fmt: skip
-        with ShardWriter(out, self.files, self.output.layout) as writer:
-            for name, tensor in tuned.tensors.items():
-                writer.write(name, tensor)
-            writer.finish()
-        self.probed = tune.probes(out, self.order.seed)
-        self.records = [
-            replace(r, measure=f"{r.measure}, before tuning") if r.name != HEAD else r for r in self.records
-        ]
-        self.learned["tune"] = tuned.to_dict()
-
-    def surprise(self) -> Surprise | None:
-        """How much calibration text surprises the original: before the walk, whose hours nothing here then costs. Where
-        there is a NaN it says nothing, for the walk names its place."""
-        if self._given is None:
-            return None
-        return domain.surprise(self.order.source, self._given, self.work.state, self.order.device)
-
-    def warnings(self, surprise: Surprise | None, shared: float | None) -> tuple[str, ...]:
-        """What calibration text was too little for; `shared` is the part of the evaluation text that is of it."""
-        shown: tuple[str, ...] = ()
-        if self._given is not None:
-            read = self._given if self.walked is None else self.walked
-            shown = coverage.of(self.checkpoint.config, read, self.work.state, self.name)
-        return *shown, *domain.warnings(surprise, shared)
-
-    def measure(self, held_out: list[int], tokenizer: Tokenizer | None) -> dict[str, Any]:
-        """What it cost, on text that nothing here has read: by the reference in float32, or on the device as `attar
-        eval` measures there. Raises ValueError where that has no room for both models."""
-        assert tokenizer is not None
-        try:
-            return measure(
-                self._whole(self.made),
-                held_out,
-                base=self._whole(self.order.source.folder.path),
-                bos=tokenizer.added_bos,
-                bytes_of=tokenizer,
-                progress=lambda done, total: self.report("evaluating", done, total),
-            ).to_dict()
-        except torch.OutOfMemoryError as error:
-            raise ValueError(
-                f"{self.order.device} has too little memory to measure the output beside the original: the same "
-                "command without --eval ends at once, and `attar eval OUTPUT --against ORIGINAL` measures it on a CPU "
-                f"({error})"
-            ) from None
-
-    def _whole(self, path: Path) -> Decoder:
-        device = self.order.device
-        dtype = hf.compute_dtype(None, device)
-        assert dtype is not None
-        return sources.load(path, dtype, None, None if device == "cpu" else ops.store(device=device, dtype=dtype))
-
-
-def _guided(
-    checkpoint: hf.Checkpoint, recipe: Recipe, schemes: Mapping[str, Scheme | None], whole: bool
-) -> dict[int, dict[str, tuple[int, int]]]:
-    """By block, the linears to compress with their shapes; unless their rows are solved for as a whole, not
-    those whose rows share a scale."""
-    found = {}
-    for layer in range(checkpoint.config.layers):
-        names = compressible(checkpoint.config, layer)
-        pruned = {name for name in names if recipe.pattern_for(name) is not None}
-        chosen = [
-            n for n in names if (n in pruned if (scheme := schemes.get(n)) is None else whole or scheme.weight.by_row)
-        ]
-        found[layer] = {name: checkpoint.linear_shape(name) for name in chosen}
-    return found

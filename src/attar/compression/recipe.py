@@ -1,19 +1,7 @@
 """A recipe: which passes run over a model, in which order, and which linear is stored in which scheme. Pure data.
 
-A recipe has a short name, `method[+method]-scheme`: `rtn-w4g128`, `awq-w3g64`, `smoothquant+gptq-w8a8`. Methods come in
-two sorts. Transforms (`smoothquant`, `awq`) move scale between a linear and what feeds it; roundings (`rtn`, `gptq`)
-choose codes. A recipe is any transforms followed by one rounding, which is `rtn` where none is named. In front of them
-may stand a rotation, of the whole model before its first block: `rotate+gptq-w8a8` is folded into the weights and
-leaves an ordinary model, `quarot+gptq-w4a4` also rotates the inputs of down at run time, and `rotate-keep` rounds
-nothing. A pruning (`magnitude`, `wanda`, `sparsegpt`, `prune`) stands where a rounding could, and has a sparsity before
-the scheme, or instead of one: `prune-2:4`, `sparsegpt-s50-w4g128`. Without a scheme what it prunes stays dense, in its
-own dtype.
-`structured-p25` leaves a quarter of the blocks' weights out and a smaller model behind, and stands alone. SmoothQuant's
-three presets (Xiao et al. 2022, table 2) are ways to scale the activations, hence spellings of the scheme: `w8a8-o1` is
-w8a8 (per token), `w8a8-o2` w8a8-atensor (per tensor), `w8a8-o3` w8a8-static (fixed at calibration). Of a GGUF file
-the scheme is a mix of types (`formats.ggml_mix`), and may stand alone: `q4_k_m`, `gptq-iq4_xs`.
-
-The same as a YAML file, with the methods' options and per-layer overrides:
+A recipe has a short name, `method[+method]-scheme` (`spelling`): `rtn-w4g128`, `awq-w3g64`, `smoothquant+gptq-w8a8`.
+Or it is a YAML file, with the methods' options and per-layer overrides:
 
     recipe: gptq-w4g128
     damping: 0.02
@@ -34,20 +22,19 @@ so that the walk over the blocks stays the same for every recipe. Torch-free: pl
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 
+from attar.compression import spelling
 from attar.compression.methods import (
     METHODS,
     ROTATIONS,
-    ROUNDINGS,
-    TRANSFORMS,
+    TUNINGS,
     ActivationRange,
     AutoRound,
     Gptq,
@@ -62,14 +49,11 @@ from attar.compression.methods import (
     Tune,
 )
 from attar.compression.solvers.sparsity import Pattern
+from attar.compression.spelling import KEEP, Keep, Spelling, offer, parse_head, parse_scheme
 from attar.formats import ggml_mix
-from attar.formats.forms import FORMS, GgmlBlocks, Lookup, Progressive, Sparse24
-from attar.formats.scheme import HEADS, Grid, Scheme
+from attar.formats.forms import GgmlBlocks, Lookup, Progressive, Sparse24
+from attar.formats.scheme import Grid, Scheme
 from attar.text.files import neighbours
-
-Keep = Literal["keep"]
-KEEP: Keep = "keep"
-"""The word that stands where a scheme could, for a linear that stays as it is."""
 
 HEAD = "lm_head"
 """The output matrix of every family."""
@@ -80,16 +64,7 @@ expert."""
 
 MAX_FILE_BYTES = 64 * 1024
 
-PRESETS: Mapping[str, str] = {"w8a8-o1": "w8a8", "w8a8-o2": "w8a8-atensor", "w8a8-o3": "w8a8-static"}
-
 _KEYS = ("recipe", "overrides", "keep", "head", "activation_range")
-_EXAMPLES = (
-    "rtn-w4g128", "awq-w3g64", "gptq-w4g128", "awq+gptq-w4g128", "smoothquant-w8a8", "smoothquant+gptq-w8a8",
-    "rotate+gptq-w8a8", "quarot+gptq-w4a4", "prune-2:4", "prune-s50",
-)  # fmt: skip
-_KNOWN = (*_EXAMPLES, *ggml_mix.MIXES)
-_SCHEMES = ("w4g128", "w4g64", "w4g32", "w3g128", "w3g64", "w2g64", "w4g128-asym", "w8", "w8a8", "fp8", "fp8-e5m2")
-
 
 _Method = TypeVar("_Method", bound=Pass | Rotate | Tune)
 
@@ -124,18 +99,7 @@ class Recipe:
     @property
     def name(self) -> str:
         """The canonical short name; it says nothing of options, overrides, `keep` and `head`."""
-        methods = [*([self.rotate.method] if self.rotate is not None else []), *(p.method for p in self.passes)]
-        if len(methods) > 1 and methods[-1] == "rtn":
-            methods.pop()
-        if self.tune is not None:
-            methods.append(self.tune.method)
-        if self.mix is not None:
-            return self.mix if methods == ["rtn"] else f"{'+'.join(methods)}-{self.mix}"
-        sparsity = [self.pruning.sparsity] if self.pruning is not None else []
-        if self.structured is not None:
-            sparsity = [f"p{self.structured.percent}"]
-        stored = [self.scheme.name] if self.scheme is not None else [KEEP] * (not sparsity)
-        return "-".join(["+".join(methods), *sparsity, *stored])
+        return Spelling(self.passes, self.scheme, self.mix, self.rotate, self.tune).name
 
     @property
     def pruning(self) -> Pruning | None:
@@ -164,6 +128,16 @@ class Recipe:
     def corrects(self) -> bool:
         """Whether the last pass makes up for what was rounded before, and so reads the original model's states too."""
         return isinstance(self.rounding, Gptq | Prune | AutoRound | Structured) and self.rounding.correct
+
+    @property
+    def guide(self) -> int:
+        """How many Hessians a linear has, of tokens weighted by how the loss minds them; 0: one, unweighted."""
+        return self.rounding.guide if isinstance(self.rounding, Gptq | Prune) else 0
+
+    @property
+    def couples(self) -> bool:
+        """Whether rows make up for one another, as far as the loss couples them."""
+        return isinstance(self.rounding, Gptq) and self.rounding.couple
 
     def pattern_for(self, module: str) -> Pattern | None:
         """Where the linear with this module name gets zeros; None where it does not. The output matrix never does."""
@@ -198,7 +172,7 @@ class Recipe:
         """
         for override in self.overrides:
             if not any(fnmatch.fnmatchcase(name, override.match) for name in shapes):
-                raise ValueError(f"override {override.match!r} matches no linear{_offer(override.match, shapes)}")
+                raise ValueError(f"override {override.match!r} matches no linear{offer(override.match, shapes)}")
         chosen = {name: self.scheme_for(name, None if mixed is None else mixed[name]) for name in shapes}
         if self.structured is not None and (self.overrides or self.keep != KEPT):
             raise ValueError("structured pruning leaves all layers of one size: it takes no overrides and keeps none")
@@ -238,7 +212,7 @@ class Recipe:
         if isinstance(self.rounding, Gptq) and isinstance(form, Progressive) and not self.rounding.static_groups:
             raise ValueError(f"{name}: {scheme.name} sets a row's scale for all its groups: leave static_groups on")
         levelled = isinstance(form, Grid | GgmlBlocks | Progressive)
-        if isinstance(self.rounding, Gptq) and self.rounding.couple and not levelled:
+        if self.couples and not levelled:
             raise ValueError(
                 f"{name}: {method} lets rows make up for one another on grids and GGUF types only: {scheme.name} is "
                 "for rtn, gptq and qronos"
@@ -303,24 +277,24 @@ class Recipe:
                 raise ValueError(f"{path} is not valid YAML: {error}") from None
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from None
-        return _parse_name(str(name_or_path))
+        return _named(str(name_or_path))
 
     @staticmethod
     def from_dict(data: object) -> Recipe:
         """Build a recipe from what its YAML file holds. Raises ValueError as `load` does."""
         if not isinstance(data, dict) or not isinstance(data.get("recipe"), str):
             raise ValueError("a recipe file is a mapping with a name under `recipe`, for example recipe: gptq-w4g128")
-        recipe = _parse_name(data["recipe"])
+        recipe = _named(data["recipe"])
         options = {key: value for key, value in data.items() if key not in _KEYS}
         around = [each for each in (recipe.rotate, recipe.tune) if each is not None]
         known = set(_KEYS).union(*(_options(p) for p in (*recipe.passes, *around)))
         for key in options:
             if key not in known:
-                everything = (*ROTATIONS.values(), *METHODS.values(), Tune)
+                everything = (*ROTATIONS.values(), *METHODS.values(), *TUNINGS.values())
                 owners = [each.method for each in everything if key in _options(each)]
                 if owners:
                     raise ValueError(f"{key} is an option of {' and '.join(owners)}, which {recipe.name} does not use")
-                raise ValueError(f"unknown key {key!r}{_offer(str(key), known)}")
+                raise ValueError(f"unknown key {key!r}{offer(str(key), known)}")
 
         recipe = replace(
             recipe,
@@ -354,93 +328,10 @@ class Recipe:
         return replace(recipe, activation_range=word)
 
 
-def parse_head(word: object) -> Scheme | Keep:
-    """What a user's word for the output matrix means. Raises ValueError on anything unknown, naming what is near."""
-    if not isinstance(word, str):
-        raise ValueError(f"head is bf16, int8, int4 or a scheme, not {word!r}")
-    name = HEADS.get(word, word) or KEEP
-    if name == KEEP:
-        return KEEP
-    try:
-        scheme = Scheme.parse(name)
-    except ValueError:
-        raise ValueError(f"unknown head {word!r}{_offer(word, (*HEADS, KEEP, *_SCHEMES))}") from None
-    if isinstance(scheme.weight, Progressive):
-        raise ValueError(f"head {word!r}: weights of two levels are for the blocks' linears alone")
-    return scheme
-
-
-def _parse_name(name: str) -> Recipe:
-    """What stands around the passes, and they."""
-    methods, dash, scheme = name.partition("-")
-    words = methods.split("+")
-    rotate = ROTATIONS[words.pop(0)]() if dash and words[0] in ROTATIONS else None
-    tune = Tune() if dash and words and words[-1] == Tune.method else None
-    words = words[:-1] if tune is not None else words
-    if rotate is not None and scheme == KEEP:
-        if words or tune is not None or rotate.online:
-            raise ValueError(f"recipe {name!r}: what is kept is not rounded, nor rotated at run time: rotate-{KEEP}")
-        return Recipe((Rtn(),), None, rotate=rotate)
-    recipe = _parse_passes(f"{'+'.join(words or ['rtn'])}-{scheme}" if rotate or tune else name)
-    if tune is not None and recipe.mix is not None:
-        raise ValueError(f"recipe {name!r}: there are no scales to tune in what {recipe.name} leaves")
-    if rotate is not None and recipe.mix is not None:
-        raise ValueError(f"recipe {name!r}: {rotate.method} is for folders; blocks of a GGUF file gain nothing by it")
-    if rotate is not None and recipe.structured is not None:
-        raise ValueError(f"recipe {name!r}: {rotate.method} mixes the columns that structured pruning chooses among")
-    return replace(recipe, rotate=rotate, tune=tune)
-
-
-def _parse_passes(name: str) -> Recipe:
-    if ggml_mix.find(name) is not None:
-        return _with_mix((Rtn(),), name)
-    methods, dash, scheme = name.partition("-")
-    if not dash or not scheme:
-        raise ValueError(f"recipe {name!r} is not of the form method[+method]-scheme{_offer(name, _KNOWN)}")
-    passes: list[Pass] = []
-    for word in methods.split("+"):
-        if word in ROTATIONS:
-            raise ValueError(f"recipe {name!r}: {word} is of the whole model, so it comes first, and once")
-        if word not in METHODS:
-            offered = (*ROTATIONS, *METHODS, Tune.method)
-            raise ValueError(f"recipe {name!r}: unknown method {word!r}{_offer(word, offered)}")
-        if any(p.method == word for p in passes):
-            raise ValueError(f"recipe {name!r} names {word} twice")
-        if passes and passes[-1].method not in TRANSFORMS:
-            does = "codes" if passes[-1].method in ROUNDINGS else "zeros"
-            raise ValueError(f"recipe {name!r}: {passes[-1].method} chooses the {does}, so it comes last, and alone")
-        passes.append(METHODS[word]())
-    if isinstance(last := passes[-1], Pruning):
-        sparsity, _, scheme = scheme.partition("-")
-        passes[-1] = replace(last, sparsity=sparsity)
-        if len(passes) > 1 and not scheme:
-            raise ValueError(f"recipe {name!r}: {passes[0].method} prepares weights for a scheme, and there is none")
-        return Recipe(tuple(passes), _parse_scheme(scheme) if scheme else None)
-    if isinstance(last, Structured):
-        percent = scheme.removeprefix("p")
-        if len(passes) > 1 or not scheme.startswith("p") or not percent.isdecimal() or not percent.isascii():
-            raise ValueError(f"recipe {name!r}: structured pruning stands alone, with a percentage: structured-p25")
-        return Recipe((replace(last, percent=int(percent)),), None)
-    if passes[-1].method not in ROUNDINGS:
-        passes.append(Rtn())
-    if scheme.lower() in ggml_mix.MIXES and scheme not in FORMS:  # a type alone is the type of every linear
-        return _with_mix(tuple(passes), scheme)
-    return Recipe(tuple(passes), _parse_scheme(scheme))
-
-
-def _with_mix(passes: tuple[Pass, ...], name: str) -> Recipe:
-    mix = ggml_mix.find(name)
-    assert mix is not None
-    if mix.base.name in ggml_mix.DENSE and passes != (Rtn(),):
-        raise ValueError(f"{mix.name} holds plain numbers, which leave {passes[-1].method} nothing to choose")
-    return Recipe(passes, ggml_mix.scheme(mix.base), mix=mix.name)
-
-
-def _parse_scheme(name: str) -> Scheme:
-    try:
-        return Scheme.parse(PRESETS.get(name, name))
-    except ValueError as error:
-        raise ValueError(f"{error}{_offer(name, (*_SCHEMES, *PRESETS))}") from None
+def _named(name: str) -> Recipe:
+    """The recipe of a short name."""
+    said = spelling.parse(name)
+    return Recipe(said.passes, said.scheme, mix=said.mix, rotate=said.rotate, tune=said.tune)
 
 
 def _override(entry: object) -> Override:
@@ -448,11 +339,11 @@ def _override(entry: object) -> Override:
         raise ValueError(f"an override is {{match: <pattern>, scheme: <scheme or keep>}}, not {entry!r}")
     for key in entry:
         if key not in ("match", "scheme"):
-            raise ValueError(f"unknown key {key!r} in an override{_offer(str(key), ('match', 'scheme'))}")
+            raise ValueError(f"unknown key {key!r} in an override{offer(str(key), ('match', 'scheme'))}")
     match, scheme = entry.get("match"), entry.get("scheme")
     if not isinstance(match, str) or not isinstance(scheme, str):
         raise ValueError("an override needs both match, a module name pattern, and scheme, a scheme or `keep`")
-    return Override(match, None if scheme == KEEP else _parse_scheme(scheme))
+    return Override(match, None if scheme == KEEP else parse_scheme(scheme))
 
 
 def _check_sparsity(name: str, sparsity: Pattern, scheme: Scheme | None, columns: int) -> None:
@@ -474,10 +365,3 @@ def _options(one: Any) -> set[str]:
 def _told(one: _Method, options: Mapping[str, Any]) -> _Method:
     """The method with those of the options that are its own."""
     return replace(one, **{key: value for key, value in options.items() if key in _options(one)})
-
-
-def _offer(word: str, known: Iterable[str]) -> str:
-    """The end of an error sentence: the nearest known names, or all of them where none is near."""
-    names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
-    return f": did you mean {' or '.join(close)}?" if close else f": known are {', '.join(names[:12])}"

@@ -50,16 +50,15 @@ def check(
     needs_inputs = static or learned or not isinstance(plan.passes[0], Rtn | Hqq | Magnitude)
     if needs_inputs and sequences is None:
         raise ValueError(f"{plan.name} needs calibration: give a text file, or `self` to sample it from the model")
-    rounding = plan.rounding if isinstance(plan.rounding, Gptq | Prune) else Gptq()
-    couples = isinstance(rounding, Gptq) and rounding.couple
-    if (rounding.guide or couples or rounding.correct) and config.experts is not None:
+    corrects = isinstance(plan.rounding, Gptq | Prune) and plan.corrects  # autoround compares outputs of whole blocks
+    if (plan.guide or plan.couples or corrects) and config.experts is not None:
         raise ValueError(
             f"{plan.name} compares tokens across models, and routers of a mixture of experts send the same token to "
             "different experts: use gptq, or sparsegpt to prune"
         )
     scaling = [p.method for p in plan.passes if isinstance(p, Awq | SmoothAttention)]
     scaling += [p.method for p in plan.passes if isinstance(p, SmoothQuant) and p.through]
-    if rounding.guide and scaling:
+    if plan.guide and scaling:
         raise ValueError(f"{plan.name}: {scaling[0]} scales rows that guide has weighed before: leave one of them out")
     if isinstance(plan.rounding, SqueezeLlm) and len(plan.passes) > 1:
         raise ValueError(f"{plan.name}: {plan.passes[0].method} changes weights after squeezellm has weighed them")

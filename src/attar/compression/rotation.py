@@ -44,7 +44,7 @@ from attar.compression.rotated import (
 from attar.compression.solvers.rotations import Rotation, draw
 from attar.kernels import hadamard
 from attar.model.config import ModelConfig
-from attar.model.decoder import compressible
+from attar.model.decoder import all_compressible, gates
 
 STREAM = -1  # the number of the residual stream's rotation, beside those of layers
 
@@ -89,8 +89,7 @@ def rotated(checkpoint: Checkpoint, recipe: Recipe, seed: int) -> RotatedCheckpo
     view = RotatedCheckpoint(folder, config, checkpoint.dtype)
     view.online, view.stream, view.heads = plan.online, plan.stream, plan.heads
     view.untied = plan.untied
-    modules = (name for layer in range(config.layers) for name in compressible(config, layer))
-    view.rounded = {name for name in modules if recipe.scheme_for(name) is not None}
+    view.rounded = {name for name in all_compressible(config) if recipe.scheme_for(name) is not None}
     return view
 
 
@@ -103,14 +102,6 @@ def _feed_forwards(config: ModelConfig, layer: int) -> Iterator[tuple[list[str],
     modules = [names.expert.format(e=e) for e in range(config.experts.count)]
     for module in [*modules, *([names.shared_expert] if config.experts.shared else [])]:
         yield [f"{at}.{module}.{name}" for name in names.expert_gate_up], f"{at}.{module}.{names.expert_down}"
-
-
-def _gates(config: ModelConfig, layer: int) -> list[str]:
-    """What else reads the same norm, where there are experts."""
-    names, at = config.names, config.names.layer.format(i=layer)
-    if config.experts is None or not config.is_sparse(layer):
-        return []
-    return [f"{at}.{names.router}", *([f"{at}.{names.shared_gate}"] if config.experts.shared else [])]
 
 
 class _Plan:
@@ -143,7 +134,7 @@ class _Plan:
         values = self._balance(norm, qkv[-1], output, config.kv_heads * config.head_dim, config.head_dim, groups)
         self._reads(norm, qkv, {qkv[-1]: values}, heads)
         self._adds(output, heads, values)
-        norm, readers, overs = f"{at}.{names.feed_forward_norm}", _gates(config, layer), dict[str, Balance | None]()
+        norm, readers, overs = f"{at}.{names.feed_forward_norm}", gates(config, layer), dict[str, Balance | None]()
         scales_pass = config.gated or config.activation == "relu"
         for up, down in _feed_forwards(config, layer):
             width = self.checkpoint.linear_shape(down)[1]

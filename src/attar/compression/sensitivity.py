@@ -32,8 +32,8 @@ from torch import Tensor
 
 from attar.compression import fold
 from attar.compression.calibrate import rows_at_once
+from attar.compression.groups import input_groups
 from attar.compression.methods import Gptq, Rtn
-from attar.compression.passes import input_groups
 from attar.compression.recipe import Recipe
 from attar.compression.solvers import gptq, rtn
 from attar.formats.packed import PackedTensor

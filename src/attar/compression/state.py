@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attar.compression.passes import Record
+from attar.checkpoints.writer import sync_path
+from attar.compression.record import Record
 
 NAME = "state.json"
 
@@ -66,15 +67,16 @@ class RunState:
             "records": [asdict(record) for record in self.records],
             "observed": self.observed,
         }
-        path = self.folder / NAME
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("w") as file:
-            json.dump(value, file, allow_nan=False)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        descriptor = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        put(self.folder / NAME, value)
+
+
+def put(path: Path, value: Any) -> None:
+    """Write a note (JSON) for a run that resumes: it is there whole or not at all, and outlives a crash. Raises
+    ValueError where a number is not finite."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w") as file:
+        json.dump(value, file, allow_nan=False)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_path(path.parent)

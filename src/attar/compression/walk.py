@@ -8,7 +8,6 @@ other, so a killed walk finds the inputs of its block as they were.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,21 +16,21 @@ from torch import Tensor
 from attar.checkpoints import hf
 from attar.checkpoints.probes import ProbeRun
 from attar.checkpoints.writer import ShardWriter
-from attar.compression import calibrate, coverage, gradients, place
+from attar.compression import calibrate, coverage, gradients, passes, place
 from attar.compression.calibrate import HiddenStates
 from attar.compression.gguf_output import GgufOutput
 from attar.compression.guide import Guide
 from attar.compression.memory import give_back
 from attar.compression.output import Output
-from attar.compression.passes import BlockWork, Record, weight_error
 from attar.compression.recipe import HEAD, Recipe
+from attar.compression.record import Record, weight_error
 from attar.compression.state import RunState
+from attar.compression.work import BlockWork
 from attar.formats.packed import PackedTensor
 from attar.kernels.operands import Linear
-from attar.model.decoder import build_block, build_embedding, build_final_norm, build_head
+from attar.model.decoder import build_block, build_final_norm
 
 STREAMS = ("probe", "calibration", "original")  # what goes through the blocks; the last as if nothing were compressed
-HEAD_ROWS = 4096  # of the output matrix, in memory at once; zero points are packed 32 rows at a time
 
 Progress = Callable[[str, int, int], None]
 """progress(stage, done, total)"""
@@ -67,10 +66,10 @@ class Walk:
         corrects = recipe.corrects
         sources = [self.probes.ids] if ids is None else [self.probes.ids, *[ids] * (1 + corrects)]
         spare, rows = (memory - calibrate.IN_A_BLOCK) // (1 + corrects), calibrate.rows_at_once(self.config)
-        for name, tokens, limit in zip(STREAMS, sources, (1 << 20, spare, spare), strict=False):
+        for stream, tokens, limit in zip(STREAMS, sources, (1 << 20, spare, spare), strict=False):
             shape = (*tokens.shape, self.config.hidden)
-            at = place.CPU if name == STREAMS[0] else self.device
-            files = [HiddenStates(state.folder / f"{name}-{i}.f32", shape, limit // 2, rows, at) for i in range(2)]
+            at = place.CPU if stream == STREAMS[0] else self.device
+            files = [HiddenStates(state.folder / f"{stream}-{i}.f32", shape, limit // 2, rows, at) for i in range(2)]
             self.streams.append((files[0], files[1]))
         if not state.blocks_done:
             self._embed(sources)
@@ -89,19 +88,10 @@ class Walk:
                 stream.close()
 
     def _embed(self, sources: list[Tensor]) -> None:
-        """Hidden states that enter the first block; only the rows of the table that are needed are read."""
+        """Hidden states that enter the first block."""
         for (first, _), tokens in zip(self.streams, sources, strict=True):
-            used, place = torch.unique(tokens, return_inverse=True)
-            needed = replace(self.config, vocab_size=len(used))
-            embedding = build_embedding(needed, self.checkpoint.rows(used))
-            assert isinstance(embedding.table, Tensor)
-            rounded = None if first is self._original(0) else self.output.round_embedding(embedding.table)
-            if rounded is not None:
-                embedding.table, embedding.dtype = rounded, torch.float32
-            for batch in first.batches():
-                step = first.step(batch)
-                rows = place[batch.start : batch.stop].reshape(-1)
-                first.write(batch, embedding.forward(rows, step.positions.cpu()).float())
+            stored = None if first is self._original(0) else self.output.round_embedding
+            calibrate.embed(self.checkpoint, tokens, first, stored)
             first.settle()
 
     @torch.inference_mode()
@@ -118,7 +108,7 @@ class Walk:
             block, inputs, self.recipe, self.output.schemes, self.config.architecture, weights, guide, original,
             self.output.sizes if isinstance(self.output, Output) else None,
         )  # fmt: skip
-        records = work.run()
+        records = passes.run(work)
         place.move(block, place.CPU)
         self.output.write_block(self.writer, block, layer)
         if inputs is not None:
@@ -170,22 +160,17 @@ class Walk:
             report("output matrix", int(ids[-1]) + 1, self.config.vocab_size)
 
         if self.output.head is None:
-            for ids, head in self._head():
+            for ids, head in calibrate.head_rows(self.checkpoint):
                 seen(ids, head)
         else:
             self.output.write_head(self.writer, self._rounded_head(seen))
         return self.probes.finish(self.state.observed, found)
 
-    def _head(self) -> Iterator[tuple[Tensor, Linear]]:
-        """The output matrix of the source, some rows at a time, with their ids."""
-        for ids in torch.arange(self.config.vocab_size).split(HEAD_ROWS):
-            yield ids, build_head(replace(self.config, vocab_size=len(ids)), self.checkpoint.rows(ids))
-
     def _rounded_head(self, seen: Callable[[Tensor, Linear], None]) -> Iterator[PackedTensor]:
-        """The same as it is stored, shown to `seen` on the way; at the end, its record."""
+        """The output matrix as it is stored, shown to `seen` on the way; at the end, its record."""
         assert self.output.head is not None
         wrong = whole = 0.0
-        for ids, head in self._head():
+        for ids, head in calibrate.head_rows(self.checkpoint):
             weight = head.weight
             assert isinstance(weight, Tensor)
             packed = self.output.round_head(weight)

@@ -4,18 +4,16 @@ Everything shown comes from receipts and headers (`outputs.py`), and from profil
 (`outliers.py`). The page is one file that loads nothing: charts are inline SVG, and a content security policy forbids
 the rest. The template escapes all text; only the charts and legends, which escape their own, go in as they are.
 
-Whole models are compared only where their figures do (`Compressed.measured_on`); others get charts of their own, and
-the page says so.
+Whole models are compared only where their figures do; others get charts of their own (`page_charts`), and the page says
+so.
 """
 
 from __future__ import annotations
 
 import importlib.resources
 import json
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +22,25 @@ from markupsafe import Markup
 
 from attar.evaluation import charts
 from attar.evaluation import pictures as pngs
-from attar.evaluation.charts import CHARACTER, SOFT, Axis, Chart, Point, Series
+from attar.evaluation.charts import SOFT, Chart, Series
 from attar.evaluation.outliers import FACTOR, Profile
-from attar.evaluation.outputs import LEAST, Allocation, Choice, Compressed, Figure, front
+from attar.evaluation.outputs import LEAST, Compressed, Figure
+from attar.evaluation.page_charts import (
+    allocation_charts,
+    channel_charts,
+    error_charts,
+    error_series,
+    peak_charts,
+    plain,
+    trade_offs,
+)
 from attar.evaluation.table import size
-from attar.formats.ggml_mix import MIXES
 from attar.version import __version__
-
-WORST = 3  # places whose channels are drawn one by one
-BINS = 256  # columns in which such a chart draws channels, each by its largest
-
-ORIGINAL = "original"
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a page is about. `profiles` are those of the original (`ORIGINAL`) and of outputs, by label."""
+    """What a page is about. `profiles` are those of the original (`page_charts.ORIGINAL`) and of outputs, by label."""
 
     outputs: Sequence[Compressed]
     profiles: Mapping[str, Sequence[Profile]] = field(default_factory=dict)
@@ -62,8 +63,8 @@ def html(contents: Contents) -> str:
         gains=[_gains(each) for each in outputs if each.selection is not None or each.tuning is not None],
         allocations=[_allocation(each) for each in outputs if each.allocation is not None],
         layers=[_layers(each, each is _unfolded(outputs)) for each in outputs],
-        layers_key=Markup(charts.key(_error_series([], " or ".join(_plain(outputs))))),
-        plain=" or ".join(_plain(outputs)),
+        layers_key=Markup(charts.key(error_series([], " or ".join(plain(outputs))))),
+        plain=" or ".join(plain(outputs)),
         outliers=_outliers(contents) if contents.profiles else None,
         sources=[_source(each) for each in outputs],
         version=__version__,
@@ -132,8 +133,8 @@ def _summary(outputs: Sequence[Compressed]) -> dict[str, Any]:
     if len(base) == 1:
         note += f"The original's perplexity is {base.pop():.4f}. "
     if "error / plain" in columns:
-        plain = " or ".join(_plain(outputs))
-        note += f"Last: the geometric mean over linears of the error as stored over that of the plain way: {plain}."
+        way = " or ".join(plain(outputs))
+        note += f"Last: the geometric mean over linears of the error as stored over that of the plain way: {way}."
     return {"names": list(columns), "rows": rows, "note": note}
 
 
@@ -160,52 +161,6 @@ def _warnings(outputs: Sequence[Compressed]) -> list[str]:
 
 
 # --- what it cost against what it saved -------------------------------------------------------------------------------
-
-
-def trade_offs(outputs: Sequence[Compressed]) -> list[tuple[list[Compressed], list[Chart]]]:
-    """Outputs whose figures compare, with their charts: KL against size, bits, and tokens a second if measured."""
-    groups: dict[object, list[Compressed]] = defaultdict(list)
-    for each in outputs:
-        if each.measured_on is not None:
-            groups[each.measured_on].append(each)
-    found = []
-    for chosen in groups.values():
-        pieces = [
-            _trade_off("KL against size", Axis("weights on disk, MB"), chosen, [e.bytes / 1e6 for e in chosen]),
-            _trade_off("KL against bits", Axis("bits per weight of the linears"), chosen,
-                       [e.bits_per_weight for e in chosen]),
-        ]  # fmt: skip
-        fast = [(each, each.speed.decode) for each in chosen if each.speed is not None]
-        if fast:
-            some, speeds = [each for each, _ in fast], [speed for _, speed in fast]
-            pieces.append(_trade_off("KL against speed", Axis("decode, tokens/s"), some, speeds, faster=True))
-        found.append((chosen, pieces))
-    return found
-
-
-def _trade_off(
-    title: str, axis: Axis, outputs: Sequence[Compressed], xs: Sequence[float], faster: bool = False
-) -> Chart:
-    """KL over `xs`, a colour a method; a line joins those that no other beats in both."""
-    kl = [each.figures["kl_mean"] for each in outputs]
-    best = front([(-x if faster else x, one.value) for x, one in zip(xs, kl, strict=True)])
-    series = [Series("beaten by none", [Point(xs[i], kl[i].value) for i in best], SOFT, "line", dashed=True)]
-    methods = sorted({_method(each) for each in outputs})
-    for number, method in enumerate(methods):
-        points = [
-            Point(x, one.value, each.label, one.low, one.high)
-            for each, x, one in zip(outputs, xs, kl, strict=True)
-            if _method(each) == method
-        ]
-        series.append(Series(method, points, number, labelled=True))
-    return Chart(title, axis, Axis("mean KL, nats", log=True), series)
-
-
-def _method(output: Compressed) -> str:
-    """What a colour stands for: the recipe without its scheme, that bits were chosen, or that it is a type of GGUF."""
-    if output.allocation:
-        return output.recipe.partition(",")[0] + ", chosen"
-    return "GGUF" if output.recipe in MIXES else output.recipe.partition("-")[0]
 
 
 def _shown_trade_off(outputs: Sequence[Compressed], pieces: Sequence[Chart]) -> dict[str, Any]:
@@ -261,44 +216,6 @@ def _gains(output: Compressed) -> dict[str, Any]:
 # --- linear by linear -------------------------------------------------------------------------------------------------
 
 
-NEAREST, SMALLEST = "rounded to nearest", "smallest left out"
-"""The plain ways to store a linear, beside which what a method does is shown."""
-
-
-def _plain(outputs: Iterable[Compressed]) -> list[str]:
-    """Those of some outputs."""
-    pruned = {layer.pruned for each in outputs for layer in each.layers}
-    return [name for name, is_it in ((NEAREST, False), (SMALLEST, True)) if is_it in pruned] or [NEAREST]
-
-
-def _error_series(pairs: Iterable[tuple[int, str, float, float]], plain: str) -> list[Series]:
-    """Of (block, name, error, error of the plain way)."""
-    some = list(pairs)
-    return [
-        Series(plain, [Point(at, rtn, name) for at, name, _, rtn in some], SOFT, dashed=True, hollow=True),
-        Series("as stored", [Point(at, error, name) for at, name, error, _ in some], 0),
-    ]
-
-
-def error_charts(output: Compressed) -> list[Chart]:
-    """One small chart for each kind of linear, all with the same ends."""
-    kinds: dict[str, list[tuple[int, str, float, float]]] = defaultdict(list)
-    plain: dict[str, str] = {}
-    for each in output.layers:
-        if each.layer is not None:
-            plain[each.kind] = SMALLEST if each.pruned else NEAREST
-            kinds[each.kind].append((each.layer, each.name, each.error, each.rtn_error))
-    errors = [e for some in kinds.values() for _, _, *pair in some for e in pair if e > 0]
-    ends = (min(errors), max(errors)) if errors else None
-    axes = Axis("block", whole=True), Axis("relative error", log=True, ends=ends)
-    found = []
-    for kind, some in kinds.items():
-        many = len({at for at, *_ in some}) < len(some)  # experts: several in a block make no line
-        series = [replace(each, style="dots") if many else each for each in _error_series(some, plain[kind])]
-        found.append(Chart(kind, *axes, series, 280, 200))
-    return found
-
-
 def _unfolded(outputs: Sequence[Compressed]) -> Compressed | None:
     """The output whose errors are open: the first that was not stored the plain way, where there is one."""
     differ = (each for each in outputs if each.gain is not None and round(each.gain, 2) != 1)
@@ -318,35 +235,6 @@ def _layers(output: Compressed, shown: bool) -> dict[str, Any]:
 
 
 # --- allocation -------------------------------------------------------------------------------------------------------
-
-
-def allocation_charts(found: Allocation) -> list[Chart]:
-    """The whole model against uniform bits, then each kind of group alone: a line a scheme, and what was chosen."""
-    uniform = [Point(bits, kl, name) for (bits, kl), name in zip(found.uniform, found.ladder, strict=False)]
-    chosen = Point(found.bits, found.kl, "chosen")
-    drawn = [
-        Chart(
-            "the whole model", Axis("bits per weight"), Axis("mean KL, nats", log=True),
-            [Series("one scheme for all", uniform, SOFT, labelled=True),
-             Series("chosen", [chosen], 0, "dots", labelled=True)], 280, 200,
-        )
-    ]  # fmt: skip
-    kinds: dict[str, list[Choice]] = defaultdict(list)
-    for group in found.groups:
-        kinds[group.kind].append(group)
-    costs = [cost for group in found.groups for cost in group.kl if cost > 0]
-    axes = Axis("block", whole=True), Axis("mean KL, nats", log=True, ends=(min(costs), max(costs)) if costs else None)
-    beside = 20 + round(CHARACTER * max(map(len, found.ladder)))
-    for kind, groups in kinds.items():
-        last = groups[-1]  # at whose end a line has its name
-        series = [
-            Series("one scheme", [Point(g.layer, g.kl[c], name if g is last else "") for g in groups], SOFT, "line",
-                   labelled=True)
-            for c, name in enumerate(found.ladder)
-        ]  # fmt: skip
-        points = [Point(g.layer, g.kl[found.ladder.index(g.chosen)], g.chosen) for g in groups]
-        drawn.append(Chart(f"{kind} alone", *axes, [*series, Series("chosen", points, 0, "dots")], 280, 200, beside))
-    return drawn
 
 
 def _allocation(output: Compressed) -> dict[str, Any]:
@@ -380,58 +268,6 @@ def _allocation(output: Compressed) -> dict[str, Any]:
 
 
 # --- outliers ---------------------------------------------------------------------------------------------------------
-
-
-def peak_charts(profiles: Mapping[str, Sequence[Profile]]) -> list[Chart]:
-    """How far each place's largest channel stands out, block by block: a small chart for each kind of place."""
-    kinds = list(dict.fromkeys(place.kind for places in profiles.values() for place in places))
-    found = []
-    for kind in kinds:
-        series = []
-        for label, colour in _colours(profiles).items():
-            some = [place for place in profiles[label] if place.kind == kind and place.tokens]
-            many = len({place.layer for place in some}) < len(some)
-            points = [Point(place.layer, place.peak, f"{label}, {place.linears[0]}") for place in some]
-            series.append(Series(label, points, colour, "dots" if many else "both", dashed=colour == SOFT))
-        found.append(
-            Chart(f"input of {kind}", Axis("block", whole=True), Axis("largest / median", log=True), series, 280, 200)
-        )
-    return found
-
-
-def channel_charts(profiles: Mapping[str, Sequence[Profile]]) -> list[Chart]:
-    """The channels of the places that stand out most: largest activation, and largest weight."""
-    first = next(iter(profiles.values()))
-    worst = sorted(
-        range(len(first)), key=lambda i: -max(places[i].peak for places in profiles.values() if i < len(places))
-    )[:WORST]
-    found = []
-    for i in worst:
-        place = first[i]
-        where = f"block {place.layer}, {place.kind}"
-        for what, of in (("largest activation", "inputs"), ("largest weight", "weights")):
-            series = [
-                Series(label, _binned(getattr(profiles[label][i], of).tolist()), colour, "line")
-                for label, colour in _colours(profiles).items()
-                if i < len(profiles[label])
-            ]
-            found.append(Chart(f"{where}: {what}", Axis("input channel"), Axis(what, log=True), series, 400, 200))
-    return found
-
-
-def _binned(values: Sequence[float]) -> list[Point]:
-    """At most `BINS` points over the channels, each the largest of its bin, so that no outlier is lost."""
-    step = max(1, math.ceil(len(values) / BINS))
-    found = []
-    for start in range(0, len(values), step):
-        some = values[start : start + step]
-        at = max(range(len(some)), key=some.__getitem__)
-        found.append(Point(start + at, some[at]))
-    return found
-
-
-def _colours(profiles: Mapping[str, object]) -> dict[str, int]:
-    return {label: SOFT if label == ORIGINAL else i for i, label in enumerate(profiles, -1 * (ORIGINAL in profiles))}
 
 
 def _outliers(contents: Contents) -> dict[str, Any]:

@@ -44,6 +44,7 @@ def evaluate(
     dtype: str | None = None,
     kv: str | None = None,
     adapter: Path | None = None,
+    prompts: int = 0,
     progress: Progress | None = None,
 ) -> Report:
     """Measure a model on a text, or on token sequences taken as they are; where `against` is given, also against it.
@@ -56,7 +57,8 @@ def evaluate(
     `kv` names how keys and values are kept (`formats/kv.py`): each window then runs as a prompt through such a cache.
     Without `against`, that is compared with the model itself, keys and values as they are; windows have up to
     `KV_CONTEXT` tokens by default, for what such a cache costs grows with what is in it. `adapter` is the folder of a
-    low-rank adapter that `model`, and not `against`, computes with.
+    low-rank adapter that `model`, and not `against`, computes with. So many `prompts` from all over the text are
+    continued greedily by both, to see how long they write the same (`metrics.greedy`).
 
     Raises ValueError for an empty text or one of fewer than two tokens, models of different vocabularies, logits that
     are not finite, and models that cannot be loaded.
@@ -98,6 +100,7 @@ def evaluate(
         stride=stride,
         bytes_of=tokenizer,
         cache=cache,
+        prompts=prompts,
         progress=lambda done, total: told("evaluating", done, total),
     )
 
@@ -126,10 +129,8 @@ def load(
         if adapter is not None:
             raise ValueError("a decoder that is loaded already takes its adapter by lora.attach")
         return model
-    store = None if device == "cpu" or dtype is None else ops.store(device=device, dtype=dtype)
-    found = sources.load(
-        folder or hub.resolve(model), dtype, lambda done, total: progress("loading", done, total), store
-    )
+    path = folder or hub.resolve(model)
+    found = sources.load_on(path, device, dtype, lambda done, total: progress("loading", done, total))
     if adapter is not None:
         lora.attach(found, adapter)
     return found

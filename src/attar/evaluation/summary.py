@@ -13,7 +13,7 @@ import torch
 
 from attar.checkpoints import hub, sources, vocabulary
 from attar.engine import speed as bench
-from attar.evaluation import page, pictures
+from attar.evaluation import page, page_charts, pictures
 from attar.evaluation.outliers import Profile, profile
 from attar.evaluation.outputs import Compressed, Speed, read, tell_apart
 from attar.text.files import read_text
@@ -96,7 +96,7 @@ def _benched(output: Compressed, number: int, count: int, progress: Progress) ->
 def _profiles(outputs: Sequence[Compressed], options: Options, progress: Progress) -> dict[str, Sequence[Profile]]:
     """Of the original, where it is given, and of every output, on the same tokens."""
     assert options.profile is not None
-    paths = {} if options.source is None else {page.ORIGINAL: hub.resolve(options.source)}
+    paths = {} if options.source is None else {page_charts.ORIGINAL: hub.resolve(options.source)}
     paths |= {each.label: each.path for each in outputs}
     tokenizer = vocabulary.tokenizer(next(iter(paths.values())))
     ids = tokenizer.encode(read_text(options.profile), add_special_tokens=False)[: options.profile_tokens]

@@ -310,6 +310,19 @@ def compressible(config: ModelConfig, layer: int) -> list[str]:
     return [f"{at}.{name}" for name in found]
 
 
+def all_compressible(config: ModelConfig) -> list[str]:
+    """The same of all blocks, in order."""
+    return [name for layer in range(config.layers) for name in compressible(config, layer)]
+
+
+def gates(config: ModelConfig, layer: int) -> list[str]:
+    """Module names of the block's other linears: the router of its experts, and the gate of a shared one."""
+    names, at = config.names, config.names.layer.format(i=layer)
+    if config.experts is None or not config.is_sparse(layer):
+        return []
+    return [f"{at}.{names.router}", *([f"{at}.{names.shared_gate}"] if config.experts.shared else [])]
+
+
 def build_block(config: ModelConfig, weights: Weights, layer: int) -> Block:
     """Block `layer` of the model; nothing else is read. Raises ValueError where a shape contradicts the config."""
     at = config.names.layer.format(i=layer)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attar.compression.recipe import PRESETS
 from attar.compression.solvers import smoothquant
 from attar.compression.solvers.smoothquant import AbsMax
+from attar.compression.spelling import PRESETS
 from attar.formats.packed import codec
 from attar.formats.scheme import Grid, Scheme
 from attar.kernels import ref

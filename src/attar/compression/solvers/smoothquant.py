@@ -6,7 +6,7 @@ Statistic: the largest |x| of every input channel over the calibration tokens (`
 
 with the weight's maximum over all linears that read the same input. The scales are static and folded into what produces
 x, so they cost nothing at run time; only the rounding of activations to 8 bits happens there, in one of the paper's
-three ways (`recipe.PRESETS`). Texts also print (max|x| / max|w|)^alpha, which agrees with the paper at alpha = 0.5
+three ways (`spelling.PRESETS`). Texts also print (max|x| / max|w|)^alpha, which agrees with the paper at alpha = 0.5
 only. At 0.5 both sides end with the same maximum in every channel; larger alphas move more of the difficulty to the
 weights.
 

@@ -1,0 +1,203 @@
+"""One recipe carried out in a work folder, from what is asked of the original model to what the output cost.
+
+The order is fixed: what is known of the loss is gathered before the first block changes; the walk compresses and writes
+block after block; tuning learns what codes leave free; then the cost is measured. Each step keeps what it found on disk
+under the name of the run, so that one that was killed goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.checkpoints import hf, sources
+from attar.checkpoints.probes import ProbeRun
+from attar.checkpoints.writer import FilePlan, ShardWriter, Workspace, allocated, require_free
+from attar.compression import coverage, domain, importance, spin, tune
+from attar.compression.domain import Surprise
+from attar.compression.gguf_output import GgufOutput
+from attar.compression.guide import Guide
+from attar.compression.methods import SpinQuant, SqueezeLlm
+from attar.compression.order import Order, Ready
+from attar.compression.output import Output
+from attar.compression.recipe import HEAD, Recipe
+from attar.compression.record import Record
+from attar.compression.rotated import RotatedCheckpoint
+from attar.compression.state import RunState
+from attar.compression.walk import Progress, Walk
+from attar.formats.scheme import Scheme
+from attar.metrics.measure import measure
+from attar.model.decoder import Decoder, compressible
+from attar.text.tokenizer import Tokenizer
+
+
+class Run:
+    """A recipe carried out in a work folder: gather what is known of the loss, walk, tune, measure, in this order.
+
+    `ids` [S, L] is calibration text, if there is any; `name` is of all that the run is about, so that what an earlier
+    one left is found again, and no other's. What tuning judges by at the end is kept from everything before.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        ready: Ready,
+        work: Workspace,
+        state: RunState,
+        ids: Tensor | None,
+        name: str,
+        files: list[FilePlan],
+        memory: int,
+        report: Progress,
+    ) -> None:
+        self.order, self.work, self.state, self.name = order, work, state, name
+        self.plan, self.checkpoint, self.output = ready.plan, ready.checkpoint, ready.output
+        self.memory, self.report = memory, report
+        self.files = files
+        self.made = work.out / self.files[0].name if order.to_file else work.out
+        self.probes = ProbeRun(self.checkpoint.config, order.seed)
+        self.probed: dict[str, Any] = {}
+        self.records: list[Record] = []
+        self.learned: dict[str, Any] = {}  # what steps that learn say of themselves, for the receipt
+        self.guide: Guide | None = None
+        self._given = ids
+        self.ids = ids if ready.reads else None
+        self.walked = self.ids
+        if self.ids is not None and self.plan.tune is not None and len(self.ids) > 1:
+            self.walked = tune.without_judges(self.ids)
+
+    def gather(self) -> None:
+        """What is asked of the whole original model before the walk: importances, a learned rotation, gradients.
+        Raises ValueError also where the disk has no room for the run."""
+        if self._given is not None and self.order.weighs(self.plan):
+            assert isinstance(self.output, GgufOutput)
+            self.output.importances = importance.kept(
+                self.checkpoint, self._given, self.work.state, self.name, self.memory, self.report
+            )
+        if isinstance(self.plan.rotate, SpinQuant):
+            assert self.walked is not None
+            assert isinstance(self.checkpoint, RotatedCheckpoint)
+            seed, options = self.order.seed, self.plan.rotate
+            spun = spin.learn(self.checkpoint, self.walked, options, self.work.state, self.name, seed)
+            self.learned["rotation"] = {"before": spun.before, "after": spun.after}
+        guide, couples = self.plan.guide, self.plan.couples
+        weighs_each = isinstance(self.plan.rounding, SqueezeLlm)
+        if guide or couples or weighs_each:
+            assert self.walked is not None
+            linears = _guided(self.checkpoint, self.plan, self.output.schemes, whole=guide < 2)
+            self.guide = Guide(
+                self.work.state, self.name, linears, self.walked.numel(), guide, couples, weighs_each
+            )  # fmt: skip
+        if not self.state.blocks_done:
+            self._require_room()
+        if self.guide is not None and self.walked is not None:
+            self.guide.collect(self.checkpoint, self.walked, self.memory, self.order.seed, self.report)
+
+    def _require_room(self) -> None:
+        row, ids = 4 * self.checkpoint.config.hidden, self.ids
+        streams = self.probes.ids.numel() + (0 if ids is None else (1 + self.plan.corrects) * ids.numel())
+        needed = sum(f.size for f in self.files) + 2 * row * streams
+        if ids is not None and self.plan.tune is not None:  # what tuning aims at
+            needed += row * (ids.numel() + self.plan.tune.drawn * ids.shape[1])
+        if self.guide is not None and self.walked is not None:
+            gradients = row * (self.checkpoint.config.layers + 2) * self.walked.numel()
+            first = 0 if self.guide.collected else gradients
+            needed = self.guide.bytes + max(first, needed)  # the gradients are gone before the walk begins
+        state = self.work.state
+        had = [*(self.work.out / f.name for f in self.files), *state.glob("*.f32"), *state.glob("*.hints")]
+        require_free(self.work.out, needed - allocated(had))  # by a killed run, and used again
+
+    def walk(self) -> None:
+        """Every block compressed and written, and what is no block's."""
+        with ShardWriter(self.work.out, self.files, self.output.written(self.state.blocks_done)) as writer:
+            walk = Walk(
+                self.checkpoint, self.output, self.plan, writer, self.state, self.walked, self.memory, self.probes,
+                self.guide, self.order.device, self.name,
+            )  # fmt: skip
+            self.probed = walk.run(self.report)
+            self.records = self.state.records + walk.head_records
+            self.output.copy_rest(writer, self.report)
+            writer.finish()
+        self.output.write_config(self.work.out)
+
+    def tune(self) -> None:
+        """Learn scales and norms, where the recipe says so; the probes are those of what came of it."""
+        if self.plan.tune is None:
+            return
+        assert self.ids is not None
+        assert isinstance(self.output, Output)
+        out, schemes = self.work.out, self.output.schemes
+        dense = [name for name, scheme in schemes.items() if scheme is None and self.plan.reshapes(name)]
+        tuned = tune.run(
+            self.checkpoint, out, self.work.state, self.ids, self.plan.tune, seed=self.order.seed,
+            progress=self.report, dense=dense,
+        )  # fmt: skip
+        with ShardWriter(out, self.files, self.output.layout) as writer:
+            for name, tensor in tuned.tensors.items():
+                writer.write(name, tensor)
+            writer.finish()
+        self.probed = tune.probes(out, self.order.seed)
+        self.records = [
+            replace(r, measure=f"{r.measure}, before tuning") if r.name != HEAD else r for r in self.records
+        ]
+        self.learned["tune"] = tuned.to_dict()
+
+    def surprise(self) -> Surprise | None:
+        """How much calibration text surprises the original: before the walk, whose hours nothing here then costs. Where
+        there is a NaN it says nothing, for the walk names its place."""
+        if self._given is None:
+            return None
+        return domain.surprise(self.order.source, self._given, self.work.state, self.order.device)
+
+    def warnings(self, surprise: Surprise | None, shared: float | None) -> tuple[str, ...]:
+        """What calibration text was too little for; `shared` is the part of the evaluation text that is of it."""
+        shown: tuple[str, ...] = ()
+        if self._given is not None:
+            read = self._given if self.walked is None else self.walked
+            shown = coverage.of(self.checkpoint.config, read, self.work.state, self.name)
+        return *shown, *domain.warnings(surprise, shared)
+
+    def measure(self, held_out: list[int], tokenizer: Tokenizer | None) -> dict[str, Any]:
+        """What it cost, on text that nothing here has read: by the reference in float32, or on the device as `attar
+        eval` measures there. Raises ValueError where that has no room for both models."""
+        assert tokenizer is not None
+        try:
+            return measure(
+                self._whole(self.made),
+                held_out,
+                base=self._whole(self.order.source.folder.path),
+                bos=tokenizer.added_bos,
+                bytes_of=tokenizer,
+                progress=lambda done, total: self.report("evaluating", done, total),
+            ).to_dict()
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"{self.order.device} has too little memory to measure the output beside the original: the same "
+                "command without --eval ends at once, and `attar eval OUTPUT --against ORIGINAL` measures it on a CPU "
+                f"({error})"
+            ) from None
+
+    def _whole(self, path: Path) -> Decoder:
+        device = self.order.device
+        return sources.load_on(path, device, hf.compute_dtype(None, device))
+
+
+def _guided(
+    checkpoint: hf.Checkpoint, recipe: Recipe, schemes: Mapping[str, Scheme | None], whole: bool
+) -> dict[int, dict[str, tuple[int, int]]]:
+    """By block, the linears to compress with their shapes; unless their rows are solved for as a whole, not
+    those whose rows share a scale."""
+    found = {}
+    for layer in range(checkpoint.config.layers):
+        names = compressible(checkpoint.config, layer)
+        pruned = {name for name in names if recipe.pattern_for(name) is not None}
+        chosen = [
+            n for n in names if (n in pruned if (scheme := schemes.get(n)) is None else whole or scheme.weight.by_row)
+        ]
+        found[layer] = {name: checkpoint.linear_shape(name) for name in chosen}
+    return found

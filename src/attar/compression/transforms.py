@@ -1,0 +1,186 @@
+"""The passes of a recipe that move scale between a block's linears and what feeds them, before anything is rounded.
+
+Each leaves the block computing what it did, within the rounding of norms to their dtype (`fold`); all but clipping,
+which narrows the range of weights. What the loss said of a linear follows its rows (`Hints.divided`, `turned`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+
+import torch
+from torch import Tensor
+
+from attar.compression import fold
+from attar.compression.calibrate import Rows
+from attar.compression.groups import Fold, folds
+from attar.compression.hessians import naming
+from attar.compression.memory import give_back
+from attar.compression.methods import Awq, Clip, Pass, SmoothAttention, SmoothQuant
+from attar.compression.solvers import awq, smooth_attention, smoothquant
+from attar.compression.solvers.means import ColumnMean
+from attar.compression.work import BlockWork
+from attar.formats import kv
+from attar.formats.forms import Progressive
+from attar.formats.scheme import Grid
+from attar.kernels import ops
+from attar.kernels.operands import Norm
+from attar.model.cache import Step
+
+SEARCH_ROWS = 4096  # rows on which AWQ compares block outputs
+
+
+def run(work: BlockWork, options: Pass) -> None:
+    """One transform. Raises ValueError, naming the linear, where what it read or a scale is not finite."""
+    match options:
+        case SmoothQuant():
+            _smooth(work, options)
+        case SmoothAttention():
+            _smooth_attention(work, options)
+        case Clip():
+            _clip(work)
+        case _:
+            assert isinstance(options, Awq), "all others come last"
+            _awq(work, options)
+
+
+# SmoothQuant and SmoothAttention
+
+
+def _smooth(work: BlockWork, options: SmoothQuant) -> None:
+    alpha = smoothquant.alpha_for(work.architecture) if options.alpha is None else options.alpha
+    places = [
+        each for each in folds(work.block) if (options.norms if isinstance(each.before, Norm) else options.through)
+    ]
+    largest = {each.linears[-1].name: smoothquant.AbsMax(each.linears[-1].shape[1]) for each in places}
+    work.watch({name: statistic.add for name, statistic in largest.items()})
+    for each in places:
+        peaks = largest[each.linears[-1].name].value
+        if isinstance(each.before, Norm):
+            smoothquant.smooth(each.before, each.linears, peaks, alpha)
+        else:
+            found = smoothquant.scales(peaks, [fold.dense_weight(linear) for linear in each.linears], alpha)
+            _fold(work, each, found)
+
+
+def _smooth_attention(work: BlockWork, options: SmoothAttention) -> None:
+    attention = work.block.attention
+    form, turning = attention.form, 0 if attention.rope is None else attention.rope.dims
+    seen = smooth_attention.Channels(form.kv_heads, form.head_dim)
+    for batch in work.hidden.batches():
+        step = work.hidden.step(batch)
+        x = ops.norm(work.hidden.read(batch), None, work.block.attention_norm)[1]
+        heads = attention.heads(x, None if attention.rope is None else step.rotation(attention.rope))
+        with naming(attention.qkv[0], "what comes of "):
+            seen.add(*heads)
+    if options.values:
+        _turn_values(work, seen.values)
+    if options.key_alpha is None:
+        found = smooth_attention.search(seen, turning, kv.scheme("int4"))
+    else:
+        found = smooth_attention.scales(seen.key_max, turning, options.key_alpha)
+    if attention.q_norm is not None and attention.k_norm is not None:  # which undo what comes before
+        taken = fold.into_norm(attention.k_norm, found.amax(0))
+        fold.into_norm(attention.q_norm, 1 / taken)
+        return
+    queries = 1 / found.repeat_interleave(form.heads // form.kv_heads, 0)
+    divided = [queries.flatten(), found.flatten()]
+    if len(attention.qkv) == 1:
+        rest = attention.qkv[0].shape[0] - sum(map(len, divided))
+        divided = [torch.cat((*divided, torch.ones(rest)))]
+    for linear, scales in zip(attention.qkv, divided, strict=False):
+        fold.into_rows(linear, scales)
+        if linear.name in work.guide:
+            work.guide[linear.name] = work.guide[linear.name].divided(scales)
+
+
+def _turn_values(work: BlockWork, seen: Tensor) -> None:
+    """Put a matrix between values and the output matrix, given the sum of v v^T [G, D, D]."""
+    attention = work.block.attention
+    source, reader = attention.qkv[-1], attention.output
+    turn, back = smooth_attention.between(seen, fold.dense_weight(reader))
+    fold.between(source, reader, turn, back)
+    if source.name in work.guide:
+        first = source.shape[0] - len(turn) * turn.shape[1]
+        whole = torch.block_diag(torch.eye(first, dtype=back.dtype), *back).float()
+        work.guide[source.name] = work.guide[source.name].turned(whole)
+
+
+# AWQ
+
+
+def _awq(work: BlockWork, options: Awq) -> None:
+    places = folds(work.block)
+    # The last reader sees every row: in a mixture of experts it is a gate.
+    means = {each.linears[-1].name: ColumnMean(each.linears[-1].shape[1], power=1) for each in places}
+    work.watch({name: statistic.add for name, statistic in means.items()})
+    length = work.hidden.shape[1]
+    rows = length * max(1, min(work.hidden.shape[0], SEARCH_ROWS // length))
+    with ExitStack() as stack:
+        inputs = {
+            linear.name: stack.enter_context(closing(Rows(work.hidden.path.parent, rows, linear.shape[1])))
+            for linear in (each.linears[-1] for each in places)
+        }
+        work.watch({name: store.append for name, store in inputs.items()}, rows)
+        for each in places:
+            name = each.linears[-1].name
+            if len(inputs[name]) and any(work.scheme(linear) for linear in each.linears):
+                _search(work, each, inputs[name], means[name].value, options.points)
+    if options.clip:
+        _clip(work)
+
+
+def _search(work: BlockWork, place: Fold, inputs: Rows, mean: Tensor, points: int) -> None:
+    """Find the scales of one place of the block, given its inputs, and fold them in."""
+    hidden, linears, length = work.hidden, place.linears, work.hidden.shape[1]
+    size = hidden.rows_at_once
+    if place.mixes:
+        size = length * max(1, size // length)
+
+    def outputs() -> Iterator[Tensor]:
+        for some in inputs.batches(size):
+            lengths = (length,) * (len(some) // length) if place.mixes else (len(some),)
+            step = Step(lengths, max(lengths), device=hidden.device)
+            yield place.run(inputs.read(some), step)
+
+    # Whatever the place is, its outputs are added to the residual stream.
+    with closing(Rows(hidden.path.parent, len(inputs), hidden.shape[2])) as reference:
+        for out in outputs():
+            reference.append(out)
+
+        def loss(weights: list[Tensor]) -> float:
+            kept = [fold.dense_weight(linear) for linear in linears]
+            for linear, weight in zip(linears, weights, strict=True):
+                linear.weight = weight
+            give_back()  # what making the candidates took
+            total = 0.0
+            for some, out in zip(inputs.batches(size), outputs(), strict=True):
+                total += float((out - reference.read(some)).double().square().sum())
+            for linear, weight in zip(linears, kept, strict=True):
+                linear.weight = weight
+            return total / (len(inputs) * reference.columns)
+
+        weights = [fold.dense_weight(linear) for linear in linears]
+        found = awq.search_scales(weights, [work.scheme(each) for each in linears], mean, loss, points=points)
+    del weights
+    if found.alpha > 0:
+        _fold(work, place, found.scales)
+    give_back()
+
+
+def _clip(work: BlockWork) -> None:
+    queries_and_keys = {each.name for each in work.block.attention.qkv[:2]}
+    groups = list(work.groups())
+    inputs = work.inputs([name for name, _ in groups], awq.CLIP_TOKENS)
+    for name, members in groups:
+        for linear, scheme in members if name in inputs else ():
+            if linear.name not in queries_and_keys and isinstance(scheme.weight, Grid | Progressive):
+                linear.weight = awq.clip(fold.dense_weight(linear), inputs[name], scheme)
+
+
+def _fold(work: BlockWork, place: Fold, scales: Tensor) -> None:
+    """Divide what feeds the place by the scales and multiply its linears' columns."""
+    taken = awq.apply(place.before, place.linears, scales)
+    if place.before.name in work.guide:  # a linear, whose outputs are divided
+        work.guide[place.before.name] = work.guide[place.before.name].divided(taken)

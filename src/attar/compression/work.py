@@ -1,0 +1,98 @@
+"""One block on its way through a recipe: what is known of it, and what its linears read on the calibration text.
+
+Transforms and roundings take it in turn (`passes`); the solvers behind them see tensors only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from attar.compression.calibrate import HiddenStates
+from attar.compression.groups import input_groups
+from attar.compression.guide import Hints
+from attar.compression.recipe import Recipe
+from attar.compression.structured import Sizes
+from attar.formats.scheme import Scheme
+from attar.kernels.operands import Linear
+from attar.model.layers import Block
+
+
+class BlockWork:
+    """A block, the recipe, and the scheme of each linear by name; those without one stay dense.
+
+    `hidden` are the states that enter the block on the calibration text, `original` those that enter it in the original
+    model, where the recipe corrects. `importances` weigh columns, [I] by name, and `guide` is what the loss says of a
+    linear, which changes as the linear does. `sizes` are those that structured pruning leaves. `rtn_errors` are what
+    rounding to nearest would have cost before any transform.
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        hidden: HiddenStates | None,
+        recipe: Recipe,
+        schemes: Mapping[str, Scheme | None],
+        architecture: str,
+        importances: Mapping[str, Tensor] | None = None,
+        guide: Mapping[str, Hints] | None = None,
+        original: HiddenStates | None = None,
+        sizes: Sizes | None = None,
+    ) -> None:
+        self.block, self.recipe, self.architecture = block, recipe, architecture
+        self.importances, self.guide = importances or {}, dict(guide or {})
+        self.original, self.sizes = original, sizes
+        self.rtn_errors: dict[str, float] = {}
+        self._hidden, self._schemes = hidden, schemes
+
+    @property
+    def hidden(self) -> HiddenStates:
+        assert self._hidden is not None, "recipes that read inputs are given calibration data"
+        return self._hidden
+
+    def scheme(self, linear: Linear) -> Scheme | None:
+        return self._schemes.get(linear.name)
+
+    def groups(self) -> Iterator[tuple[str, list[tuple[Linear, Scheme]]]]:
+        """The linears to compress with their schemes, by input group, under the name of the group's first linear."""
+        for group in input_groups(self.block):
+            members = [(each, scheme) for each in group if (scheme := self.scheme(each)) is not None]
+            if members:
+                yield group[0].name, members
+
+    def pruned(self) -> Iterator[tuple[str, list[tuple[Linear, Scheme | None]]]]:
+        """As `groups`, the linears to prune; those without a scheme stay dense."""
+        for group in input_groups(self.block):
+            members = [(each, self.scheme(each)) for each in group if self.recipe.pattern_for(each.name) is not None]
+            if members:
+                yield group[0].name, members
+
+    def watch(self, watchers: Mapping[str, Callable[[Tensor], None]], rows: int | None = None) -> None:
+        """Run the block over the calibration states, or their first `rows`; each watcher sees its linear's inputs."""
+
+        def tap(linear: Linear, x: Tensor) -> None:
+            if linear.name in watchers:
+                try:
+                    watchers[linear.name](x)
+                except ValueError as error:
+                    raise ValueError(f"the input of {linear.name}: {error}") from None
+
+        seen = 0
+        for batch in self.hidden.batches():
+            self.block.run(self.hidden.read(batch), self.hidden.step(batch), tap)
+            seen += len(batch) * self.hidden.shape[1]
+            if rows is not None and seen >= rows:
+                return
+
+    def inputs(self, names: Sequence[str], rows: int) -> dict[str, Tensor]:
+        """The first `rows` input rows of each named linear, [<= rows, I]; of an expert that no token was sent to, none:
+        it is left out here, and counted in `coverage`."""
+        kept: dict[str, list[Tensor]] = {name: [] for name in names}
+
+        def keep(pieces: list[Tensor]) -> Callable[[Tensor], None]:
+            return lambda x: pieces.append(x[: rows - sum(map(len, pieces))].clone())
+
+        self.watch({name: keep(pieces) for name, pieces in kept.items()}, rows)
+        return {name: torch.cat(pieces) for name, pieces in kept.items() if pieces}
