@@ -32,8 +32,8 @@ help:
 	@echo "make bench-compressors"
 	@echo "             KL beside llm-compressor's, set up in .venv-peers (or PEERS=<an environment that has it>)"
 	@echo "make bench-quality"
-	@echo "             KL at equal bits beside AWQ, GPTQ, auto-round, SmoothQuant and SparseGPT, in the same environment;"
-	@echo "             then of KV caches"
+	@echo "             KL at equal bits beside AWQ, GPTQ, auto-round, SmoothQuant, SparseGPT, GPTQModel, HQQ and torchao, set"
+	@echo "             up in .venv-*; then of KV caches, of bits chosen by layer, and beside llama.cpp's files"
 	@echo "make bench-hostile"
 	@echo "             20,000 damaged model files: refused, or read right"
 	@echo "make bench-peers"
@@ -105,12 +105,22 @@ gpu-check:
 bench-compressors: $(VENV)/.installed $(if $(PEERS),,.venv-peers/.installed)
 	@$(BIN)/python bench/compressors.py --peers $(or $(PEERS),.venv-peers)/bin/python $(BENCH)
 
-bench-quality: $(VENV)/.installed $(if $(PEERS),,.venv-peers/.installed)
+bench-quality: $(VENV)/.installed $(if $(PEERS),,.venv-peers/.installed) .venv-gptqmodel/.installed .venv-hqq/.installed \
+  .venv-torchao/.installed .venv-llamacpp/.installed
 	@$(BIN)/python bench/lanes.py --peers $(or $(PEERS),.venv-peers)/bin/python $(BENCH)
 	@$(BIN)/python bench/kv.py
+	@$(BIN)/python bench/allocation.py
+	@$(BIN)/python bench/gguf_peers.py
 
 bench-hostile: $(VENV)/.installed-dev
 	@$(BIN)/python bench/hostile.py $(BENCH)
+
+.venv-gptqmodel/.installed .venv-hqq/.installed .venv-torchao/.installed: .venv-%/.installed: bench/peers/%.txt | $(BIN)/python
+	@echo "setting up .venv-$*: some minutes the first time"
+	@$(BIN)/python -m venv --clear .venv-$*
+	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint $< torch
+	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
 
 .venv-peers/.installed: bench/peers/requirements.txt | $(BIN)/python
 	@echo "setting up .venv-peers: some minutes the first time"
@@ -188,5 +198,5 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-clients .venv-peers .venv-llamacpp .venv-openvino .venv-lmeval .venv-triton build/engines \
+	rm -rf $(VENV) .venv-clients .venv-peers .venv-gptqmodel .venv-hqq .venv-torchao .venv-llamacpp .venv-openvino .venv-lmeval .venv-triton build/engines \
   build/sanitize build/neon build/triton build/gpu-check build/cp3* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

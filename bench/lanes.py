@@ -4,8 +4,10 @@
     python bench/lanes.py [LANE ...] [--model demo] [--tokens N] [--samples N] [--ours NAME ...] [--json FILE]
 
     int4    4 bits in groups of 128, stored as compressed-tensors, AWQ and GPTQ store them. Peers: llm-compressor's AWQ
-            and GPTQ on MSE and min-max ranges, symmetric or not; auto-round, its extended algorithm too.
+            and GPTQ on MSE and min-max ranges, symmetric or not; auto-round, its extended algorithm too; GPTQModel's
+            GPTQ; and of those that read no text HQQ, in groups of 64 too, and torchao.
     int3    the same with 3 bits.
+    int8    8 bits with a scale for each row. Peer: torchao.
     w4a8kv4 4-bit weights of two levels, int8 activations a token, keys and values in 4 bits. Instead of a peer, QoQ as
             published, on the same storage; all beside 4-bit weights alone (AWQ), keys and values as they are.
     w8a8    int8 weights a row and activations a token, with outliers of all kinds injected (`outliers.py`; other kinds
@@ -14,12 +16,16 @@
             without balance: near to what was published, which also turns across heads before o, and clips.
     sparse  two of four weights are zero, the others dense. Peers: llm-compressor's SparseGPT and Wanda.
 
+With --injected all lanes get outliers. llm-compressor and auto-round run in one environment, each other peer in one of
+its own; a peer whose environment is not there is left out, which is said.
+
 Every side gets the same token ids to calibrate on, and writes its output; attar reads all of them and measures each
 against the original in one float32 forward, so that nobody is judged by its own. Scored is held-out text of the kind
 that the embedded model was trained on, read once, and another kind (`--other`): never what anybody calibrated on, or
 chose by. Ratios are KL over that of the best of each program, "best" by the held-out text itself, which favours the
 peers; with paired-bootstrap intervals over windows: over its best, and over the best that stores no more. Bits are
-all stored bytes of the linears; auto-round's output is written dense, and its bits are those of its own formats.
+all stored bytes of the linears; what auto-round, HQQ and torchao round is written dense here, and their bits are those
+of their own formats.
 
 Without test data both texts are sampled from the model, with other seeds than the calibration text's.
 """
@@ -51,6 +57,8 @@ from attar.metrics.measure import Report
 from attar.text.tokenizer import Tokenizer
 
 PEERS = ROOT / "bench" / "peers"
+APART = {"gptq_model": ".venv-gptqmodel", "hqq_rounding": ".venv-hqq", "torchao_rounding": ".venv-torchao"}
+"""Environments of peers that have one of their own, by program."""
 LENGTH = 512
 SAME = 0.01  # bits a weight that two storages of one kind may differ by: headers, an order of columns
 MINMAX, MSE = "memoryless_minmax", "memoryless_mse"
@@ -91,7 +99,22 @@ def integers(bits: int, group: int, iterations: int) -> Mapping[str, tuple[Job, 
         {"name": f"auto-round, {iterations}, extended", **rounding, "symmetric": True, "extended": True},
         {"name": f"auto-round, {iterations}, asymmetric", **rounding, "symmetric": False},
     )
-    return {"llm_compressor": tuple(theirs), "auto_round": rounded}
+    searched = tuple(
+        {"name": f"GPTQModel, {word}{also}", **grid, "mse": mse, "symmetric": symmetric}
+        for word, mse in (("minmax", 0.0), ("mse", 2.4))
+        for also, symmetric in (("", True), (", asymmetric", False))
+    )
+    sizes = tuple(dict.fromkeys((group, min(group, 64))))
+    return {
+        "llm_compressor": tuple(theirs),
+        "auto_round": rounded,
+        "gptq_model": searched,
+        "hqq_rounding": tuple({"name": f"HQQ, g{size}", "bits": bits, "group_size": size} for size in sizes),
+        "torchao_rounding": (
+            {"name": "torchao", **grid, "symmetric": True},
+            {"name": "torchao, asymmetric", **grid, "symmetric": False},
+        ),
+    }
 
 
 def lanes(group: int, iterations: int) -> dict[str, Lane]:
@@ -104,10 +127,12 @@ def lanes(group: int, iterations: int) -> dict[str, Lane]:
     eights += ("quarot+guided-w8a8", "quarot+gptq+tune-w8a8")
     fours = ("smoothquant+gptq-w4a4", "quarot+gptq-w4a4", "spinquant+gptq-w4a4", "spinquant+guided-w4a4")
     quarot = {"QuaRot, GPTQ": Recipe.from_dict({"recipe": "quarot+gptq-w4a4", "balance": False})}
+    whole = {"name": "torchao", "bits": 8, "group_size": None, "symmetric": True}
     sparse = tuple({"name": method, "method": method, "pattern": "2:4"} for method in ("wanda", "sparsegpt"))
     return {
         "int4": Lane(recipes("w4"), integers(4, group, iterations), 0.60),
         "int3": Lane(recipes("w3"), integers(3, group, iterations), 0.55),
+        "int8": Lane(("rtn-w8", "gptq-w8", "guided-w8"), {"torchao_rounding": (whole,)}, 1.0),
         "w8a8": Lane(eights, {"llm_compressor": smooth}, 0.30, True),
         "w4a4": Lane(fours, {}, 0.60, True, published=quarot),
         "w4a8kv4": four_eight_four(group),
@@ -153,7 +178,7 @@ class Texts:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "lanes", nargs="*", metavar="LANE", help="int4, int3, w8a8, w4a4, w4a8kv4, sparse; default: all"
+        "lanes", nargs="*", metavar="LANE", help="int4, int3, int8, w8a8, w4a4, w4a8kv4, sparse; default: all"
     )
     parser.add_argument("--model", default="demo", help="a folder, a Hub id or `demo`")
     parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers" / "bin" / "python", metavar="PYTHON")
@@ -166,7 +191,9 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=DATA / "data" / "text" / "novels_valid.jsonl")
     parser.add_argument("--other", type=Path, default=DATA / "data" / "text" / "wikitext2_test.txt")
     parser.add_argument("--seed", type=int, default=0, help="of calibration texts")
-    parser.add_argument("--kinds", default=KINDS, help="of outliers, where a lane injects them")
+    parser.add_argument("--injected", action="store_true", help="outliers in all lanes")
+    parser.add_argument("--kinds", default=KINDS, help="of outliers, where they are injected")
+    parser.add_argument("--programs", nargs="+", metavar="PEER", help="only these of a lane's peers")
     parser.add_argument("--keep", type=Path, help="leave the outputs in this folder")
     parser.add_argument("--json", type=Path, help="where the result goes; else it is the last line")
     args = parser.parse_args()
@@ -228,7 +255,11 @@ def contents(path: Path) -> Iterator[str]:
 def run(name: str, lane: Lane, original: Path, read: Texts, place: Path, args: argparse.Namespace) -> dict[str, Any]:
     """One lane: everybody compresses, all are scored, the table is printed."""
     place.mkdir(parents=True, exist_ok=True)
-    source = inject(original, place / f"injected-{args.kinds}", kinds=args.kinds) if lane.injected else original
+    source = original
+    if lane.injected or args.injected:
+        source = place / f"injected-{args.kinds}"
+        if not source.exists():  # the same in a kept folder
+            inject(original, source, kinds=args.kinds)
     decoder = hf.load(source, torch.float32)
     print(f"\n{name}: calibrated on {len(read.calibration)} x {LENGTH} tokens, scored on {args.tokens:,} of each text")
     print(f"{'':<32}{'bits':>7}" + "".join(f"{text:>32}" for text in read.held_out) + f"{'seconds':>9}")
@@ -242,17 +273,24 @@ def run(name: str, lane: Lane, original: Path, read: Texts, place: Path, args: a
         }
         kls = {text: one.figures["kl_mean"].value for text, one in scores[label].items()}
         top = {text: one.figures["top1"].value for text, one in scores[label].items()}
+        ear = {text: one.figures["ear"].value for text, one in scores[label].items()}
         windows = {text: one.measurement.kl_windows.tolist() for text, one in scores[label].items()}
-        rows[label] = {"peer": peer, "bits": bits, "kl": kls, "top1": top, "seconds": seconds, "windows": windows}
+        rows[label] = {"peer": peer, "bits": bits, "kl": kls, "top1": top, "ear": ear, "seconds": seconds}
+        rows[label]["windows"] = windows
         values = "".join(f"{kl:>32.6f}" for kl in kls.values())
         print(f"{label:<32}{bits:7.3f}{values}{seconds:>9.1f}", flush=True)
 
-    if not args.no_peers:
-        for program, jobs in lane.peers.items():
-            for job in jobs:
-                out = place / slug(job["name"])
-                seconds = peer(args.peers, program, job, source, read.calibration, out)
-                score(job["name"], out, seconds, program, bits_of(job, out))
+    for program, jobs in {} if args.no_peers else lane.peers.items():
+        if args.programs and program not in args.programs:
+            continue
+        python = args.peers if program not in APART else ROOT / APART[program] / "bin" / "python"
+        if not python.exists():
+            print(f"{program} is left out: there is no {python}, which `make bench-quality` sets up")
+            continue
+        for job in jobs:
+            out = place / slug(job["name"])
+            said = peer(python, program, job, source, read.calibration, out)
+            score(job["name"], out, said["seconds"], program, said["bits"] or bits_of(job, out))
     made: list[tuple[str, str | Recipe, str | None]] = [
         (name, said, "what was published") for name, said in lane.published.items()
     ]
@@ -271,7 +309,7 @@ def run(name: str, lane: Lane, original: Path, read: Texts, place: Path, args: a
         for label, row in rows.items():
             row["over"] = {text: row["kl"][text] / rows[beside]["kl"][text] for text in read.held_out}
             print(f"{label:<39}" + "".join(f"{ratio:>32.3f}" for ratio in row["over"].values()), flush=True)
-    return {"goal": lane.goal, "rows": rows}
+    return {"goal": lane.goal, "injected": None if source is original else args.kinds, "rows": rows}
 
 
 def compare(
@@ -302,8 +340,8 @@ def compare(
 
 
 def bits_of(job: Job, folder: Path) -> float:
-    """Stored bits of a peer's linears, a weight. What auto-round rounded is kept dense here, and counted as it would be
-    stored: a 16-bit scale a group, with a code for its zero if it has one."""
+    """Stored bits of a peer's linears, a weight, which it has not said. What auto-round rounded is kept dense here, and
+    counted as it would be stored: a 16-bit scale a group, with a code for its zero if it has one."""
     if "iterations" not in job:
         return inspect.inspect(folder).bits_per_weight
     return job["bits"] + (16 if job["symmetric"] else 16 + job["bits"]) / job["group_size"]
@@ -313,9 +351,9 @@ def slug(name: str) -> str:
     return "".join(c if c.isalnum() or c in ".+-" else "-" for c in name)
 
 
-def peer(python: Path, program: str, job: Job, source: Path, tokens: list[list[int]], out: Path) -> float:
-    """Seconds of a job, run in a process of the peers' environment. What a kept folder has, from the same job on
-    the same tokens, is not made again."""
+def peer(python: Path, program: str, job: Job, source: Path, tokens: list[list[int]], out: Path) -> Job:
+    """Seconds of a job, run in a process of the peer's environment, and the bits that it says it stores (or None). What
+    a kept folder has, from the same job on the same tokens, is not made again."""
     work = json.dumps({"model": str(source), "tokens": tokens, "jobs": [{**job, "out": str(out)}]})
     file, done, log = (out.parent / f"{out.name}{ending}" for ending in (".json", ".done.json", ".done.log"))
     if not done.exists() or not file.exists() or file.read_text() != work:
@@ -327,8 +365,8 @@ def peer(python: Path, program: str, job: Job, source: Path, tokens: list[list[i
         if ended.returncode:
             raise SystemExit(f"{job['name']} failed; the end of its log:\n{log.read_text()[-4000:]}")
         done.write_text(ended.stdout.splitlines()[-1])
-    seconds: float = json.loads(done.read_text())["seconds"][job["name"]]
-    return seconds
+    said = json.loads(done.read_text())
+    return {key: said.get(key, {}).get(job["name"]) for key in ("seconds", "bits")}
 
 
 if __name__ == "__main__":

@@ -114,6 +114,8 @@ class Corpus:
         if all_kinds:
             sound["safetensors, shards"] = _in_shards(_contents(source))
             sound |= {f"safetensors, {name} by method": _as_fp8(_contents(made[name]), FP8[name]) for name in FP8}
+            sound["safetensors, squeezellm"] = _as_squeezellm(_contents(made["table and outliers"]))
+            sound["safetensors, 2:4 masks"] = _as_masks(_contents(made["2:4 sparse"]))
         tensors, path = test_gguf_checkpoint.as_in_files(source), work / FILE
         metadata = {**test_gguf_checkpoint.TOKENIZER, "llama.block_count": 1}
         for kind in GGUF_TYPES if all_kinds else GGUF_TYPES[2:3]:
@@ -159,6 +161,34 @@ def _emptied(folder: Path) -> Path:
 def _contents(folder: Path) -> Files:
     """The files that a reader looks at."""
     return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.suffix in (".json", ".safetensors")}
+
+
+def _as_squeezellm(files: Files) -> Files:
+    """The same model in SqueezeLLM's own layout."""
+    tensors, config = safetensors_package.load(files[WEIGHTS]), json.loads(files["config.json"])
+    for module in config["quantization_config"]["modules"]:
+        tensors[f"{module}.qweight"] = tensors.pop(f"{module}.weight.codes").t().contiguous()
+        for ours, theirs in {"table": "lookup_table", "starts": "rows", "places": "cols", "extras": "vals"}.items():
+            tensors[f"{module}.{theirs}"] = tensors.pop(f"{module}.weight.{ours}")
+    config["quantization_config"] = {"quant_method": "squeezellm", "wbits": 4}
+    return {**files, "config.json": json.dumps(config).encode(), WEIGHTS: safetensors_package.save(tensors)}
+
+
+def _as_masks(files: Files) -> Files:
+    """The same model as compressed-tensors stored 2:4 sparse ones."""
+    tensors, config = safetensors_package.load(files[WEIGHTS]), json.loads(files["config.json"])
+    for module, said in config["quantization_config"]["modules"].items():
+        values, places = (tensors.pop(f"{module}.weight.{part}") for part in ("values", "places"))
+        halves = [(places >> shift & 3).int() for shift in (0, 2, 4, 6)]
+        low, high = (1 << halves[i] | 1 << halves[i + 1] for i in (0, 2))
+        stored = {"compressed": values, "bitmask": (low | high << 4).byte(), "shape": torch.tensor(said["shape"])}
+        tensors |= {f"{module}.{part}": tensor for part, tensor in stored.items()}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "sparsity_config": {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"},
+    }
+    return {**files, "config.json": json.dumps(config).encode(), WEIGHTS: safetensors_package.save(tensors)}
 
 
 def _as_fp8(files: Files, said: Mapping[str, object]) -> Files:

@@ -13,6 +13,7 @@ from attar.checkpoints.hf import Checkpoint
 from attar.cli.compression import gains
 from attar.compression import best, domain
 from attar.compression.pipeline import compress
+from attar.compression.recipe import Recipe
 from attar.evaluation import outputs
 from tests.compression.test_experts import write
 from tests.conftest import token_ids
@@ -29,8 +30,29 @@ def test_names() -> None:
     assert best.recipes("rtn-w4, gptq-w4") == ["rtn-w4", "gptq-w4"]
     names = best.recipes("best-w3g64")
     assert names is not None
-    assert names[:2] == ["rtn-w3g64", "gptq-w3g64"]
+    assert names[:3] == ["rtn-w3g64", "awq-w3g64", "gptq-w3g64"]
     assert names[-1] == "guided+tune-w3g64"
+    with pytest.raises(ValueError, match="unknown scheme 'w3x'"):
+        best.recipes("best-w3x")
+
+
+@pytest.mark.parametrize(
+    "scheme, only, never",
+    [
+        ("w4g128", "autoround", "quarot"),
+        ("w4a4", "spinquant+guided", "awq"),
+        ("fp8", "quarot+gptq", "autoround"),
+        ("lut3-s45", "squeezellm", "guided"),
+        ("q4_k_m", "guided", "tune"),
+    ],
+)
+def test_each_kind_of_scheme_has_a_ladder(scheme: str, only: str, never: str) -> None:
+    names = best.recipes(f"best-{scheme}")
+    assert names is not None
+    assert f"{only}-{scheme}" in names
+    assert not any(never in name for name in names)
+    assert [Recipe.load(name).name for name in names][1:] == names[1:]
+    assert len(set(names)) == len(names)
 
 
 def test_the_best_is_kept_and_the_receipt_says_why(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
@@ -117,6 +139,7 @@ def test_what_cannot_be_chosen_is_refused_first(tiny: Path, calibration: Ids, tm
     [
         ("w4g32", "Mixtral", ["qronos", "guided", "guided+tune"], "routers of a mixture"),
         ("nf4", "Llama", ["guided", "guided+tune"], "rows make up for one another"),
+        ("fp8-weight", "Llama", ["autoround"], "autoround is for grids"),
         ("lut4", "Llama", ["guided", "guided+tune"], "rows make up for one another"),
     ],
 )
@@ -124,7 +147,7 @@ def test_rungs_that_cannot_be_are_left_out(
     scheme: str, family: str, left: list[str], why: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tiny if family == "Llama" else write(family, tmp_path / "source")
-    monkeypatch.setattr(best, "STEPS", [step for step in best.STEPS if step == "rtn" or step in left])
+    monkeypatch.setattr(best, "LADDERS", dict.fromkeys(best.LADDERS, ("rtn", *left)))
     monkeypatch.setattr(best, "choose", lambda *rest: 1 / 0)  # what is left alone is not tried
     done = compress(source, tmp_path / "out", recipe=f"best-{scheme}", calibration=token_ids(3, 16, vocab=96))
     assert done.recipe == f"rtn-{scheme}"
@@ -138,6 +161,31 @@ def test_rungs_that_cannot_be_are_left_out(
     printed = list(gains(done))
     assert len(printed) == len(left)
     assert printed[0].startswith(f"not tried: {left[0]}-{scheme} (")
+
+
+def test_rotated_rungs_resume_and_keep_one_output_at_a_time(
+    tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(best, "LADDERS", {"activations": ("rtn", "smoothquant+gptq", "quarot+gptq")})
+    known: list[tuple[int, list[str]]] = []
+    kept = tmp_path / ".out.attar-tried"
+
+    def watch(stage: str, done: int, total: int) -> None:
+        if stage == "recipes":
+            known.append((done, sorted(path.name for path in kept.iterdir())))
+            if done == 2 and len(known) == 3:
+                raise Stop
+
+    with pytest.raises(Stop):
+        compress(tiny, tmp_path / "out", recipe="best-w4a4", calibration=calibration, progress=watch)
+    done = compress(tiny, tmp_path / "out", recipe="best-w4a4", calibration=calibration, progress=watch)
+    assert known == [(0, []), *((n, ["out", "tried.json"]) for n in (1, 2, 2, 3))]
+    assert done.selection is not None
+    assert not done.selection["left_out"]
+    kls = {each["recipe"]: each["kl"] for each in done.selection["tried"]}
+    assert list(kls) == ["rtn-w4a4", "smoothquant+gptq-w4a4", "quarot+gptq-w4a4"]
+    assert done.recipe == min(kls, key=kls.__getitem__)
+    assert not kept.exists()
 
 
 def test_a_ladder_without_a_rung_says_why(tiny: Path, calibration: Ids, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_forms_go_with_their_own_activations() -> None:
     with pytest.raises(ValueError, match="static activation scales are per tensor"):
         Scheme(FORMS["mxfp4"], ROUNDS["mxfp4"], static=True, layout="plain")
     assert Scheme.parse("nvfp4").static
-    for name in ("nf4-weight", "q4_k-weight", "lut4-s46", "mxfp4-static"):
+    for name in ("nf4-weight", "q4_k-weight", "lut4-s46-f64", "mxfp4-static"):
         with pytest.raises(ValueError, match="unknown scheme"):
             Scheme.parse(name)
 

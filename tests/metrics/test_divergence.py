@@ -1,4 +1,4 @@
-"""KL by hand, against torch in float64, and its floor: a model against itself is zero, not nearly zero."""
+"""KL and acceptance by hand, against torch in float64, and their floor: of a model against itself, exact."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def test_by_hand() -> None:
     assert found.nll.item() == pytest.approx(math.log(4), abs=1e-7)
     assert found.base_nll.item() == pytest.approx(math.log(2), abs=1e-7)
     assert found.agree.item() is True
+    assert found.accept.item() == pytest.approx(1 / 2 + 1 / 4, abs=1e-7)
 
 
 def test_equals_torch() -> None:
@@ -38,6 +39,7 @@ def test_equals_torch() -> None:
     torch.testing.assert_close(found.nll, perplexity.nll(model, targets), rtol=0, atol=0)
     torch.testing.assert_close(found.base_nll, perplexity.nll(base, targets), rtol=0, atol=0)
     assert found.agree.tolist() == (base.argmax(-1) == model.argmax(-1)).tolist()
+    torch.testing.assert_close(found.accept, torch.minimum(p.exp(), q.exp()).sum(-1), rtol=FLOAT64, atol=FLOAT64)
 
 
 @settings(max_examples=30, deadline=None)
@@ -46,6 +48,7 @@ def test_the_floor_is_zero(seed: int, scale: float) -> None:
     base = logits(seed, 2, 50) * scale
     found = compare(base, base.clone(), torch.zeros(2, dtype=torch.int64))
     assert found.kl.tolist() == [0.0, 0.0]
+    assert found.accept.tolist() == [1.0, 1.0]
     assert found.agree.all()
 
 
@@ -53,9 +56,13 @@ def test_the_floor_is_zero(seed: int, scale: float) -> None:
 @given(st.integers(0, 2**31))
 def test_it_is_not_symmetric_and_never_negative(seed: int) -> None:
     a, b, targets = logits(seed, 3, 40), logits(seed + 1, 3, 40), torch.zeros(3, dtype=torch.int64)
-    forward, backward = compare(a, b, targets).kl, compare(b, a, targets).kl
-    assert (forward > 0).all()
-    assert not torch.allclose(forward, backward)
+    one, other = compare(a, b, targets), compare(b, a, targets)
+    assert (one.kl > 0).all()
+    assert not torch.allclose(one.kl, other.kl)
+    assert one.accept.equal(other.accept), "acceptance is symmetric"
+    # Pinsker and Bretagnolle-Huber bound the total variation, 1 - acceptance, by KL.
+    bound = torch.minimum((one.kl / 2).sqrt(), (1 - (-one.kl).exp()).sqrt())
+    assert ((one.accept >= 1 - bound - FLOAT64) & (one.accept <= 1)).all()
 
 
 def test_runs_of_rows_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,19 +32,22 @@ def test_equals_the_whole_computation(tiny_decoder: Make, monkeypatch: pytest.Mo
     windows = plan_windows(IDS, 16, stride, bos=1)
     told: list[tuple[int, int]] = []
     found = stream(decoder_logits(model), windows, decoder_logits(base), lambda done, total: told.append((done, total)))
-    nll, kl, agree = [], [], []
+    nll, kl, agree, accept = [], [], [], []
     for window in windows:
         p, q = (at_once(each, window.inputs)[window.first :] for each in (base, model))
         nll += torch.nn.functional.cross_entropy(q, torch.tensor(window.counted), reduction="none").tolist()
         log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
         kl += torch.nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).tolist()
         agree += (p.argmax(-1) == q.argmax(-1)).tolist()
+        accept += torch.minimum(log_p.exp(), log_q.exp()).sum(-1).tolist()
     assert found.kl is not None
     assert found.agree is not None
     assert found.tokens == 50
     np.testing.assert_allclose(found.nll, nll, atol=FLOAT32)
     np.testing.assert_allclose(found.kl, kl, atol=FLOAT32)
     assert found.agree.tolist() == agree
+    assert found.accept is not None
+    np.testing.assert_allclose(found.accept, accept, atol=FLOAT32)
     assert found.kl_windows.sum() == pytest.approx(sum(kl), abs=1e-3)
     assert told[-1] == (50, 50)
     assert len(told) == len(windows)
@@ -53,7 +56,9 @@ def test_equals_the_whole_computation(tiny_decoder: Make, monkeypatch: pytest.Mo
     assert figures["kl_mean"].value == pytest.approx(np.mean(kl), abs=FLOAT32)
     assert figures["kl_max"].value == max(found.kl) == figures["kl_p999"].value  # fewer than 1000 tokens
     assert figures["ppl_ratio"].value == pytest.approx(figures["ppl"].value / figures["ppl_base"].value)
-    for name in ("ppl", "ppl_base", "ppl_ratio", "kl_mean", "kl_p50", "kl_p99", "kl_p999", "top1"):
+    assert np.exp(figures["ln_ppl_change"].value) == pytest.approx(figures["ppl_ratio"].value)
+    assert figures["ear"].value == pytest.approx(np.mean(accept), abs=FLOAT32)
+    for name in figures.keys() - {"kl_max"}:
         assert figures[name].low <= figures[name].value <= figures[name].high, name  # type: ignore[operator]
 
 
@@ -62,7 +67,7 @@ def test_a_model_against_itself_diverges_by_nothing(tiny_decoder: Make) -> None:
     found = stream(model, plan_windows(IDS, 16), model)
     assert found.kl is not None
     assert not found.kl.any()
-    assert found.figures()["top1"] == bootstrap.Interval(1.0, 1.0, 1.0)
+    assert found.figures()["top1"] == found.figures()["ear"] == bootstrap.Interval(1.0, 1.0, 1.0)
     assert found.figures()["ppl_ratio"] == bootstrap.Interval(1.0, 1.0, 1.0)
 
 

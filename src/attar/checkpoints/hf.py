@@ -23,7 +23,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from attar.checkpoints import bitsandbytes, fp8, own_format
+from attar.checkpoints import bitsandbytes, fp8, own_format, squeezellm
 from attar.checkpoints.awq import Awq
 from attar.checkpoints.bitsandbytes import BitsAndBytes
 from attar.checkpoints.compressed_tensors import METHOD, CompressedTensors
@@ -32,6 +32,7 @@ from attar.checkpoints.fp8 import Fp8
 from attar.checkpoints.gptq import Gptq
 from attar.checkpoints.own_format import OwnFormat
 from attar.checkpoints.safetensors import CheckpointError, near
+from attar.checkpoints.squeezellm import SqueezeLlm
 from attar.formats.scheme import Part, Scheme
 from attar.kernels.operands import Linear
 from attar.kernels.ops import Store
@@ -70,6 +71,7 @@ READERS: Mapping[str, Callable[[Folder, Mapping[str, Any]], Quantized]] = {
     fp8.METHOD: Fp8,
     bitsandbytes.METHOD: BitsAndBytes,
     own_format.METHOD: OwnFormat,
+    squeezellm.METHOD: SqueezeLlm,
 }
 
 
@@ -329,6 +331,8 @@ def load(
 
 def _reader(folder: Folder) -> Quantized | None:
     settings = folder.config.get("quantization_config")
+    if settings is None:
+        settings = squeezellm.beside(folder)
     if settings is None:
         return None
     method = settings.get("quant_method") if isinstance(settings, dict) else None

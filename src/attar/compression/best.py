@@ -1,11 +1,15 @@
 """Several recipes tried, one kept: the one closest to the original on text that none of them has seen.
 
 `rtn-w4g128,guided-w4g128` names the recipes; `best-w4g128` stands for attar's own ladder at that scheme, from the
-cheapest up (`STEPS`), less those rungs that the model or the scheme cannot take: the receipt says which, and why. Every
-eighth calibration sequence is set aside for the selection; the others calibrate. Each recipe is made, measured there by
-its mean KL divergence, and deleted; then the winner is made in its place, to the same bytes, which is simpler than
-moving what is finished and adds one run to several. Of equal ones the first wins. The receipt holds all that were tried
-with what each gained (`selection`): the text on which the cost is reported is a third one, which no choice was made on.
+cheapest up (`LADDERS`), less those rungs that the model or the scheme cannot take: the receipt says which, and why.
+What has to be done at run time, QuaRot's matrix before down, is a rung only where activations are rounded: there alone
+it gains what it costs.
+
+Every eighth calibration sequence is set aside for the selection; the others calibrate. Each recipe is made, measured
+there by its mean KL divergence, and deleted; then the winner is made in its place, to the same bytes, which is simpler
+than moving what is finished and adds one run to several. Of equal ones the first wins. The receipt holds all that were
+tried with what each gained (`selection`): the text on which the cost is reported is a third one, which no choice was
+made on.
 
 Figures are kept beside the output until it is finished, so that a killed run tries none twice.
 """
@@ -24,28 +28,48 @@ from torch import Tensor
 
 from attar.checkpoints import hf, sources
 from attar.checkpoints.receipt import combined_hash, environment
-from attar.compression import calibrate
-from attar.compression.calibrate import SELF, Amount, Calibration
+from attar.compression import calibrate, state
+from attar.compression.calibrate import Amount, Calibration
 from attar.compression.recipe import Recipe
+from attar.compression.spelling import parse_scheme
 from attar.formats import ggml_mix
+from attar.formats.forms import Lookup
 from attar.metrics.measure import measure
 from attar.model.decoder import Decoder
-from attar.text.tokenizer import Tokenizer
 
 PREFIX = "best-"
-STEPS = ("rtn", "gptq", "qronos", "guided", "guided+tune")
+LADDERS: Mapping[str, tuple[str, ...]] = {
+    "weights": ("rtn", "awq", "gptq", "qronos", "autoround", "guided", "rotate+guided", "guided+tune"),
+    "activations": (
+        "rtn", "smoothquant+gptq", "guided", "quarot+gptq", "quarot+guided", "spinquant+guided",
+        "spinquant+guided+tune",
+    ),
+    "tables": ("rtn", "squeezellm", "gptq", "qronos", "qronos+tune"),
+    "file": ("rtn", "awq", "gptq", "qronos", "guided"),
+}  # fmt: skip
+"""Of schemes of weights alone, of those that round activations too, of lookup tables, and of mixes of a GGUF file."""
+
 EVERY = 8  # sequences, of which one is for the selection
 
 
 def recipes(name: object) -> list[str] | None:
-    """The recipes that a name stands for, or None where it is one recipe's."""
+    """The recipes that a name stands for, or None where it is one recipe's. Raises ValueError on an unknown scheme."""
     if not isinstance(name, str):
         return None
     if name.startswith(PREFIX):
         scheme = name.removeprefix(PREFIX)
-        steps = STEPS if ggml_mix.find(scheme) is None else [step for step in STEPS if not step.endswith("+tune")]
-        return [f"{step}-{scheme}" for step in steps]
+        return [f"{step}-{scheme}" for step in LADDERS[_kind(scheme)]]
     return [part.strip() for part in name.split(",")] if "," in name else None
+
+
+def _kind(scheme: str) -> str:
+    """Which ladder is for a scheme. Raises ValueError on a word for none."""
+    if ggml_mix.find(scheme) is not None:
+        return "file"
+    found = parse_scheme(scheme)
+    if isinstance(found.weight, Lookup):
+        return "tables"
+    return "weights" if found.activation is None else "activations"
 
 
 def is_ladder(name: object) -> bool:
@@ -118,17 +142,15 @@ def for_output(
         raise ValueError(f"{dst} exists and is kept; choose another output, or pass --overwrite")
     if calibration is None:
         raise ValueError("choosing among recipes needs calibration: give a text file, or `self` to sample it")
-    sequences = amount.samples if isinstance(calibration, str | Path) else len(calibration)
-    left_out = _refused(names, check, _calibrating(sequences), ladder)
+    left_out = _refused(names, check, _calibrating(calibrate.count(calibration, amount)), ladder)
     folder = checkpoint.folder.path
-    is_text = isinstance(calibration, str | Path) and str(calibration) != SELF
-    tokenizer = Tokenizer.load(folder) if is_text else None
+    tokenizer = calibrate.tokenizer_for(calibration, folder)
     kept = dst.absolute().parent / f".{dst.name}.attar-tried"
     if not resume:
         shutil.rmtree(kept, ignore_errors=True)
     kept.mkdir(parents=True, exist_ok=True)
     source = combined_hash(checkpoint.folder.source_hashes(lambda done, total: progress("hashing", done, total)))
-    drawn = kept / f"self-{source[:16]}-{amount.samples}x{amount.length}-{amount.seed}.i32"
+    drawn = kept / calibrate.drawn_name(source, amount)
     ids = calibrate.tokens(
         calibration, checkpoint, tokenizer, amount, drawn, lambda done, total: progress("sampling", done, total)
     )
@@ -202,8 +224,6 @@ def choose(
         bits = run(name, calibration, out)
         found = measure(sources.load(out, torch.float32), selection.tolist(), base=base()).figures["kl_mean"]
         tried.append(Tried(name, bits, found.value, found.low, found.high))
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"about": about, "tried": [asdict(each) for each in tried]}))
-        temporary.replace(path)
+        state.put(path, {"about": about, "tried": [asdict(each) for each in tried]})
     progress("recipes", len(names), len(names))
     return Choice(tuple(tried), calibration, selection.numel(), ids)

@@ -122,6 +122,7 @@ def _summary(outputs: Sequence[Compressed]) -> dict[str, Any]:
         "KL 99.9 %": figure("kl_p999", ".3g"),
         "perplexity": figure("ppl", ".2f"),
         "top-1 agreement": figure("top1", ".1%"),
+        "acceptance (EAR)": figure("ear", ".1%"),
         "bits/weight": [Cell(f"{each.bits_per_weight:.3f}") for each in outputs],
         "decode, tokens/s": [None if each.speed is None else Cell(f"{each.speed.decode:.1f}") for each in outputs],
         "error / plain": [None if each.gain is None else Cell(f"{each.gain:.3f}") for each in outputs],

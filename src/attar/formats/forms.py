@@ -12,6 +12,7 @@ it has no count of outliers found in the data, but a share of the matrix.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
@@ -254,20 +255,44 @@ class Outliers:
         raise ValueError("outliers are found in activations: no weight is stored so")
 
 
+NUMBERS: Mapping[ScaleDtype, str] = {"float16": "", "float32": "-f32", "bfloat16": "-bf16"}
+"""What the name of a `Lookup` ends in, by the dtype of its numbers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Codes of `bits` bits into a table of float16 numbers of each row's own, plus `outliers` (a share of the matrix)
-    that are added to it, row by row (CSR): SqueezeLLM's, with its names for 0.05 and 0.45 %, s5 and s45. Codec
-    `lookup`."""
+    """Codes of `bits` bits into a table of numbers of each row's own, plus `outliers` (a share of the matrix) that are
+    added to it, row by row (CSR): SqueezeLLM's, with its names for 0.05 and 0.45 %, s5 and s45. We write float16
+    `numbers` and those shares; SqueezeLLM's own files have float32 and any count. Codec `lookup`."""
 
     kind: ClassVar[str] = "lookup"
 
     bits: int
     outliers: float = 0.0
+    numbers: ScaleDtype = "float16"
+
+    @staticmethod
+    def of(bits: int, count: int, shape: tuple[int, int], numbers: ScaleDtype) -> Lookup:
+        """The form of a matrix with `count` outliers, which `parse` makes of its name too."""
+        share = float(f"{10_000 * count / (shape[0] * shape[1]):.12g}") / 10_000
+        return Lookup(bits, share, numbers)
+
+    @staticmethod
+    def parse(name: str) -> Lookup | None:
+        """The form of that name, None where it is no such form's."""
+        match = re.fullmatch(r"lut([234])(?:-s(\d+(?:\.\d+)?(?:e-\d+)?))?(-f32|-bf16)?", name)
+        if match is None:
+            return None
+        share = float(match[2] or 0) / 10_000
+        if share > 1:
+            return None
+        numbers = next(dtype for dtype, ending in NUMBERS.items() if ending == (match[3] or ""))
+        return Lookup(int(match[1]), share, numbers)
 
     @property
     def name(self) -> str:
-        return f"lut{self.bits}" + (f"-s{round(10_000 * self.outliers)}" if self.outliers else "")
+        apart = f"-s{10_000 * self.outliers:.12g}" if self.outliers else ""
+        return f"lut{self.bits}{apart}{NUMBERS[self.numbers]}"
 
     @property
     def by_row(self) -> bool:
@@ -284,12 +309,12 @@ class Lookup:
         rows, columns = shape
         parts = {
             "codes": Part("int32", (rows, -(-columns * self.bits // 32))),
-            "table": Part("float16", (rows, 1 << self.bits)),
+            "table": Part(self.numbers, (rows, 1 << self.bits)),
         }
         if self.outliers:
             count = self.count(shape)
             parts["starts"] = Part("int32", (rows + 1,))
-            parts |= {"places": Part("int32", (count,)), "extras": Part("float16", (count,))}
+            parts |= {"places": Part("int32", (count,)), "extras": Part(self.numbers, (count,))}
         return parts
 
 

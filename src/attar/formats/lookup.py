@@ -28,30 +28,31 @@ SENSITIVE = 0.0005  # of a matrix: outliers that are there for their sensitivity
 def quantize(weight: Tensor, scheme: Scheme, sensitivity: Tensor | None = None) -> PackedTensor:
     """The weight [O, I] with the table of each row found by k-means. `sensitivity` [O, I] is not negative.
 
-    Raises ValueError on a NaN or an infinity, on weights beyond float16, and on sensitivities that are negative or not
-    finite.
+    Raises ValueError on a NaN or an infinity, on weights beyond the dtype of the table, and on sensitivities that are
+    negative or not finite.
     """
     form, (rows, columns) = _form(scheme), weight.shape
-    if weight.abs().max() > torch.finfo(torch.float16).max or not weight.isfinite().all():
-        raise ValueError("cannot quantize: the weight holds a NaN, an infinity, or values beyond float16")
+    numbers: torch.dtype = getattr(torch, form.numbers)
+    if weight.abs().max() > torch.finfo(numbers).max or not weight.isfinite().all():
+        raise ValueError(f"cannot quantize: the weight holds a NaN, an infinity, or values beyond {form.numbers}")
     if sensitivity is not None and not (sensitivity.isfinite() & (sensitivity >= 0)).all():
         raise ValueError("sensitivities must be finite and not negative")
     apart = outliers(weight, form.count((rows, columns)), sensitivity) if form.outliers else None
-    table = torch.empty((rows, 1 << form.bits), dtype=torch.float16, device=weight.device)
+    table = torch.empty((rows, 1 << form.bits), dtype=numbers, device=weight.device)
     codes = torch.empty((rows, columns), dtype=torch.int8, device=weight.device)
     for part in row_slices(rows, columns):
         some = weight[part].double()
         count = torch.ones_like(some) if sensitivity is None else sensitivity[part].double()
         if apart is not None:
             count = count.masked_fill(apart[part], 0)
-        table[part] = kmeans.centres(some, count, 1 << form.bits).half()
+        table[part] = kmeans.centres(some, count, 1 << form.bits).to(numbers)
         codes[part] = _nearest(some, table[part].double())
     parts = {"codes": words(scheme, codes), "table": table}
     if apart is not None:
         parts["starts"] = torch.nn.functional.pad(apart.sum(1).cumsum(0), (1, 0)).int()
         row, place = apart.nonzero().unbind(1)
         parts["places"] = place.int()
-        parts["extras"] = (weight[row, place].float() - table[row, codes[row, place].long()].float()).half()
+        parts["extras"] = (weight[row, place].float() - table[row, codes[row, place].long()].float()).to(numbers)
     return PackedTensor(scheme, (rows, columns), parts)
 
 

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
-from attar.formats.forms import FORMS, Form, Fp4, Fp8Blocks, Outliers, Progressive, ScaleDtype, Sparse24
+from attar.formats.forms import FORMS, Form, Fp4, Fp8Blocks, Lookup, Outliers, Progressive, ScaleDtype, Sparse24
 from attar.formats.forms import ITEM_BITS as ITEM_BITS
 from attar.formats.forms import Part as Part
 
@@ -227,6 +227,8 @@ class Scheme:
             return Scheme(FORMS[name], ROUNDS.get(name), ROUNDS.get(name) == NVFP4, layout="plain")
         if (form := name.removesuffix("-weight")) in ROUNDS:
             return Scheme(FORMS[form], layout="plain")
+        if (table := Lookup.parse(name)) is not None:
+            return Scheme(table, layout="plain")
         if name.startswith(SPARSE):
             inner = name.removeprefix(SPARSE)
             values = None if inner.startswith(SPARSE) else Scheme.parse(inner)

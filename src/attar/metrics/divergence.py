@@ -1,9 +1,13 @@
-"""How far a compressed model's predictions are from its base's: KL divergence and top-1 agreement.
+"""How far a compressed model's predictions are from its base's: KL divergence, acceptance, and top-1 agreement.
 
 Perplexity averages over tokens that got likelier and tokens that got less likely, so that damage can hide in it. The
 divergence KL(base || model) = sum_v p(v) (log p(v) - log q(v)) cannot be negative at any position: nothing cancels. It
 is taken over the whole vocabulary in float64, because truncated or quantized base logits leave a floor of their own
 (5e-4 and more in common tools); here the floor is exactly zero: a model against itself gives 0.0 at every position.
+
+The acceptance sum_v min(p(v), q(v)) is the chance that a token which one model draws would be kept by rejection
+sampling against the other: its mean is the expected acceptance rate, EAR, of which 0.99 and more has been called
+statistically lossless (SLQ, arXiv 2605.02404). As 1 - sum_v |p - q| / 2 it is exactly 1 for a model against itself.
 
 Legend: T positions, V vocabulary.
 """
@@ -26,6 +30,7 @@ class Comparison(NamedTuple):
     base_nll: Tensor
     kl: Tensor
     agree: Tensor  # bool: the likeliest token is the same
+    accept: Tensor
 
 
 def compare(base: Tensor, model: Tensor, targets: Tensor) -> Comparison:
@@ -40,10 +45,11 @@ def compare(base: Tensor, model: Tensor, targets: Tensor) -> Comparison:
 
 def _compare(base: Tensor, model: Tensor, targets: Tensor) -> Comparison:
     log_p, log_q = base.double().log_softmax(-1), model.double().log_softmax(-1)
-    at = targets[:, None]
+    at, p = targets[:, None], log_p.exp()
     return Comparison(
         -log_q.gather(1, at)[:, 0],
         -log_p.gather(1, at)[:, 0],
-        (log_p.exp() * (log_p - log_q)).sum(-1),
+        (p * (log_p - log_q)).sum(-1),
         ops.argmax(base) == ops.argmax(model),
+        1 - (p - log_q.exp()).abs_().sum(-1) / 2,
     )

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from attar.metrics.bootstrap import LEVEL, RESAMPLES, SEED, Interval
+import numpy as np
+
+from attar.metrics import greedy
+from attar.metrics.bootstrap import LEVEL, RESAMPLES, SEED, Interval, mean
 from attar.metrics.perplexity import Window, plan_windows
 from attar.metrics.streaming import Measurement, NewCache, Progress, decoder_logits, stream
 from attar.model.decoder import Decoder
@@ -21,18 +24,32 @@ from attar.text.tokenizer import Tokenizer
 
 CONTEXT = 2048
 
-SHOWN = ("ppl", "bits_per_byte", "ppl_base", "ppl_ratio", "kl_mean", "kl_p50", "kl_p99", "kl_p999", "kl_max", "top1")
+SHOWN = (
+    "ppl", "bits_per_byte", "ppl_base", "ppl_ratio", "ln_ppl_change", "kl_mean", "kl_p50", "kl_p99", "kl_p999",
+    "kl_max", "top1", "ear", "greedy",
+)  # fmt: skip
 """The figures of a report, in the order they are shown."""
+
+_LABELS = {
+    "ppl": "perplexity",
+    "bits_per_byte": "bits per byte",
+    "ln_ppl_change": "ln ppl, change",
+    "top1": "top-1 agreement",
+    "ear": "acceptance (EAR)",
+    "greedy": f"same of {greedy.LENGTH} greedy",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """How a text was cut; `bos` is the token put in front of every window, None where there was none."""
+    """How a text was cut; `bos` is the token put in front of every window, None where there was none. `prompts` were
+    continued greedily."""
 
     context: int
     stride: int
     bos: int | None
     windows: int
+    prompts: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         every = "every token once" if self.bos is not None else "every token once but the first of each text"
@@ -44,7 +61,12 @@ class Protocol:
             "windows": self.windows,
             "counted": every + past,
             "intervals": f"{LEVEL:.0%} bootstrap over windows, {RESAMPLES} resamples, seed {SEED}",
+            **({"greedy": self.greedy} if self.prompts else {}),
         }
+
+    @property
+    def greedy(self) -> str:
+        return f"{self.prompts} prompts of {greedy.PROMPT} tokens, continued by {greedy.LENGTH}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,18 +97,19 @@ class Report:
 
     def table(self) -> str:
         """For people: a line for each figure, and the protocol below."""
-        names = {"ppl": "perplexity", "top1": "top-1 agreement", "bits_per_byte": "bits per byte"}
         lines = []
         for name in SHOWN:
             if (figure := self.figures.get(name)) is not None:
                 pair = "" if figure.low is None else f"  [{figure.low:.4g}, {figure.high:.4g}]"
-                lines.append(f"{names.get(name, name.replace('_', ' ')):<16} {figure.value:>10.5g}{pair}")
+                lines.append(f"{_LABELS.get(name, name.replace('_', ' ')):<17} {figure.value:>10.5g}{pair}")
         protocol = self.protocol
         bos = "no BOS" if protocol.bos is None else f"BOS {protocol.bos} first"
         lines.append(
             f"{self.tokens} tokens in {protocol.windows} windows of {protocol.context}, stride {protocol.stride}, "
             f"{bos}; {protocol.to_dict()['counted']}"
         )
+        if protocol.prompts:
+            lines.append(protocol.greedy)
         return "\n".join(lines)
 
 
@@ -110,16 +133,19 @@ def measure(
     stride: int | None = None,
     bytes_of: Tokenizer | None = None,
     cache: NewCache | None = None,
+    prompts: int = 0,
     progress: Progress | None = None,
 ) -> Report:
     """Perplexity of `model` on token ids, and its divergence from `base`.
 
     `ids` is one text's tokens, or several sequences that are cut each for itself. `context` defaults to what both
     models support, at most 2048; `stride` to `context`. `bytes_of` tells how many bytes each token stands for (special
-    tokens: none), which gives bits per byte. With `cache`, `model` (not `base`) runs through such caches.
+    tokens: none), which gives bits per byte. With `cache`, `model` (not `base`) runs through such caches. So many
+    `prompts` from all over the text are continued greedily by both (`metrics.greedy`).
 
     Raises ValueError for fewer than two tokens, ids outside the vocabulary, a context that a model does not support,
-    two models of different vocabularies, and logits that are not finite.
+    two models of different vocabularies, prompts without a base or that the text has not, and logits that are not
+    finite.
     """
     config = model.config
     if base is not None and base.config.vocab_size != config.vocab_size:
@@ -133,7 +159,11 @@ def measure(
         raise ValueError(f"a context of {context} is longer than the {supported} positions that the model supports")
     stride = context if stride is None else stride
     windows: list[Window] = []
-    for sequence in _sequences(ids):
+    sequences = _sequences(ids)
+    started = greedy.prompts(sequences, prompts, bos, supported) if prompts else None  # said before hours of work
+    if started is not None and base is None:
+        raise ValueError("greedy continuations are compared with those of a base: name one")
+    for sequence in sequences:
         outside = next((i for i in sequence if not 0 <= i < config.vocab_size), None)
         if outside is not None:
             raise ValueError(f"token id {outside} lies outside the vocabulary of {config.vocab_size}")
@@ -147,7 +177,10 @@ def measure(
     if size:
         per_byte = measurement.tokens / size / math.log(2)
         figures["bits_per_byte"] = loss.map(lambda nats: nats * per_byte)
-    return Report(measurement, figures, Protocol(context, stride, bos, len(windows)), size)
+    if started is not None and base is not None:
+        lengths = greedy.shared(model, base, started, cache=cache)
+        figures["greedy"] = mean(lengths, np.arange(len(lengths)))
+    return Report(measurement, figures, Protocol(context, stride, bos, len(windows), prompts), size)
 
 
 def _sequences(ids: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:

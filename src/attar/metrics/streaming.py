@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from attar.metrics import bootstrap
 from attar.metrics.bootstrap import Floats, Interval, Ints
-from attar.metrics.divergence import compare
+from attar.metrics.divergence import Comparison, compare
 from attar.metrics.perplexity import Window, nll
 from attar.model.cache import KVCache, Step
 from attar.model.decoder import Decoder
@@ -33,8 +34,12 @@ Logits = Callable[[Tensor, int], Iterator[Tensor]]
 """A model as this loop sees it: from token ids [T] and a first position, the float32 logits [t, V] of the positions
 from there on, a run of rows at a time. Models that are compared yield runs of the same lengths."""
 
-NewCache = Callable[[int], KVCache]
-"""new_cache(length): room for one text of so many tokens."""
+
+class NewCache(Protocol):
+    """Makes room for `batch` texts of so many tokens."""
+
+    def __call__(self, length: int, batch: int = 1, /) -> KVCache: ...
+
 
 Progress = Callable[[int, int], None]
 """progress(done, total), in tokens."""
@@ -44,7 +49,8 @@ Progress = Callable[[int, int], None]
 class Measurement:
     """What was measured at each counted token: arrays [N]. `window` numbers the tokens' windows from 0.
 
-    The last three are None where there was no base model; `agree` is 1 where both models' likeliest token is the same.
+    The last four are None where there was no base model; `agree` is 1 where both models' likeliest token is the same,
+    `accept` the chance that a token drawn from one is accepted by the other (`divergence`).
     """
 
     window: Ints
@@ -52,6 +58,7 @@ class Measurement:
     base_nll: Floats | None = None
     kl: Floats | None = None
     agree: Floats | None = None
+    accept: Floats | None = None
 
     @property
     def tokens(self) -> int:
@@ -65,21 +72,24 @@ class Measurement:
 
     def figures(self, seed: int = bootstrap.SEED) -> dict[str, Interval]:
         """Each figure with its interval: `nll` (nats a token) and `ppl`; against a base also `ppl_base`, `ppl_ratio`
-        (paired), `kl_mean`, `kl_p50`, `kl_p99`, `kl_p999`, `top1`, and `kl_max`, which has no interval because a
-        bootstrap says nothing of a maximum."""
+        (paired) and its logarithm `ln_ppl_change`, `kl_mean`, `kl_p50`, `kl_p99`, `kl_p999`, `top1`, `ear`, and
+        `kl_max`, which has no interval because a bootstrap says nothing of a maximum."""
         loss = bootstrap.mean(self.nll, self.window, seed)
         figures = {"nll": loss, "ppl": loss.map(exp)}
-        if self.base_nll is None or self.kl is None or self.agree is None:
+        if self.base_nll is None or self.kl is None or self.agree is None or self.accept is None:
             return figures
+        change = bootstrap.mean(self.nll - self.base_nll, self.window, seed)
         return figures | {
             "ppl_base": bootstrap.mean(self.base_nll, self.window, seed).map(exp),
-            "ppl_ratio": bootstrap.mean(self.nll - self.base_nll, self.window, seed).map(exp),
+            "ppl_ratio": change.map(exp),
+            "ln_ppl_change": change,
             "kl_mean": bootstrap.mean(self.kl, self.window, seed),
             "kl_p50": bootstrap.quantile(self.kl, self.window, 0.5, seed),
             "kl_p99": bootstrap.quantile(self.kl, self.window, 0.99, seed),
             "kl_p999": bootstrap.quantile(self.kl, self.window, 0.999, seed),
             "kl_max": Interval(float(self.kl.max()), None, None),
             "top1": bootstrap.mean(self.agree, self.window, seed),
+            "ear": bootstrap.mean(self.accept, self.window, seed),
         }
 
 
@@ -127,7 +137,7 @@ def stream(
     """
     total = sum(len(w.counted) for w in windows)
     done = 0
-    columns: list[list[Floats]] = [[] for _ in range(1 if base is None else 4)]
+    columns: list[list[Floats]] = [[] for _ in range(1 if base is None else len(Comparison._fields))]
     for number, window in enumerate(windows):
         ids, targets = torch.tensor(window.inputs), torch.tensor(window.counted)
         runs = model(ids, window.first)
