@@ -42,8 +42,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attar.checkpoints import gguf_checkpoint, hub
-from attar.checkpoints.gguf_checkpoint import GgufCheckpoint
+from attar.checkpoints import hub
+from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
+from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.compression.pipeline import compress
 from attar.formats import ggml_blocks
 from attar.formats.ggml import GgmlType

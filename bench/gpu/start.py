@@ -60,7 +60,7 @@ def write(name: str, folder: Path) -> int:
     import torch
     from gpu.models import dense, packed
 
-    from attar.checkpoints import own_format
+    from attar.checkpoints.layouts import own_format
     from attar.checkpoints.writer import ShardWriter, plan_files, require_free
     from attar.formats.scheme import Part, Scheme
     from attar.model.shapes import SHAPES, shape

@@ -30,9 +30,9 @@ import safetensors.torch as safetensors_package
 import torch
 
 from attar.checkpoints import sources, vocabulary
-from attar.checkpoints.convert import convert
+from attar.checkpoints.convert.run import convert
 from attar.checkpoints.folder import INDEX, Folder
-from attar.checkpoints.gguf import GgufFile
+from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.inspect import inspect
 from attar.checkpoints.safetensors import CheckpointError
 from attar.checkpoints.stored import stored
@@ -41,7 +41,9 @@ from attar.formats import ggml_search
 from attar.formats.ggml import TYPES
 from attar.kernels import ops
 from attar.model.cache import Step
-from tests.checkpoints import test_folder, test_gguf, test_gguf_checkpoint, test_safetensors
+from tests.checkpoints import test_folder, test_safetensors
+from tests.checkpoints.gguf import test_checkpoint as test_gguf_checkpoint
+from tests.checkpoints.gguf import test_file as test_gguf
 from tests.text import gguf_metadata, test_gguf_refused
 
 Files = dict[str, bytes]

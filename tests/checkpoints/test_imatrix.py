@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attar.checkpoints import imatrix
-from attar.checkpoints.gguf_writer import atomic_gguf
+from attar.checkpoints.gguf.writer import atomic_gguf
 from attar.checkpoints.imatrix import Imatrix
 from attar.checkpoints.safetensors import CheckpointError
 from attar.formats.ggml import TYPES

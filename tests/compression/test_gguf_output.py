@@ -15,9 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attar.checkpoints import gguf_checkpoint, hf, sources
-from attar.checkpoints.gguf import GgufFile
-from attar.checkpoints.gguf_checkpoint import GgufCheckpoint
+from attar.checkpoints import hf, sources
+from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
+from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
+from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.safetensors import CheckpointError
 from attar.checkpoints.verify import verify
 from attar.compression import importance

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import attar
-from attar.checkpoints import convert, hf
+from attar.checkpoints import hf
+from attar.checkpoints.convert import run as convert
 from attar.compression.recipe import Recipe
 from attar.evaluation.report import evaluate
 from attar.formats import progressive

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from attar.checkpoints import hf
-from attar.checkpoints.gguf import GgufFile
+from attar.checkpoints.gguf.file import GgufFile
 from attar.compression import allocate, best, calibrate, coverage, gradients, tune
 from attar.compression.pipeline import compress
 from attar.compression.recipe import Recipe

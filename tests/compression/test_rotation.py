@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from attar.checkpoints import hf
-from attar.checkpoints.convert import convert
+from attar.checkpoints.convert.run import convert
 from attar.checkpoints.safetensors import CheckpointError
 from attar.checkpoints.shards import cut_linear
 from attar.compression import rotation, spin

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from attar.checkpoints.gguf import GgufFile
-from attar.checkpoints.gguf_writer import atomic_gguf
+from attar.checkpoints.gguf.file import GgufFile
+from attar.checkpoints.gguf.writer import atomic_gguf
 from attar.formats import ggml_mix
 from attar.formats.ggml import TYPES
 from attar.formats.ggml_mix import MIXES, About

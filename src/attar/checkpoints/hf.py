@@ -23,16 +23,16 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from attar.checkpoints import bitsandbytes, fp8, own_format, squeezellm
-from attar.checkpoints.awq import Awq
-from attar.checkpoints.bitsandbytes import BitsAndBytes
-from attar.checkpoints.compressed_tensors import METHOD, CompressedTensors
 from attar.checkpoints.folder import CONFIG, MAX_CONFIG, Folder, read_json
-from attar.checkpoints.fp8 import Fp8
-from attar.checkpoints.gptq import Gptq
-from attar.checkpoints.own_format import OwnFormat
+from attar.checkpoints.layouts import bitsandbytes, fp8, own_format, squeezellm
+from attar.checkpoints.layouts.awq import Awq
+from attar.checkpoints.layouts.bitsandbytes import BitsAndBytes
+from attar.checkpoints.layouts.compressed_tensors import METHOD, CompressedTensors
+from attar.checkpoints.layouts.fp8 import Fp8
+from attar.checkpoints.layouts.gptq import Gptq
+from attar.checkpoints.layouts.own_format import OwnFormat
+from attar.checkpoints.layouts.squeezellm import SqueezeLlm
 from attar.checkpoints.safetensors import CheckpointError, near
-from attar.checkpoints.squeezellm import SqueezeLlm
 from attar.formats.scheme import Part, Scheme
 from attar.kernels.operands import Linear
 from attar.kernels.ops import Store

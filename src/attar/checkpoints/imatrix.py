@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attar.checkpoints.gguf import GgufFile
-from attar.checkpoints.gguf_header import MAGIC
-from attar.checkpoints.gguf_values import Typed
-from attar.checkpoints.gguf_writer import atomic_file, atomic_gguf
+from attar.checkpoints.gguf.file import GgufFile
+from attar.checkpoints.gguf.header import MAGIC
+from attar.checkpoints.gguf.values import Typed
+from attar.checkpoints.gguf.writer import atomic_file, atomic_gguf
 from attar.checkpoints.safetensors import CheckpointError
 from attar.checkpoints.writer import sync_path
 from attar.formats.ggml import TYPES, GgmlType

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from attar.checkpoints import hf, hub, receipt
-from attar.checkpoints.gguf_checkpoint import GgufCheckpoint
+from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.vocabulary import is_gguf
 from attar.formats.scheme import Part, Scheme
 from attar.model.decoder import all_compressible

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from attar.checkpoints import bitsandbytes, compressed_tensors, own_format
+from attar.checkpoints.layouts import bitsandbytes, compressed_tensors, own_format
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Part, Scheme
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints import lora
-from attar.checkpoints.convert_source import packed_linears, values_of
+from attar.checkpoints.convert.source import packed_linears, values_of
 from attar.checkpoints.folder import CONFIG, write_json
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.safetensors import CheckpointError

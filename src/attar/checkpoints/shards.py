@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attar.checkpoints import bitsandbytes, hf, libraries
+from attar.checkpoints import hf, libraries
 from attar.checkpoints.folder import Folder
-from attar.checkpoints.gguf_checkpoint import GgufCheckpoint
+from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
+from attar.checkpoints.layouts import bitsandbytes
 from attar.checkpoints.safetensors import CheckpointError
 from attar.checkpoints.scales import activation_scale
 from attar.checkpoints.vocabulary import is_gguf

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from attar.checkpoints import gguf_checkpoint, hf
+from attar.checkpoints import hf
+from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
 from attar.checkpoints.vocabulary import is_gguf
 from attar.kernels import ops
 from attar.kernels.ops import Store

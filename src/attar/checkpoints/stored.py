@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from attar.checkpoints import hf
-from attar.checkpoints.gguf_checkpoint import GgufCheckpoint
+from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.vocabulary import is_gguf
 from attar.formats.scheme import ITEM_BITS, Scheme
 from attar.model.config import ModelConfig

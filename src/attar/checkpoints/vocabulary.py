@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from attar.checkpoints.gguf import GgufFile
+from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.safetensors import CheckpointError
 from attar.text.gguf import tokenizer_from_gguf
 from attar.text.tokenizer import Tokenizer

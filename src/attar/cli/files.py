@@ -57,8 +57,8 @@ def convert(
     for bit. What the format cannot hold exactly is an error that names the tensor and says why.
     """
     with errors(as_json), progress(quiet) as bar:
-        from attar.checkpoints.convert import convert as run
-        from attar.checkpoints.convert_proof import proof
+        from attar.checkpoints.convert.proof import proof
+        from attar.checkpoints.convert.run import convert as run
 
         done = run(source, output, to=to.value, overwrite=overwrite, progress=bar)
         bar.close()

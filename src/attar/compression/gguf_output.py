@@ -19,9 +19,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attar.checkpoints import gguf_checkpoint, gguf_export
-from attar.checkpoints.gguf_config import ROPE_FACTORS, file_name
-from attar.checkpoints.gguf_writer import GgufPlan, plan
+from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
+from attar.checkpoints.gguf import export as gguf_export
+from attar.checkpoints.gguf.config import ROPE_FACTORS, file_name
+from attar.checkpoints.gguf.writer import GgufPlan, plan
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.writer import FilePlan, ShardWriter
 from attar.compression.recipe import HEAD, Recipe

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.checkpoints import gguf_export, hub, imatrix
-from attar.checkpoints.gguf_config import file_name
+from attar.checkpoints import hub, imatrix
+from attar.checkpoints.gguf import export as gguf_export
+from attar.checkpoints.gguf.config import file_name
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.imatrix import Imatrix
 from attar.checkpoints.vocabulary import is_gguf

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.checkpoints import bitsandbytes, compressed_tensors, libraries, own_format
+from attar.checkpoints import libraries
 from attar.checkpoints.folder import CONFIG, write_json
 from attar.checkpoints.hf import Checkpoint
+from attar.checkpoints.layouts import bitsandbytes, compressed_tensors, own_format
 from attar.checkpoints.writer import FilePlan, ShardWriter, plan_files
 from attar.compression import structured
 from attar.compression.recipe import HEAD, Recipe

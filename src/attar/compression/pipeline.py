@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from attar.checkpoints import receipt
-from attar.checkpoints.gguf_writer import atomic_file
+from attar.checkpoints.gguf.writer import atomic_file
 from attar.checkpoints.writer import MAX_SHARD, atomic_folder
 from attar.compression import allocate, best, calibrate, domain, requirements
 from attar.compression.calibrate import Calibration

@@ -12,14 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attar.checkpoints import convert_gguf, hf, sources
-from attar.checkpoints.convert import convert
-from attar.checkpoints.convert_proof import Digest, proof
-from attar.checkpoints.convert_source import Stored
-from attar.checkpoints.convert_targets import as_half
-from attar.checkpoints.convert_to_gguf import FILE_TYPES, _file_type
-from attar.checkpoints.gguf import GgufFile
-from attar.checkpoints.gguf_checkpoint import GgufCheckpoint
+from attar.checkpoints import hf, sources
+from attar.checkpoints.convert import gguf as convert_gguf
+from attar.checkpoints.convert.proof import Digest, proof
+from attar.checkpoints.convert.run import convert
+from attar.checkpoints.convert.source import Stored
+from attar.checkpoints.convert.targets import as_half
+from attar.checkpoints.convert.to_gguf import FILE_TYPES, _file_type
+from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
+from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.safetensors import CheckpointError
 from attar.checkpoints.vocabulary import tokenizer
 from attar.checkpoints.writer import ShardWriter

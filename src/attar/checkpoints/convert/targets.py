@@ -23,8 +23,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from attar.checkpoints import compressed_tensors, libraries
-from attar.checkpoints.convert_source import Stored
+from attar.checkpoints import libraries
+from attar.checkpoints.convert.source import Stored
+from attar.checkpoints.layouts import compressed_tensors
 from attar.formats import affine
 from attar.formats.packed import PackedTensor
 from attar.formats.packing import pack_awq, pack_words

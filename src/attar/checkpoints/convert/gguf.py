@@ -15,8 +15,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from attar.checkpoints.convert_source import Stored
-from attar.checkpoints.convert_targets import as_half, grid_of
+from attar.checkpoints.convert.source import Stored
+from attar.checkpoints.convert.targets import as_half, grid_of
 from attar.formats import affine, ggml_blocks
 from attar.formats.forms import GgmlBlocks
 from attar.formats.ggml import TYPES, GgmlType

@@ -23,9 +23,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from attar.checkpoints import gguf_config
-from attar.checkpoints.gguf import GgufFile
-from attar.checkpoints.gguf_config import EMBED, ROPE_FACTORS, file_name
+from attar.checkpoints.gguf import config as gguf_config
+from attar.checkpoints.gguf.config import EMBED, ROPE_FACTORS, file_name
+from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.safetensors import CheckpointError
 from attar.formats import affine, ggml_blocks
 from attar.formats.forms import GgmlBlocks

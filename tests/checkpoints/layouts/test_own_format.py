@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from attar.checkpoints import bitsandbytes, compressed_tensors, hf, own_format
+from attar.checkpoints import hf
+from attar.checkpoints.layouts import bitsandbytes, compressed_tensors, own_format
 from attar.checkpoints.libraries import declared, library_for, parts_of
 from attar.checkpoints.safetensors import CheckpointError
 from attar.compression.pipeline import compress

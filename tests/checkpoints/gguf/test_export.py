@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attar.checkpoints.gguf_config import rope_with_factors
-from attar.checkpoints.gguf_export import describe, neighbours
+from attar.checkpoints.gguf.config import rope_with_factors
+from attar.checkpoints.gguf.export import describe, neighbours
 from attar.model.config import ModelConfig, Rope
 from attar.model.families import read_config
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attar.checkpoints import bitsandbytes, hf
-from attar.checkpoints.bitsandbytes import BitsAndBytes
+from attar.checkpoints import hf
 from attar.checkpoints.folder import Folder
+from attar.checkpoints.layouts import bitsandbytes
+from attar.checkpoints.layouts.bitsandbytes import BitsAndBytes
 from attar.checkpoints.libraries import declared, parts_of
 from attar.checkpoints.safetensors import CheckpointError
 from attar.formats import nf4

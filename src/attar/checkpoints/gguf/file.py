@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attar.checkpoints.gguf_header import GgufTensor, fill, read_header
+from attar.checkpoints.gguf.header import GgufTensor, fill, read_header
 from attar.checkpoints.safetensors import CheckpointError, byte_view, near, open_regular
 
 if TYPE_CHECKING:

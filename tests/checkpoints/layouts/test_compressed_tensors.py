@@ -19,9 +19,10 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from attar.checkpoints import compressed_tensors, hf
-from attar.checkpoints.compressed_tensors import CompressedTensors, quantization_config
+from attar.checkpoints import hf
 from attar.checkpoints.folder import Folder
+from attar.checkpoints.layouts import compressed_tensors
+from attar.checkpoints.layouts.compressed_tensors import CompressedTensors, quantization_config
 from attar.checkpoints.libraries import declared, parts_of
 from attar.checkpoints.safetensors import CheckpointError
 from attar.formats import affine

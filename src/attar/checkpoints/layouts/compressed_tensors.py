@@ -26,12 +26,12 @@ from typing import Any
 
 from torch import Tensor
 
-from attar.checkpoints import compressed_tensors_24 as sparse
-from attar.checkpoints.compressed_tensors_groups import MIXED, Groups, config_groups, format_of
-from attar.checkpoints.compressed_tensors_rotations import Rotations
-from attar.checkpoints.compressed_tensors_rotations import transform_config as transform_config
 from attar.checkpoints.folder import Folder
-from attar.checkpoints.gptq import by_group
+from attar.checkpoints.layouts import compressed_tensors_24 as sparse
+from attar.checkpoints.layouts.compressed_tensors_groups import MIXED, Groups, config_groups, format_of
+from attar.checkpoints.layouts.compressed_tensors_rotations import Rotations
+from attar.checkpoints.layouts.compressed_tensors_rotations import transform_config as transform_config
+from attar.checkpoints.layouts.gptq import by_group
 from attar.checkpoints.safetensors import CheckpointError
 from attar.checkpoints.scales import activation_scale
 from attar.formats import affine

@@ -15,8 +15,8 @@ from torch import Tensor
 from attar.checkpoints import hf
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.inspect import inspect
+from attar.checkpoints.layouts.squeezellm import SqueezeLlm
 from attar.checkpoints.safetensors import CheckpointError
-from attar.checkpoints.squeezellm import SqueezeLlm
 from attar.formats import lookup
 from attar.formats.forms import NUMBERS, Lookup
 from attar.formats.packed import PackedTensor

@@ -19,17 +19,19 @@ import numpy as np
 import pytest
 import torch
 
-from attar.checkpoints import gguf, gguf_header, gguf_writer
-from attar.checkpoints.gguf import GgufFile
-from attar.checkpoints.gguf_values import Array, Typed
-from attar.checkpoints.gguf_writer import atomic_gguf, plan
+from attar.checkpoints.gguf import file as gguf
+from attar.checkpoints.gguf import header as gguf_header
+from attar.checkpoints.gguf import writer as gguf_writer
+from attar.checkpoints.gguf.file import GgufFile
+from attar.checkpoints.gguf.values import Array, Typed
+from attar.checkpoints.gguf.writer import atomic_gguf, plan
 from attar.checkpoints.safetensors import CheckpointError
 from attar.formats.ggml import TYPES
 
 BYTES_PER_REFUSAL = 32 << 20  # and four times the header
 
 U8, U16, U32, I32, F32, BOOL, STR, ARR, U64, F64 = 0, 2, 4, 5, 6, 7, 8, 9, 10, 12
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def u32(value: int) -> bytes:
@@ -641,7 +643,7 @@ def test_tensors_that_a_file_cannot_hold(name: str, kind: str, shape: tuple[int,
 
 def test_nothing_imports_torch_to_look_at_a_file(write: Callable[[bytes], Path]) -> None:
     code = (
-        "import sys; from attar.checkpoints.gguf import GgufFile; "
+        "import sys; from attar.checkpoints.gguf.file import GgufFile; "
         f"assert GgufFile({str(write(SMALL))!r}).names(); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

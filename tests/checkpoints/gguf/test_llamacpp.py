@@ -8,9 +8,10 @@ import pytest
 import torch
 from llamacpp_logits import PYTHON, as_f32, llama_cpp, logits, product_errors, rounded, rounding_tap
 
-from attar.checkpoints import gguf_checkpoint, sources
-from attar.checkpoints.convert import convert
-from attar.checkpoints.gguf_checkpoint import GgufCheckpoint
+from attar.checkpoints import sources
+from attar.checkpoints.convert.run import convert
+from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
+from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.compression.pipeline import compress
 from attar.formats.ggml import TYPES
 from attar.metrics.divergence import compare

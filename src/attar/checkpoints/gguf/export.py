@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.checkpoints.gguf_config import (
+from attar.checkpoints.gguf.config import (
     ARCHITECTURES,
     HEAD,
     file_name,
     read_gguf_config,
     rope_with_factors,
 )
-from attar.checkpoints.gguf_values import Typed
+from attar.checkpoints.gguf.values import Typed
 from attar.checkpoints.vocabulary import NO_TOKENIZER, has_tokenizer
 from attar.model.config import ModelConfig, Rope
 from attar.model.decoder import compressible

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from attar.checkpoints import hf
-from attar.checkpoints.compressed_tensors import CompressedTensors, quantization_config
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.inspect import inspect
+from attar.checkpoints.layouts.compressed_tensors import CompressedTensors, quantization_config
 from attar.checkpoints.safetensors import CheckpointError
 from attar.formats import affine
 from attar.formats.packed import PackedTensor, codec

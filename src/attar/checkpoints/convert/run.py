@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 
 from attar.checkpoints import hub, vocabulary
-from attar.checkpoints.convert_folders import folder_to_folder
-from attar.checkpoints.convert_from_gguf import file_to_folder
-from attar.checkpoints.convert_gguf import GGUF
-from attar.checkpoints.convert_proof import Converted, Progress
-from attar.checkpoints.convert_targets import TARGETS
-from attar.checkpoints.convert_to_gguf import folder_to_file
-from attar.checkpoints.gguf_checkpoint import GgufCheckpoint
+from attar.checkpoints.convert.folders import folder_to_folder
+from attar.checkpoints.convert.from_gguf import file_to_folder
+from attar.checkpoints.convert.gguf import GGUF
+from attar.checkpoints.convert.proof import Converted, Progress
+from attar.checkpoints.convert.targets import TARGETS
+from attar.checkpoints.convert.to_gguf import folder_to_file
+from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.hf import Checkpoint
 
 FORMATS = (GGUF, *TARGETS)

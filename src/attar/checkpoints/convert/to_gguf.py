@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attar.checkpoints import gguf_export
-from attar.checkpoints.convert_gguf import DENSE, GGUF, blocks, kind_for
-from attar.checkpoints.convert_proof import Converted, Digest, Progress, compare
-from attar.checkpoints.convert_source import dense_values, inexact, packed_linears, stored_name, values_of
-from attar.checkpoints.gguf_checkpoint import GgufCheckpoint
-from attar.checkpoints.gguf_config import ROPE_FACTORS, file_name
-from attar.checkpoints.gguf_writer import atomic_gguf
+from attar.checkpoints.convert.gguf import DENSE, GGUF, blocks, kind_for
+from attar.checkpoints.convert.proof import Converted, Digest, Progress, compare
+from attar.checkpoints.convert.source import dense_values, inexact, packed_linears, stored_name, values_of
+from attar.checkpoints.gguf import export as gguf_export
+from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
+from attar.checkpoints.gguf.config import ROPE_FACTORS, file_name
+from attar.checkpoints.gguf.writer import atomic_gguf
 from attar.checkpoints.hf import Checkpoint
 from attar.formats import ggml_round
 from attar.formats.ggml import TYPES, GgmlType

@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 
-from attar.checkpoints import gguf_config, gguf_export, hf, vocabulary
-from attar.checkpoints.convert_gguf import DENSE, WITH_OFFSETS, as_grid
-from attar.checkpoints.convert_proof import Converted, Digest, Progress, compare
-from attar.checkpoints.convert_source import Stored, dense_values, inexact, values_of
-from attar.checkpoints.convert_targets import Target
+from attar.checkpoints import hf, vocabulary
+from attar.checkpoints.convert.gguf import DENSE, WITH_OFFSETS, as_grid
+from attar.checkpoints.convert.proof import Converted, Digest, Progress, compare
+from attar.checkpoints.convert.source import Stored, dense_values, inexact, values_of
+from attar.checkpoints.convert.targets import Target
 from attar.checkpoints.folder import CONFIG, write_json
-from attar.checkpoints.gguf_checkpoint import GgufCheckpoint
-from attar.checkpoints.gguf_config import file_name
+from attar.checkpoints.gguf import config as gguf_config
+from attar.checkpoints.gguf import export as gguf_export
+from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
+from attar.checkpoints.gguf.config import file_name
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files
 from attar.formats.scheme import Part

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints.folder import Folder
-from attar.checkpoints.gptq import Gptq
+from attar.checkpoints.layouts.gptq import Gptq
 from attar.checkpoints.safetensors import CheckpointError
 from attar.formats.packed import PackedTensor
 from attar.kernels import ref

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from attar.checkpoints.convert_proof import Converted, Digest, Progress, compare
-from attar.checkpoints.convert_source import Stored, inexact, packed_linears, values_of
-from attar.checkpoints.convert_targets import Target
+from attar.checkpoints.convert.proof import Converted, Digest, Progress, compare
+from attar.checkpoints.convert.source import Stored, inexact, packed_linears, values_of
+from attar.checkpoints.convert.targets import Target
 from attar.checkpoints.folder import CONFIG, write_json
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from attar.checkpoints.folder import Folder
-from attar.checkpoints.gptq import checked_group_size, encode, matrix, scheme
+from attar.checkpoints.layouts.gptq import checked_group_size, encode, matrix, scheme
 from attar.checkpoints.safetensors import CheckpointError
 from attar.formats.packing import unpack_awq
 from attar.formats.scheme import Scheme

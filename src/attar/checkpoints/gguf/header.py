@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from attar.checkpoints.gguf_values import ARRAY, SCALARS, STRING, VALUE_TYPES, Entry, Metadata
+from attar.checkpoints.gguf.values import ARRAY, SCALARS, STRING, VALUE_TYPES, Entry, Metadata
 from attar.checkpoints.safetensors import CheckpointError, check_name
 from attar.formats.ggml import BY_ID, GgmlType
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attar.checkpoints.awq import Awq
 from attar.checkpoints.folder import Folder
+from attar.checkpoints.layouts.awq import Awq
 from attar.checkpoints.safetensors import CheckpointError
 from attar.formats.packed import PackedTensor
 from attar.kernels import ref

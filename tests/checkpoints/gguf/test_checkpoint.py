@@ -17,11 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attar.checkpoints import gguf_checkpoint, gguf_config, hf, receipt, sources, verify, vocabulary
-from attar.checkpoints.gguf import GgufFile
-from attar.checkpoints.gguf_checkpoint import GgufCheckpoint
-from attar.checkpoints.gguf_values import Array, Typed
-from attar.checkpoints.gguf_writer import atomic_gguf
+from attar.checkpoints import hf, receipt, sources, verify, vocabulary
+from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
+from attar.checkpoints.gguf import config as gguf_config
+from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
+from attar.checkpoints.gguf.file import GgufFile
+from attar.checkpoints.gguf.values import Array, Typed
+from attar.checkpoints.gguf.writer import atomic_gguf
 from attar.checkpoints.inspect import inspect
 from attar.checkpoints.probes import make_probes
 from attar.checkpoints.safetensors import CheckpointError
@@ -42,7 +44,7 @@ KL_TO_LLAMA_CPP = {
     "F32": 1e-6,
     **dict.fromkeys(("Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"), 4e-3),
 }
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 METADATA: dict[str, Any] = {
     "general.architecture": "llama",

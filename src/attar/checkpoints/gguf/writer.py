@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attar.checkpoints.gguf_header import (
+from attar.checkpoints.gguf.header import (
     ALIGNMENT,
     DEFAULT_ALIGNMENT,
     MAGIC,
@@ -30,7 +30,7 @@ from attar.checkpoints.gguf_header import (
     MAX_TENSORS,
     padded,
 )  # fmt: skip
-from attar.checkpoints.gguf_values import SCALARS, encode, text
+from attar.checkpoints.gguf.values import SCALARS, encode, text
 from attar.checkpoints.receipt import receipt_path
 from attar.checkpoints.safetensors import CheckpointError, Slot, check_name
 from attar.checkpoints.writer import (
