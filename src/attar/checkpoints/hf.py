@@ -101,6 +101,8 @@ class Checkpoint:
         or holds one of another shape than its config says. No weight is read.
         """
         folder = Folder(path)
+        if "quantization_config" not in folder.config and (settings := squeezellm.beside(folder)) is not None:
+            folder.config = {**folder.config, "quantization_config": settings}
         generation = read_json(path / GENERATION, MAX_CONFIG) if (path / GENERATION).exists() else None
         try:
             config = read_config(folder.config, generation)
@@ -331,8 +333,6 @@ def load(
 
 def _reader(folder: Folder) -> Quantized | None:
     settings = folder.config.get("quantization_config")
-    if settings is None:
-        settings = squeezellm.beside(folder)
     if settings is None:
         return None
     method = settings.get("quant_method") if isinstance(settings, dict) else None

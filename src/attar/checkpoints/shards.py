@@ -112,7 +112,7 @@ class Shard:
         if scheme is None:
             linear = Linear(name, self._dense(f"{name}.weight", cut))
         else:
-            settings = folder.config.get("quantization_config") or {}  # SqueezeLLM's is in a file of its own
+            settings = folder.config["quantization_config"]
             method = settings.get("quant_method")
             library = libraries.library_of(method)
             more = settings.get("transform_config") or folder.has(f"{module}.weight_g_idx")  # is for the reader to say

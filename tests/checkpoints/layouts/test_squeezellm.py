@@ -17,6 +17,7 @@ from attar.checkpoints.folder import Folder
 from attar.checkpoints.inspect import inspect
 from attar.checkpoints.layouts.squeezellm import SqueezeLlm
 from attar.checkpoints.safetensors import CheckpointError
+from attar.compression.pipeline import compress
 from attar.formats import lookup
 from attar.formats.forms import NUMBERS, Lookup
 from attar.formats.packed import PackedTensor
@@ -161,6 +162,8 @@ def test_a_model_gives_the_logits_of_its_dense_twin(beside: bool, outliers: int,
     logits = tiny.their_logits()
     assert tiny.difference(tiny.our_logits(folder), logits) <= LOGITS
     assert sum(inspect(folder).schemes.values()) == len(tiny.linears)
+    with pytest.raises(ValueError, match="already"):  # wherever its bits stand
+        compress(folder, tmp_path / "again", recipe="rtn-w4g32")
     if (store := ops.store()) is not None:
         model = hf.load(folder, torch.float32, store=store)
         assert tiny.difference(model.forward(tiny.ids, Step((len(tiny.ids),), len(tiny.ids))), logits) <= KERNELS
@@ -214,6 +217,8 @@ def ints(*numbers: int) -> Tensor:
         ({"vals": torch.zeros(8)}, "CSR of 24 rows"),
         ({"vals": torch.zeros(9, 1)}, "CSR of 24 rows"),
         ({"vals": None}, "no tensor"),
+        ({"rows": None}, "no tensor"),
+        ({"rows": None, "vals": None}, "no tensor"),
         ({"rows": torch.zeros(24, dtype=torch.int32)}, "CSR of 24 rows"),
         ({"rows": torch.zeros(25)}, "rows and cols must be int32"),
         ({"rows": torch.zeros(25, dtype=torch.int32)}, "outside of the matrix"),

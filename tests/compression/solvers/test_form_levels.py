@@ -12,6 +12,7 @@ from attar.formats.packed import codec
 from attar.formats.scheme import Scheme
 
 NAMES = ["nvfp4-weight", "mxfp4-weight", "nf4", "fp8-block-weight", "llm-int8-weight", "lut4", "lut3-s45"]
+NAMES += ["lut4-s45-f32", "lut4-s45-bf16"]
 
 
 def weight() -> Tensor:

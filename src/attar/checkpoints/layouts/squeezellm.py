@@ -82,7 +82,9 @@ class SqueezeLlm:
                 f"{list(table.shape)}"
             )
         dtypes = {table.dtype}
-        if folder.has(f"{module}.rows"):
+        if any(
+            folder.has(f"{module}.{part}") for part in (*PLACES, "vals")
+        ):  # one alone is a file that lost the others
             rows, places, values = (folder.info(f"{module}.{part}") for part in (*PLACES, "vals"))
             if rows.shape != (shape[0] + 1,) or len(values.shape) != 1 or places.shape != values.shape:
                 raise CheckpointError(

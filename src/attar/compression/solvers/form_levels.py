@@ -225,14 +225,14 @@ class Tables:
             row = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
             self.apart = torch.zeros(packed.shape, dtype=torch.bool, device=counts.device)
             self.apart[row, packed.parts["places"].long()] = True
-            self.extras = torch.zeros(packed.shape, dtype=torch.float16, device=counts.device)
+            self.extras = torch.zeros(packed.shape, dtype=packed.parts["extras"].dtype, device=counts.device)
             self.extras[self.apart] = packed.parts["extras"]
 
     def nearest(self, column: int, x: Tensor) -> tuple[Tensor, Tensor]:
         codes = torch.searchsorted(self.middles, x.float()[:, None].contiguous())
         value = self.table.gather(1, codes)[:, 0]
         if self.apart is not None and self.extras is not None:
-            self.extras[:, column] = (x.float() - value).half().where(self.apart[:, column], 0.0)
+            self.extras[:, column] = (x.float() - value).to(self.extras.dtype).where(self.apart[:, column], 0.0)
             value = value + self.extras[:, column]
         return codes[:, 0].to(x.dtype), value.to(x.dtype)
 
