@@ -218,10 +218,11 @@ def memory(name: str, scheme: str) -> Iterator[Row]:
 
 def block(name: str, samples: int, length: int, recipe: str) -> Iterator[Row]:
     """One block compressed on the card: statistics gathered, linears solved for, in order."""
-    from attar.compression import passes, place
+    from attar.compression import place
+    from attar.compression.block import passes
+    from attar.compression.block.work import BlockWork
     from attar.compression.calibrate import HiddenStates, rows_at_once
     from attar.compression.recipe import Recipe
-    from attar.compression.work import BlockWork
     from attar.model.decoder import build_block
     from attar.model.shapes import shape
 
@@ -249,10 +250,11 @@ def block(name: str, samples: int, length: int, recipe: str) -> Iterator[Row]:
 
 def block_as_on_a_cpu() -> tuple[float, float]:
     """Relative difference of what GPTQ leaves, on the card and on the CPU."""
-    from attar.compression import passes, place
+    from attar.compression import place
+    from attar.compression.block import passes
+    from attar.compression.block.work import BlockWork
     from attar.compression.calibrate import HiddenStates
     from attar.compression.recipe import Recipe
-    from attar.compression.work import BlockWork
     from attar.model.decoder import build_block
     from attar.model.shapes import shape
 

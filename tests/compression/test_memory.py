@@ -14,7 +14,8 @@ import torch
 
 from attar.checkpoints import hf
 from attar.checkpoints.verify import verify
-from attar.compression import calibrate, hessians
+from attar.compression import calibrate
+from attar.compression.block import hessians
 from attar.compression.calibrate import Rows
 from attar.compression.pipeline import compress
 from attar.compression.solvers import rtn

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from attar.compression import passes, place
+from attar.compression import place
+from attar.compression.block import passes
+from attar.compression.block.record import Record
+from attar.compression.block.work import BlockWork
 from attar.compression.calibrate import HiddenStates
 from attar.compression.methods import ActivationRange, Awq
 from attar.compression.recipe import Recipe
-from attar.compression.record import Record
-from attar.compression.work import BlockWork
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.model.decoder import Decoder

@@ -24,9 +24,9 @@ from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.imatrix import Imatrix
 from attar.checkpoints.vocabulary import is_gguf
 from attar.compression import calibrate, coverage, domain
+from attar.compression.block.groups import input_groups
 from attar.compression.calibrate import Calibration, HiddenStates
 from attar.compression.coverage import Coverage
-from attar.compression.groups import input_groups
 from attar.compression.solvers.means import ColumnMean
 from attar.kernels import ops
 from attar.kernels.operands import Linear

@@ -21,13 +21,13 @@ from attar.checkpoints import receipt
 from attar.checkpoints.gguf.writer import atomic_file
 from attar.checkpoints.writer import MAX_SHARD, atomic_folder
 from attar.compression import allocate, best, calibrate, domain, requirements
+from attar.compression.block.record import Record
 from attar.compression.calibrate import Calibration
 from attar.compression.guide import key
 from attar.compression.memory import large_blocks_apart
 from attar.compression.order import Order
 from attar.compression.output import Output, model_card
 from attar.compression.recipe import Recipe
-from attar.compression.record import Record
 from attar.compression.run import Run
 from attar.compression.state import RunState
 from attar.compression.target import Target

@@ -19,6 +19,7 @@ from attar.checkpoints import hf, sources
 from attar.checkpoints.probes import ProbeRun
 from attar.checkpoints.writer import FilePlan, ShardWriter, Workspace, allocated, require_free
 from attar.compression import coverage, domain, importance, spin, tune
+from attar.compression.block.record import Record
 from attar.compression.domain import Surprise
 from attar.compression.gguf_output import GgufOutput
 from attar.compression.guide import Guide
@@ -26,7 +27,6 @@ from attar.compression.methods import SpinQuant, SqueezeLlm
 from attar.compression.order import Order, Ready
 from attar.compression.output import Output
 from attar.compression.recipe import HEAD, Recipe
-from attar.compression.record import Record
 from attar.compression.rotated import RotatedCheckpoint
 from attar.compression.state import RunState
 from attar.compression.walk import Progress, Walk

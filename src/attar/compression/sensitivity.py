@@ -30,9 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.compression import fold
+from attar.compression.block import fold
+from attar.compression.block.groups import input_groups
 from attar.compression.calibrate import rows_at_once
-from attar.compression.groups import input_groups
 from attar.compression.methods import Gptq, Rtn
 from attar.compression.recipe import Recipe
 from attar.compression.solvers import gptq, rtn

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from attar.checkpoints.writer import sync_path
-from attar.compression.record import Record
+from attar.compression.block.record import Record
 
 NAME = "state.json"
 

@@ -16,16 +16,17 @@ from torch import Tensor
 from attar.checkpoints import hf
 from attar.checkpoints.probes import ProbeRun
 from attar.checkpoints.writer import ShardWriter
-from attar.compression import calibrate, coverage, gradients, passes, place
+from attar.compression import calibrate, coverage, gradients, place
+from attar.compression.block import passes
+from attar.compression.block.record import Record, weight_error
+from attar.compression.block.work import BlockWork
 from attar.compression.calibrate import HiddenStates
 from attar.compression.gguf_output import GgufOutput
 from attar.compression.guide import Guide
 from attar.compression.memory import give_back
 from attar.compression.output import Output
 from attar.compression.recipe import HEAD, Recipe
-from attar.compression.record import Record, weight_error
 from attar.compression.state import RunState
-from attar.compression.work import BlockWork
 from attar.formats.packed import PackedTensor
 from attar.kernels.operands import Linear
 from attar.model.decoder import build_block, build_final_norm

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attar.compression import fold
+from attar.compression.block import fold
 from attar.formats.forms import Progressive
 from attar.formats.packed import codec
 from attar.formats.packing import row_slices

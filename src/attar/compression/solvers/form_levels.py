@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attar.compression import fold
+from attar.compression.block import fold
 from attar.compression.methods import ScaleSearch
 from attar.formats import fp4, fp8_blocks, llm_int8, lookup, nf4
 from attar.formats.forms import Fp4, Fp8Blocks, Int8Rows, Lookup, Nf4

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from attar.compression import fold
+from attar.compression.block import fold
 from attar.kernels.operands import Linear, Norm
 
 ALPHA: Mapping[str, float] = {"llama": 0.85, "mistral": 0.8, "mixtral": 0.8}

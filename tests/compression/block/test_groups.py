@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints import hf
-from attar.compression.groups import folds, input_groups
+from attar.compression.block.groups import folds, input_groups
 from attar.compression.solvers import awq
 from attar.model.cache import Step
 from attar.model.decoder import Decoder, compressible, gates

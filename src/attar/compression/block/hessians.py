@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from attar.compression import fold
+from attar.compression.block import fold
 from attar.compression.calibrate import HiddenStates
 from attar.compression.guide import Hints, row_groups
 from attar.compression.memory import give_back

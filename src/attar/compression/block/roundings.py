@@ -14,8 +14,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attar.compression import fold, hessians, learning, structured
-from attar.compression.hessians import naming
+from attar.compression import structured
+from attar.compression.block import fold, hessians, learning
+from attar.compression.block.hessians import naming
+from attar.compression.block.record import Record, error_on, measure_on, weight_error
+from attar.compression.block.work import BlockWork
 from attar.compression.memory import give_back
 from attar.compression.methods import (
     AutoRound,
@@ -29,11 +32,9 @@ from attar.compression.methods import (
     Structured,
     Wanda,
 )
-from attar.compression.record import Record, error_on, measure_on, weight_error
 from attar.compression.solvers import hqq, rtn, squeezellm, zeros
 from attar.compression.solvers.form_levels import shared_largest
 from attar.compression.solvers.means import ColumnMean
-from attar.compression.work import BlockWork
 from attar.formats import observers
 from attar.formats.observers import Observer
 from attar.formats.packed import PackedTensor, codec

@@ -12,15 +12,15 @@ from contextlib import ExitStack, closing
 import torch
 from torch import Tensor
 
-from attar.compression import fold
+from attar.compression.block import fold
+from attar.compression.block.groups import Fold, folds
+from attar.compression.block.hessians import naming
+from attar.compression.block.work import BlockWork
 from attar.compression.calibrate import Rows
-from attar.compression.groups import Fold, folds
-from attar.compression.hessians import naming
 from attar.compression.memory import give_back
 from attar.compression.methods import Awq, Clip, Pass, SmoothAttention, SmoothQuant
 from attar.compression.solvers import awq, smooth_attention, smoothquant
 from attar.compression.solvers.means import ColumnMean
-from attar.compression.work import BlockWork
 from attar.formats import kv
 from attar.formats.forms import Progressive
 from attar.formats.scheme import Grid

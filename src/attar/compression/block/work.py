@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from attar.compression.block.groups import input_groups
 from attar.compression.calibrate import HiddenStates
-from attar.compression.groups import input_groups
 from attar.compression.guide import Hints
 from attar.compression.recipe import Recipe
 from attar.compression.structured import Sizes

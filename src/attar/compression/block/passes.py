@@ -6,9 +6,9 @@ linear ends with a `Record` of what rounding did to it, beside what plain roundi
 
 from __future__ import annotations
 
-from attar.compression import fold, roundings, transforms
-from attar.compression.record import Record
-from attar.compression.work import BlockWork
+from attar.compression.block import fold, roundings, transforms
+from attar.compression.block.record import Record
+from attar.compression.block.work import BlockWork
 from attar.formats.packing import row_slices
 
 

@@ -15,9 +15,9 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
-from attar.compression import fold
+from attar.compression.block import fold
+from attar.compression.block.hessians import naming
 from attar.compression.calibrate import HiddenStates, Rows
-from attar.compression.hessians import naming
 from attar.compression.methods import AutoRound
 from attar.compression.solvers import autoround
 from attar.formats.scheme import Scheme

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attar.compression import fold
+from attar.compression.block import fold
 from attar.formats.packed import codec
 from attar.formats.scheme import Scheme
 from attar.kernels import ref

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attar.compression import record
+from attar.compression.block import record
 from attar.compression.solvers import rtn
 from attar.formats.scheme import Scheme
 
