@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attar.formats import progressive
 from attar.formats.packed import PackedTensor
-from attar.formats.scheme import Grid, Scheme
+from attar.formats.scheme import Grid, Scheme, multiplied_in
 from attar.kernels import ops
 from attar.kernels.operands import Linear, Prepared
 from attar.kernels.triton import weights
@@ -133,7 +133,7 @@ def roof(made: Decoder, scheme: str, batch: int, context: int, rates: Mapping[st
     def size(each: Matrix, scheme: Scheme | None) -> int:
         return 2 * each.rows * each.columns if scheme is None else scheme.bytes((each.rows, each.columns))
 
-    limits = Rates(rates["copy"], lambda each: rates[weights.multiplied_in(each)], size)
+    limits = Rates(rates["copy"], lambda each: rates[multiplied_in(each)], size)
     storage = Storage.named("dense" if scheme == "bf16" else scheme)
     return max(Roofline(made.config, storage, "bfloat16", limits).least([(context, 1, True)] * batch))
 

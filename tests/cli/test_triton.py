@@ -68,12 +68,24 @@ def test_serve_does_what_import_shows(v1: Path, monkeypatch: pytest.MonkeyPatch)
     assert (by_file.max_cached_tokens, by_file.kv_fraction) == (1000, 0.5)
 
 
+def test_serve_says_what_import_says(v1: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attar.server.supervisor.run", lambda *_: 0)
+    told = CliRunner().invoke(app, ["serve", "demo", "--triton-config", str(v1)]).stderr
+    shown = last_json(triton("import", str(v1), "--json"))
+    assert shown["notes"]
+    for kind in ("note", "warning"):
+        for each in shown[f"{kind}s"]:
+            assert f"{v1}: {kind}: {each}" in told
+
+
 def test_what_is_said_on_the_command_line_goes_before_the_file(v1: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = served(monkeypatch, f"--triton-config {v1} --max-running 3 --policy continuous --preset throughput")
     limits = said.limits()
     assert (limits.max_running, limits.policy, limits.max_waiting) == (3, "continuous", 9)
     assert limits.max_step_tokens == 2048  # the preset's, of which the file says nothing
     assert said.max_delay is None
+    same = served(monkeypatch, f"--triton-config {v1} --policy dynamic")
+    assert (same.limits().policy, same.max_delay) == ("dynamic", 0.002)
     v1.write_text(V1 + 'parameters { key: "gpu_device_ids" value { string_value: "1" } }')
     assert served(monkeypatch, f"--triton-config {v1} --device cpu").device == "cpu"
     done = CliRunner().invoke(app, ["serve", "demo", "--triton-config", str(v1), "--json"])

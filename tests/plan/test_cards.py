@@ -14,12 +14,13 @@ from attar.cli.main import app
 from attar.cli.terminal import BAD_INPUT
 from attar.engine import bounds
 from attar.formats.kv import scheme as kv_scheme
-from attar.formats.packed import codec
-from attar.formats.scheme import Scheme
-from attar.kernels import ops
+from attar.formats.packed import PackedTensor, codec
+from attar.formats.scheme import Scheme, multiplied_in
+from attar.kernels import ops, ref
 from attar.kernels.operands import Linear
 from attar.kernels.triton import weights
 from attar.kernels.triton.pages import NibblePages, PlainPages
+from attar.kernels.triton.store import TritonStore
 from attar.model.shapes import shape
 from attar.plan import cards, costs, fit, report
 from attar.plan.cards import CARDS, card
@@ -33,31 +34,65 @@ GB = 10**9
 SCHEMES = (
     "w4g128", "w4g64", "w4g32", "w4g16", "w4", "w4-asym", "w4-tensor", "w4g64-asym", "w4a8", "w4a8g64", "w4a8g32",
     "w3g64", "w8", "w8a8", "w8-asym", "w8g64", "fp8", "fp8-weight", "fp8-e5m2", "fp8-block", "qserve-g64", "nf4",
+    "w8a8-static", "w8a8-atensor", "w8a8-asym", "w3a8g64", "w4a8g64-atensor", "fp8-static", "fp8-atensor",
+    "fp8-e5m2-weight",
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("float8", [True, False])
 @pytest.mark.parametrize("rows", [64, 70])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_a_weight_takes_what_its_layout_takes(name: str, rows: int) -> None:
+def test_a_weight_takes_what_its_layout_takes(
+    name: str, rows: int, float8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On cards that know float8 and on others, whatever becomes of it as it is taken in."""
+    monkeypatch.setattr(weights, "knows_float8", lambda device: float8)
     parsed, columns = Scheme.parse(name), 256
     source = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
     one = Linear("one", codec(parsed.weight.kind).quantize(source, parsed))
-    told = cards.size(Matrix("one", rows, columns), parsed)
-    assert cards.widened(parsed, columns) == (weights.against(one) is not None)
-    if weights.against(one) is not None:
-        assert told == 2 * rows * columns
+    assert cards.has_kernel(parsed, columns, float8) == (weights.against(one) is None)
+    matrix, where = Matrix("one", rows, columns), TritonStore("cpu", torch.bfloat16)
+    where.take(one)
+    if isinstance(one.weight, weights.TritonWeight):
+        assert cards.size(matrix, parsed, float8) == cards.held(matrix, parsed, float8) == one.weight.read_bytes
         return
-    weights.prepare(one, torch.bfloat16)
-    assert isinstance(one.weight, weights.TritonWeight)
-    assert told == one.weight.read_bytes
-    assert cards.multiplied_in(parsed) == weights.multiplied_in(parsed)
+    assert list(where.refused) == ["one"]
+    ref.linear(torch.zeros(1, columns, dtype=torch.bfloat16), [one])
+    assert isinstance(one.weight, PackedTensor)
+    assert one.dense is not None
+    assert cards.size(matrix, parsed, float8) == one.dense.nbytes
+    stored = sum(part.nbytes for part in one.weight.parts.values())
+    assert cards.held(matrix, parsed, float8) == one.dense.nbytes + stored
+
+
+@pytest.mark.parametrize("name, known", [("w8a8", False), ("w8", True), ("w4a8g64", True), ("fp8", True)])
+def test_rows_whose_sums_may_overflow_have_no_kernel(name: str, known: bool) -> None:
+    parsed, columns = Scheme.parse(name), weights.MOST_COLUMNS + 64
+    assert cards.has_kernel(parsed, weights.MOST_COLUMNS, True)
+    assert cards.has_kernel(parsed, columns, True) == known
+    one = Linear("one", codec(parsed.weight.kind).quantize(torch.zeros(2, columns), parsed))
+    assert (weights.against(one) is None) == known
+
+
+def test_a_card_without_float8_is_planned_without_it() -> None:
+    config = CONFIG
+    for name, known in (("a100-80gb", False), ("a10", False), ("h100", True), ("rtx-4090", True), ("l40s", True)):
+        assert card(name).float8 is known
+    storage, dense = Storage.named("fp8"), Storage()
+    linears = cards.weight_bytes(config, dense, False).linears
+    assert cards.weight_bytes(config, storage, True).linears == pytest.approx(linears / 2, rel=0.01)
+    assert cards.weight_bytes(config, storage, False).linears == pytest.approx(1.5 * linears, rel=0.01)
+    assert cards.weight_bytes(config, Storage.named("fp8-weight"), False).linears == linears
+    made = fit.plan("x", config, [storage], Demand(4096), 72 * GB, "a", kv_schemes=("int8",), card=card("a100-80gb"))
+    assert made.rows[0].references == 32 * 7
+    assert "fp8 has linears without a kernel for this card: held in 16 bits there" in report.to_text(made)
+    with pytest.raises(ValueError, match="knows no float8, so keys and values cannot be kept in it: --kv int8"):
+        cards.block_bytes(config, "fp8", False)
 
 
 def test_a_dense_weight_takes_sixteen_bits() -> None:
-    assert cards.size(Matrix("one", 70, 256), None) == 2 * 70 * 256
-    assert cards.multiplied_in(None) == weights.multiplied_in(None) == "bf16"
-    config = CONFIG
-    assert cards.weight_bytes(config, Storage()).total == pytest.approx(16.06e9, rel=0.01)
+    assert cards.size(Matrix("one", 70, 256), None, True) == 2 * 70 * 256
+    assert cards.weight_bytes(CONFIG, Storage(), True).total == pytest.approx(16.06e9, rel=0.01)
 
 
 @pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8", "fp8", "int4"])
@@ -69,9 +104,9 @@ def test_keys_and_values_take_what_their_pages_take(kv: str) -> None:
         dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "float32": torch.float32}.get(kv, torch.bfloat16)
         pages = PlainPages.make(1, costs.BLOCK, heads, width, dtype)
     held = pages.nbytes
-    assert cards.block_bytes(CONFIG, kv) == CONFIG.layers * held
+    assert cards.block_bytes(CONFIG, kv, True) == CONFIG.layers * held
     with pytest.raises(ValueError, match="a card keeps keys and values as float32, bfloat16, int8, fp8 or int4"):
-        cards.block_bytes(CONFIG, "kivi2")
+        cards.block_bytes(CONFIG, "kivi2", True)
 
 
 def test_the_ridges_of_an_a100() -> None:
@@ -81,7 +116,7 @@ def test_the_ridges_of_an_a100() -> None:
         (None, "bf16", 16, 153), ("w4g128", "bf16", 4.25, 41), ("w8a8", "int8", 8, 153),
     ):  # fmt: skip
         parsed = None if scheme is None else Scheme.parse(scheme)
-        assert cards.multiplied_in(parsed) == operations
+        assert multiplied_in(parsed) == operations
         assert costs.ridge(a100.operations[operations], a100.bandwidth, bits) == pytest.approx(rows, abs=0.6)
 
 
@@ -116,13 +151,14 @@ def test_a_plan_for_a_card() -> None:
         assert row.fits
         assert row.speed is not None
         scheme = None if row.weights == "bf16" else Scheme.parse(row.weights).with_scale_dtype("bfloat16")
-        read = sum(cards.size(each, scheme if each.compressible else None) for each in costs.matrices(CONFIG))
+        read = sum(cards.size(each, scheme if each.compressible else None, True) for each in costs.matrices(CONFIG))
         assert row.speed.read == pytest.approx(read + 16 * costs.kv_read_bytes(CONFIG, row.kv, 4096), rel=1e-3)
         assert row.speed.tokens_per_second <= 16 * h100.bandwidth / read
     text = report.to_text(made)
     assert "3,350 GB/s" in text
     assert "CPU kernel" not in text
     assert "not counted: what driver and graphs take" in text
+    assert "a data sheet's GB are taken as 10^9 bytes" in text
     assert report.to_dict(made)["card"] == "h100"
 
 
@@ -199,6 +235,7 @@ def test_the_card_at_hand_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "require", lambda device: None)
     monkeypatch.setattr("attar.engine.footprint.CardMemory", Memory)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Card")
+    monkeypatch.setattr(weights, "knows_float8", lambda device: False)
     monkeypatch.setattr(bounds, "card_limits", lambda device: (600.0, {"bf16": 125e3, "int8": 250e3, "fp8": 125e3}))
     found = last_json(plan("--device", "cuda:1", "--context", "2048", "--json"))
     assert found["memory_source"] == "free on cuda:1, A Card"

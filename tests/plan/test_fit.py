@@ -235,6 +235,18 @@ def test_a_fraction_is_of_what_the_model_leaves(
     assert (found.weights, found.step, found.processes) == (whole.weights, whole.step, whole.processes)
 
 
+def test_what_would_help_is_the_option_that_keeps_the_cache_small() -> None:
+    for fraction, tokens, option in (
+        (0.01, None, "--kv-fraction"), (0.01, 10**6, "--kv-fraction"), (0.9, 640, "--max-tokens-in-cache"),
+        (None, 640, "--max-tokens-in-cache"),
+    ):  # fmt: skip
+        found = fit.start(CONFIG, W4, "int8", 4 * GB, StepLimits(), 4096, tokens, fraction=fraction)
+        with pytest.raises(ValueError, match=f"a smaller --context or a larger {option} would do"):
+            fit.require(found, "--memory")
+    short = fit.start(CONFIG, W4, "int8", 4 * GB, StepLimits(), fraction=0.01)
+    assert (short.requests, short.kept_by) == (1, "--kv-fraction"), "also where the context is cut to what it holds"
+
+
 @pytest.mark.parametrize("fraction", [0.0, -0.1, 1.01, float("nan")])
 def test_a_fraction_that_is_none_is_refused(fraction: float) -> None:
     with pytest.raises(ValueError, match="the fraction of the memory for keys and values"):

@@ -55,7 +55,8 @@ def test_room_for_all_that_may_run_together_says_what_is_left() -> None:
 def test_a_cache_too_small_for_all_users_is_named() -> None:
     limits = StepLimits(rows=256)
     made = fit.plan("x", CONFIG, [W4], Demand(2048, 8), 64 * 10**9, "--memory", limits=limits, max_tokens=5000)
-    assert report.answer(made) == "8 users of 2,048 tokens do not fit into a cache of 5,056 tokens (2 would fit)"
+    kept = "5,056 tokens, as --max-tokens-in-cache keeps it"
+    assert report.answer(made) == f"8 users of 2,048 tokens do not fit into a cache of {kept} (2 would fit)"
     assert "no: too few tokens" in report.to_text(made)
     assert not report.to_dict(made)["fits"]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from attar.engine.messages import Delta, Failed, Finished, Ready, Submit
 from attar.engine.request import SamplingParams
+from attar.server import client
 from attar.server.client import Answer, EngineClient
 from attar.server.door import Options
 from attar.server.errors import Refusal
@@ -37,7 +40,7 @@ class Queue(RuleBasedStateMachine):
         self.places = Places(keys)
         self.places.size = size
         self.keys = [bytes([key]) for key in range(keys)]
-        self.kept = 0 if keys > size else max(1, size // (2 * keys))
+        self.kept = size // (2 * keys)
 
     def of(self, key: int) -> bytes:
         return self.keys[key % len(self.keys)]
@@ -66,6 +69,10 @@ class Queue(RuleBasedStateMachine):
         for key in self.keys:
             if (missing := self.kept - self.places.waiting(key)) > 0:
                 assert self.places.fit(key, missing)
+
+    @invariant()
+    def no_more_than_half_is_kept(self) -> None:
+        assert 2 * self.places.most >= self.places.size
 
     @invariant()
     def what_is_free_is_not_withheld_from_a_key_alone(self) -> None:
@@ -136,6 +143,14 @@ def test_without_several_keys_the_engine_decides(keys: int) -> None:
     assert places.most == 4
 
 
+def test_many_keys_leave_one_alone_half_of_the_queue() -> None:
+    for keys, most in ((2, 96), (63, 66), (64, 65), (65, 128), (128, 128)):
+        places = Places(keys)
+        places.size = 128
+        assert places.most == most
+        assert places.fit(b"a", most)
+
+
 def test_more_keys_than_places_share_what_there_is() -> None:
     places = Places(5)
     places.size = 2
@@ -180,22 +195,50 @@ def test_a_choice_waits_until_it_is_heard_of_first() -> None:
 
 def test_what_finds_no_place_waits_here() -> None:
     """A request of many prompts goes on as its key's places come free."""
-    places = Places(2)
-    places.size = 8  # 2 kept for each, so 6 for one alone
-    answer, sent = asking(places, 2, 2, 2, 2)
-    answer.go_on()
-    assert sent == ["0", "1", "2"]
-    places.take(b"other", 2)
-    for choice in range(2):
-        answer.put(delta("0", choice))
-        answer.put(Finished("0", choice, "length", 1))
-    assert sent == ["0", "1", "2"]  # the key has 4, which is half
-    for choice in range(2):
-        answer.put(delta("1", choice))
-        answer.put(Finished("1", choice, "length", 1))
-    assert sent == ["0", "1", "2", "3"]
-    answer.cancel()
-    assert places.waiting(b"key") == 0
+
+    async def scene() -> None:
+        places = Places(2)
+        places.size = 8  # 2 kept for each, so 6 for one alone
+        answer, sent = asking(places, 2, 2, 2, 2)
+        answer.go_on()
+        assert sent == ["0", "1", "2"]
+        places.take(b"other", 2)
+        for choice in range(2):
+            answer.put(delta("0", choice))
+            answer.put(Finished("0", choice, "length", 1))
+        assert sent == ["0", "1", "2"]  # the key has 4, which is half
+        for choice in range(2):
+            answer.put(delta("1", choice))
+            answer.put(Finished("1", choice, "length", 1))
+        assert sent == ["0", "1", "2", "3"]
+        answer.cancel()
+        assert places.waiting(b"key") == 0
+
+    asyncio.run(scene())
+
+
+def test_what_waits_here_goes_on_while_others_of_it_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First tokens give places back long before a prompt ends, and nobody says so but a look now and then."""
+    monkeypatch.setattr(client, "ROOM_SECONDS", 0.001)
+
+    async def scene() -> None:
+        places = Places(2)
+        places.size = 4  # 3 for one alone
+        answer, sent = asking(places, *[1] * 5)
+        answer.go_on()
+        answer.go_on()  # one timer at a time
+        assert sent == ["0", "1", "2"]
+        for at in range(3):
+            answer.put(delta(f"{at}", 0))
+        assert places.total == 0
+        async with asyncio.timeout(10):
+            while len(sent) < 5:
+                await asyncio.sleep(0.001)
+        assert places.waiting(b"key") == 2
+        answer.cancel()
+        assert places.total == 0
+
+    asyncio.run(scene())
 
 
 class Keyed:
@@ -267,13 +310,17 @@ def test_a_request_that_finds_no_place_costs_its_key_nothing() -> None:
     account = Quotas(Limits(tokens_per_minute=100), lambda _: None, clock=lambda: 0.0).enter(b"key")
     caller = Caller("a", 0.0, b"key", account)
     engine.places.take(b"key", 6)
-    for ask in (
+    for at in range(20):
+        desk.crowd.served(time.monotonic() - 5 + at / 10)
+    before = desk.crowd.retry_after(time.monotonic())
+    for ask in 20 * (
         lambda: desk.submit(caller, [(1, 2)], SamplingParams(max_tokens=5), 1, "fake"),
         lambda: desk.embed(caller, [(1, 2)], "mean", "fake"),
     ):
         with pytest.raises(Refusal, match="rate_limit_exceeded") as caught:
             ask()
         assert "this key has 6 of the 8 places" in caught.value.message
-        assert caught.value.retry_after
+        assert caught.value.retry_after == 1
+    assert desk.crowd.retry_after(time.monotonic()) <= before + 1, "a flood of one key sends others to the end"
     account.close()
     assert account.quotas.fill(account.state) == 100

@@ -34,7 +34,9 @@ GB = 10**9
 
 
 def config(top: str = "", **parameters: str) -> str:
-    """A configuration with these fields and parameters."""
+    """A configuration with these fields and parameters, and of 5 sequences unless they say how many."""
+    if "max_batch_size" not in top:
+        top = f"max_batch_size: 5\n{top}"
     written = "".join(
         pbtxt.write(Message((("parameters", Message((("key", key), ("value", string(value))))),)))
         for key, value in parameters.items()
@@ -135,7 +137,18 @@ def test_every_field_has_its_option() -> None:
 )
 def test_fields_one_by_one(top: str, parameters: dict[str, str], options: dict[str, Any]) -> None:
     """Row B6."""
-    assert read(config(top, **parameters)).options == {"kv-fraction": 0.9, **options}
+    usual = {"max-running": 5, "max-preemptions": 0, "kv-fraction": 0.9}
+    assert read(config(top, **parameters)).options == usual | options
+
+
+def test_without_a_size_of_batches_there_is_a_warning() -> None:
+    """To Triton it is then 0."""
+    found = read('backend: "tensorrtllm"')
+    assert "max-running" not in found.options
+    [warning] = found.warnings
+    assert warning.startswith("max_batch_size: not given")
+    size = 'parameters { key: "max_num_sequences" value { string_value: "4" } }'
+    assert not read(f'backend: "tensorrtllm" {size}').warnings
 
 
 # What the knobs do
@@ -221,7 +234,7 @@ def test_the_defaults_of_the_cache() -> None:
     for parameters in ({}, empty, holes):
         found = read(config(**parameters))
         assert found.kv == expected
-        assert found.options == {"kv-fraction": 0.9}
+        assert found.options == {"max-running": 5, "max-preemptions": 0, "kv-fraction": 0.9}
     said = read(config(cross_kv_cache_fraction="0.3"))
     assert said.kv["cross_kv_cache_fraction"] == 0.3
     assert "cross_kv_cache_fraction: of models with an encoder" in "\n".join(said.notes)
@@ -255,6 +268,7 @@ def test_the_same_holds_on_a_card(tokens: int | None, fraction: float) -> None:
     assert found.blocks == cache_blocks(left, 4 << 20, BLOCK, tokens, fraction)
     assert found.memory == 10 * GB
     assert found.blocks * found.block_bytes <= fraction * left
+    assert found.kept_by == ("--max-tokens-in-cache" if tokens == 10_000 else "--kv-fraction")
 
 
 # Warnings and refusals
@@ -272,6 +286,17 @@ def test_a_field_that_was_removed_is_warned_of(value: str) -> None:
     [
         ("max_bach_size: 3", {}, "max_bach_size: no field"),
         ("x { y: [1, 2] }", {}, "x: no field"),
+        ("dynamic_batching { preserve_orderin: true }", {}, "dynamic_batching.preserve_orderin: no field"),
+        (
+            "dynamic_batching { default_queue_policy { max_queue_sizes: 3 } }",
+            {},
+            "dynamic_batching.default_queue_policy.max_queue_sizes: no field",
+        ),
+        ("instance_group [ { gpu: [ 0 ] }, { gpu: [ 1 ], count: 0 } ]", {}, "instance_group.gpu: no field"),
+        ("instance_group { kind: KIND_GPU gpus: [ 1 ] }", {}, "instance_group: gpus: "),
+        ('parameters { key: "gpt_model_path" value { string: "x" } }', {}, "parameters.value.string: no field"),
+        ("response_cache { enabled: true }", {}, "response_cache.enabled: no field"),
+        ("model_transaction_policy { decouple: true }", {}, "model_transaction_policy.decouple: no field"),
         ("", {"max_beam_widht": "1"}, "'max_beam_widht' is not known here"),
         ("", {"\x1b[31m": "1"}, "'\\x1b[31m' is not known here"),
         ("instance_group [ { count: 2 }, { } ]", {}, "instance_group: 3 instances"),

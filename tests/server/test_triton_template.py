@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from attar.engine.limits import PRESETS, Limits
 from attar.engine.settings import Settings
-from attar.server.pbtxt import parse
+from attar.server.pbtxt import MAX_BYTES, parse
 from attar.server.triton_config import read
 from attar.server.triton_template import export, fill, left, parse_values, values, write_values
 
@@ -108,10 +108,10 @@ def test_lists_that_are_none(given_: str, says: str) -> None:
         ("triton_max_batch_size", "", "cannot be read"),
         ("triton_max_batch_size", "[1, 2]", "cannot be read"),
         ("triton_max_batch_size", "9" * 100, "cannot be read"),
-        ("triton_max_batch_size", "{ }", "puts more than a value there"),
-        ("max_queue_size", "0 evil: 1", "puts more than a value there"),
-        ("max_queue_size", "[0, 1]", "puts more than a value there"),
-        ("max_queue_size", "0 } evil { x: 1", "puts more than a value there"),
+        ("triton_max_batch_size", "{ }", "has other fields than without"),
+        ("max_queue_size", "0 evil: 1", "has other fields than without"),
+        ("max_queue_size", "[0, 1]", "has other fields than without"),
+        ("max_queue_size", "0 } evil { x: 1", "has other fields than without"),
     ],
 )
 def test_a_value_is_no_more_than_a_value(name: str, value: str, says: str) -> None:
@@ -123,8 +123,15 @@ def test_a_value_is_no_more_than_a_value(name: str, value: str, says: str) -> No
 
 @pytest.mark.parametrize("value", ['"', '" } } x: "', "a\nb", "\\", "\\q"])
 def test_a_string_ends_where_it_ended(value: str) -> None:
-    with pytest.raises(ValueError, match=r"cannot be read|more than a value"):
+    with pytest.raises(ValueError, match=r"cannot be read|has other fields"):
         fill(TEMPLATE, {"engine_dir": value})
+
+
+def test_the_text_with_all_of_them_is_what_is_read() -> None:
+    half = "x" * (MAX_BYTES * 2 // 3)
+    fill('a: "${a}${b}"', {"a": half, "b": "y"})
+    with pytest.raises(ValueError, match="with these values together the template cannot be read: the text is longer"):
+        fill('a: "${a}${b}"', {"a": half, "b": half})
 
 
 def test_a_name_that_the_template_has_no_place_for() -> None:

@@ -174,6 +174,7 @@ def _gpu(device: str, card: str | None, bandwidth: int | None) -> Card | None:
 
         from attar.engine import bounds
         from attar.engine.footprint import CardMemory
+        from attar.kernels.triton.weights import knows_float8
 
         place = torch.device(device)
         free = CardMemory(place).free()
@@ -182,5 +183,6 @@ def _gpu(device: str, card: str | None, bandwidth: int | None) -> Card | None:
         except torch.OutOfMemoryError:
             raise ValueError(f"{device} has too little memory free to be measured: name its --card") from None
         rates = {kind: 1e9 * rate for kind, rate in gops.items()}
-        found = cards.Card(f"free on {device}, {torch.cuda.get_device_name(place)}", free, 1e9 * gb_s, rates)
+        name = f"free on {device}, {torch.cuda.get_device_name(place)}"
+        found = cards.Card(name, free, 1e9 * gb_s, rates, knows_float8(place))
     return found if bandwidth is None else replace(found, bandwidth=float(bandwidth))

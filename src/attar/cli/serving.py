@@ -147,7 +147,7 @@ def serve(
             pp=pp,
             adapters=parse_adapters(adapter or (), path.name),
         )
-        if policy is not None:  # the delay is of the other policy
+        if policy is not None and policy.value != "dynamic":  # of which alone the delay is
             theirs.pop("max_delay", None)
         settings = replaced(
             settings, **{name: value for name, value in theirs.items() if getattr(settings, name) is None}
@@ -251,12 +251,14 @@ def bench_serve(
 
 
 def _of_triton(file: Path) -> dict[str, Any]:
-    """Settings of a Triton configuration; what is lost of it is said."""
+    """Settings of a Triton configuration; what is lost of it is said, and what is as it is anyhow."""
     from attar.server import triton_config
 
     imported = triton_config.load(file)
+    for note in imported.notes:
+        tell(f"{file}: note: {note}")
     for warning in imported.warnings:
-        tell(f"{file}: {warning}")
+        tell(f"{file}: warning: {warning}")
     return imported.settings()
 
 

@@ -256,3 +256,12 @@ class Scheme:
             raise ValueError(f"scheme {name!r} has an activation suffix but no quantized activations")
         plain = activation is not None or kind != "int"
         return Scheme(weight, activation, match["act"] == "-static", layout="plain" if plain else "packed")
+
+
+def multiplied_in(scheme: Scheme | None) -> Literal["bf16", "int8", "fp8"]:
+    """The numbers that meet in a GPU's tensor cores where a weight of this scheme, None being dense, has a kernel: what
+    rate of the card its products are to be held against."""
+    rounding = None if scheme is None else scheme.activation
+    if rounding is None:
+        return "bf16"
+    return "fp8" if isinstance(rounding, Grid) and rounding.kind == "e4m3" else "int8"

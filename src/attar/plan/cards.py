@@ -1,12 +1,17 @@
 """GPUs: what a model takes of one's memory, and what some are by their data sheets.
 
 On a card weights lie as Triton's kernels read them (`kernels/triton/weights.py`): dense ones in 16 bits, 4-bit ones in
-tiles of 64 outputs, and those that no kernel knows written out in 16 bits. Keys and values lie in plain rows with a
-scale a slot in float32. Both are sums over shapes, and tests hold them against the real layouts.
+tiles of 64 outputs. Where no kernel knows the codes, they are written out in 16 bits; and where the rows that meet them
+are to be rounded, the reference does that, which keeps the codes as they are stored and a copy in 16 bits besides. A
+card without float8 in its tensor cores has no kernel for such codes at all. Keys and values lie in plain rows with a
+scale a slot in float32. All are sums over shapes, and tests hold them against the real layouts; what only a file's
+numbers tell, zero points that no kernel takes, is left out.
 
 A step is bounded as on a CPU, by results in float32, though a card computes in 16 bits; its tokens are chosen of up to
 `AT_ONCE` rows together. What a library or the driver takes, and what recorded graphs take, no formula knows: a server
-measures those when it starts (`engine/footprint.py`), and here the room is what `machine.SHARE` leaves. Torch-free.
+measures those when it starts (`engine/footprint.py`), and here the room is what `machine.SHARE` leaves. A card's memory
+is its data sheet's figure in units of 10^9 bytes. Some show up to 7 % more, as their makers mean 2^30; of others error
+correction takes about that part. A plan is on the safe side: it is `--device` that asks the card itself. Torch-free.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from dataclasses import dataclass
 
 from attar.formats.forms import Fp8Blocks, Progressive
 from attar.formats.kv import scheme as kv_scheme
-from attar.formats.scheme import ITEM_BITS, Grid, Scheme
+from attar.formats.scheme import ITEM_BITS, Grid, Scheme, multiplied_in
 from attar.model.config import ModelConfig
 from attar.plan import costs, steps
 from attar.plan.costs import BLOCK, Matrix, Storage, WeightBytes
@@ -26,29 +31,36 @@ from attar.plan.steps import StepLimits
 TILE = 64  # outputs that lie together
 AT_ONCE = 64  # rows whose tokens are chosen together (`engine/device_sampler.py`)
 LEAST_GROUP, LEAST_ROUNDED = 32, 64  # columns of 4 bits under one scale: of rows as they are, and rounded to int8
+MOST_COLUMNS = 65536  # whose products of 8 by 8 bits one sum of 32 bits holds
 USUAL_KV = ("bfloat16", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
     """One GPU. memory: bytes. bandwidth: bytes a second. operations: products and sums a second by what is multiplied,
-    of dense matrices: bf16, int8, fp8."""
+    of dense matrices: bf16, int8, fp8. float8: whether its tensor cores know that, from compute capability 8.9 on."""
 
     name: str
     memory: int
     bandwidth: float
     operations: Mapping[str, float]
+    float8: bool
 
     @property
     def rates(self) -> Rates:
         """For a roofline."""
-        return Rates(self.bandwidth, lambda scheme: self.operations[multiplied_in(scheme)], size)
+        return Rates(
+            self.bandwidth,
+            lambda scheme: self.operations[multiplied_in(scheme)],
+            lambda each, scheme: size(each, scheme, self.float8),
+        )
 
 
 def _sheet(name: str, gigabytes: int, gb_s: float, bf16: float, int8: float, fp8: float | None = None) -> Card:
-    """`bf16`, `int8`, `fp8`: 10^12 a second without sparsity; a card without fp8 multiplies such codes as bf16."""
+    """`bf16`, `int8`, `fp8`: 10^12 a second without sparsity; without the last such codes are multiplied as bf16."""
     operations = {"bf16": bf16, "int8": int8, "fp8": bf16 if fp8 is None else fp8}
-    return Card(name, gigabytes * 10**9, gb_s * 1e9, {kind: rate * 1e12 for kind, rate in operations.items()})
+    rates = {kind: rate * 1e12 for kind, rate in operations.items()}
+    return Card(name, gigabytes * 10**9, gb_s * 1e9, rates, fp8 is not None)
 
 
 CARDS: Mapping[str, Card] = {
@@ -75,33 +87,37 @@ def card(name: str) -> Card:
     return CARDS[name]
 
 
-def multiplied_in(scheme: Scheme | None) -> str:
-    """What meets in the tensor cores: `bf16`, `int8` or `fp8`."""
-    rounding = None if scheme is None else scheme.activation
-    if rounding is None:
-        return "bf16"
-    return "fp8" if isinstance(rounding, Grid) and rounding.kind == "e4m3" else "int8"
-
-
-def widened(scheme: Scheme, columns: int) -> bool:
-    """Whether no kernel of a card knows such codes, so that they are written out."""
+def has_kernel(scheme: Scheme, columns: int, float8: bool) -> bool:
+    """Whether a kernel multiplies by rows of so many codes, on a card that knows `float8` or not."""
     form, rounds = scheme.weight, scheme.activation is not None
     if isinstance(form, Fp8Blocks):
-        return columns % Fp8Blocks.size != 0
+        return float8 and columns % Fp8Blocks.size == 0
     if isinstance(form, Progressive):
-        return not rounds or form.group % LEAST_ROUNDED != 0
-    if not isinstance(form, Grid):
-        return True
+        return rounds and form.group % LEAST_ROUNDED == 0 and columns <= MOST_COLUMNS
+    if not isinstance(form, Grid) or columns % 16:
+        return False
     if (form.kind, form.bits) == ("int", 4):
-        return (form.group_size or columns) % (LEAST_ROUNDED if rounds else LEAST_GROUP) != 0 or columns % 16 != 0
-    eight = form.bits == 8 and form.kind in ("int", "e4m3")
-    return not eight or not form.symmetric or form.granularity == "group" or columns % 16 != 0
+        fits = (form.group_size or columns) % (LEAST_ROUNDED if rounds else LEAST_GROUP) == 0
+        return fits and (not rounds or _takes_rows(scheme, form.kind))
+    if form.bits != 8 or form.kind == "e5m2" or not form.symmetric or form.granularity == "group":
+        return False
+    if form.kind == "e4m3" and not float8:
+        return False
+    return not rounds or (_takes_rows(scheme, form.kind) and (form.kind == "e4m3" or columns <= MOST_COLUMNS))
 
 
-def size(each: Matrix, scheme: Scheme | None) -> int:
-    """Bytes of one linear's weight, which is what a product reads."""
+def _takes_rows(scheme: Scheme, kind: str) -> bool:
+    """Whether there is a kernel for rows that are rounded as the scheme wants, by weights of a kind of numbers."""
+    rounding = scheme.activation
+    if not isinstance(rounding, Grid) or (rounding.kind, rounding.bits) != (kind, 8) or not rounding.symmetric:
+        return False
+    return rounding.granularity != "group" and (rounding.granularity != "tensor" or scheme.static)
+
+
+def size(each: Matrix, scheme: Scheme | None, float8: bool) -> int:
+    """Bytes that a product reads of one linear's weight: without a kernel of those in 16 bits."""
     rows, columns = each.rows, each.columns
-    if scheme is None or widened(scheme, columns):
+    if scheme is None or not has_kernel(scheme, columns, float8):
         return 2 * rows * columns
     form, tiles = scheme.weight, -(-rows // TILE) * TILE
     if isinstance(form, Fp8Blocks):
@@ -115,20 +131,30 @@ def size(each: Matrix, scheme: Scheme | None) -> int:
     return tiles * (columns // 2 + parts * form.groups(columns))
 
 
-def weight_bytes(config: ModelConfig, storage: Storage) -> WeightBytes:
+def held(each: Matrix, scheme: Scheme | None, float8: bool) -> int:
+    """Bytes that one linear's weight takes: what a product reads, and where the reference rounds rows because no kernel
+    does, the codes besides."""
+    referred = scheme is not None and scheme.activation is not None and not has_kernel(scheme, each.columns, float8)
+    beside = scheme.bytes((each.rows, each.columns)) if scheme is not None and referred else 0
+    return size(each, scheme, float8) + beside
+
+
+def weight_bytes(config: ModelConfig, storage: Storage, float8: bool) -> WeightBytes:
     """The weights as they lie on a card. Raises ValueError where a scheme's groups do not divide a linear's columns."""
     parts = {"linears": 0, "head": 0}
     beside = config.hidden * (config.learned_positions + config.position_offset if config.names.positions else 0)
     for each in costs.matrices(config):
-        parts[each.part] += size(each, costs.checked(storage, each))
+        parts[each.part] += held(each, costs.checked(storage, each), float8)
         beside += each.rows if each.bias else 0
     embedding = 0 if config.tied else 2 * config.vocab_size * config.hidden
     return WeightBytes(parts["linears"], parts["head"], embedding, 2 * (beside + costs.norm_weights(config)))
 
 
-def block_bytes(config: ModelConfig, kv: str, block: int = BLOCK) -> int:
+def block_bytes(config: ModelConfig, kv: str, float8: bool, block: int = BLOCK) -> int:
     """Bytes of one block in all layers. Raises ValueError for what no kernel of a card keeps."""
     chosen = kv_scheme(kv)
+    if chosen.name == "fp8" and not float8:
+        raise ValueError("this card knows no float8, so keys and values cannot be kept in it: --kv int8 takes as much")
     if chosen.name not in ("float32", "bfloat16", "int8", "fp8", "int4"):
         raise ValueError(f"a card keeps keys and values as float32, bfloat16, int8, fp8 or int4, not {chosen.name}")
     scaled = 0 if chosen.kind == "float" else 4
@@ -143,7 +169,7 @@ def step_bytes(config: ModelConfig, storage: Storage, limits: StepLimits, contex
     return found.results + found.angles + chosen * config.vocab_size * steps.SAMPLING
 
 
-def written_out(config: ModelConfig, storage: Storage) -> int:
-    """Linears whose codes no kernel of a card knows."""
+def without_kernel(config: ModelConfig, storage: Storage, float8: bool) -> int:
+    """Linears whose codes no kernel of a card knows, or whose rows none rounds."""
     stored = ((each, storage.of(each)) for each in costs.matrices(config))
-    return sum(scheme is not None and widened(scheme, each.columns) for each, scheme in stored)
+    return sum(scheme is not None and not has_kernel(scheme, each.columns, float8) for each, scheme in stored)

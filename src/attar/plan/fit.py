@@ -76,6 +76,7 @@ class Fit:
     context: int  # of a full request
     adapters: int = 0  # with what their products take in a step
     graphs: int = 0  # of a GPU: memory of recorded steps
+    kept_by: str = "--max-tokens-in-cache"  # the option that would have to be larger for a larger cache in this memory
 
     @property
     def cache(self) -> int:
@@ -132,9 +133,9 @@ def fit(
     adapters: int = 0,
     share: Share = WHOLE,
     fraction: float | None = None,
-    card: bool = False,
+    card: Card | None = None,
 ) -> Fit:
-    """Divide `memory`, of the machine, or on a `card` of that (`cards.py`). `context` is that of a full request, by
+    """Divide `memory`, of the machine or on a `card` (`cards.py`). `context` is that of a full request, by
     default the model's; `max_tokens` sets the cache's size in positions, where it is not to be what the memory leaves,
     and `fraction` what of that it may be, as in `cache_blocks`. `adapters` is what those take, with their steps.
 
@@ -150,8 +151,9 @@ def fit(
     Demand(context)  # which checks it
     own, held = shared(config, storage, share)
     limits = limits or StepLimits()
-    if card:
-        weights, each = cards.weight_bytes(held, storage).total, cards.block_bytes(own, kv, block)
+    if card is not None:
+        weights = cards.weight_bytes(held, storage, card.float8).total
+        each = cards.block_bytes(own, kv, card.float8, block)
         step, processes = cards.step_bytes(own, storage, limits, context), 0
     else:
         weights, each = costs.weight_bytes(held, storage).total, costs.block_bytes(own, kv, block)
@@ -160,7 +162,14 @@ def fit(
         processes = ENGINE + SERVER + 2 * TOKENIZER * config.vocab_size
     left = memory - weights - adapters - step - processes
     blocks = cache_blocks(left, each, block, max_tokens, fraction)
-    return Fit(memory, weights, step, processes, block, each, blocks, context, adapters)
+    kept_by = keeps(blocks * block, max_tokens, fraction)
+    return Fit(memory, weights, step, processes, block, each, blocks, context, adapters, kept_by=kept_by)
+
+
+def keeps(tokens: int, max_tokens: int | None, fraction: float | None) -> str:
+    """Which option keeps a cache of so many tokens from being larger, of those that `cache_blocks` takes."""
+    by_fraction = fraction is not None and (max_tokens is None or tokens < max_tokens)
+    return "--kv-fraction" if by_fraction else "--max-tokens-in-cache"
 
 
 def check_fraction(fraction: float | None) -> None:
@@ -194,7 +203,7 @@ def start(
     adapters: int = 0,
     share: Share = WHOLE,
     fraction: float | None = None,
-    card: bool = False,
+    card: Card | None = None,
 ) -> Fit:
     """How a server divides its memory: as `fit`, with a cache of `max_tokens`, or of what the memory leaves, or a
     `fraction` of that, up to what `limits.sequences` full requests use.
@@ -211,11 +220,12 @@ def start(
         )  # fmt: skip
 
     found = divide(most, max_tokens)
+    kept_by = found.kept_by
     if max_tokens is None and found.blocks > (useful := limits.sequences * found.blocks_each):
         found = divide(most, useful * BLOCK)
     if context is None and 0 < found.tokens < most:
         found = divide(found.tokens, found.tokens)
-    return found
+    return replace(found, kept_by=kept_by)
 
 
 def longest(config: ModelConfig, context: int | None) -> int:
@@ -251,7 +261,7 @@ def require(found: Fit, source: str) -> None:
     if found.requests < 1:
         held = f"the cache would hold {found.tokens:,} tokens, less than one request of {found.context:,}"
         if not (short := found.short()):  # there is memory for more than was asked for
-            raise ValueError(f"{held}: a smaller --context or a larger --max-tokens-in-cache would do")
+            raise ValueError(f"{held}: a smaller --context or a larger {found.kept_by} would do")
         raise ValueError(
             f"{held}: {size(short)} too little; a smaller --context, a smaller --kv or more memory would do"
         )
@@ -316,7 +326,7 @@ class Row:
     fits: bool  # all users
     short: int  # bytes missing for them; 0 where they fit, or would in a larger cache than was asked for
     speed: Speed | None  # of all users; None where they do not fit, or without a bandwidth
-    references: int  # linears that no kernel multiplies by; on a card those that are written out for that
+    references: int  # linears that no kernel multiplies by
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,8 +379,8 @@ def plan(
     context = demand.context if demand.users == 1 else most
     rows = []
     for storage in storages:
-        if card is not None and storage is not storages[0] and cards.written_out(config, storage):
-            continue  # as large there as it is dense
+        if card is not None and storage is not storages[0] and cards.without_kernel(config, storage, card.float8):
+            continue  # at least as large there as it is dense
         try:
             layers = shared(config, storage, Share(0, share.tp))[1]
         except ValueError:
@@ -378,9 +388,7 @@ def plan(
                 raise
             continue
         for kv in usual_kv(config, card is not None) if kv_schemes is None else kv_schemes:
-            found = start(
-                config, storage, kv, memory, limits, context, max_tokens, adapters, share, fraction, card is not None
-            )
+            found = start(config, storage, kv, memory, limits, context, max_tokens, adapters, share, fraction, card)
             short, fast = found.short(demand.users), None
             fits = found.requests >= demand.users and not short
             each = Demand(found.context, demand.users)
@@ -392,7 +400,8 @@ def plan(
             if card is None:
                 weights, references = costs.weight_bytes(held, storage), len(steps.references(config, storage))
             else:
-                weights, references = cards.weight_bytes(held, storage), cards.written_out(config, storage)
+                weights = cards.weight_bytes(held, storage, card.float8)
+                references = cards.without_kernel(config, storage, card.float8)
             rows.append(Row(storage.label, kv, found, weights, fits, short, fast, references))
     if card is not None:
         bandwidth, int8_rate = card.bandwidth, card.operations["int8"]

@@ -6,6 +6,7 @@ from typing import Any
 
 from attar.formats.kv import scheme
 from attar.kernels.native import reach
+from attar.plan.cards import CARDS
 from attar.plan.fit import Fit, Plan, Row, size
 
 CARD_FORMULA = "tokens/s <= users / max((weights read + users x KV read) / bandwidth, operations / their rates)"
@@ -48,14 +49,20 @@ def to_text(plan: Plan) -> str:
             f"{rates}: limits, not promises (c: by compute)"
         )
         lines.append("not counted: what driver and graphs take; `attar serve` measures all of it when it starts")
-        slow = {row.weights for row in plan.rows if row.references}
-        lines += [f"{name} has linears without a kernel for GPUs: kept in 16 bits there" for name in slow]
+        if plan.card.name in CARDS:
+            lines.append("a data sheet's GB are taken as 10^9 bytes: some cards show up to 7 % more")
+        slow = dict.fromkeys(row.weights for row in plan.rows if row.references)
+        lines += [
+            f"{name} has linears without a kernel for this card: held in 16 bits there, and where rows are to be "
+            "rounded as they are stored too"
+            for name in slow
+        ]
         return "\n".join([*lines, answer(plan)])
     if plan.bandwidth is not None:
         rates = f"{plan.bandwidth / 1e9:.1f} GB/s"
         rates += "" if plan.int8_rate is None else f", int8 {plan.int8_rate / 1e9:,.0f} GOP/s"
         lines.append(f"{FORMULA}, here {rates}: limits, not promises (c: by compute)")
-    slow = {row.weights for row in plan.rows if row.references}
+    slow = dict.fromkeys(row.weights for row in plan.rows if row.references)
     lines += [f"{name} has linears without a CPU kernel: slow, and held a second time as float32" for name in slow]
     reasons = (reach.pages_against(scheme(kv)) for kv in dict.fromkeys(row.kv for row in plan.rows))
     lines += [f"{reason}: attention by the reference, several times slower" for reason in reasons if reason]
@@ -80,7 +87,8 @@ def answer(plan: Plan) -> str:
     most = max(row.fit.requests for row in plan.rows)
     held = f"{most} would fit" if most else "not even one would"
     if not least.short:
-        return f"{_users(plan, plan.context)} do not fit into a cache of {least.fit.tokens:,} tokens ({held})"
+        kept = f"{least.fit.tokens:,} tokens, as {least.fit.kept_by} keeps it"
+        return f"{_users(plan, plan.context)} do not fit into a cache of {kept} ({held})"
     return (
         f"{_users(plan, plan.context)} do not fit: {size(least.short)} too little even with {least.weights} weights "
         f"and {least.kv} keys and values ({held})"

@@ -13,7 +13,8 @@ it.
 
 A request of many prompts enters the engine's queue a window at a time, so that it fits whatever its length, and leaves
 room for others. What is refused there because others have taken the room, while the request is under way, waits here;
-so does what its key has no place for (`places.py`).
+so does what its key has no place for (`places.py`), and it asks again every `ROOM_SECONDS`: places come free whenever
+anything of that key is first heard of, and when others leave.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ WATCH_SECONDS = 0.1
 SILENCE = 1.5  # seconds: three beats of the engine
 STUCK = 60.0  # seconds, at least, that a step may take before nothing more is expected of it
 GRACE = 1.0  # seconds past its deadline that a request is left to the engine, which ends it between two steps
-ROOM_SECONDS = 0.1  # until a request with prompts still to come, and none in the engine, asks for room again
+ROOM_SECONDS = 0.1  # until a request with prompts still to come, for which there was no room, asks again
 
 AnswerEvent = Delta | PromptLogprobs | Finished | Embedding | Failed
 
@@ -113,6 +114,7 @@ class Answer:
         while self._later and (not self._within or self._within + _choices(self._later[0]) <= self._window):
             command, count = self._later[0], _choices(self._later[0])
             if not self._places.fit(self._salt, count):
+                self._ask_again()
                 break
             self._later.popleft()
             self._within += count
@@ -122,8 +124,15 @@ class Answer:
             batch.append(msgspec.structs.replace(command, deadline=left))
         if batch:
             self._send(self, batch)
-        elif self._later and not self._within:
-            self._timers["room"] = asyncio.get_running_loop().call_later(ROOM_SECONDS, self.go_on)
+
+    def _ask_again(self) -> None:
+        """Look for room once more, in a while."""
+        if "room" not in self._timers:
+            self._timers["room"] = asyncio.get_running_loop().call_later(ROOM_SECONDS, self._look)
+
+    def _look(self) -> None:
+        del self._timers["room"]
+        self.go_on()
 
     def put(self, event: AnswerEvent) -> None:
         """The engine says something."""
@@ -176,7 +185,7 @@ class Answer:
         self._hear_all(request)
         self._later.appendleft(command)
         if not self._within:
-            self._timers["room"] = asyncio.get_running_loop().call_later(ROOM_SECONDS, self.go_on)
+            self._ask_again()
 
     def _hear(self, event: Delta | Finished) -> None:
         """The choice waits no more."""

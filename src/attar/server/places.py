@@ -3,10 +3,12 @@
 A choice takes a place when it is sent to the engine and gives it back when the first is heard of it, its token or its
 end. So what a prompt is being computed for still counts as waiting; nobody here is told when that begins.
 
-With several keys two things hold of a queue of `size` places. Half of it is kept in equal parts, one for each key: a
-key that has fewer waiting than its part always gets in. And where m keys wait, each may have size / m, or the choices
-of one prompt: so one alone takes what the others' parts leave, and when others come, it gets no more until it is down
-to its share. A key that would have more is refused; nobody who waits is ever sent away. One key, or none, has all.
+With several keys two things hold of a queue of `size` places. Up to half of it is kept in equal parts of whole places,
+one for each key: a key always gets in with as many as are within its part. And where m keys wait, each may have
+size / m, or the choices of one prompt where there is room for them: so one alone takes what the others' parts leave,
+and when others come, it gets no more until it is down to its share. A key that would have more is refused; nobody who
+waits is ever sent away. Where there are more keys than half of the places there are no parts, and a key may have to
+wait until a place comes free. One key, or none, has all.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ class Places:
 
     @property
     def _kept(self) -> int:
-        """Places that are kept for each key; 0 where there are more keys than places."""
-        return 0 if self.keys > self.size else max(1, self.size // (2 * self.keys))
+        """Places that are kept for each key; 0 where there are more keys than half of the places."""
+        return self.size // (2 * self.keys)
 
     def waiting(self, key: bytes) -> int:
         """Places that a key has."""

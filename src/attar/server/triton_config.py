@@ -1,13 +1,13 @@
 """Settings of an NVIDIA Triton Inference Server, as TensorRT-LLM's backend reads them, and `attar serve`'s: each from
 the other. (The Triton whose kernels run on GPUs, `kernels/triton`, only has the same name.)
 
-    max_batch_size                             --max-running; 0, no batching, is 1
+    max_batch_size                             --max-running; 0, no batching, is 1; a warning where it is not given
     dynamic_batching:
       max_queue_delay_microseconds             --max-delay, of --policy dynamic
       default_queue_policy: max_queue_size     --max-waiting: one more is refused, with 429
     model_transaction_policy: decoupled        nothing: whoever asks for a stream gets one
     gpt_model_type, the batching strategy      --policy: inflight is continuous; V1 is dynamic with a delay, else static
-    batch_scheduler_policy                     --max-preemptions 0 for guaranteed_no_evict
+    batch_scheduler_policy                     --max-preemptions 0 for guaranteed_no_evict, and unless it is said
     max_tokens_in_paged_kv_cache               --max-tokens-in-cache
     kv_cache_free_gpu_mem_fraction             --kv-fraction, 0.9 unless said: of both the smaller holds (`plan/fit.py`)
     max_num_tokens                             --max-step-tokens; usually fixed when an engine is built
@@ -25,7 +25,7 @@ Defaults and names are those of `docs/model_config.md` in triton-inference-serve
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,23 @@ FIELDS = frozenset({
     "model_transaction_policy", "model_repository_agents", "response_cache", "model_metrics",
 })  # fmt: skip
 """Of a model's configuration. Those that nothing here reads say nothing to a server of one language model."""
+INSIDE: dict[str, frozenset[str]] = {
+    "dynamic_batching": frozenset({
+        "preferred_batch_size", "max_queue_delay_microseconds", "preserve_ordering", "priority_levels",
+        "default_priority_level", "default_queue_policy", "priority_queue_policy",
+    }),
+    "dynamic_batching.default_queue_policy": frozenset({
+        "timeout_action", "default_timeout_microseconds", "allow_timeout_override", "max_queue_size",
+    }),
+    "model_transaction_policy": frozenset({"decoupled"}),
+    "instance_group": frozenset({
+        "name", "kind", "count", "rate_limiter", "gpus", "secondary_devices", "profile", "passive", "host_policy",
+    }),
+    "response_cache": frozenset({"enable"}),
+    "parameters": frozenset({"key", "value"}),
+    "parameters.value": frozenset({"string_value"}),
+}  # fmt: skip
+"""Of the messages that are read here, by where they stand."""
 INERT = frozenset({
     "FORCE_CPU_ONLY_INPUT_TENSORS", "executor_worker_path", "worker_path", "gpt_model_path",
     "kv_cache_onboard_blocks", "cancellation_check_period_ms", "stats_check_period_ms", "recv_poll_period_ms",
@@ -172,9 +189,10 @@ class _Reading:
         for name, known in (("backend", ("tensorrtllm", "python")), ("platform", ())):
             if (value := self.root.text(name)) and value not in known:
                 raise ValueError(f"{name}: {value[:80]!r} is not TensorRT-LLM's backend, the only one that is read")
-        for name in dict.fromkeys(name for name, _ in self.root.fields):
-            if name not in FIELDS:
-                self.warnings.append(f"{name}: no field of a model's configuration that is known here; left out")
+        strange = dict.fromkeys(_strange(self.root, "", FIELDS))
+        self.warnings += [
+            f"{name}: no field of a model's configuration that is known here; left out" for name in strange
+        ]
 
     def _parameters(self) -> dict[str, str]:
         """Those that are set, by the names that the backend looks for."""
@@ -193,6 +211,11 @@ class _Reading:
         most = self.root.count("max_batch_size", 2**31 - 1)
         if (runtime := _integer(parameters, "max_num_sequences")) is not None:
             most = runtime
+        if most is None:
+            self.warnings.append(
+                "max_batch_size: not given, which Triton takes for 0, no batching; the usual number of sequences run "
+                "together unless --max-running says how many"
+            )
         if most == 0:
             self.notes.append("max_batch_size: 0 means no batching: one sequence at a time")
         if most is not None:
@@ -248,14 +271,12 @@ class _Reading:
             raise ValueError(
                 f"batch_scheduler_policy: {scheduler[:80]!r} is neither max_utilization nor guaranteed_no_evict"
             )
-        if scheduler.lower() == "guaranteed_no_evict":
-            self.options["max-preemptions"] = 0
-        elif scheduler:
-            self.options["max-preemptions"] = Limits().max_preemptions
-        else:
+        pauses = scheduler.lower() == "max_utilization"
+        self.options["max-preemptions"] = Limits().max_preemptions if pauses else 0
+        if not scheduler:
             self.notes.append(
-                "batch_scheduler_policy: unset, TensorRT-LLM pauses nobody who has begun; attar does where blocks run "
-                "out, and loses no token by it, unless --max-preemptions is 0"
+                "batch_scheduler_policy: unset it is guaranteed_no_evict, and nobody who has begun is paused; with "
+                "--max-preemptions above 0 more run together, and where blocks run out no token is lost"
             )
 
     def _cache(self, parameters: Mapping[str, str]) -> dict[str, int | float | None]:
@@ -320,6 +341,8 @@ class _Reading:
     def _instances(self) -> None:
         groups = self.root.messages("instance_group")
         count = sum(1 if (given := group.count("count", 2**31 - 1)) is None else given for group in groups)
+        if any(group.all("gpus") or group.all("secondary_devices") for group in groups):
+            self.warnings.append("instance_group: gpus: where a model is computed is --device's to say")
         if count > 1:
             self.warnings.append(
                 f"instance_group: {count} instances: a server has one engine, which takes requests together; start as "
@@ -327,6 +350,16 @@ class _Reading:
             )
         if self.root.message("response_cache").flag("enable"):
             self.warnings.append("response_cache: whole answers are not kept")
+
+
+def _strange(message: Message, path: str, known: frozenset[str]) -> Iterator[str]:
+    """Where fields stand that nobody knows, below `path`."""
+    for name, value in message.fields:
+        where = f"{path}.{name}" if path else name
+        if name not in known:
+            yield where[:80]
+        elif isinstance(value, Message) and where in INSIDE:
+            yield from _strange(value, where, INSIDE[where])
 
 
 def _truth(parameters: Mapping[str, str], name: str) -> bool | None:

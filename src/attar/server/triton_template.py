@@ -5,8 +5,9 @@ keeps what follows from being a separator: `gpu_device_ids:0\,1`. NVIDIA's tool 
 and then at colons, and takes one backslash away each time; so does this one, and what it writes, that one reads. It is
 more lenient in one thing: a colon behind the first belongs to the value, escaped or not.
 
-Values go in as text, so one with a brace or a quotation mark could become more than a value. The filled text is read,
-and must have the very fields that the template had.
+Values go in as text, so one with a brace or a quotation mark could become more than a value. The text with all of them
+in it is read, and must have the very fields that the template had; where it has not, each is tried alone to say whose
+fault that is.
 """
 
 from __future__ import annotations
@@ -71,14 +72,22 @@ def fill(template: str, values: Mapping[str, str]) -> str:
     if strange := [name for name in values if name not in holes]:
         raise ValueError(f"the template has no ${{{strange[0]}}}: it has {', '.join(sorted(holes)) or 'none'}")
     shape = list(pbtxt.paths(pbtxt.parse(template)))
-    for name, value in values.items():
-        try:
-            same = list(pbtxt.paths(pbtxt.parse(Template(template).safe_substitute({name: value})))) == shape
-        except ValueError as error:
-            raise ValueError(f"with {name}:{value[:80]} the template cannot be read: {error}") from None
-        if not same:
-            raise ValueError(f"{name}:{value[:80]} puts more than a value there")
-    return Template(template).safe_substitute({**USUAL, **values})
+    filled = Template(template).safe_substitute({**USUAL, **values})
+    if (wrong := _against(filled, shape)) is not None:
+        for name, value in values.items():
+            if (alone := _against(Template(template).safe_substitute({name: value}), shape)) is not None:
+                raise ValueError(f"with {name}:{value[:80]} {alone}")
+        raise ValueError(f"with these values together {wrong}")
+    return filled
+
+
+def _against(filled: str, shape: list[str]) -> str | None:
+    """What is wrong with a filled template whose fields were these, or None."""
+    try:
+        same = list(pbtxt.paths(pbtxt.parse(filled))) == shape
+    except ValueError as error:
+        return f"the template cannot be read: {error}"
+    return None if same else "the template has other fields than without"
 
 
 def left(text: str) -> list[str]:

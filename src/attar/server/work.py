@@ -29,6 +29,7 @@ from attar.server.schemas import MAX_PROMPTS
 REMEMBERED = 1000  # requests that /why can tell of when they have ended
 WINDOW = 32  # texts to embed that the engine has at once
 PROMPT_ANSWER = 1.0  # seconds that a stream's status waits for the engine's first word
+SHARE_AFTER = 1  # seconds after which a key may ask again that has its share: no turn of `Crowd`, which all keys share
 
 logger = logging.getLogger(__name__)
 
@@ -317,8 +318,7 @@ class Desk:
             self.metrics.limited.labels("queue").inc()
             waiting = f"this key has {places.waiting(caller.salt)} of the {places.size} places in the queue"
             message = f"{waiting}, and its share has no room for {count} more: try again later"
-            retry_after = self.crowd.retry_after(time.monotonic())
-            raise Refusal("rate_limit_exceeded", message, retry_after=retry_after)
+            raise Refusal("rate_limit_exceeded", message, retry_after=SHARE_AFTER)
 
     def _share(self) -> int:
         """Choices of one request that the engine's queue takes at a time: half of what may wait there."""
@@ -359,7 +359,9 @@ def _names(caller: Caller, count: int) -> list[str]:
 def fits(n: int, most: int, name: str) -> None:
     """Raises Refusal, with both numbers, where a prompt's choices could never wait together."""
     if n > most:
-        message = f"{name}: {n} choices of a prompt are more than the {most} that may wait in this server"
+        message = (
+            f"{name}: {n} choices of a prompt are more than the {most} that one key may have waiting: ask for fewer"
+        )
         raise Refusal("out_of_range", message, name)
 
 

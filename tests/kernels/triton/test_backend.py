@@ -9,7 +9,7 @@ import torch
 
 from attar.checkpoints import hf
 from attar.formats.packed import codec
-from attar.formats.scheme import Scheme
+from attar.formats.scheme import Scheme, multiplied_in
 from attar.kernels import ops
 from attar.kernels.operands import Linear
 from attar.kernels.triton import backend, store, weights
@@ -157,7 +157,7 @@ def test_the_layout_of_progressive_levels_holds_the_codes() -> None:
     [(None, "bf16"), ("w4g128", "bf16"), ("w4a8g128", "int8"), ("qserve-g128", "int8"), ("fp8-block", "fp8")],
 )
 def test_what_meets_in_the_tensor_cores(scheme: str | None, kind: str) -> None:
-    assert weights.multiplied_in(None if scheme is None else Scheme.parse(scheme)) == kind
+    assert multiplied_in(None if scheme is None else Scheme.parse(scheme)) == kind
 
 
 def test_vectors_of_another_size_are_refused() -> None:

@@ -181,15 +181,6 @@ def knows_float8(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FLOAT8_FROM
 
 
-def multiplied_in(scheme: Scheme | None) -> Literal["bf16", "int8", "fp8"]:
-    """The numbers that meet in the tensor cores where a weight of this scheme, None being dense, has a kernel: what
-    rate of the card its products are to be held against."""
-    rounding = None if scheme is None else scheme.activation
-    if rounding is None:
-        return "bf16"
-    return "fp8" if isinstance(rounding, Grid) and rounding.kind == "e4m3" else "int8"
-
-
 def prepare(each: Linear, dtype: torch.dtype) -> None:
     """Lay the linear's weight out, dense ones in `dtype`. Raises ValueError where `against` gives a reason, and where a
     damaged file has numbers that no code stands for."""
