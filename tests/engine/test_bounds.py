@@ -252,6 +252,7 @@ def test_time_on_a_stream_lies_between_two_events_and_is_waited_for(monkeypatch:
 
 def test_rates_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "card_limits", lambda device: (4000.0, {"bf16": 8e5, "int8": 15e5, "fp8": 16e5}))
+    monkeypatch.setattr(bounds, "knows_float8", lambda device: False)
     found = bounds.card_rates(torch.device("cuda"))
     w4 = Scheme.parse("w4g128").with_scale_dtype("bfloat16")
     assert (found.bandwidth, found.operations(w4), found.operations(None)) == (4e12, 8e14, 8e14)
@@ -260,7 +261,8 @@ def test_rates_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.size is not None
     matrix = Matrix("m", 256, 128)
     assert found.size(matrix, None) == 2 * 256 * 128
-    assert found.size(matrix, w4) == 256 * 128 // 2 + 2 * 256 + 16, "codes, scales, and its shape"
+    assert found.size(matrix, w4) == 256 * 128 // 2 + 2 * 256, "codes and scales"
+    assert found.size(matrix, Scheme.parse("fp8")) == 2 * 256 * 128, "which this card does not know"
 
 
 @pytest.mark.parametrize("room", [1 << 20, 1024])

@@ -29,7 +29,7 @@ from attar.engine.messages import Delta, Embed, Failed, Submit
 from attar.engine.orders import Call, Job, frame
 from attar.engine.request import SamplingParams
 from attar.engine.settings import Settings
-from attar.engine.team import Crew, Team, tell
+from attar.engine.team import Crew, Lost, Team, tell
 from attar.faults import Fault
 from attar.formats.kv import SCHEMES
 from attar.kernels.operands import Routes
@@ -370,6 +370,36 @@ def test_where_another_has_too_little_memory_within_a_step_all_run_smaller_ones(
         found, made = tokens(llm)
         assert found == tokens(one)[0]
         assert made.launcher.rows == 12
+    finally:
+        llm.close()
+
+
+def test_a_step_that_is_broken_off_ends_the_model(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have run it, and their answer would be taken for that to the next step."""
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    llm = LLM(demo, tp=2)
+    try:
+        monkeypatch.setattr(llm.decoder, "states", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tokens(llm)
+        monkeypatch.undo()
+        with pytest.raises(RuntimeError, match="a step was broken off"):
+            llm.logits([1, 2])
+    finally:
+        llm.close()
+
+
+@pytest.mark.usefixtures("disarmed")
+def test_others_that_wait_within_a_step_are_not_waited_for(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(demo, tp=2)
+    try:
+        monkeypatch.setattr(team, "waits", lambda decoder: "as on a GPU where experts run")
+        faults.arm(Fault("runner.memory"))
+        with pytest.raises(Lost, match="too little memory"):
+            tokens(llm)
     finally:
         llm.close()
 

@@ -27,10 +27,11 @@ import torch
 
 from attar.engine.choices import Request
 from attar.engine.step import StepPlan
-from attar.formats.scheme import Scheme
+from attar.formats.scheme import multiplied_in
 from attar.kernels.native import extension, limits
-from attar.kernels.triton.weights import knows_float8, multiplied_in
-from attar.plan.costs import Matrix, against
+from attar.kernels.triton.weights import knows_float8
+from attar.plan import cards
+from attar.plan.costs import against
 from attar.plan.roofline import Rates, Roofline
 
 COPIED, SQUARE = 1 << 30, 8192  # bytes of a copy, and rows of a product, by which a card's rates are measured
@@ -144,13 +145,13 @@ def cpu_rates(weights: int, activations: str) -> Rates | None:
 
 
 def card_rates(device: torch.device) -> Rates:
-    """Of a card. Its kernels read weights as they are stored, dense ones in 16 bits."""
-    bandwidth, gops = card_limits(device)
-
-    def size(each: Matrix, scheme: Scheme | None) -> int:
-        return 2 * each.rows * each.columns if scheme is None else scheme.bytes((each.rows, each.columns))
-
-    return Rates(1e9 * bandwidth, lambda scheme: 1e9 * gops[multiplied_in(scheme)], size)
+    """Of a card, whose kernels read weights as `cards.size` says."""
+    (bandwidth, gops), float8 = card_limits(device), knows_float8(device)
+    return Rates(
+        1e9 * bandwidth,
+        lambda scheme: 1e9 * gops[multiplied_in(scheme)],
+        lambda each, scheme: cards.size(each, scheme, float8),
+    )
 
 
 def card_limits(device: torch.device) -> tuple[float, dict[str, float]]:

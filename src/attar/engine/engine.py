@@ -15,9 +15,11 @@ What ends a text is seen a step late, but for its length: the row that the next 
 and what is asked for meanwhile waits for one step more.
 
 There is no step ahead, and the next one is planned when the tokens of this one are known, where its plan would have
-somebody give way, where something has raised, so that what the device knows is not what the requests get, and for
-models that make the host wait within a step (`Runner.waits`). `alone` counts these by reason, `ahead` the others. Text
-is left for when the next step runs then (`_tell`), unless it could end its sequence, by a stop string.
+somebody give way, where something has raised, so that what the device knows is not what the requests get, and where the
+host would wait within the next step while tokens of this one are there to be told: for models of which it always does
+(`Runner.waits`), and for embeddings and log probabilities of prompts, whose numbers it reads in the launch. `ahead`
+counts steps ahead, and `alone`, by reason, the times that there was none. Text is left for when the next step runs then
+(`_tell`), unless it could end its sequence, by a stop string.
 
 A request becomes one sequence a choice. Each has a sampler of its own, seeded with the request's seed plus the choice's
 number, and draws by (seed, index of the token), so that neither batching nor preemption nor what the prefix cache had
@@ -100,9 +102,10 @@ class Engine:
         self.meanwhile: Callable[[list[Event]], None] | None = None
         self.launcher = Launcher(self.runner, self.overlaps, bounds, lambda event: self._events.append(event))
         self.ahead = 0
-        """Steps that were launched before the tokens of the one before were known."""
+        """Steps that were launched before the one before was waited for."""
         self.alone: Counter[str] = Counter()
-        """Others of an engine that overlaps, by reason: `model`, `mishap`, `blocks` (too few)."""
+        """Times that an engine which overlaps launched no step ahead, by what was against it, also where there would
+        have been none: `model`, `mishap`, `numbers` (which the host would wait for), `blocks` (too few)."""
         if self.overlaps and self.runner.waits is not None:
             logger.warning("no step is launched before the tokens of the last are known: %s", self.runner.waits)
         self._flight: Flight | None = None  # the next step, where it is on its way
@@ -296,6 +299,8 @@ class Engine:
             why = "model"
         elif not flight.whole:
             why = "mishap"
+        elif self._numbers_wanted():
+            why = "numbers"
         elif (plan := self.scheduler.ahead(now := self.clock())) is None:
             why = "blocks"
         elif not plan.chunks:
@@ -306,6 +311,16 @@ class Engine:
         self.alone[why] += 1
         return None
 
+    def _numbers_wanted(self) -> bool:
+        """Whether the next step may have a piece of a prompt in it whose numbers the host waits for."""
+        scheduler = self.scheduler
+        room = scheduler.limits.together - len(scheduler.running)
+        for sequence in (*scheduler.running, *scheduler.waiting[:room]):
+            request = self._choices[sequence.id].request
+            if sequence.planned < sequence.prompt and (request.pooling or request.of_prompt is not None):
+                return True
+        return False
+
     def _launched(self, plan: StepPlan, began: float, coming: Coming | None = None) -> Flight:
         choices = {chunk.sequence: self._choices[chunk.sequence.id] for chunk in plan.chunks}
         return self.launcher.launch(plan, choices, began, coming)
@@ -313,7 +328,7 @@ class Engine:
     def _outcomes(self, flight: Flight) -> dict[str, Outcome]:
         """What a step gave its sequences. Of who has ended meanwhile it says nothing, or nothing that counts."""
         outcomes = {chunk.sequence.id: Outcome((), True) for chunk in flight.plan.chunks if chunk.samples}
-        for choice, draw in zip(flight.drawing, self.launcher.draws(flight), strict=True):
+        for choice, draw in zip(flight.takers, self.launcher.wait_for(flight), strict=True):
             outcomes[choice.sequence.id] = self._advance(choice, draw)
         return outcomes | {id: Outcome(failure="internal") for id in flight.failed}
 

@@ -4,7 +4,7 @@ What is done for a whole batch, the model's step and the choice of tokens, is do
 the same bits, since no number depends on company, and whoever raises again has failed.
 
 Where the device has too little memory for a step, it is run in halves, and later steps in pieces of that size, also
-those that only decode; nobody's request ends by it.
+those that only decode. A request ends by it only where there is too little for a single token.
 
 Nothing here knows what a token means to its request. A flight keeps its own account of whose its rows are, because who
 has ended is forgotten elsewhere while a row of it may still be on its way.
@@ -13,7 +13,7 @@ has ended is forgotten elsewhere while a row of it may still be on its way.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,24 +51,24 @@ class Flight:
     """Ids of sequences for which the step raised."""
     busy: Callable[[], float]
     """How long the device was at it, as a meter tells."""
-    drawing: list[Choice] = field(default_factory=list)
+    takers: list[Choice] = field(default_factory=list)
     """Whose tokens are chosen: not of who had ended, or wants none."""
     chosen: Chosen | None = None
-    """Of `drawing`, where the device may not have come to it yet."""
-    drawn: list[Drawn] = field(default_factory=list)
+    """Of `takers`, where the device may not have come to it yet."""
+    known: list[Drawn] = field(default_factory=list)
     """The same where it is known already."""
 
     @property
     def whole(self) -> bool:
         """Whether nothing has raised: then the device has a token for everybody who goes on."""
-        return not self.failed and (self.chosen is not None or not self.drawing)
+        return not self.failed and (self.chosen is not None or not self.takers)
 
     @property
     def coming(self) -> Coming | None:
         """Its tokens, for the step behind it."""
         if self.chosen is None:
             return None
-        return Coming(self.chosen.tokens, {choice.sequence: i for i, choice in enumerate(self.drawing)})
+        return Coming(self.chosen.tokens, {choice.sequence: i for i, choice in enumerate(self.takers)})
 
 
 class Launcher:
@@ -86,6 +86,7 @@ class Launcher:
         """Run the model. On a GPU it is on its way then. `coming` are tokens of the step before, if nobody knows them
         yet. Raises torch.AcceleratorError where nothing can be computed any more."""
         failed: set[str] = set()
+        pooled = _pooled(choices.values())
         if self.bounds is not None:
             self.bounds.begin()
         try:
@@ -94,6 +95,7 @@ class Launcher:
             raise
         except Exception:
             logger.exception("a step of %d sequences raised: once more, one by one", len(plan.chunks))
+            _restore(pooled)
             logits, failed = self._apart(plan, choices, coming)
         busy = float if self.bounds is None else self.bounds.end()
         return Flight(plan, choices, began, logits, failed, busy)
@@ -103,7 +105,7 @@ class Launcher:
         sampling = [chunk.sequence for chunk in flight.plan.chunks if chunk.samples]
         sampling = [sequence for sequence in sampling if sequence.id not in flight.failed]
         rows = [i for i, each in enumerate(sampling) if each.max_tokens > 0 and each.ending is None]
-        flight.drawing = [flight.choices[sampling[i]] for i in rows]
+        flight.takers = [flight.choices[sampling[i]] for i in rows]
         if not rows:
             return
         logits, flight.logits = flight.logits, None  # the memory goes, or the next step writes there
@@ -111,28 +113,28 @@ class Launcher:
         if len(rows) < len(sampling):
             (places,) = sent(logits.device, torch.tensor(rows))
             logits = logits[places]
-        samplers = [choice.sampler for choice in flight.drawing]
+        samplers = [choice.sampler for choice in flight.takers]
         try:
             if self.overlaps:
                 flight.chosen = device_sampler.choose(logits, samplers)
             else:
-                flight.drawn = list(sample(logits, samplers))
+                flight.known = list(sample(logits, samplers))
         except torch.AcceleratorError:
             raise
         except Exception:
             choose, own = (device_sampler.sample if self.overlaps else sample), logits
-            flight.drawn = _each(samplers, lambda row: choose(own[row : row + 1], samplers[row : row + 1]))
+            flight.known = _each(samplers, lambda row: choose(own[row : row + 1], samplers[row : row + 1]))
 
-    def draws(self, flight: Flight) -> list[Drawn]:
-        """What came of each of `flight.drawing`. Here the host waits for the device."""
+    def wait_for(self, flight: Flight) -> list[Drawn]:
+        """What came of each of `flight.takers`. Here the host waits for the device."""
         if (chosen := flight.chosen) is None:
-            return flight.drawn
+            return flight.known
         try:
             return list(chosen.draws())
         except torch.AcceleratorError:
             raise
         except Exception:
-            return _each([choice.sampler for choice in flight.drawing], lambda row: chosen.draws(row, row + 1))
+            return _each([choice.sampler for choice in flight.takers], lambda row: chosen.draws(row, row + 1))
 
     def _whole(self, plan: StepPlan, choices: Mapping[Sequence, Choice], coming: Coming | None) -> Tensor:
         """As `Runner.run`, in pieces where the device has too little memory for more. Raises torch.OutOfMemoryError
@@ -141,16 +143,14 @@ class Launcher:
         logits: list[Tensor] = []
         while left:
             piece = left.pop(0)
-            requests = [choices[chunk.sequence].request for chunk in piece.chunks]
-            pooled = [(request, request.pooled) for request in requests]
+            pooled = _pooled(choices[chunk.sequence] for chunk in piece.chunks)
             try:
                 found = self.runner.run(piece, self._wanted(piece, choices), coming)
             except torch.OutOfMemoryError:
                 self.runner.release()
                 if piece.tokens < 2:
                     raise
-                for request, before in pooled:
-                    request.pooled = before
+                _restore(pooled)
                 half = -(-piece.tokens // 2)
                 self.rows = half
                 logger.warning("too little memory for %d tokens at once: from now on %d", piece.tokens, self.rows)
@@ -163,7 +163,6 @@ class Launcher:
         self, plan: StepPlan, choices: Mapping[Sequence, Choice], coming: Coming | None
     ) -> tuple[Tensor, set[str]]:
         """A step sequence by sequence: logits [S, V] as of `Runner.run` without those that raise, and their ids."""
-        wanted = self._wanted(plan, choices)
         empty = torch.empty((0, self.runner.decoder.config.vocab_size), device=self.runner.device)
         logits, failed = [empty], set()
         self.runner.release()  # recordings may be half made
@@ -171,7 +170,7 @@ class Launcher:
             chunks = [chunk for chunk in plan.chunks if chunk.sequence is sequence]
             copies = [copy for copy in plan.copies if copy.sequence is sequence]
             try:
-                logits.append(self.runner.run(StepPlan(chunks, copies), wanted, coming).clone())
+                logits.append(self._whole(StepPlan(chunks, copies), choices, coming).clone())
             except torch.AcceleratorError:
                 raise
             except Exception:
@@ -193,13 +192,23 @@ class Launcher:
         return wanted
 
     def _score(self, request: Request, chunk: Chunk, first: int, logits: Tensor) -> None:
-        found = request.score(chunk.start + first, logits)
+        found = request.score(chunk.start + first, logits.cpu())
         if found is not None:
             self.say(found)
 
 
+def _pooled(choices: Iterable[Choice]) -> list[tuple[Request, Tensor | None]]:
+    """What their embeddings are made of so far: a step that is run again adds to that, not to what it has added."""
+    return [(choice.request, choice.request.pooled) for choice in choices]
+
+
+def _restore(pooled: List[tuple[Request, Tensor | None]]) -> None:
+    for request, before in pooled:
+        request.pooled = before
+
+
 def _pool(request: Request, before: Tensor | None, chunk: Chunk, first: int, hidden: Tensor) -> None:
-    request.pool(before, hidden)
+    request.pool(before, hidden.cpu())
 
 
 def _each(samplers: List[Sampler], choose: Callable[[int], list[Draw | BadLogits]]) -> list[Drawn]:

@@ -45,7 +45,6 @@ from attar.kernels.ops import TritonStore
 from attar.kernels.pages import Pages, Placement
 from attar.model.cache import ALIGNED, KVCache, Step
 from attar.model.decoder import Decoder
-from attar.model.layers import MixtureOfExperts
 from attar.model.parallel import SplitDecoder
 
 
@@ -94,8 +93,8 @@ def against(decoder: Decoder) -> str | None:
     if decoder.store.refused:
         name, reason = next(iter(decoder.store.refused.items()))
         return f"{name}: {reason}"
-    if any(isinstance(block.feed_forward, MixtureOfExperts) for block in decoder.blocks):
-        return "which experts run depends on the token"
+    if decoder.by_token is not None:
+        return decoder.by_token
     if any(rope is not None and rope.grows for rope in decoder.config.ropes):
         return "angles depend on how long a sequence can get"
     return None

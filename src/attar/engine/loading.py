@@ -199,6 +199,7 @@ def on_card(settings: Settings, measured: Footprint, block_bytes: int, most: int
     found = Fit(
         memory, measured.weights, measured.step, measured.driver, BLOCK, block_bytes, blocks, context,
         graphs=measured.graphs + block_bytes,
+        kept_by=planning.keeps(blocks * BLOCK, settings.max_cached_tokens, fraction),
     )  # fmt: skip
     planning.require(found, source)
     return found

@@ -36,7 +36,6 @@ from attar.kernels.pages import Bases, Pages
 from attar.model import cache
 from attar.model.cache import KVCache, Step, Tails, sent
 from attar.model.decoder import Decoder
-from attar.model.layers import MixtureOfExperts
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,8 @@ RECORDINGS = 4  # numbers of sequences whose decode step is kept ready
 LOGIT_ROWS = 32  # of one chunk whose logits are made at once, where all are wanted
 
 Watch = Callable[[Chunk, int, Tensor], None]
-"""watch(chunk, first, numbers): numbers of the chunk's rows from `first` on, in order, all of them in some calls."""
+"""watch(chunk, first, numbers): numbers of the chunk's rows from `first` on, in order, all of them in some calls. They
+are on the model's device, which may still be working on them: whoever reads them waits."""
 
 
 @dataclass(slots=True)
@@ -187,8 +187,8 @@ class Runner:
         """Run the step; returns logits [S, V] after each chunk that samples, in order, on the model's device, which may
         still be working on them. The next step overwrites them.
 
-        `wanted` says by sequence id who wants more of a chunk, for which the host waits. Tokens that their sequences do
-        not have yet are `coming`. A step, or parts of it, can be run again until the next one is run or the scheduler
+        `wanted` says by sequence id who wants more of a chunk, and may wait for it. Tokens that their sequences do not
+        have yet are `coming`. A step, or parts of it, can be run again until the next one is run or the scheduler
         commits it, to the same bits: what it writes are slots that it does not read before. After a step that raised,
         `release` comes first. Raises torch.OutOfMemoryError where the device has too little memory for it.
         """
@@ -231,9 +231,12 @@ class Runner:
                 tables[row, : len(blocks)] = blocks
                 batch.rows[row] = blocks.copy()
             batch.cache.filled[row] = chunk.start
-        ids = torch.tensor(rows.ids)
-        rows.complete(ids)
-        return batch.decoding.step(ids.tolist())
+        ids = rows.ids
+        if rows.late:
+            known = torch.tensor(ids)
+            rows.complete(known)
+            ids = known.tolist()
+        return batch.decoding.step(ids)
 
     def _batch(self, sequences: int) -> _Batch:
         tables = torch.zeros((sequences, -(-self.context // self.block)), dtype=torch.int32)
@@ -266,13 +269,13 @@ class Runner:
                 start = end - chunk.rows
                 if want.hidden is not None:
                     hidden = ops.norm(*_rows(stream, delta, start, end), self.decoder.final_norm)[1]
-                    want.hidden(chunk, 0, hidden.cpu())
+                    want.hidden(chunk, 0, hidden)
                 if want.logits is not None:
                     for at in range(start, end, LOGIT_ROWS):
                         rows = slice(at, min(at + LOGIT_ROWS, end))
                         routes = None if step.routes is None else step.routes.of(rows)
                         piece = _rows(stream, delta, rows.start, rows.stop)
-                        want.logits(chunk, at - start, self.decoder.logits(*piece, routes).cpu())
+                        want.logits(chunk, at - start, self.decoder.logits(*piece, routes))
         last = (ends - 1)[torch.tensor([chunk.samples for chunk in chunks])]
         if not len(last):
             return self._no_logits()
@@ -293,9 +296,9 @@ class Runner:
 
 
 def waits(decoder: Decoder) -> str | None:
-    """Why the host waits for the device within a step of this model; None where it does not."""
-    routed = any(isinstance(block.feed_forward, MixtureOfExperts) for block in decoder.blocks)
-    return "which experts run depends on the token" if routed and decoder.device.type != "cpu" else None
+    """Why the host waits for the device within a step of this model; None where it does not, or where nobody gains by
+    knowing: the reference on a device, which is there to be compared with, waits in every layer's attention."""
+    return None if decoder.device.type == "cpu" else decoder.by_token
 
 
 def _replayed(graph: graphs.Graph, chunks: List[Chunk], rows: _Rows) -> Tensor:

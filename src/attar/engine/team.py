@@ -17,10 +17,15 @@ RuntimeError. A server's engine ends as soon as that thread knows (`on_lost`), a
 A worker that lives but is stopped is lost too, where an exchange or a full pipe has waited for it too long.
 
 A process that raises within a step has left the others behind in theirs, waiting for it. Where it has too little
-memory all of them come back: each says of every step what became of it, exchanges that are under way are ended, all
-meet anew (`Meet`), and the leader raises what one process alone would, so that the step is run again in halves and
-later ones in pieces of that size. Whatever else raises, and fails one request in one process, is `Lost` here. That is
-no `Exception`, because an engine answers those by running the step again, sequence by sequence.
+memory they come back: each says of every step what became of it, exchanges that are under way are ended, all meet anew
+(`Meet`), and the leader raises what one process alone would, so that the step is run again in halves and later ones in
+pieces of that size. Whatever else raises, and fails one request in one process, is `Lost` here. That is no `Exception`,
+because an engine answers those by running the step again, sequence by sequence.
+
+Between GPUs a worker comes back only where its host is through with the step, and the device alone waits: nobody ends
+its exchanges but itself. A host that has to look at the device within a step (`Decoder.by_token`) hangs there for
+`WAIT`. So with such a model a leader that has too little memory says `Lost` at once; where a worker has, any third
+process is waited for in vain, and so is one whose allocator happens to wait for the device.
 
 An adapter is read by the leader first, which finds what is wrong with it, and then, by its folder, by the others, which
 end where it has changed meanwhile.
@@ -54,7 +59,7 @@ from attar import machine
 from attar.checkpoints import shards
 from attar.engine.graphs import Record
 from attar.engine.orders import Adapt, Call, Command, End, Job, Leave, Logits, Meet, Piece, Pool, Room, Run, Said, frame
-from attar.engine.runner import Coming, Runner, Wanted
+from attar.engine.runner import Coming, Runner, Wanted, waits
 from attar.engine.sequence import Sequence as Tokens
 from attar.engine.sequence import Status
 from attar.engine.step import StepPlan
@@ -180,6 +185,9 @@ class Crew:
         said: Said | None = None
         while True:
             for fd in select.select(list(children), [], [])[0]:
+                if self.ending:  # which closes the pipes: their numbers may be those of other files soon
+                    self.heard.put(None)
+                    return
                 with contextlib.suppress(RuntimeError):
                     said = _read_said(children[fd], time.monotonic() + MOMENT)
                 if said is None:
@@ -210,8 +218,7 @@ class Crew:
     def abort(self) -> None:
         """End the exchanges that this process is in."""
         if self.groups is not None:
-            with contextlib.suppress(RuntimeError):
-                self.groups.abort()
+            self.groups.abort()
 
     def ended(self) -> str:
         """Which worker has ended, or does in the next moment; nothing where none has."""
@@ -422,6 +429,8 @@ class TeamRunner(Runner):
         try:
             tell(self.crew, self._told(plan, wanted or {}))
             found = self._own(plan, wanted)
+            if isinstance(found, torch.OutOfMemoryError) and waits(self.decoder) is not None:
+                raise RuntimeError("too little memory, and the others wait within the step") from found
             verdicts = self.crew.verdicts()
             if "short" in verdicts or isinstance(found, torch.OutOfMemoryError):
                 del found  # and what was computed until it was raised
@@ -438,6 +447,9 @@ class TeamRunner(Runner):
             if not self.crew.lost:
                 self.crew.lose(self.crew.ended() or f"a step raised {type(error).__name__}: {error}")
             raise Lost(self.crew.lost) from error
+        except BaseException:  # Ctrl-C, say: what the others answer to this step would be taken for that of the next
+            self.crew.lose("a step was broken off")
+            raise
         finally:
             self.decoder.lead.stepping = False
 

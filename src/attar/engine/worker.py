@@ -82,6 +82,7 @@ class Worker:
                 self.runner = Runner(self.decoder, command.blocks, command.context, scheme, command.sequences)
             case Meet():
                 assert self.runner is not None
+                self.decoder.groups.leave()  # first: an exchange that nobody ends would be waited for below
                 self.runner.release()  # meeting takes memory of a GPU
                 team.meet_again(self.job, self.decoder.groups, command.time)
             case Room():
@@ -135,7 +136,7 @@ class Worker:
 
 
 def _unread(chunk: Chunk, first: int, numbers: torch.Tensor) -> None:
-    """What the leader reads, for whose sake it is computed here too."""
+    """What the leader reads, for whose sake it is computed here too. Nobody here waits for it."""
 
 
 def read(file: BinaryIO) -> bytes | None:

@@ -7,11 +7,12 @@ used. Processes find each other through a file in a folder of the user's own, an
 is asked to do the same for its first handshake.
 
 Every wait is bounded: a process that is gone ends it within moments, because the connection breaks (gloo) or because
-somebody calls `abort` (NCCL), and one that is merely silent after `WAIT`.
+somebody calls `abort` (NCCL, for gloo's does nothing), and one that is merely silent after `WAIT`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -86,12 +87,20 @@ class Group:
         return x
 
     def abort(self) -> None:
-        """End every exchange that is under way, in this process: somebody is gone."""
-        if self._made is not None:
-            self._made.abort()
+        """End every exchange that is under way, in this process: somebody is gone. From any thread. Between CPUs this
+        does nothing, since connections to somebody who is gone break by themselves."""
+        _abort(self._made)
 
     def leave(self) -> None:
-        """Out of step, and in no exchange itself: between CPUs whoever waits for this process learns of it, since
-        connections close; between GPUs somebody has to end that. Nothing is exchanged until all `meet` again."""
-        self.abort()
-        self._made = None
+        """Out of step, and in no exchange that this thread waits for: between CPUs whoever waits for this process
+        learns of it, since its connections close with the group that is dropped here; between GPUs this process's own
+        exchanges end, and somebody has to end those of the others. Nothing is exchanged until all `meet` again."""
+        made, self._made = self._made, None
+        _abort(made)
+
+
+def _abort(made: Any) -> None:
+    """Of a group, or of none any more. What it was in may have failed already, and then this does too."""
+    if made is not None:
+        with contextlib.suppress(RuntimeError):
+            made.abort()

@@ -101,6 +101,13 @@ class Decoder:
         """How keys and values are kept as they are."""
         return SCHEMES["bfloat16" if self.dtype == torch.bfloat16 else "float32"]
 
+    @property
+    def by_token(self) -> str | None:
+        """Why what a step has to compute is only known within it; None where it is not so."""
+        if any(isinstance(block.feed_forward, MixtureOfExperts) for block in self.blocks):
+            return "which experts run depends on the token"
+        return None
+
     def against_recording(self) -> str | None:
         """The reason why a step cannot be recorded as native calls and replayed, or None where it can."""
         if self.store is None:
@@ -110,8 +117,8 @@ class Decoder:
         if self.store.refused:
             name, reason = next(iter(self.store.refused.items()))
             return f"{name}: {reason}"
-        if any(isinstance(block.feed_forward, MixtureOfExperts) for block in self.blocks):
-            return "which experts run depends on the token"
+        if self.by_token is not None:
+            return self.by_token
         if any(linear.hadamard for block in self.blocks for linear in block.linears()):
             return "the inputs of some linears are rotated outside of the native kernels"
         if any(linear.adapter for block in self.blocks for linear in block.linears()) or self.head.adapter:
