@@ -120,7 +120,8 @@ def integers(bits: int, group: int, iterations: int) -> Mapping[str, tuple[Job, 
 def lanes(group: int, iterations: int) -> dict[str, Lane]:
     def recipes(scheme: str) -> tuple[str, ...]:
         symmetric = tuple(f"{method}-{scheme}g{group}" for method in ("rtn", "gptq", "qronos", "guided", "guided+tune"))
-        return (*symmetric, *(f"{method}-{scheme}g{group}-asym" for method in ("gptq", "guided", "guided+tune")))
+        others = ("gptq", "guided", "guided+tune", "guided+distill")
+        return (*symmetric, *(f"{method}-{scheme}g{group}-asym" for method in others))
 
     smooth = tuple({"name": f"SmoothQuant {s:g}, GPTQ", "method": "smoothquant", "strength": s} for s in (0.5, 0.8))
     eights = ("rtn-w8a8", "smoothquant+gptq-w8a8", "rotate+gptq-w8a8", "quarot+gptq-w8a8")
