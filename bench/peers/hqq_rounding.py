@@ -10,29 +10,18 @@ what HQQ stores of the linears, a weight}, "versions": {...}}.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import rounds
 import torch
 from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
 from transformers import AutoModelForCausalLM
 
 PACKAGES = ("hqq", "transformers", "torch")
-
-
-def main() -> None:
-    work = json.loads(Path(sys.argv[1]).read_text())
-    seconds, bits = {}, {}
-    for job in work["jobs"]:
-        seconds[job["name"]], bits[job["name"]] = run(work["model"], job)
-    print(json.dumps({"seconds": seconds, "bits": bits, "versions": {name: version(name) for name in PACKAGES}}))
 
 
 def run(folder: str, job: dict[str, Any]) -> tuple[float, float]:
@@ -55,4 +44,4 @@ def run(folder: str, job: dict[str, Any]) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    main()
+    rounds.main(run, PACKAGES)

@@ -11,30 +11,19 @@ code in a byte on a CPU.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import rounds
 import torch
 from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, MappingType, quantize_
 from torchao.quantization.granularity import PerAxis, PerGroup
 from transformers import AutoModelForCausalLM
 
 PACKAGES = ("torchao", "transformers", "torch")
-
-
-def main() -> None:
-    work = json.loads(Path(sys.argv[1]).read_text())
-    seconds, bits = {}, {}
-    for job in work["jobs"]:
-        seconds[job["name"]], bits[job["name"]] = run(work["model"], job)
-    print(json.dumps({"seconds": seconds, "bits": bits, "versions": {name: version(name) for name in PACKAGES}}))
 
 
 def config(job: dict[str, Any]) -> Any:
@@ -67,4 +56,4 @@ def run(folder: str, job: dict[str, Any]) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    main()
+    rounds.main(run, PACKAGES)
