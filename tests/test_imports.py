@@ -8,10 +8,13 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import re
 import statistics
 import subprocess
 import sys
 from pathlib import Path
+from re import _parser  # type: ignore[attr-defined]  # the tree of a regular expression is public nowhere
+from typing import Any
 
 import pytest
 
@@ -98,6 +101,39 @@ def test_only_kernels_native_imports_the_extension_and_imports_torch_first() -> 
     assert names.index("torch") < names.index("attar._native")
 
 
+FEW = 16
+"""Repeats, at most, of something that repeats itself."""
+
+
+def doubtful(source: str) -> list[str]:
+    """Regular expressions that are not written out, or in which what repeats without a small bound contains what may
+    repeat again: these can take exponential time to fail. As `line: pattern`."""
+
+    def nested(pattern: Any, inside: bool) -> bool:
+        for operator, about in pattern:
+            repeats = str(operator).endswith("REPEAT")
+            endless = repeats and int(about[1]) > FEW
+            if inside and repeats and int(about[1]) > 1:
+                return True
+            parts = about if isinstance(about, tuple | list) else [about]
+            within = [part for each in parts for part in (each if isinstance(each, list) else [each])]
+            if any(isinstance(part, _parser.SubPattern) and nested(part, inside or endless) for part in within):
+                return True
+        return False
+
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and re.fullmatch(r"re\.[a-z]+", name := ast.unparse(node.func)):
+            if name in ("re.escape", "re.purge"):
+                continue
+            try:
+                doubt = nested(_parser.parse(ast.literal_eval(node.args[0])), False)
+            except ValueError:
+                doubt = True
+            found += [f"{node.lineno}: {ast.unparse(node.args[0])}"] if doubt else []
+    return found
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_no_pickle_and_no_code_from_data(path: Path) -> None:
     assert violations(path.read_text()) == []
@@ -114,6 +150,25 @@ def test_the_check_itself_sees(source: str) -> None:
 
 def test_the_check_itself_lets_pass() -> None:
     assert violations("re.compile('a'); model.eval(); safetensors.torch.load(data); yaml.safe_load(text)") == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_no_regular_expression_takes_long_to_fail(path: Path) -> None:
+    """`checkpoints/patterns.py` alone compiles what a file says, and says there what it refuses."""
+    if path != PACKAGE / "checkpoints" / "patterns.py":
+        assert doubtful(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["re.compile(text)", "re.match('(a+)+b', x)", "re.sub('(?:a|b*)*', '', x)", "re.search(r'(\\d{1,9000}){2,}', x)"],
+)
+def test_the_check_of_regular_expressions_itself_sees(source: str) -> None:
+    assert len(doubtful(f"import re\n{source}")) == 1
+
+
+def test_the_check_of_regular_expressions_itself_lets_pass() -> None:
+    assert doubtful("import re\nre.compile('a+b{2}' 'c*')\nre.split('(ab){1,9}', x)\npattern.match(text)") == []
 
 
 def test_package_files_of_rooms_are_empty() -> None:

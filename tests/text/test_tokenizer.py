@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,9 @@ from attar.text.template import render_chat
 from attar.text.tokenizer import Detokenizer, Tokenizer
 
 BROKEN = "\ufffd"
+EVERY_POINT = int(os.environ.get("TEST_EVERY_CODE_POINT", "7"))
+"""Of the code points, which are tried one by one: every so many."""
+BYTE_STRINGS = int(os.environ.get("TEST_BYTE_STRINGS", "20000"))
 TEXT = st.text(
     st.one_of(
         st.sampled_from("ab c \n▁é日👩👧\u200d\ufe0f\u0301🇩🇪🏽\u202e𠮷"), st.characters(exclude_categories=["Cs"])
@@ -143,6 +149,36 @@ def test_special_tokens_are_hidden_or_shown() -> None:
     ids = [tokenizer.bos_id, *tokenizer.encode("ab<added token>")]
     assert tokenizer.decode(ids) == "ab<added token>"
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>ab<added token>"
+
+
+@cache
+def id_of_byte(kind: int) -> tuple[int, ...]:
+    tokenizer = tokenizers()[kind]
+    ids = {tokenizer.id_to_bytes(index): index for index in range(tokenizer.vocab_size)}
+    return tuple(ids[bytes([byte])] for byte in range(256))
+
+
+def ids_of(kind: int, data: bytes) -> list[int]:
+    """A token for each byte."""
+    return [id_of_byte(kind)[byte] for byte in data]
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_every_character_streams_byte_by_byte(kind: int) -> None:
+    points = [c for c in range(1, sys.maxunicode + 1, EVERY_POINT) if not 0xD800 <= c < 0xE000]
+    text, tokenizer = "".join(map(chr, points)), tokenizers()[kind]
+    assert "".join(stream(Detokenizer(tokenizer), ids_of(kind, text.encode()))) == text
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_any_bytes_stream_to_what_they_say(kind: int) -> None:
+    """Of short strings many hold a whole character beside half of one."""
+    tokenizer, rng = tokenizers()[kind], random.Random(0)
+    lead = [0x41, 0x7F, 0x80, 0xBF, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xED, 0xA0, 0xF0, 0x9F, 0x91, 0xF4, 0x90, 0xFF]
+    for _ in range(BYTE_STRINGS):
+        data = bytes(rng.choice(lead) for _ in range(rng.randint(0, 8)))
+        pieces = stream(Detokenizer(tokenizer), ids_of(kind, data))
+        assert "".join(pieces) == tokenizer.decode(ids_of(kind, data)) == data.decode(errors="replace")
 
 
 def test_unknown_ids_are_empty() -> None:

@@ -327,14 +327,14 @@ class _Reading:
     def _devices(self, ids: str) -> None:
         if not ids:
             return
-        if not re.fullmatch(r"[0-9]{1,4}([,;][0-9]{1,4})*", ids):
+        listed = re.split("[,;]", ids)
+        if not all(re.fullmatch("[0-9]{1,4}", each) for each in listed):
             raise ValueError(f"gpu_device_ids: {ids[:80]!r} is no list of numbers")
-        if ids.isdecimal():
+        if len(listed) == 1:
             self.options["device"] = f"cuda:{int(ids)}"
         else:
-            count = len(re.split("[,;]", ids))
             self.warnings.append(
-                f"gpu_device_ids: {ids[:80]}: how {count} GPUs share a model is in the engine, not in this file: give "
+                f"gpu_device_ids: {ids[:80]}: how {len(listed)} GPUs share a model is in the engine, not in this file: give "
                 "--device cuda with --tp or --pp"
             )
 
