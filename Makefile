@@ -10,8 +10,8 @@ INSTALL := $(PIP) install --quiet --constraint constraints-cpu.txt
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints-cpu.txt src/attar/version.py $(wildcard src/attar/csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint soak soak-api soak-faults sanitize neon test-triton gpu-check bench-compressors bench-quality bench-hostile bench-peers \
-  bench-serving bench-lm-eval clean
+.PHONY: help demo test lint soak soak-api soak-faults soak-invariance sanitize neon test-triton gpu-check bench-compressors bench-quality \
+  bench-hostile bench-peers bench-serving bench-lm-eval clean
 
 help:
 	@echo "make demo    compress the embedded model, print what it cost, generate text before and after"
@@ -22,6 +22,8 @@ help:
 	@echo "             the server against its OpenAPI document, 2,000 examples an operation"
 	@echo "make soak-faults"
 	@echo "             every fault point raises a hundred times, at as many moments"
+	@echo "make soak-invariance"
+	@echo "             2,000 mixes of requests, and 2,000 over rounded caches, each to the bit as alone, with one thread and two"
 	@echo "make sanitize"
 	@echo "             the kernels' tests on an extension built with AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make neon    the kernels built for 64-bit Arm and run under emulation, where Debian's packages for it are there"
@@ -77,6 +79,13 @@ soak-api: $(VENV)/.installed-dev .venv-clients/.installed
 soak-faults: $(VENV)/.installed-dev .venv-clients/.installed
 	@TEST_FAULT_MOMENTS=100 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q tests/engine/test_faults.py tests/server/test_faults.py
 
+# Some three hours on two cores.
+soak-invariance: $(VENV)/.installed-dev
+	@for threads in 1 2; do \
+	  TEST_INVARIANCE_SEEDS=2000 OMP_NUM_THREADS=$$threads $(BIN)/python -m pytest -p no:xdist -q tests/engine/test_engine.py \
+	    -k "company or rounded" || exit 1; \
+	done
+
 sanitize: $(VENV)/.installed-dev
 	@tools/sanitize.sh
 
@@ -110,7 +119,7 @@ bench-quality: $(VENV)/.installed $(if $(PEERS),,.venv-peers/.installed) .venv-g
 	@$(BIN)/python bench/lanes.py --peers $(or $(PEERS),.venv-peers)/bin/python $(BENCH)
 	@$(BIN)/python bench/kv.py
 	@$(BIN)/python bench/allocation.py
-	@$(BIN)/python bench/gguf_peers.py
+	@$(BIN)/python bench/gguf_peers.py --methods gptq --samples 32 --tokens 8192
 
 bench-hostile: $(VENV)/.installed-dev
 	@$(BIN)/python bench/hostile.py $(BENCH)

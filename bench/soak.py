@@ -1,11 +1,12 @@
 """Load, held for as long as is asked: what a server must bear, in parts, each with its gates.
 
-    python bench/soak.py [mixed] [disconnects] [overload] [slow] [signals] [timing]
+    python bench/soak.py [mixed] [disconnects] [overload] [queue] [slow] [signals] [timing]
                          [--seconds N] [--disconnects N] [--pairs N] [--json FILE]
 
 * mixed: 64 clients of every kind for ten minutes, every answer checked (`soaks/mixed.py`).
 * disconnects: 10,000 of them, at every phase of a request (`soaks/disconnects.py`).
 * overload: ten times the clients that the server has room for (`soaks/overload.py`).
+* queue: the same where the door has room for all, and the engine's queue has not.
 * slow: readers of a kilobyte a second, and of nothing (`soaks/slow.py`).
 * signals: the engine killed, and the server told to end, both under load (`soaks/signals.py`).
 * timing: 2,000 pairs of requests that time what another key has asked for (`soaks/timing.py`).
@@ -46,7 +47,9 @@ class Part:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help="mixed, disconnects, overload, slow, signals, timing; default: all")
+    parser.add_argument(
+        "parts", nargs="*", help="mixed, disconnects, overload, queue, slow, signals, timing; default: all"
+    )
     parser.add_argument("--seconds", type=float, help="of each part that takes as long as it is told")
     parser.add_argument("--disconnects", type=int, default=disconnects.COUNT)
     parser.add_argument("--pairs", type=int, default=timing.PAIRS)
@@ -61,6 +64,9 @@ def main() -> int:
             disconnects.OPTIONS, 0, lambda served, _, tell: asyncio.run(disconnects.run(served, args.disconnects, tell))
         ),
         "overload": Part(overload.OPTIONS, 60, lambda *given: asyncio.run(overload.run(*given))),
+        "queue": Part(
+            overload.QUEUE_OPTIONS, 60, lambda *given: asyncio.run(overload.run(*given, slots=overload.QUEUE_SLOTS))
+        ),
         "slow": Part(slow.OPTIONS, 45, lambda *given: asyncio.run(slow.run(*given))),
         "signals": Part((), 0, lambda served, _, tell: signals.run(served, tell)),
         "timing": Part(

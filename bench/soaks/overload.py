@@ -1,11 +1,11 @@
-"""L3: ten times the clients that the server has slots for.
+"""L3: ten times the clients that the server has slots for, refused at the door, or, in `queue`, by a full queue alone.
 
-The plateau is what 64 clients get out of 64 slots, each asking again as soon as it has its answer: tokens a second of
-answers that came whole, in a window that leaves the first seconds out. It is measured before and after, and its mean
-counts, because a machine's speed drifts. The load is then 640 clients with connections that they keep, who wait as long
-as Retry-After says, and up to a second more, before they ask again. Everything else is the same, and the same process
-makes both loads; what it and the server's two processes take of the cores is shown. When the load ends its clients hang
-up, and the time until the engine is idle counts from there.
+The plateau is what as many clients as slots (64; 16 in `queue`) get, each asking again as soon as it has its answer:
+tokens a second of answers that came whole, in a window that leaves the first seconds out. It is measured before and
+after, and its mean counts, because a machine's speed drifts. The load is then ten clients a slot, with connections that
+they keep, who wait as long as Retry-After says, and up to a second more, before they ask again. Everything else is the
+same, and the same process makes both loads; what it and the server's two processes take of the cores is shown. When the
+load ends its clients hang up, and the time until the engine is idle counts from there.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from soaks.mixed import LAG_BAR, WORDS
 from soaks.served import Gate, Served, rest
 from soaks.wire import Address, Connection, Reply, percentile, request
 
-SLOTS, CLIENTS = 64, 640
-OPTIONS = ("--max-running", str(SLOTS))
+SLOTS, TIMES = 64, 10  # and clients for each slot
+OPTIONS = ("--max-running", str(SLOTS), "--max-requests", "256")
+QUEUE_SLOTS = 16
+QUEUE_OPTIONS = ("--preset", "latency", "--max-running", str(QUEUE_SLOTS), "--max-requests", "1024")
 PLATEAU_SECONDS = 20.0
 WARM_UP = 4.0
 TOKENS = (32, 96)  # of an answer: were all as long, they would all start and end together
@@ -57,14 +59,14 @@ class Window:
             self.wrong[f"{reply.status}{'' if reply.complete else ', cut'}"] += 1
 
 
-async def run(served: Served, seconds: float, tell: Callable[[str], None]) -> list[Gate]:
+async def run(served: Served, seconds: float, tell: Callable[[str], None], slots: int = SLOTS) -> list[Gate]:
     """All of it. The server must be idle."""
     shares: list[str] = []
     windows = []
     idles = []
     steps: list[str] = []
     _, state = await rest(served.address)
-    for clients, length in ((SLOTS, PLATEAU_SECONDS), (CLIENTS, seconds), (SLOTS, PLATEAU_SECONDS)):
+    for clients, length in ((slots, PLATEAU_SECONDS), (TIMES * slots, seconds), (slots, PLATEAU_SECONDS)):
         tell(f"{clients} clients for {length:g} s")
         before, began, own = served.look(), time.perf_counter(), time.process_time()
         windows.append(await _load(served.address, clients, length))

@@ -8,10 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from attar.cli.main import app
+from attar.cli.serving import BESIDES
 from attar.engine import loading
 from attar.engine.settings import Settings
 from attar.kernels.native import limits
 from attar.server import supervisor
+from attar.server.door import Options
 from tests.cli.test_commands import last_json, refused
 
 KEYS = {"largest step": "step", "KV cache": "cache"}
@@ -25,6 +27,23 @@ def served(monkeypatch: pytest.MonkeyPatch, options: str) -> Settings:
     done = CliRunner().invoke(app, ["serve", "demo", *shlex.split(options)])
     assert done.exit_code == 0, done.output
     return found[0]
+
+
+@pytest.mark.parametrize(
+    "options, most",
+    [
+        ("", 32 + 256 + BESIDES),
+        ("--preset throughput", 128 + 1024 + BESIDES),
+        ("--preset latency --max-waiting 7 --policy none", 1 + 7 + BESIDES),
+        ("--preset throughput --max-requests 9", 9),
+    ],
+)
+def test_the_door_lets_in_what_the_engine_may_have(monkeypatch: pytest.MonkeyPatch, options: str, most: int) -> None:
+    found: list[Options] = []
+    monkeypatch.setattr(supervisor, "run", lambda settings, tokenizer, options, started: found.append(options) or 0)
+    done = CliRunner().invoke(app, ["serve", "demo", *shlex.split(options)])
+    assert done.exit_code == 0, done.output
+    assert found[0].max_requests == most
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ import attar.engine.radix
 import attar.engine.scheduler
 from attar import faults
 from attar.engine.limits import Limits
+from attar.engine.messages import REUSE_ENDS
 from attar.engine.sequence import Sequence, Status
 from attar.engine.step import StepPlan
 
@@ -286,6 +287,7 @@ class Simulation:
         for sequence in step.admitted:
             assert not sequence.bypass or sequence.reused == 0, "reused in spite of bypass"
             assert sequence.reused % self.cache.round_to == 0, "part of a group was reused"
+            assert sequence.reuse_ended in REUSE_ENDS, "a reason that nobody is told of"
             assert sequence.reused < sequence.prompt, "nothing left to compute"
             for other in self.scheduler.waiting:
                 self.asked[other.id].passed += other.order < sequence.order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -25,6 +26,7 @@ Make = Callable[..., Decoder]
 CONTEXT = 192
 ROOM = 40  # blocks: enough for every request of a test at once
 TIGHT = 5  # blocks: requests have to give way to each other
+SEEDS = int(os.environ.get("TEST_INVARIANCE_SEEDS", "12"))
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +103,13 @@ def some_requests(seed: int, count: int, vocab: int) -> list[Submit | Embed]:
     return asks
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(SEEDS))
 def test_company_chunks_prefix_hits_and_preemption_change_no_bit(decoder: Decoder, seed: int) -> None:
     company(decoder, seed, 14)
 
 
 @pytest.mark.parametrize("kv", ["int8", "int4", "klt4", "klt2"])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(SEEDS // 4))
 def test_nor_do_they_where_keys_and_values_are_rounded(decoder: Decoder, kv: str, seed: int) -> None:
     company(decoder, seed, 7, kv)
 
@@ -162,6 +164,22 @@ def test_what_followers_share_is_not_computed_again(decoder: Decoder) -> None:
     (end,) = [e for e in run(made, [Submit("d", prompt, greedy, salt=b"own")]) if isinstance(e, Finished)]
     assert end.report is not None
     assert end.report.reused_tokens == 0
+
+
+@pytest.mark.parametrize("kv", [None, "int8", "klt4"])
+def test_a_vector_of_the_last_position_reuses_what_its_prompt_shares_and_has_the_same_bits(
+    decoder: Decoder, kv: str | None
+) -> None:
+    prompt = tuple(i * 7 % decoder.config.vocab_size for i in range(100))
+    alone = answers(run(engine(decoder, kv=kv), [Embed("a", prompt, "last")]))
+    for shared, reused in ((100, 96), (90, 64)):
+        made = engine(decoder, kv=kv)
+        run(made, [Submit("before", prompt[:shared], SamplingParams(max_tokens=1, temperature=0, seed=0))])
+        events = run(made, [Embed("a", prompt, "last")])
+        assert answers(events) == alone
+        (report,) = [event.report for event in events if isinstance(event, Embedding)]
+        assert report is not None
+        assert report.reused_tokens >= reused
 
 
 def test_prompt_logprobs_and_vectors_are_the_models_own(decoder: Decoder) -> None:

@@ -30,7 +30,7 @@ from attar.engine.messages import (
     Submit,
     encode,
 )
-from attar.engine.process import Loop, Outbox, listen
+from attar.engine.process import Loop, Outbox, grown, listen
 from attar.engine.request import SamplingParams
 from attar.engine.settings import Settings
 from attar.model.decoder import Decoder
@@ -206,6 +206,34 @@ def test_it_beats_while_it_waits_and_through_a_long_step(running: Running, monke
     client.until(Finished)
     while beat():
         pass
+
+
+def test_who_is_refused_is_told_before_the_next_step(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step may take seconds, and until it is told a stream's status has to wait, or is wrong."""
+    client, begun, go_on = Client(running.path), threading.Event(), threading.Event()
+    step = running.engine.step
+
+    def long() -> list[Event]:
+        begun.set()
+        assert go_on.wait(SECONDS)
+        return step()
+
+    client.until(Ready)
+    monkeypatch.setattr(running.engine, "step", long)
+    client.send(Submit("a", (1,), GREEDY), Submit("b", (), GREEDY))
+    assert begun.wait(SECONDS)
+    assert [event.id for event in client.until(Failed) if isinstance(event, Failed)] == ["b"]
+    go_on.set()
+    client.until(Finished)
+
+
+def test_time_for_which_the_process_was_stopped_is_not_the_step_s() -> None:
+    """Else a server would take a step for one that never ends."""
+    beat = process.BEAT_SECONDS
+    assert grown(0.0, None, 100.0) == 0.0
+    assert grown(0.0, 100.0, 100.0 + beat / 2) == pytest.approx(beat / 2)
+    assert grown(beat, 100.0, 100.0 + 2 * beat) == pytest.approx(2 * beat)
+    assert grown(beat, 100.0, 1100.0) == 3 * beat
 
 
 def test_frames_of_two_threads_never_mix_and_one_that_nobody_reads_holds_up_neither() -> None:

@@ -51,12 +51,16 @@ def run(engine: Engine, *asks: Submit | Embed, steps: int = 100) -> dict[str, Re
     return found
 
 
-def test_a_vector_s_prompt_was_computed_whole(engine: Engine) -> None:
+@pytest.mark.parametrize("pooling, reused, ended, seconds", [("mean", 0, "bypassed", 2.0), ("last", 69, "complete", 0)])
+def test_a_vector_s_prompt_was_computed_as_far_as_the_vector_needs_it(
+    engine: Engine, pooling: str, reused: int, ended: str, seconds: float
+) -> None:
+    """A mean is of all positions, and the cache has no states of theirs; the last one is always computed."""
     run(engine, Submit("before", PROMPT, GREEDY))
-    report = run(engine, Embed("a", PROMPT))["a"]
+    report = run(engine, Embed("a", PROMPT, pooling))["a"]
     assert report is not None
-    assert (report.prompt_tokens, report.reused_tokens, report.reuse_ended) == (70, 0, "bypassed")
-    assert (report.queued, report.prefill, report.decode) == (1.0, 2.0, 0.0)
+    assert (report.prompt_tokens, report.reused_tokens, report.reuse_ended) == (70, reused, ended)
+    assert (report.queued, report.prefill, report.decode) == (1.0, seconds, 0.0)
 
 
 def test_what_a_key_embeds_only_that_key_finds(engine: Engine) -> None:

@@ -166,7 +166,7 @@ def test_a_copy_is_given_up_where_its_source_is_the_block_that_is_missing() -> N
     (b,) = engine.add("b", [*range(5), 50, 51], max_tokens=2)
     step = engine.plan()
     assert step.copies == []
-    assert (b.reused, b.reuse_ended) == (4, "rounded")
+    assert (b.reused, b.reuse_ended) == (4, "no_room")
 
 
 def test_choices_share_the_prompt_of_the_first() -> None:

@@ -112,12 +112,9 @@ class FakeEngine:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writer, self._drained = writer, False
-        blocks = (("weights", 10), ("cache", 20))
-        writer.write(
-            encode(
-                [Ready("fake", self.context, self.tokenizer.vocab_size, BLOCKS, 16, self.queue, blocks, self.adapters)]
-            )
-        )
+        blocks, vocab = (("weights", 10), ("cache", 20)), self.tokenizer.vocab_size
+        ready = Ready("fake", self.context, vocab, BLOCKS, 16, self.queue, blocks, self.adapters, self.batch)
+        writer.write(encode([ready]))
         steps = asyncio.get_running_loop().create_task(self._steps(writer))
         heart = asyncio.get_running_loop().create_task(self._beat(writer))
         decoder = msgspec.msgpack.Decoder(list[Command])

@@ -14,6 +14,7 @@ import pytest
 from attar.engine.messages import Delta
 from attar.engine.request import TokenLogprob
 from attar.server import openai, work
+from attar.server.logprobs import LEAST
 from attar.text.tokenizer import Tokenizer
 from tests.server.bad_requests import USER
 from tests.server.conftest import Reply, Running
@@ -202,13 +203,13 @@ def test_several_prompts_of_tokens_are_scored_at_once(server: Running, tokenizer
 
 
 def test_the_chosen_token_is_among_the_likely_ones(tokenizer: Tokenizer) -> None:
-    form = openai.CompletionFormat(tokenizer, True, 1, None)
+    form = openai.CompletionFormat(tokenizer, True, 1, [], None)
     token, other = tokenizer.encode("Once upon")[:2]
     event = Delta("a", 0, (token,), "", (TokenLogprob(token, -math.inf, ((other, -1.0),)),))
-    made = json.loads(form.delta(0, event))
+    made = json.loads(b"".join(form.delta(0, event)))
     names = [tokenizer.decode([each]) for each in (other, token)]
-    assert made["logprobs"]["top_logprobs"] == [{names[0]: -1.0, names[1]: openai.LEAST}]
-    assert made["logprobs"]["token_logprobs"] == [openai.LEAST]
+    assert made["logprobs"]["top_logprobs"] == [{names[0]: -1.0, names[1]: LEAST}]
+    assert made["logprobs"]["token_logprobs"] == [LEAST]
 
 
 def test_embeddings(server: Running) -> None:
@@ -257,6 +258,9 @@ def test_adapters_are_models(start: Callable[..., Running]) -> None:
     assert answered == ["fake", "tone", "style", "fake", "tone"]
     assert [command.adapter for command in made.engine.commands] == ["", "tone", "style", "", "tone"]
     assert made.post(COMPLETIONS, {**body, "model": "ton"}).code == "model_not_found"
+    for name in ("CompletionBody", "ChatBody", "AnthropicBody", "EmbeddingBody", "TokenizeBody", "DetokenizeBody"):
+        described = made.get("/openapi.json").json["components"]["schemas"][name]
+        assert described["properties"]["model"] == {"enum": [None, "fake", "tone", "style"]}
 
 
 def test_the_engines_state(server: Running) -> None:
@@ -286,7 +290,7 @@ def test_the_best_of_several_is_the_likeliest_by_token(server: Running) -> None:
 
 
 def choice_of(*logprobs: float) -> work.Choice:
-    return work.Choice(logprobs=[TokenLogprob(0, each) for each in logprobs])
+    return work.Choice(0, logprob=sum(logprobs), scored=len(logprobs))
 
 
 def test_the_loop_is_not_held_up_by_large_bodies_and_long_texts(server: Running) -> None:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from attar import faults
@@ -19,9 +20,11 @@ from attar.engine.messages import MAX_FRAME, Delta, Embed, Embedding, Failed, Fi
 from attar.engine.request import SamplingParams
 from attar.faults import Fault
 from attar.server import client
-from attar.server.client import MAX_WAITING, ROOM_SECONDS, SILENCE, STUCK, WATCH_SECONDS, Answer, EngineClient
+from attar.server.client import MAX_WAITING, ROOM_SECONDS, WATCH_SECONDS, Answer, EngineClient
 from attar.server.door import Options
+from attar.server.logprobs import PromptScores
 from attar.server.places import Places
+from attar.server.pulse import LEAST_SLOW, SILENCE, STUCK
 from tests.server.conftest import Running
 from tests.server.test_protocol import connect, post
 
@@ -100,17 +103,19 @@ def test_readiness_follows_the_engine(fragile: Running) -> None:
     fragile.wait(lambda: fragile.get("/readyz").status == 200)
 
 
-def test_a_long_step_is_no_trouble_and_one_that_never_ends_is(fragile: Running) -> None:
+def test_a_long_step_refuses_nothing_and_one_that_never_ends_does(fragile: Running) -> None:
     fragile.engine.held = True
     with streaming(fragile) as sock:
-        stuck = fragile.server.engine.stuck
+        stuck = fragile.server.engine.pulse.stuck
         assert stuck >= STUCK
-        for busy, status in ((stuck - 1, 200), (stuck + 1, 503), (0.0, 200)):
+        fragile.server.engine.pulse.longest = 0.1
+        for busy, ready, taken in ((LEAST_SLOW, 200, 200), (stuck - 1, 503, 200), (stuck + 1, 503, 503), (0, 200, 200)):
             fragile.engine.busy = busy
-            fragile.wait(lambda busy=busy: fragile.server.engine.busy == busy)  # type: ignore[misc]
+            fragile.wait(lambda busy=busy: fragile.server.engine.pulse.busy == busy)  # type: ignore[misc]
             reply = fragile.get("/readyz")
-            assert reply.status == status
+            assert reply.status == ready
             assert (reply.status == 200) or reply.code == "engine_down"
+            assert fragile.post("/v1/completions", {"prompt": "a", "max_tokens": 0, "echo": True}).status == taken
         fragile.engine.held = False
         assert rest(sock).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
@@ -185,6 +190,8 @@ def test_a_refusal_of_the_engine_is_the_answers_status(
     fragile.engine.fail = (code, 0)
     reply = fragile.post("/v1/completions", {**LONG, "stream": stream, "n": 3})
     assert (reply.status, reply.code) == (status, says)
+    assert ("retry-after" in reply.headers) == (says in ("overloaded", "engine_down"))
+    assert reply.headers.get("x-should-retry") == ("false" if says == "deadline" else None)
     fragile.engine.fail = None
 
 
@@ -204,12 +211,14 @@ def answering(
     """An answer that has begun, what it sends, and what it drops."""
     sent: list[Submit | Embed] = []
     dropped: list[tuple[list[str], bool]] = []
+    places = Places()
+    places.size = 1000
     answer = Answer(
         commands,
         window,
         lambda answer, batch: sent.extend(batch),
         lambda ids, tell: dropped.append((list(ids), tell)),
-        Places(),
+        places,
     )
     answer.go_on()
     return answer, sent, dropped
@@ -243,6 +252,37 @@ def test_several_events_wait_as_one_batch_and_a_reader_too_far_behind_is_let_go(
     with pytest.raises(StopIteration) as taken:
         answer.take().send(None)
     assert taken.value.value == []
+
+
+def test_what_waits_is_counted_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "PATIENCE", -1.0)
+    large: list[tuple[Submit | Embed, PromptScores | Embedding]] = [
+        (Submit("a", (1,), SamplingParams()), PromptScores("a", msgspec.Raw(bytes(MAX_WAITING)))),
+        (Embed("a", (1,)), Embedding("a", bytes(MAX_WAITING))),
+    ]
+    for command, event in large:
+        answer, _, dropped = answering([command])
+        answer.put(event)
+        assert answer.failure == "cancelled"
+        assert dropped == [(["a"], True)]
+        whole = answering([command, Submit("b", (1,), SamplingParams())])[0]
+        whole.whole = True  # nothing but this process keeps its reader from it
+        whole.put(event)
+        assert not whole.ended
+
+
+def test_a_reader_that_is_at_work_has_not_left_what_came_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "PATIENCE", 1000.0)
+    answer = answering([Submit("a", (1,), SamplingParams())])[0]
+    delta = Delta("a", 0, (1,), "x" * MAX_WAITING)
+    answer.put(delta)
+    answer._since -= 2000.0
+    answer.reading()
+    answer.put(delta)
+    assert not answer.ended
+    answer._since -= 2000.0
+    answer.put(delta)
+    assert answer.ended
 
 
 def test_no_timer_holds_an_answer_that_has_ended() -> None:
@@ -358,7 +398,7 @@ def test_a_last_word_that_could_not_be_taken_is_read_and_forgotten(
 ) -> None:
     """The reader has fallen behind for good, or what takes it raises, at what the engine says last."""
     engine = EngineClient(tmp_path / "nobody")
-    monkeypatch.setattr(engine, "ready", Ready("fake", 512, 100, 10, 16, 8, ()))
+    engine._arrived([Ready("fake", 512, 100, 10, 16, 8, ())])
     monkeypatch.setattr(client, "MAX_WAITING", 0)
     last = Finished("a", 0, "stop", 1, None, Report())
     for patience, armed in ((-1.0, None), (1000.0, Fault("client.receive"))):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,16 @@ SECONDS = 600  # far more than it takes
 PYTHON = HERE.parents[1] / ".venv-clients" / "bin" / "python"
 
 
-@pytest.fixture(scope="module", params=["fake", "real"])
-def seen(request: pytest.FixtureRequest, demo: Path) -> dict[str, Any]:
-    """What the clients saw, the name of the model, and how long its vectors are."""
+def needs_clients() -> None:
     found = PYTHON.exists() and subprocess.run([PYTHON, "-c", "import openai, anthropic"], capture_output=True)
     if not found or found.returncode:
         pytest.skip(f"no openai and anthropic packages in {PYTHON.parents[1].name}")
+
+
+@pytest.fixture(scope="module", params=["fake", "real"])
+def seen(request: pytest.FixtureRequest, demo: Path) -> dict[str, Any]:
+    """What the clients saw, the name of the model, and how long its vectors are."""
+    needs_clients()
     if request.param == "fake":
         server: Running = request.getfixturevalue("server")
         port, model, width = server.port, "fake", 8
@@ -66,6 +71,30 @@ def test_errors(seen: dict[str, Any]) -> None:
         ["BadRequestError", "unsupported_field", "tools", True],
         ["NotFoundError", "model_not_found", "model", True],
     ]
+
+
+RETRYING = """
+import sys, openai, anthropic
+url = sys.argv[1]
+said = [{"role": "user", "content": "a"}]
+ours = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=2)
+theirs = anthropic.Anthropic(base_url=url, api_key="none", max_retries=2)
+for ask in (ours.chat.completions.create, theirs.messages.create):
+    try:
+        ask(model="fake", messages=said, max_tokens=5)
+    except (openai.APIStatusError, anthropic.APIStatusError) as error:
+        print(error.status_code)
+"""
+
+
+def test_what_took_too_long_is_not_asked_for_again(start: Callable[..., Running]) -> None:
+    needs_clients()
+    server = start()
+    server.engine.fail = ("deadline", 0)
+    program = [PYTHON, "-c", RETRYING, f"http://127.0.0.1:{server.port}"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=SECONDS)
+    assert done.stdout.split() == ["503", "503"], done.stderr[-2000:]
+    assert len(server.engine.commands) == 2
 
 
 def test_models_and_embeddings(seen: dict[str, Any]) -> None:

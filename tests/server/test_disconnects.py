@@ -6,11 +6,15 @@ import json
 import random
 import socket
 import struct
+import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from attar.server import work
+from attar.server.protocol import LimitedProtocol
 from tests.server.conftest import Running
 from tests.server.test_protocol import connect, post
 
@@ -96,6 +100,40 @@ def test_leaving_a_stream_before_its_status(server: Running, monkeypatch: pytest
         server.wait(lambda: idle(server))
     finally:
         server.engine.held = False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_leaving_while_the_prompt_is_made_asks_nothing_of_the_engine(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    made = start()
+    entered, go_on, gone = threading.Event(), threading.Event(), threading.Event()
+    lost = LimitedProtocol.connection_lost
+
+    def told(protocol: LimitedProtocol, error: Exception | None) -> None:
+        lost(protocol, error)
+        gone.set()
+
+    monkeypatch.setattr(LimitedProtocol, "connection_lost", told)
+
+    def waits(call: Callable[..., Any]) -> Callable[..., Any]:
+        def waited(*args: Any) -> Any:
+            entered.set()
+            assert go_on.wait(20)
+            return call(*args)
+
+        return waited
+
+    for name in ("_encode", "_render"):
+        monkeypatch.setattr(made.server.prompts, name, waits(getattr(made.server.prompts, name)))
+    with connect(made) as sock:
+        sock.sendall(request_of(kind))
+        assert entered.wait(20)
+    assert gone.wait(20)
+    assert made.server.door.open == 1
+    go_on.set()
+    made.wait(lambda: idle(made))
+    assert not made.engine.commands
 
 
 def test_leaving_at_any_moment(server: Running) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+
+import pytest
 
 from attar.engine.messages import Delta, Submit
 from attar.engine.request import SamplingParams
@@ -13,6 +16,7 @@ from attar.server.places import Places
 from tests.server.conftest import Running
 from tests.server.fake_engine import BLOCKS, CACHED
 from tests.server.test_api import COMPLETIONS, SEEDED
+from tests.server.test_protocol import connect, post
 
 
 def metric(server: Running, name: str) -> float:
@@ -50,6 +54,37 @@ def test_the_time_between_tokens_is_of_each_token(server: Running) -> None:
     assert metric(server, "attar_inter_token_seconds_count") - count == 3
     assert 0.9 <= metric(server, "attar_inter_token_seconds_sum") - total < 5
     made.close()
+
+
+@pytest.mark.parametrize("code", ["full", "internal", "deadline"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_refused_or_fails_is_no_served_request(start: Callable[..., Running], code: str, stream: bool) -> None:
+    made = start()
+    body = SEEDED | {"prompt": ["a", "b c"], "stream": stream}
+    made.engine.fail = (code, 0)
+    made.post(COMPLETIONS, body)
+    made.engine.fail = ("internal", 3)
+    made.post(COMPLETIONS, body)
+    made.wait(lambda: not made.server.engine.open)
+    tokens = sum(len(command.prompt) for command in list(made.engine.commands)[:2])
+    assert metric(made, "attar_request_seconds_count") == 0
+    assert metric(made, "attar_prompt_tokens_total") == tokens  # those of the one that was begun
+    made.engine.fail = None
+    made.post(COMPLETIONS, body)
+    made.wait(lambda: metric(made, "attar_request_seconds_count") == 1)
+    assert metric(made, "attar_prompt_tokens_total") == 2 * tokens
+
+
+def test_what_has_no_room_in_the_queue_is_told(start: Callable[..., Running]) -> None:
+    made = start(queue=8, batch=1)
+    assert metric(made, "attar_requests_held") == 0
+    made.engine.held = True
+    with connect(made) as sock:
+        sock.sendall(post(json.dumps({"prompt": ["a"] * 10, "n": 2, "max_tokens": 1, "seed": 1}).encode()))
+        made.wait(lambda: made.engine.open == 2)  # half of the queue
+        assert metric(made, "attar_requests_held") == 16
+        made.engine.held = False
+        made.wait(lambda: metric(made, "attar_requests_held") == 0)
 
 
 def test_metrics_have_their_names_and_grow(server: Running) -> None:

@@ -2,8 +2,8 @@
 
 All of its phases, good data and bad, NUL characters, every check that it has, no operation and no kind of text left
 out. It lives in the environment of the clients, and runs as a program. The fake engine's context is longer than any
-body, since a prompt's length in tokens is the one thing that no schema can bound, and its answers are short. Its queue
-is short, too: a request of many prompts has to fit in all the same.
+body, since a prompt's length in tokens is what no schema can bound, nor how many log probabilities come of it, and its
+answers are short. Its queue is short, too: a request of many prompts has to fit in all the same.
 
 TEST_OPENAPI_EXAMPLES sets the examples of each operation: 50 in the tests, thousands for a long run.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from attar.server import work
 from attar.server.door import Options
 from attar.server.protocol import MAX_BODY
 from attar.server.security import Keys
@@ -30,9 +31,12 @@ SECONDS = 120 + 3 * EXAMPLES  # far more than it takes
 
 
 @pytest.mark.parametrize("keyed", [True, False], ids=["keyed", "open"])
-def test_the_server_does_what_its_document_says(start: Callable[..., Running], tmp_path: Path, keyed: bool) -> None:
+def test_the_server_does_what_its_document_says(
+    start: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keyed: bool
+) -> None:
     if not SCHEMATHESIS.exists():
         pytest.skip(f"no schemathesis in {SCHEMATHESIS.parents[1].name}")
+    monkeypatch.setattr(work, "MAX_LOGPROBS", 2**60)
     server = start(
         Options(port=0, keys=Keys.of([KEY] if keyed else [])), context=2 * MAX_BODY, longest=3, step=0.0, queue=32
     )

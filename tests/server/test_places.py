@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from attar.engine.messages import Delta, Failed, Finished, Ready, Submit
+from attar.engine.messages import Delta, Failed, Finished, Ready, Stats, Submit
 from attar.engine.request import SamplingParams
 from attar.server import client
 from attar.server.client import Answer, EngineClient
@@ -24,11 +24,15 @@ from attar.server.metrics import Metrics
 from attar.server.places import Places
 from attar.server.quota import Limits, Quotas
 from attar.server.security import Keys
-from attar.server.work import Caller, Desk
+from attar.server.work import PROMPT_ANSWER, Caller, Desk
 from tests.server.conftest import Reply, Running
 from tests.server.test_api import COMPLETIONS
-from tests.server.test_protocol import connect
+from tests.server.test_protocol import connect, post
 
+STATS = Stats(
+    running=2, waiting=0, blocks_free=8, blocks_active=2, blocks_cached=0, steps=2, prompt_tokens=2, reused_tokens=0,
+    generated_tokens=2, preemptions=0, step_seconds=6.0,
+)  # fmt: skip
 LONG = {"prompt": "a", "max_tokens": 2, "ignore_eos": True, "seed": 1}
 
 
@@ -135,12 +139,16 @@ def test_the_choices_of_one_prompt_may_be_more_than_a_share() -> None:
 
 
 @pytest.mark.parametrize("keys", [0, 1])
-def test_without_several_keys_the_engine_decides(keys: int) -> None:
+def test_without_several_keys_one_has_all_and_what_can_still_begin_to_run(keys: int) -> None:
     places = Places(keys)
-    places.size = 4
-    places.take(b"", 4)
-    assert places.fit(b"", 100)
+    places.size, places.slots = 4, 2
     assert places.most == 4
+    assert places.fit(b"", 6)
+    places.take(b"", 4)
+    for running, room in ((0, 2), (1, 1), (2, 0), (3, 0)):  # 3: one has given way
+        places.running = running
+        assert places.fit(b"", room)
+        assert not places.fit(b"", room + 1)
 
 
 def test_many_keys_leave_one_alone_half_of_the_queue() -> None:
@@ -175,22 +183,78 @@ def delta(request: str, choice: int) -> Delta:
     return Delta(request, choice, (1,), "a")
 
 
-def test_a_choice_waits_until_it_is_heard_of_first() -> None:
+def test_a_choice_waits_until_it_is_heard_of_first_and_runs_until_it_ends() -> None:
     places = Places(2)
     places.size = 100
     answer, _ = asking(places, 3, 1)
     answer.go_on()
     assert places.waiting(b"key") == 4
-    for event, left in (
-        (delta("0", 1), 3), (delta("0", 1), 3), (delta("1", 0), 2), (Finished("1", 0, "stop", 1), 2),
-        (Finished("0", 0, "stop", 0), 1), (Failed("0", "internal", ""), 0),
+    for event, waiting, running in (
+        (delta("0", 1), 3, 1), (delta("0", 1), 3, 1), (delta("1", 0), 2, 2), (Finished("1", 0, "stop", 1), 2, 1),
+        (Finished("0", 0, "stop", 0), 1, 1), (Failed("0", "internal", ""), 0, 0),
     ):  # fmt: skip
         answer.put(event)
-        assert places.waiting(b"key") == left
+        assert (places.waiting(b"key"), places.running) == (waiting, running)
     answer, _ = asking(places, 2, 2)
     answer.go_on()
+    answer.put(delta("1", 1))
+    answer.put(Finished("1", 1, "stop", 1))
+    answer.put(delta("0", 0))
+    assert (places.total, places.running) == (2, 1)
     answer.cancel()
-    assert places.total == 0
+    assert (places.total, places.running) == (0, 0)
+
+
+class Full:
+    """A server without keys, of whose two slots and four places all are taken, and whose engine is in a step."""
+
+    def __init__(self, start: Callable[..., Running]) -> None:
+        self.server = start(queue=4, batch=2, step=0.02)
+        engine, places = self.server.engine, self.server.server.engine.places
+        self.body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        self.socks: list[socket.socket] = []
+        self.send(2)
+        self.server.wait(lambda: places.running == 2)
+        engine.held = True
+        self.send(4)
+        self.server.wait(lambda: places.total == 4)
+        self.server.wait(lambda: len(engine.commands) == 6)
+
+    def send(self, count: int) -> None:
+        for _ in range(count):
+            self.socks.append(connect(self.server))
+            self.socks[-1].sendall(post(json.dumps(self.body).encode()))
+
+    def end(self) -> None:
+        self.server.engine.held = False
+        for sock in self.socks:
+            sock.close()
+        self.server.wait(lambda: not self.server.server.engine.open)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_queue_is_known_before_the_engine_has_ended_its_step(
+    start: Callable[..., Running], stream: bool
+) -> None:
+    full = Full(start)
+    reply = full.server.post(COMPLETIONS, full.body | {"stream": stream})
+    assert (reply.status, reply.code) == (429, "overloaded")
+    assert int(reply.headers["retry-after"]) >= 1
+    assert len(full.server.engine.commands) == 6, "the engine was asked"
+    full.end()
+    assert full.server.server.engine.places.running == 0
+    assert full.server.post(COMPLETIONS, full.body | {"max_tokens": 1}).status == 200
+
+
+def test_a_stream_s_status_waits_for_an_engine_that_may_have_no_room() -> None:
+    """It says so between two steps, and of those the longest seen is what is known."""
+    engine = EngineClient(Path("nobody"))
+    engine._arrived([Ready("fake", 512, 100, 10, 16, 8, (), max_running=4), STATS])
+    desk = Desk(engine, Metrics(engine), 600.0)
+    assert engine.pulse.longest == 3.0
+    for waiting, seconds in ((8, PROMPT_ANSWER), (9, 6.0)):
+        engine.places.take(b"", waiting - engine.places.total)
+        assert desk.patience() == seconds
 
 
 def test_what_finds_no_place_waits_here() -> None:
@@ -308,7 +372,7 @@ def test_a_request_that_finds_no_place_costs_its_key_nothing() -> None:
     engine.places.size = 8
     desk = Desk(engine, Metrics(engine), 600.0)
     account = Quotas(Limits(tokens_per_minute=100), lambda _: None, clock=lambda: 0.0).enter(b"key")
-    caller = Caller("a", 0.0, b"key", account)
+    caller = Caller("a", time.monotonic(), b"key", account)
     engine.places.take(b"key", 6)
     for at in range(20):
         desk.crowd.served(time.monotonic() - 5 + at / 10)

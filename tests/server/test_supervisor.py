@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -14,6 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from attar.engine.settings import Settings
+from attar.server import supervisor
+from attar.server.supervisor import FILES, HOPELESS, WITHIN, EngineProcess
 
 SECONDS = 60.0  # that a start may take on a busy machine
 
@@ -162,3 +168,94 @@ def test_what_cannot_be_served_is_said_in_a_sentence(options: tuple[str, ...], s
     assert done.returncode == 2, done.stderr
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
+
+
+class Deaths:
+    """Engines that end as they are told, in a time that passes only where somebody waits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ends: list[int | OSError], ready_after: int) -> None:
+        self.now, self.starts = 0.0, [0.0]
+        self.gave_up: list[int] = []
+        rest = iter(ends)
+        monkeypatch.setattr(supervisor.time, "monotonic", lambda: self.now)
+
+        class Child:
+            def __init__(self, status: int) -> None:
+                self.wait = lambda: status
+
+        def spawn() -> None:
+            end = next(rest)
+            self.starts.append(self.now)
+            if isinstance(end, OSError):
+                raise end
+            self.engine.child = Child(end)  # type: ignore[assignment]
+
+        def pause(seconds: float) -> bool:
+            self.now += seconds
+            return False
+
+        self.engine = EngineProcess(Settings("", ""), lambda: len(self.starts) > ready_after, self.gave_up.append)
+        monkeypatch.setattr(self.engine, "_spawn", spawn)
+        monkeypatch.setattr(self.engine._ending, "wait", pause)
+        spawn()
+        del self.starts[0]
+        self.engine._watch()
+
+
+NO_MEMORY = OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+def test_an_engine_that_keeps_dying_is_started_ever_later_and_then_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Deaths(monkeypatch, [-9] * 6, ready_after=0)
+    assert made.starts == [0.0, 0.0, 2.0, 6.0, 14.0, 30.0]
+    assert made.gave_up == [1]
+
+
+def test_a_process_that_cannot_be_started_counts_as_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Deaths(monkeypatch, [-9, NO_MEMORY, NO_MEMORY, 0], ready_after=0)
+    assert made.starts == [0.0, 0.0, 2.0, 6.0]
+    assert made.gave_up == []
+    made = Deaths(monkeypatch, [-9, *[NO_MEMORY] * 5], ready_after=0)
+    assert (len(made.starts), made.gave_up) == (6, [1])
+
+
+def test_only_a_model_that_was_never_served_is_hopeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Deaths(monkeypatch, [HOPELESS], ready_after=1)
+    assert (made.starts, made.gave_up) == ([0.0], [HOPELESS])
+    made = Deaths(monkeypatch, [-9, HOPELESS, HOPELESS, 0], ready_after=0)
+    assert (len(made.starts), made.gave_up) == (4, [])
+    made = Deaths(monkeypatch, [-9, *[HOPELESS] * 5], ready_after=0)
+    assert (len(made.starts), made.gave_up) == (6, [1])
+
+
+def test_deaths_of_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Deaths(monkeypatch, [-9] * 3 + [0], ready_after=0)
+    assert made.starts[-1] == 6.0
+    made.now += WITHIN
+    assert made.engine._goes_on(-9)
+    assert made.now == 6.0 + WITHIN, "at once"
+
+
+def test_a_server_that_ends_starts_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither while it waits for the time to do so, nor when that has just come."""
+    engine = EngineProcess(Settings("", ""), lambda: True, lambda _: pytest.fail("it was told to end"))
+    monkeypatch.setattr(engine, "_spawn", lambda: pytest.fail("nobody would end it"))
+    engine._ending.set()
+    assert not engine._goes_on(-9)
+    engine.child = subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(1)"], stdin=subprocess.PIPE)
+    monkeypatch.setattr(engine, "_goes_on", lambda status: True)
+    engine._watch()
+    engine.child.communicate()
+
+
+def test_connections_are_allowed_for_as_far_as_the_user_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed: list[tuple[int, int]] = []
+    monkeypatch.setattr(supervisor.resource, "setrlimit", lambda _, limits: allowed.append(limits))
+    for soft, hard, expected in (
+        (1024, 1 << 20, [(2 * 1216 + FILES, 1 << 20)]), (1024, 2048, [(2048, 2048)]), (1 << 19, 1 << 20, []),
+        (1024, resource.RLIM_INFINITY, [(2 * 1216 + FILES, resource.RLIM_INFINITY)]),
+    ):  # fmt: skip
+        allowed.clear()
+        monkeypatch.setattr(supervisor.resource, "getrlimit", lambda _, found=(soft, hard): found)
+        supervisor.allow_connections(1216)
+        assert allowed == expected

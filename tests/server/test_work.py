@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ from attar import faults
 from attar.engine.messages import Ready, Submit
 from attar.engine.request import SamplingParams
 from attar.faults import Fault
+from attar.server import work
 from attar.server.client import EngineClient
 from attar.server.door import Options
+from attar.server.errors import Refusal
 from attar.server.metrics import Metrics
 from attar.server.security import Keys
 from attar.server.work import Caller, Desk, Story, Work
@@ -132,6 +136,58 @@ def test_choices_that_can_never_wait_together_are_refused_with_both_numbers(star
         assert schemas[name]["properties"][field]["anyOf"][0]["maximum"] == 6
 
 
+def test_more_log_probabilities_than_an_answer_may_have_are_refused_with_both_numbers(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "MAX_LOGPROBS", 600)
+    scored: dict[str, Any] = {"prompt": [[1] * 100] * 2, "max_tokens": 50, "echo": True, "logprobs": 1, "seed": 1}
+    chat = {"messages": USER, "max_tokens": 100, "logprobs": True, "top_logprobs": 5, "seed": 1}
+    for path, body, count in (
+        (COMPLETIONS, scored | {"logprobs": 2}, 900), (COMPLETIONS, scored | {"n": 2}, 1200),
+        (COMPLETIONS, scored | {"best_of": 3}, 1800), (COMPLETIONS, scored | {"n": 2, "stream": True}, 800),
+        (CHAT, chat | {"n": 2}, 1200),
+    ):  # fmt: skip
+        reply = server.post(path, body)
+        assert (reply.status, reply.code, reply.json["error"]["param"]) == (400, "out_of_range", "logprobs")
+        assert f"up to {count} of them are more than the 600 that" in reply.json["error"]["message"]
+    for path, body in (
+        (COMPLETIONS, scored), (CHAT, chat), (CHAT, chat | {"n": 2, "stream": True}),
+        (COMPLETIONS, scored | {"logprobs": None, "best_of": 8}), (COMPLETIONS, scored | {"echo": False, "n": 3}),
+    ):  # fmt: skip
+        assert server.post(path, body).status == 200
+
+
+def test_what_lm_eval_asks_for_at_once_is_not_too_much() -> None:
+    params = SamplingParams(max_tokens=1, logprobs=1, prompt_logprobs=1)
+    work.written([(1,) * 4096] * 128, params, 1, False)
+    work.written([(1,)], SamplingParams(max_tokens=(128 << 10) - 1, logprobs=20), 1, False)
+    with pytest.raises(Refusal, match="out_of_range"):
+        work.written([(1,) * 16384] * 128, params, 1, False)
+
+
+def test_a_deadline_counts_from_when_the_request_came() -> None:
+    engine = EngineClient(Path("nobody"))
+    engine._arrived([Ready("fake", 512, 100, 10, 16, 8, ())])
+    desk = Desk(engine, Metrics(engine), 600.0)
+    asks: list[Callable[[Caller], Work]] = [
+        lambda caller: desk.submit(caller, [(1,)], SamplingParams(), 1, "fake"),
+        lambda caller: desk.embed(caller, [(1,)], "mean", "fake"),
+    ]
+
+    async def ask() -> None:
+        for at, submit in enumerate(asks):
+            made = submit(Caller(f"{at}", time.monotonic() - 400.0, b""))
+            left = made.answer._commands[f"{at}"].deadline
+            assert left is not None
+            assert 100 < left <= 200
+            made.close()
+            with pytest.raises(Refusal, match="deadline"):
+                submit(Caller("late", time.monotonic() - 600.0, b""))
+            assert "late" not in engine.open
+
+    asyncio.run(ask())
+
+
 def test_what_is_sent_to_the_engine_is_what_was_asked(start: Callable[..., Running]) -> None:
     keys = ["a" * 32, "b" * 32]
     made = start(Options(port=0, keys=Keys.of(keys)))
@@ -161,7 +217,7 @@ def test_without_keys_a_priority_may_be_less_than_0(server: Running) -> None:
 def test_why_tells_the_end_of_an_answer_whose_reader_had_gone(code: str | None, told: str) -> None:
     """The task that reads it may end before it has taken the answer's end; without one, the task is what failed."""
     engine = EngineClient(Path("nobody"))
-    engine.ready = Ready("fake", 512, 100, 10, 16, 8, ())
+    engine._arrived([Ready("fake", 512, 100, 10, 16, 8, ())])
     desk = Desk(engine, Metrics(engine), 600.0)
     answer = engine.ask([Submit("a", (1,), SamplingParams())], 1)
     work = Work(Caller("a", 0.0, b""), [(1,)], 1, answer, desk, Story("a", b"", 0.0, [None]))

@@ -27,6 +27,8 @@ from attar.cli.scheduling import (
 )
 from attar.cli.terminal import emit, errors, progress, require_apart, tell, tell_shared
 
+BESIDES = 64  # HTTP requests open besides those that run or wait: read, refused, or about something else
+
 
 class Arrivals(StrEnum):
     """When requests are sent in an open loop."""
@@ -65,7 +67,14 @@ def serve(
             "`attar triton import` shows what that is.",
         ),
     ] = None,
-    max_requests: Annotated[int, typer.Option(min=1, help="HTTP requests open at a time; more get 429.")] = 256,
+    max_requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="HTTP requests open at a time; more get 429. Default: as many as run and wait in the engine "
+            f"(--max-running, --max-waiting), and {BESIDES} more.",
+        ),
+    ] = None,
     max_requests_per_key: Annotated[
         int | None,
         typer.Option(
@@ -162,7 +171,7 @@ def serve(
             port=port,
             keys=keys,
             origins=frozenset(origin or ()),
-            max_requests=max_requests,
+            max_requests=max_requests or chosen.together + chosen.max_waiting + BESIDES,
             limits=Limits(max_requests_per_key, tokens_per_minute),
             deadline=deadline,
             drain_seconds=drain_seconds,

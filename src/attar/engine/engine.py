@@ -160,7 +160,7 @@ class Engine:
             whole = Submit(
                 ask.id, ask.prompt, request.params, salt=ask.salt, deadline=ask.deadline, adapter=ask.adapter
             )
-            sequence = self._sequence(request, 0, 0, whole, bypass=True)
+            sequence = self._sequence(request, 0, 0, whole, bypass=ask.pooling == "mean")
             request.choices.append(self._choice(request, 0, sequence))
             self._add(request)
         except Exception as error:
@@ -201,6 +201,10 @@ class Engine:
         if self._flight is not None:
             self._flight.began = now
         self._settle()
+        return self._take()
+
+    def said(self) -> list[Event]:
+        """What there is to say before the next step: of requests that were refused or cancelled since the last."""
         return self._take()
 
     def stats(self, blocks: bool = False) -> Stats:

@@ -178,8 +178,9 @@ def _measured(device: torch.device) -> Rates | None:
 
 def _ready(name: str, config: ModelConfig, found: Fit, limits: Limits, adapters: tuple[str, ...]) -> Ready:
     return Ready(
-        name, found.context, config.vocab_size, found.blocks, found.block, limits.max_waiting, found.table(), adapters
-    )
+        name, found.context, config.vocab_size, found.blocks, found.block, limits.max_waiting, found.table(), adapters,
+        limits.together,
+    )  # fmt: skip
 
 
 def on_card(settings: Settings, measured: Footprint, block_bytes: int, most: int, limits: Limits) -> Fit:

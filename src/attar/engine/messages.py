@@ -66,9 +66,15 @@ class Report(msgspec.Struct, frozen=True):
     preemptions: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
-    reuse_ended: str = ""  # why the rest was not reused: differs, evicted, rounded, bypassed, complete; "": never ran
+    reuse_ended: str = ""  # why the rest was not reused: one of `REUSE_ENDS`; "": never ran
     differs_at: int | None = None  # index of the first token that no cached prompt has
     limited_by: dict[str, int] = {}  # steps that it had a part in, by what limited them: bandwidth, compute, overhead
+
+
+REUSE_ENDS = ("complete", "differs", "evicted", "rounded", "no_room", "bypassed")
+"""Why no more of a prompt was reused: there was no more of it; no cached prompt goes on like it; what did was evicted;
+the cache shares whole groups of tokens only; the rest lay in a block for whose copy there was no room; what was asked
+for has to be computed."""
 
 
 class Delta(msgspec.Struct, frozen=True, tag="delta"):
@@ -136,6 +142,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     max_waiting: int  # choices that may wait at a time
     table: tuple[tuple[str, int], ...]  # where the memory goes: (what, bytes)
     adapters: tuple[str, ...] = ()  # names that a request may ask for
+    max_running: int = 1  # choices that may run at a time
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):

@@ -2,8 +2,8 @@
 
 The server starts it with its settings on standard input, and keeps that pipe open: when the pipe ends, whoever wanted
 the engine is gone, whatever it died of, and the engine ends too. Commands are read between steps, and on a GPU also
-within one, while the device works. With nothing to do it sleeps in the kernel. A server that does not take its events
-is given up when `MAX_UNSENT` bytes wait for it.
+within one, while the device works; who is refused then is told at once, not after the step that follows. With nothing
+to do it sleeps in the kernel. A server that does not take its events is given up when `MAX_UNSENT` bytes wait for it.
 
 A step may be long: a prompt of thousands of tokens, a large model. That the process runs is therefore said by a second
 thread, the heart, twice a second. Kernels and torch let it run (they release Python's lock), and it says for how long
@@ -138,11 +138,14 @@ class Loop:
             heart.join()
 
     def _beat(self) -> None:
+        last, busy = None, 0.0
         while not self._stopped.wait(BEAT_SECONDS):
             left, outbox = self._left, self._outbox
+            busy = grown(busy if left == last else 0.0, left, time.monotonic())
+            last = left
             if outbox is not None:
                 with contextlib.suppress(OSError):  # the loop finds out for itself
-                    outbox.beat(encode([Beat(0.0 if left is None else time.monotonic() - left)]))
+                    outbox.beat(encode([Beat(busy)]))
 
     def _attend(self, events: list[Event]) -> None:
         """While the device works at a step: say what there is to say, and take what was asked for meanwhile."""
@@ -204,6 +207,8 @@ class Loop:
                 self._hang_up("a frame is not of commands")
                 return
             self._obey(commands)
+        if events := self.engine.said():
+            self._say(events)
 
     def _obey(self, commands: Sequence[Command]) -> None:
         for command in commands:
@@ -274,6 +279,12 @@ def _framed(events: Sequence[Event], lost: set[str]) -> bytes:
             return encode([Failed(event.id, "too_long", "the answer is too long to be sent")])
         logger.error("what is to be said of request %s cannot be encoded", event.id, exc_info=error)
         return encode([Failed(event.id, "internal", SENTENCES["internal"])])
+
+
+def grown(busy: float, left: float | None, now: float) -> float:
+    """For how long a step that began at `left` has run, after `busy` at the last beat: time for which this process was
+    stopped is none of it."""
+    return 0.0 if left is None else min(now - left, busy + 2 * BEAT_SECONDS)
 
 
 def listen(path: Path) -> socket.socket:

@@ -40,7 +40,7 @@ class Match(NamedTuple):
     length: int  # tokens
     blocks: list[int]  # all of whose tokens match
     source: int | None  # and the block with the remaining length % size tokens, in its first slots
-    ended: str  # why it is no longer: differs, evicted, rounded, complete, or bypassed
+    ended: str  # why it is no longer: one of `messages.REUSE_ENDS`
     differs_at: int | None  # index of the first token that no cached prompt has
 
 

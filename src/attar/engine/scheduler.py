@@ -307,7 +307,7 @@ class Scheduler:
         room = self._room(sequence, match)
         if room is None and match.source is not None:  # the block to copy from may be the one that is missing
             whole = len(match.blocks) * self.pool.size
-            match = match._replace(length=whole, source=None, ended="rounded")
+            match = match._replace(length=whole, source=None, ended="no_room")
             room = self._room(sequence, match)
         if room is None:
             return False

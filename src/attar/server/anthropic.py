@@ -53,12 +53,12 @@ def _message(work: Work, model: str, text: str | None, reason: str | None, stop:
     }
 
 
-async def whole(work: Work, model: str) -> bytes:
+async def whole(work: Work, model: str) -> list[bytes]:
     """The answer as one object. Raises Refusal."""
-    [choice], _ = await work.choices()
+    [choice] = await work.choices()
     point("anthropic.whole", work.caller.id)
     reason = _reason(choice.reason, choice.stop)
-    return encode(_message(work, model, choice.text, reason, choice.stop, choice.tokens))
+    return [encode(_message(work, model, choice.text, reason, choice.stop, choice.tokens))]
 
 
 async def stream(work: Work, model: str) -> AsyncIterator[bytes]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import importlib.resources
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -31,7 +32,7 @@ from attar.server.schemas import (
     EmbeddingBody,
     TokenizeBody,
 )
-from attar.server.work import Caller, Desk, Work, fits, room
+from attar.server.work import Caller, Desk, Work, fits, room, written
 from attar.version import __version__
 
 PAGE = importlib.resources.files("attar.server").joinpath("page.html").read_bytes()
@@ -69,8 +70,8 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
 
     @app.get("/readyz", openapi_extra=giving(answers.Alive))
     async def readyz() -> Response:
-        """The model is loaded, the engine runs, and the server is not shutting down."""
-        desk.healthy()
+        """The model is loaded, the engine runs and gets on, and the server is not shutting down."""
+        desk.getting_on()
         return _json({"status": "ready"})
 
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -110,7 +111,9 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         params = chat_params(body, room([ids], ready.context, "messages"), ready.vocab_size)
         n = body.n or 1
         fits(n, desk.engine.places.most, "n")
+        written([ids], params, n, bool(body.stream))
         form = openai.ChatFormat(prompts.tokenizer, bool(body.logprobs))
+        await _there(request)
         work = desk.submit(_caller(request), [ids], params, n, model, body.priority or 0)
         if body.stream:
             return await _stream(request, work, openai.stream(work, model, form, body.with_usage), openai.failed)
@@ -134,7 +137,11 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         n = body.n or 1
         made = max(n, body.best_of or 1)
         fits(made, desk.engine.places.most, "best_of" if made > n else "n")
-        form = openai.CompletionFormat(prompts.tokenizer, body.logprobs is not None, n, echoed)
+        scored = body.logprobs is not None
+        if scored:
+            written(ids, params, made, bool(body.stream))
+        form = openai.CompletionFormat(prompts.tokenizer, scored, n, ids, echoed)
+        await _there(request)
         work = desk.submit(_caller(request), ids, params, made, model, body.priority or 0)
         if body.stream:
             return await _stream(request, work, openai.stream(work, model, form, body.with_usage), openai.failed)
@@ -147,6 +154,7 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         model, ready = desk.model(body.model), desk.ready()
         ids = await prompts.chat_ids(anthropic_messages(body))
         params = anthropic_params(body, room([ids], ready.context, "messages"))
+        await _there(request)
         work = desk.submit(_caller(request), [ids], params, 1, model)
         if body.stream:
             return await _stream(request, work, anthropic.stream(work, model), anthropic.failed)
@@ -159,6 +167,7 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         model, ready = desk.model(body.model), desk.ready()
         ids = await prompts.ids(body.inputs(), ready.vocab_size, "input")
         room(ids, ready.context, "input", new=0)
+        await _there(request)
         work = desk.embed(_caller(request), ids, body.pooling, model)
         return await _whole(request, work, _embedded(work, model, body.encoding_format == "base64"))
 
@@ -242,12 +251,22 @@ async def _read(prompts: Prompts, request: Request, kind: type[BodyType]) -> Bod
     return await prompts.read(kind, bytes(body))
 
 
-async def _whole(request: Request, work: Work, answer: Awaitable[bytes]) -> Response:
+async def _there(request: Request) -> None:
+    """Before the engine is asked: nobody watched the connection while the prompt was made. Raises Refusal."""
+    gone = asyncio.Event()
+    async with sse.while_connected(request.receive, gone.set):
+        await asyncio.sleep(0)
+    if gone.is_set():
+        raise Refusal("cancelled", "the request was cancelled")
+
+
+async def _whole(request: Request, work: Work, answer: Awaitable[Iterable[bytes | bytearray]]) -> Response:
     try:
         async with sse.while_connected(request.receive, work.answer.cancel):
-            return Response(await answer, media_type="application/json")
+            pieces = await answer
     finally:
         work.close()
+    return sse.whole(pieces)
 
 
 async def _stream(
@@ -268,12 +287,16 @@ def _model(name: str, ready: Ready) -> dict[str, Any]:
     return described if name == ready.model else described | {"parent": ready.model}
 
 
-async def _embedded(work: Work, model: str, as_base64: bool) -> bytes:
+async def _embedded(work: Work, model: str, as_base64: bool) -> Iterator[bytes]:
     vectors = await work.vectors()
     point("embeddings.whole")
-    data = []
+    return _vectors(vectors, model, work.prompt_tokens, as_base64)
+
+
+def _vectors(vectors: Sequence[bytes], model: str, tokens: int, as_base64: bool) -> Iterator[bytes]:
+    """The answer, a vector at a time: as text each is several times as long, and thousands would hold up the loop."""
+    yield b'{"object":"list","model":%b,"data":[' % encode(model)
     for at, vector in enumerate(vectors):
         shown = base64.b64encode(vector).decode() if as_base64 else memoryview(vector).cast("f").tolist()
-        data.append({"object": "embedding", "index": at, "embedding": shown})
-    usage = {"prompt_tokens": work.prompt_tokens, "total_tokens": work.prompt_tokens}
-    return encode({"object": "list", "model": model, "data": data, "usage": usage})
+        yield b'%b{"object":"embedding","index":%d,"embedding":%b}' % (b"," if at else b"", at, encode(shown))
+    yield b'],"usage":%b}' % encode({"prompt_tokens": tokens, "total_tokens": tokens})

@@ -5,11 +5,9 @@ behind finds several events together, and one that falls behind for good loses i
 without bound. When the connection ends, so does every open request, in the same moment, with a `Failed`: the kernel
 tells of a process's death whatever it died of. The client then connects again, as soon as an engine listens.
 
-A process can also stop without dying. The engine's heart (`engine/process.py`) beats through any step, so one that is
-not heard for `SILENCE` does not run, and one that has been in one step for longer than a request may take does not get
-on. Neither ends the connection, for a stopped process may be continued: `trouble` tells of it, nothing new is taken,
-and what is open waits, until its deadline and `GRACE` have passed. Then its end comes from here: nobody else will tell
-it.
+A process can also stop without dying (`pulse.py`). One that does not run may be continued, so its connection is kept,
+nothing new is taken, and what is open waits, until its deadline and `GRACE` have passed. Then its end comes from here:
+nobody else will tell it. One that runs but will not get on is `hung`, and whoever owns it ends it.
 
 A request of many prompts enters the engine's queue a window at a time, so that it fits whatever its length, and leaves
 room for others. What is refused there because others have taken the room, while the request is under way, waits here;
@@ -26,11 +24,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from weakref import WeakSet
 
 import msgspec
 
 from attar.engine.messages import (
-    MAX_FRAME,
     Beat,
     Cancel,
     Command,
@@ -38,28 +36,25 @@ from attar.engine.messages import (
     Drain,
     Embed,
     Embedding,
-    Event,
     Failed,
     Finished,
-    PromptLogprobs,
     Ready,
     Stats,
     Submit,
     encode,
 )
 from attar.faults import point
+from attar.server.connection import AnswerEvent, Connection, Event
+from attar.server.logprobs import PromptScores
 from attar.server.places import Places
+from attar.server.pulse import STUCK, Pulse
 
 MAX_WAITING = 128 << 10  # bytes, about, of events that a reader leaves for longer than PATIENCE
 PATIENCE = 0.5  # seconds: this process may be late itself
 RETRY_SECONDS = 0.1
 WATCH_SECONDS = 0.1
-SILENCE = 1.5  # seconds: three beats of the engine
-STUCK = 60.0  # seconds, at least, that a step may take before nothing more is expected of it
 GRACE = 1.0  # seconds past its deadline that a request is left to the engine, which ends it between two steps
 ROOM_SECONDS = 0.1  # until a request with prompts still to come, for which there was no room, asks again
-
-AnswerEvent = Delta | PromptLogprobs | Finished | Embedding | Failed
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +65,8 @@ class Answer:
     It ends with a `Failed`, which ends all of them, or with the `Finished` or `Embedding` after which none is open.
     Then `ended` holds, and nothing follows; `failure` is the code of the `Failed` that ended it. At most `window`
     choices are in the engine at a time, or those of one prompt, and none for whom its key has no place among `places`.
-    `late` is told what the engine still says of what was ended here.
+    `late` is told what the engine still says of what was ended here. A `whole` one is never let go for what waits: no
+    connection keeps its reader from it.
     """
 
     def __init__(
@@ -85,6 +81,7 @@ class Answer:
         self.ended = False
         self.failure: str | None = None
         self.late: Callable[[AnswerEvent], None] = lambda event: None
+        self.whole = False
         self._commands = {command.id: command for command in commands}
         self._open = {command.id: _choices(command) for command in commands}
         self._later = deque(commands)
@@ -94,6 +91,7 @@ class Answer:
         self._send, self._drop = send, drop
         self._places, self._salt = places, commands[0].salt
         self._unheard: dict[str, set[int]] = {}  # choices that were sent and of which the engine has said nothing yet
+        self._running: dict[str, set[int]] = {}  # those that it has said something of, but not that they ended
         self._events: list[AnswerEvent] = []
         self._size = 0
         self._since = 0.0  # when the oldest of them came
@@ -107,6 +105,15 @@ class Answer:
             await self._wake.wait()
         events, self._events, self._size = self._events, [], 0
         return events
+
+    def reading(self) -> None:
+        """What was taken last is still being read: what came since has not been left."""
+        self._since = time.monotonic()
+
+    @property
+    def held(self) -> int:
+        """Choices that have not been sent yet."""
+        return sum(map(_choices, self._later))
 
     def go_on(self) -> None:
         """Send what the window has room for."""
@@ -142,13 +149,13 @@ class Answer:
             self._put_back(event.id)
             return
         self._under_way = True
-        if self._unheard and isinstance(event, Delta | Finished):
+        if isinstance(event, Finished) or (self._unheard and isinstance(event, Delta)):
             self._hear(event)
         now = time.monotonic()
         if not self._events:
             self._since = now
         self._size += _size(event)
-        if self._size > MAX_WAITING and now - self._since > PATIENCE:
+        if self._size > MAX_WAITING and now - self._since > PATIENCE and not self.whole:
             self._events.clear()  # they would wait for as long as the connection stalls
             self.cancel()
             return
@@ -182,26 +189,33 @@ class Answer:
         """Others were quicker: it is sent again when one before it has ended."""
         command = self._commands[request]
         self._within -= _choices(command)
-        self._hear_all(request)
+        self._leave(request)
         self._later.appendleft(command)
         if not self._within:
             self._ask_again()
 
     def _hear(self, event: Delta | Finished) -> None:
-        """The choice waits no more."""
+        """The choice waits no more: it runs, or has ended."""
         unheard = self._unheard.get(event.id)
         if unheard is not None and event.choice in unheard:
             unheard.remove(event.choice)
             self._places.give(self._salt, 1)
             if not unheard:
                 del self._unheard[event.id]
+            self._running.setdefault(event.id, set()).add(event.choice)
+            self._places.running += 1
+        if isinstance(event, Finished) and event.choice in self._running.get(event.id, ()):
+            self._running[event.id].remove(event.choice)
+            self._places.running -= 1
 
-    def _hear_all(self, request: str) -> None:
+    def _leave(self, request: str) -> None:
+        """No choice of it waits or runs any more."""
         self._places.give(self._salt, len(self._unheard.pop(request, ())))
+        self._places.running -= len(self._running.pop(request, ()))
 
     def _close(self, request: str) -> None:
         self._within -= _choices(self._commands.pop(request))
-        self._hear_all(request)
+        self._leave(request)
         del self._open[request]
         self._drop([request], False)
 
@@ -209,8 +223,8 @@ class Answer:
         self.ended = True
         for timer in self._timers.values():
             timer.cancel()
-        for request in list(self._unheard):
-            self._hear_all(request)
+        for request in (*self._unheard, *self._running):
+            self._leave(request)
         unsent = {command.id for command in self._later}
         self._later.clear()
         self._commands.clear()
@@ -227,7 +241,9 @@ def _choices(command: Submit | Embed) -> int:
 def _size(event: AnswerEvent) -> int:
     if isinstance(event, Delta):
         return 256 + 4 * len(event.text) + sum(128 + 112 * len(each.top) for each in event.logprobs or ())
-    return 128  # the others come once
+    if isinstance(event, PromptScores):
+        return 128 + memoryview(event.logprobs).nbytes
+    return 128 + (len(event.vector) if isinstance(event, Embedding) else 0)
 
 
 class EngineClient:
@@ -235,30 +251,30 @@ class EngineClient:
 
     def __init__(self, path: Path, stuck: float = STUCK, keys: int = 0) -> None:
         """A step of more than `stuck` seconds counts as one that never ends. So many `keys` share the queue."""
-        self.path, self.stuck = path, stuck
-        self.places = Places(keys)
+        self.path = path
+        self.places, self.pulse = Places(keys), Pulse(stuck)
         self.ready: Ready | None = None
         """What the engine said when it was ready; None while there is none."""
         self.stats: Stats | None = None
         self.was_ready = False
         self.open: dict[str, Answer] = {}
         """The engine's requests that have not ended, by id."""
+        self._answers: WeakSet[Answer] = WeakSet()
         self._left: dict[str, Answer] = {}  # those that ended here, and of which the engine has not said so yet
-        self.silent = 0.0
-        """Seconds of looks at the connection since the engine was heard: while this process stands still, none pass."""
-        self.busy = 0.0
-        """Seconds for which the engine's step had lasted when it last told."""
-        self._connection: _Connection | None = None
+        self.hung: Callable[[], None] | None = None
+        """Called, again and again, while the engine runs but will not get on."""
+        self._connection: Connection | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
     def trouble(self) -> str | None:
         """What is wrong with an engine that is there, in a sentence; None if nothing is."""
-        if self.silent >= SILENCE:
-            return f"the engine has not been heard for {SILENCE:g} s: its process does not run"
-        if self.busy > self.stuck:
-            return f"the engine has been in one step for more than {self.stuck:g} s"
-        return None
+        return self.pulse.trouble
+
+    @property
+    def held(self) -> int:
+        """Choices that the engine has not been told of yet."""
+        return sum(answer.held for answer in self._answers)
 
     def start(self) -> None:
         """Begin to connect."""
@@ -280,6 +296,7 @@ class EngineClient:
     def ask(self, commands: Sequence[Submit | Embed], window: int) -> Answer:
         """Send requests whose answers belong together, up to `window` choices at a time; their ids must be new."""
         answer = Answer(commands, window, self._forward, self._drop, self.places)
+        self._answers.add(answer)
         if self.ready is None:
             answer.cancel("shutdown")
         else:
@@ -324,10 +341,10 @@ class EngineClient:
             ended = asyncio.Event()
             with contextlib.suppress(OSError):  # nobody listens yet
                 _, self._connection = await loop.create_unix_connection(
-                    lambda ended=ended: _Connection(self._arrived, ended.set),  # type: ignore[misc]
+                    lambda ended=ended: Connection(self._arrived, ended.set),  # type: ignore[misc]
                     str(self.path),
                 )
-                self.silent = self.busy = 0.0
+                self.pulse.begin()
                 await self._watch(ended)
                 self._lost()
             await asyncio.sleep(RETRY_SECONDS)
@@ -339,22 +356,25 @@ class EngineClient:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WATCH_SECONDS):
                     await ended.wait()
-            self.silent += WATCH_SECONDS
+            self.pulse.silent += WATCH_SECONDS
+            if self.pulse.hung and self.hung is not None:
+                self.hung()
             if (trouble := self.trouble) != known:
                 known = trouble
                 level = logging.INFO if trouble is None else logging.ERROR
                 logger.log(level, "%s; open requests: %d", trouble or "the engine gets on again", len(self.open))
 
     def _arrived(self, events: Sequence[Event]) -> None:
-        self.silent = 0.0
+        self.pulse.silent = 0.0
         for event in events:
             if isinstance(event, Stats):
+                self.pulse.count(self.stats, event)
                 self.stats = event
             elif isinstance(event, Beat):
-                self.busy = event.busy
+                self.pulse.busy = event.busy
             elif isinstance(event, Ready):
                 self.ready, self.was_ready = event, True
-                self.places.size = event.max_waiting
+                self.places.size, self.places.slots = event.max_waiting, event.max_running
                 logger.info("the engine is ready: %d blocks of %d tokens", event.blocks, event.block_size)
             else:
                 self._hand_on(event)
@@ -380,54 +400,3 @@ class EngineClient:
         self._left.clear()
         for answer in list(self.open.values()):
             answer.cancel("shutdown")
-
-
-class _Connection(asyncio.Protocol):
-    """Frames of events from bytes. What cannot be read ends the connection."""
-
-    def __init__(self, arrived: Callable[[Sequence[Event]], None], lost: Callable[[], None]) -> None:
-        self._arrived, self._lost = arrived, lost
-        self._decoder = msgspec.msgpack.Decoder(list[Event])
-        self._buffer = bytearray()
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        buffer = self._buffer
-        buffer += data
-        at = 0
-        while len(buffer) >= at + 4:
-            size = int.from_bytes(buffer[at : at + 4], "little")
-            if size > MAX_FRAME:
-                self.give_up("a frame is too long")
-                return
-            if len(buffer) < at + 4 + size:
-                break
-            try:
-                events = self._decoder.decode(memoryview(buffer)[at + 4 : at + 4 + size])
-            except msgspec.MsgspecError:
-                self.give_up("a frame is not of events")
-                return
-            at += 4 + size
-            self._arrived(events)
-        del buffer[:at]
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._lost()
-
-    def write(self, data: bytes) -> None:
-        assert self._transport is not None
-        self._transport.write(data)
-
-    def close(self) -> None:
-        assert self._transport is not None
-        self._transport.close()
-
-    def give_up(self, why: str) -> None:
-        """End the connection at once."""
-        logger.error("the engine is given up: %s", why)
-        assert self._transport is not None
-        self._transport.abort()

@@ -3,8 +3,9 @@
 What those types cannot say is added here: rules between fields, and what depends on the served model, whose name and
 vocabulary the document gives once it is loaded. It is meant to be exact, so that a body that fits it is taken and one
 that does not is refused, and schemathesis holds it to that. Two things have no schema. A prompt's length is counted in
-tokens, so a text that fits here may still be longer than the model's context. And a stop string's is counted in bytes,
-which is said here of characters by their widest, so one of both narrow and wide ones may be longer than it says.
+tokens, so a text that fits here may still be longer than the model's context, or have more log probabilities than an
+answer may hold. And a stop string's is counted in bytes, which is said here of characters by their widest, so one of
+both narrow and wide ones may be longer than it says.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ _BODIES: dict[str, type[Body]] = {}
 _ANSWERS: set[type[Answer]] = {answers.Error, answers.AnthropicError}
 
 _NAMED = {"X-Request-Id": {"required": True, "schema": {"type": "string"}}}
+_WHETHER = {
+    "Retry-After": {"schema": {"type": "integer", "minimum": 1}},
+    "x-should-retry": {"schema": {"const": "false"}},
+}
 _LATER = {"Retry-After": {"required": True, "schema": {"type": "integer", "minimum": 1}}}
 _HEADERS = {
     200: _NAMED,
@@ -40,7 +45,7 @@ _HEADERS = {
     415: _NAMED,
     429: {**_NAMED, **_LATER},
     500: _NAMED,
-    503: {**_NAMED, **_LATER},
+    503: {**_NAMED, **_WHETHER},
 }  # the others may come from the connection, before a request has a name
 _BY_CONNECTION = (400, 408, 411, 414, 431)
 
@@ -93,7 +98,7 @@ def document(app: FastAPI, served: Served) -> Schema:
         fields = schemas[name]["properties"]
         fields.update({field: _harmless(values) for field, values in kind.unbuilt.items()})
         if served.ready is not None:
-            fields["model"] = {"enum": [None, served.ready.model]}
+            fields["model"] = {"enum": [None, served.ready.model, *served.ready.adapters]}
     _add_rules(schemas, served.shortest)
     if served.ready is not None:
         _add_numbers(schemas, served.ready, served.most)

@@ -17,12 +17,16 @@ from attar.server.strict_json import shown
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One entry: HTTP status, OpenAI's type, Anthropic's type, and seconds after which trying again makes sense."""
+    """One entry: HTTP status, OpenAI's type, Anthropic's type, and seconds after which trying again makes sense.
+
+    vain: whether trying again makes none, where clients would by the status.
+    """
 
     status: int
     openai: str
     anthropic: str
     retry_after: int | None = None
+    vain: bool = False
 
 
 _INVALID = Kind(400, "invalid_request_error", "invalid_request_error")
@@ -61,7 +65,7 @@ CATALOGUE: dict[str, Kind] = {
     "loading": _BUSY,
     "draining": _BUSY,
     "engine_down": _BUSY,
-    "deadline": _BUSY,
+    "deadline": Kind(503, "service_unavailable_error", "overloaded_error", vain=True),  # it would take as long again
 }
 
 INTERNAL = "the request failed inside the server; the log has its id"
@@ -108,4 +112,6 @@ class Refusal(Exception):
         """Headers that belong to this status."""
         if self.retry_after is not None:
             return {"Retry-After": str(self.retry_after)}
+        if self.kind.vain:
+            return {"x-should-retry": "false"}  # what the clients of both APIs heed
         return {"WWW-Authenticate": "Bearer"} if self.kind.status == 401 else {}

@@ -35,7 +35,9 @@ class Metrics:
         self.limited = Counter(
             "attar_requests_limited", "Requests that a key's own limit turned away", ["limit"], registry=registry
         )
-        self.prompt_tokens = Counter("attar_prompt_tokens", "Tokens of prompts taken in", registry=registry)
+        self.prompt_tokens = Counter(
+            "attar_prompt_tokens", "Tokens of prompts that the engine has begun to answer", registry=registry
+        )
         self.generated_tokens = Counter("attar_generated_tokens", "Tokens given out", registry=registry)
         self.ttft = Histogram(
             "attar_time_to_first_token_seconds", "From arrival to the first token", buckets=_SECONDS, registry=registry
@@ -44,7 +46,10 @@ class Metrics:
             "attar_inter_token_seconds", "Between a choice's tokens", buckets=_SECONDS, registry=registry
         )
         self.end_to_end = Histogram(
-            "attar_request_seconds", "From arrival to the end of the answer", buckets=_SECONDS, registry=registry
+            "attar_request_seconds",
+            "From arrival to the end of the answer, of requests that were answered to their end",
+            buckets=_SECONDS,
+            registry=registry,
         )
         self.open = Gauge("attar_http_requests_open", "Requests that are being answered", registry=registry)
         self.lag = Histogram(
@@ -80,8 +85,12 @@ class _Engine(Collector):
         yield GaugeMetricFamily("attar_engine_up", "1 while the engine is ready", value=float(up))
         free = 0 if ready is None else ready.blocks
         stats = self._engine.stats or Stats(0, 0, free, 0, 0, 0, 0, 0, 0, 0, 0.0)
-        yield GaugeMetricFamily("attar_requests_running", "Requests in the running batch", value=stats.running)
-        yield GaugeMetricFamily("attar_requests_waiting", "Requests in the queue", value=stats.waiting)
+        for name, help_, count in (
+            ("attar_requests_running", "Choices in the running batch: a request has n for each prompt", stats.running),
+            ("attar_requests_waiting", "Choices in the engine's queue", stats.waiting),
+            ("attar_requests_held", "Choices of open requests that wait for room in the queue", self._engine.held),
+        ):
+            yield GaugeMetricFamily(name, help_, value=count)
         blocks = GaugeMetricFamily("attar_kv_blocks", "Blocks of the KV cache by state", labels=["state"])
         blocks.add_metric(["free"], stats.blocks_free)
         blocks.add_metric(["active"], stats.blocks_active)

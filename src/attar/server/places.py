@@ -8,17 +8,23 @@ one for each key: a key always gets in with as many as are within its part. And 
 size / m, or the choices of one prompt where there is room for them: so one alone takes what the others' parts leave,
 and when others come, it gets no more until it is down to its share. A key that would have more is refused; nobody who
 waits is ever sent away. Where there are more keys than half of the places there are no parts, and a key may have to
-wait until a place comes free. One key, or none, has all.
+wait until a place comes free.
+
+One key, or none, has all, and may have more waiting than there are places: as many as may still begin to run (`slots`),
+whose prompts are being computed, or will be in the step after this one. Beyond that the engine would refuse it, but
+only when it has come to the end of its step. What is refused here is known at once.
 """
 
 from __future__ import annotations
 
 
 class Places:
-    """Who waits. `keys` is how many there are that could ask, each known by its salt."""
+    """Who waits. `keys` is how many there are that could ask, each known by its salt; `slots`, how many can run."""
 
     def __init__(self, keys: int = 0) -> None:
-        self.keys, self.size = keys, 0
+        self.keys, self.size, self.slots = keys, 0, 0
+        self.running = 0
+        """Choices that have been heard of and not ended, those that gave way among them."""
         self._waiting: dict[bytes, int] = {}
 
     @property
@@ -41,9 +47,9 @@ class Places:
         return self._waiting.get(key, 0)
 
     def fit(self, key: bytes, count: int) -> bool:
-        """Whether so many more of a key may wait. Without several keys that is the engine's to say."""
+        """Whether so many more of a key may wait. Without several keys the engine may still say no."""
         if self.keys < 2:
-            return True
+            return self.total + count <= self.size + max(0, self.slots - self.running)
         kept, own = self._kept, self.waiting(key) + count
         others = [taken for each, taken in self._waiting.items() if each != key]
         owed = kept * (self.keys - 1) - sum(min(kept, taken) for taken in others)

@@ -17,11 +17,12 @@ from pathlib import Path
 import uvicorn
 
 from attar.server.api import make_app
-from attar.server.client import STUCK, EngineClient
+from attar.server.client import EngineClient
 from attar.server.door import Door, Options
 from attar.server.metrics import Metrics
 from attar.server.prompts import Prompts
 from attar.server.protocol import KEEP_ALIVE_SECONDS, LimitedProtocol
+from attar.server.pulse import STUCK
 from attar.server.work import Desk
 from attar.text.tokenizer import Tokenizer
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from itertools import chain
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from attar.faults import point
 
+PART = 64 << 10  # bytes of a write, at least, but for the last
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
@@ -34,6 +36,48 @@ async def while_connected(receive: Receive, gone: Callable[[], None]) -> AsyncIt
         yield
     finally:
         task.cancel()
+
+
+def parts(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
+    """The same bytes in writes of about `PART`."""
+    waiting = bytearray()
+    for piece in pieces:
+        for at in range(0, len(piece), PART):
+            waiting += piece if len(piece) <= PART else piece[at : at + PART]
+            if len(waiting) >= PART:
+                yield bytes(waiting)
+                waiting.clear()
+    if waiting:
+        yield bytes(waiting)
+
+
+def whole(pieces: Iterable[bytes | bytearray]) -> Response:
+    """A response of JSON. A large one is written part by part, each when the reader has taken the one before."""
+    found = parts(pieces)
+    first, second = next(found), next(found, None)
+    if second is None:
+        return Response(first, media_type=_Parts.media_type)
+    return _Parts(chain((first, second), found))
+
+
+class _Parts(Response):
+    media_type = "application/json"
+
+    def __init__(self, found: Iterator[bytes]) -> None:
+        super().__init__()
+        del self.headers["content-length"]
+        self._parts = found
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.Event()
+        async with while_connected(receive, gone.set):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            for part in self._parts:
+                if gone.is_set():
+                    return
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                await asyncio.sleep(0)  # the connection may take all there is, and the next part be made at once
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class EventStream(Response):

@@ -2,8 +2,11 @@
 
 The engine is a child with its settings on standard input, a pipe that stays open: when this process dies, of whatever,
 the engine's end of it does too, and the engine ends. When the engine dies, open requests have failed within the moment
-(`client.py`), and a new one is started; one that could not serve its model at all (exit status 2) is not. One that is
-stopped is left alone: whoever stopped it may continue it.
+(`client.py`), and a new one is started, at once the first time, later after every further death. The server ends where
+the first could not serve its model at all (exit status 2). Once there was one that could, the same status counts as a
+death: what a new one lacks, memory, a file, a card that the old one still holds, may be there again soon. So does a
+process that cannot be started. An engine that is stopped is left alone, for whoever stopped it may continue it; one
+that runs but will not get on (`pulse.py`) is killed.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import subprocess
 import sys
 import tempfile
@@ -20,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -28,31 +33,44 @@ from attar.engine.settings import Settings
 from attar.server.door import Options
 from attar.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from attar.server.serve import Server
+
 HOPELESS = 2  # exit status of an engine that cannot serve its model
 RESTARTS, WITHIN = 5, 600.0  # more deaths in so many seconds end the server
+BACK_OFF = 2.0  # seconds before the second restart within that time; each later one waits twice as long
 END_SECONDS = 10.0  # that an engine has to end
+FILES = 256  # descriptors of this process besides the connections of requests
 
 logger = logging.getLogger(__name__)
 
 
 class EngineProcess:
-    """The engine as a child process. `gave_up(status)` is called, from another thread, when there will be none."""
+    """The engine as a child process. `gave_up(status)` is called, from another thread, when there will be none; and
+    `served()` to know whether one was ever ready."""
 
-    def __init__(self, settings: Settings, gave_up: Callable[[int], None]) -> None:
-        self.settings, self.gave_up = settings, gave_up
+    def __init__(self, settings: Settings, served: Callable[[], bool], gave_up: Callable[[int], None]) -> None:
+        self.settings, self.served, self.gave_up = settings, served, gave_up
         self.child: subprocess.Popen[bytes] | None = None
         self._ending = threading.Event()
+        self._starting = threading.Lock()  # a child that is started while this ends would be nobody's
         self._deaths: deque[float] = deque()
         self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
 
     def start(self) -> None:
-        """Start the engine, and watch it from now on."""
+        """Start the engine, and watch it from now on. Raises OSError where the process cannot be started."""
         self._spawn()
         self._watcher.start()
 
+    def kill(self) -> None:
+        """End the engine that will not get on: a new one follows."""
+        if self.child is not None:
+            self.child.kill()
+
     def end(self) -> None:
         """See that the engine has ended. It was asked to; one that does not is killed."""
-        self._ending.set()
+        with self._starting:
+            self._ending.set()
         child = self.child
         if child is None:
             return
@@ -75,20 +93,35 @@ class EngineProcess:
             self.child.stdin.flush()
 
     def _watch(self) -> None:
-        while True:
-            assert self.child is not None
-            status = self.child.wait()
-            if self._ending.is_set() or status == 0:  # it was told to end, and may be quicker than `end`
-                return
-            now = time.monotonic()
-            self._deaths.append(now)
-            while self._deaths[0] < now - WITHIN:
-                self._deaths.popleft()
-            if status == HOPELESS or len(self._deaths) > RESTARTS:
-                self.gave_up(HOPELESS if status == HOPELESS else 1)
-                return
-            logger.error("the engine ended with status %d; starting a new one", status)
-            self._spawn()
+        assert self.child is not None
+        status = self.child.wait()
+        while self._goes_on(status):
+            try:
+                with self._starting:
+                    if self._ending.is_set():
+                        return
+                    self._spawn()
+            except OSError as error:
+                logger.error("no process for the engine could be started: %s", error)
+                status = 1
+            else:
+                status = self.child.wait()
+
+    def _goes_on(self, status: int) -> bool:
+        """Whether a new one is to be started after one that ended with this status; waits until it is."""
+        if self._ending.is_set() or status == 0:  # it was told to end, and may be quicker than `end`
+            return False
+        now = time.monotonic()
+        self._deaths.append(now)
+        while self._deaths[0] < now - WITHIN:
+            self._deaths.popleft()
+        deaths, hopeless = len(self._deaths), status == HOPELESS and not self.served()
+        if hopeless or deaths > RESTARTS:
+            self.gave_up(HOPELESS if hopeless else 1)
+            return False
+        delay = 0.0 if deaths == 1 else BACK_OFF * 2 ** (deaths - 2)
+        logger.error("the engine ended with status %d; a new one is started in %g s", status, delay)
+        return not self._ending.wait(delay)
 
 
 def run(settings: Settings, tokenizer: Tokenizer, options: Options, started: Callable[[str], None]) -> int:
@@ -98,25 +131,35 @@ def run(settings: Settings, tokenizer: Tokenizer, options: Options, started: Cal
     armed (`attar/faults.py`) that do not exist.
     """
     faults.arm_from(env.get().faults)
+    allow_connections(options.max_requests)
     status = 0
     with tempfile.TemporaryDirectory(prefix="attar-") as folder:  # of this user alone
         path = Path(folder) / "engine"
 
         async def main() -> None:
             loop = asyncio.get_running_loop()
+            server: Server | None = None
 
             def give_up(code: int) -> None:
                 nonlocal status
                 status = code
                 for _ in range(2):
-                    loop.call_soon_threadsafe(lambda: server.stop())  # there is one whenever the loop gets to this
+                    loop.call_soon_threadsafe(stop)
 
-            engine = EngineProcess(msgspec.structs.replace(settings, socket=str(path)), give_up)
+            def stop() -> None:
+                if server is not None:  # there is one whenever the loop gets to this, unless making it has failed
+                    server.stop()
+
+            def served() -> bool:
+                return server is not None and server.engine.was_ready
+
+            engine = EngineProcess(msgspec.structs.replace(settings, socket=str(path)), served, give_up)
             engine.start()
             try:
                 from attar.server.serve import Server  # a fifth of a second, in which the engine's process starts
 
                 server = Server(path, tokenizer, options)
+                server.engine.hung = engine.kill
                 await server.run(started)
             finally:
                 await loop.run_in_executor(None, engine.end)
@@ -124,3 +167,14 @@ def run(settings: Settings, tokenizer: Tokenizer, options: Options, started: Cal
         gc.freeze()  # modules and tables stay: a full collection that walks through them is 20 ms for every stream
         asyncio.run(main())
     return status
+
+
+def allow_connections(requests: int) -> None:
+    """See that this process may have so many open, and as many connections that are idle, as far as its user allows."""
+    needed = 2 * requests + FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < requests + FILES:
+        logger.warning("this process may open %d files, too few for %d requests at a time", most, requests)

@@ -334,8 +334,8 @@ class _Reading:
             self.options["device"] = f"cuda:{int(ids)}"
         else:
             self.warnings.append(
-                f"gpu_device_ids: {ids[:80]}: how {len(listed)} GPUs share a model is in the engine, not in this file: give "
-                "--device cuda with --tp or --pp"
+                f"gpu_device_ids: {ids[:80]}: how {len(listed)} GPUs share a model is in the engine, not in this file: "
+                "give --device cuda with --tp or --pp"
             )
 
     def _instances(self) -> None:

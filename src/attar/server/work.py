@@ -10,23 +10,26 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import msgspec
 
-from attar.engine.messages import Delta, Embed, Embedding, Failed, Finished, PromptLogprobs, Ready, Report, Submit
+from attar.engine.messages import Delta, Embed, Embedding, Failed, Finished, Ready, Report, Submit
 from attar.engine.request import SamplingParams, TokenLogprob
 from attar.faults import point
-from attar.server.client import Answer, AnswerEvent, EngineClient
+from attar.server.client import Answer, EngineClient
+from attar.server.connection import AnswerEvent
 from attar.server.crowd import Crowd
 from attar.server.errors import Refusal
+from attar.server.logprobs import PromptScores, Turns, values
 from attar.server.metrics import Metrics
 from attar.server.quota import Account
 from attar.server.schemas import MAX_PROMPTS
 
 REMEMBERED = 1000  # requests that /why can tell of when they have ended
+MAX_LOGPROBS = 3_000_000  # of an answer, the likely ones among them: 20 for each token of a context of 128K, and more
 WINDOW = 32  # texts to embed that the engine has at once
 PROMPT_ANSWER = 1.0  # seconds that a stream's status waits for the engine's first word
 SHARE_AFTER = 1  # seconds after which a key may ask again that has its share: no turn of `Crowd`, which all keys share
@@ -51,13 +54,25 @@ class Caller:
 
 @dataclass(slots=True)
 class Choice:
-    """One whole choice."""
+    """One whole choice. `logprob` is the sum of those of its `scored` tokens."""
 
+    number: int
     text: str = ""
     reason: str = ""
     stop: str | None = None
     tokens: int = 0
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprob: float = 0.0
+    scored: int = 0
+
+
+class Writer(Protocol):
+    """Takes the log probabilities of a whole answer as they come."""
+
+    def add(self, at: int, number: int, logprobs: Sequence[TokenLogprob]) -> None:
+        """Of a choice of prompt `at`."""
+
+    async def add_prompt(self, at: int, event: PromptScores, turns: Turns) -> None:
+        """Of prompt `at`, before anything of its choices."""
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -101,6 +116,7 @@ class Work:
         self.reused = 0
         self._desk, self._story = desk, story
         self._last: dict[tuple[str, int], float] = {}
+        self._unheard = set(answer.prompts)
         self._peeked: list[AnswerEvent] = []
         self._outcome = ""
         self._served = True
@@ -114,7 +130,7 @@ class Work:
     async def admitted(self) -> None:
         """Wait a little for the engine's first word, so that a refusal can still be the answer's status."""
         try:
-            async with asyncio.timeout(PROMPT_ANSWER):
+            async with asyncio.timeout(self._desk.patience()):
                 self._peeked = await self._take()
         except TimeoutError:
             return
@@ -128,30 +144,36 @@ class Work:
         while events := await self._take():
             yield events
 
-    async def choices(self) -> tuple[list[Choice], dict[int, Sequence[TokenLogprob]]]:
-        """The whole answer: its choices, and the log probabilities of prompts by their number. Raises Refusal."""
-        choices = [Choice() for _ in range(len(self.prompts) * self.n)]
+    async def choices(self, writer: Writer | None = None) -> list[Choice]:
+        """The whole answer. `writer` is for one with log probabilities. Raises Refusal."""
+        self.answer.whole = True
+        choices = [Choice(number) for number in range(len(self.prompts) * self.n)]
         pieces: list[list[str]] = [[] for _ in choices]
-        of_prompts: dict[int, Sequence[TokenLogprob]] = {}
+        turns = Turns(self.answer.reading)
         async for events in self.events():
             for event in events:
                 if isinstance(event, Delta):
                     number = self.number(event)
                     pieces[number].append(event.text)
-                    choices[number].logprobs.extend(event.logprobs or ())
+                    if event.logprobs and writer is not None:
+                        choices[number].logprob += sum(each.logprob for each in event.logprobs)
+                        choices[number].scored += len(event.logprobs)
+                        writer.add(self.answer.prompts[event.id], number, event.logprobs)
+                        await turns.after(values(event.logprobs))
                 elif isinstance(event, Finished):
                     choice = choices[self.number(event)]
                     choice.reason, choice.stop, choice.tokens = event.reason, event.stop, event.completion_tokens
-                elif isinstance(event, PromptLogprobs):
-                    of_prompts[self.answer.prompts[event.id]] = event.logprobs
+                elif isinstance(event, PromptScores) and writer is not None:
+                    await writer.add_prompt(self.answer.prompts[event.id], event, turns)
                 elif isinstance(event, Failed):
                     raise self._desk.refusal(event)
         for choice, texts in zip(choices, pieces, strict=True):
             choice.text = "".join(texts)
-        return choices, of_prompts
+        return choices
 
     async def vectors(self) -> list[bytes]:
         """The vectors of an embedding request, in order of its prompts. Raises Refusal."""
+        self.answer.whole = True
         found: dict[str, bytes] = {}
         async for events in self.events():
             for event in events:
@@ -181,6 +203,9 @@ class Work:
         point("metrics.observe", self.caller.id)
         now, metrics, story = time.monotonic(), self._desk.metrics, self._story
         for event in events:
+            if event.id in self._unheard and not isinstance(event, Failed):
+                self._unheard.remove(event.id)
+                metrics.prompt_tokens.inc(len(self.prompts[self.answer.prompts[event.id]]))
             if isinstance(event, Delta):
                 tokens = len(event.token_ids)
                 story.generated += tokens
@@ -211,8 +236,8 @@ class Work:
         self._finished = True
         caller, metrics, story = self.caller, self._desk.metrics, self._story
         story.outcome, story.ended = self._outcome or "stop", now
-        metrics.end_to_end.observe(now - caller.arrived)
-        if self._served:
+        if self._served:  # a refusal is quick, and would make a full server look like a fast one
+            metrics.end_to_end.observe(now - caller.arrived)
             self._desk.crowd.served(now)
         metrics.generated_tokens.inc(story.generated)
         self._desk.remember(story)
@@ -254,6 +279,18 @@ class Desk:
             raise Refusal("loading", "the model is being loaded")
         return self.engine.ready
 
+    def patience(self) -> float:
+        """Seconds that a stream's status waits: where the engine's queue may have no room, until it can have said so,
+        which it does between two steps."""
+        places = self.engine.places
+        return PROMPT_ANSWER if places.total <= places.size else max(PROMPT_ANSWER, 2 * self.engine.pulse.longest)
+
+    def getting_on(self) -> None:
+        """Raises Refusal unless the engine is healthy, and in no step that takes far longer than any before."""
+        self.healthy()
+        if (slow := self.engine.pulse.slow) is not None:
+            raise Refusal("engine_down", slow)
+
     def healthy(self) -> None:
         """Raises Refusal unless the engine is ready, runs, and gets on."""
         self.ready()
@@ -289,13 +326,14 @@ class Desk:
         """Prompts to be continued, n choices each, by what `model` names. Where there are keys, a `priority` below 0
         counts as 0. Raises Refusal."""
         self.healthy()
+        left = self._left(caller)
         self._place(caller, n)  # before the key pays
         caller.take(sum(map(len, prompts)), len(prompts) * n * params.max_tokens)
         if caller.salt:  # nobody goes before those who have another key
             priority = max(0, priority)
         seeded, adapter = params.seeded(), self._adapter(model)
         commands = [
-            Submit(name, prompt, seeded, n, caller.salt, priority, self.deadline, adapter)
+            Submit(name, prompt, seeded, n, caller.salt, priority, left, adapter)
             for name, prompt in zip(_names(caller, len(prompts)), prompts, strict=True)
         ]
         return self._work(caller, prompts, n, commands, self._share())
@@ -303,22 +341,33 @@ class Desk:
     def embed(self, caller: Caller, prompts: Sequence[tuple[int, ...]], pooling: str, model: str) -> Work:
         """Prompts whose vectors are wanted, of what `model` names. Raises Refusal."""
         self.healthy()
+        left = self._left(caller)
         self._place(caller, 1)
         caller.take(sum(map(len, prompts)), 0)
         commands = [
-            Embed(name, prompt, pooling, self.deadline, self._adapter(model), caller.salt)
+            Embed(name, prompt, pooling, left, self._adapter(model), caller.salt)
             for name, prompt in zip(_names(caller, len(prompts)), prompts, strict=True)
         ]
         return self._work(caller, prompts, 1, commands, min(WINDOW, self._share()))
 
     def _place(self, caller: Caller, count: int) -> None:
-        """Raises Refusal where so many choices of the first prompt would be more than the key's share of the queue."""
+        """Raises Refusal where so many choices of the first prompt would be more than the key's share of the queue, or
+        than the engine has room for."""
         places = self.engine.places
         if not places.fit(caller.salt, count):
+            if places.keys < 2:
+                raise self.full("the server is full: try again later")
             self.metrics.limited.labels("queue").inc()
             waiting = f"this key has {places.waiting(caller.salt)} of the {places.size} places in the queue"
             message = f"{waiting}, and its share has no room for {count} more: try again later"
             raise Refusal("rate_limit_exceeded", message, retry_after=SHARE_AFTER)
+
+    def _left(self, caller: Caller) -> float:
+        """Seconds of the deadline, which began when the request came. Raises Refusal where it has passed."""
+        left = caller.arrived + self.deadline - time.monotonic()
+        if left <= 0:
+            raise self.refusal(Failed(caller.id, "deadline", ""))
+        return left
 
     def _share(self) -> int:
         """Choices of one request that the engine's queue takes at a time: half of what may wait there."""
@@ -346,7 +395,6 @@ class Desk:
         self, caller: Caller, prompts: Sequence[tuple[int, ...]], n: int, commands: Sequence[Submit | Embed], most: int
     ) -> Work:
         point("desk.submit", caller.id)
-        self.metrics.prompt_tokens.inc(sum(map(len, prompts)))
         story = Story(caller.id, caller.salt, caller.arrived, [None] * min(len(prompts), MAX_PROMPTS))
         self._running[caller.id] = story
         return Work(caller, prompts, n, self.engine.ask(commands, most), self, story)
@@ -354,6 +402,19 @@ class Desk:
 
 def _names(caller: Caller, count: int) -> list[str]:
     return [caller.id] if count == 1 else [f"{caller.id}.{at}" for at in range(count)]
+
+
+def written(prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int, stream: bool) -> None:
+    """Raises Refusal, with both numbers, where an answer would have too many log probabilities. A stream keeps none of
+    its choices'."""
+    read = 0 if params.prompt_logprobs is None else sum(map(len, prompts)) * (params.prompt_logprobs + 1)
+    made = 0 if params.logprobs is None or stream else len(prompts) * params.max_tokens * (params.logprobs + 1)
+    if (count := n * (read + made)) > MAX_LOGPROBS:
+        message = (
+            f"logprobs: up to {count} of them are more than the {MAX_LOGPROBS} that an answer may have: ask for fewer "
+            "prompts, choices, tokens (max_tokens) or likely ones for each"
+        )
+        raise Refusal("out_of_range", message, "logprobs")
 
 
 def fits(n: int, most: int, name: str) -> None:

@@ -1,0 +1,152 @@
+"""Log probabilities as JSON, in the shapes of /v1/completions and of chat.
+
+A batch of prompts to be scored has a million of them. So they are written as they come, never kept as values, and after
+every `SLICE` of them the event loop gets a turn: no other request waits longer than one slice takes to write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from attar.engine.request import TokenLogprob
+from attar.faults import point
+from attar.text.tokenizer import Tokenizer
+
+LEAST = -9999.0  # JSON has no infinity; OpenAI's number for it
+SLICE = 512  # values: less than a millisecond's work
+
+encode = msgspec.json.encode
+_rows = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_row = msgspec.msgpack.Decoder(TokenLogprob)
+
+
+class PromptScores(msgspec.Struct, frozen=True, tag="prompt_logprobs"):
+    """A `PromptLogprobs` as it came: tens of bytes a token, where the values would be hundreds."""
+
+    id: str
+    logprobs: msgspec.Raw
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "logprobs", self.logprobs.copy())  # what came is of the buffer it came in
+
+
+class Turns:
+    """Gives the event loop a turn after every `SLICE` values that were written, and calls `had` then."""
+
+    def __init__(self, had: Callable[[], None]) -> None:
+        self._had = had
+        self._values = 0
+
+    async def after(self, values: int) -> None:
+        """So many were written."""
+        self._values += values
+        if self._values >= SLICE:
+            self._values = 0
+            await asyncio.sleep(0)
+            self._had()
+
+
+def values(logprobs: Sequence[TokenLogprob]) -> int:
+    """How many there are of these tokens."""
+    return sum(1 + len(each.top) for each in logprobs)
+
+
+def rows(raw: msgspec.Raw) -> Iterator[TokenLogprob]:
+    """The tokens of an event's array, each made when it is asked for."""
+    return map(_row.decode, _rows.decode(raw))
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """A token as text; one that is part of a character only as `bytes:` and their escapes, as OpenAI writes it."""
+    point("openai.logprobs")
+    raw = tokenizer.id_to_bytes(token)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+class Content:
+    """The tokens of a chat's choice, as the items of a JSON array."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._items = bytearray()
+
+    def add(self, each: TokenLogprob) -> None:
+        """One more token."""
+        top = [self._token(token, logprob) for token, logprob in each.top]
+        _append(self._items, encode(self._token(each.token_id, each.logprob) | {"top_logprobs": top}))
+
+    def json(self) -> list[bytes | bytearray]:
+        """The pieces of the object that an answer has as `logprobs`."""
+        return [b'{"content":[', self._items, b'],"refusal":null}']
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        raw = self._tokenizer.id_to_bytes(token)
+        return {"token": token_text(self._tokenizer, token), "logprob": max(logprob, LEAST), "bytes": list(raw)}
+
+
+class Columns:
+    """The tokens of a completion, each a value in every one of its columns, as the items of JSON arrays.
+
+    Offsets say where each token's text begins: at the characters completed by those before it, `before` among them.
+    """
+
+    NAMES = (b"tokens", b"token_logprobs", b"top_logprobs", b"text_offset")
+
+    def __init__(self, tokenizer: Tokenizer, before: Columns | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._columns = self._none()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at = 0
+        if before is not None:
+            self._utf8.setstate(before._utf8.getstate())
+            self._at = before._at
+
+    def add(self, each: TokenLogprob) -> None:
+        """One more token."""
+        top: dict[str, float] = {}
+        for token, logprob in each.top:  # best first; of two tokens of one text the better stays
+            top.setdefault(token_text(self._tokenizer, token), max(logprob, LEAST))
+        text, own = token_text(self._tokenizer, each.token_id), max(each.logprob, LEAST)
+        top.setdefault(text, own)  # always among them
+        self._row(each.token_id, text, own, top)
+
+    def add_first(self, token: int) -> None:
+        """The first token of a prompt: nothing comes before it that could predict it."""
+        self._row(token, token_text(self._tokenizer, token), None, None)
+
+    def clear(self) -> None:
+        """Forget what was written; offsets go on."""
+        self._columns = self._none()
+
+    def json(self, before: Columns | None = None) -> list[bytes | bytearray]:
+        """The pieces of the object that an answer has as `logprobs`, those of `before` first."""
+        pieces: list[bytes | bytearray] = []
+        of_before = self._none() if before is None else before._columns
+        for name, first, column in zip(self.NAMES, of_before, self._columns, strict=True):
+            pieces += [b'%b"%b":[' % (b"," if pieces else b"{", name), first]
+            pieces += [b"," if first and column else b"", column, b"]"]
+        return [*pieces, b"}"]
+
+    def _none(self) -> tuple[bytearray, ...]:
+        return tuple(bytearray() for _ in self.NAMES)
+
+    def _row(self, token: int, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
+        at = self._at
+        if token not in self._tokenizer.special_ids:
+            self._at += len(self._utf8.decode(self._tokenizer.id_to_bytes(token)))
+        for column, value in zip(self._columns, (text, logprob, top, at), strict=True):
+            _append(column, encode(value))
+
+
+def _append(items: bytearray, item: bytes) -> None:
+    if items:
+        items += b","
+    items += item

@@ -1,0 +1,63 @@
+"""Whether the engine runs and gets on, as far as can be told from what it says, and when.
+
+Its heart (`engine/process.py`) beats through any step. So one that is not heard for `SILENCE` does not run: it was
+stopped, and may be continued. One that is heard but has been in one step for longer than a request may take (`stuck`)
+will not get on. Long before that, a step that takes `FAR` times as long as any before is `slow`: that refuses nothing,
+for the first long prompt may be such a step, but a balancer that asks can send what is new elsewhere.
+"""
+
+from __future__ import annotations
+
+from attar.engine.messages import Stats
+
+SILENCE = 1.5  # seconds: three beats of the engine
+STUCK = 60.0  # seconds, at least, that a step may take before nothing more is expected of it
+FAR, LEAST_SLOW = 20, 10.0  # times the longest step before, and seconds at least, that a slow one takes
+
+
+class Pulse:
+    """What is known of an engine's process. A step of more than `stuck` seconds counts as one that never ends."""
+
+    def __init__(self, stuck: float = STUCK) -> None:
+        self.stuck = stuck
+        self.silent = 0.0
+        """Seconds of looks at the connection since the engine was heard: while this process stands still, none pass."""
+        self.busy = 0.0
+        """Seconds for which the engine's step had lasted when it last told."""
+        self.longest = 0.0
+        """Seconds of the longest step that has ended."""
+
+    @property
+    def trouble(self) -> str | None:
+        """What is wrong with an engine that is there, in a sentence; None if nothing is."""
+        if self.silent >= SILENCE:
+            return f"the engine has not been heard for {SILENCE:g} s: its process does not run"
+        if self.busy > self.stuck:
+            return f"the engine has been in one step for more than {self.stuck:g} s"
+        return None
+
+    @property
+    def hung(self) -> bool:
+        """Whether its process runs but will not get on."""
+        return self.silent < SILENCE and self.busy > self.stuck
+
+    @property
+    def slow(self) -> str | None:
+        """That its step takes far longer than any before, in a sentence; None if it does not, or is the first."""
+        most = max(LEAST_SLOW, FAR * self.longest)
+        if self.longest and self.busy > most:
+            return (
+                f"the engine has been in one step for more than {most:.3g} s, and none before took {most / FAR:.3g} s"
+            )
+        return None
+
+    def begin(self) -> None:
+        """A connection is new."""
+        self.silent = self.busy = 0.0
+
+    def count(self, before: Stats | None, now: Stats) -> None:
+        """Note the mean step between two words of one engine, which is the step itself where it was a long one."""
+        steps = now.steps - (before.steps if before else 0)
+        seconds = now.step_seconds - (before.step_seconds if before else 0.0)
+        if steps > 0:
+            self.longest = max(self.longest, seconds / steps)

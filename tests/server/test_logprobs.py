@@ -1,0 +1,121 @@
+"""Log probabilities are written as they come, a few between two turns of the event loop, and say what they said."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Awaitable
+
+import msgspec
+import pytest
+
+from attar.engine.messages import Event, Finished, PromptLogprobs, encode
+from attar.engine.request import TokenLogprob
+from attar.server import openai
+from attar.server.connection import Connection
+from attar.server.connection import Event as Arrived
+from attar.server.logprobs import LEAST, SLICE, Columns, Content, PromptScores, Turns, rows
+from attar.text.tokenizer import Tokenizer
+
+
+def scores(tokens: int, top: int) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(at % 50, -0.5, tuple((id, -0.5 - id) for id in range(top))) for at in range(tokens))
+
+
+def raw(logprobs: tuple[TokenLogprob, ...]) -> PromptScores:
+    return PromptScores("a", msgspec.Raw(msgspec.msgpack.encode(logprobs)))
+
+
+async def beside(work: Awaitable[object], turns: list[int]) -> None:
+    """Do the work, and count in `turns[0]` how often the loop comes round to somebody else."""
+
+    async def other() -> None:
+        while True:
+            turns[0] += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.get_running_loop().create_task(other())
+    await asyncio.sleep(0)
+    await work
+    task.cancel()
+
+
+@pytest.mark.parametrize("top", [0, 1, 20])
+def test_the_loop_has_a_turn_after_every_slice(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, top: int) -> None:
+    turns, had = [0], [0]
+    seen: dict[int, int] = {}
+    add = Columns.add
+
+    def counted(columns: Columns, each: TokenLogprob) -> None:
+        seen[turns[0]] = seen.get(turns[0], 0) + 1 + len(each.top)
+        add(columns, each)
+
+    def has() -> None:
+        had[0] += 1
+
+    monkeypatch.setattr(Columns, "add", counted)
+    form = openai.CompletionFormat(tokenizer, True, 1, [(1, 2)], [""])
+    asyncio.run(beside(form.add_prompt(0, raw(scores(3000, top)), Turns(has)), turns))
+    assert sum(seen.values()) == 3000 * (top + 1)
+    assert max(seen.values()) <= SLICE + top
+    assert had[0] == 3000 * (top + 1) // (SLICE + -SLICE % (top + 1))
+
+
+def test_what_was_received_is_read_row_by_row_and_belongs_to_nobody_else() -> None:
+    sent = scores(40, 3)
+    frame = encode([PromptLogprobs("a", sent), Finished("a", 0, "length", 0)])
+    arrived: list[Arrived] = []
+    connection = Connection(arrived.extend, lambda: None)
+    for at in range(0, len(frame), 100):  # the buffer must grow and shrink under what was made of it
+        connection.data_received(frame[at : at + 100])
+    connection.data_received(frame[:50])
+    first, _ = arrived
+    assert isinstance(first, PromptScores)
+    assert tuple(rows(first.logprobs)) == sent
+
+
+def test_every_event_of_the_engine_is_known_here() -> None:
+    def tags(of: object) -> set[str]:
+        return {each.__struct_config__.tag for each in of.__args__}  # type: ignore[attr-defined]
+
+    assert tags(Arrived) == tags(Event)
+
+
+def test_a_completions_columns_go_on_where_its_prompt_ends(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a 😀")
+    assert len(ids) > 3, "a character of several tokens"
+    prompt = Columns(tokenizer)
+    prompt.add_first(ids[0])
+    for token in ids[1:-1]:
+        prompt.add(TokenLogprob(token, -1.0))
+    for number in range(2):  # each choice goes on from the same place
+        columns = Columns(tokenizer, prompt)
+        columns.add(TokenLogprob(ids[-1], -2.0 - number, ((ids[0], -math.inf),)))
+        columns.add(TokenLogprob(ids[0], -math.inf))
+        whole = Columns(tokenizer)
+        whole.add_first(ids[0])
+        for token in ids[1:-1]:
+            whole.add(TokenLogprob(token, -1.0))
+        whole.add(TokenLogprob(ids[-1], -2.0 - number, ((ids[0], -math.inf),)))
+        whole.add(TokenLogprob(ids[0], -math.inf))
+        table = json.loads(b"".join(columns.json(prompt)))
+        assert table == json.loads(b"".join(whole.json()))
+        assert table["token_logprobs"] == [None, *[-1.0] * (len(ids) - 2), -2.0 - number, LEAST]
+        assert table["text_offset"][-1] == len("a 😀")
+    columns.clear()
+    columns.add(TokenLogprob(ids[0], -1.0))
+    assert json.loads(b"".join(columns.json()))["text_offset"] == [len("a 😀a")]
+    empty = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    assert json.loads(b"".join(Columns(tokenizer).json())) == empty
+
+
+def test_a_chats_tokens(tokenizer: Tokenizer) -> None:
+    content = Content(tokenizer)
+    assert json.loads(b"".join(content.json())) == {"content": [], "refusal": None}
+    for logprob in (-1.0, -math.inf):
+        content.add(TokenLogprob(11, logprob, ((12, -0.5),)))
+    first, second = json.loads(b"".join(content.json()))["content"]
+    assert (first["logprob"], second["logprob"]) == (-1.0, LEAST)
+    assert bytes(first["bytes"]) == tokenizer.id_to_bytes(11)
+    assert [each["logprob"] for each in first["top_logprobs"]] == [-0.5]
