@@ -25,7 +25,7 @@ import torch
 
 from attar.checkpoints.writer import ShardWriter, plan_files
 from attar.cli.terminal import parse_bytes
-from attar.compression.calibrate import IN_A_BLOCK
+from attar.compression.hidden import IN_A_BLOCK
 from attar.compression.methods import Gptq, Rtn
 from attar.compression.recipe import Recipe
 from attar.formats.scheme import Part

@@ -2,18 +2,21 @@
 
     python bench/kv.py [--model demo] [--context 4096] [--windows 12] [--only NAME ...] [--json FILE]
 
-The figure is KL(model with keys and values as they are || the same model with them rounded), over held-out text in
-windows that go through a cache as prompts do. It falls short of what a trained model of that context would show where
-`--model` was trained on less: then a copy of it reads the longer windows by YaRN (Peng et al. 2023), which is no more
-than a change of its configuration; its perplexity there is printed beside that within what it was trained for. How far
-keys, values and weights of attention resemble those of a model made for the context is not known; every scheme is
-judged by the same.
+The figure is KL(model with keys and values as they are || the same model with them rounded), over held-out text and
+over text of another kind (`--other`), in windows each of whose tokens sees the cache as if it had been generated. It
+falls short of what a trained model of that context would show where `--model` was trained on less: then a copy of it
+reads the longer windows by YaRN (Peng et al. 2023), which is no more than a change of its configuration; its perplexity
+there is printed beside that within what it was trained for. How far keys, values and weights of attention resemble
+those of a model made for the context is not known; every scheme is judged by the same.
 
 Peers are built here by their published formulas, on the same float32 model: llama.cpp's q4_0 (blocks of 32 columns, one
-float16 each: 4.5 bits), plain and with keys and values turned by a Hadamard matrix; and KIVI in 2 bits, in groups of 32
-and 64, whose tokens see their own block of 64 (or of 128) in 16 bits, as klt2's do, so that windows are equal. Bits are
-all that is stored, the unfinished block of one sequence of the context included. Intervals are 95 % bootstraps over
-windows, paired where they are of a ratio.
+float16 each: 4.5 bits), plain and with keys and values turned by a Hadamard matrix; and KIVI in 2 bits (`Kivi`), in
+groups of 32 and 64, with its windows of 16 bits as published. attar's own kivi2 has others (`attar.formats.kv`).
+
+Bits are what a sequence of the context stores, 16-bit windows included: of attar's schemes all that is allocated; of
+KIVI's keys what their window has on average, half of its most, which favours KIVI where bits are compared. Calibrated
+bases belong to the model, not to a sequence, and are not counted. Ratios are of schemes that store no more than the
+peer. Intervals are 95 % bootstraps over windows, paired where they are of a ratio.
 """
 
 from __future__ import annotations
@@ -32,13 +35,14 @@ from typing import Any
 import numpy as np
 import torch
 from compressors import DATA
+from lanes import contents
 from torch import Tensor
 
 from attar.checkpoints import hf, hub, vocabulary
 from attar.engine import kv as engine_kv
 from attar.formats.kv import SCHEMES, KvScheme
-from attar.kernels import ops
-from attar.kernels.operands import Norm
+from attar.kernels import kivi, ops, ref_attention
+from attar.kernels.operands import AttentionForm, Norm
 from attar.kernels.pages import Bases, Pages, Placement, Rotation
 from attar.kernels.planes import hadamard
 from attar.metrics.bootstrap import paired_bootstrap_ratio
@@ -51,21 +55,81 @@ from attar.model.cache import BLOCK, KVCache
 from attar.model.decoder import Decoder
 
 Q4_0 = 32  # columns of a block
-KIVI64 = KvScheme("kivi2 g64", "kivi", 2, recent=True, group=64)
-KLT_LESS = KvScheme("klt2, 2.25 stored", "planes", 2, calibrated=True, recent=True)  # a quarter of a bit below KIVI's
+TILE = 128  # queries that are computed at once
+KLT_LESS = KvScheme("klt2, 2.25 stored", "planes", 2, calibrated=True, recent=True)
+KLT_MORE = KvScheme("klt2, 3 stored", "planes", 2.75, calibrated=True, recent=True)  # as KIVI in groups of 32
+
+
+@dataclass(frozen=True)
+class Kivi:
+    """KIVI as published (Liu et al. 2024, and their program): the last `recent` values are always in 16 bits, a window
+    that slides; keys gather in 16 bits until there are `recent` of them, which are then rounded together.
+
+    The cache is simulated: its pages hold float32, and each query reads what its step would have found. That step's own
+    key and value are counted before any is rounded, so a query sees `recent` values before its own in 16 bits.
+    """
+
+    group: int
+    recent: int = 128
+
+    def bits_at(self, head_dim: int, context: int) -> float:
+        rounded = KvScheme("KIVI", "kivi", 2, group=self.group).bits_per_value(head_dim, self.recent)
+        whole = (self.recent / 2 + self.recent) / 2  # tokens in 16 bits: keys on average, values; mean of the sides
+        return rounded + (16 - rounded) * min(1, whole / context)
+
+    def attend(
+        self, q: Tensor, pages: Pages, place: Placement, form: AttentionForm, want_mass: bool = False
+    ) -> tuple[Tensor, None]:
+        """As `ops.paged_attention`, of one sequence."""
+        assert len(place.lengths) == 1
+        assert not want_mass
+        length, repeat = int(place.lengths[0]), form.heads // form.kv_heads
+        k, v = ref_attention.read_sequence(pages, place.tables[0], length, None, torch.float32)
+        k, v = (x.half().float().transpose(0, 1) for x in (k, v))  # [G, S, D]
+        full = length // self.recent * self.recent
+        rounded_k = torch.cat((self._rounded(k[:, :full], 2), k[:, full:]), 1)
+        k, rounded_k, v, rounded_v = (
+            x.repeat_interleave(repeat, 0) for x in (k, rounded_k, v, self._rounded(v, 3))
+        )  # [H, S, D]
+        key_at, mixed = torch.arange(length), []
+        for rows, at in zip(q.split(TILE), place.positions.split(TILE), strict=True):
+            one, since = rows.transpose(0, 1), max(0, int(at[0]) // self.recent - 1) * self.recent
+            new = slice(since, None)  # all that any of these reads in 16 bits
+            scores = one @ rounded_k.mT  # [H, T, S]
+            old = key_at[new] < at[:, None] // self.recent * self.recent
+            scores[..., new] = torch.where(old, scores[..., new], one @ k[:, new].mT)
+            scores *= form.scale
+            if form.soft_cap is not None:
+                scores = form.soft_cap * torch.tanh(scores / form.soft_cap)
+            seen = ref_attention.visible(at, key_at, form.window)
+            weights = scores.masked_fill_(~seen, -torch.inf).softmax(-1)
+            old = key_at[new] < at[:, None] - self.recent
+            found = weights[..., new].masked_fill(old, 0) @ v[:, new]
+            weights[..., new].masked_fill_(~old, 0)
+            found += weights @ rounded_v
+            mixed.append(found.transpose(0, 1).flatten(1))
+        return torch.cat(mixed), None
+
+    def _rounded(self, x: Tensor, along: int) -> Tensor:
+        """[G, S, D] as it is read once it is rounded: keys along axis 2 of [1, G, S, D], values along axis 3."""
+        return kivi.dequantize(*kivi.quantize(x[None], along, self.group), along)[0] if x.numel() else x
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to keep keys and values. `rounded` makes numbers [N, G, D] what they are read as, of pages of float32."""
+    """One way to keep keys and values. Of pages of float32, `rounded` makes numbers [N, G, D] what they are read as, or
+    `kivi` reads them."""
 
     name: str
     scheme: KvScheme
     block: int = BLOCK
     rounded: Callable[[Tensor], Tensor] | None = None
     bits: float = 0.0  # of a number, where the scheme does not say
+    kivi: Kivi | None = None
 
     def bits_at(self, head_dim: int, context: int) -> float:
+        if self.kivi is not None:
+            return self.kivi.bits_at(head_dim, context)
         return self.bits or self.scheme.bits_per_value(head_dim, self.block, context)
 
 
@@ -86,49 +150,50 @@ def rotated(x: Tensor) -> Tensor:
 
 def ways() -> list[Way]:
     plain = SCHEMES["float32"]
-    ours = [Way(name, SCHEMES[name]) for name in ("int8", "fp8", "klt4", "int4", "klt2", "nuq4", "nuq3")]
+    names = ("int8", "fp8", "klt4", "int4", "klt2", "kivi2", "nuq4", "nuq3")
     return [
         Way("q4_0", plain, rounded=q4_0, bits=4.5),
         Way("q4_0 rotated", plain, rounded=rotated, bits=4.5),
-        Way("kivi2 g64", KIVI64),
-        Way("kivi2 g32", SCHEMES["kivi2"]),
-        Way("kivi2 g64, blocks of 128", KIVI64, 128),
-        *ours,
-        Way("klt2, 2.25 stored", KLT_LESS),
-        Way("klt2, blocks of 128", SCHEMES["klt2"], 128),
+        Way("KIVI g64", plain, kivi=Kivi(64)),
+        Way("KIVI g64, last 64", plain, kivi=Kivi(64, 64)),
+        Way("KIVI g32", plain, kivi=Kivi(32)),
+        *(Way(name, SCHEMES[name]) for name in names),
+        *(Way(each.name, each) for each in (KLT_LESS, KLT_MORE)),
     ]
 
 
 RATIOS = (
-    ("klt4", "q4_0 rotated", 0.60), ("int4", "q4_0 rotated", 0.60), ("nuq4", "q4_0 rotated", 0.60),
-    ("klt2", "kivi2 g64", 0.50), ("klt2, 2.25 stored", "kivi2 g64", 0.50), ("klt2", "kivi2 g32", 0.50),
-    ("klt2, blocks of 128", "kivi2 g64, blocks of 128", 0.50),
+    ("klt4", "q4_0 rotated", 0.60), ("int4", "q4_0 rotated", 0.60),
+    ("klt2", "KIVI g64", 0.50), ("klt2, 2.25 stored", "KIVI g64", 0.50),
+    ("klt2, 2.25 stored", "KIVI g64, last 64", 0.50), ("klt2", "KIVI g32", 0.50), ("klt2, 3 stored", "KIVI g32", 0.50),
 )  # fmt: skip
 
 
 @contextmanager
-def rounding(rounded: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
-    """Keys, once they are rotated, and values are rounded before they are written."""
-    plain = ops.write_kv
+def keeping(way: Way) -> Iterator[None]:
+    """Keys, once they are rotated, and values are rounded before they are written, or read as KIVI would."""
+    plain, attention = ops.write_kv, ops.paged_attention
 
     def write(
         q: Tensor, k: Tensor, v: Tensor, pages: Pages, place: Placement, rotation: Rotation | None = None,
         q_norm: Norm | None = None, k_norm: Norm | None = None,
     ) -> Tensor:  # fmt: skip
-        assert rounded is not None
+        assert way.rounded is not None
         if q_norm is not None and k_norm is not None:
             q, k = ops.norm(q, None, q_norm)[1], ops.norm(k, None, k_norm)[1]
         if rotation is not None:
             angles = rotation.cos[rotation.rows.long()], rotation.sin[rotation.rows.long()]
             q, k = ops.rope(q, *angles), ops.rope(k, *angles)
-        return plain(q.contiguous(), rounded(k).contiguous(), rounded(v).contiguous(), pages, place)
+        return plain(q.contiguous(), way.rounded(k).contiguous(), way.rounded(v).contiguous(), pages, place)
 
-    if rounded is not None:
+    if way.rounded is not None:
         ops.write_kv = write
+    if way.kivi is not None:
+        ops.paged_attention = way.kivi.attend
     try:
         yield
     finally:
-        ops.write_kv = plain
+        ops.write_kv, ops.paged_attention = plain, attention
 
 
 def stretched(source: Path, context: int, folder: Path) -> Path:
@@ -155,8 +220,7 @@ def windows(source: Path, text: Path, context: int, count: int) -> tuple[list[li
     """`count` windows from all over the text, and the token that goes in front of each."""
     tokenizer = vocabulary.tokenizer(source)
     bos, length = tokenizer.added_bos, context - (tokenizer.added_bos is not None)
-    lines = text.read_text().splitlines()
-    ids = [i for line in lines for i in tokenizer.encode(json.loads(line)["text"], add_special_tokens=False)]
+    ids = [i for part in contents(text) for i in tokenizer.encode(part, add_special_tokens=False)]
     room = len(ids) // length
     if room < count:
         raise SystemExit(f"{text} has {room} windows of {context} tokens, not {count}")
@@ -169,12 +233,14 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--windows", type=int, default=12)
     parser.add_argument("--text", type=Path, default=DATA / "data" / "text" / "novels_valid.jsonl")
+    parser.add_argument("--other", type=Path, default=DATA / "data" / "text" / "wikitext2_test.txt")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of the first column")
     parser.add_argument("--json", type=Path, help="where the result goes; else it is the last line")
     args = parser.parse_args()
     source = hub.resolve(args.model)
-    if not args.text.exists():
-        raise SystemExit(f"there is no {args.text}: give a held-out --text of JSON lines")
+    for option, text in (("--text", args.text), ("--other", args.other)):
+        if not text.exists():
+            raise SystemExit(f"there is no {text}: give {option}, a text file or JSON lines")
     with tempfile.TemporaryDirectory() as folder:
         found = run(source, stretched(source, args.context, Path(folder)), args)
     args.json.write_text(json.dumps(found) + "\n") if args.json else print(json.dumps(found))
@@ -182,17 +248,31 @@ def main() -> None:
 
 def run(source: Path, path: Path, args: argparse.Namespace) -> dict[str, Any]:
     decoder = hf.load(path, torch.float32)
-    ids, bos = windows(source, args.text, args.context, args.windows)
-    if path != source:
-        within = hf.load(source, torch.float32)
-        short = measure(within, ids[:2], bos=bos, context=within.config.context).figures["ppl"].value
-        print(f"perplexity in windows of {within.config.context}, which the model was trained for: {short:.1f}")
     chosen = [way for way in ways() if not args.only or way.name in args.only]
-    measured, seconds = compared(decoder, chosen, ids, bos, args.context)
+    calibrated = {way.scheme.name: way.scheme for way in chosen if way.scheme.calibrated}
+    likely = engine_kv.sample(decoder) if calibrated else torch.zeros((0, 0))
+    bases = {name: kv_basis.calibrate(decoder, likely, scheme) for name, scheme in calibrated.items()}
+    texts = {}
+    for name, text in (("held out", args.text), ("another kind", args.other)):
+        ids, bos = windows(source, text, args.context, args.windows)
+        print(f"\n{name}")
+        if path != source:
+            within = hf.load(source, torch.float32)
+            short = measure(within, ids[:2], bos=bos, context=within.config.context).figures["ppl"].value
+            print(f"perplexity in windows of {within.config.context}, which the model was trained for: {short:.1f}")
+        measured, seconds = compared(decoder, chosen, bases, ids, bos, args.context)
+        texts[name] = told(decoder, chosen, measured, seconds, args.context)
+    return {"model": args.model, "context": args.context, "windows": args.windows, "texts": texts}
+
+
+def told(
+    decoder: Decoder, chosen: list[Way], measured: dict[str, Measurement], seconds: dict[str, float], context: int
+) -> dict[str, Any]:
+    """Print the table and the ratios of one text."""
     print(f"{'':<28}{'bits':>8}{'KL':>10}{'95 % interval':>22}{'top-1':>8}{'ppl':>8}{'seconds':>9}")
     rows: dict[str, dict[str, Any]] = {}
     for way in chosen:
-        found, bits = measured[way.name].figures(), way.bits_at(decoder.config.head_dim, args.context)
+        found, bits = measured[way.name].figures(), way.bits_at(decoder.config.head_dim, context)
         kl, top, perplexity, base = (found[name] for name in ("kl_mean", "top1", "ppl", "ppl_base"))
         rows[way.name] = {"bits": bits, "kl": [kl.value, kl.low, kl.high], "top1": top.value, "ppl": perplexity.value,
                           "ppl_base": base.value, "windows": measured[way.name].kl_windows.tolist()}  # fmt: skip
@@ -205,19 +285,24 @@ def run(source: Path, path: Path, args: argparse.Namespace) -> dict[str, Any]:
     ratios = {}
     for ours, theirs, goal in RATIOS:
         if ours in measured and theirs in measured:
+            if rows[ours]["bits"] > rows[theirs]["bits"]:
+                print(f"{ours} stores more than {theirs}: no ratio")
+                continue
             ratio = paired_bootstrap_ratio(*(measured[name].kl_windows for name in (ours, theirs)))
             ratios[f"{ours} / {theirs}"] = [ratio.value, ratio.low, ratio.high, goal]
             print(f"{ours} over {theirs}: {ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}], goal {goal:.2f}")
-    return {"model": args.model, "context": args.context, "windows": args.windows, "rows": rows, "ratios": ratios}
+    return {"rows": rows, "ratios": ratios}
 
 
 def compared(
-    decoder: Decoder, chosen: list[Way], ids: list[list[int]], bos: int | None, context: int
+    decoder: Decoder,
+    chosen: list[Way],
+    bases: dict[str, list[Bases]],
+    ids: list[list[int]],
+    bos: int | None,
+    context: int,
 ) -> tuple[dict[str, Measurement], dict[str, float]]:
     """Each way's divergence, and its seconds: window by window, the model's own logits made once for all."""
-    calibrated = {way.scheme.name: way.scheme for way in chosen if way.scheme.calibrated}
-    likely = engine_kv.sample(decoder) if calibrated else torch.zeros((0, 0))
-    bases = {name: kv_basis.calibrate(decoder, likely, scheme) for name, scheme in calibrated.items()}
     columns: dict[str, list[Comparison]] = {way.name: [] for way in chosen}
     seconds = dict.fromkeys(columns, 0.0)
     for number, text in enumerate(ids, 1):
@@ -227,7 +312,7 @@ def compared(
         for way in chosen:
             begin = time.perf_counter()
             logits = decoder_logits(decoder, partial(_cache, decoder, way, bases.get(way.scheme.name)))
-            with rounding(way.rounded):
+            with keeping(way):
                 ours = torch.cat(list(logits(inputs, window.first)))
             columns[way.name].append(compare(base, ours, targets))
             seconds[way.name] += time.perf_counter() - begin

@@ -27,6 +27,7 @@ peers; with paired-bootstrap intervals over windows: over its best, and over the
 all stored bytes of the linears; what auto-round, HQQ and torchao round is written dense here, and their bits are those
 of their own formats.
 
+With --drawn N everybody's text is followed by N sequences that the model writes (`attar compress --drawn N`).
 Without test data both texts are sampled from the model, with other seeds than the calibration text's.
 """
 
@@ -62,6 +63,9 @@ APART = {"gptq_model": ".venv-gptqmodel", "hqq_rounding": ".venv-hqq", "torchao_
 LENGTH = 512
 SAME = 0.01  # bits a weight that two storages of one kind may differ by: headers, an order of columns
 MINMAX, MSE = "memoryless_minmax", "memoryless_mse"
+
+FIGURES = {"kl": "kl_mean", "kl_p999": "kl_p999", "top1": "top1", "ear": "ear", "ln_ppl_change": "ln_ppl_change"}
+"""Of each output, by their names in the result."""
 
 Job = dict[str, Any]
 
@@ -184,6 +188,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo", help="a folder, a Hub id or `demo`")
     parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers" / "bin" / "python", metavar="PYTHON")
     parser.add_argument("--samples", type=int, default=128, help=f"calibration sequences of {LENGTH} tokens")
+    parser.add_argument("--drawn", type=int, default=0, help="calibration sequences more, which the model writes")
     parser.add_argument("--tokens", type=int, default=65536, help="of each held-out text")
     parser.add_argument("--iterations", type=int, default=200, help="of auto-round")
     parser.add_argument("--ours", nargs="+", metavar="RECIPE", help="instead of the lane's recipes")
@@ -210,7 +215,8 @@ def main() -> None:
         read = texts(source, args)
         for name in args.lanes or known:
             found[name] = run(name, known[name], source, read, place / name, args)
-    line = json.dumps({"model": args.model, "samples": args.samples, "tokens": args.tokens, "lanes": found})
+    about = {"model": args.model, "samples": args.samples, "drawn": args.drawn, "tokens": args.tokens}
+    line = json.dumps({**about, "lanes": found})
     args.json.write_text(line + "\n") if args.json else print(line)
 
 
@@ -262,7 +268,10 @@ def run(name: str, lane: Lane, original: Path, read: Texts, place: Path, args: a
         if not source.exists():  # the same in a kept folder
             inject(original, source, kinds=args.kinds)
     decoder = hf.load(source, torch.float32)
-    print(f"\n{name}: calibrated on {len(read.calibration)} x {LENGTH} tokens, scored on {args.tokens:,} of each text")
+    amount = calibrate.Amount(seed=args.seed, drawn=args.drawn)
+    more = calibrate.sample_from(decoder, amount.besides(LENGTH)).tolist() if args.drawn else []
+    count = len(read.calibration) + len(more)
+    print(f"\n{name}: calibrated on {count} x {LENGTH} tokens, scored on {args.tokens:,} of each text")
     print(f"{'':<32}{'bits':>7}" + "".join(f"{text:>32}" for text in read.held_out) + f"{'seconds':>9}")
     rows: dict[str, dict[str, Any]] = {}
     scores: dict[str, dict[str, Report]] = {}
@@ -272,12 +281,12 @@ def run(name: str, lane: Lane, original: Path, read: Texts, place: Path, args: a
         scores[label] = {
             text: evaluate(folder, against=decoder, tokens=ids, kv=kv) for text, ids in read.held_out.items()
         }
-        kls = {text: one.figures["kl_mean"].value for text, one in scores[label].items()}
-        top = {text: one.figures["top1"].value for text, one in scores[label].items()}
-        ear = {text: one.figures["ear"].value for text, one in scores[label].items()}
+        figures = {
+            key: {text: one.figures[name].value for text, one in scores[label].items()} for key, name in FIGURES.items()
+        }
         windows = {text: one.measurement.kl_windows.tolist() for text, one in scores[label].items()}
-        rows[label] = {"peer": peer, "bits": bits, "kl": kls, "top1": top, "ear": ear, "seconds": seconds}
-        rows[label]["windows"] = windows
+        rows[label] = {"peer": peer, "bits": bits, **figures, "seconds": seconds, "windows": windows}
+        kls = figures["kl"]
         values = "".join(f"{kl:>32.6f}" for kl in kls.values())
         print(f"{label:<32}{bits:7.3f}{values}{seconds:>9.1f}", flush=True)
 
@@ -290,7 +299,7 @@ def run(name: str, lane: Lane, original: Path, read: Texts, place: Path, args: a
             continue
         for job in jobs:
             out = place / slug(job["name"])
-            said = peer(python, program, job, source, read.calibration, out)
+            said = peer(python, program, job, source, [*read.calibration, *more], out)
             score(job["name"], out, said["seconds"], program, said["bits"] or bits_of(job, out))
     made: list[tuple[str, str | Recipe, str | None]] = [
         (name, said, "what was published") for name, said in lane.published.items()
@@ -299,8 +308,9 @@ def run(name: str, lane: Lane, original: Path, read: Texts, place: Path, args: a
     for label, recipe, as_peer in made:
         out = place / slug(label)
         done = attar.compress(
-            source, out, recipe=recipe, calibration=read.calibration, seed=args.seed, overwrite=True, resume=False
-        )
+            source, out, recipe=recipe, calibration=read.calibration, seed=args.seed, drawn=args.drawn, overwrite=True,
+            resume=False,
+        )  # fmt: skip
         score(label, out, done.seconds, as_peer, done.bits_per_weight)
     for program in dict.fromkeys(row["peer"] for row in rows.values() if row["peer"]):
         for no_more in (False, True):

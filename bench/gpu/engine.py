@@ -221,7 +221,7 @@ def block(name: str, samples: int, length: int, recipe: str) -> Iterator[Row]:
     from attar.compression import place
     from attar.compression.block import passes
     from attar.compression.block.work import BlockWork
-    from attar.compression.calibrate import HiddenStates, rows_at_once
+    from attar.compression.hidden import HiddenStates, rows_at_once
     from attar.compression.recipe import Recipe
     from attar.model.decoder import build_block
     from attar.model.shapes import shape
@@ -253,7 +253,7 @@ def block_as_on_a_cpu() -> tuple[float, float]:
     from attar.compression import place
     from attar.compression.block import passes
     from attar.compression.block.work import BlockWork
-    from attar.compression.calibrate import HiddenStates
+    from attar.compression.hidden import HiddenStates
     from attar.compression.recipe import Recipe
     from attar.model.decoder import build_block
     from attar.model.shapes import shape

@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from attar.checkpoints import hf
+from attar.checkpoints import hf, sources
 from attar.checkpoints.receipt import read_receipt
-from attar.compression import allocate, calibrate, place, sensitivity
+from attar.compression import allocate, calibrate, importance, place, sensitivity
+from attar.compression.methods import Rtn
+from attar.compression.output import Output
 from attar.compression.pipeline import compress
 from attar.compression.recipe import Recipe
 from attar.compression.sensitivity import Group, Log, Trial, apart, groups_of
+from attar.compression.solvers import rtn
 from attar.compression.target import Target, parse_ladder
 from attar.formats.packed import codec
 from attar.metrics.measure import measure
@@ -34,6 +37,7 @@ class Stop(Exception):
 NAMES = ("self_attn.q_proj", "mlp.down_proj")
 LADDER = ("w2g32", "w4g64", "w8g64")
 
+SAME_FILE = 1e-3  # the same of a model that was written and read again
 SAME_PASS = 1e-4  # relative difference of a divergence, restarted in the middle and in float32, to the whole in float64
 
 
@@ -75,6 +79,84 @@ def test_divergences_are_those_of_whole_passes(tiny: Path, calibration: Ids, tmp
     assert [sorted(row) for row in steps] == [[1], [0, 2], [1], [1]] * 3
     changed = (*choice[:5], 2, *choice[6:])
     assert steps[5][2] == pytest.approx(oracle(dict(enumerate(changed))), rel=SAME_PASS)
+
+
+def test_what_is_not_chosen_for_is_part_of_divergences_of_the_whole(
+    tiny: Path, calibration: Ids, tmp_path: Path
+) -> None:
+    """A rounded output matrix and an override, against weights put in by hand; alone a group is what it was."""
+    down = "model.layers.1.mlp.down_proj"
+    plan = Recipe.from_dict({"recipe": "rtn-w4g64", "head": "int4", "overrides": [{"match": down, "scheme": "w2g32"}]})
+    output = Output(hf.Checkpoint.open(tiny), plan)
+
+    def trial(name: str, output: Output | None) -> Trial:
+        decoder = hf.load(tiny, torch.float32)
+        log, texts = Log(tmp_path / name, "x"), apart(torch.tensor(calibration))
+        return Trial(decoder, groups_of(decoder, plan), schemes(), Rtn(), *texts, log, lambda: None, output)
+
+    here, again, without = trial("here", output), trial("again", output), trial("without", None)
+    assert here.alone() == again.alone() == without.alone()
+    choice = (1, 2, 2) * 3 + (1, 2)
+    model = hf.load(tiny, torch.float32)
+    chosen = {name: schemes()[c] for group, c in zip(here.groups, choice, strict=True) for name in group.linears}
+    rounded = {linear.name: linear for block in model.blocks for linear in block.linears()} | {"lm_head": model.head}
+    for name, scheme in ({**chosen, down: output.schemes[down], "lm_head": output.schemes["lm_head"]}).items():
+        weight = rounded[name].weight
+        assert isinstance(weight, torch.Tensor)
+        assert scheme is not None
+        rounded[name].weight = rtn.solve(weight.to(getattr(torch, scheme.scale_dtype)), scheme)
+    base = hf.load(tiny, torch.float32)
+    want = float(measure(model, [[*row, 0] for row in calibration[-2:]], base=base).figures["kl_mean"].value)
+    assert here.whole(choice) == pytest.approx(want, rel=SAME_PASS)
+    assert without.whole(choice) < 0.9 * want
+    steps = here.neighbours(choice)
+    for g, c in ((0, 2), (10, 1)):
+        assert steps[g][c] == pytest.approx(again.whole((*choice[:g], c, *choice[g + 1 :])), rel=SAME_PASS)
+
+
+@pytest.mark.parametrize(
+    "name, recipe, ladder, head, given",
+    [
+        ("out", "rtn-w4g64", LADDER, "int4", False),
+        ("out.gguf", "q4_0", ("q4_0", "q5_0", "q8_0"), None, False),
+        ("out.gguf", "q4_0", ("q4_0", "q5_0", "q8_0"), None, True),
+    ],
+)
+def test_the_divergence_in_the_receipt_is_that_of_the_output(
+    name: str, recipe: str, ladder: tuple[str, ...], head: str | None, given: bool, tiny: Path, calibration: Ids,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Of rounding to nearest, where the walk adds nothing: the output matrix, a file's embedding and its importances,
+    or those of a file, are in both."""
+    imatrix = tmp_path / "m.dat" if given else None
+    if imatrix is not None:
+        importance.make(tiny, imatrix, calibration=[[5, 6, 7, 8] * 8])
+    compress(
+        tiny, tmp_path / name, recipe=recipe, head=head, target=Target(bits=5.5), ladder=schemes(ladder),
+        calibration=calibration, imatrix=imatrix,
+    )  # fmt: skip
+    found = read_receipt(tmp_path / name)
+    assert found is not None
+    made, base = sources.load(tmp_path / name, torch.float32), hf.load(tiny, torch.float32)
+    kl = float(measure(made, [[*row, 0] for row in calibration[-2:]], base=base).figures["kl_mean"].value)
+    assert found.value["allocation"]["kl"] == pytest.approx(kl, rel=SAME_FILE)
+    assert found.value["allocation"]["without"] == []
+
+
+def test_candidates_of_every_form_are_rounded_as_the_walk_does(
+    tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPTQ is not left out where a scheme is no grid."""
+
+    def refuse(*rest: object, **options: object) -> None:
+        raise AssertionError("rounded to nearest")
+
+    monkeypatch.setattr(rtn, "solve", refuse)
+    decoder, plan = hf.load(tiny, torch.float32), Recipe.load("gptq-w4g64")
+    ladder = schemes(("q4_0", "nf4", "lut3", "nvfp4", "qserve-g64"))
+    texts, log = apart(torch.tensor(calibration)), Log(tmp_path / "log", "x")
+    trial = Trial(decoder, groups_of(decoder, plan)[:2], ladder, plan.rounding, *texts, log, lambda: None)  # type: ignore[arg-type]
+    assert all(kl > 0 for row in trial.alone() for kl in row)
 
 
 def test_the_model_is_as_it_was_afterwards(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
@@ -237,6 +319,10 @@ def test_the_receipt_says_what_was_not_measured(tiny: Path, calibration: Ids, tm
         ("rtn-w4g64", []), ("awq+gptq-w4g64", ["awq"]), ("guided+tune-w4g64", ["polish", "couple", "correct", "tune"]),
     ):  # fmt: skip
         assert allocate.unmeasured(Recipe.load(recipe)) == without
+    override = {"match": "*.0.*", "scheme": "w8a8"}
+    assert allocate.unmeasured(Recipe.from_dict({"recipe": "rtn-w4g64", "overrides": [override]})) == [
+        "activation rounding"
+    ]
     compress(
         tiny, tmp_path / "out", recipe="awq+gptq-w4g64", target=Target(bits=4.0), ladder=schemes(),
         calibration=calibration,
@@ -323,6 +409,15 @@ def test_drawn_text_is_its_models(tiny: Path, tmp_path: Path, monkeypatch: pytes
 def no_progress(stage: str, done: int, total: int) -> None:
     """Nothing is drawn and nothing measured."""
     assert stage == "hashing", stage
+
+
+@pytest.mark.parametrize("recipe", ["hqq-w4g32-asym", "autoround-w4g64", "prune-s50-w4g64"])
+def test_roundings_that_are_not_tried_are_refused_before_text_is_drawn(recipe: str, tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"rtn, gptq, qronos and guided, not for {recipe.split('-')[0]}"):
+        compress(
+            tiny, tmp_path / "out", recipe=recipe, target=Target(bits=4.0), calibration="self", samples=4, length=8,
+            progress=no_progress,
+        )  # fmt: skip
 
 
 def test_other_mistakes(tiny: Path, calibration: Ids, tmp_path: Path) -> None:

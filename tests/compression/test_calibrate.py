@@ -1,18 +1,13 @@
-"""What calibration is taken from, by name, and the tables at the ends of a model, some rows at a time."""
+"""What calibration is taken from, by name."""
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 
 import pytest
-import torch
 
-from attar.checkpoints import hf
 from attar.compression import calibrate
-from attar.compression.calibrate import SELF, Amount, HiddenStates
-from attar.compression.solvers import rtn
-from attar.formats.scheme import Scheme
+from attar.compression.calibrate import SELF, Amount
 
 
 @pytest.mark.parametrize(
@@ -42,28 +37,3 @@ def test_only_a_text_needs_a_tokenizer(demo: Path, tiny: Path) -> None:
     assert calibrate.tokenizer_for("some.txt", demo) is not None
     for calibration in (SELF, [[1, 2]]):
         assert calibrate.tokenizer_for(calibration, tiny) is None, "which has none"
-
-
-def test_rows_of_the_embedding_as_they_are_stored(tiny: Path, tmp_path: Path) -> None:
-    """Codes and scales are a row's own, so rows that are needed are rounded as in the whole table."""
-    checkpoint, ids, scheme = hf.Checkpoint.open(tiny), torch.tensor([[7, 250, 7], [0, 3, 9]]), Scheme.parse("w4g32")
-    table = checkpoint.tensor("model.embed_tokens.weight")
-    for stored, wanted in (
-        (None, table.float()),
-        (lambda rows: None, table.float()),
-        (lambda rows: rtn.solve(rows, scheme), rtn.solve(table, scheme).dequantize()),
-    ):
-        with closing(HiddenStates(tmp_path / "states.f32", (2, 3, 128), 0)) as states:
-            calibrate.embed(checkpoint, ids, states, stored)  # type: ignore[arg-type]
-            assert torch.equal(states.read(range(2)), wanted[ids.flatten()])
-
-
-def test_rows_of_the_output_matrix(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "HEAD_ROWS", 100)
-    checkpoint = hf.Checkpoint.open(tiny)
-    ids, heads = zip(*calibrate.head_rows(checkpoint), strict=True)
-    assert [len(each) for each in ids] == [100, 100, 56]
-    assert torch.equal(torch.cat(ids), torch.arange(256))
-    weights = [head.weight for head in heads]
-    assert all(isinstance(weight, torch.Tensor) for weight in weights)
-    assert torch.equal(torch.cat(weights), checkpoint.tensor("lm_head.weight"))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attar.checkpoints import hf, receipt
-from attar.compression import calibrate, domain, importance
+from attar.compression import calibrate, domain, hidden, importance
 from attar.compression.domain import RUN, Surprise, shared, surprise
 from attar.compression.pipeline import compress
 from attar.model.cache import Step
@@ -43,7 +43,7 @@ def test_surprise_is_that_of_whole_passes(
     """With the output matrix in parts, and some of the sequences, evenly spread."""
     folder = request.getfixturevalue(model)
     monkeypatch.setattr(domain, "TOKENS", 80)
-    monkeypatch.setattr(calibrate, "HEAD_ROWS", 100)
+    monkeypatch.setattr(hidden, "HEAD_ROWS", 100)
     monkeypatch.setattr(domain, "ROWS", 7)
     ids = torch.tensor(token_ids(5, 24))
     decoder, nats, expected = hf.load(folder, torch.float32), [], []

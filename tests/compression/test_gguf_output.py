@@ -257,14 +257,26 @@ import json, sys
 import numpy as np
 from llama_cpp import Llama
 text = sys.argv[2]
-model = Llama(sys.argv[1], n_ctx=128, n_threads=1, logits_all=True, verbose=False)
+model = Llama(sys.argv[1], n_ctx=512, n_threads=1, logits_all=True, verbose=False)
 ids = model.tokenize(text.encode(), add_bos=True, special=False)
 model.eval(ids)
 np.save(sys.argv[3], np.array(model.scores[: len(ids)], np.float32))
 print(json.dumps(ids))
 """
 
-KL_TO_LLAMA_CPP = {"f32": 1e-6, "q4_k_m": 1e-2}  # nats; beside quantized weights it rounds activations, here they stay
+KL_TO_LLAMA_CPP = {"f32": 1e-6, "q4_k_m": 1e-3}  # nats; beside quantized weights it rounds activations, here they stay
+
+PASSAGE = """\
+It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness, it \
+was the epoch of belief, it was the epoch of incredulity, it was the season of Light, it was the season of \
+Darkness, it was the spring of hope, it was the winter of despair, we had everything before us, we had nothing \
+before us, we were all going direct to Heaven, we were all going direct the other way.
+
+There were a king with a large jaw and a queen with a plain face, on the throne of England; there were a king \
+with a large jaw and a queen with a fair face, on the throne of France. In both countries it was clearer than \
+crystal to the lords of the State preserves of loaves and fishes, that things in general were settled for ever.
+
+It was the year of Our Lord 1775. "I'll go," said a man; and he went."""
 
 
 @pytest.mark.parametrize("recipe", KL_TO_LLAMA_CPP)
@@ -272,15 +284,15 @@ def test_llama_cpp_reads_the_words_and_computes_the_same(recipe: str, demo: Path
     python = ROOT / ".venv-llamacpp" / "bin" / "python"
     if not python.exists():
         pytest.skip("llama.cpp is not built here: `make bench-peers` does")
-    text = "It was the best of times, it was the worst of times; and in 1859 a man said: I'll go.\n\nHe went."
     path = compress(demo, tmp_path / "out.gguf", recipe=recipe).path
     done = subprocess.run(
-        [python, "-c", LLAMA_CPP, str(path), text, str(tmp_path / "logits.npy")],
+        [python, "-c", LLAMA_CPP, str(path), PASSAGE, str(tmp_path / "logits.npy")],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    ids = Tokenizer.load(demo).encode(text)
+    ids = Tokenizer.load(demo).encode(PASSAGE)
     assert json.loads(done.stdout) == ids
+    assert len(ids) > 200
     ours, theirs = logits(path, ids).log_softmax(1), torch.from_numpy(np.load(tmp_path / "logits.npy")).log_softmax(1)
     assert float((ours.exp() * (ours - theirs)).sum(1).mean()) < KL_TO_LLAMA_CPP[recipe]
     if recipe == "f32":

@@ -50,7 +50,7 @@ def products(tiny: Path, folder: Path, labels: gradients.Labels, seed: int = 0) 
 def test_every_linear_sees_the_gradient_of_autograd(
     tiny: Path, tmp_path: Path, labels: gradients.Labels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("attar.compression.calibrate.ROWS_AT_ONCE", 2 * LENGTH)  # three calls a block, the last smaller
+    monkeypatch.setattr("attar.compression.hidden.ROWS_AT_ONCE", 2 * LENGTH)  # three calls a block, the last smaller
     monkeypatch.setattr(gradients, "LOGITS_AT_ONCE", 256 * 24)  # runs that end within a sequence
     ours, loss = products(tiny, tmp_path, labels)
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)

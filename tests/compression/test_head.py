@@ -17,7 +17,7 @@ from attar.checkpoints import hf
 from attar.checkpoints.inspect import inspect
 from attar.checkpoints.safetensors import TensorFile
 from attar.checkpoints.verify import verify
-from attar.compression import calibrate, walk
+from attar.compression import hidden, walk
 from attar.compression.pipeline import compress
 from attar.compression.recipe import HEAD, Override, Recipe
 from attar.compression.solvers import rtn
@@ -130,7 +130,7 @@ def test_rows_at_a_time_are_the_whole(
     head: str, search: str, source: Path, calibration: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many rows are rounded at once: the stored parts are those of the whole matrix rounded at once."""
-    monkeypatch.setattr(calibrate, "HEAD_ROWS", 96)  # not a divisor of 256
+    monkeypatch.setattr(hidden, "HEAD_ROWS", 96)  # not a divisor of 256
     recipe = "gptq-w4g128" if search == "mse" else RECIPE
     assert Recipe.load(recipe).rounding.scale_search == search
     compress(source, tmp_path / "out", recipe=recipe, head=head, calibration=calibration)
@@ -264,7 +264,7 @@ def stop_at(stage: str, done: int) -> walk.Progress:
 
 @pytest.fixture
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "HEAD_ROWS", 64)
+    monkeypatch.setattr(hidden, "HEAD_ROWS", 64)
 
 
 @pytest.mark.usefixtures("few_rows")

@@ -18,7 +18,7 @@ from attar.compression import place
 from attar.compression.block import passes
 from attar.compression.block.record import Record
 from attar.compression.block.work import BlockWork
-from attar.compression.calibrate import HiddenStates
+from attar.compression.hidden import HiddenStates
 from attar.compression.methods import ActivationRange, Awq
 from attar.compression.recipe import Recipe
 from attar.formats.packed import PackedTensor
@@ -27,7 +27,8 @@ from attar.model.decoder import Decoder
 from attar.model.layers import Block
 from tests.pretend import there
 
-ERRORS = 0.02  # relative, of what rounding costs
+ERRORS = 0.1
+"""Relative, of what rounding costs: 36 rows leave many near-ties, which go either way with the order of a sum."""
 
 RECIPES = ("hqq-w4g32-asym", "qronos-w4g32", "awq+gptq-w4g32", "smoothquant+rtn-w8a8")
 

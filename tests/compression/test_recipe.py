@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attar.compression.methods import Distill, Gptq, Guided, Qronos, QuaRot, Rtn, SmoothQuant, Tune
+from attar.compression.methods import AutoRound, Distill, Gptq, Guided, Qronos, QuaRot, Rtn, SmoothQuant, Tune
 from attar.compression.recipe import Override, Recipe
 from attar.formats.scheme import Scheme
 
@@ -122,6 +122,11 @@ def test_a_group_that_does_not_divide_names_the_linear() -> None:
         ("recipe: gptq-w4g128\nstatic_groups: false", "needs order: natural"),
         ("recipe: gptq-w4g128\nresidual: 0.3", "residual is read with correct: true alone, which gptq-w4g128 does not"),
         ("recipe: qronos-w4g128\noutput_damping: 0.3", "output_damping is read with couple: true alone"),
+        ("recipe: autoround+tune-w4g128\nbatch: 4096", "as autoround: {batch: 4096} or tune: {batch: 4096}"),
+        ("recipe: autoround+tune-w4g128\ntune: {bach: 4096}", "unknown option 'bach' of tune: did you mean batch"),
+        ("recipe: gptq+tune-w4g128\ntune: {epochs: 2}\nepochs: 3", "epochs of tune is given twice"),
+        ("recipe: gptq+tune-w4g128\ntune: 5", "what stands under it are its options by name, not 5"),
+        ("recipe: gptq-w4g128\ntune: {epochs: 2}", "tune is a method that gptq-w4g128 does not use"),
         ("recipe: smoothquant-w8a8\nalpha: 1.5", "alpha is a number from 0 to 1"),
         ("recipe: awq-w4\nclip: 1", "clip is true or false"),
         ("recipe: gptq-w4\noverrides: {match: a, scheme: w8}", "list of entries"),
@@ -148,6 +153,65 @@ def test_a_bad_file_is_refused_with_its_path_and_a_hint(tmp_path: Path, text: st
         Recipe.load(path)
     assert hint in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+DYNAMIC = {"order": "natural", "static_groups": False}
+SEARCH = {"scale_search": "mse"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        *((f"gptq-{scheme}", DYNAMIC, "static_groups of gptq is for grids such as w4g128: all others have their scales")
+          for scheme in ("nf4", "q4_k", "nvfp4-weight", "lut4")),
+        ("rtn-nf4", SEARCH, "scale_search of rtn is for grids of integers such as w4g128, for nvfp4 and mxfp4"),
+        ("rtn-q4_k_m", SEARCH, "qserve-g128; q4_k_m has none, so leave it out"),
+        ("rtn-fp8", SEARCH, "scale_search of rtn is for grids of integers"),
+        ("gptq-lut4", SEARCH, "scale_search of gptq is for grids of integers"),
+        ("prune-2:4", SEARCH, "scale_search of prune is for grids of integers"),
+        ("prune-2:4-sparse24", SEARCH, "scale_search of prune is for grids of integers"),
+        ("hqq-w4g128", SEARCH, "scale_search of hqq is for a head in grids of integers"),
+        ("awq-nf4", {"clip": True}, "clip of awq is for grids such as w4g128, and for two levels"),
+    ],
+)  # fmt: skip
+def test_an_option_that_no_scheme_reads_is_refused(name: str, options: dict[str, object], sentence: str) -> None:
+    recipe = Recipe.from_dict({"recipe": name, **options})
+    with pytest.raises(ValueError, match=sentence):
+        recipe.schemes(SHAPES)
+    if "scale_search" in options:  # which a head that the caller names reads
+        replace(recipe, head=Scheme.parse("w8")).schemes(SHAPES)
+    Recipe.load(name).schemes(SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gptq-nf4", {**DYNAMIC, "overrides": [{"match": "*.down_proj", "scheme": "w4"}]}),
+        ("rtn-nf4", {**SEARCH, "head": "w8"}),
+        ("rtn-nvfp4-weight", SEARCH),
+        ("gptq-qserve-g128", SEARCH),
+        ("prune-2:4", {**SEARCH, "head": "w8"}),
+        ("prune-2:4-sparse24-w4g64", SEARCH),
+        ("squeezellm-lut4", {**SEARCH, "head": "w8"}),
+        ("awq-qserve-g128", {"clip": False}),
+    ],
+)
+def test_an_option_is_taken_where_any_scheme_reads_it(name: str, options: dict[str, object]) -> None:
+    assert any(Recipe.from_dict({"recipe": name, **options}).schemes(SHAPES).values()) or name == "prune-2:4"
+
+
+def test_an_option_under_its_methods_name(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, "recipe: autoround+tune-w4g128\nsteps: 50\ntune: {batch: 4096, epochs: 2}\nautoround: {batch: 64}"
+    )
+    recipe = Recipe.load(path)
+    assert (recipe.passes, recipe.tune) == ((AutoRound(steps=50, batch=64),), Tune(batch=4096, epochs=2))
+    told = recipe.to_dict()
+    assert (told["passes"][0]["batch"], told["tune"]["batch"]) == (64, 4096)
+    again = {"recipe": told["recipe"], "autoround": {"steps": 50, "batch": 64}, "tune": told["tune"]}
+    assert Recipe.from_dict(again).to_dict() == told
+    alone = Recipe.from_dict({"recipe": "gptq+tune-w4g128", "tune": {"batch": 64}})
+    assert alone.to_dict() == Recipe.from_dict({"recipe": "gptq+tune-w4g128", "batch": 64}).to_dict()
 
 
 def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:

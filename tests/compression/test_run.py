@@ -1,17 +1,94 @@
-"""What a run asks once its output is written: the cost, on the device that blocks were compressed on."""
+"""Which text a run walks, and what it asks once its output is written: the cost, where blocks were compressed."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from attar.checkpoints import sources
-from attar.compression import run
+from attar.checkpoints import hf, sources
+from attar.compression import calibrate, run, tune
+from attar.compression.calibrate import Amount
+from attar.compression.pipeline import Compressed, compress
 from attar.compression.run import Run
 from attar.kernels import ops
+
+Ids = list[list[int]]
+
+
+def written(source: Path, count: int, length: int) -> torch.Tensor:
+    """What the model writes to go with a text of the default seed."""
+    return calibrate.sample_from(hf.load(source, torch.float32), Amount(drawn=count).besides(length))
+
+
+def test_what_the_model_writes_is_walked_after_the_text(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    drawn = written(tiny, 3, len(calibration[0]))
+    compress(tiny, tmp_path / "drawn", recipe="gptq-w4g32", calibration=calibration, drawn=3)
+    compress(tiny, tmp_path / "given", recipe="gptq-w4g32", calibration=[*calibration, *drawn.tolist()])
+    compress(tiny, tmp_path / "without", recipe="gptq-w4g32", calibration=calibration)
+    drawn_file, given, without = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("drawn", "given", "without")
+    )
+    assert drawn_file == given != without
+    receipts = [json.loads((tmp_path / name / "receipt.json").read_bytes()) for name in ("drawn", "given")]
+    assert [receipt.get("drawn") for receipt in receipts] == [3, None]
+    assert receipts[0]["calibration"] == receipts[1]["calibration"]
+    assert not list(tmp_path.glob(".*")), "what was drawn is kept until the output is there"
+
+
+def test_the_given_text_alone_judges(
+    tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walked, ids = [], torch.tensor(calibration)
+    monkeypatch.setattr(run, "Walk", lambda *args: walked.append(args[5]) or _stop())  # type: ignore[func-returns-value]
+    with pytest.raises(InterruptedError):
+        compress(tiny, tmp_path / "out", recipe="gptq+tune-w4g32", calibration=calibration, drawn=3)
+    expected = torch.cat([tune.without_judges(ids), written(tiny, 3, ids.shape[1])])
+    assert torch.equal(walked[0], expected)
+
+
+def _stop() -> None:
+    raise InterruptedError
+
+
+def test_text_is_drawn_once_for_all_recipes_tried_and_kept_for_a_run_that_resumes(
+    tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn, real = [], calibrate.sample_from
+    monkeypatch.setattr(calibrate, "sample_from", lambda *args, **also: drawn.append(args[1]) or real(*args, **also))  # type: ignore[func-returns-value]
+
+    def start(progress: Callable[[str, int, int], None] | None = None, resume: bool = True) -> Compressed:
+        return compress(
+            tiny, tmp_path / "out", recipe="gptq-w4g32,gptq-w4g64", calibration=calibration, drawn=3, resume=resume,
+            progress=progress,
+        )  # fmt: skip
+
+    def stop_in_second(stage: str, done: int, total: int) -> None:
+        if (stage, done) == ("recipes", 1):
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        start(stop_in_second)
+    assert len(drawn) == 1
+    assert start().selection is not None
+    assert [(amount.samples, amount.seed) for amount in drawn] == [(3, calibrate.BESIDES)]
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("calibration", [None, "self"])
+def test_text_is_drawn_to_go_with_another(calibration: str | None, tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"to go with a calibration text: give one, or more samples of `self`"):
+        compress(tiny, tmp_path / "out", recipe="gptq-w4g32", calibration=calibration, drawn=3)
+
+
+@pytest.mark.parametrize("count", [-1, 4097])
+def test_how_much_can_be_drawn(count: int, tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="0 to 4096 sequences can be drawn"):
+        compress(tiny, tmp_path / "out", recipe="gptq-w4g32", calibration=calibration, drawn=count)
 
 
 def measuring(device: str) -> Run:

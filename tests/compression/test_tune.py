@@ -15,8 +15,8 @@ from torch import Tensor
 
 from attar.checkpoints import hf
 from attar.checkpoints.hf import Checkpoint
-from attar.compression import calibrate, gradients, tune, whole
-from attar.compression.calibrate import HiddenStates
+from attar.compression import calibrate, gradients, hidden, tune, whole
+from attar.compression.hidden import HiddenStates
 from attar.compression.methods import Distill, Tune
 from attar.compression.pipeline import compress
 from attar.formats.packed import codec
@@ -120,7 +120,7 @@ def test_the_gradient_is_that_of_the_divergence(
     for knob in knobs:
         knob.base = knob.base.float()  # without the steps of bfloat16
     states = HiddenStates(tmp_path / "teacher", (*ids.shape, source.config.hidden), 0)
-    calibrate.embed(source, ids, states)
+    hidden.embed(source, ids, states)
     for layer in range(source.config.layers):
         gradients.advance(source, layer, states, states)
     tuning = tune._Tuning(student, tune._Teacher(source, states), ids, len(ids), OPTIONS, 0)

@@ -105,6 +105,14 @@ def compress(
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Calibration sequences.")] = 128,
     length: Annotated[int, typer.Option(min=2, help="Tokens of each calibration sequence.")] = 512,
+    drawn: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Sequences more that the model itself writes, to go with the calibration text: guided and gptq then "
+            "fit the text less, at so much more time.",
+        ),
+    ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything drawn at random.")] = 0,
     calib_memory: Annotated[
         str, typer.Option(help="Calibration activations held in memory at most; more is read from disk.")
@@ -134,8 +142,8 @@ def compress(
         done = run(
             source, output, recipe=recipe or default_recipe(output), head=head, target=target, ladder=rungs,
             calibration=calib, imatrix=imatrix, evaluation=evaluation, samples=samples, length=length, seed=seed,
-            calib_memory=parse_bytes(calib_memory), max_shard_bytes=parse_bytes(max_shard), eval_tokens=eval_tokens,
-            overwrite=overwrite, resume=not restart, progress=bar, device=device,
+            drawn=drawn, calib_memory=parse_bytes(calib_memory), max_shard_bytes=parse_bytes(max_shard),
+            eval_tokens=eval_tokens, overwrite=overwrite, resume=not restart, progress=bar, device=device,
         )  # fmt: skip
         bar.close()
         name = done.recipe if done.head in (KEEP, done.recipe) else f"{done.recipe}, head {done.head}"

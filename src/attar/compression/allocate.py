@@ -10,7 +10,7 @@ for it. (The local search of EvoPress, Sieberling et al. 2024, arXiv:2410.14649,
 What comes out is a recipe with an override for each linear, which the usual walk then runs with all of its methods:
 transforms, guides and corrections are not part of the measurements, which the receipt says (`unmeasured`). The output
 matrix, overrides and what a recipe keeps are left as the recipe says; so is what the mix of a GGUF file makes of the
-ends of a model.
+ends of a model. What that costs is part of every divergence of the whole model, and so of a target of KL.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from attar.checkpoints import hf
 from attar.checkpoints.receipt import combined_hash
 from attar.compression import calibrate, knapsack, requirements, tune
 from attar.compression.calibrate import Amount, Calibration
-from attar.compression.methods import Gptq, Rtn
+from attar.compression.gguf_output import GgufOutput
+from attar.compression.output import Output
 from attar.compression.recipe import Override, Recipe
 from attar.compression.sensitivity import Choice, Group, Log, Trial, apart, divisible, fingerprint, groups_of
-from attar.compression.target import Target, ladder_for
+from attar.compression.target import Target, ladder_for, rounding_for
 from attar.formats.scheme import Scheme
 from attar.model.decoder import Decoder, all_compressible
 
@@ -106,7 +107,8 @@ def unmeasured(recipe: Recipe, ladder: Sequence[Scheme] = ()) -> list[str]:
     found = [each.method for each in recipe.passes[:-1]]
     found += [name for name in ("polish", "guide", "couple", "correct") if getattr(recipe.rounding, name, False)]
     found += [] if recipe.tune is None else [recipe.tune.method]
-    return found + ["activation rounding"] * any(scheme.activation is not None for scheme in ladder)
+    used = [*ladder, *(each.scheme for each in recipe.overrides if each.scheme is not None)]
+    return found + ["activation rounding"] * any(scheme.activation is not None for scheme in used)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,15 +140,18 @@ def for_output(
     bytes_of: Callable[[Recipe], int],
     check: Callable[[Recipe], object],
     progress: Progress,
+    output: Output | GgufOutput | None = None,
+    weighs: bool = False,
 ) -> Allocated:
     """Allocate for the output `dst`, beside which the measurements are kept until it is there; `resume` goes on with
     those of a killed run. `check(recipe)` raises ValueError where one cannot be made: it is asked of every scheme of
-    the ladder before anything is drawn or measured.
+    the ladder before anything is drawn or measured. `output` and `weighs` are as in `allocate`.
 
     Raises ValueError as `allocate`, where there is nothing to calibrate on, and where the output exists.
     """
     if dst.exists() and not overwrite:  # said now, not after all measurements
         raise ValueError(f"{dst} exists and is kept; choose another output, or pass --overwrite")
+    rounding_for(recipe)
     ladder = tuple(ladder or ladder_for(recipe))
     if calibration is None:
         raise ValueError("a target needs calibration to measure on: give a text file, or `self` to sample it")
@@ -178,7 +183,7 @@ def for_output(
     names = checkpoint.config.names
     first = f"{names.layer.format(i=0)}.{names.output}.weight"
     stored = checkpoint.folder.info(checkpoint.stored_name(first)).dtype
-    found = allocate(decoder, recipe, target, ladder, seen, measured, log, stored, bytes_of, progress)
+    found = allocate(decoder, recipe, target, ladder, seen, measured, log, stored, bytes_of, progress, output, weighs)
     return Allocated(found, rest.tolist(), ids, (log, drawn))
 
 
@@ -206,18 +211,20 @@ def allocate(
     scale_dtype: str = "float32",
     bytes_of: Callable[[Recipe], int] | None = None,
     progress: Progress | None = None,
+    output: Output | GgufOutput | None = None,
+    weighs: bool = False,
 ) -> Allocation:
     """Choose a scheme of `ladder` for every group of a dense decoder. `ids` [S, L] are calibration tokens, `measured`
     [T, L] others, on which divergences are measured.
 
     `file` keeps measurements. `scale_dtype` is what scales are stored in. `bytes_of` says how many bytes the weight
-    files of a recipe have, for a target of bytes. Deterministic, given the same torch, machine and threads.
+    files of a recipe have, for a target of bytes. `output` says how all is stored that is not chosen for, None: as it
+    is; `weighs`, whether the walk rounds with importances that it measures. Deterministic, given the same torch,
+    machine and threads.
 
     Raises ValueError where no choice keeps the target, a scheme does not fit a linear, or there is nothing to choose.
     """
-    rounding = recipe.rounding
-    if not isinstance(rounding, Gptq | Rtn):
-        raise ValueError(f"{recipe.name} leaves no bits to choose: a target is for recipes that round")
+    rounding = rounding_for(recipe)
     groups = groups_of(decoder, recipe)
     _check(groups, ladder)
     named = {scheme.name: scheme.with_scale_dtype(scale_dtype) for scheme in ladder}
@@ -225,7 +232,7 @@ def allocate(
     if len(ladder) < 2:
         raise ValueError("a ladder has at least two schemes to choose among")
     budget = _budget(target, groups, ladder, recipe, bytes_of)
-    about = fingerprint(decoder, groups, ladder, rounding, ids, measured)
+    about = fingerprint(decoder, groups, ladder, rounding, ids, measured, output, weighs)
     log, count = Log(file, about), len(groups)
     done, total = 0, count * (len(ladder) + 2 * ROUNDS)
 
@@ -249,7 +256,7 @@ def allocate(
     finished = f"{target.to_dict()}, {budget}"
     if (known := log.get(finished)) is not None:  # the run was killed after this
         return result(known["alone"], known)
-    trial = Trial(decoder, groups, ladder, rounding, ids, measured, log, told)
+    trial = Trial(decoder, groups, ladder, rounding, ids, measured, log, told, output, weighs)
     alone = trial.alone()
     found = knapsack.front([
         [(group.bytes(scheme), cost) for scheme, cost in zip(ladder, row, strict=True)]

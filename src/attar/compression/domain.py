@@ -36,8 +36,8 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints.hf import Checkpoint
-from attar.compression import calibrate, gradients
-from attar.compression.calibrate import HiddenStates
+from attar.compression import gradients, hidden
+from attar.compression.hidden import HiddenStates
 from attar.model import decoder
 
 TOKENS = 2048  # of calibration text that are looked at: one sequence at least
@@ -71,11 +71,11 @@ def surprise(source: Checkpoint, ids: Tensor, folder: Path, device: torch.device
     count = min(len(ids), max(1, TOKENS // length))
     ids = ids[[i * len(ids) // count for i in range(count)]]
     path, shape = folder / "surprise.f32", (*ids.shape, config.hidden)
-    memory, rows = 4 * ids.numel() * config.hidden, calibrate.rows_at_once(config)
+    memory, rows = 4 * ids.numel() * config.hidden, hidden.rows_at_once(config)
     try:
-        with closing(HiddenStates(path, shape, memory, rows, device)) as hidden:
-            gradients.through(source, ids, hidden)
-            states = hidden.read(range(count)).cpu().view(*shape)[:, :-1].flatten(0, 1)
+        with closing(HiddenStates(path, shape, memory, rows, device)) as last:
+            gradients.through(source, ids, last)
+            states = last.read(range(count)).cpu().view(*shape)[:, :-1].flatten(0, 1)
     finally:
         path.unlink(missing_ok=True)
     nats, entropy = (float(each.mean()) for each in _at_head(source, states, ids[:, 1:].flatten()))
@@ -93,7 +93,7 @@ def _at_head(source: Checkpoint, states: Tensor, wanted: Tensor) -> tuple[Tensor
     config, norm = source.config, decoder.build_final_norm(source.config, source)
     largest = torch.full((len(states),), -torch.inf, dtype=torch.float64)
     total, weighted, found = torch.zeros_like(largest), torch.zeros_like(largest), torch.zeros_like(largest)
-    for rows, head in calibrate.head_rows(source):
+    for rows, head in hidden.head_rows(source):
         for at in torch.arange(len(states)).split(ROWS):
             logits = decoder.logits(config, norm, head, states[at]).double()
             peak = torch.maximum(largest[at], logits.amax(1))

@@ -34,8 +34,8 @@ from torch import Tensor
 
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.writer import allocated, require_free
-from attar.compression import calibrate, place
-from attar.compression.calibrate import HiddenStates, rows_at_once
+from attar.compression import hidden, place
+from attar.compression.hidden import HiddenStates, rows_at_once
 from attar.metrics.perplexity import in_rows
 from attar.model import decoder
 from attar.model.decoder import build_block, build_ends, build_final_norm
@@ -114,7 +114,7 @@ def _states(
 
 def _forward(source: Checkpoint, ids: Tensor, inputs: list[HiddenStates], report: Progress) -> None:
     """Fill `inputs`: what enters each block, and, last, what the final norm reads."""
-    calibrate.embed(source, ids, inputs[0])
+    hidden.embed(source, ids, inputs[0])
     for layer in range(source.config.layers):
         advance(source, layer, inputs[layer], inputs[layer + 1])
         report("states", layer + 1, source.config.layers)
@@ -135,7 +135,7 @@ def through(
     source: Checkpoint, ids: Tensor, states: HiddenStates, done: Callable[[int], None] = lambda blocks: None
 ) -> None:
     """Leave in `states` what the final norm reads on token ids [S, L]; `done` is told the number of blocks so far."""
-    calibrate.embed(source, ids, states)
+    hidden.embed(source, ids, states)
     for layer in range(source.config.layers):
         advance(source, layer, states, states)
         done(layer + 1)

@@ -23,10 +23,11 @@ from attar.checkpoints.gguf.config import file_name
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.imatrix import Imatrix
 from attar.checkpoints.vocabulary import is_gguf
-from attar.compression import calibrate, coverage, domain
+from attar.compression import calibrate, coverage, domain, hidden
 from attar.compression.block.groups import input_groups
-from attar.compression.calibrate import Calibration, HiddenStates
+from attar.compression.calibrate import Calibration
 from attar.compression.coverage import Coverage
+from attar.compression.hidden import HiddenStates
 from attar.compression.solvers.means import ColumnMean
 from attar.kernels import ops
 from attar.kernels.operands import Linear
@@ -48,12 +49,12 @@ def collect(
     that no token reached.
     """
     config = checkpoint.config
-    shape, rows = (*ids.shape, config.hidden), calibrate.rows_at_once(config)
-    spare = (memory - calibrate.IN_A_BLOCK) // 2
+    shape, rows = (*ids.shape, config.hidden), hidden.rows_at_once(config)
+    spare = (memory - hidden.IN_A_BLOCK) // 2
     streams = [HiddenStates(folder / f"importance-{i}.f32", shape, spare, rows) for i in range(2)]
     found: dict[str, Tensor] = {}
     try:
-        calibrate.embed(checkpoint, ids, streams[0])
+        hidden.embed(checkpoint, ids, streams[0])
         for layer in range(config.layers):
             block = build_block(config, checkpoint, layer)
             for linear in block.linears():

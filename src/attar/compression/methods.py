@@ -19,7 +19,7 @@ ActivationRange = Literal["minmax", "average", "percentile", "mse", "kl"]
 batch that begins with the first and moves a tenth of the way to each after it, all but one value in ten thousand, the
 range that rounds with the least error, or that of entropy calibration."""
 
-MOST_DRAWN = 4096  # sequences to tune on
+MOST_DRAWN = 4096  # sequences that a model writes, to calibrate or to tune on
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +338,7 @@ class Distill(Tune):
 
     method: ClassVar[str] = "distill"
     epochs: int = 2
+    rate: float = 3e-4
     drawn: int = 512
 
 

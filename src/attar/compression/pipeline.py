@@ -11,11 +11,15 @@ counters, so the bytes are those of an uninterrupted run, given the same torch b
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from attar.checkpoints import receipt
 from attar.checkpoints.gguf.writer import atomic_file
@@ -99,6 +103,7 @@ def compress(
     samples: int = 128,
     length: int = 512,
     seed: int = 0,
+    drawn: int = 0,
     calib_memory: int = 2 << 30,
     max_shard_bytes: int = MAX_SHARD,
     eval_tokens: int | None = None,
@@ -112,7 +117,9 @@ def compress(
     `recipe` is a name such as `gptq-w4g128`, a YAML file, or a Recipe; of several names, or `best-w4g128`, the one is
     kept that does best on calibration text set aside (`best`). `head` is what the output matrix is stored in,
     whatever the recipe says of it: `bf16` (as it is), `int8`, `int4`, or a scheme of weights alone. `calibration` is a
-    text file, token ids [S][L], or `self` for text sampled from the model; recipes that only round need none. `imatrix`
+    text file, token ids [S][L], or `self` for text sampled from the model; recipes that only round need none. With
+    `drawn`, it is followed by so many sequences that the model writes: what several recipes, or the bits of a target,
+    are chosen by, and what tuning judges by, is the given text alone. `imatrix`
     is an importance matrix for a GGUF file, which weighs errors by it; with calibration alone one is computed.
     With a `target`, each linear gets the scheme of `ladder` that `allocate` chooses, by default the recipe's with other
     bits. `evaluation` is a held-out text file on which the cost is measured. At most `calib_memory` bytes of
@@ -125,8 +132,11 @@ def compress(
     """
     report = progress or (lambda stage, done, total: None)
     ops.require(device)
-    amount = calibrate.Amount(samples, length, seed)
-    settings = _Settings(amount, calib_memory, max_shard_bytes, overwrite, resume, report, time.monotonic())
+    amount = calibrate.Amount(samples, length, seed, drawn)
+    if drawn and (calibration is None or calibrate.is_drawn(calibration)):
+        raise ValueError("text is drawn to go with a calibration text: give one, or more samples of `self`")
+    beside = Path(dst).absolute().with_name(f".{Path(dst).name}.attar-drawn")
+    settings = _Settings(amount, calib_memory, max_shard_bytes, overwrite, resume, report, time.monotonic(), beside)
     names = best.recipes(recipe)
     if names is not None and target is not None:
         raise ValueError(
@@ -139,6 +149,8 @@ def compress(
             "or name one recipe with it, such as gptq-q4_k_m"
         )
     order = Order.take(src, dst, head, imatrix, calibration is not None, seed, device)
+    if not resume:
+        shutil.rmtree(beside, ignore_errors=True)
     choice = None
     if names is not None:
 
@@ -151,10 +163,12 @@ def compress(
             ladder=best.is_ladder(recipe), device=device,
         )  # fmt: skip
         recipe, calibration = choice.winner, choice.calibration
-    return _carry_out(
+    done = _carry_out(
         order, recipe, calibration, settings, target=target, ladder=ladder, imatrix=imatrix, evaluation=evaluation,
         eval_tokens=eval_tokens, choice=choice,
     )  # fmt: skip
+    shutil.rmtree(beside, ignore_errors=True)
+    return done
 
 
 @dataclass(frozen=True)
@@ -168,6 +182,7 @@ class _Settings:
     resume: bool
     report: Progress
     began: float
+    beside: Path  # the folder for what is drawn to go with a text, until the output is there
 
 
 def _carry_out(
@@ -186,7 +201,7 @@ def _carry_out(
 ) -> Compressed:
     """`compress` with one recipe. Of a `trial` nobody asks what kind of text it read: the one that is kept says it."""
     amount, resume, report, device = settings.amount, settings.resume, settings.report, order.device
-    sequences, chosen = None if calibration is None else calibrate.count(calibration, amount), None
+    sequences, chosen = None if calibration is None else calibrate.count(calibration, amount) + amount.drawn, None
     ready = order.ready(recipe, sequences, target is not None)
     texts = calibrate.is_text(calibration) or evaluation is not None
     tokenizer = Tokenizer.load(order.source.folder.path) if texts else None
@@ -195,10 +210,10 @@ def _carry_out(
         chosen = allocate.for_output(
             ready.checkpoint, ready.plan, target, ladder, calibration, amount, order.dst, settings.overwrite, resume,
             lambda plan: sum(f.size for f in order.output(plan, order.source).plans(settings.max_shard_bytes)),
-            lambda plan: order.ready(plan, sequences, True), report,
+            lambda plan: order.ready(plan, sequences, True), report, ready.output, order.weighs(ready.plan),
         )  # fmt: skip
         calibration = chosen.calibration
-        ready = order.ready(chosen.allocation.recipe, len(calibration), True)
+        ready = order.ready(chosen.allocation.recipe, len(calibration) + amount.drawn, True)
     files = ready.output.plans(settings.max_shard_bytes)
     made = (atomic_file if order.to_file else atomic_folder)(order.dst, settings.overwrite)
     with made as work, large_blocks_apart():
@@ -206,32 +221,36 @@ def _carry_out(
             work.clear()
         hashes = ready.checkpoint.folder.source_hashes(lambda done, total: report("hashing", done, total))
         source = receipt.combined_hash(hashes)
-        ids = None
+        ids = more = None
         if calibration is not None and (ready.reads or order.weighs(ready.plan)):
             ids = calibrate.tokens(
                 calibration, ready.checkpoint, tokenizer, amount, work.state / calibrate.drawn_name(source, amount),
                 lambda done, total: report("sampling", done, total),
             )  # fmt: skip
             requirements.enough(ready.plan, len(ids))
+            if amount.drawn:
+                more = _drawn(order, amount.besides(ids.shape[1]), source, settings)
+        read = ids if ids is None or more is None else torch.cat([ids, more])
         about = receipt.environment() | {
             "source": source,
             "recipe": ready.plan.to_dict(),
-            "calibration": None if ids is None else calibrate.token_hash(ids),
+            "calibration": None if read is None else calibrate.token_hash(read),
             "seed": order.seed,
             "shard": settings.max_shard_bytes,
         }
+        about |= {} if more is None else {"drawn": len(more)}
         about |= {} if device == "cpu" else {"device": device}
         about |= {} if imatrix is None else {"imatrix": receipt.sha256(Path(imatrix))}
         about |= {} if chosen is None else {"allocation": chosen.allocation.to_dict()}
         state = RunState.open(work.state, about, resume)
-        run = Run(order, ready, work, state, ids, key(about), files, settings.calib_memory, report)
+        run = Run(order, ready, work, state, ids, more, key(about), files, settings.calib_memory, report)
         run.gather()
         surprise = None if trial else run.surprise()
         run.walk()
         run.tune()
         cost = None if held_out is None else run.measure(held_out, tokenizer)
-        read = next((search.read for search in (choice, chosen) if search is not None), ids)
-        share = None if held_out is None or read is None else domain.shared(held_out, read)
+        given = next((search.read for search in (choice, chosen) if search is not None), ids)
+        share = None if held_out is None or given is None else domain.shared(held_out, given)
         warnings, kinds = run.warnings(surprise, share), domain.to_dict(surprise, share)
         result = Compressed(
             order.dst,
@@ -263,6 +282,13 @@ def _carry_out(
         if search is not None:
             search.forget()
     return result
+
+
+def _drawn(order: Order, amount: calibrate.Amount, source: str, settings: _Settings) -> Tensor:
+    """What the model with the hash `source` writes to go with a calibration text: once for all recipes tried."""
+    settings.beside.mkdir(parents=True, exist_ok=True)
+    path = settings.beside / calibrate.drawn_name(source, amount)
+    return calibrate.written(order.source, amount, path, lambda done, total: settings.report("drawing", done, total))
 
 
 def _held_out(tokenizer: Tokenizer | None, text: str | Path, limit: int | None) -> list[int]:

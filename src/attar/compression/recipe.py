@@ -10,21 +10,25 @@ Or it is a YAML file, with the methods' options and per-layer overrides:
       - {match: "*.down_proj", scheme: w8}
       - {match: "model.layers.0.*", scheme: keep}
 
+An option belongs to the method that has it. Where several have one of its name it stands under the method's own name,
+which any option may: `tune: {batch: 4096}`.
+
 The output matrix, `lm_head`, stays unless `head` (or an override, or a `keep` that leaves it out) says otherwise: bf16
 (as it is), int8, int4, or a scheme of weights alone. It can be larger than several blocks and is never in memory whole:
 it is rounded to nearest, rows after rows, whatever the method, with the method's `scale_search`.
 
-Whatever is unknown in it is an error that offers the nearest names: a misspelt option that is silently ignored costs
-hours. `to_dict` is canonical (two spellings of one recipe give one dict, defaults written out) because the receipt
-stores it and a resumed run compares it. Not done: options per layer. An override changes the scheme, never the method,
-so that the walk over the blocks stays the same for every recipe. Torch-free: planners read recipes too.
+Whatever is unknown in it is an error that offers the nearest names, and so is an option that none of its schemes reads:
+one that is silently ignored costs hours. `to_dict` is canonical (two spellings of one recipe give one dict, defaults
+written out) because the receipt stores it and a resumed run compares it. Not done: options per layer. An override
+changes the scheme, never the method, so that the walk over the blocks stays the same for every recipe. Torch-free:
+planners read recipes too.
 """
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -37,6 +41,7 @@ from attar.compression.methods import (
     TUNINGS,
     ActivationRange,
     AutoRound,
+    Awq,
     Gptq,
     Hqq,
     Pass,
@@ -51,7 +56,7 @@ from attar.compression.methods import (
 from attar.compression.solvers.sparsity import Pattern
 from attar.compression.spelling import KEEP, Keep, Spelling, offer, parse_head, parse_scheme
 from attar.formats import ggml_mix
-from attar.formats.forms import GgmlBlocks, Lookup, Progressive, Sparse24
+from attar.formats.forms import Form, Fp4, GgmlBlocks, Lookup, Progressive, Sparse24
 from attar.formats.scheme import Grid, Scheme
 from attar.text.files import neighbours
 
@@ -95,6 +100,8 @@ class Recipe:
     mix: str | None = None  # of a GGUF file: `formats.ggml_mix` says the scheme of each matrix, and nothing is kept
     rotate: Rotate | None = None  # what comes before the first block
     activation_range: ActivationRange = "minmax"  # of scales that are fixed at calibration
+    said: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    """Options that somebody set, and the method of each: those that nothing reads are refused."""
 
     @property
     def name(self) -> str:
@@ -168,8 +175,11 @@ class Recipe:
         has a mix, what that makes of each.
 
         Raises ValueError where an override matches no linear, and, naming the linear, where a group size does not
-        divide its columns or a scheme is not for the output matrix: all before any work is done.
+        divide its columns or a scheme is not for the output matrix, and where no scheme reads an option that was set:
+        all before any work is done.
         """
+        for method, key in self.said:
+            self._check_read(method, key)
         for override in self.overrides:
             if not any(fnmatch.fnmatchcase(name, override.match) for name in shapes):
                 raise ValueError(f"override {override.match!r} matches no linear{offer(override.match, shapes)}")
@@ -193,6 +203,29 @@ class Recipe:
                         f"such as w8 or w4g128, not {scheme.name}"
                     )
         return chosen
+
+    def _check_read(self, method: str, key: str) -> None:
+        """Raise ValueError where an option is for schemes that the recipe has none of."""
+        others = [each.scheme for each in self.overrides if each.match != HEAD]
+        blocks = [scheme.weight for scheme in (self.scheme, *others) if scheme is not None]
+        head = self.scheme_for(HEAD)
+        if key == "scale_search":
+            of_head = isinstance(self.rounding, Hqq | SqueezeLlm | Structured)
+            if self.pruning is not None:  # what is stored sparse is rounded as it would be dense
+                blocks = [each.values if isinstance(each, Sparse24) and each.values else each for each in blocks]
+            read = any(map(_is_searched, [*([] if of_head else blocks), *([] if head is None else [head.weight])]))
+            schemes = "grids of integers such as w4g128, for nvfp4 and mxfp4, and for two levels such as qserve-g128"
+            what = f"for a head in {schemes}" if of_head else f"for {schemes}"
+        elif key == "static_groups":
+            read = any(isinstance(each, Grid | Progressive) for each in blocks)  # of these `_check_rounding` says more
+            what = "for grids such as w4g128: all others have their scales from the start"
+        elif (method, key) == (Awq.method, "clip"):
+            read = any(isinstance(each, Grid | Progressive) for each in blocks)
+            what = "for grids such as w4g128, and for two levels such as qserve-g128"
+        else:
+            return
+        if not read:
+            raise ValueError(f"{key} of {method} is {what}; {self.name} has none, so leave it out")
 
     def _check_rounding(self, name: str, scheme: Scheme, columns: int) -> None:
         """Raise ValueError where the last pass has no way to round a linear to its scheme."""
@@ -285,25 +318,19 @@ class Recipe:
         if not isinstance(data, dict) or not isinstance(data.get("recipe"), str):
             raise ValueError("a recipe file is a mapping with a name under `recipe`, for example recipe: gptq-w4g128")
         recipe = _named(data["recipe"])
-        options = {key: value for key, value in data.items() if key not in _KEYS}
-        around = [each for each in (recipe.rotate, recipe.tune) if each is not None]
-        known = set(_KEYS).union(*(_options(p) for p in (*recipe.passes, *around)))
-        for key in options:
-            if key not in known:
-                everything = (*ROTATIONS.values(), *METHODS.values(), *TUNINGS.values())
-                owners = [each.method for each in everything if key in _options(each)]
-                if owners:
-                    raise ValueError(f"{key} is an option of {' and '.join(owners)}, which {recipe.name} does not use")
-                raise ValueError(f"unknown key {key!r}{offer(str(key), known)}")
+        options = _sorted(recipe, {key: value for key, value in data.items() if key not in _KEYS})
+
+        def told(one: _Method) -> _Method:
+            return replace(one, **options[one.method])
 
         recipe = replace(
             recipe,
-            passes=tuple(_told(each, options) for each in recipe.passes),
-            rotate=None if recipe.rotate is None else _told(recipe.rotate, options),
-            tune=None if recipe.tune is None else _told(recipe.tune, options),
+            passes=tuple(told(each) for each in recipe.passes),
+            rotate=None if recipe.rotate is None else told(recipe.rotate),
+            tune=None if recipe.tune is None else told(recipe.tune),
         )
         for key, switch in recipe.rounding.needs.items() if isinstance(recipe.rounding, Gptq) else ():
-            if key in options and not getattr(recipe.rounding, switch):
+            if key in options[recipe.rounding.method] and not getattr(recipe.rounding, switch):
                 raise ValueError(f"{key} is read with {switch}: true alone, which {recipe.name} does not have")
         if "overrides" in data:
             entries = data["overrides"]
@@ -316,8 +343,8 @@ class Recipe:
                 raise ValueError("keep is a list of module name patterns, for example [lm_head]")
             recipe = replace(recipe, keep=tuple(patterns))
         if "head" in data:
-            said = [o.match for o in recipe.overrides] + (list(recipe.keep) if "keep" in data else [])
-            for pattern in said:
+            patterns = [o.match for o in recipe.overrides] + (list(recipe.keep) if "keep" in data else [])
+            for pattern in patterns:
                 if fnmatch.fnmatchcase(HEAD, pattern):
                     raise ValueError(
                         f"head and the pattern {pattern!r} both decide about {HEAD}: leave one of them out"
@@ -325,7 +352,8 @@ class Recipe:
             recipe = replace(recipe, head=parse_head(data["head"]))
         if (word := data.get("activation_range", "minmax")) not in get_args(ActivationRange):
             raise ValueError(f"activation_range is one of {', '.join(get_args(ActivationRange))}, not {word!r}")
-        return replace(recipe, activation_range=word)
+        said = tuple((method, key) for method, own in options.items() for key in own)
+        return replace(recipe, activation_range=word, said=said)
 
 
 def _named(name: str) -> Recipe:
@@ -358,10 +386,46 @@ def _check_sparsity(name: str, sparsity: Pattern, scheme: Scheme | None, columns
         raise ValueError(f"{name}: what is pruned is rounded to a grid with a zero, such as w4g128, not {scheme.name}")
 
 
+def _sorted(recipe: Recipe, options: Mapping[Any, Any]) -> dict[str, dict[str, Any]]:
+    """The options of each of the recipe's methods: those under its name, and those of which it alone has one so called.
+    Raises ValueError on what is unknown, and where it is not clear whose an option is."""
+    methods = {one.method: one for one in (recipe.rotate, *recipe.passes, recipe.tune) if one is not None}
+    everything = (*ROTATIONS.values(), *METHODS.values(), *TUNINGS.values())
+    found: dict[str, dict[str, Any]] = {method: {} for method in methods}
+
+    def give(method: str, key: str, value: object) -> None:
+        if key in found[method]:
+            raise ValueError(f"{key} of {method} is given twice")
+        found[method][key] = value
+
+    for key, value in options.items():
+        owners = [method for method, one in methods.items() if key in _options(one)]
+        if key in methods and isinstance(value, Mapping):
+            for name, own in value.items():
+                if name not in _options(methods[key]):
+                    raise ValueError(f"unknown option {name!r} of {key}{offer(str(name), _options(methods[key]))}")
+                give(key, name, own)
+        elif len(owners) > 1:
+            ways = " or ".join(f"{method}: {{{key}: {value}}}" for method in owners)
+            raise ValueError(f"{key} is an option of {' and of '.join(owners)}: say whose, as {ways}")
+        elif owners:
+            give(owners[0], key, value)
+        elif key in methods:
+            raise ValueError(f"{key} is a method: what stands under it are its options by name, not {value!r}")
+        elif elsewhere := [each.method for each in everything if key in _options(each)]:
+            raise ValueError(f"{key} is an option of {' and '.join(elsewhere)}, which {recipe.name} does not use")
+        elif any(key == each.method for each in everything):
+            raise ValueError(f"{key} is a method that {recipe.name} does not use")
+        else:
+            known = set(_KEYS).union(methods, *(_options(one) for one in methods.values()))
+            raise ValueError(f"unknown key {key!r}{offer(str(key), known)}")
+    return found
+
+
+def _is_searched(form: Form) -> bool:
+    """Whether scales of this form are found by a `scale_search`."""
+    return isinstance(form, Fp4 | Progressive) or (isinstance(form, Grid) and form.kind == "int")
+
+
 def _options(one: Any) -> set[str]:
     return {f.name for f in fields(one)}
-
-
-def _told(one: _Method, options: Mapping[str, Any]) -> _Method:
-    """The method with those of the options that are its own."""
-    return replace(one, **{key: value for key, value in options.items() if key in _options(one)})

@@ -39,8 +39,9 @@ from attar.text.tokenizer import Tokenizer
 class Run:
     """A recipe carried out in a work folder: gather what is known of the loss, walk, tune, measure, in this order.
 
-    `ids` [S, L] is calibration text, if there is any; `name` is of all that the run is about, so that what an earlier
-    one left is found again, and no other's. What tuning judges by at the end is kept from everything before.
+    `ids` [S, L] is calibration text, if there is any, and `drawn` [D, L] what the model wrote to go with it; `name` is
+    of all that the run is about, so that what an earlier one left is found again, and no other's. What tuning judges by
+    at the end is kept from everything before.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Run:
         work: Workspace,
         state: RunState,
         ids: Tensor | None,
+        drawn: Tensor | None,
         name: str,
         files: list[FilePlan],
         memory: int,
@@ -65,11 +67,14 @@ class Run:
         self.records: list[Record] = []
         self.learned: dict[str, Any] = {}  # what steps that learn say of themselves, for the receipt
         self.guide: Guide | None = None
-        self._given = ids
+        self._given, self._drawn = ids, drawn
         self.ids = ids if ready.reads else None
-        self.walked = self.ids
+        self.walked = None if self.ids is None else self._with_drawn(self.ids)
         if self.ids is not None and self.plan.tune is not None and len(self.ids) > 1:
-            self.walked = tune.without_judges(self.ids)
+            self.walked = self._with_drawn(tune.without_judges(self.ids))
+
+    def _with_drawn(self, ids: Tensor) -> Tensor:
+        return ids if self._drawn is None else torch.cat([ids, self._drawn])
 
     def gather(self) -> None:
         """What is asked of the whole original model before the walk: importances, a learned rotation, gradients.
@@ -77,7 +82,7 @@ class Run:
         if self._given is not None and self.order.weighs(self.plan):
             assert isinstance(self.output, GgufOutput)
             self.output.importances = importance.kept(
-                self.checkpoint, self._given, self.work.state, self.name, self.memory, self.report
+                self.checkpoint, self._with_drawn(self._given), self.work.state, self.name, self.memory, self.report
             )
         if isinstance(self.plan.rotate, SpinQuant):
             assert self.walked is not None
@@ -99,11 +104,12 @@ class Run:
             self.guide.collect(self.checkpoint, self.walked, self.memory, self.order.seed, self.report)
 
     def _require_room(self) -> None:
-        row, ids = 4 * self.checkpoint.config.hidden, self.ids
-        streams = self.probes.ids.numel() + (0 if ids is None else (1 + self.plan.corrects) * ids.numel())
+        row, ids, walked = 4 * self.checkpoint.config.hidden, self.ids, self.walked
+        streams = self.probes.ids.numel() + (0 if walked is None else (1 + self.plan.corrects) * walked.numel())
         needed = sum(f.size for f in self.files) + 2 * row * streams
         if ids is not None and self.plan.tune is not None:  # what tuning aims at
-            needed += row * (ids.numel() + self.plan.tune.drawn * ids.shape[1])
+            own = self.plan.tune.drawn * ids.shape[1]
+            needed += row * (ids.numel() + own if own else self._with_drawn(ids).numel())
         if self.guide is not None and self.walked is not None:
             gradients = row * (self.checkpoint.config.layers + 2) * self.walked.numel()
             first = 0 if self.guide.collected else gradients
@@ -134,8 +140,8 @@ class Run:
         out, schemes = self.work.out, self.output.schemes
         dense = [name for name, scheme in schemes.items() if scheme is None and self.plan.reshapes(name)]
         tuned = tune.run(
-            self.checkpoint, out, self.work.state, self.ids, self.plan.tune, seed=self.order.seed,
-            progress=self.report, dense=dense,
+            self.checkpoint, out, self.work.state, self.ids, self.plan.tune, drawn=self._drawn,
+            seed=self.order.seed, progress=self.report, dense=dense,
         )  # fmt: skip
         with ShardWriter(out, self.files, self.output.layout) as writer:
             for name, tensor in tuned.tensors.items():
@@ -158,7 +164,7 @@ class Run:
         """What calibration text was too little for; `shared` is the part of the evaluation text that is of it."""
         shown: tuple[str, ...] = ()
         if self._given is not None:
-            read = self._given if self.walked is None else self.walked
+            read = self._with_drawn(self._given) if self.walked is None else self.walked
             shown = coverage.of(self.checkpoint.config, read, self.work.state, self.name)
         return *shown, *domain.warnings(surprise, shared)
 

@@ -2,9 +2,12 @@
 
 Linears are taken in groups that must be of one scheme, because engines run them as one: q, k and v; gate and up; in a
 mixture, those of all experts. A `Trial` holds the model dense, and every group packed in every scheme of a ladder, by
-the recipe's own kind of rounding: GPTQ on Hessians of the original's inputs, or to nearest. It swaps groups in and out
-and measures the mean KL divergence from the model as it was. Hidden states that enter each block are kept, so that a
-measurement starts at the block that changed: half a forward pass on average.
+the recipe's own kind of rounding: GPTQ on Hessians of the original's inputs, or to nearest, with importances where the
+walk has them. It swaps groups in and out and measures the mean KL divergence from the model as it was. Hidden states
+that enter each block are kept, so that a measurement starts at the block that changed: half a forward pass on average.
+
+What nobody chooses for (the output matrix, a packed embedding, what overrides say) is rounded too, as the recipe has
+it, in every measurement of the whole model; a group alone is measured in the model that is otherwise as it was.
 
 Some calibration sequences make the Hessians, the last ones are what divergences are measured on (`apart`), and nothing
 else reads those: what is chosen on them is not fitted to them. Predictions are compared at as many evenly spaced
@@ -23,7 +26,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +35,20 @@ from torch import Tensor
 
 from attar.compression.block import fold
 from attar.compression.block.groups import input_groups
-from attar.compression.calibrate import rows_at_once
+from attar.compression.gguf_output import GgufOutput
+from attar.compression.hidden import HEAD_ROWS, rows_at_once
 from attar.compression.methods import Gptq, Rtn
+from attar.compression.output import Output
 from attar.compression.recipe import Recipe
 from attar.compression.solvers import gptq, rtn
+from attar.compression.solvers.form_levels import shared_largest
+from attar.compression.solvers.means import ColumnMean
 from attar.formats.packed import PackedTensor
-from attar.formats.scheme import Grid, Scheme
+from attar.formats.scheme import Scheme
+from attar.kernels import ops
 from attar.kernels.operands import Linear, Tap
 from attar.model.cache import Step
-from attar.model.decoder import Decoder
+from attar.model.decoder import Decoder, Embedding
 from attar.model.layers import Block, MixtureOfExperts
 
 MEASURED_TOKENS = 4096  # on which a divergence is measured
@@ -50,6 +58,9 @@ LOGITS_AT_ONCE = 1 << 22
 
 Choice = tuple[int, ...]
 """For each group, the index of its scheme in the ladder."""
+
+Swap = tuple[Linear, Sequence[PackedTensor]]
+"""A linear and its rounded weight, some rows after others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +137,15 @@ class Trial:
         measured: Tensor,
         log: Log,
         told: Callable[[], None],
+        output: Output | GgufOutput | None = None,
+        weighs: bool = False,
     ) -> None:
         """Hessians are of calibration tokens `ids` [S, L], divergences of those `measured` [T, L]. `told` is called
-        after each measurement."""
+        after each measurement. `output` says how all else is stored, None: as it is; `weighs`, whether importances are
+        measured, for an output that is given none."""
         self.groups, self.ladder = tuple(groups), tuple(ladder)
+        self._output, self._weighs = output, weighs
+        self._importances = dict(output.importances) if isinstance(output, GgufOutput) else {}
         self._decoder, self._rounding, self._log, self._told = decoder, rounding, log, told
         self._length = ids.shape[1]
         self._rest = ids[: max(1, HESSIAN_TOKENS // self._length)]
@@ -138,9 +154,18 @@ class Trial:
         positions = min(self.tokens, max(1, LOGITS // decoder.config.vocab_size))
         self._rows = torch.arange(positions) * self.tokens // positions
         self._linears = {linear.name: linear for block in decoder.blocks for linear in block.linears()}
-        self._weights = {name: linear.weight for name, linear in self._linears.items()}
+        chosen = {name for group in self.groups for name in group.linears}
+        schemes = {} if output is None else output.schemes
+        self._decided = {
+            name: scheme
+            for name, scheme in schemes.items()
+            if scheme is not None and name in self._linears and name not in chosen
+        }
         self._packed: dict[tuple[int, int], list[PackedTensor]] = {}
+        self._fixed: list[Swap] = []  # what is rounded whatever is chosen
+        self._ids = measured
         self._original = [self._embedded(measured)]  # what enters each block
+        self._entered = self._original[0]  # what will enter the first
         last = self._run(self._original[0], 0, self._original)
         with torch.inference_mode():
             self._base = decoder.logits(last[self._rows]).log_softmax(-1)  # [P, V]
@@ -155,19 +180,22 @@ class Trial:
             mine = [g for g, group in enumerate(self.groups) if group.layer == layer]
             states = self._candidates(block, mine, states)
             for g in mine:
-                found = (self._measured(f"{g}:{c}", {g: c}, self._original) for c in range(len(self.ladder)))
+                rungs = range(len(self.ladder))
+                found = (self._measured(f"{g}:{c}", self._swaps({g: c}), self._original, layer) for c in rungs)
                 rows.append(tuple(found))
+        self._round_ends(states)
         return tuple(rows)
 
     def whole(self, choice: Choice) -> float:
-        """The divergence with every group as chosen."""
-        return self._measured(_key(choice), dict(enumerate(choice)), self._original)
+        """The divergence with every group as chosen, and all else as the recipe has it."""
+        swaps = [*self._swaps(dict(enumerate(choice))), *self._fixed]
+        return self._measured(_key(choice), swaps, [self._entered], 0)
 
     def neighbours(self, choice: Choice) -> list[dict[int, float]]:
         """For each group: the divergence of the whole with it one scheme up and one down, by index of the ladder."""
-        states = [self._original[0]]
+        states = [self._entered]
         found: list[dict[int, float]] = []
-        with self._with(dict(enumerate(choice))):
+        with self._with([*self._swaps(dict(enumerate(choice))), *self._fixed]):
             for g, chosen in enumerate(choice):
                 found.append({})
                 for other in (chosen - 1, chosen + 1):
@@ -175,18 +203,19 @@ class Trial:
                         key = _key((*choice[:g], other, *choice[g + 1 :]))
                         if self._log.get(key) is None and len(states) == 1:
                             self._run(states[0], 0, states)
-                        found[-1][other] = self._measured(key, {g: other}, states)
+                        swaps = self._swaps({g: other})
+                        found[-1][other] = self._measured(key, swaps, states, self.groups[g].layer)
         return found
 
-    def _measured(self, key: str, changes: Mapping[int, int], states: Sequence[Tensor]) -> float:
-        """The divergence with `changes`, from the log or from a pass that starts at the first block they touch.
+    def _measured(self, key: str, swaps: Sequence[Swap], states: Sequence[Tensor], first: int) -> float:
+        """The divergence with `swaps`, from the log or from a pass that starts at block `first`, before which they
+        change nothing.
 
         `states` are what enters the blocks without them.
         """
         value: float | None = self._log.get(key)
         if value is None:
-            first = min(self.groups[g].layer for g in changes)
-            with self._with(changes):
+            with self._with(swaps):
                 value = self._divergence(self._run(states[first], first))
             self._log.put(key, value)
         self._told()
@@ -206,10 +235,10 @@ class Trial:
     # --- forward passes -----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _embedded(self, ids: Tensor) -> Tensor:
+    def _embedded(self, ids: Tensor, embedding: Embedding | None = None) -> Tensor:
         """What enters the first block, [N, I]."""
         step = Step((self._length,) * len(ids), self._length)
-        return self._decoder.embedding.forward(ids.reshape(-1), step.positions).float()
+        return (embedding or self._decoder.embedding).forward(ids.reshape(-1), step.positions).float()
 
     def _run(self, states: Tensor, first: int, kept: list[Tensor] | None = None) -> Tensor:
         """Through the blocks from `first` on: the last states [N, I]. `kept` takes in what leaves each block."""
@@ -225,15 +254,22 @@ class Trial:
         steps = (Step((self._length,) * (len(part) // self._length), self._length) for part in parts)
         return torch.cat([block.run(part, step, tap) for part, step in zip(parts, steps, strict=True)])
 
+    def _swaps(self, changes: Mapping[int, int]) -> list[Swap]:
+        """The groups (keys) in schemes of the ladder (values)."""
+        return [
+            (self._linears[name], (packed,))
+            for g, c in changes.items()
+            for name, packed in zip(self.groups[g].linears, self._packed[g, c], strict=True)
+        ]
+
     @contextmanager
-    def _with(self, changes: Mapping[int, int]) -> Iterator[None]:
-        """The groups (keys) in schemes of the ladder (values) while the context lasts."""
-        members = {g: [self._linears[name] for name in self.groups[g].linears] for g in changes}
-        before = [(linear, linear.weight) for linears in members.values() for linear in linears]
+    def _with(self, swaps: Sequence[Swap]) -> Iterator[None]:
+        """The linears so while the context lasts."""
+        before = [(linear, linear.weight) for linear, _ in swaps]
         try:
-            for g, linears in members.items():
-                for linear, packed in zip(linears, self._packed[g, changes[g]], strict=True):
-                    linear.weight = packed.dequantize()
+            for linear, pieces in swaps:
+                dense = [piece.dequantize() for piece in pieces]
+                linear.weight = dense[0] if len(dense) == 1 else torch.cat(dense)
             yield
         finally:
             for linear, weight in before:
@@ -243,46 +279,97 @@ class Trial:
 
     @torch.inference_mode()
     def _candidates(self, block: Block, mine: Sequence[int], states: Tensor) -> Tensor:
-        """Round the groups of a block to every scheme of the ladder; returns what enters the next block."""
-        wanted = {name for g in mine for name in self.groups[g].linears}
+        """Round the groups of a block to every scheme of the ladder, and what overrides decide about to theirs; returns
+        what enters the next block."""
+        wanted = {name: self.ladder for g in mine for name in self.groups[g].linears}
+        wanted |= {each.name: (self._decided[each.name],) for each in block.linears() if each.name in self._decided}
         shared = [[each for each in linears if each.name in wanted] for linears in input_groups(block)]
         shared = [linears for linears in shared if linears]
-        hessians = {}
-        if isinstance(self._rounding, Gptq):
-            hessians = {linears[0].name: gptq.Hessian(linears[0].shape[1]) for linears in shared}
+        hessians: dict[str, gptq.Hessian] = {}
+        means: dict[str, ColumnMean] = {}
+        for linears in shared:
+            name, columns = linears[0].name, linears[0].shape[1]
+            if isinstance(self._rounding, Gptq):
+                hessians[name] = gptq.Hessian(columns)
+            elif self._weighs:
+                means[name] = ColumnMean(columns, 2, name)
 
         def tap(linear: Linear, x: Tensor) -> None:
-            if linear.name in hessians:
-                hessians[linear.name].add(x)
+            for each in (hessians.get(linear.name), means.get(linear.name)):
+                if each is not None:
+                    each.add(x)
 
-        states = self._through(block, states, tap if hessians else None)
+        states = self._through(block, states, tap if hessians or means else None)
         made: dict[str, list[PackedTensor]] = {}
         for linears in shared:
-            hessian = hessians.pop(linears[0].name, None)
+            name = linears[0].name
             try:
-                factor = None
-                if hessian is not None and hessian.tokens and isinstance(self._rounding, Gptq):
-                    factor = gptq.prepare(hessian, self._rounding.damping, self._rounding.order)
+                prepared = self._prepared(hessians.pop(name, None))
+                if name in means and means[name].tokens:
+                    self._importances |= {linear.name: means[name].value for linear in linears}
                 for linear in linears:
-                    weight = fold.dense_weight(linear)
-                    made[linear.name] = [self._rounded(weight, scheme, factor) for scheme in self.ladder]
+                    made[linear.name] = []
+                    for scheme in wanted[linear.name]:
+                        alike = [(each, scheme) for each in linears if scheme in wanted[each.name]]
+                        largest = shared_largest([alike]).get(linear.name)
+                        made[linear.name].append(self._rounded(linear, scheme, prepared, largest))
             except ValueError as error:
-                raise ValueError(f"{linears[0].name}: {error}") from None
+                raise ValueError(f"{name}: {error}") from None
         for g in mine:
             for c in range(len(self.ladder)):
                 self._packed[g, c] = [made[name][c] for name in self.groups[g].linears]
+        self._fixed += [(self._linears[name], made[name]) for name in made if name in self._decided]
         return states
 
-    def _rounded(self, weight: Tensor, scheme: Scheme, factor: gptq.Prepared | None) -> PackedTensor:
-        rounding = self._rounding
-        if factor is None or not isinstance(rounding, Gptq) or not isinstance(scheme.weight, Grid):
-            return rtn.solve(weight, scheme, scale_search=rounding.scale_search)
+    def _prepared(self, hessian: gptq.Hessian | None) -> gptq.Prepared | None:
+        if hessian is None or not isinstance(self._rounding, Gptq):
+            return None
+        if not hessian.tokens and self._decoder.config.experts is not None:
+            hessian.mean.fill_diagonal_(1.0)  # an expert that no token was sent to has its weights alone
+        return gptq.prepare(hessian, self._rounding.damping, self._rounding.order)
+
+    def _rounded(
+        self, linear: Linear, scheme: Scheme, prepared: gptq.Prepared | None, largest: Tensor | None
+    ) -> PackedTensor:
+        rounding, weight = self._rounding, _as_stored(fold.dense_weight(linear), scheme)
+        if prepared is None or not isinstance(rounding, Gptq):
+            importance = self._importances.get(linear.name)
+            return rtn.solve(weight, scheme, scale_search=rounding.scale_search, importance=importance, largest=largest)
         found = gptq.solve(
-            weight, factor, scheme, block=rounding.block, scale_search=rounding.scale_search,
-            static_groups=rounding.static_groups,
+            weight, prepared, scheme, block=rounding.block, scale_search=rounding.scale_search,
+            static_groups=rounding.static_groups, largest=largest,
         ).packed  # fmt: skip
         assert isinstance(found, PackedTensor)
         return found
+
+    @torch.inference_mode()
+    def _round_ends(self, states: Tensor) -> None:
+        """Round embedding and output matrix as the output stores them, given the last states on calibration text."""
+        output, decoder = self._output, self._decoder
+        if output is None:
+            return
+        if isinstance(output, GgufOutput):
+            if self._weighs:
+                mean = ColumnMean(decoder.config.hidden, 2, decoder.head.name)
+                for part in states.split(self._batch):
+                    mean.add(ops.norm(part, None, decoder.final_norm)[1])
+                self._importances[decoder.config.names.head] = mean.value
+            output.importances = self._importances
+        if output.head is not None:
+            whole = _as_stored(fold.dense_weight(decoder.head), output.head)
+            pieces = [output.round_head(rows) for rows in whole.split(HEAD_ROWS)]
+            self._fixed.append((decoder.head, pieces))
+        table = decoder.embedding.table
+        assert isinstance(table, Tensor)
+        used, places = torch.unique(self._ids, return_inverse=True)
+        rows = table[used] if output.head is None else _as_stored(table[used], output.head)
+        if (rounded := output.round_embedding(rows)) is not None:
+            self._entered = self._embedded(places, replace(decoder.embedding, table=rounded.dequantize()))
+
+
+def _as_stored(weight: Tensor, scheme: Scheme) -> Tensor:
+    """In the dtype that a checkpoint stores it in, which scales have too, and which some codecs compute in."""
+    return weight.to(getattr(torch, scheme.scale_dtype))
 
 
 def _key(choice: Choice) -> str:
@@ -290,13 +377,24 @@ def _key(choice: Choice) -> str:
 
 
 def fingerprint(
-    decoder: Decoder, groups: Sequence[Group], ladder: Sequence[Scheme], rounding: Any, ids: Tensor, measured: Tensor
+    decoder: Decoder,
+    groups: Sequence[Group],
+    ladder: Sequence[Scheme],
+    rounding: Any,
+    ids: Tensor,
+    measured: Tensor,
+    output: Output | GgufOutput | None = None,
+    weighs: bool = False,
 ) -> str:
     """What measurements depend on, as one hash. A sum of each matrix is enough to tell models apart."""
     names = [scheme.name for scheme in ladder], [group.linears for group in groups]
     sizes = MEASURED_TOKENS, HESSIAN_TOKENS, LOGITS, list(ids.shape), list(measured.shape)
     machine = str(torch.__version__), torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
-    digest = hashlib.sha256(json.dumps([names, sizes, repr(rounding), machine]).encode())
+    schemes = {} if output is None else output.schemes
+    stored = {name: scheme.name for name, scheme in schemes.items() if scheme is not None}
+    digest = hashlib.sha256(json.dumps([names, sizes, repr(rounding), machine, stored, weighs]).encode())
+    for name, mean in output.importances.items() if isinstance(output, GgufOutput) else ():
+        digest.update(name.encode() + mean.numpy().tobytes())
     digest.update(torch.cat((ids, measured)).to(torch.int32).numpy().tobytes())
     for block in decoder.blocks:
         for linear in block.linears():

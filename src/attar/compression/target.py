@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from attar.compression.methods import Gptq, Rtn
 from attar.compression.recipe import Recipe
 from attar.formats.forms import GgmlBlocks
 from attar.formats.scheme import Grid, Scheme
@@ -31,6 +32,16 @@ class Target:
     def to_dict(self) -> dict[str, float]:
         pairs = (("bits", self.bits), ("size", self.size), ("kl", self.kl))
         return {name: value for name, value in pairs if value is not None}
+
+
+def rounding_for(recipe: Recipe) -> Gptq | Rtn:
+    """The rounding by which a target tries schemes. Raises ValueError where the recipe's is none that can be tried."""
+    if isinstance(recipe.rounding, Gptq | Rtn):
+        return recipe.rounding
+    raise ValueError(
+        f"{recipe.name}: a target rounds each linear in many schemes, which is done for rtn, gptq, qronos and guided, "
+        f"not for {recipe.rounding.method}: name one of those, or leave the target out"
+    )
 
 
 def ladder_for(recipe: Recipe) -> tuple[Scheme, ...]:

@@ -19,9 +19,9 @@ is stored anyway, in the same dtype as before.
   as they are stored (`whole`).
 
 A calibration text is little to train on: what it says about scales is soon all said, and is more about that text than
-about the model. So the original may write more (`Tune.drawn`, and `distill`, whose default it is), by its own
-probabilities: what is learned from it is what the compressed model would get wrong on its way. The calibration text
-alone judges.
+about the model. So the original may write more, by its own probabilities: what is learned from it is what the
+compressed model would get wrong on its way. It is written for tuning alone (`Tune.drawn`, and `distill`, whose default
+it is), or is what the walk was calibrated on (`Amount.drawn`). The calibration text that was given alone judges.
 
 Lookup tables are trained as scales are. Not done: zero points, which are integers; scales of a packed output matrix;
 scales that are themselves quantized (GGML's, NF4's, 4-bit floats'). They stay as they are. Codes were tried, by
@@ -46,7 +46,7 @@ from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.libraries import library_of
 from attar.checkpoints.probes import ProbeRun
 from attar.compression import calibrate, gradients
-from attar.compression.calibrate import HiddenStates, rows_at_once
+from attar.compression.hidden import HiddenStates, rows_at_once
 from attar.compression.methods import Tune
 from attar.compression.whole import WholeModel, keep, left, schedule, shuffled
 from attar.formats.affine import by_scale
@@ -61,7 +61,7 @@ TOKENS = 1 << 16
 """Of the calibration text, at most: more would make this training rather than compression."""
 
 DRAWN = 1 << 32
-"""What the seed of text drawn to train on is larger by: a calibration text that was drawn is another."""
+"""What the seed of text drawn to train on is larger by: calibration text that was drawn is another."""
 
 HELD = 8
 BETAS = (0.9, 0.99)  # a few hundred steps: the usual 0.999 remembers them all
@@ -97,13 +97,15 @@ def run(
     ids: Tensor,
     options: Tune,
     *,
+    drawn: Tensor | None = None,
     memory: int | None = None,
     seed: int = 0,
     progress: Progress | None = None,
     dense: Collection[str] = (),
 ) -> Tuned:
-    """Tune the finished model in `folder`, made from `source`, on token ids [S, L]. The caller stores the tensors.
-    `dense` names the linears whose weights, but for zeros, are trained themselves.
+    """Tune the finished model in `folder`, made from `source`, on token ids [S, L], and on `drawn` [D, L], unless the
+    options have other text drawn. The caller stores the tensors. `dense` names the linears whose weights, but for
+    zeros, are trained themselves.
 
     What is found is kept in the folder `state`, from which a run that was killed while it stored them takes it again.
     At most `memory` bytes are used (by default what this machine gives). Raises ValueError where that is too little,
@@ -120,10 +122,9 @@ def run(
     ids = ids[_taken(ids)]
     judged = len(ids)
     if options.drawn:
-        amount = calibrate.Amount(options.drawn, length, DRAWN + seed)
-        drawn = calibrate.tokens(
-            calibrate.SELF, source, None, amount, state / "drawn.i32", lambda done, of: report("drawing", done, of)
-        )
+        amount, path = calibrate.Amount(options.drawn, length, DRAWN + seed), state / "drawn.i32"
+        drawn = calibrate.written(source, amount, path, lambda done, of: report("drawing", done, of))
+    if drawn is not None:
         ids = torch.cat([ids, drawn])
     with torch.inference_mode(False), torch.enable_grad():
         student = _Student(Checkpoint.open(folder), dense)

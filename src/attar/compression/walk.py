@@ -16,13 +16,13 @@ from torch import Tensor
 from attar.checkpoints import hf
 from attar.checkpoints.probes import ProbeRun
 from attar.checkpoints.writer import ShardWriter
-from attar.compression import calibrate, coverage, gradients, place
+from attar.compression import coverage, gradients, hidden, place
 from attar.compression.block import passes
 from attar.compression.block.record import Record, weight_error
 from attar.compression.block.work import BlockWork
-from attar.compression.calibrate import HiddenStates
 from attar.compression.gguf_output import GgufOutput
 from attar.compression.guide import Guide
+from attar.compression.hidden import HiddenStates
 from attar.compression.memory import give_back
 from attar.compression.output import Output
 from attar.compression.recipe import HEAD, Recipe
@@ -66,7 +66,7 @@ class Walk:
         self.probes = probes
         corrects = recipe.corrects
         sources = [self.probes.ids] if ids is None else [self.probes.ids, *[ids] * (1 + corrects)]
-        spare, rows = (memory - calibrate.IN_A_BLOCK) // (1 + corrects), calibrate.rows_at_once(self.config)
+        spare, rows = (memory - hidden.IN_A_BLOCK) // (1 + corrects), hidden.rows_at_once(self.config)
         for stream, tokens, limit in zip(STREAMS, sources, (1 << 20, spare, spare), strict=False):
             shape = (*tokens.shape, self.config.hidden)
             at = place.CPU if stream == STREAMS[0] else self.device
@@ -92,7 +92,7 @@ class Walk:
         """Hidden states that enter the first block."""
         for (first, _), tokens in zip(self.streams, sources, strict=True):
             stored = None if first is self._original(0) else self.output.round_embedding
-            calibrate.embed(self.checkpoint, tokens, first, stored)
+            hidden.embed(self.checkpoint, tokens, first, stored)
             first.settle()
 
     @torch.inference_mode()
@@ -161,7 +161,7 @@ class Walk:
             report("output matrix", int(ids[-1]) + 1, self.config.vocab_size)
 
         if self.output.head is None:
-            for ids, head in calibrate.head_rows(self.checkpoint):
+            for ids, head in hidden.head_rows(self.checkpoint):
                 seen(ids, head)
         else:
             self.output.write_head(self.writer, self._rounded_head(seen))
@@ -171,7 +171,7 @@ class Walk:
         """The output matrix as it is stored, shown to `seen` on the way; at the end, its record."""
         assert self.output.head is not None
         wrong = whole = 0.0
-        for ids, head in calibrate.head_rows(self.checkpoint):
+        for ids, head in hidden.head_rows(self.checkpoint):
             weight = head.weight
             assert isinstance(weight, Tensor)
             packed = self.output.round_head(weight)

@@ -9,8 +9,10 @@
                         which errors count alike and which are uncorrelated, with more bits where they vary more; 4.25
                         and 2.25 bits on average, so that with their scales heads of 64 take what llama.cpp's q4_0 and
                         KIVI in groups of 64 take. klt2 keeps the unfinished block of each sequence in 16 bits
-    kivi2               KIVI as published (Liu et al. 2024): 2 bits from least to greatest, keys per channel in groups
-                        of 32 tokens, values per token in groups of 32 columns; the unfinished block in 16 bits
+    kivi2               KIVI's code (Liu et al. 2024): 2 bits from least to greatest, keys per channel in groups of 32
+                        tokens, values per token in groups of 32 columns; the unfinished block in 16 bits. As
+                        published, besides up to R unrounded keys (R = 128) the last R values always stay in 16 bits:
+                        here both sides are rounded at a block's end, which takes less memory and is less precise
     nuq4, nuq3          KVQuant (Hooper et al. 2024): calibrated levels, keys per channel and values per token; of each
                         head the greatest coordinates, one in about a hundred, and of each block its first token, in 16
                         bits. At equal bits worse than klt: here to compare with
@@ -20,7 +22,8 @@ kept in 16 bits (`recent`), it is rounded when its last token comes. A token the
 block as they are, and those of earlier blocks rounded: however a prompt is cut into calls. That is also why such caches
 share whole blocks only (`round_to`), and why the 16 bits belong to a sequence and not to a block.
 
-Not done: a window that slides, which would make what a token sees depend on numbers that a shared prefix no longer has.
+Not done: a window that slides, as that of KIVI's values does, which would make what a token sees depend on numbers that
+a shared prefix no longer has.
 """
 
 from __future__ import annotations

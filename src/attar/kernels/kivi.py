@@ -1,9 +1,11 @@
-"""KIVI (Liu et al. 2024) as published: 2 bits from least to greatest, keys per channel and values per token.
+"""KIVI's code (Liu et al. 2024): 2 bits from least to greatest, keys per channel and values per token.
 
 Keys of large models have channels that are large in every token, so that a scale per token would serve those and round
 all others away: each channel of 32 tokens gets its own. Values have no such channels, and a token's are mixed as a
 whole: 32 columns of a token share a scale. Zero and scale are float16, which at 2 bits are a third of the size.
 Groups of 64, as measurements also take, make that a fifth.
+
+The code is as published, the windows in 16 bits are not: see `formats/kv.py`.
 
 Legend: M blocks, G key-value heads, D head size.
 """

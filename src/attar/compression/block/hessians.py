@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attar.compression.block import fold
-from attar.compression.calibrate import HiddenStates
 from attar.compression.guide import Hints, row_groups
+from attar.compression.hidden import HiddenStates
 from attar.compression.memory import give_back
 from attar.compression.methods import Gptq, Prune, SparseGpt
 from attar.compression.solvers import gptq, prune, qronos, sparsegpt, two_sided, zeros

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attar.compression.block import fold
 from attar.compression.block.hessians import naming
-from attar.compression.calibrate import HiddenStates, Rows
+from attar.compression.hidden import HiddenStates, Rows
 from attar.compression.methods import AutoRound
 from attar.compression.solvers import autoround
 from attar.formats.scheme import Scheme

@@ -1,12 +1,13 @@
 """The passes of a recipe that move scale between a block's linears and what feeds them, before anything is rounded.
 
 Each leaves the block computing what it did, within the rounding of norms to their dtype (`fold`); all but clipping,
-which narrows the range of weights. What the loss said of a linear follows its rows (`Hints.divided`, `turned`).
+which narrows the range of weights. What the loss said of a linear follows its rows (`Hints.divided`, `turned`), and
+what its columns count follows its inputs (`_scaled`, `_turned_columns`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 
 import torch
@@ -16,7 +17,7 @@ from attar.compression.block import fold
 from attar.compression.block.groups import Fold, folds
 from attar.compression.block.hessians import naming
 from attar.compression.block.work import BlockWork
-from attar.compression.calibrate import Rows
+from attar.compression.hidden import Rows
 from attar.compression.memory import give_back
 from attar.compression.methods import Awq, Clip, Pass, SmoothAttention, SmoothQuant
 from attar.compression.solvers import awq, smooth_attention, smoothquant
@@ -25,7 +26,7 @@ from attar.formats import kv
 from attar.formats.forms import Progressive
 from attar.formats.scheme import Grid
 from attar.kernels import ops
-from attar.kernels.operands import Norm
+from attar.kernels.operands import Linear, Norm
 from attar.model.cache import Step
 
 SEARCH_ROWS = 4096  # rows on which AWQ compares block outputs
@@ -58,7 +59,7 @@ def _smooth(work: BlockWork, options: SmoothQuant) -> None:
     for each in places:
         peaks = largest[each.linears[-1].name].value
         if isinstance(each.before, Norm):
-            smoothquant.smooth(each.before, each.linears, peaks, alpha)
+            _scaled(work, each.linears, smoothquant.smooth(each.before, each.linears, peaks, alpha))
         else:
             found = smoothquant.scales(peaks, [fold.dense_weight(linear) for linear in each.linears], alpha)
             _fold(work, each, found)
@@ -100,11 +101,35 @@ def _turn_values(work: BlockWork, seen: Tensor) -> None:
     attention = work.block.attention
     source, reader = attention.qkv[-1], attention.output
     turn, back = smooth_attention.between(seen, fold.dense_weight(reader))
+    if reader.name in work.importances:
+        work.importances[reader.name] = _turned_columns(work, reader, turn.float())
     fold.between(source, reader, turn, back)
     if source.name in work.guide:
         first = source.shape[0] - len(turn) * turn.shape[1]
         whole = torch.block_diag(torch.eye(first, dtype=back.dtype), *back).float()
         work.guide[source.name] = work.guide[source.name].turned(whole)
+
+
+def _turned_columns(work: BlockWork, reader: Linear, turn: Tensor) -> Tensor:
+    """The importances of a linear once the heads x [D] of its inputs are x T, given T [G, D, D] of each group of heads:
+    the diagonal of T^T E[x x^T] T, whose diagonal was known and whose correlations are those on the calibration text.
+    """
+    groups, size, _ = turn.shape
+    known = work.importances[reader.name].to(turn.device)
+    moments = torch.zeros(len(known) // size, size, size, dtype=torch.float64)  # of each query head, a sum
+
+    def add(x: Tensor) -> None:
+        heads = x.float().unflatten(1, (-1, size)).movedim(1, 0)
+        moments.add_((heads.transpose(1, 2) @ heads).double().to(moments.device))
+
+    work.watch({reader.name: add})
+    seen = moments.diagonal(dim1=1, dim2=2)  # [H, D]
+    wanted = known.double().view_as(seen)
+    ratio = torch.where(seen > 0, (wanted / seen).sqrt(), 0.0)
+    moments = ratio[:, :, None] * moments * ratio[:, None]
+    moments.diagonal(dim1=1, dim2=2).copy_(wanted)
+    each = turn.double().repeat_interleave(len(moments) // groups, 0)
+    return torch.einsum("hde,hdf,hfe->he", each, moments, each).clamp_min(0).flatten().float()
 
 
 # AWQ
@@ -182,5 +207,14 @@ def _clip(work: BlockWork) -> None:
 def _fold(work: BlockWork, place: Fold, scales: Tensor) -> None:
     """Divide what feeds the place by the scales and multiply its linears' columns."""
     taken = awq.apply(place.before, place.linears, scales)
+    _scaled(work, place.linears, taken)
     if place.before.name in work.guide:  # a linear, whose outputs are divided
         work.guide[place.before.name] = work.guide[place.before.name].divided(taken)
+
+
+def _scaled(work: BlockWork, linears: Sequence[Linear], scales: Tensor) -> None:
+    """What the columns of linears count, once their inputs are divided by scales [I]."""
+    for linear in linears:
+        if linear.name in work.importances:
+            known = work.importances[linear.name]
+            work.importances[linear.name] = known / scales.to(known.device).square()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from attar.compression.block.groups import input_groups
-from attar.compression.calibrate import HiddenStates
 from attar.compression.guide import Hints
+from attar.compression.hidden import HiddenStates
 from attar.compression.recipe import Recipe
 from attar.compression.structured import Sizes
 from attar.formats.scheme import Scheme
@@ -25,8 +25,8 @@ class BlockWork:
 
     `hidden` are the states that enter the block on the calibration text, `original` those that enter it in the original
     model, where the recipe corrects. `importances` weigh columns, [I] by name, and `guide` is what the loss says of a
-    linear, which changes as the linear does. `sizes` are those that structured pruning leaves. `rtn_errors` are what
-    rounding to nearest would have cost before any transform.
+    linear, which both change as the linear does. `sizes` are those that structured pruning leaves. `rtn_errors` are
+    what rounding to nearest would have cost before any transform.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class BlockWork:
         sizes: Sizes | None = None,
     ) -> None:
         self.block, self.recipe, self.architecture = block, recipe, architecture
-        self.importances, self.guide = importances or {}, dict(guide or {})
+        self.importances, self.guide = dict(importances or {}), dict(guide or {})
         self.original, self.sizes = original, sizes
         self.rtn_errors: dict[str, float] = {}
         self._hidden, self._schemes = hidden, schemes

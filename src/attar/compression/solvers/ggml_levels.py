@@ -1,7 +1,7 @@
 """Levels of GGML blocks, for solvers that go column by column: the scales of a block are found first, then the codes.
 
-The encoder (`formats.ggml_search`, weighted by how much each column counts; `ggml_round` for the types it leaves out)
-settles a block's fp16 scales and its groups' small integers. After that every value of a group is
+The encoder (`formats.ggml_codec`, weighted by how much each column counts) settles a block's fp16 scales and its
+groups' small integers. After that every value of a group is
 
     a code of the type, times the group's scale, plus the group's offset
 
@@ -23,8 +23,6 @@ from attar.formats.ggml_search import FORMS
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 
-_TOPS = {"Q4_1": 15, "Q5_1": 31}  # the types that are not searched: codes from 0, plus an offset
-
 
 class Ggml:
     """Levels of one weight [O, I] in blocks; groups of `width` columns share a scale and an offset."""
@@ -37,8 +35,7 @@ class Ggml:
         raw = ggml_codec.quantize(weight.float(), scheme, importance).parts["blocks"]
         self._blocks = ggml_blocks.unpack(self.kind, raw.view(-1, self.kind.block_bytes))
         self.scale, self.offset = (part.view(len(weight), -1) for part in _affine(self._blocks))  # [O, G]
-        form = FORMS.get(self.kind.name)
-        self._values = torch.tensor(form.values if form is not None else range(_TOPS[self.kind.name] + 1)).float()
+        self._values = torch.tensor(FORMS[self.kind.name].values).float()
         self._between = (self._values[1:] + self._values[:-1]) / 2
 
     @property
