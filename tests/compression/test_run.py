@@ -19,6 +19,8 @@ from attar.kernels import ops
 
 Ids = list[list[int]]
 
+TENSORS = 1 << 14  # bytes at the end of a GGUF file that hold tensors: what is before them has its name
+
 
 def written(source: Path, count: int, length: int) -> torch.Tensor:
     """What the model writes to go with a text of the default seed."""
@@ -74,9 +76,53 @@ def test_text_is_drawn_once_for_all_recipes_tried_and_kept_for_a_run_that_resume
     with pytest.raises(InterruptedError):
         start(stop_in_second)
     assert len(drawn) == 1
+    with pytest.raises(InterruptedError):
+        start(stop_in_second, resume=False)
+    assert len(drawn) == 2
     assert start().selection is not None
-    assert [(amount.samples, amount.seed) for amount in drawn] == [(3, calibrate.BESIDES)]
+    assert [(amount.samples, amount.seed) for amount in drawn] == [(3, calibrate.BESIDES)] * 2
     assert not list(tmp_path.glob(".*"))
+
+
+def test_recipes_tried_on_other_text_are_tried_again(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    tried: list[int] = []
+
+    def start(drawn: int, last: int) -> Compressed:
+        def progress(stage: str, done: int, total: int) -> None:
+            if stage == "recipes":
+                tried.append(done)
+                if done == last:
+                    raise InterruptedError
+
+        return compress(
+            tiny, tmp_path / "out", recipe="rtn-w4g32,gptq-w4g32", calibration=calibration, drawn=drawn,
+            progress=progress,
+        )  # fmt: skip
+
+    with pytest.raises(InterruptedError):
+        start(drawn=0, last=1)
+    tried.clear()
+    assert start(drawn=3, last=99).selection is not None
+    assert tried == [0, 1, 2]
+    assert json.loads((tmp_path / "out" / "receipt.json").read_bytes())["drawn"] == 3
+
+
+def test_importances_are_of_drawn_text_too(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    drawn = written(tiny, 3, len(calibration[0])).tolist()
+    compress(tiny, tmp_path / "drawn.gguf", recipe="q4_0", calibration=calibration, drawn=3)
+    compress(tiny, tmp_path / "given.gguf", recipe="q4_0", calibration=[*calibration, *drawn])
+    compress(tiny, tmp_path / "without.gguf", recipe="q4_0", calibration=calibration)
+    names = ("drawn", "given", "without")
+    found, given, without = ((tmp_path / f"{name}.gguf").read_bytes()[-TENSORS:] for name in names)
+    assert found == given != without
+
+
+@pytest.mark.parametrize("recipe", ["rtn-w4g32", "hqq-w4g32"])
+def test_text_is_not_drawn_for_recipes_that_read_none(
+    recipe: str, tiny: Path, calibration: Ids, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="reads no calibration text here: leave the drawn text out"):
+        compress(tiny, tmp_path / "out", recipe=recipe, calibration=calibration, drawn=3)
 
 
 @pytest.mark.parametrize("calibration", [None, "self"])

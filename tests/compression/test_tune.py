@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,10 +45,12 @@ def ids() -> Tensor:
     return torch.tensor(token_ids(9, 32, seed=5))
 
 
-def run(tiny: Path, small: Path, state: Path, ids: Tensor, options: Tune = OPTIONS) -> tune.Tuned:
+def run(
+    tiny: Path, small: Path, state: Path, ids: Tensor, options: Tune = OPTIONS, drawn: Tensor | None = None
+) -> tune.Tuned:
     state.mkdir(exist_ok=True)
     with torch.inference_mode():
-        return tune.run(Checkpoint.open(tiny), small, state, ids, options)
+        return tune.run(Checkpoint.open(tiny), small, state, ids, options, drawn=drawn)
 
 
 def divergence(base: Path, model: Path, ids: Tensor) -> float:
@@ -99,6 +102,19 @@ def test_what_the_original_writes_is_trained_on_and_never_judges(
     shutil.rmtree(tmp_path / "state" / tune.FOUND)
     monkeypatch.setattr(calibrate, "sample_from", lambda *_, **__: pytest.fail("it draws again"))
     assert run(tiny, small, tmp_path / "state", ids, options) == found
+
+
+def test_what_was_written_to_calibrate_on_is_trained_on_unless_more_is_drawn(
+    tiny: Path, small: Path, ids: Tensor, tmp_path: Path
+) -> None:
+    drawn = torch.randint(0, 256, (5, 32), generator=torch.Generator().manual_seed(3))
+    options = Tune(epochs=1, rate=5e-3, batch=64)
+    without = run(tiny, small, tmp_path / "without", ids, options)
+    found = run(tiny, small, tmp_path / "with", ids, options, drawn)
+    assert (found.trained_tokens - without.trained_tokens, found.held_out_tokens) == (5 * 32, without.held_out_tokens)
+    assert found.kl_before == without.kl_before
+    other = run(tiny, small, tmp_path / "other", ids, replace(options, drawn=2), drawn)
+    assert other.trained_tokens - without.trained_tokens == 2 * 32
 
 
 def test_where_nothing_is_better_the_model_stays(tiny: Path, small: Path, ids: Tensor, tmp_path: Path) -> None:

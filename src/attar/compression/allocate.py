@@ -8,7 +8,8 @@ down around it, and the knapsack decides again among those neighbours; a step is
 for it. (The local search of EvoPress, Sieberling et al. 2024, arXiv:2410.14649, with measured steps for random ones.)
 
 What comes out is a recipe with an override for each linear, which the usual walk then runs with all of its methods:
-transforms, guides and corrections are not part of the measurements, which the receipt says (`unmeasured`). The output
+transforms, guides and corrections are not part of the measurements, which the receipt says (`unmeasured`); nor is text
+that the model writes to go with what was given. The output
 matrix, overrides and what a recipe keeps are left as the recipe says; so is what the mix of a GGUF file makes of the
 ends of a model. What that costs is part of every divergence of the whole model, and so of a target of KL.
 """

@@ -156,7 +156,7 @@ def for_output(
     )
     left_out |= _refused([n for n in names if n not in left_out], check, _calibrating(len(ids)), ladder)
     names = [name for name in names if name not in left_out]
-    drawn_by = {"seed": amount.seed, "samples": amount.samples, "length": amount.length}
+    drawn_by = {"seed": amount.seed, "samples": amount.samples, "length": amount.length, "drawn": amount.drawn}
     about = {
         **environment(),
         **drawn_by,

@@ -79,6 +79,8 @@ class Order:
         """Hold a recipe against the model. `sequences` is how many of calibration text there will be at most, None
         without any; `targeted`: its bits are chosen later. Raises ValueError saying what speaks against it."""
         plan = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+        if targeted:  # what its options are for is known when the schemes are
+            plan = replace(plan, said=())
         if self.head is not None:
             plan = replace(plan, head=parse_head(FILE_HEADS.get(self.head, self.head) if self.to_file else self.head))
         if plan.mix is not None and not self.to_file:

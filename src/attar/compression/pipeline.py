@@ -11,7 +11,6 @@ counters, so the bytes are those of an uninterrupted run, given the same torch b
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from attar.checkpoints import receipt
 from attar.checkpoints.gguf.writer import atomic_file
@@ -135,8 +133,7 @@ def compress(
     amount = calibrate.Amount(samples, length, seed, drawn)
     if drawn and (calibration is None or calibrate.is_drawn(calibration)):
         raise ValueError("text is drawn to go with a calibration text: give one, or more samples of `self`")
-    beside = Path(dst).absolute().with_name(f".{Path(dst).name}.attar-drawn")
-    settings = _Settings(amount, calib_memory, max_shard_bytes, overwrite, resume, report, time.monotonic(), beside)
+    settings = _Settings(amount, calib_memory, max_shard_bytes, overwrite, resume, report, time.monotonic())
     names = best.recipes(recipe)
     if names is not None and target is not None:
         raise ValueError(
@@ -149,8 +146,6 @@ def compress(
             "or name one recipe with it, such as gptq-q4_k_m"
         )
     order = Order.take(src, dst, head, imatrix, calibration is not None, seed, device)
-    if not resume:
-        shutil.rmtree(beside, ignore_errors=True)
     choice = None
     if names is not None:
 
@@ -163,12 +158,10 @@ def compress(
             ladder=best.is_ladder(recipe), device=device,
         )  # fmt: skip
         recipe, calibration = choice.winner, choice.calibration
-    done = _carry_out(
+    return _carry_out(
         order, recipe, calibration, settings, target=target, ladder=ladder, imatrix=imatrix, evaluation=evaluation,
         eval_tokens=eval_tokens, choice=choice,
     )  # fmt: skip
-    shutil.rmtree(beside, ignore_errors=True)
-    return done
 
 
 @dataclass(frozen=True)
@@ -182,7 +175,6 @@ class _Settings:
     resume: bool
     report: Progress
     began: float
-    beside: Path  # the folder for what is drawn to go with a text, until the output is there
 
 
 def _carry_out(
@@ -203,6 +195,8 @@ def _carry_out(
     amount, resume, report, device = settings.amount, settings.resume, settings.report, order.device
     sequences, chosen = None if calibration is None else calibrate.count(calibration, amount) + amount.drawn, None
     ready = order.ready(recipe, sequences, target is not None)
+    if amount.drawn and not (ready.reads or order.weighs(ready.plan) or trial or choice is not None):
+        raise ValueError(f"{ready.plan.name} reads no calibration text here: leave the drawn text out")
     texts = calibrate.is_text(calibration) or evaluation is not None
     tokenizer = Tokenizer.load(order.source.folder.path) if texts else None
     held_out = None if evaluation is None else _held_out(tokenizer, evaluation, eval_tokens)
@@ -228,8 +222,15 @@ def _carry_out(
                 lambda done, total: report("sampling", done, total),
             )  # fmt: skip
             requirements.enough(ready.plan, len(ids))
-            if amount.drawn:
-                more = _drawn(order, amount.besides(ids.shape[1]), source, settings)
+            if amount.drawn:  # once for all recipes that are tried, in the folder of what is known of them
+                place = order.dst.parent if trial else work.state
+                if choice is not None and choice.folder is not None:
+                    place = choice.folder
+                besides = amount.besides(ids.shape[1])
+                more = calibrate.written(
+                    order.source, besides, place / calibrate.drawn_name(source, besides),
+                    lambda done, total: report("drawing", done, total),
+                )  # fmt: skip
         read = ids if ids is None or more is None else torch.cat([ids, more])
         about = receipt.environment() | {
             "source": source,
@@ -238,7 +239,7 @@ def _carry_out(
             "seed": order.seed,
             "shard": settings.max_shard_bytes,
         }
-        about |= {} if more is None else {"drawn": len(more)}
+        about |= {"drawn": amount.drawn} if amount.drawn else {}
         about |= {} if device == "cpu" else {"device": device}
         about |= {} if imatrix is None else {"imatrix": receipt.sha256(Path(imatrix))}
         about |= {} if chosen is None else {"allocation": chosen.allocation.to_dict()}
@@ -282,13 +283,6 @@ def _carry_out(
         if search is not None:
             search.forget()
     return result
-
-
-def _drawn(order: Order, amount: calibrate.Amount, source: str, settings: _Settings) -> Tensor:
-    """What the model with the hash `source` writes to go with a calibration text: once for all recipes tried."""
-    settings.beside.mkdir(parents=True, exist_ok=True)
-    path = settings.beside / calibrate.drawn_name(source, amount)
-    return calibrate.written(order.source, amount, path, lambda done, total: settings.report("drawing", done, total))
 
 
 def _held_out(tokenizer: Tokenizer | None, text: str | Path, limit: int | None) -> list[int]:
