@@ -24,7 +24,7 @@ from tests.model.random_model import HEADS, LLAMA, SIZES, write
 from tests.pretend import there
 
 ERRORS = 0.2  # relative, of what rounding costs: inputs differ in their last bits, and of a few codes some fall over
-SAME = 0.9  # of the bytes of codes, at least
+SAME = 0.75  # of the bytes of codes, at least: each code that falls over moves what others are corrected for
 
 FEW = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}  # every operation there is a call in Python
 SMALL = {**LLAMA, **FEW}
