@@ -208,7 +208,10 @@ def test_it_beats_while_it_waits_and_through_a_long_step(running: Running, monke
         pass
 
 
-def test_who_is_refused_is_told_before_the_next_step(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("behind", [b"", encode([Cancel("a")])[:-1]], ids=["nothing", "part of a frame"])
+def test_who_is_refused_is_told_before_the_next_step(
+    running: Running, monkeypatch: pytest.MonkeyPatch, behind: bytes
+) -> None:
     """A step may take seconds, and until it is told a stream's status has to wait, or is wrong."""
     client, begun, go_on = Client(running.path), threading.Event(), threading.Event()
     step = running.engine.step
@@ -220,7 +223,7 @@ def test_who_is_refused_is_told_before_the_next_step(running: Running, monkeypat
 
     client.until(Ready)
     monkeypatch.setattr(running.engine, "step", long)
-    client.send(Submit("a", (1,), GREEDY), Submit("b", (), GREEDY))
+    client.socket.sendall(encode([Submit("a", (1,), GREEDY), Submit("b", (), GREEDY)]) + behind)
     assert begun.wait(SECONDS)
     assert [event.id for event in client.until(Failed) if isinstance(event, Failed)] == ["b"]
     go_on.set()

@@ -15,12 +15,12 @@ import msgspec
 import pytest
 
 from attar import faults
-from attar.engine import process
+from attar.engine import messages
 from attar.engine.messages import MAX_FRAME, Delta, Embed, Embedding, Failed, Finished, Ready, Report, Submit, encode
 from attar.engine.request import SamplingParams
 from attar.faults import Fault
 from attar.server import client
-from attar.server.client import MAX_WAITING, ROOM_SECONDS, WATCH_SECONDS, Answer, EngineClient
+from attar.server.client import MAX_HELD, MAX_WAITING, ROOM_SECONDS, WATCH_SECONDS, Answer, EngineClient
 from attar.server.door import Options
 from attar.server.logprobs import PromptScores
 from attar.server.places import Places
@@ -135,7 +135,7 @@ def test_an_engine_that_is_not_heard_is_not_ready_until_it_is_again(fragile: Run
 
 def test_a_stopped_engine_is_seen_within_two_seconds() -> None:
     """By the numbers: a machine that is busy takes longer, and is no reason to fail."""
-    assert process.BEAT_SECONDS < SILENCE - 2 * WATCH_SECONDS, "two beats late are no trouble yet"
+    assert messages.BEAT_SECONDS < SILENCE - 2 * WATCH_SECONDS, "two beats late are no trouble yet"
     assert SILENCE + 2 * WATCH_SECONDS < 2.0
 
 
@@ -285,6 +285,21 @@ def test_a_reader_that_is_at_work_has_not_left_what_came_meanwhile(monkeypatch: 
     assert answer.ended
 
 
+def test_what_waits_for_a_reader_that_is_at_work_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "PATIENCE", 1000.0)
+    half = PromptScores("a", msgspec.Raw(bytes(MAX_HELD // 2)))
+    stream, whole = (answering([Submit("a", (1,), SamplingParams())])[0] for _ in range(2))
+    whole.whole = True
+    for answer in (stream, whole):
+        answer.put(half)
+        answer.reading()
+        assert not answer.ended
+        answer.put(half)
+    assert stream.failure == "cancelled"
+    assert len(stream._events) == 1  # none of what waited
+    assert not whole.ended
+
+
 def test_no_timer_holds_an_answer_that_has_ended() -> None:
     async def held(*ends: Finished | Failed) -> bool:
         answer = answering([Submit("a", (1,), SamplingParams())])[0]
@@ -378,6 +393,30 @@ def test_a_queue_that_others_filled_is_waited_for_once_a_request_is_under_way() 
         assert refused.ended  # at the beginning it is the answer
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("close", [False, True])
+def test_an_answer_whose_rest_waits_here_ends_with_the_engine_too(tmp_path: Path, close: bool) -> None:
+    async def scene() -> None:
+        engine = EngineClient(tmp_path / "nobody")
+        engine._arrived([Ready("fake", 512, 100, 10, 16, 2, (), (), 0)])
+        params = SamplingParams()
+        answer = engine.ask([Submit(name, (1,), params) for name in "abc"], 1)
+        engine._arrived([Delta("a", 0, (1,), "x")])
+        for name in "de":
+            engine.ask([Submit(name, (1,), params)], 1)
+        engine._arrived([Finished("a", 0, "stop", 1)])
+        assert set(engine.open) == {"d", "e"}  # b and c wait for them to begin
+        assert not answer.ended
+        if close:
+            await engine.close()
+        else:
+            engine._lost()
+        assert answer.failure == "shutdown"
+        assert [type(event) for event in await answer.take()] == [Delta, Finished, Failed]
+        assert not engine.places.total
+
+    asyncio.run(scene())
 
 
 def test_what_the_engine_still_says_of_a_request_that_has_gone_is_read_and_then_forgotten(fragile: Running) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
-from attar.server import anthropic, openai
+from attar.server import anthropic, door, openai
 from attar.server.door import OPEN_TO_ALL, Options
 from attar.server.quota import Limits
 from attar.server.security import Keys
@@ -229,6 +229,33 @@ def test_one_key_of_several_cannot_keep_the_others_out(start: Callable[..., Runn
         thread.join(20)
     settled(server)
     assert server.post("/v1/completions", body, GOOD[0]).status == 200
+
+
+def test_the_bytes_of_all_bodies_are_bounded_and_one_key_of_several_has_half_of_them(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "MAX_BODIES", 4000)
+    body = {"prompt": "a" * 1500, "max_tokens": 1}
+    for keys, first, second in (([], {}, None), ([KEY, OTHER], GOOD[0], GOOD[1])):
+        server = start(Options(port=0, keys=Keys.of(keys)), context=2000)
+        server.engine.held = True
+        threads = [
+            threading.Thread(target=server.post, args=("/v1/completions", body, by))
+            for by in (first, first if second is None else second)
+        ]
+        for thread in threads:
+            thread.start()
+        server.wait(lambda server=server: server.engine.open == 2)  # type: ignore[misc]
+        reply = server.post("/tokenize", {"prompt": "a" * 1500}, first)
+        assert (reply.status, reply.code, reply.headers["retry-after"]) == (429, "overloaded", "1")
+        assert server.post("/tokenize", {"prompt": "a"}, first).status == 200
+        server.engine.held = False
+        for thread in threads:
+            thread.join(20)
+        server.wait(lambda server=server: not server.server.door.bodies.total())  # type: ignore[misc]
+        assert server.post("/v1/completions", body, first).status == 200
+    reply = server.post("/v1/completions", {"prompt": "a" * 2500, "max_tokens": 1}, GOOD[0])
+    assert (reply.status, reply.code) == (429, "overloaded")  # more than a key's half
 
 
 def test_limits_are_for_keys() -> None:

@@ -6,16 +6,21 @@ import asyncio
 import json
 import math
 from collections.abc import Awaitable
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from attar.engine.messages import Event, Finished, PromptLogprobs, encode
-from attar.engine.request import TokenLogprob
+from attar.engine.messages import Event, Finished, PromptLogprobs, Ready, Submit, encode
+from attar.engine.request import SamplingParams, TokenLogprob
 from attar.server import openai
+from attar.server.client import EngineClient
 from attar.server.connection import Connection
 from attar.server.connection import Event as Arrived
+from attar.server.errors import Refusal
 from attar.server.logprobs import LEAST, SLICE, Columns, Content, PromptScores, Turns, rows
+from attar.server.metrics import Metrics
+from attar.server.work import Caller, Desk, Story, Work
 from attar.text.tokenizer import Tokenizer
 
 
@@ -60,6 +65,59 @@ def test_the_loop_has_a_turn_after_every_slice(tokenizer: Tokenizer, monkeypatch
     assert sum(seen.values()) == 3000 * (top + 1)
     assert max(seen.values()) <= SLICE + top
     assert had[0] == 3000 * (top + 1) // (SLICE + -SLICE % (top + 1))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_more_is_written_for_a_reader_that_has_gone(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    written = [0]
+    add = Columns.add
+
+    def counted(columns: Columns, each: TokenLogprob) -> None:
+        written[0] += 1
+        if written[0] == 2 * SLICE:
+            work.answer.cancel()
+        add(columns, each)
+
+    async def scene() -> None:
+        nonlocal work
+        engine = EngineClient(Path("nobody"))
+        engine._arrived([Ready("fake", 512, 100, 10, 16, 8, ())])
+        desk = Desk(engine, Metrics(engine), 600.0)
+        answer = engine.ask([Submit("a", (1, 2), SamplingParams())], 1)
+        work = Work(Caller("a", 0.0, b""), [(1, 2)], 1, answer, desk, Story("a", b"", 0.0, [None]))
+        engine._arrived([raw(scores(20 * SLICE, 0))])
+        form = openai.CompletionFormat(tokenizer, True, 1, [(1, 2)], [""])
+        if stream:
+            (last,) = [piece async for piece in openai.stream(work, "fake", form, False)]
+            assert b'"code":"cancelled"' in last
+        else:
+            with pytest.raises(Refusal, match="cancelled"):
+                await openai.whole(work, "fake", form)
+        work.close()
+        assert desk.story("a", b"")["outcome"] == "cancelled"
+
+    work: Work
+    monkeypatch.setattr(Columns, "add", counted)
+    asyncio.run(scene())
+    assert 2 * SLICE <= written[0] <= 3 * SLICE
+
+
+def test_what_is_written_of_an_answer_that_has_ended_well_is_all_of_it(tokenizer: Tokenizer) -> None:
+    async def scene() -> None:
+        engine = EngineClient(Path("nobody"))
+        engine._arrived([Ready("fake", 512, 100, 10, 16, 8, ())])
+        answer = engine.ask([Submit("a", (1, 2), SamplingParams())], 1)
+        story = Story("a", b"", 0.0, [None])
+        work = Work(Caller("a", 0.0, b""), [(1, 2)], 1, answer, Desk(engine, Metrics(engine), 600.0), story)
+        engine._arrived([raw(scores(4 * SLICE, 0)), Finished("a", 0, "length", 0)])
+        form = openai.CompletionFormat(tokenizer, True, 1, [(1, 2)], [""])
+        whole = json.loads(b"".join(await openai.whole(work, "fake", form)))
+        assert len(whole["choices"][0]["logprobs"]["tokens"]) == 1 + 4 * SLICE
+        work.close()
+
+    asyncio.run(scene())
 
 
 def test_what_was_received_is_read_row_by_row_and_belongs_to_nobody_else() -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from attar.engine.messages import Beat, Stats
+from attar.engine.messages import BEAT_SECONDS, Beat, Stats
 from attar.server import client
 from attar.server.client import EngineClient
-from attar.server.pulse import FAR, LEAST_SLOW, SILENCE, Pulse
+from attar.server.pulse import FAR, HUNG, LEAST_SLOW, SILENCE, STUCK, Pulse
 
 
 def after(pulse: Pulse, busy: float) -> Pulse:
@@ -30,21 +30,44 @@ def test_a_step_far_longer_than_any_before_is_slow_long_before_it_is_hung() -> N
     assert after(pulse, 0.0).slow is None
 
 
+def stats(steps: int, seconds: float) -> Stats:
+    return Stats(1, 0, 1, 1, 1, steps, 1, 1, 1, 1, seconds)
+
+
 def test_the_longest_step_is_told_by_the_counters_of_one_engine() -> None:
     pulse = Pulse()
-    counted = [(2, 1.0), (2, 1.0), (102, 2.0), (103, 9.0), (203, 10.0)]
+    counted = [(2, 1.0, 0.4), (2, 1.0, 6.0), (102, 2.0, 6.5), (103, 9.0, 6.8), (203, 10.0, 0.0)]
     known = None
-    for steps, seconds in counted:
-        now = Stats(1, 0, 1, 1, 1, steps, 1, 1, 1, 1, seconds)
+    for steps, seconds, busy in counted:
+        pulse.beat(busy)
+        now = stats(steps, seconds)
         pulse.count(known, now)
         known = now
     assert pulse.longest == 7.0
-    pulse.count(None, Stats(1, 0, 1, 1, 1, 1, 1, 1, 1, 1, 0.5))  # a new one
-    assert pulse.longest == 7.0
+    pulse.begin()
+    assert pulse.longest == 0.0
+    pulse.beat(0.4)
+    pulse.count(None, stats(1, 0.5))  # a new one
+    assert pulse.longest == 0.5
+
+
+def test_time_for_which_the_engine_was_stopped_makes_no_step_a_long_one() -> None:
+    pulse = Pulse(600.0)
+    pulse.count(None, known := stats(100, 10.0))
+    for busy in (0.3, 1.3):  # it was stopped within a step, for 300 s by the clock of `Stats`
+        pulse.beat(busy)
+    pulse.count(known, known := stats(101, 310.0))
+    assert 0.1 < pulse.longest <= 1.3 + 2 * BEAT_SECONDS
+    pulse.beat(0.0)
+    pulse.count(known, known := stats(111, 311.0))
+    assert after(pulse, FAR * 3.0).slow is not None
+    pulse.beat(45.0)  # one that ran
+    pulse.count(known, stats(112, 356.4))
+    assert pulse.longest == pytest.approx(45.4)
 
 
 def test_one_that_is_not_heard_is_stopped_and_not_hung() -> None:
-    pulse = after(Pulse(60.0), 61.0)
+    pulse = after(Pulse(60.0), HUNG + 1)
     assert pulse.hung
     pulse.silent = SILENCE
     assert not pulse.hung
@@ -52,6 +75,35 @@ def test_one_that_is_not_heard_is_stopped_and_not_hung() -> None:
     pulse.begin()
     assert not pulse.hung
     assert pulse.trouble is None
+
+
+@pytest.mark.parametrize("stuck", [STUCK, 1800.0])
+def test_a_step_that_is_refused_for_is_not_yet_one_to_end_the_engine_for(stuck: float) -> None:
+    """One that a short deadline makes too long would be as long again, and six deaths end the server."""
+    for busy, trouble, hung in ((stuck, False, False), (max(stuck, HUNG) + 1, True, True)):
+        pulse = after(Pulse(stuck), busy)
+        assert ((pulse.trouble is not None), pulse.hung) == (trouble, hung)
+    assert not after(Pulse(STUCK), HUNG).hung
+    assert after(Pulse(STUCK), HUNG).trouble is not None
+
+
+def test_an_engine_that_has_ended_is_not_hung(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is told then would end the one that follows."""
+
+    async def scene() -> None:
+        engine, ended = EngineClient(Path("nobody"), 60.0), asyncio.Event()
+        calls = []
+        engine.hung = lambda: calls.append(1)
+        engine._arrived([Beat(HUNG + 1)])
+        watch = asyncio.create_task(engine._watch(ended))
+        await asyncio.sleep(0)
+        ended.set()
+        async with asyncio.timeout(10):
+            await watch
+        assert calls == []
+
+    monkeypatch.setattr(client, "WATCH_SECONDS", SILENCE / 2)
+    asyncio.run(scene())
 
 
 def test_who_owns_a_hung_engine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,14 +118,14 @@ def test_who_owns_a_hung_engine_is_told(monkeypatch: pytest.MonkeyPatch) -> None
             ended.set()
 
         engine.hung = hung
-        engine._arrived([Beat(59.0)])
+        engine._arrived([Beat(HUNG)])
         watch = asyncio.create_task(engine._watch(ended))
         while not engine.pulse.silent:  # it has looked
             await asyncio.sleep(0)
         assert calls == []
-        engine._arrived([Beat(60.5)])
+        engine._arrived([Beat(HUNG + 0.5)])
         async with asyncio.timeout(10):
             await watch
-        assert calls == [60.5]
+        assert calls == [HUNG + 0.5]
 
     asyncio.run(scene())

@@ -225,3 +225,15 @@ def test_why_tells_the_end_of_an_answer_whose_reader_had_gone(code: str | None, 
         answer.cancel(code)
     work.close()
     assert desk.story("a", b"")["outcome"] == told
+
+
+def test_a_streams_status_waits_for_a_queue_that_may_be_full_but_not_for_long() -> None:
+    engine = EngineClient(Path("nobody"))
+    engine._arrived([Ready("fake", 512, 100, 10, 16, 8, ())])
+    desk = Desk(engine, Metrics(engine), 600.0)
+    engine.pulse.longest = 300.0
+    assert desk.patience() == work.PROMPT_ANSWER
+    engine.places.take(b"", 9)
+    for longest, patience in ((0.1, work.PROMPT_ANSWER), (2.0, 4.0), (300.0, work.LATE_ANSWER)):
+        engine.pulse.longest = longest
+        assert desk.patience() == patience

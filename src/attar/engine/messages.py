@@ -17,6 +17,7 @@ import msgspec
 from attar.engine.request import FinishReason, SamplingParams, TokenLogprob
 
 MAX_FRAME = 64 << 20
+BEAT_SECONDS = 0.5  # between two of the engine's beats
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):

@@ -31,6 +31,7 @@ from attar import env, faults
 from attar.engine import loading
 from attar.engine.engine import SENTENCES, Engine
 from attar.engine.messages import (
+    BEAT_SECONDS,
     MAX_FRAME,
     Beat,
     Cancel,
@@ -50,7 +51,6 @@ from attar.faults import point
 
 MAX_UNSENT = 64 << 20
 STATS_SECONDS = 0.1
-BEAT_SECONDS = 0.5
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class Loop:
                 self._hang_up("a frame is too long")
                 return
             if len(self._in) < 4 + size:
-                return
+                break
             frame = bytes(self._in[4 : 4 + size])
             del self._in[: 4 + size]
             try:

@@ -50,6 +50,7 @@ from attar.server.places import Places
 from attar.server.pulse import STUCK, Pulse
 
 MAX_WAITING = 128 << 10  # bytes, about, of events that a reader leaves for longer than PATIENCE
+MAX_HELD = 64 << 20  # the same of those that wait at all, also while it is at work on what came before
 PATIENCE = 0.5  # seconds: this process may be late itself
 RETRY_SECONDS = 0.1
 WATCH_SECONDS = 0.1
@@ -155,7 +156,8 @@ class Answer:
         if not self._events:
             self._since = now
         self._size += _size(event)
-        if self._size > MAX_WAITING and now - self._since > PATIENCE and not self.whole:
+        left = self._size > MAX_HELD or (self._size > MAX_WAITING and now - self._since > PATIENCE)
+        if left and not self.whole:
             self._events.clear()  # they would wait for as long as the connection stalls
             self.cancel()
             return
@@ -250,7 +252,7 @@ class EngineClient:
     """The connection to the engine at a Unix socket, made anew when it is lost."""
 
     def __init__(self, path: Path, stuck: float = STUCK, keys: int = 0) -> None:
-        """A step of more than `stuck` seconds counts as one that never ends. So many `keys` share the queue."""
+        """Nothing is expected of a step after `stuck` seconds (`pulse.py`). So many `keys` share the queue."""
         self.path = path
         self.places, self.pulse = Places(keys), Pulse(stuck)
         self.ready: Ready | None = None
@@ -286,8 +288,7 @@ class EngineClient:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
-        for answer in list(self.open.values()):
-            answer.cancel("shutdown")
+        self._end_all()
         if self._connection is not None:
             self._send([Drain()])
             self._connection.close()
@@ -352,10 +353,12 @@ class EngineClient:
     async def _watch(self, ended: asyncio.Event) -> None:
         """Count the seconds of silence until the connection has ended, and log when trouble comes and goes."""
         known = None
-        while not ended.is_set():
+        while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WATCH_SECONDS):
                     await ended.wait()
+            if ended.is_set():  # what was last heard is not the next one's
+                return
             self.pulse.silent += WATCH_SECONDS
             if self.pulse.hung and self.hung is not None:
                 self.hung()
@@ -371,7 +374,7 @@ class EngineClient:
                 self.pulse.count(self.stats, event)
                 self.stats = event
             elif isinstance(event, Beat):
-                self.pulse.busy = event.busy
+                self.pulse.beat(event.busy)
             elif isinstance(event, Ready):
                 self.ready, self.was_ready = event, True
                 self.places.size, self.places.slots = event.max_waiting, event.max_running
@@ -398,5 +401,9 @@ class EngineClient:
             logger.error("the engine is gone; open requests: %d", len(self.open))
         self.ready = self.stats = self._connection = None
         self._left.clear()
-        for answer in list(self.open.values()):
+        self._end_all()
+
+    def _end_all(self) -> None:
+        """Also those of which the engine has nothing: what is left of them waits here for room."""
+        for answer in list(self._answers):
             answer.cancel("shutdown")

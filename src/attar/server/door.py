@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 import traceback
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,6 +31,7 @@ OPEN_TO_ALL = frozenset({"/livez", "/"})  # the page holds nothing but itself
 IDENTITY = (b"", b"identity")
 METHODS = frozenset({"GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE", "PATCH"})  # that a log may repeat
 GONE = 499  # nobody waited for the answer
+MAX_BODIES = 256 * MAX_BODY  # of all requests together: what was read is held until the answer has ended
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,8 @@ class Options:
     other servers that may call this one from a browser. max_requests: open at a time, beyond which 429 is the answer.
     limits: what each key may have; with several keys half of max_requests each, where no number of requests is given,
     so that one of them cannot keep the others out of the server (of the engine's queue each has its part anyhow, see
-    `places.py`). deadline, drain_seconds: of one request, and of all when the server ends.
+    `places.py`); the same holds of MAX_BODIES. deadline, drain_seconds: of one request, and of all when the server
+    ends.
     """
 
     host: str = "127.0.0.1"
@@ -79,11 +82,12 @@ class Options:
 
 
 class Door:
-    """ASGI around `app`. `open` counts the requests inside."""
+    """ASGI around `app`. `open` counts the requests inside, and `bodies` the bytes of what they send, by key."""
 
     def __init__(self, app: ASGIApp, options: Options, desk: Desk, metrics: Metrics) -> None:
         self.app, self.options, self.desk, self.metrics = app, options, desk, metrics
         self.open = 0
+        self.bodies: Counter[bytes] = Counter()
         self.quotas = Quotas(options.shares, lambda limit: metrics.limited.labels(limit).inc())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,6 +108,7 @@ class Door:
         self.open += 1
         self.metrics.open.set(self.open)
         account: Account | None = None
+        salt, size = b"", 0
         try:
             if self._preflight(scope, headers):
                 await _preflight_answer(tell)
@@ -112,6 +117,8 @@ class Door:
             salt = self._let_in(scope, headers)
             if scope["method"] == "POST":
                 account = self.quotas.enter(salt)
+                size = _held(headers)
+                self.bodies[salt] += size
             scope["attar"] = Caller(name, arrived, salt, account)
             await self.app(scope, receive, tell)
         except Refusal as refusal:
@@ -124,6 +131,7 @@ class Door:
         finally:
             if account is not None:
                 account.close()
+                self.bodies[salt] -= size
             self.open -= 1
             self.metrics.open.set(self.open)
             route = getattr(scope.get("route"), "path", "none")  # the pattern, not what was asked
@@ -143,13 +151,15 @@ class Door:
         if salt is None:
             raise Refusal("invalid_api_key", "send a valid key: Authorization: Bearer KEY")
         if scope["method"] == "POST":
-            self._check_room()
+            self._check_room(salt, _held(headers))
         return salt
 
-    def _check_room(self) -> None:
+    def _check_room(self, salt: bytes, size: int) -> None:
         if self.desk.draining:
             raise Refusal("draining", "the server is shutting down")
-        if self.open > self.options.max_requests:
+        own = MAX_BODIES // 2 if len(set(self.options.keys.hashes)) > 1 else MAX_BODIES
+        large = self.bodies[salt] + size > own or self.bodies.total() + size > MAX_BODIES
+        if large or self.open > self.options.max_requests:
             raise self.desk.full("the server is full: try again later")
 
     def _cors(self, headers: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
@@ -175,8 +185,17 @@ def check_body(headers: Mapping[bytes, bytes]) -> None:
     # A form of a foreign web page can be posted without a preflight, but not as JSON.
     if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
         raise Refusal("unsupported_media_type", "send JSON, with Content-Type: application/json")
-    if int(headers.get(b"content-length", b"0")) > MAX_BODY:
+    if _length(headers) > MAX_BODY:
         raise Refusal("body_too_large", f"the body is larger than {MAX_BODY} bytes")
+
+
+def _length(headers: Mapping[bytes, bytes]) -> int:
+    return int(headers.get(b"content-length", b"0"))
+
+
+def _held(headers: Mapping[bytes, bytes]) -> int:
+    """Bytes of the body: none of one that is too large is read."""
+    return length if (length := _length(headers)) <= MAX_BODY else 0
 
 
 async def _preflight_answer(send: Send) -> None:

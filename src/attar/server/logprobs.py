@@ -36,7 +36,8 @@ class PromptScores(msgspec.Struct, frozen=True, tag="prompt_logprobs"):
 
 
 class Turns:
-    """Gives the event loop a turn after every `SLICE` values that were written, and calls `had` then."""
+    """Gives the event loop a turn after every `SLICE` values that were written, and calls `had` then, which may raise
+    to end the writing."""
 
     def __init__(self, had: Callable[[], None]) -> None:
         self._had = had

@@ -214,7 +214,7 @@ async def stream(work: Work, model: str, form: Format, with_usage: bool) -> Asyn
     before = b"data: " + encode(head)[:-1] + (b',"usage":null' if with_usage else b"") + b',"choices":['
     generated = 0
     opened: set[int] = set()
-    turns = Turns(work.answer.reading)
+    turns = Turns(work.wanted)
     async for events in work.events():
         pieces: Pieces = []
 
@@ -222,27 +222,30 @@ async def stream(work: Work, model: str, form: Format, with_usage: bool) -> Asyn
             if choice:
                 pieces += [before, *choice, b"]}\n\n"]
 
-        for event in events:
-            if isinstance(event, Delta | Finished):
-                point("openai.delta", event.id)
-                number = work.number(event)
-                if number not in opened:
-                    opened.add(number)
-                    say(form.opening(number))
-                if isinstance(event, Finished):
-                    generated += event.completion_tokens
-                    say(form.closing(number, event.reason))
-                elif event.text or event.logprobs:
-                    say(form.delta(number, event))
-                    if event.logprobs:
-                        await turns.after(values(event.logprobs))
-            elif isinstance(event, PromptScores):
-                await form.add_prompt(work.answer.prompts[event.id], event, turns)
-            elif isinstance(event, Failed):
-                for part in sse.parts(pieces):
-                    yield part
-                yield failed(Refusal.of(event))
-                return
+        try:
+            for event in events:
+                if isinstance(event, Delta | Finished):
+                    point("openai.delta", event.id)
+                    number = work.number(event)
+                    if number not in opened:
+                        opened.add(number)
+                        say(form.opening(number))
+                    if isinstance(event, Finished):
+                        generated += event.completion_tokens
+                        say(form.closing(number, event.reason))
+                    elif event.text or event.logprobs:
+                        say(form.delta(number, event))
+                        if event.logprobs:
+                            await turns.after(values(event.logprobs))
+                elif isinstance(event, PromptScores):
+                    await form.add_prompt(work.answer.prompts[event.id], event, turns)
+                elif isinstance(event, Failed):
+                    raise Refusal.of(event)
+        except Refusal as refusal:
+            for part in sse.parts(pieces):
+                yield part
+            yield failed(refusal)
+            return
         for part in sse.parts(pieces):
             yield part
     if with_usage:

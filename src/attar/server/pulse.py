@@ -1,22 +1,28 @@
 """Whether the engine runs and gets on, as far as can be told from what it says, and when.
 
 Its heart (`engine/process.py`) beats through any step. So one that is not heard for `SILENCE` does not run: it was
-stopped, and may be continued. One that is heard but has been in one step for longer than a request may take (`stuck`)
-will not get on. Long before that, a step that takes `FAR` times as long as any before is `slow`: that refuses nothing,
-for the first long prompt may be such a step, but a balancer that asks can send what is new elsewhere.
+stopped, and may be continued. Of one that is heard but has been in one step for longer than a request may take
+(`stuck`) nothing is expected, and nothing new is asked; it is `hung`, and may be ended, only after `HUNG`, for a step
+that is merely long would be as long for the engine that follows. Long before that, a step that takes `FAR` times as
+long as any before is `slow`: that refuses nothing, for the first long prompt may be such a step, but a balancer that
+asks can send what is new elsewhere.
+
+Times of steps are by the engine's clock, which goes on while its process is stopped. The heart counts no such time, so
+a step is taken for no longer than its beats said.
 """
 
 from __future__ import annotations
 
-from attar.engine.messages import Stats
+from attar.engine.messages import BEAT_SECONDS, Stats
 
-SILENCE = 1.5  # seconds: three beats of the engine
+SILENCE = 3 * BEAT_SECONDS
 STUCK = 60.0  # seconds, at least, that a step may take before nothing more is expected of it
+HUNG = 600.0  # the same before its engine is ended
 FAR, LEAST_SLOW = 20, 10.0  # times the longest step before, and seconds at least, that a slow one takes
 
 
 class Pulse:
-    """What is known of an engine's process. A step of more than `stuck` seconds counts as one that never ends."""
+    """What is known of an engine's process. Nothing is expected of a step after `stuck` seconds."""
 
     def __init__(self, stuck: float = STUCK) -> None:
         self.stuck = stuck
@@ -25,7 +31,8 @@ class Pulse:
         self.busy = 0.0
         """Seconds for which the engine's step had lasted when it last told."""
         self.longest = 0.0
-        """Seconds of the longest step that has ended."""
+        """Seconds of the longest step that has ended, about."""
+        self._most = 0.0  # that `busy` was since steps were last counted
 
     @property
     def trouble(self) -> str | None:
@@ -39,7 +46,7 @@ class Pulse:
     @property
     def hung(self) -> bool:
         """Whether its process runs but will not get on."""
-        return self.silent < SILENCE and self.busy > self.stuck
+        return self.silent < SILENCE and self.busy > max(self.stuck, HUNG)
 
     @property
     def slow(self) -> str | None:
@@ -52,12 +59,19 @@ class Pulse:
         return None
 
     def begin(self) -> None:
-        """A connection is new."""
-        self.silent = self.busy = 0.0
+        """A connection is new, and so may the engine be."""
+        self.silent = self.busy = self.longest = self._most = 0.0
+
+    def beat(self, busy: float) -> None:
+        """The heart says for how long the present step has run."""
+        self.busy = busy
+        self._most = max(self._most, busy)
 
     def count(self, before: Stats | None, now: Stats) -> None:
-        """Note the mean step between two words of one engine, which is the step itself where it was a long one."""
+        """Note the mean step between two words of one engine, which is the step itself where it was a long one. By so
+        much of it as the beats told of: the last of them may have come up to two beats before its end."""
         steps = now.steps - (before.steps if before else 0)
         seconds = now.step_seconds - (before.step_seconds if before else 0.0)
         if steps > 0:
-            self.longest = max(self.longest, seconds / steps)
+            self.longest = max(self.longest, min(seconds / steps, self._most + 2 * BEAT_SECONDS))
+            self._most = self.busy

@@ -32,6 +32,7 @@ REMEMBERED = 1000  # requests that /why can tell of when they have ended
 MAX_LOGPROBS = 3_000_000  # of an answer, the likely ones among them: 20 for each token of a context of 128K, and more
 WINDOW = 32  # texts to embed that the engine has at once
 PROMPT_ANSWER = 1.0  # seconds that a stream's status waits for the engine's first word
+LATE_ANSWER = 10.0  # the same where the engine may have to refuse it, at most: clients wait for a status too
 SHARE_AFTER = 1  # seconds after which a key may ask again that has its share: no turn of `Crowd`, which all keys share
 
 logger = logging.getLogger(__name__)
@@ -137,6 +138,13 @@ class Work:
         if isinstance(self._peeked[0], Failed):
             raise self._desk.refusal(self._peeked[0])
 
+    def wanted(self) -> None:
+        """Between two slices of what is written: what came meanwhile has not been left. Raises Refusal where nobody
+        reads it any more."""
+        self.answer.reading()
+        if self.answer.failure == "cancelled":
+            raise self._desk.refusal(Failed(self.caller.id, "cancelled", ""))
+
     async def events(self) -> AsyncIterator[list[AnswerEvent]]:
         """All events, those that came together together."""
         if self._peeked:
@@ -149,7 +157,7 @@ class Work:
         self.answer.whole = True
         choices = [Choice(number) for number in range(len(self.prompts) * self.n)]
         pieces: list[list[str]] = [[] for _ in choices]
-        turns = Turns(self.answer.reading)
+        turns = Turns(self.wanted)
         async for events in self.events():
             for event in events:
                 if isinstance(event, Delta):
@@ -283,7 +291,9 @@ class Desk:
         """Seconds that a stream's status waits: where the engine's queue may have no room, until it can have said so,
         which it does between two steps."""
         places = self.engine.places
-        return PROMPT_ANSWER if places.total <= places.size else max(PROMPT_ANSWER, 2 * self.engine.pulse.longest)
+        if places.total <= places.size:
+            return PROMPT_ANSWER
+        return min(max(PROMPT_ANSWER, 2 * self.engine.pulse.longest), LATE_ANSWER)
 
     def getting_on(self) -> None:
         """Raises Refusal unless the engine is healthy, and in no step that takes far longer than any before."""
