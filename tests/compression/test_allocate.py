@@ -406,6 +406,20 @@ def test_drawn_text_is_its_models(tiny: Path, tmp_path: Path, monkeypatch: pytes
         compress(tiny, tmp_path / "out", recipe="rtn-w4g64", calibration="self", **settings)
 
 
+def test_options_are_for_the_schemes_that_are_chosen(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    """nf4 reads no way of finding scales; the grids of the ladder do."""
+    recipe = Recipe.from_dict({"recipe": "rtn-nf4", "scale_search": "mse"})
+    with pytest.raises(ValueError, match="scale_search of rtn is for grids"):
+        compress(tiny, tmp_path / "out", recipe=recipe)
+    target: dict[str, Any] = {"target": Target(bits=4.5), "ladder": schemes(), "calibration": calibration}
+    done = compress(tiny, tmp_path / "out", recipe=recipe, **target)
+    plain = compress(tiny, tmp_path / "plain", recipe="rtn-nf4", **target)
+    assert done.allocated == plain.allocated
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() != (
+        tmp_path / "plain" / "model.safetensors"
+    ).read_bytes()
+
+
 def no_progress(stage: str, done: int, total: int) -> None:
     """Nothing is drawn and nothing measured."""
     assert stage == "hashing", stage

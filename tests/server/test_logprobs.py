@@ -67,17 +67,19 @@ def test_the_loop_has_a_turn_after_every_slice(tokenizer: Tokenizer, monkeypatch
     assert had[0] == 3000 * (top + 1) // (SLICE + -SLICE % (top + 1))
 
 
+@pytest.mark.parametrize("finished", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 def test_nothing_more_is_written_for_a_reader_that_has_gone(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, stream: bool
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, stream: bool, finished: bool
 ) -> None:
+    """Also where the engine has said all that it had to say."""
     written = [0]
     add = Columns.add
 
     def counted(columns: Columns, each: TokenLogprob) -> None:
         written[0] += 1
         if written[0] == 2 * SLICE:
-            work.answer.cancel()
+            work.leave()
         add(columns, each)
 
     async def scene() -> None:
@@ -87,7 +89,7 @@ def test_nothing_more_is_written_for_a_reader_that_has_gone(
         desk = Desk(engine, Metrics(engine), 600.0)
         answer = engine.ask([Submit("a", (1, 2), SamplingParams())], 1)
         work = Work(Caller("a", 0.0, b""), [(1, 2)], 1, answer, desk, Story("a", b"", 0.0, [None]))
-        engine._arrived([raw(scores(20 * SLICE, 0))])
+        engine._arrived([raw(scores(20 * SLICE, 0)), *[Finished("a", 0, "length", 0)] * finished])
         form = openai.CompletionFormat(tokenizer, True, 1, [(1, 2)], [""])
         if stream:
             (last,) = [piece async for piece in openai.stream(work, "fake", form, False)]
@@ -96,7 +98,8 @@ def test_nothing_more_is_written_for_a_reader_that_has_gone(
             with pytest.raises(Refusal, match="cancelled"):
                 await openai.whole(work, "fake", form)
         work.close()
-        assert desk.story("a", b"")["outcome"] == "cancelled"
+        assert desk.story("a", b"")["outcome"] == ("length" if finished else "cancelled")
+        assert written[0] <= 3 * SLICE
 
     work: Work
     monkeypatch.setattr(Columns, "add", counted)

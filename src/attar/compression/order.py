@@ -79,8 +79,6 @@ class Order:
         """Hold a recipe against the model. `sequences` is how many of calibration text there will be at most, None
         without any; `targeted`: its bits are chosen later. Raises ValueError saying what speaks against it."""
         plan = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
-        if targeted:  # what its options are for is known when the schemes are
-            plan = replace(plan, said=())
         if self.head is not None:
             plan = replace(plan, head=parse_head(FILE_HEADS.get(self.head, self.head) if self.to_file else self.head))
         if plan.mix is not None and not self.to_file:
@@ -97,7 +95,8 @@ class Order:
                     f"{plan.name}: a target measures the model as it is, not rotated: leave one of them out"
                 )
             checkpoint = rotation.rotated(checkpoint, plan, self.seed)
-        output = self.output(plan, checkpoint)
+        # what options are for is known when the schemes are
+        output = self.output(replace(plan, said=()) if targeted else plan, checkpoint)
         place.check(plan, output.schemes.values(), self.to_file, self.device)
         reads = requirements.check(plan, checkpoint.config, output.schemes, sequences, self.to_file)
         requirements.check_sparse(plan, checkpoint, output.schemes)

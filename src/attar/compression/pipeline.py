@@ -195,7 +195,8 @@ def _carry_out(
     amount, resume, report, device = settings.amount, settings.resume, settings.report, order.device
     sequences, chosen = None if calibration is None else calibrate.count(calibration, amount) + amount.drawn, None
     ready = order.ready(recipe, sequences, target is not None)
-    if amount.drawn and not (ready.reads or order.weighs(ready.plan) or trial or choice is not None):
+    may_read = ready.reads or order.weighs(ready.plan) or ladder is not None  # some of which fix activation scales
+    if amount.drawn and not (may_read or trial or choice is not None):
         raise ValueError(f"{ready.plan.name} reads no calibration text here: leave the drawn text out")
     texts = calibrate.is_text(calibration) or evaluation is not None
     tokenizer = Tokenizer.load(order.source.folder.path) if texts else None
@@ -207,7 +208,7 @@ def _carry_out(
             lambda plan: order.ready(plan, sequences, True), report, ready.output, order.weighs(ready.plan),
         )  # fmt: skip
         calibration = chosen.calibration
-        ready = order.ready(chosen.allocation.recipe, len(calibration) + amount.drawn, True)
+        ready = order.ready(chosen.allocation.recipe, len(calibration) + amount.drawn)
     files = ready.output.plans(settings.max_shard_bytes)
     made = (atomic_file if order.to_file else atomic_folder)(order.dst, settings.overwrite)
     with made as work, large_blocks_apart():

@@ -262,7 +262,7 @@ async def _there(request: Request) -> None:
 
 async def _whole(request: Request, work: Work, answer: Awaitable[Iterable[bytes | bytearray]]) -> Response:
     try:
-        async with sse.while_connected(request.receive, work.answer.cancel):
+        async with sse.while_connected(request.receive, work.leave):
             pieces = await answer
     finally:
         work.close()
@@ -273,10 +273,10 @@ async def _stream(
     request: Request, work: Work, pieces: AsyncIterator[bytes], failed: Callable[[Refusal], bytes]
 ) -> Response:
     try:
-        async with sse.while_connected(request.receive, work.answer.cancel):
+        async with sse.while_connected(request.receive, work.leave):
             await work.admitted()
         last = failed(Refusal("internal", INTERNAL))
-        return sse.EventStream(pieces, work.answer.cancel, work.close, last, work.caller.id)
+        return sse.EventStream(pieces, work.leave, work.close, last, work.caller.id)
     except BaseException:
         work.close()
         raise

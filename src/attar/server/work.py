@@ -119,6 +119,7 @@ class Work:
         self._last: dict[tuple[str, int], float] = {}
         self._unheard = set(answer.prompts)
         self._peeked: list[AnswerEvent] = []
+        self._left = False
         self._outcome = ""
         self._served = True
         self._finished = False
@@ -138,11 +139,16 @@ class Work:
         if isinstance(self._peeked[0], Failed):
             raise self._desk.refusal(self._peeked[0])
 
+    def leave(self) -> None:
+        """Its reader is gone, perhaps after the engine has finished and before all is written."""
+        self._left = True
+        self.answer.cancel()
+
     def wanted(self) -> None:
         """Between two slices of what is written: what came meanwhile has not been left. Raises Refusal where nobody
         reads it any more."""
         self.answer.reading()
-        if self.answer.failure == "cancelled":
+        if self._left or self.answer.failure == "cancelled":
             raise self._desk.refusal(Failed(self.caller.id, "cancelled", ""))
 
     async def events(self) -> AsyncIterator[list[AnswerEvent]]:
