@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from attar.engine.messages import Delta, Failed, Finished, Ready, Stats, Submit
+from attar.engine.messages import Beat, Delta, Failed, Finished, Ready, Stats, Submit
 from attar.engine.request import SamplingParams
 from attar.server import client
 from attar.server.client import Answer, EngineClient
@@ -249,7 +249,7 @@ def test_a_full_queue_is_known_before_the_engine_has_ended_its_step(
 def test_a_stream_s_status_waits_for_an_engine_that_may_have_no_room() -> None:
     """It says so between two steps, and of those the longest seen is what is known."""
     engine = EngineClient(Path("nobody"))
-    engine._arrived([Ready("fake", 512, 100, 10, 16, 8, (), max_running=4), STATS])
+    engine._arrived([Ready("fake", 512, 100, 10, 16, 8, (), max_running=4), Beat(2.5), STATS])
     desk = Desk(engine, Metrics(engine), 600.0)
     assert engine.pulse.longest == 3.0
     for waiting, seconds in ((8, PROMPT_ANSWER), (9, 6.0)):
