@@ -181,14 +181,20 @@ def test_a_server_that_leaves_takes_its_requests_along(running: Running) -> None
     assert running.engine.pool.active == 0
 
 
-def test_it_beats_while_it_waits_and_through_a_long_step(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    client, begun, go_on = Client(running.path), threading.Event(), threading.Event()
-    step = running.engine.step
+def held(step: Callable[[], list[Event]]) -> tuple[Callable[[], list[Event]], threading.Event, threading.Event]:
+    """A step that takes until it may go on, an event for when it has begun, and one to let it."""
+    begun, go_on = threading.Event(), threading.Event()
 
     def long() -> list[Event]:
         begun.set()
         assert go_on.wait(SECONDS)
         return step()
+
+    return long, begun, go_on
+
+
+def test_it_beats_while_it_waits_and_through_a_long_step(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, (long, begun, go_on) = Client(running.path), held(running.engine.step)
 
     def beat() -> float:
         return next(event.busy for event in client.until(Beat) if isinstance(event, Beat))
@@ -213,14 +219,7 @@ def test_who_is_refused_is_told_before_the_next_step(
     running: Running, monkeypatch: pytest.MonkeyPatch, behind: bytes
 ) -> None:
     """A step may take seconds, and until it is told a stream's status has to wait, or is wrong."""
-    client, begun, go_on = Client(running.path), threading.Event(), threading.Event()
-    step = running.engine.step
-
-    def long() -> list[Event]:
-        begun.set()
-        assert go_on.wait(SECONDS)
-        return step()
-
+    client, (long, begun, go_on) = Client(running.path), held(running.engine.step)
     client.until(Ready)
     monkeypatch.setattr(running.engine, "step", long)
     client.socket.sendall(encode([Submit("a", (1,), GREEDY), Submit("b", (), GREEDY)]) + behind)

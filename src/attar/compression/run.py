@@ -69,9 +69,10 @@ class Run:
         self.guide: Guide | None = None
         self._given, self._drawn = ids, drawn
         self.ids = ids if ready.reads else None
-        self.walked = None if self.ids is None else self._with_drawn(self.ids)
-        if self.ids is not None and self.plan.tune is not None and len(self.ids) > 1:
-            self.walked = self._with_drawn(tune.without_judges(self.ids))
+        self.walked: Tensor | None = None
+        if self.ids is not None:
+            judged = self.plan.tune is not None and len(self.ids) > 1
+            self.walked = self._with_drawn(tune.without_judges(self.ids) if judged else self.ids)
 
     def _with_drawn(self, ids: Tensor) -> Tensor:
         return ids if self._drawn is None else torch.cat([ids, self._drawn])
