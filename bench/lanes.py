@@ -21,11 +21,12 @@ its own; a peer whose environment is not there is left out, which is said.
 
 Every side gets the same token ids to calibrate on, and writes its output; attar reads all of them and measures each
 against the original in one float32 forward, so that nobody is judged by its own. Scored is held-out text of the kind
-that the embedded model was trained on, read once, and another kind (`--other`): never what anybody calibrated on, or
-chose by. Ratios are KL over that of the best of each program, "best" by the held-out text itself, which favours the
-peers; with paired-bootstrap intervals over windows: over its best, and over the best that stores no more. Bits are
-all stored bytes of the linears; what auto-round, HQQ and torchao round is written dense here, and their bits are those
-of their own formats.
+that the embedded model was trained on, and another kind (`--other`): never what anybody calibrated on. Settings were
+chosen with an eye on the windows that are scored by default; those of --final lie between them, and are there to be
+read once, when all is chosen. Ratios are KL over that of the best of each program, "best" by the held-out text itself,
+which favours the peers; with paired-bootstrap intervals over windows: over its best, and over the best that stores no
+more. Bits are all stored bytes of the linears; what auto-round, HQQ and torchao round is written dense here, and their
+bits are those of their own formats.
 
 With --drawn N everybody's text is followed by N sequences that the model writes (`attar compress --drawn N`).
 Without test data both texts are sampled from the model, with other seeds than the calibration text's.
@@ -96,7 +97,7 @@ def integers(bits: int, group: int, iterations: int) -> Mapping[str, tuple[Job, 
         for also, symmetric in (("", True), (", asymmetric", False)):
             given = {**grid, "observer": observer, "symmetric": symmetric}
             theirs.append({"name": f"GPTQ, {word}{also}", **given, **gptq})
-            theirs.append({"name": f"AWQ, {word}{also}", **given, "method": "awq"})
+            theirs.append({"name": f"AWQ, {word}{also}", **given, "method": "awq", "duo_scaling": "both"})
     rounding = {**grid, "iterations": iterations}
     rounded = (
         {"name": f"auto-round, {iterations}", **rounding, "symmetric": True},
@@ -133,7 +134,11 @@ def lanes(group: int, iterations: int) -> dict[str, Lane]:
     fours = ("smoothquant+gptq-w4a4", "quarot+gptq-w4a4", "spinquant+gptq-w4a4", "spinquant+guided-w4a4")
     quarot = {"QuaRot, GPTQ": Recipe.from_dict({"recipe": "quarot+gptq-w4a4", "balance": False})}
     whole = {"name": "torchao", "bits": 8, "group_size": None, "symmetric": True}
-    sparse = tuple({"name": method, "method": method, "pattern": "2:4"} for method in ("wanda", "sparsegpt"))
+    damped = tuple(
+        {"name": f"SparseGPT, damping {d:g}", "method": "sparsegpt", "pattern": "2:4", "damping": d}
+        for d in (0.01, 0.1)
+    )
+    sparse = ({"name": "Wanda", "method": "wanda", "pattern": "2:4"}, *damped)
     return {
         "int4": Lane(recipes("w4"), integers(4, group, iterations), 0.60),
         "int3": Lane(recipes("w3"), integers(3, group, iterations), 0.55),
@@ -197,6 +202,9 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=DATA / "data" / "text" / "novels_valid.jsonl")
     parser.add_argument("--other", type=Path, default=DATA / "data" / "text" / "wikitext2_test.txt")
     parser.add_argument("--seed", type=int, default=0, help="of calibration texts")
+    parser.add_argument(
+        "--final", action="store_true", help="score windows between those by which settings were chosen: read them once"
+    )
     parser.add_argument("--injected", action="store_true", help="outliers in all lanes")
     parser.add_argument("--kinds", default=KINDS, help="of outliers, where they are injected")
     parser.add_argument("--programs", nargs="+", metavar="PEER", help="only these of a lane's peers")
@@ -215,7 +223,7 @@ def main() -> None:
         read = texts(source, args)
         for name in args.lanes or known:
             found[name] = run(name, known[name], source, read, place / name, args)
-    about = {"model": args.model, "samples": args.samples, "drawn": args.drawn, "tokens": args.tokens}
+    about = {key: getattr(args, key) for key in ("model", "samples", "drawn", "tokens", "final")}
     line = json.dumps({**about, "lanes": found})
     args.json.write_text(line + "\n") if args.json else print(line)
 
@@ -231,8 +239,9 @@ def texts(source: Path, args: argparse.Namespace) -> Texts:
         return Texts(calibration, {"its own": held_out})
     tokenizer = Tokenizer.load(source)
 
-    def windows(path: Path, count: int, seed: int) -> list[list[int]]:
-        """From all over the text: `count` windows, evenly apart, the first at a place that the seed says."""
+    def windows(path: Path, count: int, seed: int = 0, between: bool = False) -> list[list[int]]:
+        """From all over the text: `count` windows, evenly apart, the first at a place that the seed says; or those
+        halfway `between` them."""
         needed, ids = 8 * count * LENGTH, list[int]()
         for text in contents(path):
             ids += tokenizer.encode(text, add_special_tokens=False)
@@ -241,11 +250,17 @@ def texts(source: Path, args: argparse.Namespace) -> Texts:
         room = len(ids) // LENGTH
         if room < count:
             raise SystemExit(f"{path} has {room} windows of {LENGTH} tokens, not {count}")
-        starts = [(i * room // count * LENGTH + seed * 7919) % ((room - 1) * LENGTH) for i in range(count)]
+        if between and room < 2 * count:
+            raise SystemExit(f"{path} has no room for {count} windows between {count} others")
+        shift = room // count // 2 * LENGTH if between else seed * 7919
+        starts = [(i * room // count * LENGTH + shift) % ((room - 1) * LENGTH) for i in range(count)]
         return [ids[at : at + LENGTH] for at in starts]
 
     count = args.tokens // LENGTH
-    scored = {"held out": windows(args.text, count, 0), "another kind": windows(args.other, count, 0)}
+    scored = {
+        "held out": windows(args.text, count, between=args.final),
+        "another kind": windows(args.other, count, between=args.final),
+    }
     return Texts(windows(args.calib, args.samples, args.seed), scored)
 
 

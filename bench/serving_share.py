@@ -111,8 +111,7 @@ def over_http(model: str, streams: int, tokens: int, threads: int | None) -> dic
 
 
 def in_process(model: str, streams: int, tokens: int, threads: int | None) -> dict[str, float]:
-    from attar.engine import engine as engines
-    from attar.engine import loading
+    from attar.engine import flight, loading
     from attar.engine.messages import Submit
     from attar.engine.request import SamplingParams
     from attar.engine.settings import Settings
@@ -132,7 +131,7 @@ def in_process(model: str, streams: int, tokens: int, threads: int | None) -> di
         return run
 
     engine.runner.run = timed(engine.runner.run)  # type: ignore[method-assign]
-    engines.sample = timed(engines.sample)
+    flight.sample = timed(flight.sample)
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     for number in range(streams):
         engine.submit(Submit(str(number), tuple(PROMPT), params))

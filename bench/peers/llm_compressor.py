@@ -6,13 +6,14 @@ The file holds {"model": folder, "tokens": [[id, ...], ...], "jobs": [job, ...]}
 
     {"name", "out", "method": "rtn" | "awq" | "gptq", "group_size", "observer"}
 
-and for GPTQ also "order" ("static" or null), "block_size" and "damping". Any of them may have "bits" (4) and
-"symmetric" (true). Two more methods are of other kinds: {"method": "smoothquant", "strength"}, which ends in W8A8 by
-GPTQ, and {"method": "sparsegpt" | "wanda", "pattern": "2:4"}, whose output is dense. Token sequences go in as they are,
-in their order, without a mask: no tokenizer, shuffling or padding stands between the two sides. Each job writes a
-checkpoint to `out`; the last line printed is {"seconds": {name: seconds}, "versions": {...}}. Where a Hessian cannot be
-factored, llm-compressor rounds to nearest and says so in its log only: here that ends the run, because the figures
-would be of another method than their name.
+and for GPTQ also "order" ("static" or null), "block_size" and "damping", for AWQ "duo_scaling" (true). Any of them may
+have "bits" (4) and "symmetric" (true). Two more methods are of other kinds: {"method": "smoothquant", "strength"},
+which ends in W8A8 by GPTQ, and {"method": "sparsegpt" | "wanda", "pattern": "2:4"}, with "damping" (0.01) for the
+first, whose output is dense. Token sequences go in as they are, in their order, without a mask: no tokenizer, shuffling
+or padding stands between the two sides. Each job writes a checkpoint to `out`; the last line printed is {"seconds":
+{name: seconds}, "versions": {...}}. Where a Hessian cannot be factored, llm-compressor does without it and says so in
+its log only: here that ends the run, because the figures would be of another method than their name. So does an
+embedding or a head that has changed: everybody leaves those as they are.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 PACKAGES = ("llmcompressor", "compressed-tensors", "transformers", "torch")
-FALLBACK = "round-to-nearest instead of GPTQ"
+FALLBACKS = ("round-to-nearest instead of GPTQ", "Failed to invert hessian")
 BATCH = 8  # sequences of one forward call
 
 
@@ -50,7 +51,10 @@ def main() -> None:
     logger.remove()
     logger.add(sys.stderr, level="WARNING")
     fallbacks: list[str] = []
-    logger.add(lambda message: fallbacks.append(str(message)), filter=lambda record: FALLBACK in record["message"])
+    logger.add(
+        lambda message: fallbacks.append(str(message)),
+        filter=lambda record: any(each in record["message"] for each in FALLBACKS),
+    )
     if not torch.accelerator.is_available():
         # Its AWQ pins memory, to copy faster to a device, without asking whether there is one: an error on a CPU.
         IntermediatesCache.pin_memory = lambda *args, **kwargs: None
@@ -64,6 +68,8 @@ def main() -> None:
 def run(folder: str, rows: list[dict[str, torch.Tensor]], job: dict[str, Any]) -> float:
     """Seconds from the model in memory to the compressed model on disk."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    ends = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    before = [weight.detach().clone() for weight in ends]
     began = time.monotonic()
     oneshot(
         model=model,
@@ -72,13 +78,21 @@ def run(folder: str, rows: list[dict[str, torch.Tensor]], job: dict[str, Any]) -
         num_calibration_samples=len(rows),
     )
     model.save_pretrained(job["out"], save_compressed=True)
-    return time.monotonic() - began
+    seconds = time.monotonic() - began
+    ends = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    if not all(map(torch.equal, before, ends)):
+        raise SystemExit(f"{job['name']}: the embedding or the head has changed, which nobody was asked to do")
+    return seconds
 
 
 def recipe(job: dict[str, Any]) -> list[Any]:
     if job["method"] in ("sparsegpt", "wanda"):
-        modifier = SparseGPTModifier if job["method"] == "sparsegpt" else WandaPruningModifier
-        return [modifier(sparsity=0.5, mask_structure=job["pattern"], targets=["Linear"], ignore=["lm_head"])]
+        # Blocks are named, not the linears in them: these two look for what to ignore below a target, by names that
+        # begin with the target's, so that a head which is a target of its own is never ignored.
+        where = {"sparsity": 0.5, "mask_structure": job["pattern"], "targets": [r"re:model\.layers\.\d+$"]}
+        if job["method"] == "wanda":
+            return [WandaPruningModifier(**where)]
+        return [SparseGPTModifier(**where, dampening_frac=job.get("damping", 0.01))]
     if job["method"] == "smoothquant":
         return [
             SmoothQuantModifier(smoothing_strength=job["strength"]),
@@ -88,15 +102,15 @@ def recipe(job: dict[str, Any]) -> list[Any]:
         num_bits=job.get("bits", 4), strategy="group", group_size=job["group_size"],
         symmetric=job.get("symmetric", True), observer=job["observer"],
     )  # fmt: skip
-    where = {
+    grids = {
         "config_groups": {"all": QuantizationScheme(targets=["Linear"], weights=weights)},
         "ignore": ["lm_head"],
     }
     if job["method"] == "gptq":
         options = {"block_size": job["block_size"], "dampening_frac": job["damping"], "actorder": job["order"]}
-        return [GPTQModifier(**where, **options)]
-    rounding = QuantizationModifier(**where)
-    return [AWQModifier(), rounding] if job["method"] == "awq" else [rounding]
+        return [GPTQModifier(**grids, **options)]
+    rounding = QuantizationModifier(**grids)
+    return [AWQModifier(duo_scaling=job.get("duo_scaling", True)), rounding] if job["method"] == "awq" else [rounding]
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from attar.compression.methods import Rtn
 from attar.compression.output import Output
 from attar.compression.pipeline import compress
 from attar.compression.recipe import Recipe
+from attar.compression.run import Run
 from attar.compression.sensitivity import Group, Log, Trial, apart, groups_of
 from attar.compression.solvers import rtn
 from attar.compression.target import Target, parse_ladder
@@ -140,6 +141,7 @@ def test_the_divergence_in_the_receipt_is_that_of_the_output(
     made, base = sources.load(tmp_path / name, torch.float32), hf.load(tiny, torch.float32)
     kl = float(measure(made, [[*row, 0] for row in calibration[-2:]], base=base).figures["kl_mean"].value)
     assert found.value["allocation"]["kl"] == pytest.approx(kl, rel=SAME_FILE)
+    assert found.value["allocation"]["kl_finished"] == kl
     assert found.value["allocation"]["without"] == []
 
 
@@ -166,6 +168,24 @@ def test_the_model_is_as_it_was_afterwards(tiny: Path, calibration: Ids, tmp_pat
     allocate.allocate(decoder, plan, Target(bits=4.5), schemes(), *texts, tmp_path / "log")
     after = {linear.name: linear.weight for block in decoder.blocks for linear in block.linears()}
     assert all(after[name] is weight for name, weight in before.items())
+
+
+def test_an_output_that_misses_its_target_of_kl_says_so(
+    tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is measured group by group is not all that the walk does."""
+    goal = Target(kl=0.5)
+    asked = {"recipe": "rtn-w4g64", "target": goal, "ladder": schemes(), "calibration": calibration}
+    kept = compress(tiny, tmp_path / "kept", **asked)  # type: ignore[arg-type]
+    assert kept.reached is not None
+    assert kept.reached <= 0.5
+    assert kept.warnings == ()
+    monkeypatch.setattr(Run, "divergence", lambda run, ids: 0.75)
+    missed = compress(tiny, tmp_path / "missed", **asked)  # type: ignore[arg-type]
+    assert missed.warnings[0].startswith("the output's KL is 0.75 on the text that bits were chosen by, more than")
+    found = json.loads((tmp_path / "missed" / "receipt.json").read_text())
+    assert found["allocation"]["kl_finished"] == 0.75
+    assert found["warnings"] == list(missed.warnings)
 
 
 @pytest.mark.parametrize("recipe", ["rtn-w4g64", "gptq-w4g64"])

@@ -214,6 +214,23 @@ def test_it_beats_while_it_waits_and_through_a_long_step(running: Running, monke
         pass
 
 
+def test_a_step_that_does_not_end_does_not_outlive_the_server(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, (long, begun, go_on) = Client(running.path), held(running.engine.step)
+    ended = threading.Event()
+    monkeypatch.setattr(process, "ORPHAN_SECONDS", 0.01)
+    monkeypatch.setattr(process, "_end_at_once", lambda why: ended.set())
+    monkeypatch.setattr(running.engine, "step", long)
+    client.send(Submit("a", (1,), GREEDY))
+    assert begun.wait(SECONDS)
+    assert not ended.wait(0.1)  # as long as somebody wants it
+    os.close(running.pipe)
+    assert ended.wait(SECONDS)
+    go_on.set()
+    running.join()
+
+
 @pytest.mark.parametrize("behind", [b"", encode([Cancel("a")])[:-1]], ids=["nothing", "part of a frame"])
 def test_who_is_refused_is_told_before_the_next_step(
     running: Running, monkeypatch: pytest.MonkeyPatch, behind: bytes

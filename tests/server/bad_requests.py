@@ -52,7 +52,7 @@ FLOATS = [  # path, field, below the least, above the most
     *[(path, "temperature", "-1e-9", "2.0000001") for path in (COMPLETIONS, CHAT)],
     *[(path, "top_p", "-1e-9", "1.0000001") for path in (COMPLETIONS, CHAT, MESSAGES)],
     *[(path, "min_p", "-0.1", "1.5") for path in (COMPLETIONS, CHAT)],
-    *[(path, "repetition_penalty", "0", "100.5") for path in (COMPLETIONS, CHAT)],
+    *[(path, "repetition_penalty", "0.0099", "100.5") for path in (COMPLETIONS, CHAT)],
     *[(path, "presence_penalty", "-2.01", "2.01") for path in (COMPLETIONS, CHAT)],
     *[(path, "frequency_penalty", "-3", "3") for path in (COMPLETIONS, CHAT)],
     (MESSAGES, "temperature", "-1", "1.01"),

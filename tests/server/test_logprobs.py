@@ -17,10 +17,12 @@ from attar.server import openai
 from attar.server.client import EngineClient
 from attar.server.connection import Connection
 from attar.server.connection import Event as Arrived
+from attar.server.desk import Desk
 from attar.server.errors import Refusal
 from attar.server.logprobs import LEAST, SLICE, Columns, Content, PromptScores, Turns, rows
 from attar.server.metrics import Metrics
-from attar.server.work import Caller, Desk, Story, Work
+from attar.server.story import Story
+from attar.server.work import Caller, Work
 from attar.text.tokenizer import Tokenizer
 
 
@@ -98,7 +100,7 @@ def test_nothing_more_is_written_for_a_reader_that_has_gone(
             with pytest.raises(Refusal, match="cancelled"):
                 await openai.whole(work, "fake", form)
         work.close()
-        assert desk.story("a", b"")["outcome"] == ("length" if finished else "cancelled")
+        assert desk.stories.find("a", b"").outcome == ("length" if finished else "cancelled")
         assert written[0] <= 3 * SLICE
 
     work: Work

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from attar.server import work
+from attar.server import allowed
 from attar.server.door import Options
 from attar.server.protocol import MAX_BODY
 from attar.server.security import Keys
@@ -36,7 +36,7 @@ def test_the_server_does_what_its_document_says(
 ) -> None:
     if not SCHEMATHESIS.exists():
         pytest.skip(f"no schemathesis in {SCHEMATHESIS.parents[1].name}")
-    monkeypatch.setattr(work, "MAX_LOGPROBS", 2**60)
+    monkeypatch.setattr(allowed, "MAX_LOGPROBS", 2**60)
     server = start(
         Options(port=0, keys=Keys.of([KEY] if keyed else [])), context=2 * MAX_BODY, longest=3, step=0.0, queue=32
     )

@@ -18,13 +18,14 @@ from attar.engine.messages import Beat, Delta, Failed, Finished, Ready, Stats, S
 from attar.engine.request import SamplingParams
 from attar.server import client
 from attar.server.client import Answer, EngineClient
+from attar.server.desk import PROMPT_ANSWER, Desk
 from attar.server.door import Options
 from attar.server.errors import Refusal
 from attar.server.metrics import Metrics
 from attar.server.places import Places
 from attar.server.quota import Limits, Quotas
 from attar.server.security import Keys
-from attar.server.work import PROMPT_ANSWER, Caller, Desk
+from attar.server.work import Caller
 from tests.server.conftest import Reply, Running
 from tests.server.test_api import COMPLETIONS
 from tests.server.test_protocol import connect, post

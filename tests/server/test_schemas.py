@@ -26,9 +26,9 @@ from attar.server.schemas import (
 )
 
 if TYPE_CHECKING:
+    from attar.server.desk import Desk
     from attar.server.metrics import Metrics
     from attar.server.prompts import Prompts
-    from attar.server.work import Desk
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 LEAST: dict[type[Body], dict[str, Any]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import http.client
 import json
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from soaks.served import Served
 
 from attar.server.door import Options
 from attar.server.security import KEY_VARIABLE, Keys, checked_keys, find_keys, host_name, is_loopback, read_keys
@@ -74,6 +76,10 @@ def test_addresses_that_others_reach_need_a_key() -> None:
     for host in ("127.0.0.1", "::1", "localhost", "127.1.2.3"):
         assert is_loopback(host)
         assert "localhost" in Options(host=host).names
+        assert Options(host=host, hosts=frozenset({"llm.example.org"})).names >= {"localhost", "llm.example.org"}
+    for name in ("", "*.example.org", "Example.org", "example.org:443", " example.org"):
+        with pytest.raises(ValueError, match="no host's name"):
+            Options(hosts=frozenset({name}))
     with pytest.raises(ValueError, match="every web page"):
         Options(origins=frozenset({"*"}))
 
@@ -163,3 +169,47 @@ def test_the_server_listens_at_one_address_and_connects_to_nothing_but_its_engin
         for process in (server, engine):
             process.kill()
             process.wait()
+
+
+WATCH_ALL = """
+import os, sys
+
+def watch(event, arguments):
+    if event in ("socket.connect", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo", "socket.gethostbyname"):
+        shown = [each for each in arguments if isinstance(each, (str, bytes, tuple))]
+        os.write(log, f"{os.getpid()} {event} {shown!r}\\n".encode())
+
+log = os.open(FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+os.write(log, f"{os.getpid()} started\\n".encode())
+sys.addaudithook(watch)
+"""
+
+
+def test_neither_process_of_attar_serve_connects_to_anything_but_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine, which loads and runs the model, as well as the server: from their first line on."""
+    seen = tmp_path / "seen"
+    (tmp_path / "sitecustomize.py").write_text(WATCH_ALL.replace("FILE", repr(str(seen))))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    served = Served("--threads", "1")
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", served.address.port, timeout=20)
+        body = {"messages": [{"role": "user", "content": "See http://example.org/x.png"}], "max_tokens": 2}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        assert connection.getresponse().status == 200
+        connection.close()
+        lines = [line.split(" ", 2) for line in seen.read_text().splitlines()]
+        assert {served.process.pid, served.engine()} <= {int(pid) for pid, what, *_ in lines if what == "started"}
+        told = [(what, *rest) for _, what, *rest in lines if what != "started"]
+        assert told
+        assert {what for what, *_ in told} <= {"socket.connect", "socket.getaddrinfo"}
+        for what, arguments in told:
+            where = ast.literal_eval(arguments)[0]
+            if what == "socket.connect":
+                assert isinstance(where, str), where  # the path of a Unix socket
+                assert where.endswith("/engine"), where
+            else:
+                assert where == "127.0.0.1", where  # its own
+    finally:
+        served.end()

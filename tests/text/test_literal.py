@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -64,3 +65,29 @@ def test_what_no_text_can_hold_is_refused(tokenizer: Tokenizer) -> None:
     everything = "".join(map(chr, range(0xFDD0, 0xFDF0)))
     with pytest.raises(ValueError, match="noncharacters"):
         LiteralChat(tokenizer).encode(said(everything + END), render)
+
+
+class Counted(str):
+    """Counts how often it is searched."""
+
+    searches = 0
+
+    def find(self, *args: Any) -> int:
+        Counted.searches += 1
+        return super().find(*args)
+
+    def rfind(self, *args: Any) -> int:
+        Counted.searches += 1
+        return super().rfind(*args)
+
+
+def test_the_whole_prompt_is_searched_for_each_special_token_once_and_not_at_each_message(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models have hundreds of them, and a body of 4 MiB has room for thousands of messages."""
+    chat, many = LiteralChat(tokenizer), 300
+    chat._specials = [*chat._specials, *(f"<|reserved_{number}|>" for number in range(many))]
+    monkeypatch.setattr(Counted, "searches", 0)
+    ids = chat.encode(said(*[END] * many), lambda messages: Counted(render(messages)))
+    assert ids.count(tokenizer.eos_id) == many + 1
+    assert many < Counted.searches < 10 * many

@@ -160,6 +160,7 @@ def compress(
         counted = f"bits/weight: all stored bits of the compressed linears{with_head}, over their weights"
         if done.allocated is not None:
             counted += f"; of the blocks' linears alone, which a target is about, {done.allocated:.3f}"
+            print(f"KL on the text by which the bits were chosen: {done.reached:.4g}")
         print(counted)
         for sentence in (*done.warnings, *done.notes):
             tell(sentence)

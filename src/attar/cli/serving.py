@@ -96,6 +96,14 @@ def serve(
     origin: Annotated[
         list[str] | None, typer.Option(help="A web page's origin that may call; can be repeated.")
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="A name that clients may call this server by, behind a proxy that passes the Host header on; can be "
+            "repeated. Default: on loopback its own names, elsewhere any.",
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option("--device", show_default="cpu", help=DEVICE)] = None,
     threads: Threads = None,
     activations: Activations = Rounding.int8g128,
@@ -170,6 +178,7 @@ def serve(
             host=host,
             port=port,
             keys=keys,
+            hosts=frozenset(allowed_host or ()),
             origins=frozenset(origin or ()),
             max_requests=max_requests or chosen.together + chosen.max_waiting + BESIDES,
             limits=Limits(max_requests_per_key, tokens_per_minute),

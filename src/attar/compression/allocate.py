@@ -115,12 +115,28 @@ def unmeasured(recipe: Recipe, ladder: Sequence[Scheme] = ()) -> list[str]:
 @dataclass(frozen=True, eq=False)
 class Allocated:
     """An allocation for one output, with the calibration tokens for the walk to go on with, which are those `read`
-    [S, L] that nothing was chosen on."""
+    [S, L] that nothing was chosen on; by the others, `measured` [T, L], choices were made."""
 
     allocation: Allocation
     calibration: list[list[int]]
     read: Tensor
+    measured: Tensor
     _files: tuple[Path, ...]
+
+    def finished(self, kl: float) -> dict[str, Any]:
+        """For the receipt, once the output itself has the mean divergence `kl` on `measured`."""
+        return self.allocation.to_dict() | {"kl_finished": kl}
+
+    def missed(self, kl: float) -> tuple[str, ...]:
+        """What to say of an output whose divergence is more than the target allows. The walk does what is not part of
+        measurements, and it rounds what earlier blocks, already rounded, make of the text."""
+        goal = self.allocation.target.kl
+        if goal is None or kl <= goal:
+            return ()
+        return (
+            f"the output's KL is {kl:.4g} on the text that bits were chosen by, more than the target of {goal:.4g}: "
+            f"groups rounded one by one came to {self.allocation.measured:.4g}; ask for less to get there",
+        )
 
     def forget(self) -> None:
         """Remove what resuming would need."""
@@ -185,7 +201,7 @@ def for_output(
     first = f"{names.layer.format(i=0)}.{names.output}.weight"
     stored = checkpoint.folder.info(checkpoint.stored_name(first)).dtype
     found = allocate(decoder, recipe, target, ladder, seen, measured, log, stored, bytes_of, progress, output, weighs)
-    return Allocated(found, rest.tolist(), ids, (log, drawn))
+    return Allocated(found, rest.tolist(), ids, measured, (log, drawn))
 
 
 def _rungs(checkpoint: hf.Checkpoint, recipe: Recipe, ladder: Sequence[Scheme]) -> Iterator[Recipe]:

@@ -56,6 +56,7 @@ class Compressed:
     notes: tuple[str, ...]  # what whoever loads it elsewhere must know
     warnings: tuple[str, ...] = ()  # of calibration text that says too little
     allocated: float | None = None  # bits a weight that a target chose, of the blocks' linears alone
+    reached: float | None = None  # the KL of what came of them, on the text by which they were chosen
     selection: Mapping[str, Any] | None = None  # of several recipes: `best.Choice.to_dict`
     tuned: Mapping[str, Any] | None = None  # what tuning gained: `tune.Tuned.to_dict`
     texts: Mapping[str, Any] | None = None  # of what kind they are: `domain.to_dict`
@@ -76,6 +77,7 @@ class Compressed:
             "notes": list(self.notes),
             "warnings": list(self.warnings),
             "allocated_bits": self.allocated,
+            "allocated_kl": self.reached,
             "selection": self.selection,
             "tune": self.tuned,
             "texts": self.texts,
@@ -250,10 +252,14 @@ def _carry_out(
         surprise = None if trial else run.surprise()
         run.walk()
         run.tune()
+        reached = None if chosen is None else run.divergence(chosen.measured)
         cost = None if held_out is None else run.measure(held_out, tokenizer)
         given = next((search.read for search in (choice, chosen) if search is not None), ids)
         share = None if held_out is None or given is None else domain.shared(held_out, given)
         warnings, kinds = run.warnings(surprise, share), domain.to_dict(surprise, share)
+        if chosen is not None and reached is not None:
+            warnings += chosen.missed(reached)
+            about["allocation"] = chosen.finished(reached)
         result = Compressed(
             order.dst,
             ready.plan.name,
@@ -267,6 +273,7 @@ def _carry_out(
             ready.output.notes,
             warnings,
             None if chosen is None else chosen.allocation.bits_per_weight,
+            reached,
             None if choice is None else choice.to_dict(),
             run.learned.get("tune"),
             kinds,

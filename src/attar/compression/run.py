@@ -154,6 +154,12 @@ class Run:
         ]
         self.learned["tune"] = tuned.to_dict()
 
+    def divergence(self, ids: Tensor) -> float:
+        """Mean KL of what was made from the original, in nats, at every position of token ids [T, L]."""
+        windows = [[*row, 0] for row in ids.tolist()]  # no divergence depends on the last token, whatever it is
+        found = measure(self._whole(self.made), windows, base=self._whole(self.order.source.folder.path))
+        return found.figures["kl_mean"].value
+
     def surprise(self) -> Surprise | None:
         """How much calibration text surprises the original: before the walk, whose hours nothing here then costs. Where
         there is a NaN it says nothing, for the walk names its place."""

@@ -8,6 +8,7 @@ to do it sleeps in the kernel. A server that does not take its events is given u
 A step may be long: a prompt of thousands of tokens, a large model. That the process runs is therefore said by a second
 thread, the heart, twice a second. Kernels and torch let it run (they release Python's lock), and it says for how long
 the loop has been away, so that the server can tell a long step from a stopped process and from a step that never ends.
+Where such a step is under way when the server goes, it is the heart that ends the process.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import gc
 import logging
 import os
+import select
 import selectors
 import signal
 import socket
@@ -51,6 +53,7 @@ from attar.faults import point
 
 MAX_UNSENT = 64 << 20
 STATS_SECONDS = 0.1
+ORPHAN_SECONDS = 10.0  # that the loop has to see for itself that nobody wants its step any more
 
 logger = logging.getLogger(__name__)
 
@@ -138,14 +141,25 @@ class Loop:
             heart.join()
 
     def _beat(self) -> None:
-        last, busy = None, 0.0
+        last, busy, alone = None, 0.0, 0.0
         while not self._stopped.wait(BEAT_SECONDS):
+            alone = alone + BEAT_SECONDS if self._orphaned() else 0.0
+            if alone > ORPHAN_SECONDS:
+                _end_at_once("the server has gone, and a step does not end")
             left, outbox = self._left, self._outbox
             busy = grown(busy if left == last else 0.0, left, time.monotonic())
             last = left
             if outbox is not None:
                 with contextlib.suppress(OSError):  # the loop finds out for itself
                     outbox.beat(encode([Beat(busy)]))
+
+    def _orphaned(self) -> bool:
+        """Whether nobody can write to the pipe that the parent keeps open; nothing of it is read."""
+        if self.parent is None:
+            return False
+        poll = select.poll()
+        poll.register(self.parent, 0)  # hanging up is told unasked
+        return bool(poll.poll(0))
 
     def _attend(self, events: list[Event]) -> None:
         """While the device works at a step: say what there is to say, and take what was asked for meanwhile."""

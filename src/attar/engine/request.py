@@ -20,6 +20,7 @@ MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_BIAS = 100.0
 MAX_SEED = 2**64 - 1
+MIN_REPETITION, MAX_REPETITION = 0.01, 100.0  # a penalty that is nearly 0 makes a logit of any size infinite
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class SamplingParams:
     top_k: keep the k most likely tokens; 0 keeps all.
     top_p: keep the fewest most likely tokens whose probabilities sum to at least this; in (0, 1], 1 keeps all.
     min_p: keep tokens at least this likely compared with the most likely one; in [0, 1], 0 keeps all.
-    repetition_penalty: > 0; above 1 makes tokens of prompt and output less likely (1 is off).
+    repetition_penalty: in [0.01, 100]; above 1 makes tokens of prompt and output less likely (1 is off).
     presence_penalty, frequency_penalty: in [-2, 2]; subtracted from the logits of tokens of the output, once, or once
         per occurrence.
     stop: strings that end the text, a string or several; they are not part of it. At most 16 of 1024 UTF-8 bytes.
@@ -67,7 +68,7 @@ class SamplingParams:
         _integer("top_k", self.top_k, 0)
         _number("top_p", self.top_p, 0.0, 1.0, above=True)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, above=True)
+        _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION, MAX_REPETITION)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if not isinstance(self.ignore_eos, bool):

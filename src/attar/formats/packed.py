@@ -14,6 +14,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+import attar.vml  # noqa: F401 - before anything is computed with weights
 from attar.formats.forms import Form
 from attar.formats.scheme import Scheme
 

@@ -14,6 +14,7 @@ import math
 import torch
 from torch import Tensor
 
+import attar.vml  # noqa: F401 - before the first table of angles
 from attar.model.config import Rope
 
 TABLE_ROWS = 256  # positions whose angles are computed at once

@@ -1,4 +1,4 @@
-"""The routes: what each reads, asks of the engine, and answers. What all share is in `door.py` and `work.py`."""
+"""The routes: what each reads, asks of the engine, and answers. What all share: `door.py`, `desk.py`, `work.py`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import importlib.resources
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from starlette.exceptions import HTTPException
 from attar.engine.messages import Ready
 from attar.faults import point
 from attar.server import answers, anthropic, openai, sse
+from attar.server.allowed import fits, room, written
+from attar.server.desk import Desk
 from attar.server.document import Served, document, giving, taking
 from attar.server.door import check_body, refuse
 from attar.server.errors import INTERNAL, Refusal
@@ -32,7 +35,7 @@ from attar.server.schemas import (
     EmbeddingBody,
     TokenizeBody,
 )
-from attar.server.work import Caller, Desk, Work, fits, room, written
+from attar.server.work import Caller, Work
 from attar.version import __version__
 
 PAGE = importlib.resources.files("attar.server").joinpath("page.html").read_bytes()
@@ -98,7 +101,8 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
     @app.get("/v1/requests/{name}/why", openapi_extra=giving(answers.Why))
     async def why(request: Request, name: str) -> Response:
         """Where a request's time went, or goes. `name` is its `X-Request-Id`, or the `id` of its answer."""
-        return _json(desk.story(name.rpartition("-")[2].removeprefix("msg_"), _caller(request).salt))
+        story = desk.stories.find(name.rpartition("-")[2].removeprefix("msg_"), _caller(request).salt)
+        return _json(story.told(time.monotonic()))
 
     @app.post(
         "/v1/chat/completions", openapi_extra=taking(ChatBody, answers.ChatCompletion, answers.ChatChunk, answers.Error)

@@ -19,12 +19,13 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from attar.faults import point
+from attar.server.desk import Desk
 from attar.server.errors import INTERNAL, Refusal
 from attar.server.metrics import Metrics
 from attar.server.protocol import MAX_BODY
 from attar.server.quota import Account, Limits, Quotas
 from attar.server.security import Keys, host_name, is_loopback
-from attar.server.work import Caller, Desk
+from attar.server.work import Caller
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 OPEN_TO_ALL = frozenset({"/livez", "/"})  # the page holds nothing but itself
@@ -40,12 +41,12 @@ logger = logging.getLogger(__name__)
 class Options:
     """How the server is reached. Raises ValueError for a public address without a key.
 
-    hosts: names that the Host header may have; empty: loopback's names on loopback, else any. origins: web pages of
-    other servers that may call this one from a browser. max_requests: open at a time, beyond which 429 is the answer.
-    limits: what each key may have; with several keys half of max_requests each, where no number of requests is given,
-    so that one of them cannot keep the others out of the server (of the engine's queue each has its part anyhow, see
-    `places.py`); the same holds of MAX_BODIES. deadline, drain_seconds: of one request, and of all when the server
-    ends.
+    hosts: names that the Host header may have, on loopback besides loopback's own; elsewhere none means any. origins:
+    web pages of other servers that may call this one from a browser. max_requests: open at a time, beyond which 429 is
+    the answer. limits: what each key may have; with several keys half of max_requests each, where no number of requests
+    is given, so that one of them cannot keep the others out of the server (of the engine's queue each has its part
+    anyhow, see `places.py`); the same holds of MAX_BODIES. deadline, drain_seconds: of one request, and of all
+    when the server ends.
     """
 
     host: str = "127.0.0.1"
@@ -65,6 +66,9 @@ class Options:
             )
         if not self.keys.hashes and self.limits != Limits():
             raise ValueError("limits of requests and tokens are for each API key, and none is set")
+        for name in self.hosts:
+            if not name or "*" in name or host_name(name.encode()) != name:
+                raise ValueError(f"{name!r} is no host's name in small letters, without a port: list names one by one")
         if "*" in self.origins:
             raise ValueError("origins are listed one by one: `*` would let every web page in")
 
@@ -78,7 +82,7 @@ class Options:
     @property
     def names(self) -> frozenset[str]:
         """What the Host header may be; empty for anything."""
-        return self.hosts or (LOOPBACK_NAMES if is_loopback(self.host) else frozenset())
+        return self.hosts | LOOPBACK_NAMES if is_loopback(self.host) else self.hosts
 
 
 class Door:

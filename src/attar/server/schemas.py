@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from attar.engine.request import MAX_REPETITION, MIN_REPETITION
 from attar.server import strict_json
 from attar.server.errors import Refusal
 
@@ -47,7 +48,7 @@ TopP = Annotated[float, Meta(ge=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Repetition = Annotated[float, Meta(gt=0, le=100)]
+Repetition = Annotated[float, Meta(ge=MIN_REPETITION, le=MAX_REPETITION)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Logprobs = Annotated[int, Meta(ge=0, le=20)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_BYTES, title="StopString")]

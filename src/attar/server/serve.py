@@ -18,12 +18,12 @@ import uvicorn
 
 from attar.server.api import make_app
 from attar.server.client import EngineClient
+from attar.server.desk import Desk
 from attar.server.door import Door, Options
 from attar.server.metrics import Metrics
 from attar.server.prompts import Prompts
 from attar.server.protocol import KEEP_ALIVE_SECONDS, LimitedProtocol
 from attar.server.pulse import STUCK
-from attar.server.work import Desk
 from attar.text.tokenizer import Tokenizer
 
 BACKLOG = 512

@@ -13,6 +13,7 @@ Where a tokenizer puts a space before the first word of a text, such a stretch g
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 
 from tokenizers import Tokenizer as Backend
@@ -52,18 +53,30 @@ class LiteralChat:
 
     def _ids(self, rendered: str, mark: str) -> list[int]:
         ids: list[int] = []
+        spans = self._spans(rendered)  # found once: messages may be thousands, and special tokens hundreds
+        starts, ends = [start for start, _ in spans], sorted((end, start) for start, end in spans)
         plain = at = 0  # rendered[plain:at] is to be encoded as always
         while (found := rendered.find(mark, at)) >= 0:
-            before = [rendered.rfind(name, plain, found) + len(name) for name in self._within(rendered, plain, found)]
-            after = [rendered.find(name, found) for name in self._within(rendered, found, len(rendered))]
-            start, at = max(before, default=plain), min(after, default=len(rendered))
+            last = bisect_right(ends, (found, found)) - 1
+            while last >= 0 and ends[last][0] > plain > ends[last][1]:  # begins in what is encoded already
+                last -= 1
+            start = max(plain, ends[last][0]) if last >= 0 else plain
+            following = bisect_left(starts, found)
+            at = starts[following] if following < len(starts) else len(rendered)
             ids += self._tokenizer.encode_chat(rendered[plain:start])
             ids += self._literally(self._restored(rendered[start:at], mark))
             plain = at
         return ids + self._tokenizer.encode_chat(rendered[plain:])
 
-    def _within(self, text: str, start: int, end: int) -> list[str]:
-        return [special for special in self._specials if text.find(special, start, end) >= 0]
+    def _spans(self, text: str) -> list[tuple[int, int]]:
+        """Where special tokens begin and end, in order of their beginnings."""
+        spans = []
+        for special in self._specials:
+            at = text.find(special)
+            while at >= 0:
+                spans.append((at, at + len(special)))
+                at = text.find(special, at + 1)
+        return sorted(spans)
 
     def _restored(self, text: str, mark: str) -> str:
         parts = text.split(mark)  # text, number, text, number, ..., text

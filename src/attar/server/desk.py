@@ -1,0 +1,154 @@
+"""Where requests become work: what the engine is asked, and what is refused before it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from attar.engine.messages import Embed, Failed, Ready, Submit
+from attar.engine.request import SamplingParams
+from attar.faults import point
+from attar.server.client import EngineClient
+from attar.server.crowd import Crowd
+from attar.server.errors import Refusal
+from attar.server.metrics import Metrics
+from attar.server.schemas import MAX_PROMPTS
+from attar.server.story import Stories, Story
+from attar.server.work import Caller, Work
+
+WINDOW = 32  # texts to embed that the engine has at once
+PROMPT_ANSWER = 1.0  # seconds that a stream's status waits for the engine's first word
+LATE_ANSWER = 10.0  # the same where the engine may have to refuse it, at most: clients wait for a status too
+SHARE_AFTER = 1  # seconds after which a key may ask again that has its share: no turn of `Crowd`, which all keys share
+
+
+class Desk:
+    """Where requests become work: the engine's client, the metrics, and the memory of what became of requests."""
+
+    def __init__(self, engine: EngineClient, metrics: Metrics, deadline: float) -> None:
+        self.engine, self.metrics, self.deadline = engine, metrics, deadline
+        self.draining = False
+        self.crowd = Crowd()
+        self.stories = Stories()
+
+    def ready(self) -> Ready:
+        """The engine, ready to be asked. Raises Refusal when it is not."""
+        if self.draining:
+            raise Refusal("draining", "the server is shutting down")
+        if self.engine.ready is None:
+            if self.engine.was_ready:
+                raise Refusal("engine_down", "the engine is not running")
+            raise Refusal("loading", "the model is being loaded")
+        return self.engine.ready
+
+    def patience(self) -> float:
+        """Seconds that a stream's status waits: where the engine's queue may have no room, until it can have said so,
+        which it does between two steps."""
+        places = self.engine.places
+        if places.total <= places.size:
+            return PROMPT_ANSWER
+        return min(max(PROMPT_ANSWER, 2 * self.engine.pulse.longest), LATE_ANSWER)
+
+    def getting_on(self) -> None:
+        """Raises Refusal unless the engine is healthy, and in no step that takes far longer than any before."""
+        self.healthy()
+        if (slow := self.engine.pulse.slow) is not None:
+            raise Refusal("engine_down", slow)
+
+    def healthy(self) -> None:
+        """Raises Refusal unless the engine is ready, runs, and gets on."""
+        self.ready()
+        if (trouble := self.engine.trouble) is not None:
+            raise Refusal("engine_down", trouble)
+
+    def model(self, asked: str | None) -> str:
+        """The name of what is to answer: the served model's, also where nothing is `asked` for, or an adapter's.
+        Raises Refusal."""
+        ready = self.ready()
+        if asked is not None and asked != ready.model and asked not in ready.adapters:
+            raise Refusal("model_not_found", "model: not served here; GET /v1/models lists what is", "model")
+        return ready.model if asked is None else asked
+
+    def full(self, message: str) -> Refusal:
+        """There is no room; says when there may be."""
+        return Refusal("overloaded", message, retry_after=self.crowd.retry_after(time.monotonic()))
+
+    def refusal(self, failed: Failed) -> Refusal:
+        """What the engine's refusal is to a user."""
+        refusal = Refusal.of(failed)
+        return self.full(refusal.message) if refusal.code == "overloaded" else refusal
+
+    def submit(
+        self,
+        caller: Caller,
+        prompts: Sequence[tuple[int, ...]],
+        params: SamplingParams,
+        n: int,
+        model: str,
+        priority: int = 0,
+    ) -> Work:
+        """Prompts to be continued, n choices each, by what `model` names. Where there are keys, a `priority` below 0
+        counts as 0. Raises Refusal."""
+        self.healthy()
+        left = self._left(caller)
+        self._place(caller, n)  # before the key pays
+        caller.take(sum(map(len, prompts)), len(prompts) * n * params.max_tokens)
+        if caller.salt:  # nobody goes before those who have another key
+            priority = max(0, priority)
+        seeded, adapter = params.seeded(), self._adapter(model)
+        commands = [
+            Submit(name, prompt, seeded, n, caller.salt, priority, left, adapter)
+            for name, prompt in zip(_names(caller, len(prompts)), prompts, strict=True)
+        ]
+        return self._work(caller, prompts, n, commands, self._share())
+
+    def embed(self, caller: Caller, prompts: Sequence[tuple[int, ...]], pooling: str, model: str) -> Work:
+        """Prompts whose vectors are wanted, of what `model` names. Raises Refusal."""
+        self.healthy()
+        left = self._left(caller)
+        self._place(caller, 1)
+        caller.take(sum(map(len, prompts)), 0)
+        commands = [
+            Embed(name, prompt, pooling, left, self._adapter(model), caller.salt)
+            for name, prompt in zip(_names(caller, len(prompts)), prompts, strict=True)
+        ]
+        return self._work(caller, prompts, 1, commands, min(WINDOW, self._share()))
+
+    def _place(self, caller: Caller, count: int) -> None:
+        """Raises Refusal where so many choices of the first prompt would be more than the key's share of the queue, or
+        than the engine has room for."""
+        places = self.engine.places
+        if not places.fit(caller.salt, count):
+            if places.keys < 2:
+                raise self.full("the server is full: try again later")
+            self.metrics.limited.labels("queue").inc()
+            waiting = f"this key has {places.waiting(caller.salt)} of the {places.size} places in the queue"
+            message = f"{waiting}, and its share has no room for {count} more: try again later"
+            raise Refusal("rate_limit_exceeded", message, retry_after=SHARE_AFTER)
+
+    def _left(self, caller: Caller) -> float:
+        """Seconds of the deadline, which began when the request came. Raises Refusal where it has passed."""
+        left = caller.arrived + self.deadline - time.monotonic()
+        if left <= 0:
+            raise self.refusal(Failed(caller.id, "deadline", ""))
+        return left
+
+    def _share(self) -> int:
+        """Choices of one request that the engine's queue takes at a time: half of what may wait there."""
+        return max(1, self.ready().max_waiting // 2)
+
+    def _adapter(self, model: str) -> str:
+        """What the engine calls it: nothing where it is the served model itself."""
+        return "" if model == self.ready().model else model
+
+    def _work(
+        self, caller: Caller, prompts: Sequence[tuple[int, ...]], n: int, commands: Sequence[Submit | Embed], most: int
+    ) -> Work:
+        point("desk.submit", caller.id)
+        story = Story(caller.id, caller.salt, caller.arrived, [None] * min(len(prompts), MAX_PROMPTS))
+        self.stories.begin(story)
+        return Work(caller, prompts, n, self.engine.ask(commands, most), self, story)
+
+
+def _names(caller: Caller, count: int) -> list[str]:
+    return [caller.id] if count == 1 else [f"{caller.id}.{at}" for at in range(count)]

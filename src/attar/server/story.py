@@ -1,0 +1,82 @@
+"""What became of requests, as /why tells it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from attar.engine.messages import Embedding, Failed, Finished, Report
+from attar.faults import point
+from attar.server.connection import AnswerEvent
+from attar.server.errors import Refusal
+
+REMEMBERED = 1000  # requests that /why can tell of when they have ended
+
+
+@dataclass(slots=True, weakref_slot=True)
+class Story:
+    """What became of a request, as /why tells it. Times are monotonic."""
+
+    id: str
+    salt: bytes
+    arrived: float
+    reports: list[Report | None]
+    """Of its prompts, of those of an embedding the first."""
+    outcome: str = "running"
+    first: float | None = None
+    ended: float | None = None
+    generated: int = 0
+
+    def told(self, now: float) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "id": self.id,
+            "outcome": self.outcome,
+            "seconds": (now if self.ended is None else self.ended) - self.arrived,
+            "seconds_to_first_token": None if self.first is None else self.first - self.arrived,
+            "generated_tokens": self.generated,
+            "prompts": [None if report is None else msgspec.to_builtins(report) for report in self.reports],
+        }
+
+    def reader(self, prompts: Mapping[str, int]) -> Callable[[AnswerEvent], None]:
+        """Takes the reports out of events, also of those that come when nobody reads the answer any more. `prompts`:
+        which of them an event's id names."""
+
+        def read(event: AnswerEvent) -> None:
+            if isinstance(event, Finished | Embedding | Failed) and event.report is not None:
+                at = prompts[event.id]
+                if at < len(self.reports):
+                    self.reports[at] = event.report
+
+        return read
+
+
+class Stories:
+    """Those of the requests that run, and of the last that have ended. Each is told only to whoever has its key."""
+
+    def __init__(self) -> None:
+        self._running: WeakValueDictionary[str, Story] = WeakValueDictionary()
+        self._ended: OrderedDict[str, Story] = OrderedDict()
+
+    def begin(self, story: Story) -> None:
+        """Its request runs, for as long as somebody holds the story."""
+        self._running[story.id] = story
+
+    def remember(self, story: Story) -> None:
+        """Its request has ended; the oldest is forgotten."""
+        point("why.remember", story.id)
+        self._ended[story.id] = story
+        if len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def find(self, request: str, salt: bytes) -> Story:
+        """Raises Refusal where nobody knows of the request, or it was another's."""
+        story = self._running.get(request) or self._ended.get(request)
+        if story is None or story.salt != salt:
+            raise Refusal("not_found", f"no such request is running, or among the last {REMEMBERED}")
+        return story
