@@ -114,7 +114,7 @@ gpu-check:
 bench-compressors: $(VENV)/.installed $(if $(PEERS),,.venv-peers/.installed)
 	@$(BIN)/python bench/compressors.py --peers $(or $(PEERS),.venv-peers)/bin/python $(BENCH)
 
-bench-quality: $(VENV)/.installed $(if $(PEERS),,.venv-peers/.installed) .venv-gptqmodel/.installed .venv-hqq/.installed \
+bench-quality: $(VENV)/.installed-dev $(if $(PEERS),,.venv-peers/.installed) .venv-gptqmodel/.installed .venv-hqq/.installed \
   .venv-torchao/.installed .venv-llamacpp/.installed
 	@$(BIN)/python bench/lanes.py --peers $(or $(PEERS),.venv-peers)/bin/python $(BENCH)
 	@$(BIN)/python bench/kv.py

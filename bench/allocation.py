@@ -56,7 +56,8 @@ def main() -> None:
     args = parser.parse_args()
     source = hub.resolve(args.model)
     size = group_size(hf.Checkpoint.open(source))
-    read, decoder = texts(source, args), hf.load(source, torch.float32)
+    read = texts(source, args.calib, args.text, args.other, args.samples, args.tokens, args.seed)
+    decoder = hf.load(source, torch.float32)
     ladder = None if args.ladder is None else parse_ladder(args.ladder)
     uniform = [f"w2g{min(size, 64)}", f"w3g{size}", f"w3g{min(size, 64)}", f"w3g{min(size, 32)}", f"w4g{size}"]
     found: dict[str, Any] = {}
@@ -99,7 +100,8 @@ def against(chosen: Scored, uniform: Sequence[Scored], text: str) -> list[float]
 
     def ratio(counts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         between = (1 - share) * np.log(counts @ low.kl[text]) + share * np.log(counts @ high.kl[text])
-        return np.exp(np.log(counts @ chosen.kl[text]) - between)
+        ratios: np.ndarray[Any, Any] = np.exp(np.log(counts @ chosen.kl[text]) - between)
+        return ratios
 
     windows = len(chosen.kl[text])
     tail = (1 - LEVEL) / 2

@@ -243,8 +243,8 @@ def narrow(name: str, length: int, prompt: int, rounds: int) -> list[dict[str, o
                     torch.tensor([0, step]).int(), torch.tensor([first + step]).int(), table, at.int(), slots,
                     tails=tails,
                 )  # fmt: skip
-                piece = (part[first : first + step] for part in rows)
-                attention.write_kv(*piece, pages, where, out=turned[first : first + step])
+                wanted, keys, values = (part[first : first + step] for part in rows)
+                attention.write_kv(wanted, keys, values, pages, where, out=turned[first : first + step])
 
         decodes[each], writes[each] = decode, write
         decode()

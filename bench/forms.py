@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -74,10 +75,7 @@ def main() -> None:
     load, rounds = speed.Load(options.prompt, options.gen), []
     for _ in range(options.rounds):
         rounds.append(
-            {
-                scheme: speed.run(lambda store, scheme=scheme: make(options.shape, scheme, options.head, store), load)  # type: ignore[misc]
-                for scheme in options.schemes
-            }
+            {scheme: speed.run(partial(make, options.shape, scheme, options.head), load) for scheme in options.schemes}
         )
     first, report = options.schemes[0], {}
     print(

@@ -47,7 +47,8 @@ def main() -> None:
     if not PYTHON.exists():
         parser.error(f"there is no {PYTHON}: `make bench-peers` sets it up")
     source = hub.resolve(args.model)
-    read, base = texts(source, args), hf.load(source, torch.float32)
+    read = texts(source, args.calib, args.text, args.other, args.samples, args.tokens, args.seed)
+    base = hf.load(source, torch.float32)
     rows = []
 
     def cost(path: Path) -> dict[str, Report]:

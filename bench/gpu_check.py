@@ -36,11 +36,12 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
 import torch
-import triton
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from gpu import slices, targets, timing, tune
 from gpu.budget import Budget, OutOfTime
 from gpu.checks import Check
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             find_roofs(report)
             roofs = {name: found["roofs"].get(name, float("nan")) for name in timing.ROOFS}
             parts: list[tuple[str, Callable[[], Iterator[Row]]]] = [
-                (part.__name__, lambda part=part: part(roofs))  # type: ignore[misc]
+                (part.__name__, partial(part, roofs))
                 for part in PARTS
                 if args.only is None or part.__name__ in args.only
             ]
@@ -127,9 +128,7 @@ def check(report: Report, budget: Budget) -> None:
         left = slices.in_order()
         while left and not budget.over(CHECKS):
             name, run = left.pop(0)
-            report.attempt(
-                name, lambda name=name, run=run: report.add("checks", {"name": name} | slices.judged(*run()))
-            )  # type: ignore[misc]
+            report.attempt(name, partial(checked, report, name, run))
         names = [name for name, _ in left]
     else:
         rows, failed, names = slices.run(report.path.parent, CHECKS * budget.seconds - budget.spent)

@@ -25,6 +25,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -133,7 +134,7 @@ def medians(competitors: Sequence[Sequence[Call] | None], rounds: int) -> list[f
         for call in calls or ():
             call()
     times = [[None if calls is None else seconds(calls) for calls in competitors] for _ in range(rounds)]
-    return [None if None in column else statistics.median(column) for column in zip(*times, strict=True)]  # type: ignore[type-var]
+    return [None if None in column else statistics.median(column) for column in zip(*times, strict=True)]
 
 
 def prepared(scheme: str, sizes: Sequence[tuple[int, int]], cold: int) -> Iterator[list[Linear]]:
@@ -167,7 +168,7 @@ class Case:
         theirs = [call for _ in cold if (call := peer(self.scheme, sizes, x)) is not None]
         ours, reference, torchs = medians(
             [
-                [lambda each=each: native.linear(x, each) for each in self.copies],
+                [partial(native.linear, x, each) for each in self.copies],
                 [lambda: ref.linear(x, self.dense)],
                 theirs or None,
             ],

@@ -135,7 +135,7 @@ class Way:
 
 def q4_0(x: Tensor) -> Tensor:
     """As llama.cpp's quantize_row_q4_0 and back: of 32 neighbours, the one of greatest size becomes -8."""
-    groups = x.unflatten(-1, (-1, Q4_0))
+    groups: Tensor = x.unflatten(-1, (-1, Q4_0))
     greatest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     exact = greatest / -8
     inverse = torch.where(exact == 0, 0.0, 1 / exact)
@@ -288,7 +288,7 @@ def told(
             if rows[ours]["bits"] > rows[theirs]["bits"]:
                 print(f"{ours} stores more than {theirs}: no ratio")
                 continue
-            ratio = paired_bootstrap_ratio(*(measured[name].kl_windows for name in (ours, theirs)))
+            ratio = paired_bootstrap_ratio(measured[ours].kl_windows, measured[theirs].kl_windows)
             ratios[f"{ours} / {theirs}"] = [ratio.value, ratio.low, ratio.high, goal]
             print(f"{ours} over {theirs}: {ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}], goal {goal:.2f}")
     return {"rows": rows, "ratios": ratios}

@@ -13,7 +13,7 @@
     w8a8    int8 weights a row and activations a token, with outliers of all kinds injected (`outliers.py`; other kinds
             by --kinds). Peers: llm-compressor's SmoothQuant before GPTQ, at strengths 0.5 and 0.8.
     w4a4    4-bit weights a row and 4-bit activations a token, with the same outliers. Instead of a peer, our quarot
-            without balance: near to what was published, which also turns across heads before o, and clips.
+            without balance, and turned across heads before o: as published, but for its clipping.
     sparse  two of four weights are zero, the others dense. Peers: llm-compressor's SparseGPT and Wanda.
 
 With --injected all lanes get outliers. llm-compressor and auto-round run in one environment, each other peer in one of
@@ -129,16 +129,16 @@ def lanes(group: int, iterations: int) -> dict[str, Lane]:
         return (*symmetric, *(f"{method}-{scheme}g{group}-asym" for method in others))
 
     smooth = tuple({"name": f"SmoothQuant {s:g}, GPTQ", "method": "smoothquant", "strength": s} for s in (0.5, 0.8))
-    eights = ("rtn-w8a8", "smoothquant+gptq-w8a8", "rotate+gptq-w8a8", "quarot+gptq-w8a8")
-    eights += ("quarot+guided-w8a8", "quarot+gptq+tune-w8a8")
+    rotated = ("rotate+gptq-w8a8", "quarot+gptq-w8a8", "quarot+guided-w8a8", "quarot+gptq+tune-w8a8")
+    eights = ("rtn-w8a8", "smoothquant+gptq-w8a8", *rotated)
     fours = ("smoothquant+gptq-w4a4", "quarot+gptq-w4a4", "spinquant+gptq-w4a4", "spinquant+guided-w4a4")
-    quarot = {"QuaRot, GPTQ": Recipe.from_dict({"recipe": "quarot+gptq-w4a4", "balance": False})}
+    quarot = {"QuaRot, GPTQ": Recipe.from_dict({"recipe": "quarot+gptq-w4a4", "balance": False, "across": True})}
     whole = {"name": "torchao", "bits": 8, "group_size": None, "symmetric": True}
     damped = tuple(
         {"name": f"SparseGPT, damping {d:g}", "method": "sparsegpt", "pattern": "2:4", "damping": d}
         for d in (0.01, 0.1)
     )
-    sparse = ({"name": "Wanda", "method": "wanda", "pattern": "2:4"}, *damped)
+    sparse: tuple[Job, ...] = ({"name": "Wanda", "method": "wanda", "pattern": "2:4"}, *damped)
     return {
         "int4": Lane(recipes("w4"), integers(4, group, iterations), 0.60),
         "int3": Lane(recipes("w3"), integers(3, group, iterations), 0.55),
@@ -159,7 +159,7 @@ def four_eight_four(group: int) -> Lane:
     keys = {"key_alpha": 0.5, "values": False}
     smooth = {"through": True, "norms": False, "alpha": 0.3}
     steps = f"smoothattention+smoothquant+clip+gptq-{scheme}"
-    published = {
+    published: dict[str, Job] = {
         "QoQ": {"recipe": f"rotate+{steps}", "heads": False, "balance": False},
         "QoQ, not rotated": {"recipe": steps},
     }
@@ -208,6 +208,7 @@ def main() -> None:
     parser.add_argument("--injected", action="store_true", help="outliers in all lanes")
     parser.add_argument("--kinds", default=KINDS, help="of outliers, where they are injected")
     parser.add_argument("--programs", nargs="+", metavar="PEER", help="only these of a lane's peers")
+    parser.add_argument("--jobs", nargs="+", metavar="NAME", help="only these of what the peers do")
     parser.add_argument("--keep", type=Path, help="leave the outputs in this folder")
     parser.add_argument("--json", type=Path, help="where the result goes; else it is the last line")
     args = parser.parse_args()
@@ -220,7 +221,7 @@ def main() -> None:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         place = args.keep or Path(folder)
-        read = texts(source, args)
+        read = texts(source, args.calib, args.text, args.other, args.samples, args.tokens, args.seed, args.final)
         for name in args.lanes or known:
             found[name] = run(name, known[name], source, read, place / name, args)
     about = {key: getattr(args, key) for key in ("model", "samples", "drawn", "tokens", "final")}
@@ -228,13 +229,14 @@ def main() -> None:
     args.json.write_text(line + "\n") if args.json else print(line)
 
 
-def texts(source: Path, args: argparse.Namespace) -> Texts:
-    if not (args.calib.exists() and args.text.exists() and args.other.exists()):
+def texts(
+    source: Path, calib: Path, text: Path, other: Path, samples: int, tokens: int, seed: int, final: bool = False
+) -> Texts:
+    """Sequences of one file to calibrate on, and of two to score on, `tokens` of each: other ones if `final`."""
+    if not (calib.exists() and text.exists() and other.exists()):
         print("no test data: all texts are sampled from the model")
         decoder = hf.load(source, torch.float32)
-        amounts = [
-            calibrate.Amount(n, LENGTH, args.seed + i) for i, n in enumerate((args.samples, args.tokens // LENGTH))
-        ]
+        amounts = [calibrate.Amount(n, LENGTH, seed + i) for i, n in enumerate((samples, tokens // LENGTH))]
         calibration, held_out = (calibrate.sample_from(decoder, amount).tolist() for amount in amounts)
         return Texts(calibration, {"its own": held_out})
     tokenizer = Tokenizer.load(source)
@@ -256,12 +258,12 @@ def texts(source: Path, args: argparse.Namespace) -> Texts:
         starts = [(i * room // count * LENGTH + shift) % ((room - 1) * LENGTH) for i in range(count)]
         return [ids[at : at + LENGTH] for at in starts]
 
-    count = args.tokens // LENGTH
+    count = tokens // LENGTH
     scored = {
-        "held out": windows(args.text, count, between=args.final),
-        "another kind": windows(args.other, count, between=args.final),
+        "held out": windows(text, count, between=final),
+        "another kind": windows(other, count, between=final),
     }
-    return Texts(windows(args.calib, args.samples, args.seed), scored)
+    return Texts(windows(calib, samples, seed), scored)
 
 
 def contents(path: Path) -> Iterator[str]:
@@ -313,6 +315,8 @@ def run(name: str, lane: Lane, original: Path, read: Texts, place: Path, args: a
             print(f"{program} is left out: there is no {python}, which `make bench-quality` sets up")
             continue
         for job in jobs:
+            if args.jobs and job["name"] not in args.jobs:
+                continue
             out = place / slug(job["name"])
             said = peer(python, program, job, source, [*read.calibration, *more], out)
             score(job["name"], out, said["seconds"], program, said["bits"] or bits_of(job, out))
@@ -370,7 +374,9 @@ def bits_of(job: Job, folder: Path) -> float:
     counted as it would be stored: a 16-bit scale a group, with a code for its zero if it has one."""
     if "iterations" not in job:
         return inspect.inspect(folder).bits_per_weight
-    return job["bits"] + (16 if job["symmetric"] else 16 + job["bits"]) / job["group_size"]
+    bits: int = job["bits"]
+    group: int = job["group_size"]
+    return bits + (16 if job["symmetric"] else 16 + bits) / group
 
 
 def slug(name: str) -> str:

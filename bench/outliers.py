@@ -109,7 +109,8 @@ def _components(source: Path) -> Tensor:
         moment.add_(directions.T @ directions)
 
     decoder.forward(ids.flatten(), Step((ids.shape[1],) * len(ids), ids.shape[1]), watch=add)
-    return torch.linalg.eigh(moment)[1].flip(1)
+    components: Tensor = torch.linalg.eigh(moment)[1].flip(1)
+    return components
 
 
 def _new_basis(

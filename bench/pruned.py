@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,7 +42,7 @@ def make(folder: Path) -> Path:
     head, numbers = HIDDEN // HEADS, torch.Generator().manual_seed(0)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=numbers) / columns**0.5).bfloat16()
+        return (torch.randn(rows, columns, generator=numbers) / math.sqrt(columns)).bfloat16()
 
     tensors = {"model.embed_tokens.weight": matrix(VOCAB, HIDDEN), "model.norm.weight": torch.ones(HIDDEN).bfloat16()}
     for i in range(LAYERS):
@@ -93,7 +95,7 @@ def main() -> None:
         for _ in range(options.rounds):
             taken = {}
             for name, folder in folders.items():
-                taken[name] = speed.run(lambda store, folder=folder: speed.load(folder, store), load)  # type: ignore[misc]
+                taken[name] = speed.run(partial(speed.load, folder), load)
             rounds.append(taken)
     print(f"{'recipe':<24}{'weights':>14}{'bytes/token':>14}{'decode tok/s':>14}{'':>8}{'prefill tok/s':>15}{'':>8}")
     report = {}

@@ -114,7 +114,7 @@ def measure(port: int, pid: int, path: str, streams: int, tokens: int) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--step", type=float, default=0.001)

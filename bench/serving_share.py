@@ -131,7 +131,7 @@ def in_process(model: str, streams: int, tokens: int, threads: int | None) -> di
         return run
 
     engine.runner.run = timed(engine.runner.run)  # type: ignore[method-assign]
-    flight.sample = timed(flight.sample)
+    flight.sample = timed(flight.sample)  # type: ignore[attr-defined] # which imports it
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     for number in range(streams):
         engine.submit(Submit(str(number), tuple(PROMPT), params))
@@ -147,7 +147,7 @@ def in_process(model: str, streams: int, tokens: int, threads: int | None) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model", help="a checkpoint, such as build/engines/llama-3.2-1b-attar, or demo")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=128)

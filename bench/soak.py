@@ -65,7 +65,9 @@ def main() -> int:
         ),
         "overload": Part(overload.OPTIONS, 60, lambda *given: asyncio.run(overload.run(*given))),
         "queue": Part(
-            overload.QUEUE_OPTIONS, 60, lambda *given: asyncio.run(overload.run(*given, slots=overload.QUEUE_SLOTS))
+            overload.QUEUE_OPTIONS,
+            60,
+            lambda served, seconds, tell: asyncio.run(overload.run(served, seconds, tell, overload.QUEUE_SLOTS)),
         ),
         "slow": Part(slow.OPTIONS, 45, lambda *given: asyncio.run(slow.run(*given))),
         "signals": Part((), 0, lambda served, _, tell: signals.run(served, tell)),

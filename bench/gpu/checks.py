@@ -31,7 +31,7 @@ SOME = 8  # of one that is rounded on the way as well, such as the weights of a 
 FLOAT8 = 0.08  # of numbers that may fall to the neighbouring float8
 EIGHT = 0.02  # of rows rounded to 8 bits by other arithmetic than the oracle's: codes may fall to the neighbour
 
-WEIGHTS = (
+WEIGHTS: tuple[str, ...] = (
     "w4g128-asym", "w4g128", "w4g64", "w4g32-asym", "w4a8g128", "qserve-g128", "w8", "w8a8", "w8a8-static", "fp8",
     "fp8-tensor", "fp8-block", "fp8-block-weight",
 )  # fmt: skip
@@ -138,8 +138,9 @@ def _write(kv: torch.dtype, dtype: torch.dtype) -> tuple[float, float]:
     ours = PlainPages.make(3, 16, 2, 128, kv, DEVICE)
     theirs = Pages.zeros(3, 16, 2, 128, SCHEMES[SCALED.get(kv, "float32")], DEVICE)
     out = kv_write.write_kv(q, k, v, ours, place, rotation, norm, norm)
-    normed = [ref.norm(x.float(), None, Norm("rms", norm.weight.float()))[1] for x in (q, k)]
-    expected = ref_attention.write_kv(*normed, v.float(), theirs, place, rotation)
+    exact = Norm("rms", norm.weight.float())
+    normed_q, normed_k = (ref.norm(x.float(), None, exact)[1] for x in (q, k))
+    expected = ref_attention.write_kv(normed_q, normed_k, v.float(), theirs, place, rotation)
     errors = [_error(out, expected)]
     stored = ref_attention.read_pages(theirs, torch.arange(3, device=DEVICE), torch.float32)
     for held, scales, wanted in zip(

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,11 @@ class Again:
 
     def __call__(self, call: Callable[[], Tensor]) -> graphs.Recorded:
         result = call()
-        return graphs.Recorded(lambda: result.copy_(call()), result)
+
+        def replay() -> None:
+            result.copy_(call())
+
+        return graphs.Recorded(replay, result)
 
 
 def recorder() -> graphs.Record:
@@ -155,7 +160,8 @@ class Server:
             own = [chunk.sequence for chunk in plan.chunks if chunk.samples]
             chosen = device_sampler.choose(logits, [samplers[each.id] for each in own]) if own else None
             if ahead and (behind := self.scheduler.ahead(since)) is not None and behind.chunks:
-                coming = chosen and Coming(chosen.tokens, {each: i for i, each in enumerate(own)})
+                places = {each: i for i, each in enumerate(own)}
+                coming = None if chosen is None else Coming(chosen.tokens, places)
                 following = behind, self.runner.run(behind, None, coming)
             launched = time.perf_counter()
             draws = chosen.draws() if chosen else []
@@ -280,7 +286,7 @@ def checks() -> Iterator[tuple[str, Callable[[], tuple[float, float]]]]:
     """Name and check, as in `checks.py`."""
     pairs = (("w4g128", "int8"), ("bf16", "bfloat16"), ("fp8", "fp8"), ("qserve-g128", "int4"))
     for scheme, kv in pairs[:1] if backend.interpreted() else pairs:
-        yield f"graphs, {scheme} with {kv} pages", lambda s=scheme, k=kv: graphs_and_full_steps(s, k)  # type: ignore[misc]
+        yield f"graphs, {scheme} with {kv} pages", partial(graphs_and_full_steps, scheme, kv)
     yield "choices of tokens", choices
     if not backend.interpreted():
         yield "a block compressed as on a CPU", block_as_on_a_cpu

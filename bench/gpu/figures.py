@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from gpu import engine, models, start, timing, tune
 from gpu.report import Row
 from gpu.timing import DEVICE, HALF, copies, seconds
+from torch import Tensor
 
 from attar.formats.kv import scheme as kv_scheme
 from attar.kernels import ops
@@ -22,6 +22,8 @@ from attar.kernels.operands import AttentionForm
 from attar.kernels.pages import Placement, Rotation
 from attar.kernels.triton import attention, backend, linear
 from attar.kernels.triton.pages import NibblePages, PlainPages
+from attar.model.cache import Step
+from attar.model.decoder import Decoder
 from attar.model.shapes import shape
 
 MODEL = "tiny" if backend.interpreted() else "llama-3.1-8b"
@@ -43,7 +45,7 @@ def few_rows(roofs: Row) -> Iterator[Row]:
             laid = models.prepared(scheme, size)
             for rows in FEW_ROWS if scheme == "w4g128" else (1,):
                 x = torch.randn(rows, size[1], device=DEVICE).to(HALF)
-                once = seconds([lambda one=one, x=x: linear.linear(x, (one,)) for one in laid])
+                once = seconds([partial(linear.linear, x, (one,)) for one in laid])
                 read = laid[0].weight.read_bytes / once / roofs["copy"]  # type: ignore[union-attr]
                 yield {"work": f"{scheme} {name}, {rows} rows", "us": once * 1e6, "read": read}
             del laid
@@ -57,7 +59,7 @@ def many_rows(roofs: Row) -> Iterator[Row]:
             work = 2.0 * MANY_ROWS * size[0] * size[1]
             x = torch.randn(MANY_ROWS, size[1], device=DEVICE).to(HALF)
             laid = models.prepared(scheme, size)[:1]
-            once = seconds([lambda one=laid[0], x=x: linear.linear(x, (one,))])  # type: ignore[misc]
+            once = seconds([partial(linear.linear, x, (laid[0],))])
             row = {"work": f"{scheme} {name}, {MANY_ROWS} rows", "us": once * 1e6, "peak": work / once / roofs[kind]}
             if scheme == "fp8" and DEVICE == "cuda":
                 row["triton_us"] = 1e6 * tune.alone(x, laid[0])
@@ -74,7 +76,7 @@ def blocks_by_torch(roofs: Row) -> Iterator[Row]:
         x = torch.randn(MANY_ROWS, size[1], device=DEVICE).to(HALF)
         one = models.prepared("fp8-block", size)[0]
         with tune.forced("rows_from", 0):
-            once = seconds([lambda one=one, x=x: linear.linear(x, (one,))])  # type: ignore[misc]
+            once = seconds([partial(linear.linear, x, (one,))])
         peak = 2.0 * MANY_ROWS * size[0] * size[1] / once / roofs["fp8"]
         yield {"work": f"torch's fp8-block {name}, {MANY_ROWS} rows", "us": once * 1e6, "peak": peak}
 
@@ -89,7 +91,7 @@ def decode_attention(roofs: Row) -> Iterator[Row]:
             q = torch.randn(batch, form.heads, form.head_dim, device=DEVICE).to(HALF)
             sets = copies(pages.nbytes)
             several = [pages, *(cached(batch, length, 1, form, kv)[0] for _ in range(sets - 1))]
-            once = seconds([lambda p=p, q=q, at=place: attention.paged_attention(q, p, at, form) for p in several])
+            once = seconds([partial(attention.paged_attention, q, each, place, form) for each in several])
             work = f"decode attention, {batch} x {length}, {label}"
             yield {"work": work, "us": once * 1e6, "read": pages.nbytes / once / roofs["copy"]}
             del several, pages
@@ -154,7 +156,7 @@ def guesses(roofs: Row) -> Iterator[Row]:
     place.tree = torch.ones(count * count, dtype=torch.bool, device=DEVICE)
     q = torch.randn(count, form.heads, form.head_dim, device=DEVICE).to(HALF)
     several = [pages, *(cached(1, length, count, form, HALF)[0] for _ in range(copies(pages.nbytes) - 1))]
-    once = seconds([lambda p=p: attention.paged_attention(q, p, place, form) for p in several])
+    once = seconds([partial(attention.paged_attention, q, each, place, form) for each in several])
     yield {
         "work": f"attention of a tree of {count}, 1 x {length}", "us": once * 1e6,
         "read": pages.nbytes / once / roofs["copy"],
@@ -172,11 +174,9 @@ def prefill_attention(roofs: Row) -> Iterator[Row]:
     )
     work = 2.0 * LONG * LONG * form.heads * form.head_dim
     once = seconds([lambda: attention.paged_attention(q, pages, place, form)])
-    theirs = seconds([
-        lambda: torch.nn.functional.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, enable_gqa=True
-        )
-    ])  # fmt: skip
+    ahead_q, ahead_k, ahead_v = (x.transpose(0, 1)[None] for x in (q, k, v))  # heads before rows
+    torchs = torch.nn.functional.scaled_dot_product_attention
+    theirs = seconds([lambda: torchs(ahead_q, ahead_k, ahead_v, is_causal=True, enable_gqa=True)])
     yield {
         "work": f"prefill attention of {LONG}", "us": once * 1e6, "peak": work / once / roofs["bf16"],
         "torch_us": theirs * 1e6,
@@ -191,7 +191,7 @@ def whole_model(roofs: Row) -> Iterator[Row]:
         for batch, filled in ((batch, LONG // 8) for batch in BATCHES):
             ids, step = models.step(made, batch, filled, 1)
             with torch.inference_mode():
-                once = seconds([lambda i=ids, s=step, m=made: m.run(i, again(s))])
+                once = seconds([partial(again, made, ids, step)])
             read = models.read_bytes(made) + batch * filled * heads
             yield {
                 "work": f"decode {scheme}, batch {batch}, context {filled}", "us": once * 1e6, "tok_s": batch / once,
@@ -202,7 +202,7 @@ def whole_model(roofs: Row) -> Iterator[Row]:
         ids, step = models.step(made, 1, 0, LONG)
         with torch.inference_mode():
             last = torch.tensor([LONG - 1], device=DEVICE)
-            once = timing.eager(lambda i=ids, s=step, m=made, at=last: m.run(i, again(s), at))  # type: ignore[misc]
+            once = timing.eager(partial(again, made, ids, step, last))
         config = made.config
         work = 2.0 * LONG * models.multiplications(made)
         work += 2.0 * LONG * LONG * config.heads * config.head_dim * config.layers
@@ -211,10 +211,11 @@ def whole_model(roofs: Row) -> Iterator[Row]:
         del made, ids, step
 
 
-def again(step: Any) -> Any:
-    """The step, to be run once more at the same place."""
+def again(made: Decoder, ids: Tensor, step: Step, rows: Tensor | None = None) -> Tensor:
+    """The step, run once more at the same place."""
+    assert step.cache is not None
     step.cache.filled = [0] * len(step.cache.filled)
-    return step
+    return made.run(ids, step, rows)
 
 
 def served(roofs: Row) -> Iterator[Row]:

@@ -104,10 +104,9 @@ def work(file: Path, index: int, count: int, until: float, first: int) -> None:
 
 def _outcome(check: Callable[[], tuple[float, float]]) -> Row:
     try:
-        error, most = check()
+        return judged(*check())
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {error}"[:2000]}
-    return judged(error, most)
 
 
 def judged(error: float, most: float) -> Row:

@@ -90,8 +90,8 @@ def write(name: str, folder: Path) -> int:
     made = {size: {part: numbers.cpu() for part, numbers in each.items()} for size, each in made.items()}
     table = dense(vocabulary).bfloat16().cpu()
     with ShardWriter(folder, plans) as writer:  # never finished: that would wait for the disk
-        for tensor, size in plain.items():
-            writer.write(tensor, table if size == vocabulary else torch.ones(size, dtype=torch.bfloat16))
+        for tensor, whole in plain.items():
+            writer.write(tensor, table if whole == vocabulary else torch.ones(whole, dtype=torch.bfloat16))
         for module, size in linears.items():
             for part, numbers in made[size].items():
                 writer.write(f"{module}.{own_format.stored_part(part, scheme)}", numbers)
@@ -121,14 +121,13 @@ def run(folder: Path, since: float) -> dict[str, float]:
             torch.cuda.synchronize()
         ended[stage] = time.time() - since
 
-    store, limits, available = ops.store(device=DEVICE, dtype=HALF), Limits(), 0
-    if DEVICE == "cuda":
-        memory = footprint.CardMemory(torch.device(DEVICE))
-        available = memory.free()
+    store, limits = ops.store(device=DEVICE, dtype=HALF), Limits()
+    memory = footprint.CardMemory(torch.device(DEVICE)) if DEVICE == "cuda" else None
+    available = 0 if memory is None else memory.free()
     end("imported")
     decoder = hf.load(folder, HALF, None, store)
     end("loaded")
-    if DEVICE == "cuda":
+    if memory is not None:
         trial = footprint.Trial(decoder, decoder.lossless, limits, CONTEXT)
         footprint.measure(memory, available, trial)
         del trial

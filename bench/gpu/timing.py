@@ -69,7 +69,8 @@ def _elapsed(call: Call, times: int) -> float:
         call()
     end_at.record()
     torch.cuda.synchronize()
-    return start_at.elapsed_time(end_at) / 1e3
+    milliseconds: float = start_at.elapsed_time(end_at)
+    return milliseconds / 1e3
 
 
 def copies(size: int) -> int:

@@ -14,11 +14,12 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-import triton
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from gpu import models
 from gpu.budget import Budget
 from gpu.timing import DEVICE, HALF, seconds
@@ -91,12 +92,12 @@ def search(name: str, kinds: list[tuning.Kind], budget: Budget, out: Path, copy:
     if backend.interpreted():  # torch's products tell nothing there
         return
     for way in (way for way in get_args(tuning.Way) if way not in found["from"]):
-        rows = turn(name, way, budget)
-        if rows is None:
+        first = turn(name, way, budget)
+        if first is None:
             return
-        found["from"][way] = rows
+        found["from"][way] = first
         write(out, every)
-        yield {"work": f"tuned: {way} from {rows} rows on", "us": 0.0, "rows": rows}
+        yield {"work": f"tuned: {way} from {first} rows on", "us": 0.0, "rows": first}
 
 
 def timed(
@@ -110,7 +111,7 @@ def timed(
         if budget.over():
             return None
         with forced("config", cut), forced("rows_from", tuning.NEVER), contextlib.suppress(triton.OutOfResources):
-            times[cut] = seconds([lambda one=one, x=x: linear.linear(x, (one,)) for one in laid])  # type: ignore[misc]
+            times[cut] = seconds([partial(linear.linear, x, (one,)) for one in laid])
     return times
 
 
@@ -129,7 +130,7 @@ def turn(name: str, way: tuning.Way, budget: Budget) -> int | None:
             x = torch.randn(rows, size[1], device=DEVICE).to(HALF)
             for times, first in ((ours, tuning.NEVER), (theirs, 0)):
                 with forced("rows_from", first):
-                    times[rows] += seconds([lambda one=one, x=x: linear.linear(x, (one,)) for one in laid])  # type: ignore[misc]
+                    times[rows] += seconds([partial(linear.linear, x, (one,)) for one in laid])
         del laid
     best = tuning.NEVER
     for rows in reversed(numbers):

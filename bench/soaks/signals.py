@@ -1,7 +1,8 @@
 """F8, F11: the engine killed or stopped under load, and the server told to end under load.
 
 In all, 32 clients have streams open. After SIGKILL to the engine, each must get exactly one error and the end of its
-stream, /readyz must say 503, and the server must come back by itself in the time that it needed to start, and 2 s.
+stream, /readyz must say 503, and the server must come back by itself in the time that it needed to start, and 2 s,
+besides what it waits on purpose after each further death.
 While the engine is stopped, /readyz must say 503, and once it goes on, every stream must come to its own end. After
 SIGTERM to the server, every open stream must come to its own end, what is new be refused, and the exit status be 0.
 """
@@ -15,6 +16,7 @@ import subprocess
 import time
 from collections.abc import Callable
 
+from attar.server.supervisor import waits
 from soaks.served import Gate, Served
 from soaks.wire import Address, Connection, Reply, once, request
 
@@ -63,7 +65,7 @@ async def _kills(served: Served, tell: Callable[[str], None]) -> list[Gate]:
         told.append(max(reply.ended for reply in replies) - killed)
         wrong += sum(not _one_error(reply) for reply in replies)
         await served.ready()
-        back.append(time.perf_counter() - killed)
+        back.append(time.perf_counter() - killed - waits(number + 1))
         for stream in streams:
             stream.leave(rudely=False)
         after = await once(served.address, request("POST", "/v1/completions", {"prompt": "Once", "max_tokens": 4}))
@@ -81,7 +83,7 @@ async def _kills(served: Served, tell: Callable[[str], None]) -> list[Gate]:
         Gate("SIGKILL: streams without exactly one error and an end", f"{wrong} of {KILLS * CLIENTS}", "0", not wrong),
         Gate("SIGKILL: the last of them told", f"{max(told):.2f} s", "<= 2 s", max(told) <= SEEN_BAR),
         Gate("SIGKILL: /readyz 503", f"{max(unready):.2f} s", "<= 2 s", max(unready) <= SEEN_BAR),
-        Gate("SIGKILL: ready again", f"{max(back):.2f} s; the start took {served.load_seconds:.2f} s",
+        Gate("SIGKILL: ready again", f"{max(back):.2f} s besides waits; the start took {served.load_seconds:.2f} s",
              f"<= {bar:.2f} s", max(back) <= bar),
         Gate("SIGSTOP: /readyz 503", f"{stopped:.2f} s", "<= 2 s", stopped <= SEEN_BAR),
         Gate("SIGSTOP, SIGCONT: streams cut", f"{cut} of {CLIENTS}", "0", not cut),

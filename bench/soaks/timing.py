@@ -49,7 +49,9 @@ async def run(served: Served, pairs: int, tell: Callable[[str], None]) -> list[G
     def fresh() -> list[int]:
         return [draw.randrange(256, 2048) for _ in range(LENGTH)]
 
-    hits, misses, own = [], [], []
+    hits: list[float] = []
+    misses: list[float] = []
+    own: list[float] = []
     try:
         for number in range(pairs):
             for hit in draw.sample((True, False), 2):

@@ -115,13 +115,18 @@ def test_the_function_stays(case: str, saved: Any) -> None:
     base = logits(plain)
     assert base.dtype == torch.float64
     recipes = [Recipe.load("rotate-keep"), Recipe.from_dict({"recipe": "quarot-w8a8"})]
+    recipes.append(Recipe.from_dict({"recipe": "quarot-w8a8", "across": True}))
     if plain.config.norm == "rms":
         recipes.append(Recipe.from_dict({"recipe": "rotate-keep", "rotation": "orthogonal"}))
     for recipe in recipes:
         view = rotation.rotated(plain, recipe, seed=3)
         if recipe.scheme is not None:
-            assert {name.rpartition(".")[2] for name in view.online} <= {"down_proj", "fc2", "c_proj", "w2"}
-            assert all(block in (8, 16, 64) for block in view.online.values())
+            names = plain.config.names
+            outputs = [names.layer.format(i=i) + f".{names.output}" for i in range(plain.config.layers)]
+            others = view.online.keys() - set(outputs)
+            assert {name.rpartition(".")[2] for name in others} <= {"down_proj", "fc2", "c_proj", "w2"}
+            assert len(others) == len(view.online) - (len(outputs) if recipe.rotate.across else 0)  # type: ignore[union-attr]
+            assert all(block in (8, 16, 32, 64) for block in view.online.values())
         assert (logits(view) - base).abs().max() < EXACT
         at = plain.stored_name(plain.config.names.layer.format(i=0)) + "."
         changed = [n for n in plain.folder.names() if n.startswith(at) and n.endswith("weight")]
@@ -182,11 +187,18 @@ def test_what_cannot_be_rotated_is_refused_by_name(saved: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "told", [{"recipe": "rotate-keep", "online": True}, {"recipe": "quarot-w4a4", "keep": ["*.down_proj", "lm_head"]}]
+    "told, sentence",
+    [
+        ({"recipe": "rotate-keep", "online": True}, r"online is for mlp\.down_proj, where that is rounded"),
+        ({"recipe": "quarot-w4a4", "keep": ["*.down_proj", "lm_head"]}, r"online is for mlp\.down_proj"),
+        ({"recipe": "rotate-w4a4", "across": True, "keep": ["*.o_proj"]}, r"across is for self_attn\.o_proj, where"),
+    ],
 )
-def test_a_rotation_at_run_time_that_nothing_asks_for_is_refused(told: dict[str, Any], tiny: Path) -> None:
+def test_a_rotation_at_run_time_that_nothing_asks_for_is_refused(
+    told: dict[str, Any], sentence: str, tiny: Path
+) -> None:
     """Inputs are rotated to be rounded; those of a weight that stays are not."""
-    with pytest.raises(ValueError, match=r"online is for mlp\.down_proj, where that is rounded"):
+    with pytest.raises(ValueError, match=sentence):
         rotation.rotated(hf.Checkpoint.open(tiny), Recipe.from_dict(told), seed=0)
 
 
@@ -203,7 +215,7 @@ def test_outputs_without_a_place_for_rotations_are_refused(tiny: Path, calibrati
 def test_a_learned_rotation_changes_nothing_either(saved: Any, tmp_path: Path) -> None:
     for case in ("llama", "qwen3-moe"):
         plain = hf.Checkpoint.open(saved(case, torch.float64)[0], torch.float64)
-        options = SpinQuant(rotation_steps=20, rotation_batch=64)
+        options = SpinQuant(rotation_steps=20, rotation_batch=64, across=case == "llama")
         view = rotation.rotated(plain, replace(Recipe.load("spinquant-w4a4"), rotate=options), seed=0)
         text = torch.randint(0, 96, (4, 16), generator=torch.Generator().manual_seed(4))
         found = spin.learn(view, text, options, tmp_path, case, seed=0)
@@ -246,6 +258,21 @@ def test_a_stopped_run_resumes_to_the_same_bytes(tiny: Path, calibration: Ids, t
 def test_a_table_that_is_stored_twice_is_told_of(tmp_path: Path, demo: Path, tiny: Path) -> None:
     assert any("is stored apart" in note for note in compress(demo, tmp_path / "out", recipe="rotate-w8").notes)
     assert compress(tiny, tmp_path / "other", recipe="rotate-w8").notes == (), "it was never tied"
+
+
+def test_what_heads_give_is_mixed_at_run_time(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    """As QuaRot does it before o: an outlier of one head is everybody's."""
+    recipe = Recipe.from_dict({"recipe": "quarot+gptq-w8a8", "across": True})
+    compress(tiny, tmp_path / "out", recipe=recipe, calibration=calibration)
+    found = hf.Checkpoint.open(tmp_path / "out").linear("model.layers.1.self_attn.o_proj")
+    assert found.hadamard == 128
+    ids = torch.tensor(calibration[0])
+    step = Step((len(ids),), len(ids))
+    base, out = (hf.load(folder, torch.float32).forward(ids, step) for folder in (tiny, tmp_path / "out"))
+    without = hf.load(tmp_path / "out", torch.float32)
+    for block in without.blocks:
+        block.attention.output.hadamard = 0
+    assert (out - base).square().mean() < 0.01 * (without.forward(ids, step) - base).square().mean()
 
 
 def test_rotations_at_run_time_are_read_back(tiny: Path, calibration: Ids, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attar import machine
 from attar.checkpoints import sources
+from attar.checkpoints.stored import stored
 from attar.compression import place
 from attar.engine import bounds, device_sampler, llm, loading, speed
 from attar.engine.bounds import KernelMeter
@@ -33,7 +34,9 @@ from attar.kernels.operands import Adapter, Linear, Routes
 from attar.model.cache import KVCache, Step, pool
 from attar.model.decoder import Decoder
 from attar.model.layers import FeedForward, MixtureOfExperts
+from attar.plan import cards
 from attar.plan.costs import matrices
+from attar.plan.fit import size
 from tests import pretend
 from tests.engine.test_engine import answers, run
 from tests.engine.test_graphs import Again
@@ -262,6 +265,22 @@ def test_an_engine_is_loaded_there(tiny: Path, fullest: int | None, monkeypatch:
 
 
 # Too little memory
+
+
+def test_weights_that_a_card_has_no_room_for_are_not_read(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        device = torch.device("cpu")
+
+        def free(self) -> int:
+            return 2**19
+
+    monkeypatch.setattr(ops, "require", lambda device: None)
+    monkeypatch.setattr(loading, "CardMemory", lambda device: Full())
+    monkeypatch.setattr(llm, "LLM", lambda *rest, **options: pytest.fail("the model is loaded"))
+    needed = cards.weight_bytes(*stored(tiny), True).total
+    sentence = rf"the weights need .*, but there are 524 kB \(free on {{}}\): {size(needed - 2**19)} too little"
+    with there() as device, pytest.raises(ValueError, match=sentence.format(device)):
+        loading.engine(Settings(str(tiny), "", str(device)))
 
 
 def test_decode_steps_stay_small_once_memory_was_too_little(tiny_decoder: Make) -> None:

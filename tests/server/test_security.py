@@ -211,5 +211,8 @@ def test_neither_process_of_attar_serve_connects_to_anything_but_the_other(
                 assert where.endswith("/engine"), where
             else:
                 assert where == "127.0.0.1", where  # its own
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(20) == 0
+        assert "leaked" not in served.said(), "what is frozen at the end is no leak, and no news"
     finally:
         served.end()

@@ -71,7 +71,8 @@ def serve(
         int | None,
         typer.Option(
             min=1,
-            help="HTTP requests open at a time; more get 429. Default: as many as run and wait in the engine "
+            help="HTTP requests open at a time; more get 429, as do bodies of over 1 GiB together. Default: as many as "
+            "run and wait in the engine "
             f"(--max-running, --max-waiting), and {BESIDES} more.",
         ),
     ] = None,

@@ -8,6 +8,8 @@ orthogonal matrix spreads them over all channels (QuaRot: Ashkboos et al. 2024; 
   The output matrix takes in the final norm's: a tied one is untied, unless that norm's weights are ones already.
 * what each head mixes, v' = v R_v, which o takes back: one matrix a layer, in every head.
 * `online`: what down reads, by a Hadamard matrix at run time (`Linear.hadamard`), since what comes before is no linear.
+* `across`: what o reads as well, since attention keeps heads apart. (QuaRot turns v by one Hadamard matrix offline and
+  across heads at run time, which multiplied is the one matrix that is used here.)
 
 A rotation mixes a channel that is large and unimportant, because small weights read it, into all others. So what o and
 down read is scaled first (`balance`): each row of v and up, with the norm's weight in it, and the columns of o and down
@@ -78,11 +80,13 @@ def rotated(checkpoint: Checkpoint, recipe: Recipe, seed: int) -> RotatedCheckpo
         plan.ends()
     except ValueError as error:
         raise ValueError(f"{recipe.name}: {error}") from None
-    if recipe.rotate.online and not plan.online:
-        raise ValueError(
-            f"{recipe.name}: online is for {checkpoint.config.names.down}, where that is rounded and has an even "
-            "number of columns, which it nowhere does here: take rotate, and online: false"
-        )
+    names = checkpoint.config.names
+    for word, name in (("online", names.down), ("across", names.output)):
+        if getattr(recipe.rotate, word) and word not in plan.turned:
+            raise ValueError(
+                f"{recipe.name}: {word} is for {name}, where that is rounded and has an even number of columns, which "
+                f"it nowhere does here: take rotate, and {word}: false"
+            )
     stated = {"tie_word_embeddings": False} if plan.untied else {}
     folder = RotatedFolder(checkpoint.folder, plan.changes, plan.added, {**checkpoint.folder.config, **stated})
     config = replace(checkpoint.config, tied=checkpoint.config.tied and not plan.untied)
@@ -113,6 +117,7 @@ class _Plan:
         self.changes: dict[str, Change] = {}
         self.added: dict[str, str] = {}
         self.online: dict[str, int] = {}
+        self.turned = set[str]()  # the options by which they are
         self.heads: list[Rotation | None] = []
         self.untied = False
         assert not self.config.norm_offset, "families whose norms have one have norms behind attention too"
@@ -133,7 +138,7 @@ class _Plan:
         groups = config.heads // config.kv_heads
         values = self._balance(norm, qkv[-1], output, config.kv_heads * config.head_dim, config.head_dim, groups)
         self._reads(norm, qkv, {qkv[-1]: values}, heads)
-        self._adds(output, heads, values)
+        self._adds(output, heads, values, self._at_run_time("across", output))
         norm, readers, overs = f"{at}.{names.feed_forward_norm}", gates(config, layer), dict[str, Balance | None]()
         scales_pass = config.gated or config.activation == "relu"
         for up, down in _feed_forwards(config, layer):
@@ -141,12 +146,17 @@ class _Plan:
             balance = self._balance(norm, up[-1], down, width, width, 1) if scales_pass else None
             overs[up[-1]] = balance
             readers += up
-            block = hadamard.block_of(width)
-            turns = self.options.online and block > 1 and self._compressed(down)
-            if turns:
-                self.online[down] = block
-            self._adds(down, Rotation(block, torch.ones(block, dtype=torch.float64)) if turns else None, balance)
+            self._adds(down, None, balance, self._at_run_time("online", down))
         self._reads(norm, readers, overs)
+
+    def _at_run_time(self, option: str, name: str) -> Rotation | None:
+        """Has the inputs of a linear rotated in blocks, where the option says so, it is rounded and there are any."""
+        block = hadamard.block_of(self.checkpoint.linear_shape(name)[1])
+        if not getattr(self.options, option) or block == 1 or not self._compressed(name):
+            return None
+        self.online[name] = block
+        self.turned.add(option)
+        return Rotation(block, torch.ones(block, dtype=torch.float64))
 
     def _balance(self, norm: str, source: str, reader: str, size: int, head_dim: int, groups: int) -> Balance | None:
         stored = self.checkpoint.stored_name
@@ -194,11 +204,11 @@ class _Plan:
                 self.changes[bias] = Vector(bias, after, last, weight, stored(norm) if biases else None, turned, over)
         self._norm(norm, biases)
 
-    def _adds(self, name: str, inputs: Rotation | None, times: Balance | None) -> None:
-        """A linear whose products go to the residual stream, from rows scaled and then rotated by `inputs`."""
+    def _adds(self, name: str, inputs: Rotation | None, times: Balance | None, then: Rotation | None = None) -> None:
+        """A linear whose products go to the residual stream, from rows scaled, rotated by `inputs`, and by `then`."""
         stored, turned = self.checkpoint.stored_name, self.config.names.is_transposed(name)
         weight, bias = stored(f"{name}.weight"), stored(f"{name}.bias")
-        self.changes[weight] = Matrix(weight, inputs=inputs, outputs=self.stream, turned=turned, times=times)
+        self.changes[weight] = Matrix(weight, inputs=inputs, outputs=self.stream, turned=turned, times=times, then=then)
         if self.checkpoint.has(f"{name}.bias"):
             self.changes[bias] = Vector(bias, self.stream)
 

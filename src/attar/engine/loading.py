@@ -4,7 +4,8 @@ The same arithmetic answers `attar plan`. Without a size given, the cache gets w
 largest allowed number of requests could use at once; where that is less than one request of the model's whole context,
 the context becomes what does fit, and the start-up table says so.
 
-On a GPU nothing but the cache is computed: the model is loaded, its largest step and its largest graph are measured
+On a GPU, where the weights alone have no room, that is said before any is read. Of the rest nothing but the cache is
+computed: the model is loaded, its largest step and its largest graph are measured
 (`footprint.py`), and the cache gets the rest. Decode steps are recorded before the first request comes. Of several GPUs
 the first is measured, whose process holds the most, and the least that is free on any counts.
 """
@@ -32,10 +33,11 @@ from attar.engine.messages import Ready
 from attar.engine.settings import Settings
 from attar.formats import kv
 from attar.kernels import ops
+from attar.kernels.triton.weights import knows_float8
 from attar.model.config import ModelConfig
 from attar.model.split import Share
+from attar.plan import cards, report
 from attar.plan import fit as planning
-from attar.plan import report
 from attar.plan.costs import BLOCK, Storage
 from attar.plan.fit import Fit
 from attar.plan.roofline import Rates, Roofline
@@ -136,6 +138,7 @@ def _on_card(
     torch.set_num_threads(threads)
     memory = CardMemory(torch.device(settings.device))
     available, most = memory.free(), planning.longest(config, settings.context)
+    room_for_weights(settings, config, storage, available, knows_float8(memory.device))
     try:
         rates = _measured(memory.device)
         memory.settle()
@@ -162,6 +165,18 @@ def _on_card(
             f"{path.name} does not fit into the {planning.size(available)} that {settings.device} has free: {error}"
         ) from None
     return made, _ready(path.name, config, found, limits, names)
+
+
+def room_for_weights(settings: Settings, config: ModelConfig, storage: Storage, available: int, float8: bool) -> None:
+    """Raises ValueError, saying by how much, where a card has too little memory for its part of the weights alone."""
+    held = planning.shared(config, storage, Share(0, settings.tp, settings.pp))[1]
+    weights = cards.weight_bytes(held, storage, float8).total
+    memory, source = settings.memory or available, "--memory" if settings.memory else f"free on {settings.device}"
+    if weights > memory:
+        raise ValueError(
+            f"the weights need {planning.size(weights)}, but there are {planning.size(memory)} ({source}): "
+            f"{planning.size(weights - memory)} too little"
+        )
 
 
 def _measured(device: torch.device) -> Rates | None:

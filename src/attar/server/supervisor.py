@@ -119,9 +119,14 @@ class EngineProcess:
         if hopeless or deaths > RESTARTS:
             self.gave_up(HOPELESS if hopeless else 1)
             return False
-        delay = 0.0 if deaths == 1 else BACK_OFF * 2 ** (deaths - 2)
+        delay = waits(deaths)
         logger.error("the engine ended with status %d; a new one is started in %g s", status, delay)
         return not self._ending.wait(delay)
+
+
+def waits(deaths: int) -> float:
+    """Seconds before a new engine is started, after so many deaths within `WITHIN`."""
+    return 0.0 if deaths == 1 else BACK_OFF * 2 ** (deaths - 2)
 
 
 def run(settings: Settings, tokenizer: Tokenizer, options: Options, started: Callable[[str], None]) -> int:
