@@ -22,11 +22,11 @@ its own; a peer whose environment is not there is left out, which is said.
 Every side gets the same token ids to calibrate on, and writes its output; attar reads all of them and measures each
 against the original in one float32 forward, so that nobody is judged by its own. Scored is held-out text of the kind
 that the embedded model was trained on, and another kind (`--other`): never what anybody calibrated on. Settings were
-chosen with an eye on the windows that are scored by default; those of --final lie between them, and are there to be
-read once, when all is chosen. Ratios are KL over that of the best of each program, "best" by the held-out text itself,
-which favours the peers; with paired-bootstrap intervals over windows: over its best, and over the best that stores no
-more. Bits are all stored bytes of the linears; what auto-round, HQQ and torchao round is written dense here, and their
-bits are those of their own formats.
+chosen with an eye on the windows that are scored by default; those of --final lie halfway between them (of as many
+--tokens), and are there to be read once, when all is chosen. Ratios are KL over that of the best of each program,
+"best" by the held-out text itself, which favours the peers; with paired-bootstrap intervals over windows: over its
+best, and over the best that stores no more. Bits are all stored bytes of the linears; what auto-round, HQQ and torchao
+round is written dense here, and their bits are those of their own formats.
 
 With --drawn N everybody's text is followed by N sequences that the model writes (`attar compress --drawn N`).
 Without test data both texts are sampled from the model, with other seeds than the calibration text's.
@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--other", type=Path, default=DATA / "data" / "text" / "wikitext2_test.txt")
     parser.add_argument("--seed", type=int, default=0, help="of calibration texts")
     parser.add_argument(
-        "--final", action="store_true", help="score windows between those by which settings were chosen: read them once"
+        "--final", action="store_true", help="score windows between those that so many --tokens are scored on otherwise"
     )
     parser.add_argument("--injected", action="store_true", help="outliers in all lanes")
     parser.add_argument("--kinds", default=KINDS, help="of outliers, where they are injected")
@@ -218,6 +218,9 @@ def main() -> None:
     known = lanes(group_size(hf.Checkpoint.open(source)), args.iterations)
     if unknown := set(args.lanes) - set(known):
         parser.error(f"no such lane: {', '.join(sorted(unknown))}")
+    named = {job["name"] for lane in known.values() for jobs in lane.peers.values() for job in jobs}
+    if unknown := set(args.jobs or ()) - named:
+        parser.error(f"no peer does {', '.join(sorted(unknown))}: there are {', '.join(sorted(named))}")
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         place = args.keep or Path(folder)
@@ -234,6 +237,8 @@ def texts(
 ) -> Texts:
     """Sequences of one file to calibrate on, and of two to score on, `tokens` of each: other ones if `final`."""
     if not (calib.exists() and text.exists() and other.exists()):
+        if final:
+            raise SystemExit("--final is for texts that settings were chosen by, and there is no test data")
         print("no test data: all texts are sampled from the model")
         decoder = hf.load(source, torch.float32)
         amounts = [calibrate.Amount(n, LENGTH, seed + i) for i, n in enumerate((samples, tokens // LENGTH))]
@@ -243,7 +248,7 @@ def texts(
 
     def windows(path: Path, count: int, seed: int = 0, between: bool = False) -> list[list[int]]:
         """From all over the text: `count` windows, evenly apart, the first at a place that the seed says; or those
-        halfway `between` them."""
+        halfway `between` so many."""
         needed, ids = 8 * count * LENGTH, list[int]()
         for text in contents(path):
             ids += tokenizer.encode(text, add_special_tokens=False)
@@ -254,8 +259,11 @@ def texts(
             raise SystemExit(f"{path} has {room} windows of {LENGTH} tokens, not {count}")
         if between and room < 2 * count:
             raise SystemExit(f"{path} has no room for {count} windows between {count} others")
-        shift = room // count // 2 * LENGTH if between else seed * 7919
-        starts = [(i * room // count * LENGTH + shift) % ((room - 1) * LENGTH) for i in range(count)]
+        spaced = [i * room // count * LENGTH for i in range(count)]
+        if between:
+            starts = [at + room // count // 2 * LENGTH for at in spaced]
+        else:
+            starts = [(at + seed * 7919) % ((room - 1) * LENGTH) for at in spaced]
         return [ids[at : at + LENGTH] for at in starts]
 
     count = tokens // LENGTH

@@ -80,7 +80,7 @@ def run(folder: str, rows: list[dict[str, torch.Tensor]], job: dict[str, Any]) -
     model.save_pretrained(job["out"], save_compressed=True)
     seconds = time.monotonic() - began
     ends = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
-    if not all(map(torch.equal, before, ends)):
+    if not all(torch.equal(was, now.cpu()) for was, now in zip(before, ends, strict=True)):
         raise SystemExit(f"{job['name']}: the embedding or the head has changed, which nobody was asked to do")
     return seconds
 

@@ -19,6 +19,7 @@ from attar.checkpoints.convert.run import convert
 from attar.checkpoints.safetensors import CheckpointError
 from attar.checkpoints.shards import cut_linear
 from attar.compression import rotation, spin
+from attar.compression.block.groups import folds
 from attar.compression.methods import SpinQuant
 from attar.compression.pipeline import compress
 from attar.compression.recipe import Recipe
@@ -266,6 +267,8 @@ def test_what_heads_give_is_mixed_at_run_time(tiny: Path, calibration: Ids, tmp_
     compress(tiny, tmp_path / "out", recipe=recipe, calibration=calibration)
     found = hf.Checkpoint.open(tmp_path / "out").linear("model.layers.1.self_attn.o_proj")
     assert found.hadamard == 128
+    view = rotation.rotated(hf.Checkpoint.open(tiny), recipe, seed=0)
+    assert view.heads == [None] * 3, "in heads and over all of them, the same matrix would undo itself"
     ids = torch.tensor(calibration[0])
     step = Step((len(ids),), len(ids))
     base, out = (hf.load(folder, torch.float32).forward(ids, step) for folder in (tiny, tmp_path / "out"))
@@ -273,6 +276,18 @@ def test_what_heads_give_is_mixed_at_run_time(tiny: Path, calibration: Ids, tmp_
     for block in without.blocks:
         block.attention.output.hadamard = 0
     assert (out - base).square().mean() < 0.01 * (without.forward(ids, step) - base).square().mean()
+
+
+def test_no_scale_passes_what_is_turned_at_run_time(saved: Any) -> None:
+    plain = hf.Checkpoint.open(saved("opt", torch.float32)[0])
+    recipe = Recipe.from_dict({"recipe": "quarot-w8a8", "across": True})
+    for source, passes in ((plain, True), (rotation.rotated(plain, recipe, seed=0), False)):
+        block = decoder.build_block(source.config, source, 0)
+        readers = [linear for fold in folds(block) for linear in fold.linears]
+        assert any(linear is block.attention.output for linear in readers) == passes
+    both = Recipe.from_dict({"recipe": "quarot+smoothattention-w8a8", "across": True})
+    with pytest.raises(ValueError, match="across turns what smoothattention would"):
+        compress(plain.folder.path, "nowhere", recipe=both, calibration=[[5] * 16] * 2)
 
 
 def test_rotations_at_run_time_are_read_back(tiny: Path, calibration: Ids, tmp_path: Path) -> None:

@@ -77,6 +77,8 @@ def test_addresses_that_others_reach_need_a_key() -> None:
         assert is_loopback(host)
         assert "localhost" in Options(host=host).names
         assert Options(host=host, hosts=frozenset({"llm.example.org"})).names >= {"localhost", "llm.example.org"}
+    public = Options(host="0.0.0.0", keys=Keys.of([KEY]), hosts=frozenset({"llm.example.org"}))
+    assert public.names >= {"127.0.0.1", "llm.example.org"}, "who looks after a container asks by loopback"
     for name in ("", "*.example.org", "Example.org", "example.org:443", " example.org"):
         with pytest.raises(ValueError, match="no host's name"):
             Options(hosts=frozenset({name}))

@@ -102,7 +102,7 @@ def serve(
         typer.Option(
             metavar="NAME",
             help="A name that clients may call this server by, behind a proxy that passes the Host header on; can be "
-            "repeated. Default: on loopback its own names, elsewhere any.",
+            "repeated. Loopback's own are always among them. Default: on loopback only those, elsewhere any.",
         ),
     ] = None,
     device: Annotated[str | None, typer.Option("--device", show_default="cpu", help=DEVICE)] = None,

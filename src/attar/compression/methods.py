@@ -31,7 +31,7 @@ class Rotate:
     heads: bool = True  # whether values, and with them the inputs of o, are rotated too
     balance: bool = True  # whether what o and down read is scaled first, so that no channel is large for nothing
     online: bool = False  # whether the inputs of down are, at run time: in blocks, the largest power of two that fits
-    across: bool = False  # whether the inputs of o are too, in such blocks, which mixes what heads give
+    across: bool = False  # whether the inputs of o are too, in such blocks, instead of head by head
 
     def __post_init__(self) -> None:
         _word("rotation", self.rotation, ("hadamard", "orthogonal"))

@@ -225,7 +225,7 @@ class Output:
         if online and self._library is not compressed_tensors:
             raise ValueError(
                 f"{self.recipe.name}: rotations at run time have a place in compressed-tensors alone, these schemes "
-                "have none there: use rotate, or online: false"
+                "have none there: use rotate, with online and across false"
             )
         if online:
             rotated = {self._modules[name]: block for name, block in online.items()}

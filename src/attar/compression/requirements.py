@@ -72,6 +72,11 @@ def check(
         integers = all(isinstance(form, Grid) and form.kind == "int" for form in fixed.values())
         if plan.activation_range in ("mse", "kl") and not integers:
             raise ValueError(f"{next(iter(fixed))}: activation_range {plan.activation_range} is for integers alone")
+    turning = any(isinstance(p, SmoothAttention) and p.values for p in plan.passes)
+    if turning and plan.rotate is not None and plan.rotate.across:
+        raise ValueError(
+            f"{plan.name}: across turns what smoothattention would, behind attention: set values: false, or no across"
+        )
     searched = any(isinstance(p, SmoothAttention) and p.key_alpha is None for p in plan.passes)
     if searched and config.head_dim % BUCKET:
         raise ValueError(

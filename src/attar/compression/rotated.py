@@ -43,8 +43,8 @@ class Balance:
 @dataclass(frozen=True, eq=False)
 class Matrix:
     """A linear's weight [O, I], or a table of rows [O, I]: of the stored tensor `source`, columns multiplied by the
-    weight of `norm` or by `times`, then rotated by `inputs` and by `then`; its `last` rows, or all where that is 0,
-    divided by `over`, then rotated by `outputs`."""
+    weight of `norm` or by `times`, then rotated by `inputs`; its `last` rows, or all where that is 0, divided by
+    `over`, then rotated by `outputs`."""
 
     source: str
     norm: str | None = None
@@ -54,7 +54,6 @@ class Matrix:
     turned: bool = False  # whether it is stored [I, O]
     times: Balance | None = None
     over: Balance | None = None
-    then: Rotation | None = None
 
     @property
     def by_rows(self) -> bool:
@@ -153,9 +152,7 @@ class RotatedFolder(Folder):
             balance = change.times
             scales = self._scales(balance).view(-1, 1, balance.head_dim).expand(-1, balance.groups, -1)
             weight = weight * scales.reshape(-1)
-        for rotation in (change.inputs, change.then):
-            weight = weight if rotation is None else rotation.apply(weight)
-        return weight
+        return weight if change.inputs is None else change.inputs.apply(weight)
 
     def _matrix(self, change: Matrix) -> Tensor:
         stored = self._plain.read(change.source).double()

@@ -8,8 +8,9 @@ orthogonal matrix spreads them over all channels (QuaRot: Ashkboos et al. 2024; 
   The output matrix takes in the final norm's: a tied one is untied, unless that norm's weights are ones already.
 * what each head mixes, v' = v R_v, which o takes back: one matrix a layer, in every head.
 * `online`: what down reads, by a Hadamard matrix at run time (`Linear.hadamard`), since what comes before is no linear.
-* `across`: what o reads as well, since attention keeps heads apart. (QuaRot turns v by one Hadamard matrix offline and
-  across heads at run time, which multiplied is the one matrix that is used here.)
+* `across`: what o reads as well, since attention keeps heads apart. (QuaRot turns each head of v by a Hadamard matrix
+  offline, and across heads at run time: multiplied, that is the one matrix of all columns, used here at run time. The
+  rotation of heads is then left out, for the two would undo each other within each head.)
 
 A rotation mixes a channel that is large and unimportant, because small weights read it, into all others. So what o and
 down read is scaled first (`balance`): each row of v and up, with the norm's weight in it, and the columns of o and down
@@ -132,13 +133,15 @@ class _Plan:
         """Everything of layer `layer`."""
         config, names = self.config, self.config.names
         at = names.layer.format(i=layer)
-        heads = draw(self.options.rotation, config.head_dim, self.seed, layer) if self.options.heads else None
-        self.heads.append(heads)
         norm, qkv, output = f"{at}.{names.attention_norm}", [f"{at}.{n}" for n in names.qkv], f"{at}.{names.output}"
+        mixed = self._at_run_time("across", output)
+        turns = self.options.heads and mixed is None
+        heads = draw(self.options.rotation, config.head_dim, self.seed, layer) if turns else None
+        self.heads.append(heads)
         groups = config.heads // config.kv_heads
         values = self._balance(norm, qkv[-1], output, config.kv_heads * config.head_dim, config.head_dim, groups)
         self._reads(norm, qkv, {qkv[-1]: values}, heads)
-        self._adds(output, heads, values, self._at_run_time("across", output))
+        self._adds(output, mixed or heads, values)
         norm, readers, overs = f"{at}.{names.feed_forward_norm}", gates(config, layer), dict[str, Balance | None]()
         scales_pass = config.gated or config.activation == "relu"
         for up, down in _feed_forwards(config, layer):
@@ -146,7 +149,7 @@ class _Plan:
             balance = self._balance(norm, up[-1], down, width, width, 1) if scales_pass else None
             overs[up[-1]] = balance
             readers += up
-            self._adds(down, None, balance, self._at_run_time("online", down))
+            self._adds(down, self._at_run_time("online", down), balance)
         self._reads(norm, readers, overs)
 
     def _at_run_time(self, option: str, name: str) -> Rotation | None:
@@ -204,11 +207,11 @@ class _Plan:
                 self.changes[bias] = Vector(bias, after, last, weight, stored(norm) if biases else None, turned, over)
         self._norm(norm, biases)
 
-    def _adds(self, name: str, inputs: Rotation | None, times: Balance | None, then: Rotation | None = None) -> None:
-        """A linear whose products go to the residual stream, from rows scaled, rotated by `inputs`, and by `then`."""
+    def _adds(self, name: str, inputs: Rotation | None, times: Balance | None) -> None:
+        """A linear whose products go to the residual stream, from rows scaled and then rotated by `inputs`."""
         stored, turned = self.checkpoint.stored_name, self.config.names.is_transposed(name)
         weight, bias = stored(f"{name}.weight"), stored(f"{name}.bias")
-        self.changes[weight] = Matrix(weight, inputs=inputs, outputs=self.stream, turned=turned, times=times, then=then)
+        self.changes[weight] = Matrix(weight, inputs=inputs, outputs=self.stream, turned=turned, times=times)
         if self.checkpoint.has(f"{name}.bias"):
             self.changes[bias] = Vector(bias, self.stream)
 

@@ -155,9 +155,11 @@ class Run:
         self.learned["tune"] = tuned.to_dict()
 
     def divergence(self, ids: Tensor) -> float:
-        """Mean KL of what was made from the original, in nats, at every position of token ids [T, L]."""
+        """Mean KL of what was made from the original, in nats, at every position of token ids [T, L]: in float32 by
+        the reference, as bits are chosen, whatever the device."""
         windows = [[*row, 0] for row in ids.tolist()]  # no divergence depends on the last token, whatever it is
-        found = measure(self._whole(self.made), windows, base=self._whole(self.order.source.folder.path))
+        made, base = (sources.load(path, torch.float32) for path in (self.made, self.order.source.folder.path))
+        found = measure(made, windows, base=base, context=ids.shape[1])
         return found.figures["kl_mean"].value
 
     def surprise(self) -> Surprise | None:

@@ -41,12 +41,12 @@ logger = logging.getLogger(__name__)
 class Options:
     """How the server is reached. Raises ValueError for a public address without a key.
 
-    hosts: names that the Host header may have, on loopback besides loopback's own; elsewhere none means any. origins:
-    web pages of other servers that may call this one from a browser. max_requests: open at a time, beyond which 429 is
-    the answer. limits: what each key may have; with several keys half of max_requests each, where no number of requests
-    is given, so that one of them cannot keep the others out of the server (of the engine's queue each has its part
-    anyhow, see `places.py`); the same holds of MAX_BODIES. deadline, drain_seconds: of one request, and of all
-    when the server ends.
+    hosts: names that the Host header may have besides loopback's own; none means those on loopback, and any elsewhere.
+    origins: web pages of other servers that may call this one from a browser. max_requests: open at a time, beyond
+    which 429 is the answer. limits: what each key may have; with several keys half of max_requests each, where no
+    number of requests is given, so that one of them cannot keep the others out of the server (of the engine's queue
+    each has its part anyhow, see `places.py`); the same holds of MAX_BODIES. deadline, drain_seconds: of one request,
+    and of all when the server ends.
     """
 
     host: str = "127.0.0.1"
@@ -82,7 +82,7 @@ class Options:
     @property
     def names(self) -> frozenset[str]:
         """What the Host header may be; empty for anything."""
-        return self.hosts | LOOPBACK_NAMES if is_loopback(self.host) else self.hosts
+        return self.hosts | LOOPBACK_NAMES if self.hosts or is_loopback(self.host) else frozenset()
 
 
 class Door:

@@ -44,7 +44,8 @@ def folds(block: Block) -> list[Fold]:
     """Every place of the block where a per-channel scale can move without changing what the block computes."""
     attention, mlp = block.attention, block.feed_forward
     found = [Fold(block.attention_norm, attention.qkv, attention.forward, mixes=True)]
-    if len(attention.qkv) == 3 and awq.foldable(attention.qkv[2], attention.output):
+    apart = len(attention.qkv) == 3 and not attention.output.hadamard
+    if apart and awq.foldable(attention.qkv[2], attention.output):
         found.append(_through(attention.qkv[2], attention.output))
     readers = [linear for each in block.feed_forwards() for linear in each.up]
     if isinstance(mlp, MixtureOfExperts):
