@@ -72,8 +72,7 @@ def serve(
         typer.Option(
             min=1,
             help="HTTP requests open at a time; more get 429, as do bodies of over 1 GiB together. Default: as many as "
-            "run and wait in the engine "
-            f"(--max-running, --max-waiting), and {BESIDES} more.",
+            f"run and wait in the engine (--max-running, --max-waiting), and {BESIDES} more.",
         ),
     ] = None,
     max_requests_per_key: Annotated[

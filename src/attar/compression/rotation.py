@@ -86,7 +86,7 @@ def rotated(checkpoint: Checkpoint, recipe: Recipe, seed: int) -> RotatedCheckpo
         if getattr(recipe.rotate, word) and word not in plan.turned:
             raise ValueError(
                 f"{recipe.name}: {word} is for {name}, where that is rounded and has an even number of columns, which "
-                f"it nowhere does here: take rotate, and {word}: false"
+                f"it nowhere does here: say {word}: false"
             )
     stated = {"tie_word_embeddings": False} if plan.untied else {}
     folder = RotatedFolder(checkpoint.folder, plan.changes, plan.added, {**checkpoint.folder.config, **stated})

@@ -5,9 +5,9 @@ largest allowed number of requests could use at once; where that is less than on
 the context becomes what does fit, and the start-up table says so.
 
 On a GPU, where the weights alone have no room, that is said before any is read. Of the rest nothing but the cache is
-computed: the model is loaded, its largest step and its largest graph are measured
-(`footprint.py`), and the cache gets the rest. Decode steps are recorded before the first request comes. Of several GPUs
-the first is measured, whose process holds the most, and the least that is free on any counts.
+computed: the model is loaded, its largest step and its largest graph are measured (`footprint.py`), and the cache gets
+what remains. Decode steps are recorded before the first request comes. Of several GPUs the first is measured, whose
+process holds the most, and the least that is free on any counts.
 """
 
 from __future__ import annotations
