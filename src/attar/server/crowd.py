@@ -2,8 +2,9 @@
 
 With one number for all, a crowd comes back all at once, at the same rate however many it is, and refusing it takes the
 processor from those who are being served. So each is given a turn of its own, one after the other, at `RETURNS` times
-the rate at which requests were served of late. That is enough that no room stays empty, and the work of refusing stays
-in proportion to the work of serving. Where little is known about that rate, the answer is the shortest.
+the rate at which requests were served of late. A little more than that rate is enough that no room stays empty, and
+each refusal beyond takes time from those who are being served. Where little is known about that rate, the answer is
+the shortest.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 from collections import deque
 
 SHORTEST, LONGEST = 1.0, 60.0  # seconds
-RETURNS = 2.0
+RETURNS = 1.25
 WINDOW = 10.0  # seconds of the past that count
 COUNTED, LEAST = 256, 8  # requests served in it: the last so many, and too few to tell
 

@@ -14,6 +14,7 @@ import traceback
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -32,6 +33,7 @@ OPEN_TO_ALL = frozenset({"/livez", "/"})  # the page holds nothing but itself
 IDENTITY = (b"", b"identity")
 METHODS = frozenset({"GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE", "PATCH"})  # that a log may repeat
 GONE = 499  # nobody waited for the answer
+FULL = 429
 MAX_BODIES = 256 * MAX_BODY  # of all requests together: what was read is held until the answer has ended
 
 logger = logging.getLogger(__name__)
@@ -79,7 +81,7 @@ class Options:
             return replace(self.limits, requests=max(1, self.max_requests // 2))
         return self.limits
 
-    @property
+    @cached_property
     def names(self) -> frozenset[str]:
         """What the Host header may be; empty for anything."""
         return self.hosts | LOOPBACK_NAMES if self.hosts or is_loopback(self.host) else frozenset()
@@ -141,7 +143,8 @@ class Door:
             route = getattr(scope.get("route"), "path", "none")  # the pattern, not what was asked
             self.metrics.requests.labels(route, str(status or GONE)).inc()
             method = scope["method"] if scope["method"] in METHODS else "?"
-            level = logging.INFO if method == "POST" else logging.DEBUG
+            # A crowd that is refused is counted above: a line for each would take time from those who are let in.
+            level = logging.INFO if method == "POST" and status != FULL else logging.DEBUG
             logger.log(level, "%s %s %s %d %.3f s", name, method, route, status or GONE, time.monotonic() - arrived)
 
     def _let_in(self, scope: Scope, headers: dict[bytes, bytes]) -> bytes:
