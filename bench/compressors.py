@@ -5,16 +5,17 @@
 
 Each side compresses the model and writes its checkpoint; attar then reads both and measures each against the original
 in float32 on the same held-out windows, so that neither side is judged by its own forward. Ratios are attar's KL over
-the peer's, with paired-bootstrap intervals over windows. Beside them stands the share of codes that are the same.
+the peer's, with paired-bootstrap intervals over windows. Beside them stands the share of codes that are the same; of
+SparseGPT, whose output is dense, the share of weights that both set to zero or both keep.
 
 Tokens are sampled from the model itself, calibration and held-out text with different seeds, so that no data is needed;
 of a `--text`, the first half calibrates and the second is held out. The models are the embedded one and, where the
 test data is at hand, TinyStories-656K.
 
-The status is 1 unless RTN stores the same codes and scales, and both orders of GPTQ on min-max scales, which are set
-before the sweep on both sides, come to at most `TOLERANCE` times the peer's KL. The other rows only report, since there
-the two sides differ by design: in the grid that MSE and AWQ search, and, in `gptq-dynamic`, in when scales are set
-(attar's when the sweep reaches the group, the peer's before).
+The status is 1 unless RTN stores the same codes and scales, and these come to at most `TOLERANCE` times the peer's KL:
+both orders of GPTQ on min-max scales, which are set before the sweep on both sides, and SparseGPT at 2:4. The other
+rows only report, since there the two sides differ by design: in the grid that MSE and AWQ search, and, in
+`gptq-dynamic`, in when scales are set (attar's when the sweep reaches the group, the peer's before).
 
 What an interval does not show: GPTQ feeds each rounding error back, so a small difference ends in many other codes.
 Where codes differ, another calibration seed moves the ratio by more than the interval over windows says (docs/LOG.md,
@@ -61,10 +62,11 @@ TOLERANCE = 1.03
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: a recipe of attar's with its options, and the job of the peer's that it stands beside."""
+    """One comparison: a recipe of attar's with its options, and the job of the peer's that it stands beside. `{group}`
+    in the recipe stands for the size of the model's groups."""
 
     name: str
-    method: str
+    recipe: str
     options: Mapping[str, Any]
     job: str
     must: str  # "equal", "near", or "" where the row only reports
@@ -72,7 +74,7 @@ class Row:
 
 def gptq(name: str, order: str, search: str, job: str, must: str, **options: bool) -> Row:
     common = {"block": BLOCK, "damping": DAMPING, "order": order, "scale_search": search}
-    return Row(name, "gptq", common | options, job, must)
+    return Row(name, "gptq-w4g{group}", common | options, job, must)
 
 
 MINMAX, MSE = {"observer": "memoryless_minmax"}, {"observer": "memoryless_mse"}
@@ -83,14 +85,16 @@ JOBS: Mapping[str, Mapping[str, Any]] = {
     "gptq-natural": {**GPTQ, "order": None, **MINMAX},
     "gptq-mse": {**GPTQ, "order": "static", **MSE},
     "awq": {"method": "awq", **MINMAX},
+    "sparsegpt": {"method": "sparsegpt", "pattern": "2:4", "damping": DAMPING},
 }
 ROWS = (
-    Row("rtn", "rtn", {}, "rtn", "equal"),
+    Row("rtn", "rtn-w4g{group}", {}, "rtn", "equal"),
     gptq("gptq", "activation", "minmax", "gptq", "near"),
     gptq("gptq-natural", "natural", "minmax", "gptq-natural", "near"),
     gptq("gptq-dynamic", "natural", "minmax", "gptq-natural", "", static_groups=False),
     gptq("gptq-mse", "activation", "mse", "gptq-mse", ""),  # attar's default
-    Row("awq", "awq", {}, "awq", ""),
+    Row("awq", "awq-w4g{group}", {}, "awq", ""),
+    Row("sparsegpt", "sparsegpt-2:4", {"block": BLOCK, "damping": DAMPING}, "sparsegpt", "near"),
 )
 
 
@@ -135,7 +139,7 @@ def compare(source: Path, label: str, place: Path, args: argparse.Namespace) -> 
     rows = {}
     for row in ROWS:
         ours, theirs = place / f"attar-{row.name}", place / f"peer-{row.job}"
-        recipe = Recipe.from_dict({"recipe": f"{row.method}-w4g{group}", **row.options})
+        recipe = Recipe.from_dict({"recipe": row.recipe.format(group=group), **row.options})
         done = attar.compress(source, ours, recipe=recipe, calibration=calibration, overwrite=True, resume=False)
         a, b = (evaluate(path, against=decoder, tokens=held_out) for path in (ours, theirs))
         ratio = paired_bootstrap_ratio(a.measurement.kl_windows, b.measurement.kl_windows)
@@ -214,14 +218,20 @@ def agreement(ours: Path, theirs: Path) -> tuple[float, bool]:
         (codes_a, scale_a), (codes_b, scale_b) = stored(a, name), stored(b, name)
         same += int((codes_a == codes_b).sum())
         total += codes_a.numel()
-        scales &= torch.equal(scale_a, scale_b)
+        if scale_a is None or scale_b is None:
+            scales &= scale_a is scale_b
+        else:
+            scales &= torch.equal(scale_a, scale_b)
     return same / total, scales
 
 
-def stored(checkpoint: hf.Checkpoint, name: str) -> tuple[Tensor, Tensor]:
-    """Codes and scales of one linear."""
+def stored(checkpoint: hf.Checkpoint, name: str) -> tuple[Tensor, Tensor | None]:
+    """Codes and scales of one linear; of a dense one which weights are not zero."""
     weight = checkpoint.linear(name).weight
-    assert isinstance(weight, PackedTensor), f"{name} is not compressed"
+    if not isinstance(weight, PackedTensor):
+        assert isinstance(weight, Tensor)
+        assert (weight == 0).any(), f"{name} is neither compressed nor pruned"
+        return weight.ne(0), None
     codes, scale, _ = affine.decode(weight)
     return codes, scale
 

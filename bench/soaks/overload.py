@@ -123,20 +123,20 @@ async def _load(address: Address, clients: int, seconds: float) -> Window:
 
 async def _client(address: Address, rng: random.Random, window: Window) -> None:
     connection = await Connection.open(address)
-    reply = None
     try:
         while True:
-            if connection.closed:
-                connection = await Connection.open(address)
-            if reply is None or reply.status != 429:  # who was refused asks the same again
-                prompt, tokens = " ".join(rng.choices(WORDS, k=24)), rng.randint(*TOKENS)
-                body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True, "seed": 1}
-                asked = request("POST", "/v1/completions", body)
-            reply = await connection.ask(asked)
-            window.note(reply, tokens)
-            if reply.status == 429:
-                await asyncio.sleep(int(reply.headers.get("retry-after", "1")) + rng.random())
-            elif not reply.complete:
-                await asyncio.sleep(0.1)
+            prompt, tokens = " ".join(rng.choices(WORDS, k=24)), rng.randint(*TOKENS)
+            body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True, "seed": 1}
+            asked, refused = request("POST", "/v1/completions", body), True
+            while refused:  # and asks the same again
+                if connection.closed:
+                    connection = await Connection.open(address)
+                reply = await connection.ask(asked)
+                window.note(reply, tokens)
+                refused = reply.status == 429
+                if refused:
+                    await asyncio.sleep(int(reply.headers.get("retry-after", "1")) + rng.random())
+                elif not reply.complete:
+                    await asyncio.sleep(0.1)
     finally:
         connection.leave(rudely=False)

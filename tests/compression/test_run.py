@@ -125,6 +125,11 @@ def test_text_is_not_drawn_for_recipes_that_read_none(
         compress(tiny, tmp_path / "out", recipe=recipe, calibration=calibration, drawn=3)
 
 
+def test_text_is_not_drawn_for_several_recipes_that_read_none(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="these read text only to be chosen by: leave the drawn text out"):
+        compress(tiny, tmp_path / "out", recipe="rtn-w4g32,hqq-w4g32", calibration=calibration, drawn=3)
+
+
 @pytest.mark.parametrize("calibration", [None, "self"])
 def test_text_is_drawn_to_go_with_another(calibration: str | None, tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"to go with a calibration text: give one, or more samples of `self`"):

@@ -79,7 +79,17 @@ def test_addresses_that_others_reach_need_a_key() -> None:
         assert Options(host=host, hosts=frozenset({"llm.example.org"})).names >= {"localhost", "llm.example.org"}
     public = Options(host="0.0.0.0", keys=Keys.of([KEY]), hosts=frozenset({"llm.example.org"}))
     assert public.names >= {"127.0.0.1", "llm.example.org"}, "who looks after a container asks by loopback"
-    for name in ("", "*.example.org", "Example.org", "example.org:443", " example.org"):
+    assert "2001:db8::1" in Options(hosts=frozenset({"2001:db8::1"})).names
+    for name in (
+        "[2001:db8::1]",
+        "2001:DB8::1",
+        "2001:db8:0::1",
+        "",
+        "*.example.org",
+        "Example.org",
+        "example.org:443",
+        " example.org",
+    ):
         with pytest.raises(ValueError, match="no host's name"):
             Options(hosts=frozenset({name}))
     with pytest.raises(ValueError, match="every web page"):

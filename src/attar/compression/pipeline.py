@@ -150,6 +150,11 @@ def compress(
     order = Order.take(src, dst, head, imatrix, calibration is not None, seed, device)
     choice = None
     if names is not None:
+        if drawn and calibration is not None and not best.is_ladder(recipe):
+            count = calibrate.count(calibration, amount) + drawn
+            readies = (order.ready(name, count) for name in names)
+            if not any(each.reads or order.weighs(each.plan) for each in readies):
+                raise ValueError(f"{recipe}: these read text only to be chosen by: leave the drawn text out")
 
         def make(name: str, ids: list[list[int]], out: Path) -> float:
             trial = replace(order, dst=out)

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from ipaddress import IPv6Address
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -69,7 +70,7 @@ class Options:
         if not self.keys.hashes and self.limits != Limits():
             raise ValueError("limits of requests and tokens are for each API key, and none is set")
         for name in self.hosts:
-            if not name or "*" in name or host_name(name.encode()) != name:
+            if not name or "*" in name or host_name(_in_header(name).encode()) != name:
                 raise ValueError(f"{name!r} is no host's name in small letters, without a port: list names one by one")
         if "*" in self.origins:
             raise ValueError("origins are listed one by one: `*` would let every web page in")
@@ -183,6 +184,14 @@ class Door:
             and b"access-control-request-method" in headers
             and headers.get(b"origin", b"").decode("latin-1") in self.options.origins
         )
+
+
+def _in_header(name: str) -> str:
+    """A host's name as a Host header has it: addresses with colons stand in brackets."""
+    try:
+        return f"[{IPv6Address(name)}]"
+    except ValueError:
+        return name
 
 
 def check_body(headers: Mapping[bytes, bytes]) -> None:
