@@ -22,7 +22,7 @@ from attar.kernels.native import linear as native
 from attar.kernels.nuq import Channels
 from attar.kernels.operands import Linear
 from attar.kernels.pages import Bases, Pages
-from attar.kernels.planes import rotation
+from attar.kernels.planes import Basis
 from attar.model import cache, decoder
 from attar.model.config import ModelConfig, Rope
 from attar.model.families import read_config
@@ -174,10 +174,16 @@ def test_what_schemes_want_beside_blocks_is_what_pages_hold() -> None:
     pages = Pages.zeros(1, 64, 2, 64, scheme("kivi2"), tails=15)
     assert pages.recent is not None
     assert costs.beside_bytes(config, "kivi2", 5) == 3 * (pages.recent.keys.nbytes + pages.recent.values.nbytes)
-    turn = rotation(2, 64, 16)
-    held = (turn.into, turn.back, turn.queries, turn.mean, turn.weights, turn.shares)
+    rows, matrices = torch.zeros(2, 64), (torch.zeros(2, 64, 64) for _ in range(4))
+    both = Bases(*(Basis(next(matrices), next(matrices), rows, rows, ((4,) * 8,) * 2) for _ in range(2)))
+    held = {
+        each.untyped_storage().data_ptr(): each.nbytes
+        for side in (both.keys, both.values)
+        if isinstance(side, Basis)
+        for each in (side.into, side.back, side.queries)
+    }
     bases = costs.beside_bytes(config, "klt4", 5) - costs.calibration_bytes(config, "klt4")
-    assert bases == 3 * 2 * sum(each.nbytes for each in held)
+    assert bases == 3 * (sum(held.values()) + 2 * 3 * rows.nbytes)
     of = Channels(torch.zeros(2, 64), torch.ones(2, 64), torch.zeros(16), True)
     bases = costs.beside_bytes(config, "nuq4", 5) - costs.calibration_bytes(config, "nuq4")
     assert bases == 3 * 2 * sum(each.nbytes for each in (of.mean, of.spread, of.levels))

@@ -126,11 +126,11 @@ class KvScheme:
         return 2 * 2 * block * kv_heads * head_dim if self.recent else 0
 
     def basis_bytes(self, kv_heads: int, head_dim: int) -> int:
-        """Of one layer's calibrated bases, three matrices and three rows a head on either side (of nuq, two rows and
+        """Of one layer's calibrated bases, two matrices and three rows a head on either side (of nuq, two rows and
         the levels); others are shared."""
         if self.kind == "nuq":
             return 2 * 4 * (kv_heads * 2 * head_dim + (1 << round(self.bits)))
-        return 2 * 4 * kv_heads * (3 * head_dim**2 + 3 * head_dim) if self.calibrated else 0
+        return 2 * 4 * kv_heads * (2 * head_dim**2 + 3 * head_dim) if self.calibrated else 0
 
     def bits_per_value(self, head_dim: int, block: int, context: int | None = None) -> float:
         """Bits of a key's or value's number, scales and all; with a `context`, of a sequence of so many tokens, whose

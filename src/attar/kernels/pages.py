@@ -39,6 +39,10 @@ class Bases:
     keys: Basis | Channels
     values: Basis | Channels
 
+    def __post_init__(self) -> None:
+        if isinstance(self.keys, Basis):
+            self.keys = self.keys.of_keys()
+
     @functools.cached_property
     def addresses(self) -> Tensor:
         """Where the arrays of two `Basis` lie, int64 [12], in the order of `Bases` in `csrc/attention.h`."""

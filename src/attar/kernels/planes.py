@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,7 +47,8 @@ WIDTHS = ((), (1,), (2,), (2, 1), (4,), (4, 1), (4, 2))
 class Basis:
     """Coordinates of one layer's keys or values, of each of its heads.
 
-    `bits` [G][D / 8] of each bucket's coordinates add up to the same for every head, and do not increase.
+    `bits` [G][D / 8] of each bucket's coordinates add up to the same for every head, and do not increase. `back` and
+    `queries` are each other's transpose and may share their memory.
     """
 
     into: Tensor  # [G, D, D] float32
@@ -55,8 +56,11 @@ class Basis:
     mean: Tensor  # [G, D]
     weights: Tensor  # [G, D]: what a squared error of a coordinate counts
     bits: tuple[tuple[int, ...], ...]
+    queries: Tensor = None  # type: ignore[assignment]  # [G, D, D]: queries times it meet the coordinates of keys
 
     def __post_init__(self) -> None:
+        if self.queries is None:
+            self.queries = self.back.transpose(1, 2)
         each, device = torch.tensor(self.bits), self.into.device
         self.columns = each.repeat_interleave(BUCKET, 1).to(device)  # [G, D]
         """Bits of each coordinate."""
@@ -64,8 +68,13 @@ class Basis:
         self.shares = held / (UNIT * held.sum(1, keepdim=True).sqrt())
         """[G, D]: the root mean square of coordinates in standard deviations is that of the sum of (share * y)^2."""
         self.buckets = torch.tensor(self.bits, dtype=torch.uint8)
-        self.queries = self.back.transpose(1, 2).contiguous()
-        """[G, D, D]: queries times this are what keys' coordinates are multiplied with."""
+
+    def of_keys(self) -> Basis:
+        """The same with `queries` laid out in order, which keys want, and not `back`, which values do."""
+        if self.queries.is_contiguous():
+            return self
+        queries = self.queries.contiguous()
+        return replace(self, queries=queries, back=queries.transpose(1, 2))
 
     def turn(self, x: Tensor) -> Tensor:
         """Numbers x [N, G, D] to coordinates."""
@@ -93,7 +102,7 @@ def rotation(kv_heads: int, head_dim: int, units: int, device: str = "cpu") -> B
     buckets = head_dim // BUCKET
     assert units % buckets == 0, "equal bits want whole ones"
     flat = torch.zeros((kv_heads, head_dim), device=device)
-    return Basis(turn, turn.transpose(1, 2).contiguous(), flat, flat + 1, ((units // buckets,) * buckets,) * kv_heads)
+    return Basis(turn, turn, flat, flat + 1, ((units // buckets,) * buckets,) * kv_heads, queries=turn)  # symmetric
 
 
 def hadamard(size: int) -> Tensor:

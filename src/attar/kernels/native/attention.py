@@ -159,9 +159,9 @@ def _tails(pages: Pages, place: Placement) -> tuple[int, int]:
 def _check_bases(pages: Pages) -> None:
     assert pages.bases is not None
     heads, size = pages.kv_heads, pages.head_dim
-    for each in (pages.bases.keys, pages.bases.values):
+    for side, each in (("queries", pages.bases.keys), ("back", pages.bases.values)):
         assert isinstance(each, Basis)
-        for name, matrix in (("into", each.into), ("back", each.back), ("queries", each.queries)):
+        for name, matrix in (("into", each.into), (side, getattr(each, side))):
             _check(f"{name} of a basis", matrix, torch.float32, (heads, size, size))
         for name, row in (("mean", each.mean), ("weights", each.weights), ("shares", each.shares)):
             _check(f"{name} of a basis", row, torch.float32, (heads, size))
