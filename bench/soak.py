@@ -1,6 +1,6 @@
 """Load, held for as long as is asked: what a server must bear, in parts, each with its gates.
 
-    python bench/soak.py [mixed] [disconnects] [overload] [queue] [slow] [signals] [timing]
+    python bench/soak.py [mixed] [disconnects] [overload] [queue] [slow] [idle] [signals] [timing]
                          [--seconds N] [--disconnects N] [--pairs N] [--json FILE]
 
 * mixed: 64 clients of every kind for ten minutes, every answer checked (`soaks/mixed.py`).
@@ -8,6 +8,7 @@
 * overload: ten times the clients that the server has room for (`soaks/overload.py`).
 * queue: the same where the door has room for all, and the engine's queue has not.
 * slow: readers of a kilobyte a second, and of nothing (`soaks/slow.py`).
+* idle: connections over which nothing is asked, or a byte a second (`soaks/idle.py`).
 * signals: the engine killed, and the server told to end, both under load (`soaks/signals.py`).
 * timing: 2,000 pairs of requests that time what another key has asked for (`soaks/timing.py`).
 
@@ -29,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from soaks import disconnects, mixed, overload, signals, slow, timing
+from soaks import disconnects, idle, mixed, overload, signals, slow, timing
 from soaks.served import Gate, Served
 
 FILES = 8192  # descriptors, of the load and of the server alike
@@ -48,7 +49,7 @@ class Part:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "parts", nargs="*", help="mixed, disconnects, overload, queue, slow, signals, timing; default: all"
+        "parts", nargs="*", help="mixed, disconnects, overload, queue, slow, idle, signals, timing; default: all"
     )
     parser.add_argument("--seconds", type=float, help="of each part that takes as long as it is told")
     parser.add_argument("--disconnects", type=int, default=disconnects.COUNT)
@@ -70,6 +71,7 @@ def main() -> int:
             lambda served, seconds, tell: asyncio.run(overload.run(served, seconds, tell, overload.QUEUE_SLOTS)),
         ),
         "slow": Part(slow.OPTIONS, 45, lambda *given: asyncio.run(slow.run(*given))),
+        "idle": Part((), 30, lambda *given: asyncio.run(idle.run(*given))),
         "signals": Part((), 0, lambda served, _, tell: signals.run(served, tell)),
         "timing": Part(
             ("--api-key-file", keys.name),

@@ -39,7 +39,7 @@ def test_the_least_limit_of_a_group_and_those_above_it_holds(root: Path) -> None
     put(root / "sys/fs/cgroup/a/memory.max", f"{4 * GB}\n")
     put(root / "sys/fs/cgroup/memory.max", f"{5 * GB}\n")
     found = machine.examine(root)
-    assert (found.memory, found.limited_by) == (4 * GB, "control group (v2)")
+    assert (found.memory, found.limited_by) == (4 * GB, "left in control group (v2)")
 
 
 def test_a_container_s_group_is_mounted_as_the_root(root: Path) -> None:
@@ -53,13 +53,62 @@ def test_groups_of_the_first_version(root: Path) -> None:
     put(root / "sys/fs/cgroup/memory/jobs/7/memory.limit_in_bytes", f"{2 * GB}\n")
     put(root / "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
     found = machine.examine(root)
-    assert (found.memory, found.limited_by) == (2 * GB, "control group (v1)")
+    assert (found.memory, found.limited_by) == (2 * GB, "left in control group (v1)")
 
 
 def test_no_limit_is_no_limit(root: Path) -> None:
     put(root / "proc/self/cgroup", "4:memory:/\n")
     put(root / "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
-    assert "control group (v1)" not in machine.examine(root).limits
+    put(root / "sys/fs/cgroup/memory/memory.usage_in_bytes", f"{3 * GB}\n")
+    assert machine.examine(root).memory == 64 * GB // 1024 * 1024
+    assert not any("control group" in name for name in machine.examine(root).limits)
+
+
+def test_what_a_group_uses_already_is_not_left(root: Path) -> None:
+    """16 GB with 12 used leave 4: but for what of files nobody has read lately, and never less than nothing."""
+    put(root / "proc/self/cgroup", "0::/a\n")
+    group = root / "sys/fs/cgroup/a"
+    put(group / "memory.max", f"{16 * GB}\n")
+    put(group / "memory.current", f"{12 * GB}\n")
+    assert machine.examine(root).memory == 4 * GB
+    assert machine.examine(root).budget == int(3.6 * GB)
+    put(group / "memory.stat", f"anon {11 * GB}\nfile {GB}\nactive_file 0\ninactive_file {GB}\n")
+    assert machine.examine(root).memory == 5 * GB
+    put(group / "memory.current", f"{18 * GB}\n")
+    assert machine.examine(root).memory == 0
+    put(group / "memory.current", f"{GB // 2}\n")
+    assert machine.examine(root).memory == 16 * GB
+
+
+def test_what_a_group_above_uses_may_leave_less(root: Path) -> None:
+    """The one with the larger limit is fuller; one without a limit says nothing."""
+    put(root / "proc/self/cgroup", "0::/a/b/c\n")
+    for folder, limit, used in (("a", str(10 * GB), 8), ("a/b", "max", 7), ("a/b/c", str(4 * GB), 1)):
+        put(root / "sys/fs/cgroup" / folder / "memory.max", f"{limit}\n")
+        put(root / "sys/fs/cgroup" / folder / "memory.current", f"{used * GB}\n")
+    assert machine.examine(root).memory == 2 * GB
+
+
+def test_what_a_group_of_the_first_version_uses(root: Path) -> None:
+    put(root / "proc/self/cgroup", "4:memory:/jobs/7\n")
+    for folder, limit, used in (("jobs/7", 9 * GB, 5 * GB), ("jobs", 2**63 - 4096, 40 * GB), ("", 60 * GB, 57 * GB)):
+        put(root / "sys/fs/cgroup/memory" / folder / "memory.limit_in_bytes", f"{limit}\n")
+        put(root / "sys/fs/cgroup/memory" / folder / "memory.usage_in_bytes", f"{used}\n")
+    assert machine.examine(root).memory == 3 * GB
+    stat = f"inactive_file 0\ntotal_inactive_file {4 * GB}\n"  # the first is without those of groups below
+    put(root / "sys/fs/cgroup/memory/memory.stat", stat)
+    assert machine.examine(root).memory == 4 * GB
+
+
+def test_what_this_process_holds_is_still_its_own(root: Path) -> None:
+    """Whoever plans counts all that the process will hold, so it is no less before a model is loaded than after."""
+    put(root / "proc/self/cgroup", "0::/a\n")
+    put(root / "sys/fs/cgroup/a/memory.max", f"{16 * GB}\n")
+    put(root / "sys/fs/cgroup/a/memory.current", f"{12 * GB}\n")
+    held = 2 * GB // 1024
+    put(root / "proc/self/status", f"Name: python\nVmRSS: {2 * held} kB\nRssAnon:\t {held} kB\n")
+    assert machine.examine(root).limits["left in control group (v2)"] == 4 * GB + held * 1024
+    assert machine.examine(root).limits["available memory"] == 64 * GB // 1024 * 1024 + held * 1024
 
 
 def test_both_versions_side_by_side(root: Path) -> None:

@@ -4,6 +4,11 @@ A server that asks the hardware alone is killed in a container, so every limit t
 groups of both versions, from the process's own group up to the root, the limit on address space, and what is available
 at this moment. Elsewhere there is the physical memory, and nothing more is known. How fast memory reads is not told by
 any of these: it is measured (`kernels/native/limits.py`) and passed in by whoever may import torch.
+
+What others in a group use already is gone, as it is from the memory that is available: a limit of 16 GB with 12 used
+leaves 4. What this process itself holds is counted as still to be had, because whoever plans with these numbers counts
+all of what the process will hold: itself with torch (`plan/fit.py`), or weights that it has read already
+(`compression/whole.py`). So the same number comes out of a process that has only begun and of one that holds a model.
 """
 
 from __future__ import annotations
@@ -20,15 +25,15 @@ SHARE = 0.9  # of what is available, where nobody says how much to take: what el
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`limits` are bytes of memory by where they come from; the least holds. `cores` are physical ones, as many as
-    there is use for threads."""
+    """`limits` are bytes of memory by where they come from, as `memory_limits` has them; the least holds. `cores` are
+    physical ones, as many as there is use for threads."""
 
     limits: dict[str, int]
     cores: int
 
     @property
     def memory(self) -> int:
-        """Bytes that this process may come to hold."""
+        """Bytes that this process may come to hold, with what it holds already."""
         return min(self.limits.values())
 
     @property
@@ -47,20 +52,31 @@ def examine(root: Path = Path("/")) -> Machine:
 
 
 def memory_limits(root: Path = Path("/")) -> Iterator[tuple[str, int]]:
-    """(where it comes from, bytes) of every limit that is set; at least one."""
-    for version, file, folders in (
-        ("2", "memory.max", _groups(root, "")),
-        ("1", "memory.limit_in_bytes", _groups(root, "memory")),
+    """(where it comes from, bytes) of every limit that is set; at least one. Bytes are what this process may come to
+    hold, with what it holds already: others' memory is taken off, but for the limit on address space, which is its own.
+
+    What of a file nobody has read lately the kernel gives back before a limit is reached, so a group does not count it.
+    """
+    own = _meminfo(root / "proc/self/status", "RssAnon") or 0
+    for version, controller, limit, usage, idle in (
+        ("2", "", "memory.max", "memory.current", "inactive_file"),
+        ("1", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        found = [limit for folder in folders if (limit := _number(folder / file)) is not None]
-        if found and min(found) < UNLIMITED:
-            yield f"control group (v{version})", min(found)
+        left = []
+        for folder in _groups(root, controller):
+            most = _number(folder / limit)
+            if most is None or most >= UNLIMITED:
+                continue
+            others = (_number(folder / usage) or 0) - _stat(folder / "memory.stat", idle) - own
+            left.append(max(0, most - max(0, others)))
+        if left:
+            yield f"left in control group (v{version})", min(left)
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
         yield "limit on address space", soft
     available = _meminfo(root / "proc/meminfo", "MemAvailable")
     if available is not None:
-        yield "available memory", available
+        yield "available memory", available + own
     else:
         yield "physical memory", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -123,6 +139,15 @@ def _number(path: Path) -> int | None:
     """The one number that a file holds; None where there is no file, or a word such as `max` or -1."""
     words = _words(path)
     return int(words[0]) if len(words) == 1 and words[0].isdecimal() else None
+
+
+def _stat(path: Path, key: str) -> int:
+    """The number that a control group's statistics have of something; 0 where they do not have it."""
+    for line in _lines(path):
+        name, _, number = line.partition(" ")
+        if name == key and number.isdecimal():
+            return int(number)
+    return 0
 
 
 def _meminfo(path: Path, key: str) -> int | None:

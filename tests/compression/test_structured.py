@@ -77,10 +77,35 @@ def test_sizes_lose_the_percentage(percent: int, expected: Sizes) -> None:
     found = structured.sizes(before, percent)
     after = replace(before, heads=found.heads, kv_heads=found.kv_heads, intermediate=found.intermediate)
     assert found == expected
-    assert before.hidden % after.heads == 0, "which transformers demands"
+    assert before.hidden % after.heads == 0, "which transformers demands of a Llama"
     assert after.intermediate % structured.STEP == 0
     lost = 1 - weights(after) / weights(before)
     assert abs(lost - percent / 100) <= structured.STEP * 3 * before.hidden / weights(before) / 2
+
+
+@pytest.mark.parametrize("name", structured.RESIZED)
+def test_heads_go_in_any_number_that_transformers_loads(name: str) -> None:
+    """Of a quarter of 8 heads 6 are left, of which 512 is no multiple: Llama's keep all, and the columns give more."""
+    before = replace(model(), architecture=name)
+    found = structured.sizes(before, 25)
+    said = structured.account(before, 25, found)
+    if name == "LlamaForCausalLM":
+        assert found == Sizes(8, 4, 1024)
+        assert said.startswith("structured-p25 left out 0 of 4 key-value heads and 512 of 1,536 feed-forward columns")
+        assert "1 of the heads would have been their share" in said
+        assert "only where the number of heads divides the hidden size, 512" in said
+    else:
+        assert found == Sizes(6, 3, 1152)
+        assert said == (
+            "structured-p25 left out 1 of 4 key-value heads and 384 of 1,536 feed-forward columns of each layer."
+        )
+
+
+def test_published_llamas_keep_their_heads_and_others_do_not() -> None:
+    llama = model(hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336)
+    assert structured.sizes(llama, 25) == Sizes(32, 8, 9856)
+    assert structured.sizes(llama, 50) == Sizes(16, 4, 7168)
+    assert structured.sizes(replace(llama, architecture="MistralForCausalLM"), 25) == Sizes(24, 6, 10752)
 
 
 def test_sizes_say_what_they_cannot_do() -> None:
@@ -134,6 +159,10 @@ def test_dead_halves_go_and_nothing_changes(half_dead: Path, calibration: Ids, t
     assert halved * 2 == count
     assert all(record.error < 1e-5 for record in done.records)
     assert inspect(tmp_path / "out").recipe == "structured-p50"
+    (note,) = done.notes
+    assert note == "structured-p50 left out 1 of 2 key-value heads and 128 of 256 feed-forward columns of each layer."
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"It is dense: attar reads it, and transformers as it does the original. {note}" in card
     ours = logits(tmp_path / "out", calibration[0])
     assert torch.allclose(ours, logits(half_dead, calibration[0]), atol=SAME_FUNCTION)
     reader = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -141,3 +170,33 @@ def test_dead_halves_go_and_nothing_changes(half_dead: Path, calibration: Ids, t
     with torch.inference_mode():
         theirs = reader(torch.tensor([calibration[0]])).logits[0]
     assert torch.allclose(ours, theirs, atol=SAME_LOGITS)
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3"])
+def test_heads_that_do_not_divide_the_hidden_size_load_in_transformers(
+    family: str, calibration: Ids, tmp_path: Path
+) -> None:
+    """24 of 32 heads are left, and the hidden size is 128."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=8, max_position_embeddings=128, tie_word_embeddings=False, dtype="bfloat16",
+    )  # fmt: skip
+    source = transformers.AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in source.named_parameters():
+        offset, scale = (1.0, 0.2) if "norm" in name else (0.0, 0.15)
+        parameter.data = (offset + scale * torch.randn(parameter.shape, generator=generator)).bfloat16()
+    source.save_pretrained(tmp_path / "source")
+    done = compress(tmp_path / "source", tmp_path / "out", recipe="structured-p25", calibration=calibration)
+    assert "left out 2 of 8 key-value heads" in done.notes[0]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_attention_heads"] == 24
+    reader, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    with torch.inference_mode():
+        theirs = reader(torch.tensor([calibration[0]])).logits[0]
+    assert theirs.std() > 0.5
+    assert torch.allclose(logits(tmp_path / "out", calibration[0]), theirs, atol=SAME_LOGITS)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attar.engine import flight
-from attar.engine.choices import Choice
+from attar.engine.choices import Choice, Request
 from attar.engine.engine import Engine
 from attar.engine.limits import Limits
 from attar.engine.messages import Delta, Embed, Embedding, Event, Failed, Finished, PromptLogprobs, Submit
@@ -182,6 +182,24 @@ def test_a_vector_of_the_last_position_reuses_what_its_prompt_shares_and_has_the
         assert report.reused_tokens >= reused
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_vector_that_is_none_fails_its_request_alone(
+    decoder: Decoder, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, asks = engine(decoder), [Embed("a", (1, 2, 3), "mean"), Embed("b", (4, 5, 6), "mean")]
+    pool = Request.pool
+
+    def poisoned(self: Request, before: torch.Tensor | None, hidden: torch.Tensor) -> None:
+        pool(self, before, torch.full_like(hidden, bad) if self.id == "a" else hidden)
+
+    monkeypatch.setattr(Request, "pool", poisoned)
+    found = answers(run(made, asks))
+    assert found["a", 0] == ["bad_logits"]
+    monkeypatch.undo()
+    assert found["b", 0] == answers(run(engine(decoder), asks[1:]))["b", 0]
+    assert made.pool.active == 0
+
+
 def test_prompt_logprobs_and_vectors_are_the_models_own(decoder: Decoder) -> None:
     prompt = tuple(i * 7 % decoder.config.vocab_size for i in range(70))
     asks = [
@@ -247,6 +265,16 @@ def test_samplers_of_a_request_share_its_prompt_and_none_is_made_for_a_refused_o
     monkeypatch.setattr("attar.engine.engine.distinct", None)
     made.submit(Submit("b", (5, 6), params))
     assert [event.code for event in made._take() if isinstance(event, Failed)] == ["full"]
+
+
+def test_requests_of_neighbouring_seeds_share_no_choices(decoder: Decoder) -> None:
+    made = engine(decoder, limits=Limits(max_running=8, max_step_tokens=64))
+    for seed in (1, 2, 2**64 - 1):
+        made.submit(Submit(str(seed), (5, 6, 7), SamplingParams(max_tokens=5, seed=seed), n=4))
+    seeds = [choice.sampler.seed for choice in made._choices.values()]
+    assert [seeds[0], seeds[4], seeds[8]] == [1, 2, 2**64 - 1], "the first choice's is the request's"
+    assert len(set(seeds)) == 12
+    assert all(0 <= seed < 2**64 for seed in seeds)
 
 
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])

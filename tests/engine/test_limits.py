@@ -20,7 +20,7 @@ def test_steps_are_planned_for_as_many_as_run_together() -> None:
     assert Limits().steps(3) == StepLimits(rows=512, sequences=32, threads=3)
     assert Limits(policy="none").steps(1).sequences == 1
     throughput = PRESETS["throughput"].steps(2)
-    assert (throughput.rows, throughput.sequences) == (2048, 128)
+    assert (throughput.rows, throughput.sequences, throughput.headroom) == (2048, 128, 0.01)
 
 
 def test_what_a_preset_comes_to_is_told_with_what_it_changes() -> None:

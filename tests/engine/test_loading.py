@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
-from attar.engine.limits import Limits
+from attar import machine
+from attar.cli.main import app
+from attar.engine.blocks import BlockPool
+from attar.engine.limits import PRESETS, Limits
 from attar.engine.loading import fit, kv_name
+from attar.engine.radix import RadixCache
+from attar.engine.scheduler import Scheduler
+from attar.engine.sequence import Sequence
 from attar.engine.settings import Settings
 from attar.formats.scheme import Scheme
 from attar.model.shapes import shape
-from attar.plan.costs import Storage
+from attar.plan.costs import BLOCK, Storage
 from attar.plan.fit import Fit
 
 CONFIG = shape("llama-3.2-1b")
@@ -40,8 +48,64 @@ def test_a_context_that_fits_several_times_is_kept() -> None:
 
 def test_the_cache_is_no_larger_than_all_requests_together() -> None:
     made = found(Limits(max_running=2, max_step_tokens=64), context=1024)
-    assert made.tokens == 2 * 1024
+    assert made.tokens == 2 * 1024 + BLOCK, "and the block that the second has to leave free"
+    assert made.requests == 2
     assert made.unused > GB
+
+
+def admitted(made: Fit, limits: Limits, prompt: int) -> tuple[int, int]:
+    """Of many requests of the full context, with so many tokens of a prompt that no other has: how many the scheduler
+    lets run at once in that cache, and how many of their tokens there is room for."""
+    pool = BlockPool(made.blocks, made.block)
+    one_step = replace(limits, max_step_tokens=200 * 512, max_waiting=200)
+    scheduler = Scheduler(pool, RadixCache(pool), one_step)
+    for i in range(made.requests + 3):
+        ids = range(i * prompt, (i + 1) * prompt)
+        scheduler.add([Sequence(id=str(i), prompt_ids=ids, max_tokens=made.context - prompt)], 0.0)
+    step = scheduler.plan(0.0)
+    return len(step.admitted), step.tokens
+
+
+@pytest.mark.parametrize("prompt", [511, 472])
+@pytest.mark.parametrize("headroom", [0.0, 0.01, 0.02, 0.05, 0.2])
+@pytest.mark.parametrize("tokens", [512, 1000, 16384, 16448, 17000, 40000])
+def test_as_many_full_requests_as_are_told_run_at_once_and_no_more(tokens: int, headroom: float, prompt: int) -> None:
+    """472 tokens and an answer of 40: 31 ran in 256 blocks, of which 32 had been told."""
+    limits = Limits(max_running=200, headroom=headroom)
+    made = found(limits, context=512, max_cached_tokens=tokens)
+    assert admitted(made, limits, prompt) == (made.requests, made.requests * prompt)
+    if (tokens, headroom) == (16384, 0.02):
+        assert made.requests == 31
+
+
+@pytest.mark.parametrize("limits", [Limits(), *PRESETS.values(), Limits(policy="static"), Limits(policy="none")])
+def test_in_much_memory_all_that_may_run_together_do(limits: Limits) -> None:
+    made = found(limits, context=512, memory=60 * GB)
+    assert made.unused > GB, "more blocks would be for nothing"
+    assert made.requests == limits.together
+    assert admitted(made, limits, 511) == (limits.together, limits.together * 511)
+
+
+@pytest.mark.parametrize("preset", [None, "latency"])
+@pytest.mark.parametrize("left", [20 * GB, 5 * GB])
+def test_a_plan_says_what_a_server_will(left: int, preset: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same container, with the same options."""
+    monkeypatch.setattr(machine, "examine", lambda: machine.Machine({"left in control group (v2)": left}, 2))
+    settings = Settings("model", "socket", context=2048, preset=preset)
+    server = fit(settings, CONFIG, Storage(), settings.limits(), 2)
+    asked = "plan --shape llama-3.2-1b --context 2048 --users 2 --kv float32 --bandwidth 20GB --json"
+    asked += f" --preset {preset}" if preset else ""
+    plan = json.loads(CliRunner().invoke(app, asked.split()).stdout.splitlines()[-1])
+    row = plan["rows"][0]
+    assert plan["memory_source"] == "left in control group (v2)"
+    assert row == row | {"memory": int(0.9 * left), "blocks": server.blocks, "requests": server.requests}
+    assert server.requests > 1
+
+
+def test_a_container_with_nothing_left_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "examine", lambda: machine.Machine({"left in control group (v2)": 0}, 2))
+    with pytest.raises(ValueError, match=r"there are 0 bytes \(left in control group \(v2\)\): [\d.]+ GB too little"):
+        found(memory=None)
 
 
 def test_a_size_that_was_given_is_taken() -> None:

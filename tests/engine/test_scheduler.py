@@ -179,6 +179,50 @@ def test_choices_share_the_prompt_of_the_first() -> None:
     assert a.blocks[:2] == b.blocks[:2] == c.blocks[:2]
 
 
+def test_what_is_asked_and_reused_counts_once_a_request() -> None:
+    """Of eight choices of a new prompt seven find it, which the first has just computed: that is no reuse."""
+    engine = Engine()
+    engine.add("cold", range(3), n=8)
+    engine.finish()
+    assert (engine.cache.asked, engine.cache.reused) == (3, 0)
+    engine.add("warm", range(3), n=8)
+    engine.finish()
+    assert (engine.cache.asked, engine.cache.reused) == (3 + 3, 2)
+    engine.add("more", range(3))
+    engine.finish()
+    assert (engine.cache.asked, engine.cache.reused) == (6 + 3, 2 + 2)
+
+
+def test_the_first_choice_that_runs_is_counted() -> None:
+    """Also where it is not the first of the request; and not again where that ends meanwhile."""
+    engine = Engine(max_running=1)
+    engine.add("r", range(10), n=3)
+    engine.scheduler.cancel("r.0", engine.now)
+    assert engine.step() == [("r.1", 10)]
+    engine.scheduler.cancel("r.1", engine.now)
+    engine.finish()
+    assert (engine.cache.asked, engine.cache.reused) == (10, 0)
+
+
+def test_where_the_first_choice_asks_for_nothing_nobody_does() -> None:
+    """Prompt log probabilities are computed by the first, and what the others find is its."""
+    engine = Engine()
+    first, second = (Sequence(id=f"r.{i}", prompt_ids=range(8), max_tokens=2, bypass=i == 0) for i in range(2))
+    engine.scheduler.add([first, second], engine.now)
+    engine.finish()
+    assert (first.reuse_ended, second.reused) == ("bypassed", 7)
+    assert (engine.cache.asked, engine.cache.reused) == (0, 0)
+
+
+def test_whoever_starts_over_is_not_counted_again() -> None:
+    engine = Engine(blocks=5)
+    engine.add("a", range(8), max_tokens=9)
+    engine.add("b", range(20, 28), max_tokens=9)
+    engine.finish()
+    assert engine.scheduler.preemptions > 0
+    assert (engine.cache.asked, engine.cache.reused) == (16, 0)
+
+
 def test_whoever_is_admitted_without_a_chunk_can_fail_in_the_step_too() -> None:
     engine = Engine(policy="static", max_running=2, max_step_tokens=4)
     engine.add("a", range(4))

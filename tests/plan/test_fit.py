@@ -112,6 +112,25 @@ def test_a_model_that_does_not_fit_says_by_how_much() -> None:
     assert enough.requests == 1
 
 
+def test_where_nothing_is_left_that_is_said() -> None:
+    with pytest.raises(ValueError, match=r"needs [\d.]+ GB, but there are 0 bytes \(left in control group \(v2\)\)"):
+        fit.require(fit.fit(CONFIG, W4, "int8", 0, 4096), "left in control group (v2)")
+
+
+headrooms = st.sampled_from([0.0, 0.01, 0.02, 0.05, 0.2, 0.9])
+NOTHING_ELSE = Fit(memory=0, weights=0, step=0, processes=0, block=BLOCK, block_bytes=1, blocks=0, context=BLOCK)
+
+
+@given(st.integers(1, 300), st.integers(1, 50), headrooms)
+def test_the_least_blocks_for_so_many_requests(requests: int, each: int, headroom: float) -> None:
+    def run(blocks: int) -> int:
+        return replace(NOTHING_ELSE, blocks=blocks, context=each * BLOCK, headroom=headroom).requests
+
+    needed = fit.blocks_for(requests, each, headroom)
+    assert run(needed) >= requests > run(needed - 1)
+    assert (needed == requests * each) == (headroom == 0 or requests == 1)
+
+
 def test_a_cache_that_holds_no_request_is_refused() -> None:
     found = fit.fit(CONFIG, W4, "float32", 4 * GB, 131_072)
     with pytest.raises(ValueError, match=r"would hold [\d,]+ tokens, less than one request of 131,072: .* too little"):
@@ -178,7 +197,7 @@ def test_a_plan_and_a_start_agree(context: int | None, tokens: int | None) -> No
 def test_a_start_takes_no_blocks_that_its_sequences_could_not_use() -> None:
     limits = StepLimits(sequences=5)
     found = fit.start(CONFIG, W4, "int8", 16 * GB, limits, 8000)
-    assert found.blocks == 5 * 125
+    assert found.blocks == 638, "5 x 125, and the 2 % of all that the last of them has to leave free"
     assert found.requests == 5
     assert found.unused > 10 * found.cache
     assert fit.start(CONFIG, W4, "int8", 16 * GB, limits, 8000, 50_000).tokens == 50_048, "more, where asked for"
@@ -202,7 +221,7 @@ def test_without_a_context_a_start_shortens_requests_to_what_the_cache_holds() -
         ("33 users at once, but only 32", lambda: fit.plan("x", CONFIG, [W4], Demand(10, 33), GB, "m")),
         ("at least one user, not 0", lambda: Demand(10, 0)),
         ("at least one position, not 0", lambda: Demand(0)),
-        ("holds nothing", lambda: fit.fit(CONFIG, W4, "int8", 0)),
+        ("-1 bytes is below zero", lambda: fit.fit(CONFIG, W4, "int8", -1)),
         ("at least one token, not 0", lambda: fit.fit(CONFIG, W4, "int8", GB, max_tokens=0)),
         ("bandwidth must be above 0, not 0", lambda: fit.speed(CONFIG, W4, "int8", Demand(1), 0.0)),
     ],

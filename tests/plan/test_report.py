@@ -45,6 +45,16 @@ def test_what_a_server_would_say_is_in_the_plan() -> None:
     assert f"\n{report.startup(made.rows[0].fit, 'float32')}\n" in report.to_text(made)
 
 
+def test_blocks_that_are_kept_free_are_told_where_more_than_one_may_run() -> None:
+    """256 blocks hold 32 requests of 512 tokens, and the scheduler lets 31 in."""
+    found = fit.fit(CONFIG, W4, "int8", 16 * 10**9, 512, max_tokens=32 * 512)
+    assert report.startup(found, "int8").endswith(
+        "in 256 blocks of 64 (int8): 31 requests of 512 at once, with 6 blocks kept free for those that run"
+    )
+    alone = fit.fit(CONFIG, W4, "int8", 16 * 10**9, 512, max_tokens=512)
+    assert report.startup(alone, "int8").endswith("1 requests of 512 at once")
+
+
 def test_room_for_all_that_may_run_together_says_what_is_left() -> None:
     made = make(64 * 10**9)
     left = fit.size(made.rows[0].fit.unused)
@@ -71,7 +81,7 @@ def test_the_dict_is_json_and_says_the_same() -> None:
     assert found["fits"]
     assert found["answer"] == report.answer(made)
     for row, plain in zip(made.rows, found["rows"], strict=True):
-        assert plain["tokens"] == row.fit.tokens
+        assert (plain["weight_scheme"], plain["kv"], plain["tokens"]) == (row.weights, row.kv, row.fit.tokens)
         assert plain["weights"] + plain["step"] + plain["processes"] + plain["cache"] + plain["unused"] == 4 * 10**9
         assert sum(plain["weight_parts"].values()) == plain["weights"]
         assert plain["fits"] == (row.speed is not None)

@@ -165,7 +165,8 @@ def test_linears_without_a_kernel_are_named(tiny_decoder: Callable[..., Decoder]
     assert steps.references(config, Storage.named("w8a8")) == {}
 
 
-IMPOSSIBLE: Mapping[str, dict[str, int]] = {
+IMPOSSIBLE: Mapping[str, dict[str, Any]] = {
+    "the headroom is a share below 1, not 1": {"headroom": 1.0},
     "rows of a step are at least 1, not 0": {"rows": 0},
     "threads of a step are at least 1, not -1": {"threads": -1},
     "recordings of a step are at least 0, not -1": {"recordings": -1},

@@ -252,6 +252,7 @@ def _fields() -> Iterator[tuple[str, str, Any, str]]:
             ([{"role": "user", "content": "👨‍👩‍👧‍👦" * 2000}], "context_length_exceeded"),
         ):
             yield path, "messages", value, code
+    yield MESSAGES, "messages", [*USER, {"role": "assistant", "content": "x"}], "invalid_value"
     for message, code in (
         ({"role": "user"}, "missing_field"),
         ({"role": "user", "content": None}, "missing_field"),
@@ -260,6 +261,8 @@ def _fields() -> Iterator[tuple[str, str, Any, str]]:
         ({"role": "assistant", "content": None, "tool_calls": [{}]}, "invalid_length"),
         ({"role": "assistant", "content": "x", "function_call": {}}, "invalid_type"),
         ({"role": "assistant", "content": "x", "audio": {"id": "x"}}, "invalid_type"),
+        ({"role": "user", "content": "x", "type": "image"}, "invalid_value"),
+        ({"role": "user", "content": "x", "type": None}, "invalid_type"),
     ):
         yield CHAT, "messages", [message], code
 
@@ -285,7 +288,9 @@ BODIES: list[tuple[bytes, str]] = [
     (b"[" * 100_000, "invalid_json"),
     (b'{"prompt":' + b"[" * 64 + b"]" * 64 + b"}", "invalid_json"),
     (b'{"prompt":' + b"[" * 63 + b"]" * 63 + b"}", "invalid_type"),
-    (b"{" + b",".join(b'"%d":1' % i for i in range(200_000)) + b"}", "unknown_field"),
+    (b"{" + b",".join(b'"%d":1' % i for i in range(90_000)) + b"}", "unknown_field"),
+    (b"{" + b",".join(b'"%d":1' % i for i in range(200_000)) + b"}", "invalid_json"),
+    (b'{"prompt":[' + b"[]," * 1_000_000 + b"0]}", "invalid_json"),
     (b"--x\r\nContent-Disposition: form-data; name=a\r\n\r\nb\r\n--x--", "invalid_json"),
     (b"prompt=hello&n=1", "invalid_json"),
     (b"\x1f\x8b\x08\x00\x00\x00\x00\x00", "invalid_json"),

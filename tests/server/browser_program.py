@@ -197,6 +197,60 @@ def talk(browser: Browser, url: str, size: tuple[int, int], picture: Path) -> di
     return seen
 
 
+def read_back(browser: Browser, url: str) -> dict[str, Any]:
+    """Where a reader is while an answer comes: in a window that does not hold it."""
+    walk = Walk(browser, url, (1000, 320))
+    page, seen = walk.page, {}
+
+    def below() -> float:
+        return float(page.evaluate("talk.scrollHeight - talk.clientHeight - talk.scrollTop"))
+
+    def top() -> float:
+        return float(page.evaluate("talk.scrollTop"))
+
+    def scroll(*keys: str) -> float:
+        """Where the keys lead, once the view is still."""
+        if walk.focus() != "talk":
+            walk.to("talk", "Shift+Tab")
+        walk.press(*keys)
+        time.sleep(0.3)  # it glides
+        until(lambda: top() == (time.sleep(0.1), top())[1])
+        return top()
+
+    def grown() -> None:
+        """Until there are more lines."""
+        before = page.evaluate("talk.scrollHeight")
+        until(lambda: page.evaluate("talk.scrollHeight") > before)
+
+    walk.set("max_tokens", str(MANY))
+    walk.say("so many words " * 60)
+    walk.answering()
+    grown()
+    seen["at the end"] = below()
+    for key in ("ArrowUp", "PageUp", "Home"):
+        at = scroll(key)
+        away = below()
+        grown()
+        seen[key] = [away > 4, top() - at]
+        until(lambda: (scroll("End"), below() < 4)[1])  # lines may come while it glides to what was the end
+        grown()
+        seen[f"back from {key}"] = below()
+    at = scroll("Home")
+    walk.press("Escape")
+    until(lambda: walk.notes() == 1)
+    seen["stopped"] = [at, top()]
+    walk.to("text")
+    walk.say("and")
+    walk.answering()
+    seen["asked"] = below()
+    walk.press("Escape")
+    until(lambda: walk.notes() == 2)
+    seen["noted"] = below()
+    seen["errors"] = walk.errors
+    page.close()
+    return seen
+
+
 def look(browser: Browser, url: str) -> dict[str, Any]:
     """What is drawn of what an engine says, by a clock that stands still between two looks: in the dark, the last."""
     page = browser.new_page(viewport={"width": 1200, "height": 760})
@@ -235,6 +289,7 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         seen = {name: talk(browser, url, size, Path(folder) / f"{name}.png") for name, size in SIZES.items()}
         seen["look"] = look(browser, url)
+        seen["read back"] = read_back(browser, url)
         browser.close()
     print(json.dumps(seen))
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from typing import Any
 
@@ -69,6 +70,7 @@ def others(client: openai.OpenAI, model: str) -> dict[str, Any]:
         "models": [model.id for model in client.models.list()],
         "retrieved": client.models.retrieve(model).id,
         "embeddings": [len(each.embedding) for each in embedded.data],
+        "lengths": [math.hypot(*each.embedding) for each in embedded.data],
     }
 
 

@@ -12,6 +12,7 @@ import sys
 import zlib
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,6 +42,11 @@ from attar.text.tokenizer import Detokenizer, Tokenizer
 
 CONTEXT = 512
 BLOCKS, CACHED = 100, 12  # of the cache, and those of them that nobody uses
+
+
+def embedding(prompt: Sequence[int]) -> list[float]:
+    """The engine's vector of a prompt: of any length, as models' are."""
+    return [((token * 31 + at) % 101) / 101 for at, token in enumerate((*prompt, *range(8)))][:8]
 
 
 @dataclass
@@ -157,7 +163,7 @@ class FakeEngine:
                 detokenizer = Detokenizer(self.tokenizer)
                 self.choices.append(Choice(command, number, detokenizer, StopChecker(params.stop)))
         elif isinstance(command, Embed):
-            numbers = [((token * 31 + at) % 101) / 101 for at, token in enumerate((*command.prompt, *range(8)))][:8]
+            numbers = embedding(command.prompt)
             self._embeds += 1
             report = Report(prompt_tokens=len(command.prompt), reuse_ended="bypassed", limited_by={"compute": 1})
             self._out.append(Embedding(command.id, array("f", numbers).tobytes(), report))

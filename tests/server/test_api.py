@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import math
 from array import array
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from attar.engine.messages import Delta
 from attar.engine.request import TokenLogprob
-from attar.server import openai, work
+from attar.server import api, openai, work
 from attar.server.logprobs import LEAST
 from attar.text.tokenizer import Tokenizer
 from tests.server.bad_requests import USER
 from tests.server.conftest import Reply, Running
+from tests.server.fake_engine import embedding
 
 COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
 SEEDED: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 12, "seed": 3}
@@ -145,6 +148,22 @@ def test_anthropics_messages(server: Running) -> None:
     assert answer["usage"]["output_tokens"] == 8
 
 
+def test_a_last_message_of_the_assistants_is_refused_by_anthropics_route(server: Running) -> None:
+    messages = [*USER, {"role": "assistant", "content": "{"}]
+    for stream in (False, True):
+        reply = server.post(MESSAGES, {"messages": messages, "max_tokens": 3, "stream": stream})
+        assert (reply.status, reply.json["error"]["type"]) == (400, "invalid_request_error")
+        assert reply.json["error"]["message"].startswith("messages: ")
+    assert server.post(CHAT, {"messages": messages, "max_tokens": 3}).status == 200
+
+
+def test_messages_as_lm_eval_sends_them(server: Running) -> None:
+    body = {"model": "fake", "max_tokens": 3, "temperature": 0, "stop": ["\n\n"], "seed": 1234}
+    typed = [message | {"type": "text"} for message in USER]
+    answers = [server.post(CHAT, body | {"messages": messages}).json["choices"] for messages in (USER, typed)]
+    assert answers[0] == answers[1]
+
+
 def test_stop_strings_are_told_apart(server: Running) -> None:
     text = server.post(MESSAGES, {"messages": USER, "max_tokens": 20, "temperature": 0}).json["content"][0]["text"]
     stop = text[8:11]
@@ -224,12 +243,64 @@ def test_embeddings(server: Running) -> None:
     )
 
 
+def test_embeddings_are_of_unit_length(server: Running, tokenizer: Tokenizer) -> None:
+    """As OpenAI's are: clients take dot products of them."""
+    ids = tokenizer.encode("one")
+    [found] = server.post("/v1/embeddings", {"input": [ids]}).json["data"]
+    vector = np.array(found["embedding"], np.float32)
+    assert vector.tolist() == found["embedding"]
+    assert np.linalg.norm(vector.astype(np.float64)) == pytest.approx(1, abs=1e-6)
+    engines = np.array(embedding(ids), np.float32).astype(np.float64)
+    assert np.linalg.norm(engines) > 1.1  # or there was nothing to do
+    assert np.array_equal(vector, (engines / np.linalg.norm(engines)).astype(np.float32))
+    assert "unit length" in server.get("/openapi.json").json["components"]["schemas"]["Vector"]["description"]
+
+
+@pytest.mark.parametrize("scale", [1e-45, 1e-30, 1, 1e37])
+def test_no_length_is_too_small_or_too_large_to_divide_by(scale: float) -> None:
+    numbers = np.array([3, -4, 0, 0], np.float32) * np.float32(scale)
+    answer = json.loads(b"".join(api._vectors([numbers.tobytes(), bytes(16)], "m", 1, False)))
+    first, zero = (each["embedding"] for each in answer["data"])
+    assert first == [float(np.float32(0.6)), -float(np.float32(0.8)), 0, 0]
+    assert zero == [0] * 4
+
+
 def test_tokens_there_and_back(server: Running) -> None:
     for text in ("Once upon a time", "😀 <|endoftext|>", "a\nb"):
         answer = server.post("/tokenize", {"prompt": text}).json
         assert answer["count"] == len(answer["tokens"])
         assert server.post("/detokenize", {"tokens": answer["tokens"]}).json == {"prompt": text}
     assert server.post("/detokenize", {"tokens": []}).json == {"prompt": ""}
+
+
+@pytest.mark.parametrize("path", ["/livez", "/readyz"])
+def test_a_balancer_may_ask_for_the_head_alone(start: Callable[..., Running], path: str) -> None:
+    made = start()
+    connection = http.client.HTTPConnection("127.0.0.1", made.port, timeout=20)
+
+    def ask(method: str) -> tuple[int, dict[str, str], bytes]:
+        connection.request(method, path)
+        reply = connection.getresponse()
+        found = {name.lower(): value for name, value in reply.getheaders()}
+        return reply.status, {name: found.get(name, "") for name in ("content-type", "content-length")}, reply.read()
+
+    def agree(status: int) -> None:
+        """All over one connection: a body that came all the same would be taken for the next answer."""
+        for _ in range(2):
+            whole, head = ask("GET"), ask("HEAD")
+            assert head == (status, whole[1], b"")
+            assert whole[0] == status
+            assert whole[2]
+
+    agree(200)
+    if path == "/readyz":
+        made.call(lambda: setattr(made.engine, "beats", False))
+        made.call(lambda: setattr(made.engine, "held", True))
+        made.wait(lambda: made.get(path).status == 503, 10)
+        agree(503)
+    refused = made.request("DELETE", path)
+    assert (refused.status, refused.headers["allow"]) == (405, "GET, HEAD")
+    connection.close()
 
 
 def test_models(server: Running) -> None:
@@ -279,8 +350,12 @@ def test_the_best_of_several_is_the_likeliest_by_token(server: Running) -> None:
     assert all(choice["logprobs"] is None for choice in reply["choices"])
     assert texts == [every[at]["text"] for at in (0, 1, 4, 5)]  # all are equally likely here: the first
     assert reply["usage"]["completion_tokens"] == 40
-    fewer = server.post(COMPLETIONS, body | {"n": 4, "best_of": 2}).json["choices"]
-    assert fewer == every
+    same = body | {"n": 4, "best_of": 4}
+    assert server.post(COMPLETIONS, same).json["choices"] == every
+    pieces = chunks(server.post(COMPLETIONS, same | {"stream": True}))
+    assert "".join(piece["text"] for piece in of_choice(pieces, 7)) == every[7]["text"]
+    fewer = server.post(COMPLETIONS, body | {"n": 2, "best_of": 1})
+    assert (fewer.status, fewer.json["error"]["param"]) == (400, "best_of")
     echoed = server.post(COMPLETIONS, body | {"best_of": 3, "echo": True, "logprobs": 1}).json["choices"]
     assert [choice["text"][:5] for choice in echoed] == ["Once ", "a tim"]
     likely = [choice_of(-1.0, -3.0), choice_of(-1.5), choice_of(-1.0, -1.0, -1.0, -2.0), choice_of()]

@@ -35,6 +35,7 @@ def seen(start: Callable[..., Running], tmp_path_factory: pytest.TempPathFactory
 
 
 SIZE = pytest.mark.parametrize("size", ["wide", "phone"])
+KEYS = ["ArrowUp", "PageUp", "Home"]
 KNOBS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed", "system", "key"]
 
 
@@ -95,6 +96,15 @@ def test_the_figures_are_the_engines(seen: dict[str, Any], size: str) -> None:
     number, unit = shown.split(" ")
     assert unit == "ms"
     assert 300 <= int(number) <= 1000 * passed + 1
+
+
+def test_the_view_follows_an_answer_until_its_reader_goes_back(seen: dict[str, Any]) -> None:
+    found = seen["read back"]
+    assert found["errors"] == []
+    near = [found[name] for name in ("at the end", "asked", "noted", *(f"back from {key}" for key in KEYS))]
+    assert all(0 <= below < 4 for below in near), found
+    assert [found[key] for key in KEYS] == [[True, 0]] * 3  # away from the end, and not moved from there
+    assert found["stopped"] == [0, 0]
 
 
 def test_the_pool_is_drawn_as_it_is_and_the_rate_is_of_what_was_made(seen: dict[str, Any]) -> None:

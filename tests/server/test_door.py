@@ -75,7 +75,7 @@ def test_keys_do_not_share_caches_or_stories(keyed: Running) -> None:
 
 def test_a_wrong_method_is_told_the_right_one(server: Running) -> None:
     assert server.request("DELETE", "/v1/completions").headers["allow"] == "POST"
-    assert server.request("POST", "/readyz", b"{}").headers["allow"] == "GET"
+    assert server.request("POST", "/readyz", b"{}").headers["allow"] == "GET, HEAD"
 
 
 def test_a_body_is_not_read_before_the_key(keyed: Running) -> None:
@@ -96,6 +96,16 @@ def test_listed_pages_may_call(keyed: Running) -> None:
     assert preflight.status == 204
     assert preflight.headers["access-control-allow-origin"] == ORIGIN
     assert "access-control-allow-credentials" not in preflight.headers
+    for wanted, allowed in (
+        ("authorization,content-type,x-stainless-os", "authorization,content-type,x-stainless-os"),
+        ("a, (b)", "authorization, content-type"),
+        (None, "authorization, content-type"),
+    ):
+        asking = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST"}
+        asking |= {} if wanted is None else {"Access-Control-Request-Headers": wanted}
+        reply = keyed.request("OPTIONS", "/v1/completions", None, asking)
+        assert reply.headers["access-control-allow-headers"] == allowed
+    assert "retry-after" in keyed.get("/readyz", GOOD[0] | {"Origin": ORIGIN}).headers["access-control-expose-headers"]
     assert keyed.get("/readyz", GOOD[0] | {"Origin": ORIGIN}).headers["access-control-allow-origin"] == ORIGIN
 
 

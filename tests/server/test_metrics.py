@@ -68,10 +68,13 @@ def test_what_is_refused_or_fails_is_no_served_request(start: Callable[..., Runn
     made.wait(lambda: not made.server.engine.open)
     tokens = sum(len(command.prompt) for command in list(made.engine.commands)[:2])
     assert metric(made, "attar_request_seconds_count") == 0
+    ended = {name: metric(made, f'attar_requests_ended_total{{outcome="{name}"}}') for name in {code, "internal"}}
+    assert ended == ({"internal": 2} if code == "internal" else {code: 1, "internal": 1})
     assert metric(made, "attar_prompt_tokens_total") == tokens  # those of the one that was begun
     made.engine.fail = None
     made.post(COMPLETIONS, body)
     made.wait(lambda: metric(made, "attar_request_seconds_count") == 1)
+    assert metric(made, 'attar_requests_ended_total{outcome="length"}') == 1
     assert metric(made, "attar_prompt_tokens_total") == 2 * tokens
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from typing import TYPE_CHECKING, Any, cast
@@ -73,6 +74,39 @@ def test_null_is_the_default_of_every_optional_field() -> None:
             assert take(kind, **{name: None}) == plain
 
 
+@pytest.mark.parametrize("kind", [ChatBody, TokenizeBody])
+def test_a_message_may_say_that_it_is_text_and_nothing_else(kind: type[Body]) -> None:
+    """As lm-eval's local-chat-completions does of every message."""
+
+    def taken(message: dict[str, Any]) -> Any:
+        return read(kind, json.dumps({"messages": [message]}).encode())
+
+    plain = {"role": "user", "content": "hello"}
+    assert taken(plain | {"type": "text"}) == taken(plain)
+    for value in ("image", "TEXT", "", "message", None, 1, True, ["text"], {"type": "text"}):
+        with pytest.raises(Refusal) as error:
+            taken(plain | {"type": value})
+        assert error.value.param == "messages[0].type"
+        assert error.value.code == ("invalid_value" if isinstance(value, str) else "invalid_type")
+    with pytest.raises(Refusal, match="unknown_field"):
+        take(AnthropicBody, messages=[plain | {"type": "text"}])  # no API of theirs has it
+
+
+def test_an_assistants_message_is_not_continued() -> None:
+    """Anthropic's API goes on with a last message of the assistant's, where a new turn would be another answer."""
+    said = [*MESSAGES, {"role": "assistant", "content": "The answer is ("}]
+    for messages in (said, said[1:]):
+        with pytest.raises(Refusal, match="invalid_value") as error:
+            take(AnthropicBody, messages=messages)
+        assert error.value.param == "messages"
+        assert "continuing an assistant's message is not supported" in error.value.message
+    take(AnthropicBody, messages=[*said, *MESSAGES])
+    take(ChatBody, messages=said)  # there it is OpenAI's way to begin a new turn
+    made = document.document(make_app(*[cast("Any", None)] * 3), document.Served())
+    described = made["components"]["schemas"]["AnthropicBody"]["properties"]["messages"]
+    assert "not continued" in described["description"]
+
+
 def test_prompts_are_texts_or_tokens() -> None:
     assert take(CompletionBody, prompt=["a", "b"]).prompts() == ["a", "b"]
     assert take(CompletionBody, prompt=[1, 2]).prompts() == [[1, 2]]
@@ -142,9 +176,46 @@ def test_the_best_of_several_cannot_be_streamed_and_needs_log_probabilities() ->
     with pytest.raises(Refusal) as error:
         take(CompletionBody, best_of=2, stream=True)
     assert (error.value.code, error.value.param) == ("invalid_value", "best_of")
-    assert take(CompletionBody, n=3, best_of=1, stream=True).best_of == 1  # what it is where it is left out
+    assert take(CompletionBody, n=3, best_of=3, stream=True).best_of == 3  # what it is where it is left out
     for given_, wanted in (({"best_of": 2}, 0), ({"n": 2, "best_of": 2}, None), ({"best_of": 2, "logprobs": 3}, 3)):
         assert sampling.completion_params(take(CompletionBody, **given_), 100, 10).logprobs == wanted
+
+
+def test_candidates_are_at_least_what_is_kept_of_them_as_the_document_says() -> None:
+    rules = document.document(make_app(*[cast("Any", None)] * 3), document.Served())
+    rules = rules["components"]["schemas"]["CompletionBody"]["allOf"]
+    some: list[int | None] = [None, 1, 2, 3, 15, 16]
+    for n, best_of, stream in itertools.product(some, some, (None, False, True)):
+        fields = {"n": n, "best_of": best_of, "stream": stream}
+        fits = best_of is None or (best_of == (n or 1) if stream else best_of >= (n or 1))
+        for spelt in (fields, {name: value for name, value in fields.items() if value is not None}):
+            assert all(obeys(spelt, rule) for rule in rules) == fits, spelt
+            if fits:
+                take(CompletionBody, **spelt)
+                continue
+            with pytest.raises(Refusal, match="invalid_value") as error:
+                take(CompletionBody, **spelt)
+            assert error.value.param == "best_of"
+
+
+def obeys(value: Any, schema: dict[str, Any]) -> bool:
+    """As much of JSON Schema as rules between fields are made of."""
+    if "anyOf" in schema and not any(obeys(value, one) for one in schema["anyOf"]):
+        return False
+    if isinstance(value, dict):
+        fields = schema.get("properties", {})
+        return value.keys() >= set(schema.get("required", ())) and all(
+            obeys(value[name], fields[name]) for name in fields.keys() & value.keys()
+        )
+    number = isinstance(value, int) and not isinstance(value, bool)
+    is_a = {"null": value is None, "integer": number, "array": False, "string": False}
+    return (
+        ("const" not in schema or schema["const"] is value or (number and schema["const"] == value))
+        and ("enum" not in schema or value in schema["enum"])
+        and ("type" not in schema or is_a[schema["type"]])
+        and not (number and value < schema.get("minimum", value))
+        and not (number and value > schema.get("maximum", value))
+    )
 
 
 def test_defaults_are_the_apis() -> None:
@@ -220,9 +291,13 @@ def test_the_document_names_what_is_served_and_asks_for_keys_where_they_are_need
     assert body["model"] == {"enum": [None, "a-model"]}
     assert body["prompt"]["anyOf"][0]["minLength"] == 1
     assert body["stop_token_ids"]["anyOf"][0]["items"]["maximum"] == 999
-    assert after["paths"]["/livez"]["get"]["security"] == []
+    for method in ("get", "head"):
+        assert after["paths"]["/livez"][method]["security"] == []
     for path, methods in after["paths"].items():
         for operation in methods.values():
             assert ("401" in operation["responses"]) == (path != "/livez")
             for status, response in operation["responses"].items():
                 assert ("Retry-After" in response.get("headers", {})) == (status in ("429", "503"))
+        for response in methods.get("head", {"responses": {}})["responses"].values():
+            assert "content" not in response
+    assert {path for path, methods in after["paths"].items() if "head" in methods} == {"/livez", "/readyz"}

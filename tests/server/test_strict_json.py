@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attar.server.strict_json import MAX_DEPTH, JSONError, loads, shown
+from attar.server.strict_json import MAX_DEPTH, MAX_PARTS, MAX_QUOTES, JSONError, loads, shown
 
 GOOD: list[tuple[bytes, Any]] = [
     (b"{}", {}),
@@ -86,8 +86,13 @@ BAD: list[tuple[bytes, str]] = [
     (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), "deeper than 64"),
     (b'{"a":' * 65 + b"1" + b"}" * 65, "deeper than 64"),
     (b"[" * 100_000, "deeper than 64"),
-    (b'{"a":' * 100_000, "deeper than 64"),
+    (b'{"a":' * 40_000, "deeper than 64"),
     (b"[" * 100_000 + b"]" * 100_000, "deeper than 64"),
+    (b"[" + b"[]," * MAX_PARTS + b"0]", "more than 100000 lists, objects and keys"),
+    (b"[" + b'{"a":0},' * (MAX_PARTS // 2) + b"0]", "more than 100000 lists, objects and keys"),
+    (b"[" + b'"[",' * (MAX_QUOTES // 2 + 1) + b"0]", "or texts"),
+    (b'"' + b"[" * MAX_PARTS + b'\\"' + b"[" * MAX_PARTS + b'",[', "Extra data"),
+    (b'"\\' + b"[" * 2 * MAX_PARTS, "line 1"),
     (b"--boundary\r\nContent-Disposition: form-data\r\n\r\n{}", "line 1"),
 ]
 
@@ -103,6 +108,13 @@ def test_what_is_not_json_is_refused_with_a_place(body: bytes, says: str) -> Non
         loads(body)
     assert says in str(error.value)
     assert len(str(error.value)) < 300
+
+
+def test_brackets_in_text_are_text() -> None:
+    text = '[{:"\\' * MAX_PARTS
+    assert loads(json.dumps({"prompt": [text, text]}).encode()) == {"prompt": [text, text]}
+    many = [[0] * 3] * (MAX_PARTS - 1)
+    assert loads(json.dumps(many).encode()) == many
 
 
 @settings(max_examples=200, deadline=None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import pytest
 
 from attar.engine.settings import Settings
 from attar.server import supervisor
-from attar.server.supervisor import FILES, HOPELESS, WITHIN, EngineProcess
+from attar.server.supervisor import HOPELESS, WITHIN, EngineProcess
 
 SECONDS = 60.0  # that a start may take on a busy machine
 
@@ -246,16 +245,3 @@ def test_a_server_that_ends_starts_no_engine(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(engine, "_goes_on", lambda status: True)
     engine._watch()
     engine.child.communicate()
-
-
-def test_connections_are_allowed_for_as_far_as_the_user_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    allowed: list[tuple[int, int]] = []
-    monkeypatch.setattr(supervisor.resource, "setrlimit", lambda _, limits: allowed.append(limits))
-    for soft, hard, expected in (
-        (1024, 1 << 20, [(2 * 1216 + FILES, 1 << 20)]), (1024, 2048, [(2048, 2048)]), (1 << 19, 1 << 20, []),
-        (1024, resource.RLIM_INFINITY, [(2 * 1216 + FILES, resource.RLIM_INFINITY)]),
-    ):  # fmt: skip
-        allowed.clear()
-        monkeypatch.setattr(supervisor.resource, "getrlimit", lambda _, found=(soft, hard): found)
-        supervisor.allow_connections(1216)
-        assert allowed == expected

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,23 @@ from attar.compression.recipe import HEAD, Recipe
 from attar.compression.rotated import RotatedCheckpoint
 from attar.compression.solvers import rtn
 from attar.compression.spelling import KEEP
+from attar.formats.forms import Fp8Blocks
 from attar.formats.packed import PackedTensor
-from attar.formats.scheme import Part, Scheme
+from attar.formats.scheme import Grid, Part, Scheme
 from attar.kernels.operands import Linear
 from attar.model.decoder import all_compressible, gates
 from attar.model.layers import Block
 
 COPY_BYTES = 16 << 20  # of a table copied at once
+DENSE = "safetensors"  # the method of an output in which nothing is packed
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """In which library's format an output is, for its model card."""
+
+    name: str
+    readers: str = ""  # a sentence on who reads it, where the output's notes do not say so
 
 
 class Output:
@@ -109,8 +120,14 @@ class Output:
                 if tensor.startswith(prefix):
                     self._in_block |= dict.fromkeys(parts, layer)
         self.bits_per_weight = 8 * packed_bytes / weights
-        self.method = self._library.METHOD if used else "safetensors"  # what is pruned and dense is in no other
-        self.notes = _notes(config.names.transposed, config.experts is not None, self.packed_ends, used, self.method)
+        method = self._library.METHOD if used else DENSE
+        experts = config.experts is not None
+        self.notes = _notes(config.names.transposed, experts, self.packed_ends, used, method)
+        online = isinstance(checkpoint, RotatedCheckpoint) and bool(checkpoint.online)
+        self.method = Method(method, "" if self.notes else _readers(used, experts or self.head is not None, online))
+        self.notes += _wide_codes(used)
+        if recipe.structured is not None and self.sizes is not None:
+            self.notes += (structured.account(config, recipe.structured.percent, self.sizes),)
         if isinstance(checkpoint, RotatedCheckpoint):
             self.notes += checkpoint.notes
 
@@ -260,8 +277,8 @@ def _notes(
     asymmetric = any(scheme.layout == "packed" and not scheme.grid.symmetric for scheme in used)
     if packed_ends:
         once = (
-            "Its embedding, which is its output matrix too, is stored once and packed: attar reads it, and vLLM if it "
-            "reads packed embeddings of tied models; transformers 5.23 stops"
+            "Its embedding, which is its output matrix too, is stored once and packed: attar reads it, and vLLM, which "
+            "was not tried, if it reads packed embeddings of tied models; transformers 5.23 stops"
         )
         if len(used) == 1 and not experts:
             return (f"{once} unless it is given `quantization_config=CompressedTensorsConfig(dequantize=True)`.",)
@@ -275,13 +292,58 @@ def _notes(
             "with packed zero points, and does not round the activations of FP8.",
         )
     if asymmetric and len(used) > 1:
-        return ("attar and vLLM read it; transformers 5.23 has no place for packed zero points beside another scheme.",)
+        return ("attar reads it; transformers 5.23 has no place for packed zero points beside another scheme.",)
     if asymmetric:
         return (
-            "attar and vLLM read it; transformers 5.23 needs "
+            "attar reads it; transformers 5.23 needs "
             "`quantization_config=CompressedTensorsConfig(dequantize=True)` for its packed zero points.",
         )
     return ()
+
+
+def _readers(used: Collection[Scheme], special: bool, online: bool) -> str:
+    """Who reads an output, where no note says so. What it says of attar and transformers, tests do; vLLM is not tried,
+    and named only where its documentation names the one form. `special`: whether there are experts or a compressed
+    output matrix, of which that says little; `online`: whether inputs are rotated at run time, which has a note."""
+    if online:
+        return "attar reads it."
+    if not used:
+        return "It is dense: attar reads it, and transformers as it does the original."
+    form = _known_to_vllm(next(iter(used))) if len(used) == 1 and not special else None
+    if form is None:
+        return "attar and transformers read it."
+    return (
+        f"attar and transformers read it. vLLM was not tried; {form} in this format is among what its documentation "
+        "says that it takes."
+    )
+
+
+def _known_to_vllm(scheme: Scheme) -> str | None:
+    """Which of the forms that vLLM's documentation names of compressed-tensors a scheme is: INT4 and INT8 weights alone
+    (WNA16) in groups for which it has kernels, INT8 W8A8, and FP8 W8A8. None for any other."""
+    weight, activation = scheme.weight, scheme.activation
+    if isinstance(weight, Fp8Blocks):
+        return "FP8 in blocks" if activation is not None else None
+    if not isinstance(weight, Grid) or not weight.symmetric:
+        return None
+    if activation is None:
+        grouped = weight.granularity == "channel" or weight.group_size in (32, 64, 128)
+        packed = scheme.layout == "packed" and weight.bits in (4, 8) and grouped
+        return f"W{weight.bits}A16 of integers" if packed else None
+    if not isinstance(activation, Grid) or (weight.bits, activation.bits) != (8, 8) or weight.granularity == "group":
+        return None
+    if not scheme.static and activation.granularity != "token":
+        return None
+    return "W8A8 of INT8" if weight.kind == "int" else "W8A8 of FP8"
+
+
+def _wide_codes(used: Collection[Scheme]) -> tuple[str, ...]:
+    """What is to be said of integers of fewer than 8 bits that are stored in 8."""
+    plain = [each for each in used if each.layout == "plain" and isinstance(each.weight, Grid)]
+    names = ", ".join(sorted(each.name for each in plain if each.grid.bits < 8))
+    if not names:
+        return ()
+    return (f"Codes of {names} are stored in 8 bits each, as the format has them beside rounded inputs.",)
 
 
 def model_card(
@@ -290,8 +352,8 @@ def model_card(
     bits_per_weight: float,
     size: int,
     cost: Mapping[str, Any] | None,
-    notes: Sequence[str] = (),
-    method: str = compressed_tensors.METHOD,
+    notes: Sequence[str],
+    method: Method,
 ) -> str:
     """README.md of a compressed folder: what it is, how to run it, and what the compression cost."""
     measured = "Not measured: `attar eval` does, against the original."
@@ -301,12 +363,12 @@ def model_card(
         measured = "| measure | value |\n|---|---|\n" + "\n".join(
             f"| {label} | {cost[key]:.6g} |" for label, key in rows
         )
-    readers = " ".join(notes) or "attar, transformers and vLLM read it."
+    said = " ".join((method.readers, *notes)).strip()
     with_head = "" if head == KEEP else f", the output matrix in `{head}`"
     return (
-        f"---\nlibrary_name: transformers\ntags: [attar, {method}]\n---\n\n# Compressed with attar\n\n"
+        f"---\nlibrary_name: transformers\ntags: [attar, {method.name}]\n---\n\n# Compressed with attar\n\n"
         f"Recipe `{recipe}`{with_head}: {bits_per_weight:.3f} bits per weight in the compressed linears, {size:,}\n"
-        f"bytes of weights. Stored in the format of {method}. {readers}\n\n"
+        f"bytes of weights. Stored in the format of {method.name}. {said}\n\n"
         "`receipt.json` holds the recipe, hashes and probes; `attar verify` checks them on your machine.\n\n"
         f"## What it cost\n\nAgainst the original, on held-out text:\n\n{measured}\n"
     )

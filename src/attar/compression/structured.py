@@ -40,6 +40,11 @@ from attar.model.config import ModelConfig
 RESIZED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Whose config.json, read by transformers, may have fewer heads than hidden_size / head_dim."""
 
+DIVIDED = ("LlamaForCausalLM",)
+"""Those of which transformers wants a number of heads that divides the hidden size, although it reads head_dim. Of the
+published shapes few numbers do: 32 heads become 16 or stay. To call such a model Mistral's, which computes the same,
+would free it, and have transformers take its tokenizer for Mistral's too."""
+
 ROUNDS = 512  # that all columns would take to go
 STEP = 128  # the width stays divisible by this, or by as much of it as it was: kernels and groups of a scheme want it
 
@@ -56,14 +61,14 @@ class Sizes:
 def sizes(config: ModelConfig, percent: int) -> Sizes:
     """The sizes at which a block's linears have `percent` fewer weights, as nearly as `STEP` allows.
 
-    Heads give their share rounded down to whole key-value heads, and to a number of query heads that divides the hidden
-    size, as transformers demands; the feed-forward gives the rest. Raises ValueError where the family is another, or
-    the feed-forward too narrow.
+    Heads give their share rounded down to whole key-value heads, and in the families of `DIVIDED` on to a number of
+    query heads that divides the hidden size; the feed-forward gives the rest. `account` says what became of it. Raises
+    ValueError where the family is another, or the feed-forward too narrow.
     """
     if config.architecture not in RESIZED:
         raise ValueError(f"structured pruning knows {', '.join(RESIZED)}, not {config.architecture}")
     shared = config.heads // config.kv_heads
-    gone = next(n for n in range(config.kv_heads * percent // 100, -1, -1) if _divides(config, n * shared))
+    gone = next(n for n in range(_share(config, percent), -1, -1) if _loads(config, config.heads - n * shared))
     of_head = 2 * (shared + 1) * config.head_dim * config.hidden
     of_column = (3 if config.gated else 2) * config.hidden
     wanted = (config.kv_heads * of_head + config.intermediate * of_column) * percent / 100 - gone * of_head
@@ -76,8 +81,29 @@ def sizes(config: ModelConfig, percent: int) -> Sizes:
     return Sizes((config.kv_heads - gone) * shared, config.kv_heads - gone, left)
 
 
-def _divides(config: ModelConfig, gone: int) -> bool:
-    return gone == 0 or (gone < config.heads and config.hidden % (config.heads - gone) == 0)
+def _share(config: ModelConfig, percent: int) -> int:
+    """How many key-value heads `percent` of them are, rounded down."""
+    return config.kv_heads * percent // 100
+
+
+def _loads(config: ModelConfig, heads: int) -> bool:
+    """Whether transformers loads the model with so many query heads."""
+    return heads == config.heads or config.architecture not in DIVIDED or config.hidden % heads == 0
+
+
+def account(config: ModelConfig, percent: int, new: Sizes) -> str:
+    """What went, of which transformers' rule may have kept heads, in words."""
+    gone, share = config.kv_heads - new.kv_heads, _share(config, percent)
+    said = (
+        f"structured-p{percent} left out {gone} of {config.kv_heads} key-value heads and "
+        f"{config.intermediate - new.intermediate:,} of {config.intermediate:,} feed-forward columns of each layer."
+    )
+    if gone == share:
+        return said
+    return (
+        f"{said} {share} of the heads would have been their share: transformers loads a {config.architecture} only "
+        f"where the number of heads divides the hidden size, {config.hidden}, so columns went in their place."
+    )
 
 
 def declared(config: ModelConfig, new: Sizes, tensor: str, part: Part) -> Part:

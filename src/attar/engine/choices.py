@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attar.engine.messages import Delta, Embedding, Finished, PromptLogprobs, Report
 from attar.engine.request import FinishReason, SamplingParams, TokenLogprob
-from attar.engine.sampler import Draw, Sampler, logprobs_of
+from attar.engine.sampler import BAD, BadLogits, Draw, Sampler, logprobs_of
 from attar.engine.sequence import Sequence, Status
 from attar.engine.stops import StopChecker
 from attar.faults import point
@@ -57,7 +57,8 @@ class Choice:
         return Delta(self.request.id, self.number, (token,), text, logprobs)
 
     def end(self, now: float) -> Finished | Embedding:
-        """What is said of its end; with a report, if the request's other choices have ended."""
+        """What is said of its end; with a report, if the request's other choices have ended. Raises BadLogits where a
+        vector holds a NaN or an infinity."""
         request, report = self.request, None
         if request.open == 1:
             point("engine.report", request.id)
@@ -65,8 +66,10 @@ class Choice:
         if request.pooling:
             point("engine.vector", request.id)
             assert request.pooled is not None
-            vector = request.pooled / (len(request.prompt) if request.pooling == "mean" else 1)
-            return Embedding(request.id, vector.float().numpy().tobytes(), report)
+            vector = (request.pooled / (len(request.prompt) if request.pooling == "mean" else 1)).float()
+            if not vector.isfinite().all():
+                raise BadLogits(BAD)
+            return Embedding(request.id, vector.numpy().tobytes(), report)
         point("engine.finish", self.sequence.id)
         reason = self.reason or "length"
         return Finished(request.id, self.number, reason, self.sampler.index, self.stops.stopped, report)

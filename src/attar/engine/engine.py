@@ -21,7 +21,7 @@ host would wait within the next step while tokens of this one are there to be to
 counts steps ahead, and `alone`, by reason, the times that there was none. Text is left for when the next step runs then
 (`_tell`), unless it could end its sequence, by a stop string.
 
-A request becomes one sequence a choice. Each has a sampler of its own, seeded with the request's seed plus the choice's
+A request becomes one sequence a choice. Each has a sampler of its own, seeded by the request's seed and the choice's
 number, and draws by (seed, index of the token), so that neither batching nor preemption nor what the prefix cache had
 can change a text.
 """
@@ -45,7 +45,7 @@ from attar.engine.messages import Embed, Event, Failed, Stats, Submit
 from attar.engine.radix import RadixCache
 from attar.engine.request import SamplingParams
 from attar.engine.runner import Coming, Runner, horizon
-from attar.engine.sampler import BadLogits, Draw, Sampler, distinct
+from attar.engine.sampler import BAD, BadLogits, Draw, Sampler, distinct, seed_of_choice
 from attar.engine.scheduler import Refused, Scheduler
 from attar.engine.sequence import Sequence as Tokens
 from attar.engine.step import Outcome, StepPlan
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 SENTENCES = {
     "cancelled": "the request was cancelled",
     "deadline": "the request did not end before its deadline",
-    "bad_logits": "the model's logits hold NaN or no finite maximum",
+    "bad_logits": BAD,
     "internal": "the engine failed on this request",
     "shutdown": "the engine is shutting down",
 }
@@ -264,7 +264,7 @@ class Engine:
         point("engine.choice", sequence.id)
         params = request.params
         assert params.seed is not None
-        own = replace(params, seed=(params.seed + number) % 2**64)
+        own = replace(params, seed=seed_of_choice(params.seed, number))
         vocab = self.decoder.config.vocab_size
         prompt = request.prompt if request.seen is None else request.seen
         sampler = Sampler(own, prompt, vocab, name=sequence.id)
@@ -390,6 +390,9 @@ class Engine:
                 continue
             try:
                 self._events.append(choice.end(self.clock()))
+            except BadLogits:
+                self._fail(request.id, "bad_logits")
+                continue
             except Exception:
                 logger.exception("request %s failed at its end", request.id)
                 self._fail(request.id, "internal")

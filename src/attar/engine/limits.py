@@ -57,7 +57,7 @@ class Limits:
 
     def steps(self, threads: int) -> StepLimits:
         """What bounds a step on a CPU, of so many threads: what memory is planned by, before a start and at it."""
-        return StepLimits(rows=self.max_step_tokens, sequences=self.together, threads=threads)
+        return StepLimits(rows=self.max_step_tokens, sequences=self.together, threads=threads, headroom=self.headroom)
 
     def told(self, preset: str | None) -> str:
         """All of them in one line, each with the default where it is another."""

@@ -1,8 +1,8 @@
 """From settings to an engine: what fits is computed from the checkpoint's headers, before any weight is read.
 
 The same arithmetic answers `attar plan`. Without a size given, the cache gets what memory leaves, up to what the
-largest allowed number of requests could use at once; where that is less than one request of the model's whole context,
-the context becomes what does fit, and the start-up table says so.
+largest allowed number of requests need to run at once; where that is less than one request of the model's whole
+context, the context becomes what does fit, and the start-up table says so.
 
 On a GPU, where the weights alone have no room, that is said before any is read. Of the rest nothing but the cache is
 computed: the model is loaded, its largest step and its largest graph are measured (`footprint.py`), and the cache gets
@@ -207,7 +207,7 @@ def on_card(settings: Settings, measured: Footprint, block_bytes: int, most: int
     taken = measured.weights + measured.step + measured.graphs + measured.driver + block_bytes  # and nobody's block
     blocks = planning.cache_blocks(memory - taken, block_bytes, BLOCK, settings.max_cached_tokens, fraction)
     if settings.max_cached_tokens is None:
-        blocks = min(blocks, limits.together * -(-most // BLOCK))
+        blocks = min(blocks, planning.blocks_for(limits.together, -(-most // BLOCK), limits.headroom))
     context = most
     if settings.context is None and 0 < blocks * BLOCK < most:
         context = blocks * BLOCK
@@ -215,7 +215,7 @@ def on_card(settings: Settings, measured: Footprint, block_bytes: int, most: int
     found = Fit(
         memory, measured.weights, measured.step, measured.driver, BLOCK, block_bytes, blocks, context,
         graphs=measured.graphs + block_bytes,
-        kept_by=planning.keeps(blocks * BLOCK, settings.max_cached_tokens, fraction),
+        kept_by=planning.keeps(blocks * BLOCK, settings.max_cached_tokens, fraction), headroom=limits.headroom,
     )  # fmt: skip
     planning.require(found, source)
     return found

@@ -21,7 +21,7 @@ BEAT_SECONDS = 0.5  # between two of the engine's beats
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """A prompt to be continued by `n` choices of their own randomness: choice i draws with seed + i."""
+    """A prompt to be continued by `n` choices of their own randomness: their seeds are `sampler.seed_of_choice`."""
 
     id: str
     prompt: tuple[int, ...]

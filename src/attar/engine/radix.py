@@ -71,9 +71,9 @@ class RadixCache:
         self.pool = pool
         self.round_to = round_to
         self.asked = 0
-        """Prompt tokens that were looked up by requests that went on to run."""
+        """Prompt tokens that were looked up by requests that went on to run, once for each, whatever its choices."""
         self.reused = 0
-        """Of those, tokens that were not computed again."""
+        """Of those, tokens that did not have to be computed."""
         self._roots: dict[bytes, Node] = {}
         self._order: OrderedDict[Node, None] = OrderedDict()  # all nodes but roots, least recently used first
         self._names = itertools.count()

@@ -84,7 +84,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
 
     def seeded(self) -> SamplingParams:
-        """These parameters with a seed: their own, or one from the operating system. Called once per request."""
+        """These parameters with a seed: their own, or one from the operating system. Called once for each prompt."""
         if self.seed is not None:
             return self
         return replace(self, seed=int.from_bytes(os.urandom(8), "little"))

@@ -56,7 +56,7 @@ AT_ONCE = SAMPLED  # rows at most
 CACHED = 1 << 18  # logits: as float64 they fit the cache of a core
 CHANGE = 5  # numbers
 _WORD = 2**64 - 1
-BAD = "the model's logits hold NaN or no finite maximum"
+BAD = "the model's logits hold NaN or no finite maximum, or its vector a number that is not finite"
 
 
 def philox4x64(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, int]:
@@ -77,6 +77,12 @@ def uniform(seed: int, index: int, stream: int = 0) -> float:
     numbers for the same token takes another stream.
     """
     return (philox4x64((index, stream, 0, 0), (seed, 0))[0] >> 11) * 2.0**-53
+
+
+def seed_of_choice(seed: int, number: int) -> int:
+    """The seed of a request's choice: of the first the request's own, of others one that has nothing to do with it, so
+    that requests of neighbouring seeds share no texts."""
+    return philox4x64((number, 0, 0, 0), (seed, 1))[0] if number else seed
 
 
 class BadLogits(ValueError):

@@ -43,7 +43,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
-import math
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Mapping
@@ -51,9 +50,10 @@ from collections.abc import Callable, Collection, Mapping
 from attar.engine.blocks import BlockPool
 from attar.engine.limits import Limits
 from attar.engine.radix import NOTHING, Match, RadixCache, common
-from attar.engine.sequence import Sequence, Status
+from attar.engine.sequence import Kin, Sequence, Status
 from attar.engine.step import Chunk, Copy, Outcome, StepPlan
 from attar.faults import point
+from attar.plan.fit import kept_free
 
 MANY_ENDED = 256  # deadlines of sequences that have ended which may be kept
 
@@ -107,8 +107,10 @@ class Scheduler:
                     f"{self.pool.size}; there are {self.pool.total}",
                 )
         self.require_room(len(choices))
+        kin = Kin()
         for choice in choices:
             self._sequences[choice.id] = choice
+            choice.kin = kin
             choice.order = next(self._orders)
             choice.arrival = choice.since = now
             choice.overdue = self.limits.max_passed == 0
@@ -320,7 +322,9 @@ class Scheduler:
             self._pass(other)
         if sequence.status is Status.QUEUED:
             sequence.reused, sequence.reuse_ended, sequence.differs_at = match.length, match.ended, match.differs_at
-            self.cache.count(sequence.prompt, match)
+            if not sequence.kin.counted:  # what the others find there, the first of them has just computed
+                sequence.kin.counted = True
+                self.cache.count(sequence.prompt, match)
         sequence.enter(Status.PREFILL, now)
         insort(self.running, sequence, key=_rank)
         step.admitted.append(sequence)
@@ -348,7 +352,7 @@ class Scheduler:
         shared = match.blocks if match.source is None else [*match.blocks, match.source]
         to_the_end = sequence.preemptions >= self.limits.max_preemptions
         needed = self.pool.needed(sequence.longest if to_the_end else len(sequence.tokens)) - len(match.blocks)
-        spare = math.ceil(self.limits.headroom * self.pool.total) if self.running else 0
+        spare = kept_free(self.pool.total, self.limits.headroom) if self.running else 0
         self.pool.hold(shared)
         room = None
         try:

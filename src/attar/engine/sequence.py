@@ -28,6 +28,14 @@ class Status(enum.Enum):
     ENDED = "ended"
 
 
+@dataclass(eq=False, slots=True)
+class Kin:
+    """What the choices of one request have in common."""
+
+    counted: bool = False
+    """One of them has run, and the prefix cache has counted their prompt."""
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class Sequence:
     """A prompt to be continued by at most `max_tokens` tokens (0: only to be run through the model).
@@ -65,6 +73,7 @@ class Sequence:
     """`finished`, or one of `messages.FAILURES`."""
     order: int = 0
     """Number in order of arrival."""
+    kin: Kin = field(default_factory=Kin)
     arrival: float = 0.0
     passed: int = 0
     """How often a later one of better priority went first."""

@@ -3,7 +3,8 @@
     memory = weights + adapters + largest step + processes + keys and values
 
 All but the last are bounds that are known before anything is loaded (`costs.py`, `steps.py`); what they leave is cut
-into blocks of the KV cache. A request of a full context takes ceil(context / block) of them, so `requests` is how many
+into blocks of the KV cache. A request of a full context takes ceil(context / block) of them, and one is let in beside
+others only where a share of all blocks stays free then for those that decode (`headroom`). So `requests` is how many
 such requests can run at once without one of them being preempted, if no two share a prompt's beginning. `fit` is that
 division; `start` adds what a server decides besides: no more blocks than its sequences could use together, and shorter
 requests where not one of the model's whole context fits.
@@ -24,6 +25,7 @@ no promise; what kernels reach of them is what `attar bench` measures. Torch-fre
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -77,6 +79,7 @@ class Fit:
     adapters: int = 0  # with what their products take in a step
     graphs: int = 0  # of a GPU: memory of recorded steps
     kept_by: str = "--max-tokens-in-cache"  # the option that would have to be larger for a larger cache in this memory
+    headroom: float = 0.0  # share of all blocks that an admission leaves to those that are running
 
     @property
     def cache(self) -> int:
@@ -94,8 +97,9 @@ class Fit:
 
     @property
     def requests(self) -> int:
-        """Requests of the full context that the cache holds at once."""
-        return self.blocks // self.blocks_each
+        """Requests of the full context that the scheduler lets run at once. One alone may take all of the cache."""
+        beside_others = (self.blocks - kept_free(self.blocks, self.headroom)) // self.blocks_each
+        return max(beside_others, min(1, self.blocks // self.blocks_each))
 
     @property
     def unused(self) -> int:
@@ -105,7 +109,8 @@ class Fit:
 
     def short(self, users: int = 1) -> int:
         """Bytes that are missing for `users` full requests at once; 0 where they fit."""
-        lacking = max(0, users * self.blocks_each - self.blocks) * self.block_bytes
+        needed = blocks_for(users, self.blocks_each, self.headroom)
+        lacking = max(0, needed - self.blocks) * self.block_bytes
         return max(0, lacking - self.unused)
 
     def table(self) -> tuple[tuple[str, int], ...]:
@@ -143,8 +148,8 @@ def fit(
 
     Nothing is refused here: see `Fit.short` and `require`. Raises ValueError where a setting is not possible at all.
     """
-    if memory < 1:
-        raise ValueError(f"a memory of {memory} bytes holds nothing")
+    if memory < 0:
+        raise ValueError(f"a memory of {memory} bytes is below zero")
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"the cache holds at least one token, not {max_tokens}")
     context = config.context if context is None else context
@@ -163,7 +168,23 @@ def fit(
     left = memory - weights - adapters - step - processes
     blocks = cache_blocks(left, each, block, max_tokens, fraction)
     kept_by = keeps(blocks * block, max_tokens, fraction)
-    return Fit(memory, weights, step, processes, block, each, blocks, context, adapters, kept_by=kept_by)
+    return Fit(
+        memory, weights, step, processes, block, each, blocks, context, adapters, kept_by=kept_by,
+        headroom=limits.headroom,
+    )  # fmt: skip
+
+
+def kept_free(blocks: int, headroom: float) -> int:
+    """Of so many blocks, those that the scheduler leaves to who runs, when it lets another in."""
+    return math.ceil(headroom * blocks)
+
+
+def blocks_for(requests: int, each: int, headroom: float) -> int:
+    """The least blocks in which so many requests run at once that take `each` of them."""
+    used = blocks = requests * each
+    while requests > 1 and (more := used + kept_free(blocks, headroom)) > blocks:
+        blocks = more
+    return blocks
 
 
 def keeps(tokens: int, max_tokens: int | None, fraction: float | None) -> str:
@@ -206,7 +227,7 @@ def start(
     card: Card | None = None,
 ) -> Fit:
     """How a server divides its memory: as `fit`, with a cache of `max_tokens`, or of what the memory leaves, or a
-    `fraction` of that, up to what `limits.sequences` full requests use.
+    `fraction` of that, up to what `limits.sequences` full requests need to run together.
 
     Where no `context` is asked for and the cache holds less than one request of the model's, the context becomes what
     the cache holds. Raises ValueError as `fit` and `longest`; what does not fit is for `require` to say.
@@ -221,7 +242,8 @@ def start(
 
     found = divide(most, max_tokens)
     kept_by = found.kept_by
-    if max_tokens is None and found.blocks > (useful := limits.sequences * found.blocks_each):
+    useful = blocks_for(limits.sequences, found.blocks_each, limits.headroom)
+    if max_tokens is None and found.blocks > useful:
         found = divide(most, useful * BLOCK)
     if context is None and 0 < found.tokens < most:
         found = divide(found.tokens, found.tokens)

@@ -7,7 +7,7 @@ from typing import Any
 from attar.formats.kv import scheme
 from attar.kernels.native import reach
 from attar.plan.cards import CARDS
-from attar.plan.fit import Fit, Plan, Row, size
+from attar.plan.fit import Fit, Plan, Row, kept_free, size
 
 CARD_FORMULA = "tokens/s <= users / max((weights read + users x KV read) / bandwidth, operations / their rates)"
 FORMULA = "tokens/s <= users / max((weights read + users x KV read) / bandwidth, users x int8 operations / their rate)"
@@ -21,6 +21,8 @@ def startup(found: Fit, kv: str) -> str:
         f"the cache holds {found.tokens:,} tokens in {found.blocks:,} blocks of {found.block} ({kv}): "
         f"{found.requests:,} requests of {found.context:,} at once"
     )
+    if found.requests > 1 and (kept := kept_free(found.blocks, found.headroom)):
+        lines[-1] += f", with {kept:,} {'block' if kept == 1 else 'blocks'} kept free for those that run"
     return "\n".join(lines)
 
 
@@ -151,7 +153,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "answer": answer(plan),
         "rows": [
             {
-                "weights": row.weights,
+                "weight_scheme": row.weights,
                 "kv": row.kv,
                 "fits": row.fits,
                 "short": row.short,

@@ -61,7 +61,8 @@ class StepLimits:
     """What bounds a step: tokens of all sequences together, and rows whose logits are made, one for each sequence.
 
     `sampled` is of how many rows tokens are chosen at once; `recordings` how many decode steps are kept recorded, each
-    of up to `sequences` rows.
+    of up to `sequences` rows. `headroom` bounds who comes into a step: the share of all blocks of the cache that an
+    admission leaves to those that are running.
     """
 
     rows: int = 512
@@ -70,11 +71,14 @@ class StepLimits:
     recordings: int = 4
     threads: int = 1
     idle: int = IDLE
+    headroom: float = 0.02  # as `Limits` has it, like rows and sequences
 
     def __post_init__(self) -> None:
         for name, low in (("rows", 1), ("sequences", 1), ("sampled", 1), ("threads", 1), ("recordings", 0)):
             if (value := getattr(self, name)) < low:
                 raise ValueError(f"{name} of a step are at least {low}, not {value}")
+        if not 0 <= self.headroom < 1:
+            raise ValueError(f"the headroom is a share below 1, not {self.headroom:g}")
 
 
 def largest_step(config: ModelConfig, storage: Storage, limits: StepLimits, context: int) -> StepBytes:

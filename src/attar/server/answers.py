@@ -85,6 +85,9 @@ class ReadUsage(Answer, frozen=True):
 
 
 class Vector(Answer, frozen=True):
+    """Of unit length, as OpenAI's are, so that dot products are cosines; one of zeros stays as it is. Base64 holds
+    numbers of float32, the lowest byte first."""
+
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str

@@ -6,7 +6,9 @@ import asyncio
 import base64
 import hashlib
 import importlib.resources
+import math
 import time
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +16,8 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from attar.engine.messages import Ready
 from attar.faults import point
@@ -66,11 +70,13 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         """A page to talk to the model and to watch the engine."""
         return Response(PAGE, media_type="text/html", headers={"Content-Security-Policy": POLICY})
 
+    @app.head("/livez")
     @app.get("/livez", openapi_extra=giving(answers.Alive))
     async def livez() -> Response:
         """The process is alive. Asks nobody."""
         return _json({"status": "alive"})
 
+    @app.head("/readyz")
     @app.get("/readyz", openapi_extra=giving(answers.Alive))
     async def readyz() -> Response:
         """The model is loaded, the engine runs and gets on, and the server is not shutting down."""
@@ -139,7 +145,7 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         if body.echo:
             echoed = [text if isinstance(text, str) else await prompts.text(text) for text in asked]
         n = body.n or 1
-        made = max(n, body.best_of or 1)
+        made = body.best_of or n
         fits(made, desk.engine.places.most, "best_of" if made > n else "n")
         scored = body.logprobs is not None
         if scored:
@@ -166,7 +172,7 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
 
     @app.post("/v1/embeddings", openapi_extra=taking(EmbeddingBody, answers.Embeddings))
     async def embeddings(request: Request) -> Response:
-        """OpenAI's embeddings, of the model's final hidden states."""
+        """OpenAI's embeddings, of the model's final hidden states, each at unit length."""
         body = await _read(prompts, request, EmbeddingBody)
         model, ready = desk.model(body.model), desk.ready()
         ids = await prompts.ids(body.inputs(), ready.vocab_size, "input")
@@ -212,11 +218,17 @@ def _refusals(app: FastAPI) -> None:
             refusal = error
         else:
             refusal = Refusal("internal", INTERNAL)
-        allowed = (error.headers or {}).get("Allow") if isinstance(error, HTTPException) else None
+        allowed = _methods(app, request.scope) if refusal.code == "method_not_allowed" else None
         return _Refused(refusal, request.url.path, allowed)
 
     for kind in (Refusal, HTTPException, Exception):
         app.add_exception_handler(kind, handle)
+
+
+def _methods(app: FastAPI, scope: Scope) -> str:
+    """What a path takes, by all of its routes: Starlette asks the first alone, and says them in any order."""
+    routes = [route for route in app.routes if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for route in routes for method in route.methods or ()}))
 
 
 class _Refused(Response):
@@ -291,6 +303,13 @@ def _model(name: str, ready: Ready) -> dict[str, Any]:
     return described if name == ready.model else described | {"parent": ready.model}
 
 
+def _unit(vector: bytes) -> array[float]:
+    """Numbers of float32 at length 1, as OpenAI's are: clients compare by dot products. Zeros stay as they are."""
+    numbers = array("f", vector)
+    length = math.hypot(*numbers)  # a double: no square of float32's is beyond it
+    return array("f", [number / length for number in numbers]) if length else numbers
+
+
 async def _embedded(work: Work, model: str, as_base64: bool) -> Iterator[bytes]:
     vectors = await work.vectors()
     point("embeddings.whole")
@@ -301,6 +320,7 @@ def _vectors(vectors: Sequence[bytes], model: str, tokens: int, as_base64: bool)
     """The answer, a vector at a time: as text each is several times as long, and thousands would hold up the loop."""
     yield b'{"object":"list","model":%b,"data":[' % encode(model)
     for at, vector in enumerate(vectors):
-        shown = base64.b64encode(vector).decode() if as_base64 else memoryview(vector).cast("f").tolist()
+        numbers = _unit(vector)
+        shown = base64.b64encode(numbers).decode() if as_base64 else numbers.tolist()
         yield b'%b{"object":"embedding","index":%d,"embedding":%b}' % (b"," if at else b"", at, encode(shown))
     yield b'],"usage":%b}' % encode({"prompt_tokens": tokens, "total_tokens": tokens})

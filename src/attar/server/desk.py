@@ -95,9 +95,9 @@ class Desk:
         caller.take(sum(map(len, prompts)), len(prompts) * n * params.max_tokens)
         if caller.salt:  # nobody goes before those who have another key
             priority = max(0, priority)
-        seeded, adapter = params.seeded(), self._adapter(model)
+        adapter = self._adapter(model)
         commands = [
-            Submit(name, prompt, seeded, n, caller.salt, priority, left, adapter)
+            Submit(name, prompt, params.seeded(), n, caller.salt, priority, left, adapter)
             for name, prompt in zip(_names(caller, len(prompts)), prompts, strict=True)
         ]
         return self._work(caller, prompts, n, commands, self._share())

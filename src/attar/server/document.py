@@ -2,10 +2,11 @@
 
 What those types cannot say is added here: rules between fields, and what depends on the served model, whose name and
 vocabulary the document gives once it is loaded. It is meant to be exact, so that a body that fits it is taken and one
-that does not is refused, and schemathesis holds it to that. Two things have no schema. A prompt's length is counted in
-tokens, so a text that fits here may still be longer than the model's context, or have more log probabilities than an
-answer may hold. And a stop string's is counted in bytes, which is said here of characters by their widest, so one of
-both narrow and wide ones may be longer than it says.
+that does not is refused, and schemathesis holds it to that. Three things have no schema. A prompt's length is counted
+in tokens, so a text that fits here may still be longer than the model's context, or have more log probabilities than an
+answer may hold. A stop string's is counted in bytes, which is said here of characters by their widest, so one of both
+narrow and wide ones may be longer than it says. And of what is last in a list: who speaks in the last of Anthropic's
+messages is said in words.
 """
 
 from __future__ import annotations
@@ -106,13 +107,17 @@ def document(app: FastAPI, served: Served) -> Schema:
     for path, methods in made["paths"].items():
         for method, operation in methods.items():
             _add_errors(operation, path, method == "post", served.keyed)
+            if method == "head":
+                for response in operation["responses"].values():
+                    response.pop("content", None)
     _add_links(made["paths"])
     if served.keyed:
         schemes = {"bearer": {"type": "http", "scheme": "bearer"}}
         schemes["key"] = {"type": "apiKey", "in": "header", "name": "x-api-key"}
         made["components"]["securitySchemes"] = schemes
         made["security"] = [{name: []} for name in schemes]
-        made["paths"]["/livez"]["get"]["security"] = []
+        for operation in made["paths"]["/livez"].values():
+            operation["security"] = []
     return made
 
 
@@ -149,11 +154,21 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
     completion, chat = schemas["CompletionBody"], schemas["ChatBody"]
     completion["properties"]["prompt"] = {"anyOf": texts(MAX_PROMPTS)}
     some = {"anyOf": [filled, {"type": "null"}]}
-    alone = [_may(best_of={"enum": [None, 1]}), _may(stream={"enum": [None, False]})]
+    # Two numbers cannot be compared, but some number from 1 on is between n and best_of, or between best_of and n. A
+    # bound says nothing of null.
+    enough = [_may(n={"maximum": each}, best_of={"minimum": each}) for each in range(1, MAX_CHOICES + 1)]
+    all_kept = [
+        _may(best_of={"maximum": 1}),
+        *(
+            {**_may(n={"type": "integer", "minimum": each}, best_of={"maximum": each}), "required": ["n"]}
+            for each in range(2, MAX_CHOICES + 1)
+        ),
+    ]
     completion["allOf"] = [
         {"anyOf": streamed},
         {"anyOf": [_has(echo={"const": True}), _may(max_tokens=some)]},
-        {"anyOf": alone},
+        {"anyOf": enough},
+        {"anyOf": [_may(stream={"enum": [None, False]}), *all_kept]},
     ]
     chat["properties"]["max_tokens"] = {**some, "default": None}
     chosen = [_has(logprobs={"const": True}), _may(top_logprobs={"type": "null"})]

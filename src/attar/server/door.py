@@ -8,6 +8,7 @@ before its request is let in.
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import time
 import traceback
@@ -18,7 +19,9 @@ from functools import cached_property
 from ipaddress import IPv6Address
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.applications import Starlette
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 
 from attar.faults import point
 from attar.server.desk import Desk
@@ -33,6 +36,8 @@ LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 OPEN_TO_ALL = frozenset({"/livez", "/"})  # the page holds nothing but itself
 IDENTITY = (b"", b"identity")
 METHODS = frozenset({"GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE", "PATCH"})  # that a log may repeat
+TOLD = b"x-request-id, retry-after, x-should-retry"  # headers of an answer that pages may read
+_NAMES = re.compile(rb"[\w, -]+")
 GONE = 499  # nobody waited for the answer
 FULL = 429
 MAX_BODIES = 256 * MAX_BODY  # of all requests together: what was read is held until the answer has ended
@@ -91,8 +96,9 @@ class Options:
 class Door:
     """ASGI around `app`. `open` counts the requests inside, and `bodies` the bytes of what they send, by key."""
 
-    def __init__(self, app: ASGIApp, options: Options, desk: Desk, metrics: Metrics) -> None:
+    def __init__(self, app: Starlette, options: Options, desk: Desk, metrics: Metrics) -> None:
         self.app, self.options, self.desk, self.metrics = app, options, desk, metrics
+        self.paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
         self.open = 0
         self.bodies: Counter[bytes] = Counter()
         self.quotas = Quotas(options.shares, lambda limit: metrics.limited.labels(limit).inc())
@@ -118,7 +124,7 @@ class Door:
         salt, size = b"", 0
         try:
             if self._preflight(scope, headers):
-                await _preflight_answer(tell)
+                await _preflight_answer(headers, tell)
                 return
             point("http.door", name)
             salt = self._let_in(scope, headers)
@@ -141,7 +147,9 @@ class Door:
                 self.bodies[salt] -= size
             self.open -= 1
             self.metrics.open.set(self.open)
-            route = getattr(scope.get("route"), "path", "none")  # the pattern, not what was asked
+            route = getattr(scope.get("route"), "path", None)  # the pattern, not what was asked
+            if route is None:
+                route = scope["path"] if scope["path"] in self.paths else "none"
             self.metrics.requests.labels(route, str(status or GONE)).inc()
             method = scope["method"] if scope["method"] in METHODS else "?"
             # A crowd that is refused is counted above: a line for each would take time from those who are let in.
@@ -176,7 +184,11 @@ class Door:
         origin = headers.get(b"origin", b"")
         if origin.decode("latin-1") not in self.options.origins:
             return [(b"vary", b"Origin")]
-        return [(b"vary", b"Origin"), (b"access-control-allow-origin", origin)]
+        return [
+            (b"vary", b"Origin"),
+            (b"access-control-allow-origin", origin),
+            (b"access-control-expose-headers", TOLD),
+        ]
 
     def _preflight(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
         return (
@@ -214,10 +226,12 @@ def _held(headers: Mapping[bytes, bytes]) -> int:
     return length if (length := _length(headers)) <= MAX_BODY else 0
 
 
-async def _preflight_answer(send: Send) -> None:
+async def _preflight_answer(asked: Mapping[bytes, bytes], send: Send) -> None:
+    """To a page that may call: with whatever headers it wants to send, for clients' libraries have their own."""
+    wanted = asked.get(b"access-control-request-headers", b"")
     headers = [
         (b"access-control-allow-methods", b"GET, POST"),
-        (b"access-control-allow-headers", b"authorization, content-type, x-api-key, anthropic-version"),
+        (b"access-control-allow-headers", wanted if _NAMES.fullmatch(wanted) else b"authorization, content-type"),
         (b"access-control-max-age", b"600"),
     ]
     await send({"type": "http.response.start", "status": 204, "headers": headers})

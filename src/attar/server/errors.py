@@ -75,7 +75,7 @@ _FAILURES = {  # the engine's code: entry, and our words, or None to show the en
     "too_long": ("context_length_exceeded", None),
     "invalid": ("invalid_value", None),
     "deadline": ("deadline", "the request took longer than the server allows"),
-    "bad_logits": ("bad_logits", "the model gave no valid probabilities for this prompt"),
+    "bad_logits": ("bad_logits", "the model gave no valid numbers for this prompt"),
     "internal": ("internal", INTERNAL),
     "cancelled": ("cancelled", "the request was cancelled"),
     "shutdown": ("engine_down", "the engine is going down: the request was ended"),

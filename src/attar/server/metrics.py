@@ -32,6 +32,13 @@ class Metrics:
         self.requests = Counter(
             "attar_http_requests", "Requests by route and status", ["route", "status"], registry=registry
         )
+        self.ended = Counter(
+            "attar_requests_ended",
+            "Requests that the engine was asked, by their end: stop, length, or the code of a failure, which a stream "
+            "that began with 200 tells in its last event",
+            ["outcome"],
+            registry=registry,
+        )
         self.limited = Counter(
             "attar_requests_limited", "Requests that a key's own limit turned away", ["limit"], registry=registry
         )

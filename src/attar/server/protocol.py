@@ -24,6 +24,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from attar.server.errors import Refusal
+from attar.server.sockets import MANY, Waiting
 
 MAX_HEAD = 16 << 10  # bytes of a request's line and headers
 MAX_HEADERS = 64
@@ -46,10 +47,11 @@ _HINTS = {
 
 
 class LimitedProtocol(H11Protocol):
-    """One connection."""
+    """One connection, of a server that shares `waiting` among all of its."""
 
     receipt_seconds = RECEIPT_SECONDS
     stall_seconds = STALL_SECONDS
+    waiting = Waiting(MANY)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -63,12 +65,18 @@ class LimitedProtocol(H11Protocol):
         transport.set_write_buffer_limits(high=0)  # what the kernel does not take, streams wait for
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         self._receipt = self.loop.call_later(self.receipt_seconds, self._too_slow)
+        self.waiting.add(self, len(self.connections))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.waiting.remove(self)
         self._disarm()
         self._unstall()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
+
+    def hang_up(self) -> None:
+        """Close it: nothing is being answered."""
+        self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
@@ -77,8 +85,14 @@ class LimitedProtocol(H11Protocol):
         elif not self.transport.is_closing():
             super().data_received(data)
 
+    def on_response_complete(self) -> None:
+        self.waiting.add(self, len(self.connections))
+        super().on_response_complete()  # which may begin the next request
+
     def handle_events(self) -> None:
         super().handle_events()
+        if self.conn.our_state in (h11.SEND_RESPONSE, h11.SEND_BODY):
+            self.waiting.remove(self)
         state = self.conn.their_state
         if state is h11.SEND_BODY or (state is h11.IDLE and self.conn.trailing_data[0]):
             if self._receipt is None and not self.transport.is_closing():

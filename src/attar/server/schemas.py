@@ -141,7 +141,7 @@ _NEITHER: Mapping[str, tuple[Any, ...]] = {  # of both endpoints, or of other se
 
 class CompletionBody(Sampling, frozen=True, kw_only=True):
     """/v1/completions. Of `best_of` candidates, where those are more than `n`, the `n` with the highest log probability
-    per token are the answer."""
+    per token are the answer. Fewer there cannot be; as many there are where it is left out."""
 
     unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **{name: harmless for name, harmless in _NEITHER.items() if name != "echo"},
@@ -156,8 +156,13 @@ class CompletionBody(Sampling, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.stream and (self.best_of or 1) > 1:
-            raise Refusal("invalid_value", "best_of: only without stream: the best is known at the end", "best_of")
+        kept = self.n or 1
+        made = self.best_of or kept
+        if made < kept:
+            raise Refusal("invalid_value", f"best_of: {made} candidates are fewer than n, which is {kept}", "best_of")
+        if self.stream and made > kept:
+            message = "best_of: more than n only without stream: the best are known at the end"
+            raise Refusal("invalid_value", message, "best_of")
         if self.max_tokens == 0 and not self.echo:
             raise Refusal("out_of_range", "max_tokens: 0 only with echo = true", "max_tokens")
 
@@ -209,6 +214,9 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Content | None = None
+    type: Annotated[Literal["text"], Meta(description="lm-eval sends it with every message; it changes nothing.")] = (
+        "text"
+    )
     name: Annotated[str, Meta(max_length=64)] | None = None
     refusal: None = None
     audio: None = None
@@ -271,6 +279,14 @@ class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
     content: Content
 
 
+def _check_last(messages: Sequence[AnthropicMessage]) -> None:
+    """Refuse the beginning of an answer. Anthropic's API goes on with it; here a template says how a turn begins, and
+    many begin one otherwise than they show a finished one: with thoughts or a space that the other has not."""
+    if messages[-1].role == "assistant":
+        message = "messages: continuing an assistant's message is not supported: end with one of role user"
+        raise Refusal("invalid_value", message, "messages")
+
+
 class Metadata(Struct, frozen=True, forbid_unknown_fields=True):
     user_id: Label | None = None
 
@@ -290,7 +306,14 @@ class AnthropicBody(Body, frozen=True, kw_only=True):
         "output_format": (),
     }
 
-    messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[
+        list[AnthropicMessage],
+        Meta(
+            min_length=1,
+            max_length=MAX_MESSAGES,
+            description="The last is of role user: an assistant's message is not continued.",
+        ),
+    ]
     max_tokens: Length
     system: Content | None = None
     temperature: Fraction | None = None
@@ -302,10 +325,12 @@ class AnthropicBody(Body, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check_stops(self.stop_sequences, "stop_sequences")
+        _check_last(self.messages)
 
 
 class EmbeddingBody(Body, frozen=True, kw_only=True):
-    """/v1/embeddings. `pooling` is ours: the mean over positions (the default), or the last one."""
+    """/v1/embeddings. `pooling` is ours: the mean over positions (the default), or the last one. Vectors are of unit
+    length."""
 
     unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {"dimensions": ()}
 

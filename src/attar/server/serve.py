@@ -24,6 +24,7 @@ from attar.server.metrics import Metrics
 from attar.server.prompts import Prompts
 from attar.server.protocol import KEEP_ALIVE_SECONDS, LimitedProtocol
 from attar.server.pulse import STUCK
+from attar.server.sockets import Waiting, allowed
 from attar.text.tokenizer import Tokenizer
 
 BACKLOG = 512
@@ -62,9 +63,13 @@ class Server:
     async def run(self, started: Callable[[str], None] | None = None, signals: bool = True) -> None:
         """Serve until stopped. Signals can be watched in the main thread only."""
         listener = _listen(self.options.host, self.options.port)
+
+        class Protocol(LimitedProtocol):
+            waiting = Waiting(allowed())
+
         config = uvicorn.Config(
             self.door,
-            http=LimitedProtocol,
+            http=Protocol,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import resource
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ import msgspec
 
 from attar import env, faults
 from attar.engine.settings import Settings
+from attar.server import sockets
 from attar.server.door import Options
 from attar.text.tokenizer import Tokenizer
 
@@ -40,7 +40,6 @@ HOPELESS = 2  # exit status of an engine that cannot serve its model
 RESTARTS, WITHIN = 5, 600.0  # more deaths in so many seconds end the server
 BACK_OFF = 2.0  # seconds before the second restart within that time; each later one waits twice as long
 END_SECONDS = 10.0  # that an engine has to end
-FILES = 256  # descriptors of this process besides the connections of requests
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +135,7 @@ def run(settings: Settings, tokenizer: Tokenizer, options: Options, started: Cal
     armed (`attar/faults.py`) that do not exist.
     """
     faults.arm_from(env.get().faults)
-    allow_connections(options.max_requests)
+    sockets.allow(options.max_requests)
     status = 0
     with tempfile.TemporaryDirectory(prefix="attar-") as folder:  # of this user alone
         path = Path(folder) / "engine"
@@ -172,14 +171,3 @@ def run(settings: Settings, tokenizer: Tokenizer, options: Options, started: Cal
         gc.freeze()  # modules and tables stay: a full collection that walks through them is 20 ms for every stream
         asyncio.run(main())
     return status
-
-
-def allow_connections(requests: int) -> None:
-    """See that this process may have so many open, and as many connections that are idle, as far as its user allows."""
-    needed = 2 * requests + FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if most < requests + FILES:
-        logger.warning("this process may open %d files, too few for %d requests at a time", most, requests)

@@ -216,6 +216,7 @@ class Work:
         if self._served:  # a refusal is quick, and would make a full server look like a fast one
             metrics.end_to_end.observe(now - caller.arrived)
             self._desk.crowd.served(now)
+        metrics.ended.labels(story.outcome).inc()
         metrics.generated_tokens.inc(story.generated)
         self._desk.stories.remember(story)
         logger.info(

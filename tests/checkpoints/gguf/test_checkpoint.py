@@ -334,6 +334,16 @@ def test_qwen3_normalises_heads(write: Write) -> None:
             },
             Rope(10000.0, HEAD, "yarn", 4.0, 32, attention_factor=0.1 * math.log(4) + 1),
         ),
+        (
+            {  # betas that llama.cpp does not read of these architectures
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.original_context_length": 32,
+                "llama.rope.scaling.yarn_beta_fast": 4.0,
+                "llama.rope.scaling.yarn_beta_slow": 2.0,
+            },
+            Rope(10000.0, HEAD, "yarn", 4.0, 32, attention_factor=0.1 * math.log(4) + 1),
+        ),
     ],
 )
 def test_ropes(metadata: dict[str, Any], expected: Rope, write: Write) -> None:

@@ -87,6 +87,29 @@ def test_what_a_file_has_no_words_for_is_refused(made: ModelConfig, words: str) 
         describe(made, 0, "")
 
 
+def yarn(**more: float) -> dict[str, object]:
+    return {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, **more}
+
+
+@pytest.mark.parametrize(("key", "value", "standard"), [("beta_fast", 4.0, "32"), ("beta_slow", 2.0, "1")])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_yarn_that_llama_cpp_would_turn_otherwise_is_refused(name: str, key: str, value: float, standard: str) -> None:
+    none = {"sliding_window": None} if name == "MistralForCausalLM" else {}
+    made = config(name, rope_scaling=yarn(**{key: value}), head_dim=8, **none)
+    with pytest.raises(ValueError, match=rf"{key} {value:g}, .* {standard} for every .*: keep it in a folder"):
+        describe(made, 0, "")
+    metadata, _ = describe(config(name, rope_scaling=yarn(beta_fast=32.0, beta_slow=1.0), head_dim=8, **none), 0, "")
+    assert not any("beta" in key for key in metadata)
+
+
+def test_a_qwen2_whose_heads_are_not_as_wide_as_it_is_is_refused() -> None:
+    """As structured pruning leaves it: llama.cpp would not load it."""
+    made = config("Qwen2ForCausalLM", num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+    with pytest.raises(ValueError, match="heads have 16 columns together and its hidden size is 32"):
+        describe(made, 0, "")
+    describe(config("Qwen3ForCausalLM", num_attention_heads=2, num_key_value_heads=1, head_dim=8), 0, "")
+
+
 def test_rows_stand_side_by_side_as_llama_cpp_turns_them() -> None:
     """Row 2j + i of a head is row j of half i."""
     rows = torch.arange(16)[:, None].expand(16, 3)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +15,16 @@ from llamacpp_logits import PYTHON, as_f32, llama_cpp, logits, product_errors, r
 from attar.checkpoints import sources
 from attar.checkpoints.convert.run import convert
 from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
+from attar.checkpoints.gguf import export
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
+from attar.checkpoints.gguf.export import describe
 from attar.compression.pipeline import compress
 from attar.formats.ggml import TYPES
 from attar.metrics.divergence import compare
 
 IDS = [0, *(torch.arange(1, 96) * 37 % 4096).tolist()]
 KL_OF_FLOATS = 1e-9  # nats, where neither side rounds: float32 sums in other orders
+KL_OF_YARN = 1e-7  # the same of logits of a random model, which are large
 KL_OF_ROWS = 1e-2  # where they round the rows of products to 8 bits
 HALF_PRECISION = 2**-11  # the relative error of a scale in fp16
 PRODUCT = 1e-6  # |ours - theirs| / |theirs| of the same rows, rounded alike
@@ -57,6 +64,61 @@ def test_a_folder_that_was_converted_is_read_alike(recipe: str, demo: Path, tmp_
     found, far = (compare(each, theirs, texts).kl.mean() for each in (ours, original))
     assert found < KL_OF_ROWS
     assert found < far / 3  # what the weights lost, which is far more than how rows are read
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+def test_betas_of_yarn_are_read_by_neither_side(
+    family: str, yarn: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That each moves the angles here is seen by what a folder with it computes, which no file can hold."""
+    if not PYTHON.exists():
+        pytest.skip("llama.cpp is not built here: `make bench-peers` does")
+    source, texts = yarn(family), torch.zeros(len(IDS), dtype=torch.int64)
+    plain = convert(source, tmp_path / "plain.gguf", to="gguf").path
+    ours, theirs = logits(sources.load(plain, torch.float32), IDS), llama_cpp(plain, [IDS], "--exact-attention")
+    assert compare(ours, theirs, texts).kl.mean() < KL_OF_YARN
+    for key, value in (("beta_fast", 4.0), ("beta_slow", 0.25)):
+
+        def with_beta(*asked: Any, key: str = key, value: float = value) -> Any:
+            found, factors = describe(*asked)
+            return found | {f"{found['general.architecture']}.rope.scaling.yarn_{key}": value}, factors
+
+        with monkeypatch.context() as patch:
+            patch.setattr(export, "describe", with_beta)
+            file = convert(source, tmp_path / f"{key}.gguf", to="gguf").path
+        assert torch.equal(llama_cpp(file, [IDS], "--exact-attention"), theirs)
+        assert torch.equal(logits(sources.load(file, torch.float32), IDS), ours)
+        config = json.loads((source / "config.json").read_text())
+        config["rope_parameters"][key] = value
+        other = tmp_path / key
+        other.mkdir()
+        (other / "config.json").write_text(json.dumps(config))
+        shutil.copy(source / "model.safetensors", other)
+        assert compare(logits(sources.load(other, torch.float32), IDS), theirs, texts).kl.mean() > 1e4 * KL_OF_YARN
+
+
+@pytest.fixture
+def yarn(tmp_path: Path) -> Callable[[str], Path]:
+    """Makes a random model of a family whose rope is YaRN, with transformers."""
+
+    def make(family: str) -> Path:
+        import transformers
+
+        rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 256}
+        config = getattr(transformers, f"{family}Config")(
+            vocab_size=4096, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=64, max_position_embeddings=2048, rope_parameters=rope,
+            tie_word_embeddings=False,
+        )  # fmt: skip
+        model = transformers.AutoModelForCausalLM.from_config(config).float()
+        generator = torch.Generator().manual_seed(1)
+        for name, parameter in model.named_parameters():
+            offset, scale = (1.0, 0.1) if "norm" in name else (0.0, 0.2)
+            parameter.data = offset + scale * torch.randn(parameter.shape, generator=generator)
+        model.save_pretrained(tmp_path / family)
+        return tmp_path / family
+
+    return make
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "IQ4_NL", "Q4_K", "IQ4_XS"])

@@ -156,8 +156,9 @@ def _scaling(f: Fields, at: str) -> dict[str, object] | None:
         raise f.error(f"{where}.factor", "is missing")
     scaling: dict[str, object] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
-        for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-            scaling[ours] = f.optional_number(f"{where}.{theirs}")
+        # `yarn_beta_fast` and `yarn_beta_slow` are left alone, whatever they say: llama.cpp, which makes these files
+        # and runs them, reads them of other architectures (mistral3, grok), and of those read here never. Its logits
+        # are the same bits with any betas, and ours without (test_llamacpp.py).
         original = f.optional_integer(f"{where}.original_context_length", low=2, high=LENGTH)
         scaling["original_max_position_embeddings"] = original
     return scaling

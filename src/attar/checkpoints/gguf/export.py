@@ -45,6 +45,11 @@ _UNSAID = {
 }  # fmt: skip
 """Fields of a config that metadata do not have, or have in other words: a bias is there where it is stored."""
 
+YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+"""Those of llama.cpp for every architecture that is written: it does not read the keys that files have for others."""
+
+_SQUARE = ("qwen2",)  # whose q llama.cpp takes to be as wide as the hidden size, whatever `key_length` says
+
 SAME = 1e-6  # relative: what a number may lose in float32
 
 
@@ -65,6 +70,7 @@ def describe(config: ModelConfig, file_type: int, name: str) -> tuple[dict[str, 
     at = architecture(config)
     rope = config.ropes[0]
     assert rope is not None, "families that are written rotate"
+    _check_readers(config, rope, at)
     found: dict[str, Any] = {
         "general.architecture": at,
         "general.name": name,
@@ -90,10 +96,6 @@ def describe(config: ModelConfig, file_type: int, name: str) -> tuple[dict[str, 
         found |= {f"{at}.rope.scaling.type": rope.kind, f"{at}.rope.scaling.factor": rope.factor}
     if rope.kind == "yarn":
         found[f"{at}.rope.scaling.original_context_length"] = rope.original_context
-        found |= {
-            f"{at}.rope.scaling.yarn_beta_fast": rope.beta_fast,
-            f"{at}.rope.scaling.yarn_beta_slow": rope.beta_slow,
-        }
     _check(config, found, factors)
     return found, factors
 
@@ -151,6 +153,24 @@ def interleaves(config: ModelConfig, module: str) -> bool:
 def neighbours(rows: Tensor, head_dim: int) -> Tensor:
     """Rows [O, ...] of q or k, where a head's halves follow each other, with the pairs that turn side by side."""
     return rows.view(-1, 2, head_dim // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def _check_readers(config: ModelConfig, rope: Rope, at: str) -> None:
+    """Raise ValueError for what files have words for, and llama.cpp does not read."""
+    columns = config.heads * config.head_dim
+    if at in _SQUARE and columns != config.hidden:
+        raise ValueError(
+            f"the model cannot be written to a GGUF file: its heads have {columns} columns together and its hidden "
+            f"size is {config.hidden}, and llama.cpp loads a {at} only where these are one: keep it in a folder"
+        )
+    for key, standard in YARN_BETAS.items():
+        value = getattr(rope, key)
+        if rope.kind == "yarn" and value != standard:
+            raise ValueError(
+                f"the model cannot be written to a GGUF file: its rope is YaRN with {key} {value:g}, and llama.cpp "
+                f"takes {standard:g} for every {at}, whatever a file says: keep it in a folder. Or give rope_scaling "
+                f"in config.json the {key} {standard:g}, and measure what that other model is worth"
+            )
 
 
 def _check(config: ModelConfig, metadata: Mapping[str, Any], factors: Tensor | None) -> None:

@@ -1,0 +1,62 @@
+"""How many connections this process may have open, and which of them goes where there are more.
+
+A connection over which nothing is asked costs its client nothing, and here one of the files that a process may open.
+When those are gone nobody else gets in, not even who asks whether the server is alive. So beyond a number the one that
+has waited longest for its next request is closed, as it would be a little later anyhow: clients open another.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+from typing import Protocol
+
+FILES = 256  # descriptors of this process besides connections
+MANY = 1 << 16  # connections, where a user may open any number of files
+
+logger = logging.getLogger(__name__)
+
+
+class Closable(Protocol):
+    """A connection."""
+
+    def hang_up(self) -> None:
+        """Close it."""
+
+
+class Waiting:
+    """The connections over which nothing is asked at the moment, longest first. At most `most` may be open in all."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._waiting: dict[Closable, None] = {}
+
+    def add(self, connection: Closable, opened: int) -> None:
+        """It waits from now on. `opened`: how many there are in all."""
+        self._waiting.pop(connection, None)
+        self._waiting[connection] = None
+        if opened > self.most:
+            longest = next(iter(self._waiting))
+            del self._waiting[longest]
+            longest.hang_up()
+
+    def remove(self, connection: Closable) -> None:
+        """Something is asked over it, or it has been closed."""
+        self._waiting.pop(connection, None)
+
+
+def allow(requests: int) -> None:
+    """See that this process may have so many open, and as many that wait, as far as its user allows."""
+    needed = 2 * requests + FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < requests + FILES:
+        logger.warning("this process may open %d files, too few for %d requests at a time", most, requests)
+
+
+def allowed() -> int:
+    """Connections that this process may have open: one at least."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MANY if soft == resource.RLIM_INFINITY else min(MANY, max(1, soft - FILES))
