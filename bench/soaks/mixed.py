@@ -76,8 +76,8 @@ def essence(reply: Reply) -> Any:
 
 async def run(served: Served, seconds: float, tell: Callable[[str], None], clients: int = CLIENTS) -> list[Gate]:
     """All of it. The server must be idle."""
-    watch = await Connection.open(served.address)
     expected = [essence(await once(served.address, request("POST", path, body))) for path, body in CANARIES]
+    watch = await Connection.open(served.address)  # which the server closes where nothing is asked for ten seconds
     await idle(watch)
     before, total = served.look(), (await State.look(watch)).blocks
     seen, samples, unaccounted = Seen(), [], 0

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from attar.formats import ggml_blocks, ggml_round, ggml_search
+from attar.formats import ggml_blocks, ggml_codec, ggml_round, ggml_search
 from attar.formats.ggml import IQ4_VALUES, TYPES
+from attar.formats.scheme import Scheme
 
 NAMES = list(ggml_search.FORMS)
+AFFINE = [name for name in NAMES if ggml_search.FORMS[name].affine]
 AGAINST_LLAMA_CPP = 1.0  # the most that our error may be of theirs, for any type; the gate is 1.02
 OF_THEIR_OWN = 0.05  # error of encoding what a block already holds, of that of rounding random numbers
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +46,125 @@ def test_search_is_better_than_rounding(name: str, weighted: bool) -> None:
     rounded = ggml_round.encode(TYPES[name], x)
     scale = 1.0 if w is None else w
     assert error(name, searched, x, scale) < 0.97 * error(name, rounded, x, scale)
+
+
+def plain(name: str, x: Tensor) -> Tensor:
+    """The values of rows of whole blocks, float32 [R, I], by plain rounding: no search, no importances."""
+    if name in ggml_round.ROUNDED:
+        return ggml_blocks.decode(TYPES[name], ggml_round.encode(TYPES[name], x))
+    form = ggml_search.FORMS[name]
+    values = torch.tensor(form.values, dtype=torch.float32)
+    groups = x.reshape(-1, TYPES[name].elements // form.group, form.group)
+    offset = torch.zeros(())
+    if form.affine:
+        assert form.scales is not None
+        least = (-groups.amin(2, keepdim=True)).clamp(min=0)
+        scale = (groups.amax(2, keepdim=True) + least) / values[-1]
+        scale, least = (by_integers(each, form.scales[1], form.scales) for each in (scale, least))
+        offset = -least
+    else:
+        scale = groups.gather(2, groups.abs().argmax(2, keepdim=True)) / values[0]
+        scale = scale.half().float() if form.scales is None else by_integers(scale, form.scales[0], form.scales)
+    scaled = torch.where(scale == 0, 0.0, (groups - offset) / scale)
+    codes = values[(scaled[..., None] - values).abs().argmin(-1)]
+    return (scale * codes + offset).view(x.shape)
+
+
+def by_integers(scale: Tensor, extreme: int, bounds: tuple[int, int]) -> Tensor:
+    """Scales of groups [N, G, 1] as an fp16 number times integers, of which that of the largest is `extreme`."""
+    d = (scale.gather(1, scale.abs().argmax(1, keepdim=True)) / extreme).half().float()
+    return d * torch.where(d == 0, 0.0, scale / d).round().clamp(*bounds)
+
+
+GROUPS: Mapping[str, Callable[[np.random.Generator], np.ndarray]] = {
+    "normal": lambda r: r.standard_normal(16),
+    "zero": lambda r: np.zeros(16),
+    "constant": lambda r: np.full(16, r.standard_normal()),
+    "nearly constant": lambda r: r.standard_normal() * (1 + 10 ** r.uniform(-8, -2) * r.standard_normal(16)),
+    "vanishing": lambda r: 1e-30 * r.standard_normal(16),
+    "outlier": lambda r: np.where(np.arange(16) == r.integers(16), 100, 0.1) * r.standard_normal(16),
+    "positive": lambda r: 1 + 0.1 * r.random(16),
+    "negative": lambda r: -1 - 0.1 * r.random(16),
+    "whole": lambda r: r.integers(-3, 4, 16),
+}
+IMPORTANCES: Mapping[str, Callable[[np.random.Generator], np.ndarray | None]] = {
+    "none": lambda r: None,
+    "near": lambda r: np.exp(r.standard_normal(256)),
+    "far apart": lambda r: np.exp(r.uniform(-40, 40, 256)),
+    "some zero": lambda r: np.where(r.random(256) < 0.6, 0, np.exp(r.standard_normal(256))),
+    "groups zero": lambda r: np.repeat(r.integers(0, 2, 16), 16) * np.exp(r.standard_normal(256)),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=60)
+@given(
+    groups=st.lists(st.sampled_from(list(GROUPS)), min_size=16, max_size=16),
+    size=st.sampled_from([1.0, 0.02, 1e-4, 1e-6, 1e-8, 1e-30, 1e4, 65504.0]),
+    weighing=st.sampled_from(list(IMPORTANCES)),
+    seed=st.integers(0, 1 << 32),
+)
+def test_no_block_is_worse_than_its_plain_rounding(
+    name: str, groups: list[str], size: float, weighing: str, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    x = torch.from_numpy(np.concatenate([GROUPS[each](random) for each in groups])).float()[None]
+    if size > 1:
+        x /= x.abs().max().clamp(min=1e-30)  # the largest numbers that fp16 holds, and no larger
+    x *= size
+    drawn = IMPORTANCES[weighing](random)
+    w = None if drawn is None else torch.from_numpy(drawn).float()
+    raw = ggml_search.encode(TYPES[name], x, w)
+    found = ggml_blocks.decode(TYPES[name], raw)
+    assert found.isfinite().all()
+    assert torch.equal(ggml_search.encode(TYPES[name], x, w), raw)
+    counted = torch.ones(1, 256, dtype=torch.float64) if w is None else w.double()[None]
+    counted = counted.view(-1, TYPES[name].elements)
+    lost, most = (
+        ((values - x).double().square().view(counted.shape) * counted).sum(1) for values in (found, plain(name, x))
+    )
+    # What is left is the rounding of sums, and of importances and squares far below the least of float32.
+    assert (lost <= most * (1 + 1e-6) + 1e-40 * counted.amax(1)).all()
+
+
+@pytest.mark.parametrize("name", AFFINE)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("noise", [0.0, 1e-6, 1e-5, 1e-4])
+@pytest.mark.parametrize("value", [0.37, -0.37])
+def test_nearly_equal_values_keep_theirs(name: str, weighted: bool, noise: float, value: float) -> None:
+    """Their codes are all equal, which leaves nothing to fit a scale and an offset to."""
+    random = np.random.default_rng(0)
+    x = torch.from_numpy(value * (1 + noise * random.standard_normal((64, 256)))).float()
+    w = importances(256) if weighted else None
+    values = ggml_blocks.decode(TYPES[name], ggml_search.encode(TYPES[name], x, w))
+    torch.testing.assert_close(values, x, rtol=5 * noise + 1e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q5_k"])
+def test_nearly_equal_values_keep_theirs_as_large_weights_count_more(name: str) -> None:
+    x = torch.from_numpy(0.37 * (1 + 1e-5 * np.random.default_rng(0).standard_normal((256, 256)))).float()
+    torch.testing.assert_close(ggml_codec.quantize(x, Scheme.parse(name)).dequantize(), x, rtol=1e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q5_1"])
+@pytest.mark.parametrize("offset", [0.02, 0.1, 1.0, -1.0])
+def test_an_offset_of_either_sign_costs_nothing(name: str, offset: float) -> None:
+    """But for the rounding of the offset itself, which is fp16."""
+    x, w = numbers(8, 512), importances(512)
+    at_zero, off = (error(name, ggml_search.encode(TYPES[name], each, w), each, w) for each in (x, x + offset))
+    assert off < 1.03 * at_zero
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if TYPES[name].elements == 256])
+def test_groups_without_importance_cost_the_others_nothing(name: str) -> None:
+    x = numbers(8, 256)
+    x[:, :128] *= 5.0
+    least, none = torch.ones(256), torch.ones(256)
+    least[:128], none[:128] = 1e-6, 0.0
+    found = [error(name, ggml_search.encode(TYPES[name], x, w), x, none) for w in (none, least)]
+    assert found[0] < 1.002 * found[1]
+    dead = (ggml_blocks.decode(TYPES[name], ggml_search.encode(TYPES[name], x, none)) - x)[:, :128]
+    assert dead.square().mean() < 0.3 * x[:, :128].square().mean()
 
 
 def test_more_bits_are_better() -> None:
@@ -107,7 +231,7 @@ def test_groups_without_importance_count_as_equal(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30, 1e38])
 def test_what_no_scale_can_hold_is_refused(name: str, value: float) -> None:
     x = torch.zeros(2, 256)
     x[1, 200] = value

@@ -42,6 +42,11 @@ def encode(kind: GgmlType, values: Tensor) -> Tensor:
     return raw
 
 
+def coded(kind: GgmlType, x: Tensor) -> Blocks:
+    """Blocks x, float32 [N, E], as `encode` rounds them, of a type with codes: one of `CODED`. Raises ValueError."""
+    return _CODED[kind.name](kind, x)
+
+
 def checked(scale: Tensor, kind: GgmlType) -> Tensor:
     """A scale as fp16. Raises ValueError where it is not finite, which it is wherever a value was not."""
     half = scale.half()
@@ -55,31 +60,31 @@ def _inverse(d: Tensor) -> Tensor:
     return inverse.where(inverse.isfinite(), 0.0)
 
 
-def _symmetric(kind: GgmlType, x: Tensor, half_range: int) -> Tensor:
+def _symmetric(kind: GgmlType, x: Tensor, half_range: int) -> Blocks:
     extreme = x.gather(1, x.abs().argmax(1, keepdim=True))
     # A tensor, for CUDA would turn division by a plain number into a product with its reciprocal.
     d = extreme / torch.tensor(-half_range, dtype=torch.float32, device=x.device)
     scale = checked(d, kind)
     codes = (x * _inverse(d) + (half_range + 0.5)).trunc().clamp_(0, 2 * half_range - 1)
-    return pack(kind, Blocks(codes.to(torch.int16) - half_range, scale))
+    return Blocks(codes.to(torch.int16) - half_range, scale)
 
 
-def _affine(kind: GgmlType, x: Tensor, top: int) -> Tensor:
+def _affine(kind: GgmlType, x: Tensor, top: int) -> Blocks:
     low, high = x.aminmax(dim=1, keepdim=True)
     d = (high - low) / torch.tensor(top, dtype=torch.float32, device=x.device)
     scale, offset = checked(d, kind), checked(low, kind)
     codes = ((x - low) * _inverse(d) + 0.5).trunc().clamp_(0, top)
-    return pack(kind, Blocks(codes.to(torch.int16), scale, offset))
+    return Blocks(codes.to(torch.int16), scale, offset)
 
 
-def _q8_0(kind: GgmlType, x: Tensor) -> Tensor:
+def _q8_0(kind: GgmlType, x: Tensor) -> Blocks:
     d = x.abs().amax(1, keepdim=True) / torch.tensor(127.0, device=x.device)
     scale = checked(d, kind)
     scaled = x * _inverse(d)
     magnitude = scaled.abs()
     whole = magnitude.floor()
     codes = scaled.sign() * (whole + (2 * (magnitude - whole)).floor())
-    return pack(kind, Blocks(codes.to(torch.int16), scale))
+    return Blocks(codes.to(torch.int16), scale)
 
 
 def _bf16(_: GgmlType, x: Tensor) -> Tensor:
@@ -91,15 +96,27 @@ def _bf16(_: GgmlType, x: Tensor) -> Tensor:
     return torch.where(is_nan, kept | 0x40, rounded).to(torch.int16).view(torch.uint8)
 
 
+_CODED: Mapping[str, Callable[[GgmlType, Tensor], Blocks]] = {
+    "Q4_0": lambda kind, x: _symmetric(kind, x, 8),
+    "Q4_1": lambda kind, x: _affine(kind, x, 15),
+    "Q5_0": lambda kind, x: _symmetric(kind, x, 16),
+    "Q5_1": lambda kind, x: _affine(kind, x, 31),
+    "Q8_0": _q8_0,
+}
+
+CODED = frozenset(_CODED)
+"""Names of the types that `coded` knows."""
+
+
+def _packed(kind: GgmlType, x: Tensor) -> Tensor:
+    return pack(kind, coded(kind, x))
+
+
 _ENCODE: Mapping[str, Callable[[GgmlType, Tensor], Tensor]] = {
     "F32": lambda _, x: x.contiguous().view(torch.uint8),
     "F16": lambda kind, x: checked(x, kind).view(torch.uint8),
     "BF16": _bf16,
-    "Q4_0": lambda kind, x: _symmetric(kind, x, 8),
-    "Q5_0": lambda kind, x: _symmetric(kind, x, 16),
-    "Q4_1": lambda kind, x: _affine(kind, x, 15),
-    "Q5_1": lambda kind, x: _affine(kind, x, 31),
-    "Q8_0": _q8_0,
+    **dict.fromkeys(_CODED, _packed),
 }
 
 ROUNDED = frozenset(_ENCODE)
