@@ -2,11 +2,11 @@
 
 What those types cannot say is added here: rules between fields, and what depends on the served model, whose name and
 vocabulary the document gives once it is loaded. It is meant to be exact, so that a body that fits it is taken and one
-that does not is refused, and schemathesis holds it to that. Three things have no schema. A prompt's length is counted
+that does not is refused, and schemathesis holds it to that. Four things have no schema. A prompt's length is counted
 in tokens, so a text that fits here may still be longer than the model's context, or have more log probabilities than an
 answer may hold. A stop string's is counted in bytes, which is said here of characters by their widest, so one of both
-narrow and wide ones may be longer than it says. And of what is last in a list: who speaks in the last of Anthropic's
-messages is said in words.
+narrow and wide ones may be longer than it says. Of what is last in a list: who speaks in the last of Anthropic's
+messages is said in words. And how many lists, objects and keys a body has together (`strict_json.MAX_PARTS`).
 """
 
 from __future__ import annotations
