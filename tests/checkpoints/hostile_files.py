@@ -48,6 +48,8 @@ from tests.text import gguf_metadata, test_gguf_refused
 
 Files = dict[str, bytes]
 
+COSTLY = "safetensors: costly"
+
 WEIGHTS, FILE = "model.safetensors", "model.gguf"
 TERABYTE = 1 << 40
 MESSAGE = 1500  # characters of a refusal, at most: a hostile header does not flood the terminal
@@ -128,7 +130,7 @@ class Corpus:
             more = {DOWN: (blocks, TYPES[kind], tuple(tensors[DOWN].shape))}
             test_gguf_checkpoint.write_file(path, tensors, "Q8_0", metadata, more)
             sound[f"GGUF, {kind}"] = {FILE: path.read_bytes()}
-        named = _named(sound["safetensors, dense"])
+        named = [*_named(sound["safetensors, dense"]), *_packed(sound["safetensors, 4 bits"])]
         if all_kinds:
             named += [*_models(work), *_vocabularies(work)]
         return cls(sound, tuple(named))
@@ -221,7 +223,7 @@ def _named(sound: Files) -> list[Case]:
         Case("safetensors: named", kind, {**config, WEIGHTS: content})
         for kind, content in {**test_safetensors.REFUSED, **test_safetensors.ACCEPTED}.items()
     ]
-    cases.append(Case("safetensors: named", "300,000 tensors", {**config, WEIGHTS: test_safetensors.many(300_000)}))
+    cases += [Case(COSTLY, kind, {**config, WEIGHTS: make()}) for kind, make in test_safetensors.COSTLY.items()]
     cases += [
         Case("GGUF: named", kind, {FILE: content}, FILE)
         for kind, content in [
@@ -239,6 +241,23 @@ def _named(sound: Files) -> list[Case]:
         for i, (text, _) in enumerate(test_folder.CONFIG_REFUSED)
     ]
     return [*cases, *_no_plain_files(sound)]
+
+
+def _packed(sound: Files) -> list[Case]:
+    """Packed weights whose config's patterns would take for ever, or whose groups of columns more than all memory."""
+    cases = []
+    for text in (".?" * 60 + "Z", ".*.*.*.*.*Z", "(?:a|a)" * 30 + "Z", ".*.*.*[Z]", "a{99999999999}"):
+        config = json.loads(sound["config.json"])
+        for group in config["quantization_config"]["config_groups"].values():
+            group["targets"] = [f"re:{text}"]
+        cases.append(Case("JSON: named", f"pattern {text}", {**sound, "config.json": json.dumps(config).encode()}))
+    tensors = safetensors_package.load(sound[WEIGHTS])
+    module = next(name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed"))
+    for group, dtype in ((2**31 - 1, torch.int32), (2**62, torch.int64), (-2, torch.int64)):
+        index = torch.full((int(tensors[f"{module}.weight_shape"][1]),), group, dtype=dtype)
+        weights = safetensors_package.save({**tensors, f"{module}.weight_g_idx": index})
+        cases.append(Case("safetensors: named", f"columns of group {group}", {**sound, WEIGHTS: weights}))
+    return cases
 
 
 def _models(work: Path) -> list[Case]:

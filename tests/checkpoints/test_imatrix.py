@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import struct
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from attar.checkpoints.gguf.writer import atomic_gguf
 from attar.checkpoints.imatrix import Imatrix
 from attar.checkpoints.safetensors import CheckpointError
 from attar.formats.ggml import TYPES
+from tests.checkpoints.hostile_files import Memory
 
 ROUNDED = 1e-6  # sums of squares are float32: a mean comes back to as much
 
@@ -97,6 +99,7 @@ HOSTILE = {
     "more values than bytes": (struct.pack("<ii1sii", 1, 1, b"w", 1, 1 << 27), "'w' reaches beyond its end"),
     "a name too long": (struct.pack("<ii", 1, 1 << 30), "the length of the name of entry 0 is 1073741824"),
     "a name not UTF-8": (struct.pack("<ii1s", 1, 1, b"\xff"), "is not UTF-8"),
+    "a name twice": (struct.pack("<i", 2) + 2 * struct.pack("<i1siif", 1, b"w", 1, 1, 1.0), "'w' is given twice"),
     "a NaN": (struct.pack("<ii1siif", 1, 1, b"w", 1, 1, float("nan")), "below zero or not finite"),
     "a value below zero": (struct.pack("<ii1siif", 1, 1, b"w", 1, 1, -1.0), "below zero or not finite"),
 }
@@ -108,6 +111,27 @@ def test_malformed_files_of_the_older_form_are_refused(kind: str, tmp_path: Path
     (tmp_path / "m.dat").write_bytes(data)
     with pytest.raises(CheckpointError, match=words):
         imatrix.read(tmp_path / "m.dat")
+
+
+@pytest.mark.parametrize(
+    "head, words",
+    [
+        (b"", "the number of entries is 0"),
+        (struct.pack("<ii1sii", 1, 1, b"w", 1, 1 << 20), r"\d+ bytes follow its end"),
+        (struct.pack("<ii1sii", 1, 1, b"w", 1, (1 << 28) - 9), "the length of the name of the text is"),
+        (struct.pack("<ii1sii", 1, 1, b"w", 1, 1 << 28), "'w' reaches beyond its end"),
+    ],
+)
+def test_a_gigabyte_that_is_no_importance_matrix_is_not_read(head: bytes, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.dat"
+    path.write_bytes(head)
+    with path.open("r+b") as file:
+        file.truncate(imatrix.MAX_BYTES)
+        file.seek(-12, os.SEEK_END)
+        file.write(b"\xff" * 12)
+    with Memory() as memory, pytest.raises(CheckpointError, match=words):
+        imatrix.read(path)
+    assert memory.taken < 32 << 20
 
 
 def newer(path: Path, **tensors: torch.Tensor) -> Path:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from attar.checkpoints.patterns import pattern
+from attar.checkpoints.patterns import LONGEST, pattern
 from attar.checkpoints.safetensors import CheckpointError
 
 
@@ -18,6 +20,17 @@ from attar.checkpoints.safetensors import CheckpointError
         (r"(?:.*\.)?lm_head", "model.lm_head"),
         (r".*layers\.\d+\.mlp\.experts\.\d+\.(gate|up)_proj.*$", "model.layers.0.mlp.experts.7.up_proj"),
         (r"[^)]+\)*x", "abc)x"),
+        (r".*q_proj", "model.layers.0.self_attn.q_proj"),
+        (r"model\.layers\.\d+$", "model.layers.31"),
+        (r".*\.(q|k|v)_proj$", "model.layers.0.self_attn.v_proj"),
+        (r".*(gate|up|down)_proj$", "model.layers.0.mlp.up_proj"),
+        (r".*layers\.\d+\.(self_attn|mlp)\..*(q|k|v|o|gate|up|down)_proj$", "model.layers.9.mlp.down_proj"),
+        (r".*layers.*mlp.*proj", "model.layers.9.mlp.down_proj"),
+        (r"^(?!.*lm_head).*$", "model.layers.0.mlp.up_proj"),
+        (r"^lm_head$|.*embed_tokens$|.*norm.*", "model.norm"),
+        (r"model\.decoder\.layers\.\d+\.self_attn\.q_proj", "model.decoder.layers.1.self_attn.q_proj"),
+        ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.q_proj"),
+        (".*" * 60, "lm_head"),
     ],
 )
 def test_patterns_of_real_files_are_accepted(text: str, name: str) -> None:
@@ -30,7 +43,19 @@ def test_patterns_of_real_files_are_accepted(text: str, name: str) -> None:
         (r"(a+)+$", "repeats a group"),
         (r"(a|a)*$", "repeats a group"),
         (r"(?:a|a){2,50}$", "repeats a group"),
-        (r".*.*.*.*.*=x", "more than 4 repetitions"),
+        (r".*.*.*.*.*=x", "share a name in [0-9]+ ways"),
+        (".?" * 60 + "Z", "share a name in 1152921504606846976 ways"),
+        ("(?:a|a)" * 30 + "Z", "share a name in [0-9]+ ways"),
+        ("(?:|a|(?:a|a?))" * 10 + "Z", "share a name in [0-9]+ ways"),
+        ("a{0,9}" * 8 + "Z", "share a name in 100000000 ways"),
+        (".*?" * 9 + "Z", "share a name in [0-9]+ ways"),
+        ("{*" * 9 + "Z", "share a name in [0-9]+ ways"),
+        (r"\d+\B" * 9, "share a name in [0-9]+ ways"),  # no character follows, so each may end anywhere
+        (".?" * 15 + "[]|]" * 3 + ".?" * 15 + "Z", "share a name in [0-9]+ ways"),  # a class, no alternatives
+        ("(?=" + ".*" * 9 + ")Z", "share a name in [0-9]+ ways"),
+        (r"\x41+A" * 9, "spells a character by its number"),
+        ("(?:.{1,2000}){2}", "repeats a group"),
+        ("a{99999999999}", "not a regular expression: the repetition number is too large"),
         (r"(a)\1", "refers back"),
         (r"(?P<x>a)(?P=x)", "groups that begin with"),
         ("a" * 257, "longer than 256"),
@@ -40,3 +65,23 @@ def test_patterns_of_real_files_are_accepted(text: str, name: str) -> None:
 def test_patterns_that_could_be_slow_are_refused(text: str, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         pattern(text, "here")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ".*.*.*[Z]",
+        r"[\w.]*?[\w.]*?[\w.]*?Z",
+        r"(.*)(.*)(.*)[Z]",
+        r"\w+\w+\w+\w+\.Z",
+        ".?" * 15 + "Z",
+        ".*" + ".?" * 9 + "." * 20 + "Z",
+        "(?:a|a)" * 15 + "Z",
+    ],
+)
+def test_the_slowest_that_are_accepted_are_quick(text: str) -> None:
+    compiled, name = pattern(text, "here"), "a" * LONGEST
+    began = time.process_time()
+    assert not compiled.match(name)
+    assert not compiled.fullmatch(name)
+    assert time.process_time() - began < 0.2

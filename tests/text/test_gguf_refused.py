@@ -26,6 +26,13 @@ def _without(metadata: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in metadata.items() if name != K + key}
 
 
+def _longer(metadata: dict[str, Any], count: int) -> dict[str, Any]:
+    """With as many pieces more, of 246 characters each."""
+    more = {"tokens": [f"{i:06}" + "x" * 240 for i in range(count)], "scores": [0.0] * count}
+    more["token_type"] = [NORMAL] * count
+    return metadata | {K + key: [*metadata[K + key], *values] for key, values in more.items()}
+
+
 Change = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
 
 REFUSED: list[tuple[Change, str]] = [
@@ -49,6 +56,10 @@ REFUSED: list[tuple[Change, str]] = [
     (lambda g, s: _put(g, "tokens", 3, "x" * 10_000_000), r"tokens\[3\] has 10000000 characters"),
     (lambda g, s: _put(g, "tokens", 3, "x" * (MAX_TOKEN + 1)), r"tokens\[3\] has 1025 characters, more than 1024"),
     (lambda g, s: _put(s, "tokens", -1, "x" * (MAX_PIECE + 1)), "has 257 characters, more than 256"),
+    (
+        lambda g, s: _longer(s, 5000),
+        "too long to find their merges: all cuts of all pieces have 3025[0-9]{5} characters",
+    ),
     (lambda g, s: _put(s, "tokens", 3, "<0x-1>"), r"tokens\[3\] is a byte, but '<0x-1>'"),
     (lambda g, s: _put(s, "tokens", 3, "<0xZZ>"), r"tokens\[3\] is a byte, but '<0xZZ>'"),
     (lambda g, s: _put(s, "tokens", 13, "<0x0a>"), r"tokens\[13\] is a byte, but '<0x0a>'"),

@@ -13,10 +13,12 @@ experts are refused too, for the models that attar writes GGUF files of have non
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 
 import torch
@@ -26,7 +28,7 @@ from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.gguf.header import MAGIC
 from attar.checkpoints.gguf.values import Typed
 from attar.checkpoints.gguf.writer import atomic_file, atomic_gguf
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.safetensors import CheckpointError, byte_view
 from attar.checkpoints.writer import sync_path
 from attar.formats.ggml import TYPES, GgmlType
 
@@ -86,9 +88,10 @@ def _read_gguf(path: Path) -> Imatrix:
         if not name.endswith(_SUM):
             continue
         entry = name.removesuffix(_SUM)
-        total, rows = _floats(file, name), _floats(file, entry + _COUNT)
-        if rows.numel() != 1 or total.numel() != total.shape[-1]:
+        shape = file.info(name).shape
+        if math.prod(file.info(entry + _COUNT).shape) != 1 or math.prod(shape) != shape[-1]:
             raise CheckpointError(f"{path}: {entry!r} is of a mixture of experts, which is not read")
+        total, rows = _floats(file, name), _floats(file, entry + _COUNT)
         if not rows.isfinite().all() or float(rows) < 0:
             raise CheckpointError(f"{path}: {entry!r} has a count that is below zero or not finite")
         if float(rows):  # without a row nothing is known of it
@@ -131,16 +134,31 @@ def _write_gguf(path: Path, matrix: Imatrix, overwrite: bool) -> None:
 
 
 class _Reader:
-    """The bytes of a file, taken from the front; whatever reaches beyond its end is an error."""
+    """A file's fields, one after another; one that would reach beyond its end is an error before it is read."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.data, self.at = path, path.read_bytes(), 0
+    def __init__(self, path: Path, file: BufferedReader) -> None:
+        self.path, self._file, self._at, self._size = path, file, 0, os.fstat(file.fileno()).st_size
 
-    def take(self, count: int, what: str) -> bytes:
-        if not 0 <= count <= len(self.data) - self.at:
+    @property
+    def left(self) -> int:
+        return self._size - self._at
+
+    def skip(self, count: int, what: str) -> int:
+        """Leave out so many bytes; where they begin."""
+        if count > self.left:
             raise CheckpointError(f"{self.path}: not an importance matrix, or cut off: {what} reaches beyond its end")
-        self.at += count
-        return self.data[self.at - count : self.at]
+        self._at += count
+        return self._at - count
+
+    def fill(self, view: bytearray | memoryview, at: int) -> None:
+        self._file.seek(at)
+        if self._file.readinto(view) != len(view):
+            raise CheckpointError(f"{self.path}: the file shrank while it was read; copy it again")
+
+    def take(self, count: int, what: str) -> bytearray:
+        at, taken = self.skip(count, what), bytearray(count)
+        self.fill(taken, at)
+        return taken
 
     def integer(self, what: str, low: int, high: int) -> int:
         (value,) = _I32.unpack(self.take(_I32.size, what))
@@ -156,21 +174,29 @@ class _Reader:
 
 
 def _read_legacy(path: Path) -> Imatrix:
-    reader, means, counts = _Reader(path), {}, {}
-    for i in range(reader.integer("the number of entries", 1, MAX_ENTRIES)):
-        name = reader.text(f"the name of entry {i}")
-        calls = reader.integer(f"the number of chunks of {name!r}", 0, (1 << 31) - 1)
-        raw = reader.take(4 * reader.integer(f"the number of values of {name!r}", 1, 1 << 28), f"{name!r}")
-        means[name] = torch.frombuffer(bytearray(raw), dtype=torch.float32) / max(1, calls)
-        counts[name] = calls
-    chunks = 0
-    datasets: tuple[str, ...] = ()
-    if reader.at < len(reader.data):  # older versions end here
-        chunks = reader.integer("the number of chunks", 0, (1 << 31) - 1)
-        datasets = (reader.text("the name of the text"),)
-    if reader.at < len(reader.data):
-        raise CheckpointError(f"{path}: not an importance matrix: {len(reader.data) - reader.at} bytes follow its end")
-    return Imatrix(means, counts, chunks, 0, datasets)
+    with path.open("rb") as file:
+        reader = _Reader(path, file)
+        entries: dict[str, tuple[int, int, int]] = {}
+        for i in range(reader.integer("the number of entries", 1, MAX_ENTRIES)):
+            name = reader.text(f"the name of entry {i}")
+            if name in entries:
+                raise CheckpointError(f"{path}: not an importance matrix: {name!r} is given twice")
+            calls = reader.integer(f"the number of chunks of {name!r}", 0, (1 << 31) - 1)
+            count = reader.integer(f"the number of values of {name!r}", 1, 1 << 28)
+            entries[name] = calls, count, reader.skip(4 * count, f"{name!r}")
+        chunks = 0
+        datasets: tuple[str, ...] = ()
+        if reader.left:  # older versions end here
+            chunks = reader.integer("the number of chunks", 0, (1 << 31) - 1)
+            datasets = (reader.text("the name of the text"),)
+        if reader.left:
+            raise CheckpointError(f"{path}: not an importance matrix: {reader.left} bytes follow its end")
+        means = {}
+        for name, (calls, count, at) in entries.items():  # no sooner: what is no importance matrix is not held
+            means[name] = torch.empty(count)
+            reader.fill(byte_view(means[name]), at)
+            means[name] /= max(1, calls)
+    return Imatrix(means, {name: calls for name, (calls, _, _) in entries.items()}, chunks, 0, datasets)
 
 
 def _write_legacy(path: Path, matrix: Imatrix, overwrite: bool) -> None:

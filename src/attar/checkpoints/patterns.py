@@ -1,51 +1,97 @@
 """Regular expressions from a checkpoint's config, which come from strangers.
 
-They run in Python's `re`, which can take exponential time. Hence a guard: at most 256 characters and 4 unbounded
-repetitions, no repeated group, no back-reference. Every pattern met in published checkpoints passes.
+They run in Python's `re`, which tries one way after another to share a name among the parts of a pattern, and so can
+take for ever. Hence a guard: the ways are counted, and few are accepted; no repeated group, no back-reference. Every
+pattern met in published checkpoints passes.
 """
 
 from __future__ import annotations
 
+import math
 import re
+import string
 
 from attar.checkpoints.safetensors import CheckpointError
 
 MAX_PATTERN = 256
-MAX_REPETITIONS = 4
+MAX_WAYS = 50_000  # to share a name of LONGEST characters, which take some milliseconds. `.*a.*b.*c` has 47,905
+LONGEST = 64  # characters: names of linears are shorter, and ASCII
+
+_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]|\((?:\?<?.)?|\{\d+,?\d*\}|\{,\d*\}|.", re.DOTALL)
+_COUNT = re.compile(r"\{(\d*)(,?)(\d*)\}")
+_GROUPS = ("(", "(?:", "(?=", "(?!", "(?<=", "(?<!")
 
 
 def pattern(text: str, where: str) -> re.Pattern[str]:
     """Compile a pattern from a config, which is matched from a name's beginning. Raises CheckpointError where it could
     take long to match, or is not a regular expression."""
-    if problem := _slow(text):
-        raise CheckpointError(f"{where}: the pattern {text[:MAX_PATTERN]!r} is not accepted: {problem}")
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise CheckpointError(f"{where}: the pattern {text!r} is not a regular expression: {error}") from None
-
-
-def _slow(text: str) -> str | None:
-    """What could make a pattern slow, or None. Counts a little too much rather than too little."""
     if len(text) > MAX_PATTERN:
-        return f"it is longer than {MAX_PATTERN} characters"
-    at, repetitions, in_class, previous = 0, 0, False, ""
-    while at < len(text):
-        char, width = text[at], 1
-        if char == "\\":
-            char, width = text[at : at + 2], 2
-            if char[1:].isdigit():
-                return "it refers back to a group"
-        elif in_class:
-            in_class = char != "]"
-            char = "x" if in_class else "]"
-        elif char == "[":
-            in_class = True
-        elif char == "(" and text[at + 1 : at + 2] == "?" and text[at + 2 : at + 3] not in (":", "=", "!", "<"):
-            return f"groups that begin with {text[at : at + 3]!r} are not supported"
-        elif char in "*+{":
-            repetitions += 1
-            if previous == ")":
-                return "it repeats a group"
-        previous, at = char, at + width
-    return f"it has more than {MAX_REPETITIONS} repetitions" if repetitions > MAX_REPETITIONS else None
+        raise CheckpointError(f"{where}: the pattern {text[:MAX_PATTERN]!r}... is longer than {MAX_PATTERN} characters")
+    try:
+        compiled = re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"{where}: the pattern {text!r} is not a regular expression: {error}") from None
+    if problem := _slow(_TOKEN.findall(text)):
+        raise CheckpointError(f"{where}: the pattern {text!r} is not accepted: {problem}")
+    return compiled
+
+
+def _slow(tokens: list[str]) -> str | None:
+    """What could make a sound pattern slow, or None. Counts a little too much rather than too little.
+
+    Of each way through its alternatives two numbers count: the repetitions without an end, among which a name's
+    characters are shared, and the product of all other choices.
+    """
+    while tokens[-2:] == [".", "*"] or tokens[-3:] == [".", "*", "$"]:  # takes what is left, whatever it is
+        tokens = tokens[: tokens.index("*", -2) - 1]
+    done, now = [(0, 0)], [(0, 1)]  # of each group that is open: the alternatives that are read, and the one under way
+    closed = repeated = False  # whether a group, a repetition ended just before
+    for i, token in enumerate(tokens):
+        if token[0] == "\\" and token[1] in string.digits + "NUux":
+            return f"it refers back to a group, or spells a character by its number: {token}"
+        if token[0] == "(" and token not in _GROUPS:
+            return f"groups that begin with {token!r} are not supported"
+        bounds = None if repeated else _bounds(token)  # after a repetition "?" and "+" say how it is tried
+        if bounds and closed and token != "?":
+            return "it repeats a group"
+        closed, repeated = token == ")", bounds is not None
+        if token[0] == "(":
+            done.append((0, 0))
+            now.append((0, 1))
+        elif token == "|":
+            done[-1], now[-1] = _either(done[-1], now[-1]), (0, 1)
+        elif token == ")":
+            now[-2:] = [_both(now[-2], _either(done.pop(), now[-1]))]
+        elif bounds and bounds[1] is not None:
+            now[-1] = _both(now[-1], (0, bounds[1] - bounds[0] + 1))
+        elif bounds and not _apart(tokens[i - 1], [*tokens[i + 1 :], "", ""]):
+            now[-1] = _both(now[-1], (1, 1))
+    repetitions, choices = _either(done[0], now[0])
+    ways = math.comb(LONGEST + repetitions, repetitions) * choices
+    return f"its parts can share a name in {ways} ways; attar accepts {MAX_WAYS}" if ways > MAX_WAYS else None
+
+
+def _either(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    return max(one[0], other[0]), one[1] + other[1]
+
+
+def _both(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    return one[0] + other[0], one[1] * other[1]
+
+
+def _bounds(token: str) -> tuple[int, int | None] | None:
+    """How often what stands before a token may be there, at least and at most (None: without an end); None: once."""
+    if token in ("*", "+", "?"):
+        return int(token == "+"), 1 if token == "?" else None
+    if (found := _COUNT.fullmatch(token)) is None:
+        return None
+    low, comma, high = found.groups()
+    return int(low or 0), int(high) if high else None if comma else int(low)
+
+
+def _apart(repeated: str, following: list[str]) -> bool:
+    """Whether a repeated character must be followed by one that it cannot be, as in `\\d+\\.`: then it has one end."""
+    if following[0] in ("", ")", "*", "+", "?", *_GROUPS) or _bounds(following[1]) not in (None, (1, None)):
+        return False
+    ends = {each for each in string.printable if re.fullmatch(following[0], each)}
+    return bool(ends) and not any(re.fullmatch(repeated, each) for each in ends)

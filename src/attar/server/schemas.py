@@ -1,9 +1,10 @@
 """The bodies of requests: types that are the table of fields, their ranges and their defaults, and the one reader.
 
 Ranges are part of the types, msgspec checks them (a bool is no integer there; 1.0 is 1, as JSON Schema has it), and the
-OpenAPI document is made of the same types, so it cannot say anything else. Every integer has both bounds. Fields of the APIs that do
-nothing here yet are in `unbuilt`, each with the values that mean "do nothing": clients send those, and they are
-welcome; any other value is an error that names the field, as an unknown field is. Silence would be worse than refusal.
+OpenAPI document is made of the same types, so it cannot say anything else. Every integer has both bounds. Fields of the
+APIs that do nothing here yet are in `unbuilt`, each with the values that mean "do nothing": clients send those, and
+they are welcome; any other value is an error that names the field, as an unknown field is. Silence would be worse than
+refusal.
 
 Fields that change no token (`user`, `metadata`, cache hints) are accepted and ignored.
 """

@@ -40,6 +40,7 @@ LLAMA3_SPLIT = _WORDS % r"\p{N}{1,3}"
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # sentencepiece's piece types, and GGUF's
 MAX_MERGES = 1 << 21  # that follow from pieces; of Gemma's quarter of a million pieces, 2^19 do
+MAX_CUT = 1 << 26  # characters in all cuts of all pieces; of Llama 3's 128,000 pieces it is 2^23
 _BPE = 2  # sentencepiece's model types: 1 is unigram
 
 
@@ -156,8 +157,14 @@ def _merges(ranks: Mapping[Piece, float], ids: Mapping[Piece, int]) -> list[tupl
     """Every cut of a piece into two, ordered by the rank (low is early) of the whole, then by the ids of the halves.
 
     Llama 2 gives all its runs of spaces one score: there the order of the halves alone decides.
-    Raises ValueError beyond MAX_MERGES, of which there may be as many as characters in the vocabulary.
+    Raises ValueError beyond MAX_MERGES, of which there may be as many as characters in the vocabulary, and beyond
+    MAX_CUT, for a piece costs the square of its length.
     """
+    if (cut := sum(len(piece) ** 2 for piece in ranks)) > MAX_CUT:
+        raise ValueError(
+            f"the vocabulary's pieces are too long to find their merges: all cuts of all pieces have {cut} characters, "
+            f"and attar looks at {MAX_CUT}"
+        )
     own = {piece: piece for piece in ranks}  # halves are the vocabulary's own strings, not slices that copy them
     found = []
     for piece, rank in ranks.items():

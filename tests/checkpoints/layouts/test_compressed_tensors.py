@@ -287,6 +287,15 @@ def test_g_idx_that_says_nothing_new_is_dropped(g_idx: Tensor, tiny: Any, tmp_pa
     assert torch.equal(linear.weight.dequantize(), packed.dequantize())
 
 
+@pytest.mark.parametrize("group", [-2, 3, 1 << 40, 1 << 62])
+def test_g_idx_of_a_group_that_is_not_there_is_refused(group: int, tiny: Any, tmp_path: Path) -> None:
+    g_idx = torch.arange(96) // 32
+    g_idx[5] = group
+    folder, _ = module(tiny, tmp_path, weight_g_idx=g_idx)
+    with pytest.raises(CheckpointError, match="m: g_idx does not put 32 columns into each of 3 groups"):
+        CompressedTensors(folder, config()).read("m")
+
+
 def rotated(**entry: Any) -> dict[str, Any]:
     """A transform_config of one group, whose one entry is this."""
     return {"config_groups": {"a": {"type": "hadamard", "apply": [{"location": "input", **entry}]}}}

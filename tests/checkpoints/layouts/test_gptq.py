@@ -160,6 +160,9 @@ def test_modules_may_be_left_out_by_dynamic(tiny: Any, tmp_path: Path) -> None:
         ("qweight", torch.zeros(8, 32), "int32 matrix"),
         ("g_idx", torch.zeros(64, dtype=torch.int32), "g_idx does not put 32 columns"),
         ("g_idx", torch.full((64,), -1, dtype=torch.int32), "g_idx does not put 32 columns"),
+        ("g_idx", torch.arange(64).int() // 32 + 1, "m: g_idx does not put 32 columns"),
+        ("g_idx", torch.full((64,), 2**31 - 1, dtype=torch.int32), "m: g_idx does not put 32 columns"),
+        ("g_idx", torch.full((64,), 1 << 62), "m: g_idx does not put 32 columns"),
         ("scales", torch.ones(2, 32, dtype=torch.float64), "float64"),
     ],
 )

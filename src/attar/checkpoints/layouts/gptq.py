@@ -133,7 +133,8 @@ def by_group(module: str, g_idx: Tensor, inputs: int, group_size: int) -> Tensor
     if tuple(g_idx.shape) != (inputs,) or g_idx.dtype not in (torch.int32, torch.int64):
         raise CheckpointError(f"{module}: g_idx must be {inputs} integers, not {g_idx.dtype} {tuple(g_idx.shape)}")
     index = g_idx.long()
-    if bool((index < 0).any()) or bool((index.bincount(minlength=groups) != group_size).any()):
+    known = bool(((index >= 0) & (index < groups)).all())  # bincount makes room up to the largest, however large
+    if not known or bool((index.bincount(minlength=groups) != group_size).any()):
         raise CheckpointError(f"{module}: g_idx does not put {group_size} columns into each of {groups} groups")
     order = index.argsort(stable=True)
     return None if bool((index[1:] >= index[:-1]).all()) else order
