@@ -90,25 +90,12 @@ REFUSED: dict[str, bytes] = {
     ),
     "duplicate inner key": pack('{"a":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}}', bytes(8)),
     "duplicate metadata key": pack('{"__metadata__":{"a":"1","a":"1"}}'),
-    "duplicate metadata": pack('{"__metadata__":{"a":"1"},"__metadata__":{"a":"1"}}'),
-    "duplicate key, differently spelled": pack(
-        '{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"\\u0061":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
-        bytes(8),
-    ),
-    "duplicate in 2 MB": pack(
-        '{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
-        + ",".join(f'"{i}":{{"dtype":"I8","shape":[0],"data_offsets":[0,0]}}' for i in range(40_000))
-        + ',"9":{"dtype":"I8","shape":[0],"data_offsets":[0,0]}}',
-        bytes(8),
-    ),
     # metadata
     "metadata number": pack({"__metadata__": {"a": 1}}),
     "metadata nested": pack({"__metadata__": {"a": {"b": "c"}}}),
     "metadata null": pack({"__metadata__": None}),
     "metadata list": pack({"__metadata__": []}),
     "metadata as tensor": pack({"__metadata__": entry()}, bytes(8)),
-    "metadata with a key of a tensor": pack({"__metadata__": {"shape": "round"}}),
-    "metadata of a lone surrogate": pack('{"__metadata__":{"a":"\\ud800"}}'),
     # entries
     "entry null": pack({"a": None}),
     "entry list": pack({"a": [1]}),
@@ -118,11 +105,6 @@ REFUSED: dict[str, bytes] = {
     "no shape": pack({"a": {"dtype": "F32", "data_offsets": [0, 8]}}, bytes(8)),
     "no offsets": pack({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)),
     "one key more": pack({"a": {**entry(), "code": "x"}}, bytes(8)),
-    "one key more, a number": pack({"a": {**entry(), "code": 1}}, bytes(8)),
-    "one key more, of bad UTF-8": pack(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8],"x":"\xff"}}', bytes(8)),
-    "one key less and one more": pack(
-        {"a": {"shape": [2], "data_offsets": [0, 8]}, "b": {**entry(), "x": "y"}}, bytes(8)
-    ),
     # dtypes
     "dtype unknown": one(dtype="F31"),
     "dtype lower case": one(dtype="f32"),
@@ -208,11 +190,6 @@ ACCEPTED: dict[str, bytes] = {
     "no tensors": pack("{}"),
     "only metadata": pack({"__metadata__": {"format": "pt"}}),
     "padding": pack('{"__metadata__":{}}     '),
-    "metadata in the middle": pack(
-        {"a": entry(), "__metadata__": {"dtype": "x"}, "b": entry(shape=[0], offsets=[8, 8])}, bytes(8)
-    ),
-    "marks and backslashes": pack({'"': entry(), "__metadata__": {'"\\"': '\\\\"\\', ":{": "{,"}}, bytes(8)),
-    "a megabyte of metadata": pack({"__metadata__": {"a": "x" * 1_000_000}, "a": entry()}, bytes(8)),
     "scalar": one(shape=[], data=bytes(4), offsets=[0, 4]),
     "rank 16": one(shape=[2] + [1] * 15),
     "empty": one(shape=[0, 3], data=b"", offsets=[0, 0]),
@@ -285,49 +262,9 @@ def test_messages_say_what_to_do(kind: str, words: str, write: Callable[[bytes],
     assert words in str(caught.value)
 
 
-def many(count: int, more: str = "") -> bytes:
+def many(count: int) -> bytes:
     header = ",".join(f'"{i}":{{"dtype":"I8","shape":[0],"data_offsets":[0,0]}}' for i in range(count))
-    return pack("{" + header + more + "}")
-
-
-def in_no_order() -> bytes:
-    """As many tensors as there may be, all of other sizes, anywhere but in order, and a hole before the last."""
-    sizes = range(1, ours.MAX_TENSORS)
-    found = {f"model.experts.{i}": (i, (i * (i - 1) // 2, i * (i + 1) // 2)) for i in sizes}
-    names = random.Random(0).sample(list(found), len(found))
-    at = ours.MAX_TENSORS**2
-    entries = {name: entry("U8", (found[name][0],), found[name][1]) for name in names}
-    return pack(json.dumps({**entries, "z": entry(offsets=(at, at + 8))}, separators=(",", ":")))
-
-
-WIDE = "x" * (ours.MAX_HEADER - 200) + "\U0001f600"  # one character makes four bytes of every other
-LAST = '"t":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}'
-COSTLY: dict[str, Callable[[], bytes]] = {
-    "300,000 tensors": lambda: many(300_000),
-    "one tensor too many": lambda: many(ours.MAX_TENSORS + 1),
-    "empty tensors and a hole": lambda: many(ours.MAX_TENSORS - 1, f",{LAST}"),
-    "tensors in no order and a hole": in_no_order,
-    "empty objects": lambda: pack("{" + ",".join(f'"{i}":{{}}' for i in range(65_000)) + "}"),
-    "keys and numbers": lambda: pack("{" + "".join(f'"{i}":0,' for i in range(600_000)) + LAST + "}"),
-    "nothing but structure": lambda: pack('{"a":[' + "[]," * 2_000_000 + "[]]}"),
-    "a wide character": lambda: pack(f'{{"__metadata__":{{"a":"{WIDE}"}},{LAST}}}'),
-    "a wide character in a name": lambda: pack(f'{{"{WIDE}":1,{LAST}}}'),
-    "wide characters in names": lambda: pack(
-        "{" + "".join(f'"{WIDE[-900_000:]}{i}":{{"dtype":"U8"}},' for i in range(16)) + f"{LAST}}}"
-    ),
-    "wide characters in metadata": lambda: pack(
-        '{"__metadata__":{'
-        + "".join(f'"{WIDE[-900_000:]}{i}":"","{i}":"dtype",' for i in range(16))
-        + f'"":""}},{LAST}}}'
-    ),
-    "metadata of short keys": lambda: pack(
-        '{"__metadata__":{'
-        + ",".join(f'"{i:x}":"{"" if i % 9999 else "dtype"}"' for i in range(1_200_000))
-        + f"}},{LAST}}}"
-    ),
-    "whitespace": lambda: pack("{" + " " * (ours.MAX_HEADER - 200) + f"{LAST}}}"),
-}
-"""Made when they are wanted, for they are large. What each may cost, `test_hostile` says."""
+    return pack("{" + header + "}")
 
 
 @pytest.mark.parametrize("excess", [-1, 0, 1])
@@ -343,19 +280,21 @@ def test_the_number_of_tensors_is_capped(
             TensorFile(path)
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("300,000 tensors", r"a header of 16988891 bytes.*max_shard_size"),
-        ("one tensor too many", r"60001 tensors; attar accepts 60000 in a file.*max_shard_size"),
-        ("empty objects", "65000 tensors; attar accepts 60000"),
-        ("a wide character in a name", "more than 1048576 bytes between two tensors"),
-        ("metadata of short keys", "__metadata__ takes [0-9]+ bytes; attar accepts 1048576"),
-    ],
-)
-def test_what_would_cost_much_is_refused_for_what_it_is(kind: str, words: str, write: Callable[[bytes], Path]) -> None:
-    with pytest.raises(CheckpointError, match=words):
-        TensorFile(write(COSTLY[kind]()))
+def test_300_000_tensors_are_refused_quickly(write: Callable[[bytes], Path]) -> None:
+    path = write(many(300_000))
+    start = time.perf_counter()
+    with pytest.raises(CheckpointError, match="more than the 100000 tensors"):
+        TensorFile(path)
+    assert time.perf_counter() - start < SECONDS_PER_REFUSAL
+
+
+def test_a_header_of_nothing_but_structure_is_refused_before_it_is_parsed(
+    write: Callable[[bytes], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(pack('{"a":[' + "[]," * 2_000_000 + "[]]}"))
+    monkeypatch.setattr(ours, "parse_json", lambda *_: pytest.fail("parsed"))
+    with pytest.raises(CheckpointError, match="more than the 100000 tensors"):
+        TensorFile(path)
 
 
 SMALL = pack(
