@@ -208,14 +208,19 @@ def read_back(browser: Browser, url: str) -> dict[str, Any]:
     def top() -> float:
         return float(page.evaluate("talk.scrollTop"))
 
-    def scroll(*keys: str) -> float:
-        """Where the keys lead, once the view is still."""
+    def back(key: str) -> float:
+        """Where the key leads, from the end of what is there."""
         if walk.focus() != "talk":
             walk.to("talk", "Shift+Tab")
-        walk.press(*keys)
-        time.sleep(0.3)  # it glides
-        until(lambda: top() == (time.sleep(0.1), top())[1])
+        before = top()
+        walk.press(key)
+        until(lambda: top() < before)
         return top()
+
+    def to_the_end() -> bool:
+        walk.press("End")
+        time.sleep(0.1)
+        return below() < 4
 
     def grown() -> None:
         """Until there are more lines."""
@@ -228,14 +233,14 @@ def read_back(browser: Browser, url: str) -> dict[str, Any]:
     grown()
     seen["at the end"] = below()
     for key in ("ArrowUp", "PageUp", "Home"):
-        at = scroll(key)
+        at = back(key)
         away = below()
         grown()
         seen[key] = [away > 4, top() - at]
-        until(lambda: (scroll("End"), below() < 4)[1])  # lines may come while it glides to what was the end
+        until(to_the_end)  # lines may come between the key and its effect
         grown()
         seen[f"back from {key}"] = below()
-    at = scroll("Home")
+    at = back("Home")
     walk.press("Escape")
     until(lambda: walk.notes() == 1)
     seen["stopped"] = [at, top()]
@@ -286,7 +291,9 @@ def look(browser: Browser, url: str) -> dict[str, Any]:
 def main() -> None:
     url, chromium, folder = sys.argv[1:]
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        # a key's scrolling is one step: where a glide is when a busy machine draws next to nothing cannot be known
+        flags = ["--no-sandbox", "--disable-smooth-scrolling"]
+        browser = playwright.chromium.launch(executable_path=chromium, args=flags)
         seen = {name: talk(browser, url, size, Path(folder) / f"{name}.png") for name, size in SIZES.items()}
         seen["look"] = look(browser, url)
         seen["read back"] = read_back(browser, url)
