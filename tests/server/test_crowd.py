@@ -2,37 +2,57 @@
 
 from __future__ import annotations
 
-from attar.server.crowd import LONGEST, RETURNS, SHORTEST, WINDOW, Crowd
+from attar.server.crowd import KEPT, LONGEST, SHORTEST, WINDOW, Crowd
+
+
+def serving(rate: float) -> Crowd:
+    """One that has served so many a second for the 10 s before 10."""
+    crowd = Crowd()
+    for i in range(int(10 * rate)):
+        crowd.served(i / rate)
+    return crowd
 
 
 def test_without_a_past_the_answer_is_the_shortest() -> None:
     crowd = Crowd()
-    assert {crowd.retry_after(100.0) for _ in range(1000)} == {SHORTEST}
+    assert {crowd.retry_after(100.0, 200) for _ in range(1000)} == {SHORTEST}
 
 
-def test_a_crowd_comes_back_at_a_multiple_of_the_rate_of_service() -> None:
-    crowd = Crowd()
-    rate = 20
-    for i in range(10 * rate):
-        crowd.served(i / rate)
-    told = [crowd.retry_after(10.0) for _ in range(200)]
+def test_a_crowd_comes_back_at_the_rate_of_service_once_half_of_the_queue_is_served() -> None:
+    rate, waiting = 20, 200
+    crowd = serving(rate)
+    told = [crowd.retry_after(10.0, waiting) for _ in range(200)]
     assert told == sorted(told)
-    for second in range(2, told[-1]):
-        assert abs(told.count(second) - RETURNS * rate) <= 1
+    assert told[0] == KEPT * waiting / rate
+    for second in range(told[0] + 1, told[-1]):
+        assert abs(told.count(second) - rate) <= 1
+
+
+def test_whose_turn_has_passed_is_waited_for_no_more() -> None:
+    """In a crowd that always comes back, as many are refused as leave the queue room for those before them."""
+    crowd = serving(20)
+    first = [crowd.retry_after(10.0, 0) for _ in range(100)]
+    for i in range(100):
+        crowd.served(10.0 + i / 20)
+    assert first[-1] == 5
+    assert crowd.retry_after(12.5, 0) == 3  # half of the turns are still to come
+    assert crowd.retry_after(15.1, 0) == SHORTEST
 
 
 def test_nobody_is_sent_away_for_longer_than_a_minute() -> None:
     crowd = Crowd()
     for i in range(10):
         crowd.served(float(i))
-    told = [crowd.retry_after(9.0) for _ in range(5000)]
+    told = [crowd.retry_after(9.0, 0) for _ in range(5000)]
     assert max(told) == LONGEST
+    assert crowd.retry_after(9.0 + LONGEST, 10**9) == SHORTEST  # nothing is known of the rate any more
+    assert len(crowd._turns) <= 60 * 10 / 9 + 1
 
 
 def test_turns_pass_and_old_rates_are_forgotten() -> None:
     crowd = Crowd()
     for i in range(10):
         crowd.served(float(i))
-    assert crowd.retry_after(9.0) == SHORTEST
-    assert max(crowd.retry_after(9.0) for _ in range(50)) > 10
-    assert crowd.retry_after(100.0 + WINDOW) == SHORTEST
+    assert crowd.retry_after(9.0, 0) == SHORTEST
+    assert max(crowd.retry_after(9.0, 0) for _ in range(50)) > 10
+    assert crowd.retry_after(100.0 + WINDOW, 0) == SHORTEST

@@ -1,19 +1,19 @@
 """When those who are refused because the server is full may come back.
 
 With one number for all, a crowd comes back all at once, at the same rate however many it is, and refusing it takes the
-processor from those who are being served. So each is given a turn of its own, one after the other, at `RETURNS` times
-the rate at which requests were served of late. A little more than that rate is enough that no room stays empty, and
-each refusal beyond takes time from those who are being served. Where little is known about that rate, the answer is
-the shortest.
+processor from those who are being served. So each is told when there should be room: once half of those who wait, and
+all who were told before, have been served at the rate of late. The other half is for whoever does not come back, or
+late. Where little is known about that rate, the answer is the shortest.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
 
 SHORTEST, LONGEST = 1.0, 60.0  # seconds
-RETURNS = 1.25
+KEPT = 0.5  # of those who wait
 WINDOW = 10.0  # seconds of the past that count
 COUNTED, LEAST = 256, 8  # requests served in it: the last so many, and too few to tell
 
@@ -23,17 +23,23 @@ class Crowd:
 
     def __init__(self) -> None:
         self._served: deque[float] = deque(maxlen=COUNTED)
-        self._turn = 0.0  # of whoever was refused last
+        self._turns: list[float] = []  # to come, a heap; none beyond those that are served within `LONGEST`
 
     def served(self, now: float) -> None:
         """A request was served to its end."""
         self._served.append(now)
 
-    def retry_after(self, now: float) -> int:
-        """Whole seconds for one more who is refused."""
+    def retry_after(self, now: float, waiting: float) -> int:
+        """Whole seconds for one more who is refused while so many requests wait."""
         while self._served and self._served[0] < now - WINDOW:
             self._served.popleft()
-        count = len(self._served)
-        between = (now - self._served[0]) / (count * RETURNS) if count >= LEAST else 0.0
-        self._turn = min(max(self._turn + between, now + SHORTEST), now + LONGEST)
-        return math.ceil(self._turn - now)
+        while self._turns and self._turns[0] <= now:
+            heapq.heappop(self._turns)
+        if len(self._served) < LEAST:
+            return math.ceil(SHORTEST)
+        rate = len(self._served) / max(now - self._served[0], 1e-3)
+        wait = max((KEPT * waiting + len(self._turns)) / rate, SHORTEST)
+        if wait >= LONGEST:
+            return math.ceil(LONGEST)
+        heapq.heappush(self._turns, now + wait)
+        return math.ceil(wait)

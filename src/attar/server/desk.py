@@ -71,7 +71,9 @@ class Desk:
 
     def full(self, message: str) -> Refusal:
         """There is no room; says when there may be."""
-        return Refusal("overloaded", message, retry_after=self.crowd.retry_after(time.monotonic()))
+        places = self.engine.places
+        waiting = len(self.engine.open) * places.total / max(1, places.total + places.running)
+        return Refusal("overloaded", message, retry_after=self.crowd.retry_after(time.monotonic(), waiting))
 
     def refusal(self, failed: Failed) -> Refusal:
         """What the engine's refusal is to a user."""
