@@ -358,6 +358,7 @@ class Simulation:
             asked.endings.append(sequence.ending)
             asked.gained = sequence.output
             self.suffered += sequence.ending == "internal" and sequence.id not in self.failing
+        assert self.scheduler.sequences or self.scheduler.wake() is None, "somebody is to be woken, and nobody is there"
         assert self.suffered == self.fired, "something failed of itself, or a fault had no victim, or several"
         for block, state in enumerate(self.pool.states()):
             if state == attar.engine.blocks.FREE:

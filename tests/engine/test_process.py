@@ -120,6 +120,14 @@ def test_a_request_and_the_state_behind_it(running: Running) -> None:
     assert len(stats.blocks) == 8
 
 
+def test_what_has_ended_wakes_nobody(running: Running) -> None:
+    """Else a server with nothing to do would take a whole core from the first deadline on."""
+    client = Client(running.path)
+    client.send(Submit("a", (1, 2, 3), GREEDY, deadline=SECONDS))
+    client.until(Finished)
+    assert running.loop._patience() is None
+
+
 def test_only_this_user_can_reach_the_socket(running: Running) -> None:
     assert running.path.stat().st_mode & 0o777 == 0o600
 

@@ -319,6 +319,18 @@ def test_deadlines_of_those_that_have_ended_do_not_pile_up() -> None:
     assert engine.scheduler.wake() == 5000.0
 
 
+def test_nobody_is_woken_for_the_deadline_of_one_that_has_ended() -> None:
+    """An engine with nothing to do would look at its clock from then on, and at nothing else."""
+    engine = Engine()
+    engine.add("ends", range(6), deadline=2.0)
+    engine.add("stays", range(6), deadline=3.0)
+    engine.scheduler.cancel("ends", engine.now)
+    engine.step()
+    assert engine.scheduler.wake() == 3.0
+    engine.scheduler.cancel("stays", engine.now)
+    assert engine.scheduler.wake() is None
+
+
 def test_deadlines() -> None:
     engine = Engine(max_running=1, max_step_tokens=8)
     engine.add("a", range(6), max_tokens=9, deadline=2.0)
