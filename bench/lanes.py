@@ -35,13 +35,15 @@ Without test data both texts are sampled from the model, with other seeds than t
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import lzma
 import math
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -326,7 +328,8 @@ def run(name: str, lane: Lane, original: Path, read: Texts, place: Path, args: a
             if args.jobs and job["name"] not in args.jobs:
                 continue
             out = place / slug(job["name"])
-            said = peer(python, program, job, source, [*read.calibration, *more], out)
+            tokens = [*read.calibration, *more]
+            said = kept(out, work(source, tokens, job), partial(peer, python, program, job, source, tokens, out))
             score(job["name"], out, said["seconds"], program, said["bits"] or bits_of(job, out))
     made: list[tuple[str, str | Recipe, str | None]] = [
         (name, said, "what was published") for name, said in lane.published.items()
@@ -334,11 +337,9 @@ def run(name: str, lane: Lane, original: Path, read: Texts, place: Path, args: a
     made += [(recipe, recipe, None) for recipe in (*lane.uncached, *(args.ours or lane.ours))]
     for label, recipe, as_peer in made:
         out = place / slug(label)
-        done = attar.compress(
-            source, out, recipe=recipe, calibration=read.calibration, seed=args.seed, drawn=args.drawn, overwrite=True,
-            resume=False,
-        )  # fmt: skip
-        score(label, out, done.seconds, as_peer, done.bits_per_weight)
+        asked = work(source, read.calibration, {"recipe": repr(recipe), "seed": args.seed, "drawn": args.drawn})
+        said = kept(out, asked, partial(ours, source, out, recipe, read.calibration, args))
+        score(label, out, said["seconds"], as_peer, said["bits"])
     for program in dict.fromkeys(row["peer"] for row in rows.values() if row["peer"]):
         for no_more in (False, True):
             compare(rows, scores, program, no_more, lane.goal)
@@ -391,21 +392,47 @@ def slug(name: str) -> str:
     return "".join(c if c.isalnum() or c in ".+-" else "-" for c in name)
 
 
+def work(source: Path, tokens: list[list[int]], job: Mapping[str, Any]) -> str:
+    """What tells a job on a model and tokens from others, wherever they lie."""
+    told = hashlib.sha256(json.dumps([tokens, job], sort_keys=True).encode())
+    for path in sorted(source.glob("*.safetensors")):
+        with path.open("rb") as file:
+            told.update(hashlib.file_digest(file, "sha256").digest())
+    return told.hexdigest()
+
+
+def kept(out: Path, asked: str, make: Callable[[], Job]) -> Job:
+    """What `make` says of its output. What a kept folder has, from the same work, is not made again."""
+    done = out.parent / f"{out.name}.done.json"
+    if done.exists() and (said := json.loads(done.read_text())).get("work") == asked:
+        return dict(said)
+    done.unlink(missing_ok=True)
+    said = make()
+    done.write_text(json.dumps({**said, "work": asked}))
+    return said
+
+
+def ours(source: Path, out: Path, recipe: str | Recipe, calibration: list[list[int]], args: argparse.Namespace) -> Job:
+    """Our output, its seconds and bits. In a kept folder an interrupted run goes on."""
+    done = attar.compress(
+        source, out, recipe=recipe, calibration=calibration, seed=args.seed, drawn=args.drawn, overwrite=True,
+        resume=args.keep is not None,
+    )  # fmt: skip
+    return {"seconds": done.seconds, "bits": done.bits_per_weight}
+
+
 def peer(python: Path, program: str, job: Job, source: Path, tokens: list[list[int]], out: Path) -> Job:
-    """Seconds of a job, run in a process of the peer's environment, and the bits that it says it stores (or None). What
-    a kept folder has, from the same job on the same tokens, is not made again."""
-    work = json.dumps({"model": str(source), "tokens": tokens, "jobs": [{**job, "out": str(out)}]})
-    file, done, log = (out.parent / f"{out.name}{ending}" for ending in (".json", ".done.json", ".done.log"))
-    if not done.exists() or not file.exists() or file.read_text() != work:
-        done.unlink(missing_ok=True)
-        file.write_text(work)
-        with log.open("w") as errors:
-            command = [python, PEERS / f"{program}.py", file]
-            ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-        if ended.returncode:
-            raise SystemExit(f"{job['name']} failed; the end of its log:\n{log.read_text()[-4000:]}")
-        done.write_text(ended.stdout.splitlines()[-1])
-    said = json.loads(done.read_text())
+    """A peer's output, made in a process of its environment: its seconds, and the bits that it says it stores (or
+    None)."""
+    file, log = (out.parent / f"{out.name}{ending}" for ending in (".json", ".log"))
+    file.write_text(json.dumps({"model": str(source), "tokens": tokens, "jobs": [{**job, "out": str(out)}]}))
+    with log.open("w") as errors:
+        ended = subprocess.run(
+            [python, PEERS / f"{program}.py", file], stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+    if ended.returncode:
+        raise SystemExit(f"{job['name']} failed; the end of its log:\n{log.read_text()[-4000:]}")
+    said = json.loads(ended.stdout.splitlines()[-1])
     return {key: said.get(key, {}).get(job["name"]) for key in ("seconds", "bits")}
 
 
