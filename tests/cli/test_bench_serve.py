@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from attar.cli.main import app
 from attar.text.tokenizer import Tokenizer
 from tests.cli.test_commands import last_json, refused
-from tests.load.fake import Fake, well
+from tests.load.fake import Fake, answer, well
 
 KEY = "sk-" + "k" * 40
 SMALL = "--prompt 6 --gen 3 --requests 4"
@@ -97,6 +97,25 @@ def test_latency_against_load_is_drawn(fake: Fake, tmp_path: Path, name: str, be
     assert (tmp_path / name).read_bytes().startswith(begins)
 
 
+@pytest.mark.parametrize("good, status", [(1, 1), (2, 0)])
+def test_the_exit_status_is_1_where_nothing_succeeded(good: int, status: int) -> None:
+    async def behave(body: dict[str, Any], writer: Any) -> None:
+        if len(server.asked) <= good:  # the first is the probe
+            await well(body, writer)
+        else:
+            writer.write(answer("429 Too Many Requests", b"the queue \x1b[2J is full"))
+
+    with Fake(behave) as server:
+        done = bench(server, f"{SMALL} --clients 1")
+    assert done.exit_code == status, done.output
+    failed, says = 5 - good, r"the queue \x1b[2J is full"
+    run = last_json(done)["runs"][0]
+    assert (run["errors"], run["examples"]) == ({"status 429": failed}, {"status 429": says})
+    assert f"error: status 429 x {failed}: {says}" in done.stdout.splitlines()
+    told = f"attar: none of 4 requests succeeded: status 429 x 4: {says}\n"
+    assert done.stderr == (told if status else "")
+
+
 def test_progress_goes_to_stderr_alone(fake: Fake) -> None:
     done = bench(fake, f"{SMALL} --clients 1")
     quiet = bench(fake, f"{SMALL} --clients 1 --quiet")
@@ -145,6 +164,7 @@ def test_no_key_is_taken_from_the_command_line(fake: Fake) -> None:
         ("--clients 1 --extra [1]", "--extra is a JSON object"),
         ("--clients 1 --extra {", "Expecting property name"),
         ("--clients 1 --plot load.pdf", "a .html or a .png"),
+        ("--clients 1 --plot missing/load.html", "there is no folder missing"),
         ("--clients 1 --trace missing.jsonl", "missing.jsonl"),
     ],
 )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
+import socket
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from attar.cli.main import app
 from attar.cli.serving import BESIDES
@@ -14,6 +15,7 @@ from attar.engine.settings import Settings
 from attar.kernels.native import limits
 from attar.server import supervisor
 from attar.server.door import Options
+from attar.server.serve import _listen
 from tests.cli.test_commands import last_json, refused
 
 KEYS = {"largest step": "step", "KV cache": "cache"}
@@ -112,3 +114,44 @@ def test_options_of_the_scheduler_reach_the_engine(monkeypatch: pytest.MonkeyPat
 def test_a_delay_that_nothing_would_heed_is_refused(options: str, says: str) -> None:
     done = CliRunner().invoke(app, ["serve", "demo", *shlex.split(options), "--json"])
     refused(done, 2, says, as_json=True)
+
+
+def test_an_address_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "run", lambda settings, tokenizer, options, _: _listen(options.host, options.port))
+
+    def start(*options: str) -> Result:
+        monkeypatch.setenv("ATTAR_API_KEY", "k" * 40)
+        return CliRunner().invoke(app, ["serve", "demo", *options, "--json"])
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        used = f"cannot listen at 127.0.0.1, port {port}: address already in use; --port takes another"
+        refused(start("--port", str(port)), 2, used, as_json=True)
+    nowhere = "cannot listen at 192.0.2.1, port 8000: cannot assign requested address; --host is an address"
+    refused(start("--host", "192.0.2.1"), 2, nowhere, as_json=True)
+    for host in ("é..b", "\udcff", "x" * 300):
+        refused(start("--host", host), 2, "is neither an address nor a name", as_json=True)
+
+    def unknown(*_: object) -> int:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(supervisor, "run", unknown)
+    name = "cannot listen at [::1], port 8000: name or service not known; --host is an address or a name"
+    refused(start("--host", "[::1]"), 2, name, as_json=True)
+
+
+@pytest.mark.parametrize("options", ["--host 0.0.0.0", "--host ''", "--tokens-per-minute 9"])
+def test_a_key_that_is_missing_can_be_set(monkeypatch: pytest.MonkeyPatch, options: str) -> None:
+    monkeypatch.delenv("ATTAR_API_KEY", raising=False)
+    done = CliRunner().invoke(app, ["serve", "demo", *shlex.split(options), "--json"])
+    refused(done, 2, "--api-key-file FILE, or ATTAR_API_KEY in the environment", as_json=True)
+
+
+def test_an_error_about_something_else_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object) -> int:
+        raise PermissionError(13, "Permission denied", "/some/file")
+
+    monkeypatch.setattr(supervisor, "run", run)
+    refused(CliRunner().invoke(app, ["serve", "demo", "--json"]), 2, "/some/file: permission denied", as_json=True)

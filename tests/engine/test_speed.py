@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from attar.engine import speed
@@ -27,10 +29,13 @@ def test_a_report_of_random_weights(scheme: str, head: str) -> None:
     assert report["reference_linears"] == {}
     assert 0 < report["python_fraction"] < 1
     assert report["load_s"] <= report["first_token_s"]
+    assert report["decode_tok_s"] * report["step_ms"] == pytest.approx(1e3 * LOAD.batch), "one statistic for both"
     assert report["read_fraction"] * report["read_gb_s"] == pytest.approx(
         report["bytes_per_token"] / report["step_ms"] / 1e6
     )
     assert speed.to_text(report).startswith("prefill")
+    for cache, said in ((report["bytes_per_token"] / 1e6 + 1, True), (0, False)):
+        assert ("cache of" in speed.to_text(report | {"cache_mb": cache})) is said
 
 
 def test_bytes_a_token_are_those_of_the_schemes() -> None:
@@ -66,3 +71,11 @@ def test_forms_that_are_searched_for_are_drawn_in_ordinary_memory(scheme: str) -
     assert isinstance(made.weight, PackedTensor)
     assert made.weight.shape == (config.hidden, config.intermediate)
     assert {part.device.type for part in made.weight.parts.values()} == {"cpu"}
+
+
+def test_the_largest_cache_counts(tmp_path: Path) -> None:
+    assert speed._cache(tmp_path) == 0
+    for index, size in enumerate(("48K", "2048K", "32768K")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
+    assert speed._cache(tmp_path) == 32 << 20

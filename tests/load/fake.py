@@ -43,6 +43,7 @@ class Fake:
         self.behave = behave
         self.asked: list[dict[str, Any]] = []
         self.heads: list[bytes] = []
+        self.models: list[Any] = [{"id": "fake"}]
         self.alive = self.most = 0
         self.url = ""
         self.ready = threading.Event()
@@ -72,7 +73,7 @@ class Fake:
             head = await reader.readuntil(b"\r\n\r\n")
             self.heads.append(head)
             if head.startswith(b"GET"):
-                writer.write(answer("200 OK", b'{"data": [{"id": "fake"}]}'))
+                writer.write(answer("200 OK", json.dumps({"data": self.models}).encode()))
             else:
                 lines = head.decode().lower().split("\r\n")
                 length = next(int(line.partition(":")[2]) for line in lines if line.startswith("content-length"))

@@ -56,6 +56,14 @@ def test_what_is_sent(honest: Fake) -> None:
     assert honest.asked == [{"max_tokens": 1, "prompt": [1, 2]}]
 
 
+def test_what_a_server_says_steers_no_terminal(serve: Callable[[Behave], Fake]) -> None:
+    got = ask(serve(sends(answer("400 Bad Request", "no\n\x1b[31m \x9b \u202e é".encode()))).url)
+    assert (got.error, got.detail) == ("status 400", r"no \x1b[31m \x9b \u202e é")
+    long = ask(serve(sends(answer("400 Bad Request", b"\x1b" * 9000))).url)
+    assert len(long.detail) == client.QUOTED
+    assert long.detail.isprintable()
+
+
 CASES: dict[str, tuple[bytes, ...]] = {
     "status 429": (answer("429 Too Many Requests", b'{"error": {"message": "full"}}'),),
     "status 500": (answer("500 Internal Server Error", b"oops"),),

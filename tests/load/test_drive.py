@@ -104,6 +104,23 @@ def test_the_model_is_the_first_that_is_listed(honest: Fake) -> None:
     assert asyncio.run(drive.first_model(Server.parse(honest.url))) == "fake"
 
 
+@pytest.mark.parametrize(
+    "models, expected",
+    [
+        ([{"id": "fake"}], None),
+        ([{"id": "other", "max_model_len": 9}, {"id": "fake", "max_model_len": 512}], 512),
+        ([{"id": "other", "max_model_len": 9}], None),
+        *(([{"id": "fake", "max_model_len": wrong}], None) for wrong in (None, "512", 5.5, 0, -1, True, [])),
+        (["fake"], None),
+        ([{"max_model_len": 512}], None),
+    ],
+)
+def test_the_longest_context_where_it_is_said(honest: Fake, models: list[Any], expected: int | None) -> None:
+    honest.models = models
+    assert asyncio.run(drive.context(Server.parse(honest.url), "fake")) == expected
+    assert asyncio.run(drive.context(Server.parse(f"{honest.url}/elsewhere"), "nobody")) is None
+
+
 def test_a_probe(honest: Fake, serve: Callable[[Behave], Fake]) -> None:
     assert asyncio.run(drive.probe(Target(Server.parse(honest.url), "m"))) is None
 

@@ -100,6 +100,45 @@ def test_what_came_from_the_cache_is_counted_where_the_server_says() -> None:
     assert measures.measure(run(silent))["cached_tokens"] is None
 
 
+def with_cached(cached: int | None, counted: int, *prompts: tuple[int, ...]) -> list[str]:
+    """Warnings of a run of these prompts, each of so many tokens to the server, of them so many in its cache."""
+    sent = [Sent(Ask(0.0, prompt, 1), 0.0, answer(0.0, 1.0, ended=1.0, tokens=1)) for prompt in prompts]
+    for each in sent:
+        each.answer.prompt_tokens, each.answer.cached_tokens = counted, cached
+    found = measures.measure(Run(Load(tuple(each.ask for each in sent), clients=1), sent, 0.0, 1.0, [0.0], 0.0))
+    assert all("came from the server's cache" in warning for warning in found["warnings"])
+    return list(found["warnings"])
+
+
+def test_a_cache_that_was_warm_is_named() -> None:
+    apart = [tuple(range(100 * i, 100 * i + 20)) for i in range(4)]
+    assert "95% of" in with_cached(19, 20, *apart)[0]
+    assert "share only 0%" in with_cached(19, 20, *apart)[0]
+    assert with_cached(1, 20, *apart) == with_cached(0, 20, *apart) == with_cached(None, 20, *apart) == []
+    assert with_cached(30, 50, *apart) == [], "a template of 30 tokens stands in front of each"
+    assert with_cached(49, 50, *apart), "but not all of 50 are the template's"
+    together = [(*range(15), 100 + i, *range(4)) for i in (3, 1, 4, 0)]
+    assert with_cached(11, 20, *together) == [], "what the prompts share may come from the cache"
+    assert "share only 56%" in with_cached(19, 20, *together)[0]
+    assert with_cached(19, 20, *[tuple(range(20))] * 40) == []
+    assert with_cached(5, 0, ()), "a server may say anything"
+
+
+def test_one_failure_of_each_kind_is_quoted() -> None:
+    kinds = (("status 400", ""), ("status 400", "too long"), ("status 400", "another"), ("cut", ""), (None, ""))
+    answers = [answer(0.0, ended=1.0, error=kind) for kind, _ in kinds]
+    for each, (_, detail) in zip(answers, kinds, strict=True):
+        each.detail = detail
+    found, later = measures.measure(run(*answers)), measures.measure(run(answers[2], answers[3]))
+    assert found["examples"] == {"status 400": "too long"}
+    assert measures.failures([found, later]) == ["status 400 x 4: too long", "cut x 2"]
+    lines = measures.to_text([found]).splitlines()
+    assert [line for line in lines if line.startswith("error: ")] == [
+        "error: status 400 x 3: too long",
+        "error: cut x 1",
+    ]
+
+
 def test_a_run_in_which_everything_failed() -> None:
     found = measures.measure(run(answer(0.0, ended=0.0, error="refused")), {"ttft": 1.0})
     assert found["ttft"] is found["tpot"] is found["itl"] is found["e2e"] is None

@@ -97,6 +97,16 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
     with pytest.raises(ValueError, match=r"a \.html or a \.png file, not 'load\.pdf'"):
         plot.check(tmp_path / "load.pdf")
+    with pytest.raises(ValueError, match=f"there is no folder {tmp_path}/none: make it first"):
+        plot.check(tmp_path / "none" / "load.html")
+    (tmp_path / "folder.html").mkdir()
+    with pytest.raises(ValueError, match=r"folder\.html cannot be written"):
+        plot.check(tmp_path / "folder.html")
+    with monkeypatch.context() as patch:  # not for root, who may write anywhere
+        patch.setattr(plot.os, "access", lambda what, mode: what not in (page, tmp_path))
+        for path in (page, tmp_path / "new.html"):
+            with pytest.raises(ValueError, match=r"\.html cannot be written"):
+                plot.check(path)
     monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="needs matplotlib, which is not installed"):
         plot.check(tmp_path / "load.png")

@@ -83,6 +83,63 @@ def test_a_server_that_refuses_says_why(serve: Callable[[Behave], Fake]) -> None
         sweep.bench_serve(Options(serve(refuse).url, synthetic=SMALL, clients=(1,)))
 
 
+def test_requests_past_the_server_s_context_are_not_sent(honest: Fake, tmp_path: Path) -> None:
+    honest.models = [{"id": "fake", "max_model_len": 50}]
+
+    def refused(**settings: Any) -> str:
+        with pytest.raises(ValueError, match="server's context of 50 tokens") as caught:
+            sweep.bench_serve(Options(honest.url, clients=(1,), requests=4, **settings))
+        assert not honest.asked
+        return str(caught.value)
+
+    long = Synthetic(prompt=40, output=11)
+    for settings in ({}, {"chat": True}, {"text": True}, {"decode": str}, {"model": "fake"}):
+        found = refused(synthetic=long, **settings)
+        assert found.startswith("4 of 4 requests are longer")
+        assert found.endswith("up to 51 (40 of the prompt, 11 of the answer): lower --prompt or --gen")
+    assert refused(synthetic=Synthetic(40, 10, spread=0.2)).endswith(", or leave these out with --longest 50")
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"timestamp": 0, "input_length": 64, "output_length": 1, "hash_ids": [0]}))
+    assert refused(trace=trace).endswith(": shorten them with --divisor")
+
+    def sent(**settings: Any) -> int:
+        sweep.bench_serve(Options(honest.url, clients=(1,), requests=4, **settings))
+        found, honest.asked[:] = len(honest.asked) - 1, []  # less the probe
+        return found
+
+    assert sent(synthetic=Synthetic(40, 10)) == sent(synthetic=long, extra={"max_tokens": 2}) == 4
+    assert sent(synthetic=long, chat=True, decode=str) == 4, "how long a text is only the server knows"
+    assert sent(synthetic=Synthetic(40, 10, spread=0.2), longest=50) < 4
+    honest.models = [{"id": "fake"}]
+    assert sent(synthetic=long) == 4
+
+
+def test_a_report_in_which_nothing_succeeded(serve: Callable[[Behave], Fake]) -> None:
+    def behave(until: int) -> Behave:
+        async def some(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+            if len(fake.asked) <= until:
+                await well(body, writer)
+            else:
+                writer.write(answer("503 Service Unavailable", b"no room"))
+
+        return some
+
+    for until, expected in ((1, "none of 4 requests succeeded: status 503 x 4: no room"), (2, None), (9, None)):
+        fake = serve(behave(until))  # the first that is asked is the probe
+        report = sweep.bench_serve(Options(fake.url, synthetic=SMALL, requests=2, clients=(1, 2)))
+        assert sweep.failure(report) == expected
+    report = sweep.bench_serve(Options(fake.url, synthetic=SMALL, requests=2, rates=(0.01,), seconds=0.0))
+    assert str(sweep.failure(report)).startswith("no request was sent: --seconds")
+
+
+def test_a_report_s_head_has_the_address_once_and_steers_no_terminal(honest: Fake) -> None:
+    honest.models = [{"id": "fa\x1bke"}]
+    report = sweep.bench_serve(Options(f"{honest.url}/v1/", synthetic=SMALL, requests=1, clients=(1,)))
+    assert (report["url"], report["model"]) == (honest.url, "fa\x1bke")
+    assert sweep.to_text(report).startswith(rf"fa\x1bke at {honest.url}/v1/completions: ")
+    assert [head.split()[1] for head in honest.heads] == [b"/v1/models"] * 2 + [b"/v1/completions"] * 2
+
+
 def test_nobody_there() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import socket
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +27,7 @@ from attar.cli.scheduling import (
     PresetOption,
     Threads,
 )
-from attar.cli.terminal import emit, errors, progress, require_apart, tell, tell_shared
+from attar.cli.terminal import CHECK_FAILED, emit, errors, fail, progress, require_apart, tell, tell_shared
 
 BESIDES = 64  # HTTP requests open besides those that run or wait: read, refused, or about something else
 
@@ -135,6 +137,7 @@ def serve(
         from attar.server.quota import Limits
         from attar.server.security import Keys, find_keys
 
+        _check_host(host)
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         keys = Keys.of(find_keys(api_key_file, os.environ))  # first: it takes the key from what children inherit
         theirs = {} if triton_config is None else _of_triton(triton_config)
@@ -191,7 +194,10 @@ def serve(
             tell(f"listening at {url} (the model is loading)")
             emit(as_json, {"url": url, "pid": os.getpid()})
 
-        status = supervisor.run(settings, tokenizer, options, started)
+        try:
+            status = supervisor.run(settings, tokenizer, options, started)
+        except OSError as error:
+            raise _named(error, host, port) from None
         if status:
             raise typer.Exit(status)
 
@@ -237,7 +243,11 @@ def bench_serve(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Load a server and measure latency, throughput and goodput."""
+    """Load a server and measure latency, throughput and goodput.
+
+    Where the server tells its longest context, longer requests are refused before anything is sent. Requests that fail
+    are counted and quoted in the report; the exit status is 1 where none succeeded, and 0 otherwise.
+    """
     with errors(as_json), progress(quiet) as bar:
         from attar.load import measures, sweep
         from attar.load import plot as drawing
@@ -266,6 +276,28 @@ def bench_serve(
             drawing.save(plot, report["runs"], f"{report['model']}: latency against load", table)
             tell(f"drawn into {plot}")
         emit(as_json, report)
+        if (sentence := sweep.failure(report)) is not None:
+            fail(sentence, CHECK_FAILED)
+
+
+def _check_host(host: str) -> None:
+    """Raises ValueError for what cannot be a name: a socket would not take it, with an error of another kind."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        raise ValueError(f"--host {host!r} is neither an address nor a name") from None
+
+
+def _named(error: OSError, host: str, port: int) -> Exception:
+    """The error with the address, where that is what cannot be had."""
+    if error.filename is not None:
+        return error
+    at = f"cannot listen at {host}, port {port}: {str(error.strerror).lower()}"
+    if error.errno in (errno.EADDRINUSE, errno.EACCES):
+        return ValueError(f"{at}; --port takes another, and 0 a free one")
+    if isinstance(error, socket.gaierror) or error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+        return ValueError(f"{at}; --host is an address or a name of this machine, such as 127.0.0.1 or ::1")
+    return error
 
 
 def _of_triton(file: Path) -> dict[str, Any]:

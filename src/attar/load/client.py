@@ -39,6 +39,15 @@ class Server:
     prefix: str = ""
     key: str | None = None
 
+    @property
+    def netloc(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def address(self) -> str:
+        """What stands before /v1."""
+        return f"{'https' if self.secure else 'http'}://{self.netloc}{self.prefix}"
+
     @staticmethod
     def parse(url: str, key: str | None = None) -> Server:
         """A server's address such as http://127.0.0.1:8000, with or without /v1. Raises ValueError on others."""
@@ -110,18 +119,17 @@ async def fetch(server: Server, path: str, timeout: float = 30.0) -> Any:
         return json.loads(pieces)
     except Failed as failed:
         why = f"{failed.kind}{': ' + failed.detail if failed.detail else ''}"
-        raise ValueError(f"{_address(server)}{path}: {why}") from None
-    except ValueError:
-        raise ValueError(f"{_address(server)}{path}: the answer is not JSON") from None
+        raise ValueError(f"{server.address}{path}: {why}") from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"{server.address}{path}: the answer is not JSON") from None
 
 
 def request(server: Server, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
     """The request as bytes."""
     content = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
-    host = f"[{server.host}]" if ":" in server.host else server.host
     lines = [
         f"{method} {server.prefix}{path} HTTP/1.1",
-        f"Host: {host}:{server.port}",
+        f"Host: {server.netloc}",
         "Connection: close",
         "Accept: text/event-stream, application/json",
         "User-Agent: attar",
@@ -133,8 +141,9 @@ def request(server: Server, method: str, path: str, body: Mapping[str, Any] | No
     return "\r\n".join([*lines, "", ""]).encode() + content
 
 
-def _address(server: Server) -> str:
-    return f"{'https' if server.secure else 'http'}://{server.host}:{server.port}{server.prefix}"
+def printable(text: str) -> str:
+    """What a server wrote, for a terminal: whatever could steer one is escaped."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 async def _exchange(server: Server, make: Callable[[], Reader], timeout: float) -> None:
@@ -149,7 +158,7 @@ async def _exchange(server: Server, make: Callable[[], Reader], timeout: float) 
     except TimeoutError:
         raise Failed("timeout", f"not done after {timeout:g} s") from None
     except ConnectionRefusedError:
-        raise Failed("refused", f"nothing listens at {_address(server)}") from None
+        raise Failed("refused", f"nothing listens at {server.address}") from None
     except OSError as error:
         kind = "client out of files" if error.errno in (errno.EMFILE, errno.ENFILE) else "refused"
         raise Failed(kind, error.strerror or str(error)) from None
@@ -279,7 +288,7 @@ class Reader(asyncio.Protocol):
         """The response is complete."""
         if self._status != 200:
             text = " ".join(self._refusal.decode("utf-8", "replace").split())
-            raise Failed(f"status {self._status}", text[:QUOTED])
+            raise Failed(f"status {self._status}", printable(text[:QUOTED])[:QUOTED])
         self.finished.set_result(None)
 
 

@@ -117,6 +117,16 @@ async def first_model(server: Server) -> str:
         raise ValueError("the server lists no model under /v1/models: name one with --model") from None
 
 
+async def context(server: Server, model: str) -> int | None:
+    """How many tokens a prompt and its answer may have together, where the server says it as vLLM and attar do."""
+    try:
+        listed = await fetch(server, "/v1/models")
+        said = next(each["max_model_len"] for each in listed["data"] if each["id"] == model)
+    except (ValueError, TypeError, KeyError, StopIteration):
+        return None
+    return said if type(said) is int and said > 0 else None
+
+
 async def probe(target: Target) -> str | None:
     """Ask for two tokens. Returns None where that works, else the reason; raises ValueError where none listens."""
     ask = Ask(0.0, (LOW, LOW + 1, LOW + 2, LOW + 3), 2)

@@ -11,8 +11,9 @@ Definitions, of one request: times are from when it was sent.
   event holds several; `counted` says which.
 
 Of a run: throughput is tokens of the answers that succeeded over the time from the beginning of the load to the last
-answer; goodput is requests a second that succeeded within every limit of the SLO. Failed requests are counted by kind
-and are in no latency. Percentiles interpolate linearly between the nearest values, as numpy's do.
+answer; goodput is requests a second that succeeded within every limit of the SLO. Failed requests are counted by kind,
+one of each is quoted, and they are in no latency. Percentiles interpolate linearly between the nearest values, as
+numpy's do.
 
 An open loop's latencies count from when a request was sent; how late that was is in `client`.
 """
@@ -23,7 +24,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from attar.load.client import Answer
@@ -32,6 +33,7 @@ from attar.load.drive import Run, Sent
 LATE = 0.01  # seconds that a client may be late in one of twenty cases
 BUSY = 0.8  # share of a core from which a client is close to being the limit
 BEHIND = 2.0  # times the latency of the first third of a run, from which the last third shows a growing queue
+UNEXPLAINED = 0.1  # share of the prompts' tokens that may come from a cache beyond what the prompts share
 SLO_KEYS = ("ttft", "tpot", "e2e")
 
 
@@ -104,7 +106,8 @@ def measure(run: Run, slo: Mapping[str, float] | None = None) -> dict[str, Any]:
     prompt = sum(_prompt_tokens(each) for each in good)
     seconds = max(run.seconds, 1e-9)
     counted = {one.from_usage for one in timings}
-    errors = Counter(each.answer.error for each in run.sent if each.answer.error is not None)
+    failed = [(each.answer.error, each.answer.detail) for each in run.sent if each.answer.error is not None]
+    errors = Counter(kind for kind, _ in failed)
     measured: dict[str, Any] = {
         "label": run.load.label,
         "rate": run.load.rate,
@@ -112,6 +115,7 @@ def measure(run: Run, slo: Mapping[str, float] | None = None) -> dict[str, Any]:
         "requests": len(run.sent),
         "succeeded": len(good),
         "errors": dict(errors.most_common()),
+        "examples": {kind: detail for kind, detail in reversed(failed) if detail},  # the first of each kind
         "seconds": seconds,
         "prompt_tokens": prompt,
         "cached_tokens": _cached_tokens(good),
@@ -185,7 +189,32 @@ def warnings(run: Run, measured: Mapping[str, Any]) -> list[str]:
         found.append(f"{silent} answers held no text, so they have no TTFT")
     if measured["counted"] == "events":
         found.append("the server reports no usage: tokens are events with text")
+    if (warning := _cache_warning(run, measured["cached_tokens"], measured["prompt_tokens"])) is not None:
+        found.append(warning)
     return found
+
+
+def _cache_warning(run: Run, cached: int | None, prompt: int) -> str | None:
+    """Whether more came from the server's cache than these prompts can have left there. Tokens that the server counts
+    beyond those of the prompts, such as a chat template's, may all be shared."""
+    if not cached:
+        return None
+    own = sum(len(each.ask.prompt) for each in run.sent if each.answer.error is None)
+    shared = _shared_tokens([each.ask.prompt for each in run.sent])
+    if cached - shared - max(0, prompt - own) <= UNEXPLAINED * prompt:
+        return None
+    return (
+        f"{cached / max(1, prompt):.0%} of the prompts' tokens came from the server's cache, and these prompts share "
+        f"only {shared / max(1, own):.0%}: probably an earlier run left them there; take another --seed, or start the "
+        "server anew"
+    )
+
+
+def _shared_tokens(prompts: Sequence[tuple[int, ...]]) -> int:
+    """Tokens that a cache of these prompts alone can save: of each the longest beginning that another has had. Where
+    they are sorted, that is what neighbours share."""
+    pairs = (zip(a, b, strict=False) for a, b in pairwise(sorted(prompts)))
+    return sum(sum(1 for _ in takewhile(lambda two: two[0] == two[1], pair)) for pair in pairs)
 
 
 def _thirds(run: Run) -> tuple[float, float]:
@@ -214,12 +243,18 @@ def to_text(runs: Sequence[Mapping[str, Any]]) -> str:
         for name, *cells in zip(names, *columns, strict=True)
         if any(cells)
     ]
-    kinds = Counter[str]()
-    for run in runs:
-        kinds.update(run["errors"])
-    notes = [f"error: {kind} x {count}" for kind, count in kinds.most_common()]
+    notes = [f"error: {failure}" for failure in failures(runs)]
     notes += [f"{run['label']}: {warning}" for run in runs for warning in run["warnings"]]
     return "\n".join([*lines, *notes])
+
+
+def failures(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Each kind of failure with its number, the most frequent first, and one example of what the server said."""
+    kinds, examples = Counter[str](), dict[str, str]()
+    for run in runs:
+        kinds.update(run["errors"])
+        examples = run["examples"] | examples
+    return [f"{kind} x {n}" + (f": {examples[kind]}" if kind in examples else "") for kind, n in kinds.most_common()]
 
 
 def _column(run: Mapping[str, Any]) -> list[str]:

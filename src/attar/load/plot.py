@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -112,11 +113,15 @@ def save(path: Path, runs: Sequence[Run], title: str, table: str) -> None:
 
 
 def check(path: Path) -> None:
-    """Raise ValueError unless `save` can write such a file: asked before a run, not after it."""
+    """Raise ValueError or OSError unless `save` can write such a file: asked before a run, not after it."""
     if path.suffix not in (".html", ".png"):
         raise ValueError(f"a plot is a .html or a .png file, not {path.name!r}")
     if path.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("a PNG needs matplotlib, which is not installed: pip install 'attar[plot]', or plot to .html")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}: make it first")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{path} cannot be written")
 
 
 def _png(path: Path, runs: Sequence[Run], title: str) -> None:

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attar.load import drive, measures, schedule, traces
-from attar.load.client import Server
+from attar.load.client import Server, printable
 from attar.load.drive import Progress, Target
 from attar.load.schedule import Load
 from attar.load.traces import Ask, Synthetic
 
 SHIFT = 101  # tokens that runs are apart
 PAUSE = 0.5  # seconds between runs
+
+SIZES = frozenset({"prompt", "messages", "max_tokens", "max_completion_tokens", "truncate_prompt_tokens"})
+"""Fields of a request that change its length: with one of them in `extra`, only the server knows that."""
 
 Arrivals = Literal["poisson", "trace"]
 
@@ -99,16 +102,21 @@ def numbers(name: str, text: str | None) -> tuple[float, ...]:
 def bench_serve(options: Options, progress: Progress | None = None) -> dict[str, Any]:
     """Run every load and measure. The report is for JSON; `to_text` shows it.
 
-    Raises ValueError where an option is impossible, or the server cannot be reached or refuses the kind of request.
+    Raises ValueError where an option is impossible, or the server cannot be reached, refuses the kind of request or
+    says that it takes no request of that length.
     """
     return asyncio.run(_bench(options, loads(options), progress))
 
 
 async def _bench(options: Options, runs: Sequence[Load], progress: Progress | None) -> dict[str, Any]:
     server = Server.parse(options.url, options.key)
+    model = options.model or await drive.first_model(server)
+    context = await drive.context(server, model)
+    if context is not None:
+        _check_lengths(options, runs[0].asks, context)
     target = Target(
-        server, options.model or await drive.first_model(server), options.chat, options.text, options.decode,
-        options.temperature, options.ignore_eos, options.timeout, options.extra,
+        server, model, options.chat, options.text, options.decode, options.temperature, options.ignore_eos,
+        options.timeout, options.extra,
     )  # fmt: skip
     target = await _accepted(target)
     measured = []
@@ -117,7 +125,7 @@ async def _bench(options: Options, runs: Sequence[Load], progress: Progress | No
             await asyncio.sleep(PAUSE)
         measured.append(measures.measure(await drive.run(load, target, options.seconds, progress), options.slo))
     return {
-        "url": options.url,
+        "url": server.address,
         "model": target.model,
         "endpoint": target.path,
         "prompts": "text" if target.chat or target.text else "token ids",
@@ -127,6 +135,22 @@ async def _bench(options: Options, runs: Sequence[Load], progress: Progress | No
         "seed": options.seed,
         "runs": measured,
     }
+
+
+def _check_lengths(options: Options, asks: Sequence[Ask], context: int) -> None:
+    """Raises ValueError where requests are certainly longer than the server's context; a word is at least a token."""
+    if SIZES & options.extra.keys() or (options.decode is not None and (options.chat or options.text)):
+        return
+    long = [ask for ask in asks if len(ask.prompt) + ask.output > context]
+    if long:
+        most = max(long, key=lambda ask: len(ask.prompt) + ask.output)
+        hint = "lower --prompt or --gen" if options.trace is None else "shorten them with --divisor"
+        if len(long) < len(asks):
+            hint += f", or leave these out with --longest {context}"
+        raise ValueError(
+            f"{len(long)} of {len(asks)} requests are longer than the server's context of {context} tokens, up to "
+            f"{len(most.prompt) + most.output} ({len(most.prompt)} of the prompt, {most.output} of the answer): {hint}"
+        )
 
 
 async def _accepted(target: Target) -> Target:
@@ -144,10 +168,21 @@ async def _accepted(target: Target) -> Target:
     raise ValueError(f"the server does not answer a request of two tokens: {reason}{hint}")
 
 
+def failure(report: Mapping[str, Any]) -> str | None:
+    """What to say where no request of any run succeeded; else None."""
+    runs = report["runs"]
+    if any(run["succeeded"] for run in runs):
+        return None
+    sent = sum(run["requests"] for run in runs)
+    if not sent:
+        return "no request was sent: --seconds ended every run before its first"
+    return f"none of {sent} requests succeeded: {measures.failures(runs)[0]}"
+
+
 def to_text(report: Mapping[str, Any]) -> str:
     """The report as a table for people."""
     head = (
-        f"{report['model']} at {report['url']}{report['endpoint']}: {report['source']}, prompts as "
+        f"{printable(report['model'])} at {report['url']}{report['endpoint']}: {report['source']}, prompts as "
         f"{report['prompts']}, arrivals {report['arrivals']}; latencies are p50 / p95 / p99"
     )
     return f"{head}\n\n{measures.to_text(report['runs'])}"

@@ -29,7 +29,7 @@ from attar.server.errors import INTERNAL, Refusal
 from attar.server.metrics import Metrics
 from attar.server.protocol import MAX_BODY
 from attar.server.quota import Account, Limits, Quotas
-from attar.server.security import Keys, host_name, is_loopback
+from attar.server.security import KEY_VARIABLE, Keys, host_name, is_loopback
 from attar.server.work import Caller
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -40,6 +40,7 @@ TOLD = b"x-request-id, retry-after, x-should-retry"  # headers of an answer that
 _NAMES = re.compile(rb"[\w, -]+")
 GONE = 499  # nobody waited for the answer
 FULL = 429
+SET_KEY = f"--api-key-file FILE, or {KEY_VARIABLE} in the environment"
 MAX_BODIES = 256 * MAX_BODY  # of all requests together: what was read is held until the answer has ended
 
 logger = logging.getLogger(__name__)
@@ -70,10 +71,10 @@ class Options:
     def __post_init__(self) -> None:
         if not self.keys.hashes and not is_loopback(self.host):
             raise ValueError(
-                f"{self.host} can be reached from other machines: set an API key (a file, or the environment)"
+                f"{self.host!r} is no loopback address, so other machines may reach it: set an API key ({SET_KEY})"
             )
         if not self.keys.hashes and self.limits != Limits():
-            raise ValueError("limits of requests and tokens are for each API key, and none is set")
+            raise ValueError(f"limits of requests and tokens are for each API key: set one ({SET_KEY})")
         for name in self.hosts:
             if not name or "*" in name or host_name(_in_header(name).encode()) != name:
                 raise ValueError(f"{name!r} is no host's name in small letters, without a port: list names one by one")
