@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from attar import demo
 from attar.cli.main import app
+from attar.cli.terminal import BAD_INPUT
 from attar.compression.calibrate import Amount
 from attar.engine.request import SamplingParams
 
@@ -34,3 +35,21 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(shown["texts"]) == {demo.ORIGINAL, *demo.RECIPES}
     assert result.stdout.splitlines()[0].split()[0] == "model"
     assert f"rtn-w4g128:\n{demo.PROMPT}{shown['texts']['rtn-w4g128']}" in result.stdout
+    (tmp_path / "rtn-w4g128" / "mine.txt").touch()
+    assert CliRunner().invoke(app, ["demo", "--folder", str(tmp_path), "--overwrite"]).exit_code == 0
+    assert not (tmp_path / "rtn-w4g128" / "mine.txt").exists()
+
+
+def test_what_is_there_is_kept_and_where_nothing_can_be_written_is_said_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begun(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("attar.demo.hub.resolve", begun)
+    (tmp_path / "awq-w4g128").mkdir()
+    (tmp_path / "file").touch()
+    for folder, words in ((tmp_path, "awq-w4g128 exists and is kept"), (tmp_path / "file" / "in", "not a directory")):
+        result = CliRunner().invoke(app, ["demo", "--folder", str(folder)])
+        assert result.exit_code == BAD_INPUT, result.output
+        assert words in result.stderr

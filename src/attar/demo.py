@@ -48,11 +48,14 @@ class Demonstration:
         return {"models": [row.to_dict() for row in self.rows], "prompt": PROMPT, "texts": dict(self.texts)}
 
 
-def demonstrate(folder: Path | None, progress: Progress) -> Demonstration:
+def demonstrate(folder: Path | None, progress: Progress, overwrite: bool = False) -> Demonstration:
     """Compress the embedded model with each of `RECIPES`, measure each, and let each continue `PROMPT`.
 
-    The compressed models are left in `folder`, where models that an earlier call left there are replaced.
+    The compressed models are left in `folder`. Raises ValueError, before anything is computed, where one of their names
+    is taken there, unless `overwrite`, and where nothing can be written.
     """
+    if folder is not None:
+        _check(folder, overwrite)
     source = hub.resolve("demo")
     decoder = hf.load(source, torch.float32)
 
@@ -65,7 +68,7 @@ def demonstrate(folder: Path | None, progress: Progress) -> Demonstration:
         for name in (ORIGINAL, *RECIPES):
             path = source if name == ORIGINAL else Path(place) / name
             if name != ORIGINAL:
-                compress(source, path, recipe=name, calibration=calibration, overwrite=True, progress=progress)
+                compress(source, path, recipe=name, calibration=calibration, overwrite=overwrite, progress=progress)
             report = evaluate(path, against=None if name == ORIGINAL else decoder, tokens=held_out, progress=progress)
             llm = LLM(path)
             llm.generate(PROMPT, GREEDY)  # once to warm up
@@ -75,3 +78,15 @@ def demonstrate(folder: Path | None, progress: Progress) -> Demonstration:
             rows.append(Row.of(name, path, report, rate))
             texts[name] = written.text
     return Demonstration(rows, texts)
+
+
+def _check(folder: Path, overwrite: bool) -> None:
+    there = [name for name in RECIPES if (folder / name).exists()]
+    if there and not overwrite:
+        raise ValueError(f"{folder}: {', '.join(there)} exists and is kept; choose another folder, or pass --overwrite")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{folder}: nothing can be written there: {(error.strerror or str(error)).lower()}") from None

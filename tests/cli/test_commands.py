@@ -336,6 +336,7 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("compress ./model ./new --recipe gtpq-w4g128", ("unknown method 'gtpq'", "did you mean gptq")),
     ("compress ./model ./new --recipe gptq-w4g128x", ("w4g128",)),
     ("compress ./model ./new --recipe gptq", ("method[+method]-scheme",)),
+    ("compress ./model ./new --recipe fp8", ("did you mean rtn-fp8?",)),
     ("compress ./model ./new --recipe rtn-w9", ("2 to 8 bits",)),
     ("compress ./model ./new --recipe rtn-w4g0", ("unknown scheme 'w4g0'",)),
     ("compress ./model ./new --recipe rtn-w4g96", ("q_proj: group size 96 does not divide 256", "128")),
@@ -382,8 +383,12 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("generate ./model --prompt a --logprobs 21", ("logprobs", "20")),
     ("generate ./model --prompt a --seed 18446744073709551616", ("seed",)),
     ("generate ./tiny --prompt a", ("has no tokenizer",)),
-    ("chat ./dumb", ("no chat template",)),
+    ("chat ./dumb", ("no chat template: use generate with a plain prompt",)),
     ("verify ./mdel", ("no model folder",)),
+    # others
+    ("plan ./model --memory 4", ("'--memory': '4' is a number of bytes", "such as 4GB")),
+    ("convert ./model ./new --to exl2", ("'--to': 'exl2' is not one of 'gguf'",)),
+    ("imatrix ./model new/m.dat", ("new: no such folder",)),
 ]
 
 
@@ -393,6 +398,18 @@ def test_a_mistake_gets_one_sentence(command: str, words: tuple[str, ...], place
     refused(attar(command, "--json"), BAD_INPUT, *words, as_json=True)
     assert not (place / "new").exists()
     assert not list(place.glob(".*")), "a run that never began leaves nothing behind"
+
+
+def test_a_text_that_the_context_ends_says_so() -> None:
+    command = 'generate ./model --prompt "word" --ignore-eos --temperature 0 --json --max-tokens'
+    long, short = attar(f"{command} 600"), attar(f"{command} 4")
+    count = len(last_json(long)["token_ids"])
+    assert count < 512
+    (said,) = last_json(long)["warnings"]
+    assert said == f"the context of 512 tokens is full: {count} of 600 tokens were generated"
+    assert said in long.stderr
+    assert last_json(short)["warnings"] == []
+    assert "context" not in short.stderr
 
 
 def test_a_prompt_longer_than_the_context() -> None:
@@ -525,6 +542,11 @@ def test_help(command: str, columns: str, monkeypatch: pytest.MonkeyPatch) -> No
     result = attar(command, "--help")
     assert result.exit_code == 0
     assert "--json" in result.stdout
+
+
+def test_help_says_which_commands_take_a_gguf_file() -> None:
+    for command, taken in (("generate", True), ("plan", True), ("finetune", False)):
+        assert ("a GGUF file" in " ".join(attar(command, "--help").stdout.split())) is taken
 
 
 def test_the_list_of_commands_is_whole_and_fits() -> None:

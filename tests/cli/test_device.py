@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -64,6 +65,16 @@ def test_no_process_that_serve_starts_has_the_key(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(supervisor, "run", never)
     done = CliRunner().invoke(app, ["serve", "demo", "--device", "cuda", "--json"])
     refused(done, BAD_INPUT, "has it not", as_json=True)
+
+
+@without
+def test_a_triton_configuration_that_names_a_gpu_can_be_overruled(tmp_path: Path) -> None:
+    config = tmp_path / "config.pbtxt"
+    config.write_text('max_batch_size: 8 parameters: { key: "gpu_device_ids" value: { string_value: "0" } }')
+    done = CliRunner().invoke(app, ["serve", "org/name", "--triton-config", str(config)])
+    assert done.exit_code == BAD_INPUT
+    assert "cannot compute on cuda:0: " in done.stderr
+    assert done.stderr.rstrip().endswith("--device cpu needs none, whatever --triton-config says")
 
 
 def test_so_is_one_that_attar_does_not_know() -> None:

@@ -12,7 +12,7 @@ from attar.cli.terminal import Progress, parse_bytes, print_pieces
 
 
 @pytest.mark.parametrize(
-    "text, size", [("0", 0), ("1e3", 1000), ("5GB", 5 * 10**9), ("2 GiB", 2 << 30), ("512mib", 512 << 20), ("7b", 7)]
+    "text, size", [("0", 0), ("1e6", 10**6), ("5GB", 5 * 10**9), ("2 GiB", 2 << 30), ("512mib", 512 << 20), ("7b", 7)]
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
@@ -22,6 +22,12 @@ def test_sizes(text: str, size: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="size"):
         parse_bytes(text)
+
+
+def test_a_forgotten_unit_is_asked_for() -> None:
+    with pytest.raises(ValueError, match="'4' is a number of bytes: write the unit as well, such as 4GB"):
+        parse_bytes("4")
+    assert parse_bytes("4 B") == 4
 
 
 def test_progress_off_a_terminal_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,6 +45,15 @@ def test_a_name_says_passes_and_scheme(name: str, passes: tuple[object, ...], sc
         ("awq+awq-w4", "twice"),
         ("gptq+awq-w4", "comes last"),
         ("", "method"),
+        ("fp8", "did you mean rtn-fp8?"),
+        ("nf4", "did you mean rtn-nf4?"),
+        ("llm-int8", "did you mean rtn-llm-int8?"),
+        ("w8a8-o2", "did you mean rtn-w8a8-o2?"),
+        ("sparse24", "did you mean prune-2:4-sparse24?"),
+        ("RTN-W4G128", "did you mean rtn-w4g128?"),
+        ("FP8-block", "did you mean rtn-fp8-block?"),
+        ("rtn-nf5", "did you mean nf4"),
+        ("zzz-w4", "wanda"),
     ],
 )
 def test_unknown_words_offer_the_nearest(name: str, hint: str) -> None:
@@ -68,3 +77,10 @@ def test_unknown_words_offer_the_nearest(name: str, hint: str) -> None:
 def test_a_rotation_out_of_place_is_refused(name: str, hint: str) -> None:
     with pytest.raises(ValueError, match=hint):
         spelling.parse(name)
+
+
+def test_of_very_many_names_the_nearest_are_offered() -> None:
+    names = [f"layers.{i}.q" for i in range(100)]
+    said = spelling.offer("zzzzzz.42.zzzzzz", names)
+    assert said.startswith(": the nearest of 100 are layers.42.q, ")
+    assert said.count(",") == 11

@@ -37,7 +37,9 @@ def test_what_is_read(output: Path) -> None:
     assert found.bytes == (output / "model.safetensors").stat().st_size
     assert found.figures == {"kl_mean": Figure(0.25, 0.2, 0.3), "ppl": Figure(10.0), "tokens": Figure(99.0)}
     assert len(found.layers) == 21
-    assert found.gain == 1.0
+    assert found.gain is None, "all was stored the plain way"
+    layers = [each | {"error": each["rtn_error"] / 2} for each in found.receipt["layers"]]
+    assert read(change(output, layers=layers)).gain == pytest.approx(0.5)
     assert (found.layers[0].layer, found.layers[0].kind) == (0, "self_attn.q_proj")
     assert found.bits_per_weight == found.receipt["bits_per_weight"]
 

@@ -306,7 +306,7 @@ def test_where_templates_come_from(tmp_path: Path) -> None:
 
 
 def test_a_missing_template_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no chat template: use generate"):
+    with pytest.raises(ValueError, match=r"no chat template: use generate with a plain prompt$"):
         Tokenizer.load(_folder(tmp_path)).chat_template()
     tokenizer = Tokenizer.load(_folder(tmp_path, {"chat_template": [{"name": "rag", "template": "x"}]}))
     with pytest.raises(ValueError, match="this model has: rag"):

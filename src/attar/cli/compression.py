@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attar.cli.options import Device, Json, Model, Quiet
+from attar.cli.options import Device, Folder, Json, Quiet
 from attar.cli.terminal import (
     emit,
     errors,
@@ -63,7 +63,7 @@ def parse_target(
 
 
 def compress(
-    source: Model,
+    source: Folder,
     output: Annotated[
         str,
         typer.Argument(
@@ -192,7 +192,7 @@ def gains(done: Compressed) -> Iterator[str]:
 
 
 def finetune(
-    model: Model,
+    model: Folder,
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The adapter's folder, as PEFT reads it.")],
     text: Annotated[Path, typer.Option(help="What to learn: a text (.txt, .jsonl).")],
     samples: Annotated[int, typer.Option(min=1, help="Sequences taken from the text.")] = 1024,
@@ -233,7 +233,7 @@ def finetune(
 
 
 def merge(
-    model: Model,
+    model: Folder,
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="A PEFT adapter's folder.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The model's folder to write.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output where it exists.")] = False,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from attar.cli.options import Json, Model, Quiet
+from attar.cli.options import Folder, Json, Model, Quiet
 from attar.cli.terminal import (
     emit,
     errors,
@@ -71,7 +71,7 @@ def convert(
 
 
 def imatrix(
-    model: Model,
+    model: Folder,
     output: Annotated[
         Path,
         typer.Argument(metavar="OUT", help="The file to write, in GGUF as llama.cpp does; its older form if OUT.dat."),

@@ -40,6 +40,7 @@ from attar.cli.terminal import (
 
 if TYPE_CHECKING:
     from attar.engine.llm import LLM
+    from attar.engine.request import Completion
 
 
 def _load(model: str, bar: Progress, adapter: Path | None, *, device: str, tp: int, pp: int, **how: Any) -> LLM:
@@ -53,6 +54,15 @@ def _load(model: str, bar: Progress, adapter: Path | None, *, device: str, tp: i
         tell(NO_RECEIPT)
     tell_doubt(adapter, llm.path)
     return llm
+
+
+def _cut_short(llm: LLM, done: Completion, max_tokens: int) -> list[str]:
+    """What is to be said of a text that the context ended before `max_tokens`; said on stderr, too."""
+    if done.finish_reason != "length" or len(done.token_ids) >= max_tokens:
+        return []
+    said = f"the context of {llm.context} tokens is full: {len(done.token_ids)} of {max_tokens} tokens were generated"
+    tell(said)
+    return [said]
 
 
 def generate(
@@ -121,7 +131,7 @@ def generate(
             pp=pp,
         )
         done = print_pieces(llm.stream(prompt, params))
-        emit(as_json, done.to_dict())
+        emit(as_json, done.to_dict() | {"warnings": _cut_short(llm, done, max_tokens)})
 
 
 def chat(
@@ -167,6 +177,7 @@ def chat(
             with suppress(ImportError):
                 import readline  # noqa: F401 - arrow keys and history in input()
         messages = [{"role": "system", "content": system}] if system else []
+        warnings = []
         while True:
             try:
                 said = input("you> " if sys.stdin.isatty() else "")
@@ -177,7 +188,8 @@ def chat(
             messages.append({"role": "user", "content": said})
             answer = print_pieces(llm.stream_chat(messages, params))
             messages.append({"role": "assistant", "content": answer.text})
-        emit(as_json, {"messages": messages})
+            warnings += _cut_short(llm, answer, max_tokens)
+        emit(as_json, {"messages": messages, "warnings": warnings})
 
 
 def bench(

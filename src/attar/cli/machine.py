@@ -32,6 +32,7 @@ def demo(
     folder: Annotated[
         Path | None, typer.Option(help="Keep the compressed models here; default: a temporary folder.")
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace models that are there already.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -42,7 +43,7 @@ def demo(
     with errors(as_json), progress(quiet) as bar:
         from attar.demo import demonstrate
 
-        shown = demonstrate(folder, bar)
+        shown = demonstrate(folder, bar, overwrite)
         bar.close()
         print(shown.text())
         emit(as_json, shown.to_dict())

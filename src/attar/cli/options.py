@@ -8,8 +8,10 @@ from typing import Annotated
 
 import typer
 
-MODEL = "A local folder, a Hub id such as org/name[@revision], or `demo`, the embedded model."
+FOLDER = "A local folder, a Hub id such as org/name[@revision], or `demo`, the embedded model."
+MODEL = FOLDER.replace("folder,", "folder, a GGUF file,")
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)]
+Folder = Annotated[str, typer.Argument(metavar="MODEL", help=FOLDER)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
 

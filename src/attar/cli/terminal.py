@@ -22,6 +22,7 @@ import typer
 from typer.core import TyperGroup
 
 CHECK_FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
+LEAST = 10**6  # bytes that a number without a unit can mean
 NO_RECEIPT = "no receipt: nothing says what this checkpoint should compute, so no probe is replayed"
 
 ASK = """
@@ -49,6 +50,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except USAGE_ERROR as error:
+            error.message = error.message.replace("Value error, ", "")  # of the library that typer converts with
             emit(ctx.meta["json"], {"error": error.format_message()})
             raise
 
@@ -83,7 +85,8 @@ def read_stdin() -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """A size such as 512MiB, 5GB or 1e9 in bytes. Raises ValueError naming the units."""
+    """A size such as 512MiB, 5GB or 1e9 in bytes. Raises ValueError naming the units, also for a number so small that a
+    unit was forgotten."""
     units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
     number = text.rstrip("BbKkMmGgIi ")
     unit = text[len(number) :].strip().upper()
@@ -93,6 +96,8 @@ def parse_bytes(text: str) -> int:
         raise ValueError(f"{text!r} is not a size: write it like 512MiB, 2GiB or 5GB") from None
     if not 0 <= size < 2**63:
         raise ValueError(f"{text!r} is not a size a machine could have")
+    if not unit and 0 < size < LEAST:
+        raise ValueError(f"{text!r} is a number of bytes: write the unit as well, such as {number.strip()}GB")
     return int(size)
 
 
@@ -153,7 +158,7 @@ def require_apart(device: str) -> None:
         if asked.returncode:  # it has said why itself, on stderr, unless a signal ended it
             raise ValueError(f"cannot compute on {device}: the process that was to try ended with {asked.returncode}")
         if asked.stdout:
-            raise ValueError(asked.stdout.strip())
+            raise ValueError(f"{asked.stdout.strip()}; --device cpu needs none, whatever --triton-config says")
 
 
 def tell_shared(device: str, tp: int, pp: int) -> None:

@@ -175,6 +175,12 @@ def for_output(
     divisible(calibrate.count(calibration, amount))
     for rung in _rungs(checkpoint, recipe, ladder):
         check(rung)
+    names = checkpoint.config.names
+    first = f"{names.layer.format(i=0)}.{names.output}.weight"
+    stored = checkpoint.folder.info(checkpoint.stored_name(first)).dtype
+    if free := _free(checkpoint, recipe):
+        whole = Group(0, tuple(free), tuple(map(checkpoint.linear_shape, free)))
+        _reachable(target, [whole], [scheme.with_scale_dtype(stored) for scheme in ladder])
     folder = checkpoint.folder.path
     tokenizer = calibrate.tokenizer_for(calibration, folder)
     dst = dst.absolute()
@@ -197,9 +203,6 @@ def for_output(
         seen = tune.without_judges(rest)
 
     decoder = hf.load(folder, torch.float32)
-    names = checkpoint.config.names
-    first = f"{names.layer.format(i=0)}.{names.output}.weight"
-    stored = checkpoint.folder.info(checkpoint.stored_name(first)).dtype
     found = allocate(decoder, recipe, target, ladder, seen, measured, log, stored, bytes_of, progress, output, weighs)
     return Allocated(found, rest.tolist(), ids, measured, (log, drawn))
 
@@ -207,14 +210,33 @@ def for_output(
 def _rungs(checkpoint: hf.Checkpoint, recipe: Recipe, ladder: Sequence[Scheme]) -> Iterator[Recipe]:
     """The recipe with each scheme of the ladder in turn, to be held against the model: for one linear of each kind and
     shape that can be chosen for, since overrides for every linear, all experts of a mixture among them, take long."""
-    decided = [*(override.match for override in recipe.overrides), *recipe.keep]
     kinds: dict[tuple[str, tuple[int, int]], str] = {}
-    for name in all_compressible(checkpoint.config):
-        if not any(fnmatch.fnmatchcase(name, match) for match in decided):
-            kinds.setdefault((re.sub(r"\d+", "", name), checkpoint.linear_shape(name)), name)
+    for name in _free(checkpoint, recipe):
+        kinds.setdefault((re.sub(r"\d+", "", name), checkpoint.linear_shape(name)), name)
     for scheme in ladder:
         overrides = (Override(name, scheme) for name in kinds.values())
         yield replace(recipe, overrides=(*recipe.overrides, *overrides))
+
+
+def _free(checkpoint: hf.Checkpoint, recipe: Recipe) -> list[str]:
+    """The linears about which neither an override nor `keep` decides."""
+    decided = [*(override.match for override in recipe.overrides), *recipe.keep]
+    names = all_compressible(checkpoint.config)
+    return [name for name in names if not any(fnmatch.fnmatchcase(name, match) for match in decided)]
+
+
+def _reachable(target: Target, groups: Sequence[Group], ladder: Sequence[Scheme]) -> None:
+    """Raise ValueError where a target of bits lies outside what the ladder can give."""
+    if target.bits is None or len(ladder) < 2:
+        return
+    ends = sorted((_bits(groups, (scheme,), (0,) * len(groups)), scheme.name) for scheme in ladder)
+    (least, smallest), (most, largest) = ends[0], ends[-1]
+    if not least <= target.bits <= most:
+        least, most = math.ceil(1e3 * least) / 1e3, math.floor(1e3 * most) / 1e3  # both can be asked for
+        raise ValueError(
+            f"{target.bits:g} bits a weight are out of reach: the linears take {least:g} with {smallest} everywhere, "
+            f"and {most:g} with {largest}"
+        )
 
 
 def allocate(
@@ -317,9 +339,10 @@ def _budget(
     bytes_of: Callable[[Recipe], int] | None,
 ) -> int | None:
     """Bytes that the groups may take; None where the target is a divergence. Raises ValueError where the smallest
-    choice takes more."""
+    choice takes more, or bits are asked for that the largest does not."""
     if target.kl is not None:
         return None
+    _reachable(target, groups, ladder)
     least = sum(group.bytes(ladder[0]) for group in groups)
     if target.bits is not None:
         budget = math.floor(target.bits * sum(group.weights for group in groups) / 8)

@@ -34,6 +34,7 @@ from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.vocabulary import is_gguf
 from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files
 from attar.compression.calibrate import token_hash, windows
+from attar.compression.state import differences
 from attar.compression.whole import WholeModel, keep, left, schedule, shuffled
 from attar.formats.scheme import Part
 from attar.kernels.operands import Adapter, Linear
@@ -235,11 +236,10 @@ def _resume(state: Path, learner: _Learner, adam: torch.optim.Adam, about: Mappi
     if not saves:
         return []
     figures, tensors = left(state / f"step-{saves[0]}")
-    differs = sorted(key for key in about if figures["about"].get(key) != json.loads(json.dumps(about[key])))
-    if differs:
+    if differs := differences(json.loads(json.dumps(about)), figures["about"]):
         raise ValueError(
-            f"an interrupted run of this output differs in {', '.join(differs)}: repeat its settings to resume it, or "
-            "begin anew without resuming"
+            f"an interrupted run of this output differs in {differs}: repeat its settings to resume it, or pass "
+            "--restart to discard it"
         )
     for i, each in enumerate(learner.parameters()):
         with torch.no_grad():

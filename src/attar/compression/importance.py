@@ -178,6 +178,8 @@ def make(
         raise ValueError(f"{source} is a GGUF file: give the folder it was made from")
     if target.exists() and not overwrite:
         raise ValueError(f"{target} exists and is kept; choose another output, or pass --overwrite")
+    if not target.parent.is_dir():
+        raise ValueError(f"{target.parent}: no such folder to write {target.name} into: make it first")
     report = progress or (lambda stage, done, total: None)
     checkpoint = Checkpoint.open(source)
     gguf_export.architecture(checkpoint.config)

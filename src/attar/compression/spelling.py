@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -39,7 +40,7 @@ from attar.compression.methods import (
     Tune,
 )
 from attar.formats import ggml_mix
-from attar.formats.forms import FORMS, Progressive
+from attar.formats.forms import FORMS, Progressive, Sparse24
 from attar.formats.scheme import HEADS, Scheme
 
 Keep = Literal["keep"]
@@ -53,6 +54,7 @@ _EXAMPLES = (
     "rotate+gptq-w8a8", "quarot+gptq-w4a4", "prune-2:4", "prune-s50",
 )  # fmt: skip
 _KNOWN = (*_EXAMPLES, *ggml_mix.MIXES)
+MOST_OFFERED = 60  # names in a sentence; of a model's linears there are more
 _SCHEMES = ("w4g128", "w4g64", "w4g32", "w3g128", "w3g64", "w2g64", "w4g128-asym", "w8", "w8a8", "fp8", "fp8-e5m2")
 
 
@@ -87,6 +89,27 @@ class Spelling:
 
 def parse(name: str) -> Spelling:
     """Read a short name. Raises ValueError on anything unknown or out of place."""
+    try:
+        return _parse(name)
+    except ValueError:
+        if (meant := _meant(name)) is None:
+            raise
+        raise ValueError(f"unknown recipe {name!r}: did you mean {meant}?") from None
+
+
+def _meant(name: str) -> str | None:
+    """The recipe of a name in capitals, or of a scheme alone; None for any other."""
+    small = name.lower()
+    with suppress(ValueError):
+        _parse(small)
+        return small
+    with suppress(ValueError):
+        pruned = isinstance(Scheme.parse(PRESETS.get(small, small)).weight, Sparse24)
+        return f"{'prune-2:4' if pruned else 'rtn'}-{small}"
+    return None
+
+
+def _parse(name: str) -> Spelling:
     methods, dash, scheme = name.partition("-")
     words = methods.split("+")
     rotate = ROTATIONS[words.pop(0)]() if dash and words[0] in ROTATIONS else None
@@ -155,7 +178,7 @@ def parse_scheme(name: str) -> Scheme:
     try:
         return Scheme.parse(PRESETS.get(name, name))
     except ValueError as error:
-        raise ValueError(f"{error}{offer(name, (*_SCHEMES, *PRESETS))}") from None
+        raise ValueError(f"{error}{nearest(name, (*_SCHEMES, *PRESETS, *FORMS))}") from None
 
 
 def parse_head(word: object) -> Scheme | Keep:
@@ -177,5 +200,14 @@ def parse_head(word: object) -> Scheme | Keep:
 def offer(word: str, known: Iterable[str]) -> str:
     """The end of an error sentence: the nearest known names, or all of them where none is near."""
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
-    return f": did you mean {' or '.join(close)}?" if close else f": known are {', '.join(names[:12])}"
+    if close := nearest(word, names):
+        return close
+    if len(names) <= MOST_OFFERED:
+        return f": known are {', '.join(names)}"
+    return f": the nearest of {len(names)} are {', '.join(difflib.get_close_matches(word, names, n=12, cutoff=0))}"
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of an error sentence: known names that are near, if any is."""
+    close = difflib.get_close_matches(word, sorted(known), n=3, cutoff=0.5)
+    return f": did you mean {' or '.join(close)}?" if close else ""

@@ -17,6 +17,7 @@ from attar.checkpoints.writer import sync_path
 from attar.compression.block.record import Record
 
 NAME = "state.json"
+SHORT = 40  # characters of a value that is worth reading: hashes are longer
 
 
 @dataclass
@@ -47,10 +48,9 @@ class RunState:
                 f"{path}: the state of an interrupted run is damaged ({error}); --restart begins anew"
             ) from None
         now = json.loads(json.dumps(dict(about)))
-        differs = sorted(key for key in now.keys() | found_about.keys() if found_about.get(key) != now.get(key))
-        if differs:
+        if differs := differences(now, found_about):
             raise ValueError(
-                f"{folder.parent}: an interrupted run of this output differs in {', '.join(differs)}; "
+                f"{folder.parent}: an interrupted run of this output differs in {differs}; "
                 "repeat its settings to resume it, or pass --restart to discard it"
             )
         return found
@@ -68,6 +68,17 @@ class RunState:
             "observed": self.observed,
         }
         put(self.folder / NAME, value)
+
+
+def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
+    """What differs, in words: with both values where they are short. Empty where nothing does."""
+    found = []
+    for key in sorted(now.keys() | then.keys()):
+        values = now.get(key), then.get(key)
+        if values[0] != values[1]:
+            short = all(isinstance(each, int | float | str) and len(str(each)) <= SHORT for each in values)
+            found.append(f"{key} ({values[0]} now, {values[1]} then)" if short else key)
+    return ", ".join(found)
 
 
 def put(path: Path, value: Any) -> None:

@@ -1,14 +1,19 @@
 """How fast a model runs on this machine, beside what the machine could do at best: `attar bench`.
 
-The model is a checkpoint, or only a shape with random weights, whose speed is the same. Every figure is a median or a
-total of this run, and the machine's limits are measured in it too, since a neighbour can halve them.
+The model is a checkpoint, or only a shape with random weights, whose speed is the same. Every figure of the model is a
+total of this run, or a mean, which is the same: fractions of one step's time agree with tokens a second. The machine's
+limits, medians, are measured in the run too, since a neighbour can halve them.
 
 * prefill: prompt tokens of all sequences over the time to their first new tokens;
 * decode: the tokens of all sequences after that, over their time;
 * bytes per token: weights that one decode step reads, as laid out in memory (the cache is not counted);
 * read fraction: bytes per token times steps a second over the read bandwidth;
 * compute fraction: operations of the linears in prefill over the int8 peak of four-byte dot products, which AMX tiles
-  can pass; `tile_fraction` is over theirs.
+  can pass; `tile_fraction` is over theirs;
+* `peak_rss_mb`: what the process came to hold at most, less what it held before the model was loaded.
+
+Weights that the processor's cache can hold are read from there in each step but the first, so that the read fraction,
+which is of memory, can pass 1: the report says where that may be.
 
 On a GPU steps are replayed from a graph, the bandwidth is that of a copy, which reads and writes, and the peak that of
 torch's product of bfloat16 numbers. There `roof_fraction` is the least time of a decode step by `plan/roofline.py`,
@@ -232,11 +237,11 @@ def run(
     linears = [decoder.head, *(linear for block in decoder.blocks for linear in block.linears())]
     per_token = sum(each.weight.read_bytes for each in linears if isinstance(each.weight, Prepared))
     work = 2 * sum(each.shape[0] * each.shape[1] for each in linears[1:]) * load.prompt * load.batch
-    decode = statistics.median(steps)
+    decode = statistics.mean(steps)
     found = {
         "device": device,
         "prefill_tok_s": load.prompt * load.batch / prefill,
-        "decode_tok_s": load.batch * len(steps) / sum(steps),
+        "decode_tok_s": load.batch / decode,
         "step_ms": 1e3 * decode,
         "bytes_per_token": per_token,
     }
@@ -271,6 +276,7 @@ def run(
             "tile_fraction": None if limit.tile_gops is None else work / prefill / 1e9 / limit.tile_gops,
             "python_fraction": 1 - busy / sum(steps),
             "peak_rss_mb": (peak - floor) / 1e6,
+            "cache_mb": _cache() / 1e6,
             "isa": extension.cpu_level(),
             "activations": activations,
             "kv_reference": ops.pages_against(scheme),
@@ -334,7 +340,11 @@ def to_text(report: dict[str, Any]) -> str:
         fraction = report["compute_fraction"] if report["tile_gops"] is None else report["tile_fraction"]
         of = f"{fraction:.0%} of the {peak:.0f} GOP/s of int8 here"
         rows["Python"] = f"{report['python_fraction']:.1%} of a step{once}"
-        rows["memory"] = f"{report['peak_rss_mb']:.0f} MB at most"
+        rows["memory"] = f"{report['peak_rss_mb']:.0f} MB at most, beside what the process held before it loaded"
+        if report["bytes_per_token"] < 1e6 * report["cache_mb"]:
+            rows["weights"] += (
+                f", which the processor's cache of {report['cache_mb']:.0f} MB may hold from step to step"
+            )
         rows["kernels"] = f"{report['isa']}, {report['threads']} threads, activations {report['activations']}"
     else:
         of = f"{report['compute_fraction']:.0%} of the {report['bf16_gops']:.0f} GOP/s of bfloat16 here"
@@ -363,3 +373,9 @@ def _peak() -> int:
     """Bytes of memory that this process held at most."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
+
+
+def _cache(root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Bytes of the processor's largest cache; 0 where nothing tells."""
+    sizes = [path.read_text().strip() for path in root.glob("index*/size")]
+    return max((int(size[:-1]) << 10 for size in sizes if size.endswith("K")), default=0)

@@ -184,7 +184,10 @@ class Compressed:
 
     @property
     def gain(self) -> float | None:
-        """The geometric mean over linears of the error over the plain one; None where there is nothing to compare."""
+        """The geometric mean over linears of the error over the plain one; None where there is nothing to compare, or
+        all were stored the plain way."""
+        if all(each.error == each.rtn_error for each in self.layers):
+            return None
         pairs = [(each.error, each.rtn_error) for each in self.layers if min(each.error, each.rtn_error) >= LEAST]
         logs = [math.log(error) - math.log(plain) for error, plain in pairs]
         return math.exp(sum(logs) / len(logs)) if logs else None

@@ -151,7 +151,7 @@ class Tokenizer:
                 return self.chat_templates[name]
         if self.chat_templates:
             raise ValueError(f"no default chat template; this model has: {', '.join(sorted(self.chat_templates))}")
-        raise ValueError("this model has no chat template: use generate with a plain prompt, or pass a template")
+        raise ValueError("this model has no chat template: use generate with a plain prompt")
 
     def _shown(self, index: int, skip_special_tokens: bool) -> bytes:
         return b"" if skip_special_tokens and index in self.special_ids else self.id_to_bytes(index)
