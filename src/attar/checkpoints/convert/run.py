@@ -43,7 +43,8 @@ def convert(
     if not str(dst):
         raise ValueError("the output's name is empty: give a folder or a .gguf file to write")
     if (Path(dst).suffix.lower() == ".gguf") != (to == GGUF):
-        raise ValueError(f"a {to} output {'ends' if to == GGUF else 'does not end'} in .gguf, and {dst} does otherwise")
+        kind = "a file whose name ends" if to == GGUF else "a folder whose name does not end"
+        raise ValueError(f"--to {to} writes {kind} in .gguf, not {dst}")
     if source.resolve().is_relative_to(Path(dst).resolve()):
         raise ValueError(f"{dst} would replace the model that it is made from: choose another output")
     report = progress or (lambda stage, done, total: None)
