@@ -4,13 +4,15 @@ All of its phases, good data and bad, NUL characters, every check that it has, n
 out. It lives in the environment of the clients, and runs as a program. The fake engine's context is longer than any
 body, since a prompt's length in tokens is what no schema can bound, nor how many log probabilities come of it, nor who
 speaks last in a list of messages, and its answers are short. Its queue is short, too: a request of many prompts has to
-fit in all the same.
+fit in all the same. How many good bodies its coverage phase sends is held, too: that phase goes through every field's
+values, but with a schema that it cannot go through it sends one body and says nothing.
 
 TEST_OPENAPI_EXAMPLES sets the examples of each operation: 50 in the tests, thousands for a long run.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Callable
@@ -29,6 +31,14 @@ KEY = "the-key-of-this-test-" + "k" * 20
 EXAMPLES = int(os.environ.get("TEST_OPENAPI_EXAMPLES", "50"))
 SEED = int(os.environ.get("TEST_OPENAPI_SEED", "1"))
 SECONDS = 120 + 3 * EXAMPLES  # far more than it takes
+GOOD_BODIES = {
+    "/v1/chat/completions": 250,
+    "/v1/completions": 150,
+    "/v1/messages": 80,
+    "/v1/embeddings": 25,
+    "/tokenize": 60,
+    "/detokenize": 5,  # it has one field
+}  # of the coverage phase, at least
 
 
 @pytest.mark.parametrize("keyed", [True, False], ids=["keyed", "open"])
@@ -43,12 +53,18 @@ def test_the_server_does_what_its_document_says(
         Options(port=0, keys=Keys.of([KEY] if keyed else [])), context=2 * MAX_BODY, longest=3, step=0.0, queue=32
     )
     program = [
-        SCHEMATHESIS, "run", f"http://127.0.0.1:{server.port}/openapi.json", "--checks", "all",
+        str(SCHEMATHESIS), "run", f"http://127.0.0.1:{server.port}/openapi.json", "--checks", "all",
         "--phases", "examples,coverage,fuzzing,stateful", "--mode", "all", "--generation-allow-x00", "true",
         "--max-examples", str(EXAMPLES), "--seed", str(SEED), "--generation-database", "none", "--no-color",
+        "--report", "json", "--report-json-path", "report.json",
         *(["--header", f"Authorization: Bearer {KEY}"] if keyed else []),
     ]  # fmt: skip
     done = subprocess.run(program, capture_output=True, text=True, timeout=SECONDS, cwd=tmp_path)
     assert not done.returncode, done.stdout[-20_000:] + done.stderr[-2000:]
     assert "15 selected / 15 total" in done.stdout
+    rates = json.loads((tmp_path / "report.json").read_text())["valid_rates"]
+    posts = {name.removeprefix("POST "): rate for name, rate in rates.items() if name.startswith("POST ")}
+    taken = {path: rate["coverage"]["accepted"] for path, rate in posts.items()}
+    assert taken.keys() == GOOD_BODIES.keys()
+    assert not {path: number for path, number in taken.items() if number < GOOD_BODIES[path]}
     assert server.engine.open == 0

@@ -51,8 +51,9 @@ _HEADERS = {
 _BY_CONNECTION = (400, 408, 411, 414, 431)
 
 _SAID = [{"role": "user", "content": "Why is the sky blue?"}]
+_TOLD: Schema = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 2}
 _EXAMPLES: dict[str, list[Schema]] = {
-    "ChatBody": [{"messages": _SAID}, {"messages": _SAID, "stream": True, "temperature": 0.7, "seed": 1}],
+    "ChatBody": [{"messages": _SAID}, {"messages": _SAID, "temperature": 0.7, "seed": 1, **_TOLD}],
     "CompletionBody": [{"prompt": "Once upon a time"}, {"prompt": ["One", "Two"], "max_tokens": 8, "logprobs": 2}],
     "AnthropicBody": [{"messages": _SAID, "max_tokens": 64, "system": "Be brief."}],
     "EmbeddingBody": [{"input": ["One text", "another"], "pooling": "last"}],
@@ -164,15 +165,15 @@ def _add_rules(schemas: Schema, shortest: int) -> None:
             for each in range(2, MAX_CHOICES + 1)
         ),
     ]
-    completion["allOf"] = [
+    completion |= _all(
         {"anyOf": streamed},
         {"anyOf": [_has(echo={"const": True}), _may(max_tokens=some)]},
         {"anyOf": enough},
         {"anyOf": [_may(stream={"enum": [None, False]}), *all_kept]},
-    ]
+    )
     chat["properties"]["max_tokens"] = {**some, "default": None}
     chosen = [_has(logprobs={"const": True}), _may(top_logprobs={"type": "null"})]
-    chat["allOf"] = [{"anyOf": streamed}, {"anyOf": chosen}]
+    chat |= _all({"anyOf": streamed}, {"anyOf": chosen})
     for found in list(_parts(schemas)):
         if found.get("title") == "StopString":
             found.pop("maxLength")
@@ -202,6 +203,12 @@ def _may(**fields: Schema) -> Schema:
 
 def _has(**fields: Schema) -> Schema:
     return {"properties": fields, "required": list(fields)}
+
+
+def _all(*rules: Schema) -> Schema:
+    """All of them, as `not` twice. A plain `allOf` beside the fields keeps schemathesis from going through their
+    values, and generators of clients make a type of every branch of it."""
+    return {"not": {"not": {"allOf": list(rules)}}}
 
 
 def _add_numbers(schemas: Schema, ready: Ready, most: int) -> None:
