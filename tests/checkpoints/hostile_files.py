@@ -48,6 +48,8 @@ from tests.text import gguf_metadata, test_gguf_refused
 
 Files = dict[str, bytes]
 
+COSTLY = "safetensors: costly"
+
 WEIGHTS, FILE = "model.safetensors", "model.gguf"
 TERABYTE = 1 << 40
 MESSAGE = 1500  # characters of a refusal, at most: a hostile header does not flood the terminal
@@ -221,7 +223,7 @@ def _named(sound: Files) -> list[Case]:
         Case("safetensors: named", kind, {**config, WEIGHTS: content})
         for kind, content in {**test_safetensors.REFUSED, **test_safetensors.ACCEPTED}.items()
     ]
-    cases.append(Case("safetensors: named", "300,000 tensors", {**config, WEIGHTS: test_safetensors.many(300_000)}))
+    cases += [Case(COSTLY, kind, {**config, WEIGHTS: make()}) for kind, make in test_safetensors.COSTLY.items()]
     cases += [
         Case("GGUF: named", kind, {FILE: content}, FILE)
         for kind, content in [

@@ -13,8 +13,8 @@ import safetensors.torch as oracle
 import torch
 
 from attar.checkpoints import folder as checkpoint_folder
-from attar.checkpoints.folder import INDEX, Folder
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.folder import INDEX, MAX_CONFIG, Folder, read_json
+from attar.checkpoints.safetensors import MAX_WIDE, CheckpointError
 from attar.formats.scheme import Part
 
 A, B = {"a": torch.arange(6.0).view(3, 2)}, {"b": torch.ones(4, dtype=torch.bfloat16), "c": torch.zeros(())}
@@ -109,6 +109,20 @@ def test_an_index_of_a_million_entries_is_refused_before_it_is_parsed(
     with pytest.raises(CheckpointError, match="attar accepts 300000"):
         Folder(tmp_path)
     assert lengths == [2], "config.json alone"
+
+
+@pytest.mark.parametrize("character", ["\U0001f600", "\u0441", "\\u0441"])
+def test_long_json_is_ascii(character: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    for length, refused in ((MAX_WIDE // 2, False), (MAX_WIDE, True)):
+        path.write_text('{"a":"' + "x" * length + character + '"}', encoding="utf-8")
+        if refused:
+            with pytest.raises(CheckpointError, match="of more than 8000000 bytes attar reads plain ASCII alone"):
+                read_json(path, MAX_CONFIG)
+        else:
+            assert len(read_json(path, MAX_CONFIG)["a"]) == length + 1
+    path.write_text('{"a":"' + "x" * MAX_WIDE + '"}', encoding="utf-8")
+    assert len(read_json(path, MAX_CONFIG)["a"]) == MAX_WIDE
 
 
 def test_the_same_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:

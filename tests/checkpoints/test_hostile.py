@@ -14,6 +14,7 @@ from attar.checkpoints.safetensors import CheckpointError
 from attar.compression.recipe import Recipe
 from attar.formats.forms import FORMS, GgmlBlocks
 from tests.checkpoints.hostile_files import (
+    COSTLY,
     DAMAGE,
     FEW,
     FOLDERS,
@@ -28,6 +29,7 @@ from tests.checkpoints.hostile_files import (
 
 SEED, DAMAGED, EVERY, TENSORS = 11, 60, 9, 40
 BYTES = 32 << 20  # and four times the header
+SECONDS = 0.4  # of the processor; what is held to is 0.2, and this machine may be busy
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +65,16 @@ def test_hostile_files_are_refused_in_our_words_or_read_correctly(corpus: Corpus
         assert outcome.bytes <= BYTES + outcome.allowance, f"case {i}, {case.kind}: {outcome.bytes} bytes"
         refused += outcome.refused is not None
     assert 0.6 * len(numbers(corpus)) < refused < len(numbers(corpus))
+
+
+def test_headers_that_are_made_to_cost_much_do_not(corpus: Corpus, tmp_path: Path) -> None:
+    costly = [case for case in corpus.named if case.family == COSTLY]
+    assert len(costly) > 10
+    for case in costly:
+        outcome = examine(case.write(tmp_path / "model"))
+        assert outcome.refused is not None, case.kind
+        assert outcome.seconds < SECONDS, f"{case.kind}: {outcome.seconds} s"
+        assert outcome.bytes <= BYTES + outcome.allowance, f"{case.kind}: {outcome.bytes} bytes"
 
 
 @pytest.mark.parametrize("kind", FEW)

@@ -342,6 +342,11 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
         ({"r": 1.5}, None, "a rank of 1.5"),
         ({"lora_alpha": 1e300}, None, "lora_alpha must be a positive number"),
         ({"alpha_pattern": {"(a+)+": 3}}, None, "not accepted"),
+        (
+            {"alpha_pattern": {f"{i}.up_proj": 3 for i in range(1001)}},
+            None,
+            "alpha_pattern: more than the 1000 patterns",
+        ),
         ({}, without(f"{FIRST}.lora_B.weight"), "only one of lora_A and lora_B"),
         ({}, having(f"{FIRST}.lora_magnitude_vector", torch.ones(256)), "neither the A nor the B"),
         ({}, having("base_model.model.model.layers.0.self_attn.q_porj.lora_A.weight", torch.ones(4, 256)), "no linear"),

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from attar.checkpoints.patterns import LONGEST, pattern
+from attar.checkpoints.patterns import LONGEST, MAX_PATTERNS, Patterns
 from attar.checkpoints.safetensors import CheckpointError
 
 
@@ -34,7 +34,7 @@ from attar.checkpoints.safetensors import CheckpointError
     ],
 )
 def test_patterns_of_real_files_are_accepted(text: str, name: str) -> None:
-    assert pattern(text, "here").match(name)
+    assert Patterns().compile(text, "here").match(name)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_patterns_of_real_files_are_accepted(text: str, name: str) -> None:
 )
 def test_patterns_that_could_be_slow_are_refused(text: str, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
-        pattern(text, "here")
+        Patterns().compile(text, "here")
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,24 @@ def test_patterns_that_could_be_slow_are_refused(text: str, words: str) -> None:
     ],
 )
 def test_the_slowest_that_are_accepted_are_quick(text: str) -> None:
-    compiled, name = pattern(text, "here"), "a" * LONGEST
+    compiled, name = Patterns().compile(text, "here"), "a" * LONGEST
     began = time.process_time()
     assert not compiled.match(name)
     assert not compiled.fullmatch(name)
     assert time.process_time() - began < 0.2
+
+
+def test_the_patterns_of_a_config_are_limited_in_number() -> None:
+    patterns = Patterns()
+    for i in range(MAX_PATTERNS):
+        patterns.compile(f".*layers.{i}.mlp", "here")
+    with pytest.raises(CheckpointError, match="here: more than the 1000 patterns that attar accepts in a config"):
+        patterns.compile("lm_head", "here")
+
+
+def test_the_patterns_of_a_config_are_limited_in_all_that_they_try() -> None:
+    patterns = Patterns()
+    for end in "abcdefghij":
+        patterns.compile(f".*layers.*mlp.*{end}", "here")
+    with pytest.raises(CheckpointError, match=r"here: the patterns up to .* in [0-9]+ ways; attar accepts 500000"):
+        patterns.compile(".*layers.*mlp.*k", "here")

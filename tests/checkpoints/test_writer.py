@@ -279,6 +279,19 @@ def test_a_run_that_failed_before_it_did_anything_leaves_no_trace(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_that_does_not_resume_leaves_nothing_and_finds_nothing(tmp_path: Path) -> None:
+    def stopped(resumes: bool) -> None:
+        with atomic_folder(tmp_path / "out", resumes=resumes) as work:
+            assert not any(work.out.iterdir())
+            model(work.out)
+            raise KeyboardInterrupt
+
+    for resumes in (True, False):
+        with pytest.raises(KeyboardInterrupt):
+            stopped(resumes)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_existing_output_is_kept_unless_overwritten(tmp_path: Path) -> None:
     dst = model(tmp_path / "out", "old")
     with pytest.raises(CheckpointError, match="exists and is kept"), atomic_folder(dst):

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from attar.checkpoints import receipt
 from attar.checkpoints.folder import read_json
-from attar.checkpoints.patterns import pattern
+from attar.checkpoints.patterns import Patterns
 from attar.checkpoints.safetensors import CheckpointError, TensorFile, near
 from attar.kernels import ops
 from attar.kernels.operands import Adapter, Linear, PreparedAdapter
@@ -259,8 +259,9 @@ class _Patterned:
         if not isinstance(found, dict):
             raise CheckpointError(f"{where}: {patterns} must be an object")
         self._general = _positive(config.get(general), f"{where}: {general}")
+        compiled = Patterns()
         self._patterns: list[tuple[re.Pattern[str], float]] = [
-            (pattern(key, f"{where}: {patterns}"), _positive(value, f"{where}: {patterns}"))
+            (compiled.compile(key, f"{where}: {patterns}"), _positive(value, f"{where}: {patterns}"))
             for key, value in found.items()
         ]
 

@@ -137,7 +137,7 @@ def merge(base: Path, adapter: Path, out: Path, *, overwrite: bool = False, max_
         layout[f"{module}.weight"] = Part(dtype, shape[::-1] if config.names.is_transposed(name) else shape)
     files, carried = plan_files(layout, max_shard_bytes), folder.carry_files()
     require_free(out.parent, sum(file.size for file in files))
-    with atomic_folder(out, overwrite) as work:
+    with atomic_folder(out, overwrite, resumes=False) as work:
         with ShardWriter(work.out, files) as writer:
             for tensor in kept:
                 value = folder.read(tensor)

@@ -15,6 +15,8 @@ from attar.checkpoints.safetensors import CheckpointError
 
 MAX_PATTERN = 256
 MAX_WAYS = 50_000  # to share a name of LONGEST characters, which take some milliseconds. `.*a.*b.*c` has 47,905
+MAX_WAYS_OF_ALL = 10 * MAX_WAYS
+MAX_PATTERNS = 1000  # adapters may name each of their linears: a model of 80 layers has 560
 LONGEST = 64  # characters: names of linears are shorter, and ASCII
 
 _TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]|\((?:\?<?.)?|\{\d+,?\d*\}|\{,\d*\}|.", re.DOTALL)
@@ -22,22 +24,43 @@ _COUNT = re.compile(r"\{(\d*)(,?)(\d*)\}")
 _GROUPS = ("(", "(?:", "(?=", "(?!", "(?<=", "(?<!")
 
 
-def pattern(text: str, where: str) -> re.Pattern[str]:
-    """Compile a pattern from a config, which is matched from a name's beginning. Raises CheckpointError where it could
-    take long to match, or is not a regular expression."""
-    if len(text) > MAX_PATTERN:
-        raise CheckpointError(f"{where}: the pattern {text[:MAX_PATTERN]!r}... is longer than {MAX_PATTERN} characters")
-    try:
-        compiled = re.compile(text)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"{where}: the pattern {text!r} is not a regular expression: {error}") from None
-    if problem := _slow(_TOKEN.findall(text)):
-        raise CheckpointError(f"{where}: the pattern {text!r} is not accepted: {problem}")
-    return compiled
+class Patterns:
+    """The patterns of one config. Raises CheckpointError where they are many, or could take long to match."""
+
+    def __init__(self) -> None:
+        self._count = self._ways = 0
+
+    def compile(self, text: str, where: str) -> re.Pattern[str]:
+        """Compile one, which is matched from a name's beginning. Raises CheckpointError also where it is not a regular
+        expression."""
+        self._count += 1
+        if self._count > MAX_PATTERNS:
+            raise CheckpointError(f"{where}: more than the {MAX_PATTERNS} patterns that attar accepts in a config")
+        if len(text) > MAX_PATTERN:
+            raise CheckpointError(
+                f"{where}: the pattern {text[:MAX_PATTERN]!r}... is longer than {MAX_PATTERN} characters"
+            )
+        try:
+            compiled = re.compile(text)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise CheckpointError(f"{where}: the pattern {text!r} is not a regular expression: {error}") from None
+        ways = _ways(_TOKEN.findall(text))
+        self._ways += ways if isinstance(ways, int) else 0
+        if isinstance(ways, int) and ways > MAX_WAYS:
+            ways = f"its parts can share a name in {ways} ways; attar accepts {MAX_WAYS}"
+        if isinstance(ways, str):
+            raise CheckpointError(f"{where}: the pattern {text!r} is not accepted: {ways}")
+        if self._ways > MAX_WAYS_OF_ALL:
+            raise CheckpointError(
+                f"{where}: the patterns up to {text!r} can share a name in {self._ways} ways; attar accepts "
+                f"{MAX_WAYS_OF_ALL} in a config"
+            )
+        return compiled
 
 
-def _slow(tokens: list[str]) -> str | None:
-    """What could make a sound pattern slow, or None. Counts a little too much rather than too little.
+def _ways(tokens: list[str]) -> int | str:
+    """In how many ways a sound pattern can share a name among its parts, or why that is not known. Counts a little too
+    many rather than too few.
 
     Of each way through its alternatives two numbers count: the repetitions without an end, among which a name's
     characters are shared, and the product of all other choices.
@@ -67,8 +90,7 @@ def _slow(tokens: list[str]) -> str | None:
         elif bounds and not _apart(tokens[i - 1], [*tokens[i + 1 :], "", ""]):
             now[-1] = _both(now[-1], (1, 1))
     repetitions, choices = _either(done[0], now[0])
-    ways = math.comb(LONGEST + repetitions, repetitions) * choices
-    return f"its parts can share a name in {ways} ways; attar accepts {MAX_WAYS}" if ways > MAX_WAYS else None
+    return math.comb(LONGEST + repetitions, repetitions) * choices
 
 
 def _either(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:

@@ -5,8 +5,12 @@ JSON comes from strangers, so nothing in it is believed before it is checked: ev
 every tensor exactly as long as its dtype and shape say, and the tensors tiling the data without overlap, hole or rest.
 The `safetensors` package is laxer (a key given twice wins silently, any name passes); it is the oracle of the tests and
 nothing more. What is stricter here than there: duplicate and unknown keys, names that are empty, do not print or hold a
-`..` component, more than `MAX_TENSORS` tensors or `MAX_RANK` dimensions, and dtypes that attar has no use for. Laxer is
-one thing: -0 passes for 0.
+`..` component, more than `MAX_TENSORS` tensors or `MAX_RANK` dimensions, headers of more than `MAX_HEADER` bytes,
+metadata of more than `MAX_METADATA`, and dtypes that attar has no use for.
+
+A header is read entry by entry, by one pattern, and never as JSON: whatever is in it, it takes little time, and little
+memory beside four times its size. What JSON says in a few bytes may be a hundred times as large in Python, and one
+character of four bytes makes every other of its string as wide.
 
 Tensors are read with `pread` into memory of their own. A map would be shorter, but a file that somebody truncates turns
 a map into SIGBUS, which ends the process; a short read is an error with a name. `pread` has no file position, so that
@@ -24,6 +28,7 @@ import json
 import math
 import mmap
 import os
+import re
 import reprlib
 import stat
 import weakref
@@ -32,13 +37,16 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attar.formats.scheme import Part
+from attar.formats.scheme import ITEM_BITS, Part
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_HEADER = 100_000_000
 MAX_TENSORS = 100_000
+MAX_HEADER = 1 << 24  # bytes; where tensors are many, 150 are usual for each, half of them its name
+MAX_METADATA = 4_000_000  # bytes
+MAX_MARKS = 400_000  # quotation marks of the metadata, those in its texts included
+MAX_WIDE = 8_000_000  # bytes of JSON that is not plain ASCII: in memory each may take eight
 MAX_RANK = 16
 MAX_NAME = 1024
 MAPPED = 1 << 20  # bytes from which mapping pays
@@ -61,7 +69,26 @@ DTYPES: Mapping[str, str] = {
 """Names of dtypes: safetensors' -> torch's."""
 
 _CHUNK = 1 << 22
-_MARKS_PER_TENSOR = 16  # braces, brackets and commas that one tensor's entry may need
+_SPLIT = " (save_pretrained's max_shard_size)"
+_KNOWN = {name.encode(): (torch_name, ITEM_BITS[torch_name] // 8) for name, torch_name in DTYPES.items()}
+_SHAPES = 1024  # that are remembered: tensors have few different ones, where nobody means harm
+_JSON = json.JSONDecoder()
+
+_S, _INT = r"[ \t\n\r]*+", r"(?!0[0-9])[0-9]{1,19}+"
+_RUN = rf'[^"\\\x00-\x1f]{{0,{MAX_NAME}}}+'
+_ENTRY = re.compile(
+    (
+        rf'{_S}"(?:(?!\.\.")([\w.-]{{1,{MAX_NAME}}}+)|({_RUN}(?:\\.{_RUN}){{0,{MAX_NAME}}}+))"{_S}:{_S}\{{{_S}(?:(?:'
+        rf'"dtype"{_S}:{_S}"(\w{{1,32}}+)"|'
+        rf'"shape"{_S}:{_S}\[{_S}((?:{_INT}{_S}(?:,{_S}{_INT}{_S}){{0,{MAX_RANK - 1}}}+)?+)\]|'
+        rf'"data_offsets"{_S}:{_S}\[{_S}({_INT}){_S},{_S}({_INT}){_S}\]'
+        rf'){_S}(?:,{_S}(?=")|(?=\}}))){{3}}\}}{_S}([,}}])'
+    ).encode()
+)
+"""A tensor of a header, with the comma or the brace that follows: name (a plain one, of which nothing is to be checked,
+or another), dtype, shape, offsets. Whatever it is matched with, no byte is tried more than twice."""
+_METADATA = re.compile(rf'{_S}"__metadata__"{_S}:{_S}(\{{(?:[^"{{}}]++|"(?:[^"\\]++|\\.)*+")*+\}}){_S}([,}}])'.encode())
+_NOTHING = re.compile(rf"{_S}\}}".encode())
 
 CONVERT = (
     "attar never opens pickles, because opening one can run code that it carries. If you trust the source, convert it: "
@@ -79,10 +106,13 @@ class VerificationError(CheckpointError):
 
 
 def parse_json(text: bytes | bytearray, where: str | Path) -> Any:
-    """Decode JSON strictly: UTF-8, no byte-order mark, no key twice, finite numbers, no trailing text.
+    """Decode JSON strictly: UTF-8, no byte-order mark, no key twice, finite numbers, no trailing text, and of more than
+    `MAX_WIDE` bytes plain ASCII.
 
     Raises CheckpointError beginning with `where`.
     """
+    if len(text) > MAX_WIDE and not (text.isascii() and b"\\u" not in text):
+        raise CheckpointError(f"{where}: of more than {MAX_WIDE} bytes attar reads plain ASCII alone, without \\u")
     try:
         return json.loads(
             text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_not_finite, parse_float=_finite
@@ -118,9 +148,9 @@ def check_name(name: str) -> str | None:
         return "an empty name"
     if not name.isprintable():  # controls, bidirectional marks, lone surrogates
         return f"a name with characters that do not print: {reprlib.repr(name)}"
-    if len(name.encode()) > MAX_NAME:
+    if len(name) > MAX_NAME // 4 and len(name.encode()) > MAX_NAME:
         return f"a name longer than {MAX_NAME} bytes: {reprlib.repr(name)}"
-    if name.startswith("/") or ".." in name.split("/"):
+    if name[0] == "/" or (".." in name and ".." in name.split("/")):
         return f"a name that looks like a path out of the folder: {reprlib.repr(name)}"
     return None
 
@@ -149,54 +179,106 @@ def parse_header(
     """
     if header[:1] != b"{":
         raise CheckpointError(f"{where}: the header does not begin with '{{': not a safetensors file")
-    # Counted before parsing, so that 100 MB of "[[],[]," cannot become gigabytes of objects.
-    if sum(map(header.count, (b"{", b"[", b","))) > _MARKS_PER_TENSOR * MAX_TENSORS:
-        raise CheckpointError(f"{where}: the header declares more than the {MAX_TENSORS} tensors that attar accepts")
-    raw = parse_json(header, f"{where}: header")
-    metadata = raw.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"{where}: __metadata__ must map strings to strings")
-    if len(raw) > MAX_TENSORS:
-        raise CheckpointError(f"{where}: {len(raw)} tensors; attar accepts {MAX_TENSORS} in a file")
-    slots = {name: _slot(name, entry, where) for name, entry in raw.items()}
-    ordered = dict(sorted(slots.items(), key=lambda item: item[1][1:]))
+    if (count := header.count(b'"data_offsets"')) > MAX_TENSORS:
+        raise CheckpointError(
+            f"{where}: {count} tensors; attar accepts {MAX_TENSORS} in a file: save the model in several{_SPLIT}"
+        )
+    tensors, metadata = _read(header, where)
     at = 0
-    for name, slot in ordered.items():
-        if slot.begin != at:
-            what = "overlaps the one before it" if slot.begin < at else f"leaves a hole of {slot.begin - at} bytes"
-            raise CheckpointError(f"{where}: tensor {name!r} {what} (begins at {slot.begin}, not {at})")
-        at = slot.end
+    for begin, end, name, _, _ in tensors:
+        if begin != at:
+            what = "overlaps the one before it" if begin < at else f"leaves a hole of {begin - at} bytes"
+            raise CheckpointError(f"{where}: tensor {name!r} {what} (begins at {begin}, not {at})")
+        at = end
     if data_bytes < at:
         raise CheckpointError(
             f"{where}: truncated: expected {at} bytes of tensors, the file has {data_bytes}; download or copy it again"
         )
     if data_bytes > at:
         raise CheckpointError(f"{where}: {data_bytes - at} bytes after the last tensor; download or copy it again")
-    return ordered, metadata
+    return {name: Slot(Part(dtype, shape), begin, end) for begin, end, name, dtype, shape in tensors}, metadata
 
 
-def _slot(name: str, entry: Any, where: str | Path) -> Slot:
-    def bad(what: str) -> CheckpointError:
-        return CheckpointError(f"{where}: tensor {name!r}: {what}")
+_Tensor = tuple[int, int, str, str, tuple[int, ...]]  # begin, end, name, dtype, shape: a `Slot` takes longer to make
 
+
+def _read(header: bytes | bytearray, where: str | Path) -> tuple[list[_Tensor], dict[str, str]]:
+    """The tensors of a header in order, each checked by itself, and its metadata."""
+    tensors: dict[str, _Tensor] = {}
+    shapes: dict[bytes, tuple[tuple[int, ...], int]] = {b"": ((), 1)}
+    metadata: dict[str, str] | None = None
+    at, more = 1, b","
+    if nothing := _NOTHING.match(header, at):
+        at, more = nothing.end(), b"}"
+    while more == b",":
+        entry = _ENTRY.match(header, at)
+        if entry is None and metadata is None and (found := _METADATA.match(header, at, at + MAX_METADATA)):
+            metadata, more, at = _metadata(found[1], where), found[2], found.end()
+            continue
+        if entry is None:
+            raise _neither(header, at, where)
+        plain, raw, dtype, shape, begin, end, more = entry.groups()
+        if dtype is None or shape is None or begin is None:  # another is given twice
+            raise _neither(header, at, where)
+        at = entry.end()
+        name = _name(raw, where) if plain is None else plain.decode()
+        if name in tensors:
+            raise CheckpointError(f"{where}: header: key {reprlib.repr(name)} is given twice")
+        if (sizes := shapes.get(shape)) is None:
+            sizes = _sizes(shape, name, where)
+            if len(shapes) < _SHAPES:
+                shapes[shape] = sizes
+        if dtype not in _KNOWN:
+            what = f"dtype {dtype.decode()!r} is unknown: attar reads {', '.join(DTYPES)}"
+            raise CheckpointError(f"{where}: tensor {name!r}: {what}")
+        kind, item = _KNOWN[dtype]
+        first, last, size = int(begin), int(end), item * sizes[1]
+        if last - first != size:
+            what = f"takes {size} bytes, but its data_offsets [{first}, {last}] span {last - first}"
+            raise CheckpointError(f"{where}: tensor {name!r}: {dtype.decode()} {list(sizes[0])} {what}")
+        tensors[name] = first, last, name, kind, sizes[0]
+    if header[at:].strip(b" \t\n\r"):
+        raise CheckpointError(f"{where}: header: not valid JSON: text follows its end")
+    if "__metadata__" in tensors:
+        raise CheckpointError(f"{where}: __metadata__ must map strings to strings")
+    return sorted(tensors.values()), metadata or {}
+
+
+def _neither(header: bytes | bytearray, at: int, where: str | Path) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: header: neither a tensor, with dtype, shape and data_offsets and nothing else, nor metadata of at "
+        f"most {MAX_METADATA} bytes: {reprlib.repr(bytes(header[at : at + 64]))}"
+    )
+
+
+def _metadata(text: bytes, where: str | Path) -> dict[str, str]:
+    if text.count(b'"') > MAX_MARKS:
+        raise CheckpointError(f"{where}: more than {MAX_MARKS} quotation marks in __metadata__")
+    value = parse_json(text, f"{where}: header")
+    if not all(isinstance(each, str) for each in value.values()):
+        raise CheckpointError(f"{where}: __metadata__ must map strings to strings")
+    return dict(value)
+
+
+def _name(raw: bytes, where: str | Path) -> str:
+    try:
+        name = raw.decode()
+        if "\\" in name:
+            name = str(_JSON.raw_decode(f'"{name}"')[0])
+    except ValueError as error:
+        raise CheckpointError(f"{where}: header: not valid JSON: {error}") from None
     if problem := check_name(name):
         raise CheckpointError(f"{where}: a tensor has {problem}")
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise bad(f"must have dtype, shape and data_offsets and nothing else, not {reprlib.repr(entry)}")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise bad(f"dtype {reprlib.repr(dtype)} is unknown: attar reads {', '.join(DTYPES)}")
-    if not isinstance(shape, list) or len(shape) > MAX_RANK:
-        raise bad(f"shape {reprlib.repr(shape)} must be a list of at most {MAX_RANK} sizes")
-    # type() rather than isinstance: JSON's true is an int to Python.
-    if not all(type(size) is int and size >= 0 for size in shape) or math.prod(max(s, 1) for s in shape) >= 2**60:
-        raise bad(f"shape {reprlib.repr(shape)} must hold sizes of 0 or more, and fewer than 2^60 elements in all")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(at) is int and at >= 0 for at in offsets):
-        raise bad(f"data_offsets {reprlib.repr(offsets)} must be two integers of 0 or more")
-    part, (begin, end) = Part(DTYPES[dtype], tuple(shape)), offsets
-    if end - begin != part.bytes:
-        raise bad(f"{dtype} {shape} takes {part.bytes} bytes, but its data_offsets {offsets} span {end - begin}")
-    return Slot(part, begin, end)
+    return name
+
+
+def _sizes(text: bytes, name: str, where: str | Path) -> tuple[tuple[int, ...], int]:
+    """A shape, which is not [], and how many elements it has."""
+    shape = tuple(map(int, text.split(b",")))
+    count = math.prod(shape)
+    if (count or math.prod(filter(None, shape))) >= 2**60:
+        raise CheckpointError(f"{where}: tensor {name!r}: shape {list(shape)} must hold fewer than 2^60 elements")
+    return shape, count
 
 
 _FOREIGN: tuple[tuple[bytes, str], ...] = (
@@ -271,7 +353,8 @@ class TensorFile:
                 raise CheckpointError(f"{self.path}: truncated: {self.size} bytes; download or copy it again")
             if length > MAX_HEADER:
                 raise CheckpointError(
-                    f"{self.path}: not a safetensors file: its first 8 bytes would mean a header of {length} bytes"
+                    f"{self.path}: its first 8 bytes mean a header of {length} bytes, and attar accepts {MAX_HEADER}: "
+                    f"not a safetensors file, or one to save in several{_SPLIT}"
                 )
             if length > self.size - 8:
                 raise CheckpointError(

@@ -119,8 +119,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def disk_error(path: Path, error: OSError) -> CheckpointError:
     if error.errno in FULL:
         return CheckpointError(
-            f"{path}: no room for it ({error.strerror}); free some space, or choose an output on another disk; what is "
-            "done already is kept"
+            f"{path}: no room for it ({error.strerror}); free some space, or choose an output on another disk; what "
+            "attar compress has done already is kept"
         )
     return CheckpointError(f"{path}: cannot be written: {error.strerror}")
 
@@ -253,13 +253,14 @@ class Workspace:
 
 
 @contextlib.contextmanager
-def atomic_folder(dst: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Workspace]:
+def atomic_folder(dst: str | os.PathLike[str], overwrite: bool = False, resumes: bool = True) -> Iterator[Workspace]:
     """Grow the folder `dst` in a hidden sibling, `.{name}.attar-partial`, and rename it into place at the end.
 
     After an exception or a kill the sibling stays, and the next call with the same `dst` finds `out` and `state` as
-    they were left. An existing `dst` is an error unless `overwrite`, which replaces it only once the new folder is
-    complete, and only if it is a model folder or empty. Raises CheckpointError for these, where another process is at
-    work on the same output, and where whatever the body writes finds the disk full.
+    they were left; where nothing `resumes`, an exception removes them, and what a kill left is not found. An existing
+    `dst` is an error unless `overwrite`, which replaces it only once the new folder is complete, and only if it is a
+    model folder or empty. Raises CheckpointError for these, where another process is at work on the same output, and
+    where whatever the body writes finds the disk full.
     """
     target = Path(os.path.realpath(dst))
     partial = target.parent / f".{target.name}.attar-partial"
@@ -274,7 +275,14 @@ def atomic_folder(dst: str | os.PathLike[str], overwrite: bool = False) -> Itera
         _check_target(target, overwrite)  # again: the holder of the lock before us may have made it
         work.out.mkdir(exist_ok=True)
         work.state.mkdir(exist_ok=True)
-        yield work
+        if not resumes:
+            work.clear()
+        try:
+            yield work
+        except BaseException:
+            if not resumes:
+                work.clear()
+            raise
         _sync_tree(work.out)
         _replace(work.out, target, old, overwrite)
         _remove(old, work.state)

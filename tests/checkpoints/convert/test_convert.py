@@ -305,9 +305,9 @@ def test_what_is_not_exact_is_refused_and_leaves_nothing(kind: str, folders: Fol
 def test_wrong_names_and_sources_are_refused(small: Path, folders: Folders, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown format 'ggml': known are gguf, compressed-tensors, awq, gptq"):
         convert(small, tmp_path / "out", to="ggml")
-    with pytest.raises(ValueError, match=r"a gguf output ends in \.gguf"):
+    with pytest.raises(ValueError, match=r"--to gguf writes a file whose name ends in \.gguf"):
         convert(small, tmp_path / "out", to="gguf")
-    with pytest.raises(ValueError, match=r"a gptq output does not end in \.gguf"):
+    with pytest.raises(ValueError, match=r"--to gptq writes a folder whose name does not end in \.gguf"):
         convert(small, tmp_path / "out.gguf", to="gptq")
     with pytest.raises(ValueError, match="is not compressed: `attar compress` makes"):
         convert(small, tmp_path / "out", to="gptq")
@@ -359,14 +359,30 @@ def test_an_output_that_reads_back_otherwise_is_not_put_in_place(
     monkeypatch.setattr(ShardWriter, "write", wrong)
     with pytest.raises(ValueError, match=r"^model.layers.1.mlp.up_proj was read back otherwise than it was written"):
         convert(folders["rtn-w4g32"], tmp_path / "out", to="gptq")
-    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.iterdir())
     monkeypatch.undo()
     left = tmp_path / ".out.attar-partial" / "out" / "of another run"
+    left.parent.mkdir(parents=True)
     left.touch()
     convert(folders["rtn-w4g32"], tmp_path / "out", to="gptq")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "config.json", "generation_config.json", "model.safetensors",
     ]  # fmt: skip
+
+
+def test_an_interrupted_conversion_leaves_nothing(folders: Folders, tmp_path: Path) -> None:
+    def interrupt(stage: str, done: int, total: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    file, out = tmp_path / "file.gguf", tmp_path / "out"
+    convert(folders["rtn-w4g32"], file, to="gguf")
+    for src, dst, to in (
+        (folders["rtn-w4g32"], out, "gptq"), (folders["rtn-w4g32"], tmp_path / "out.gguf", "gguf"), (file, out, "gptq")
+    ):  # fmt: skip
+        with pytest.raises(KeyboardInterrupt):
+            convert(src, dst, to=to, progress=interrupt)
+        assert list(tmp_path.iterdir()) == [file]
 
 
 def test_a_digest_does_not_depend_on_the_order() -> None:

@@ -296,9 +296,9 @@ def test_g_idx_of_a_group_that_is_not_there_is_refused(group: int, tiny: Any, tm
         CompressedTensors(folder, config()).read("m")
 
 
-def rotated(**entry: Any) -> dict[str, Any]:
-    """A transform_config of one group, whose one entry is this."""
-    return {"config_groups": {"a": {"type": "hadamard", "apply": [{"location": "input", **entry}]}}}
+def rotated(count: int = 1, **entry: Any) -> dict[str, Any]:
+    """A transform_config of one group, whose entries are all this."""
+    return {"config_groups": {"a": {"type": "hadamard", "apply": [{"location": "input", **entry}] * count}}}
 
 
 @pytest.mark.parametrize(
@@ -308,6 +308,8 @@ def rotated(**entry: Any) -> dict[str, Any]:
         (config(sparsity_config={"format": "sparse-bitmask"}), "format 'sparse-bitmask' is not one"),
         (config(sparsity_config=["dense"]), r"sparsity_config: format \['dense'\] is not one"),
         (config(transform_config={"config_groups": []}), "transform_config must be an object with config_groups"),
+        (config(transform_config=rotated(targets=[f"re:{i}" for i in range(1001)])), "more than the 1000 patterns"),
+        (config(transform_config=rotated(count=1001, targets=["m"])), "more than the 1000 rotations"),
         (config(transform_config=rotated(targets=5)), "targets are names of modules, not 5"),
         (config(transform_config=rotated(targets=["m"], ignore=None)), "ignore are names of modules, not None"),
         (config(format="mxfp6-pack-quantized"), "'mxfp6-pack-quantized' is not one that attar reads: pack-quantized"),
@@ -324,6 +326,7 @@ def rotated(**entry: Any) -> dict[str, Any]:
         (config({"input_activations": {"strategy": "tensor", "symmetric": False}}), "static zero point"),
         (config({"input_activations": {"strategy": "tensor_group", "dynamic": "local"}}), "dynamic true or false"),
         (config({"targets": "Linear"}), "must be an object with targets"),
+        (config({"targets": [f"re:{i}" for i in range(1001)]}), "group_0: more than the 1000 patterns"),
         (config(config_groups={}), "needs config_groups"),
     ],
 )

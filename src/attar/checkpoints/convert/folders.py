@@ -34,8 +34,7 @@ def folder_to_folder(checkpoint: Checkpoint, dst: Path, target: Target, overwrit
     for module, each in modules.items():
         layout |= target.declared(module, each)
     files, carried, ours = plan_files(layout), folder.carry_files(), Digest()
-    with atomic_folder(dst, overwrite) as work:
-        work.clear()  # of what an interrupted run of something else left
+    with atomic_folder(dst, overwrite, resumes=False) as work:
         with ShardWriter(work.out, files) as writer:
             for done, name in enumerate(linears, 1):
                 linear = checkpoint.linear(name)

@@ -60,8 +60,7 @@ def file_to_folder(
         raise ValueError(f"{where} is not compressed: `attar compress` reads folders, and {target.name} needs integers")
     settings = target.config(linears, [config.names.head])
     files, ours = plan_files(layout), Digest()
-    with atomic_folder(dst, overwrite) as work:
-        work.clear()  # of what an interrupted run of something else left
+    with atomic_folder(dst, overwrite, resumes=False) as work:
         with ShardWriter(work.out, files) as writer:
             for done, name in enumerate(names, 1):
                 module = name.removesuffix(".weight")

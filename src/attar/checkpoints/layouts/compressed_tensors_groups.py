@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attar.checkpoints.patterns import pattern
+from attar.checkpoints.patterns import Patterns
 from attar.checkpoints.safetensors import CheckpointError
 from attar.formats.forms import Form, Fp4, Fp8Blocks
 from attar.formats.scheme import NVFP4, Granularity, Grid, Scheme
@@ -44,7 +44,7 @@ class Groups:
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self._where = where
         self._of: dict[str, Group] = {}
-        patterns: dict[str, re.Pattern[str]] = {}
+        patterns, compiled = Patterns(), dict[str, re.Pattern[str]]()
         for name, group in config["config_groups"].items():
             at = f"{where}: {name}"
             if not isinstance(group, dict) or not isinstance(group.get("targets"), list):
@@ -56,8 +56,8 @@ class Groups:
                     raise CheckpointError(f"{at}: a target is a string, not {target!r}")
                 self._of[target] = read
                 if target.startswith("re:"):
-                    patterns[target] = pattern(target.removeprefix("re:"), at)
-        self._patterns = dict(sorted(patterns.items()))
+                    compiled[target] = patterns.compile(target.removeprefix("re:"), at)
+        self._patterns = dict(sorted(compiled.items()))
 
     def of(self, module: str) -> Group:
         """The group of a module that is stored quantized. Raises CheckpointError where none covers it."""

@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from attar.checkpoints.patterns import pattern
+from attar.checkpoints.patterns import Patterns
 from attar.checkpoints.safetensors import CheckpointError
 
+MAX_ENTRIES = 1000  # of inputs: each is asked of every module
 FOLDED = ("weight_input", "weight_output")
 
 
@@ -23,9 +24,9 @@ FOLDED = ("weight_input", "weight_output")
 class Rotated:
     """What one entry of `transform_config` says of the inputs of its modules."""
 
-    targets: tuple[str, ...]
+    targets: frozenset[str]
     patterns: tuple[re.Pattern[str], ...]
-    ignored: tuple[str, ...]
+    ignored: frozenset[str]
     size: int | None  # columns of a block; None: all that the module has
 
     def covers(self, module: str, dense: bool = False) -> bool:
@@ -64,6 +65,7 @@ def _read(config: Any, where: str) -> Iterator[Rotated]:
     groups = config.get("config_groups", {}) if isinstance(config, dict) else None
     if not isinstance(groups, dict):
         raise CheckpointError(f"{where} must be an object with config_groups")
+    patterns, count = Patterns(), 0
     for name, group in groups.items():
         at = f"{where}: {name}"
         if not isinstance(group, dict) or not isinstance(group.get("apply"), list):
@@ -82,8 +84,10 @@ def _read(config: Any, where: str) -> Iterator[Rotated]:
             if size is not None and (type(size) is not int or size < 1):
                 raise CheckpointError(f"{at}: head_dim must be a number, not {size!r}")
             targets, ignored = (_names(entry.get(key, []), f"{at}: {key}") for key in ("targets", "ignore"))
-            patterns = [pattern(each.removeprefix("re:"), at) for each in targets if each.startswith("re:")]
-            yield Rotated(targets, tuple(patterns), ignored, size)
+            found = [patterns.compile(each.removeprefix("re:"), at) for each in targets if each.startswith("re:")]
+            if (count := count + 1) > MAX_ENTRIES:
+                raise CheckpointError(f"{at}: more than the {MAX_ENTRIES} rotations that attar accepts in a config")
+            yield Rotated(frozenset(targets), tuple(found), frozenset(ignored), size)
 
 
 def _names(found: Any, where: str) -> tuple[str, ...]:
