@@ -162,7 +162,7 @@ def test_no_key_is_taken_from_the_command_line(fake: Fake) -> None:
         ("", "say how to send"),
         ("--clients 1 --slo fast", "'fast' is no limit"),
         ("--clients 1 --extra [1]", "--extra is a JSON object"),
-        ("--clients 1 --extra {", "Expecting property name"),
+        ("--clients 1 --extra {", 'such as {"top_k": 1}: Expecting property name'),
         ("--clients 1 --plot load.pdf", "a .html or a .png"),
         ("--clients 1 --plot missing/load.html", "there is no folder missing"),
         ("--clients 1 --trace missing.jsonl", "missing.jsonl"),

@@ -256,9 +256,7 @@ def bench_serve(
 
         if plot is not None:
             drawing.check(plot)
-        more = {} if extra is None else json.loads(extra)
-        if not isinstance(more, dict):
-            raise ValueError('--extra is a JSON object such as {"top_k": 1}')
+        more = _object(extra or "{}")
         options = sweep.Options(
             url, _key(api_key_file), model, chat, text,
             decode=None if tokenizer is None else Tokenizer.load(tokenizer).decode,
@@ -280,11 +278,24 @@ def bench_serve(
             fail(sentence, CHECK_FAILED)
 
 
-def _check_host(host: str) -> None:
-    """Raises ValueError for what cannot be a name: a socket would not take it, with an error of another kind."""
+def _object(text: str) -> dict[str, Any]:
     try:
-        host.encode("idna")
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f'--extra is a JSON object such as {{"top_k": 1}}: {error}') from None
+    if not isinstance(found, dict):
+        raise ValueError('--extra is a JSON object such as {"top_k": 1}')
+    return found
+
+
+def _check_host(host: str) -> None:
+    """Raises ValueError for what cannot be a name: a socket would not take it, with an error of another kind; and for
+    an empty one, which to it is every address there is."""
+    try:
+        sound = bool(host.encode("idna"))
     except UnicodeError:
+        sound = False
+    if not sound:
         raise ValueError(f"--host {host!r} is neither an address nor a name") from None
 
 

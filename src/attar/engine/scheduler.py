@@ -146,8 +146,8 @@ class Scheduler:
         return ended
 
     def wake(self) -> float | None:
-        """When to plan again at the latest, where the last plan was empty and nothing else happens; None where nobody is
-        there to plan for."""
+        """When to plan again at the latest, where the last plan was empty and nothing else happens; None where there is
+        nobody to plan for."""
         while self._deadlines and self._deadlines[0][1] not in self._sequences:
             heapq.heappop(self._deadlines)  # it has ended: whoever waits until then would find nothing to do, for ever
         times = [deadline for deadline, _ in self._deadlines[:1]]

@@ -163,8 +163,8 @@ async def _accepted(target: Target) -> Target:
         if await drive.probe(in_words) is None:
             return in_words
     hint = ""
-    if target.ignore_eos and reason.startswith(("status 400", "status 422")):
-        hint = "; if it does not know ignore_eos, leave that out (--no-ignore-eos)"
+    if target.ignore_eos and "ignore_eos" in reason:
+        hint = "; --no-ignore-eos leaves that out"
     raise ValueError(f"the server does not answer a request of two tokens: {reason}{hint}")
 
 
