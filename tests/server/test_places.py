@@ -377,7 +377,7 @@ def test_a_request_that_finds_no_place_costs_its_key_nothing() -> None:
     engine.places.take(b"key", 6)
     for at in range(20):
         desk.crowd.served(time.monotonic() - 5 + at / 10)
-    before = desk.crowd.retry_after(time.monotonic())
+    before = desk.crowd.retry_after(time.monotonic(), 0)
     for ask in 20 * (
         lambda: desk.submit(caller, [(1, 2)], SamplingParams(max_tokens=5), 1, "fake"),
         lambda: desk.embed(caller, [(1, 2)], "mean", "fake"),
@@ -386,6 +386,6 @@ def test_a_request_that_finds_no_place_costs_its_key_nothing() -> None:
             ask()
         assert "this key has 6 of the 8 places" in caught.value.message
         assert caught.value.retry_after == 1
-    assert desk.crowd.retry_after(time.monotonic()) <= before + 1, "a flood of one key sends others to the end"
+    assert desk.crowd.retry_after(time.monotonic(), 0) <= before + 1, "a flood of one key sends others to the end"
     account.close()
     assert account.quotas.fill(account.state) == 100
