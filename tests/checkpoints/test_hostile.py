@@ -29,7 +29,7 @@ from tests.checkpoints.hostile_files import (
 
 SEED, DAMAGED, EVERY, TENSORS = 11, 60, 9, 40
 BYTES = 32 << 20  # and four times the header
-SECONDS = 2.0  # of the processor, however busy it is; `bench/hostile.py` holds to 0.2
+SECONDS = 0.4  # of the processor; what is held to is 0.2, and this machine may be busy
 
 
 @pytest.fixture(scope="module")

@@ -318,6 +318,11 @@ COSTLY: dict[str, Callable[[], bytes]] = {
     "a wide character": lambda: pack(f'{{"__metadata__":{{"a":"{wide(ours.MAX_HEADER - 200)}"}},{LAST}}}'),
     "a wide character in metadata": lambda: pack(f'{{"__metadata__":{{"a":"{wide(3_900_000)}"}},{LAST}}}'),
     "a wide character in a name": lambda: pack(f'{{"{wide(ours.MAX_HEADER - 200)}":1,{LAST}}}'),
+    "as many wide characters in names as may be": lambda: pack(
+        "{"
+        + "".join(f'"{i:05}{wide(1000)}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}},' for i in range(3_900))
+        + f"{LAST}}}"
+    ),
     "wide characters in names": lambda: pack(
         "{"
         + "".join(f'"{i:05}{wide(1000)}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}},' for i in range(15_000))
@@ -360,7 +365,8 @@ def test_a_file_of_100_000_tensors_is_read(write: Callable[[bytes], Path]) -> No
         ("tensors in no order and a hole", "tensor 'z' leaves a hole"),
         ("a wide character", "nor metadata of at most 4000000 bytes"),
         ("a wide character in metadata", "leaves a hole"),
-        ("wide characters in names", "leaves a hole"),
+        ("as many wide characters in names as may be", "leaves a hole"),
+        ("wide characters in names", "'-' and '_' take over 4000000 bytes together"),
         ("too many keys of metadata", "more than 400000 quotation marks in __metadata__"),
     ],
 )

@@ -6,7 +6,7 @@ every tensor exactly as long as its dtype and shape say, and the tensors tiling 
 The `safetensors` package is laxer (a key given twice wins silently, any name passes); it is the oracle of the tests and
 nothing more. What is stricter here than there: duplicate and unknown keys, names that are empty, do not print or hold a
 `..` component, more than `MAX_TENSORS` tensors or `MAX_RANK` dimensions, headers of more than `MAX_HEADER` bytes,
-metadata of more than `MAX_METADATA`, and dtypes that attar has no use for.
+metadata of more than `MAX_METADATA`, more than `MAX_ODD` of unusual names, and dtypes that attar has no use for.
 
 A header is read entry by entry, by one pattern, and never as JSON: whatever is in it, it takes little time, and little
 memory beside four times its size. What JSON says in a few bytes may be a hundred times as large in Python, and one
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 MAX_TENSORS = 100_000
 MAX_HEADER = 1 << 24  # bytes; where tensors are many, 150 are usual for each, half of them its name
+MAX_ODD = 4_000_000  # bytes of all names together that are not letters, digits, dots, dashes and underscores
 MAX_METADATA = 4_000_000  # bytes
 MAX_MARKS = 400_000  # quotation marks of the metadata, those in its texts included
 MAX_WIDE = 8_000_000  # bytes of JSON that is not plain ASCII: in memory each may take eight
@@ -207,7 +208,7 @@ def _read(header: bytes | bytearray, where: str | Path) -> tuple[list[_Tensor], 
     tensors: dict[str, _Tensor] = {}
     shapes: dict[bytes, tuple[tuple[int, ...], int]] = {b"": ((), 1)}
     metadata: dict[str, str] | None = None
-    at, more = 1, b","
+    at, more, odd = 1, b",", 0
     if nothing := _NOTHING.match(header, at):
         at, more = nothing.end(), b"}"
     while more == b",":
@@ -221,6 +222,10 @@ def _read(header: bytes | bytearray, where: str | Path) -> tuple[list[_Tensor], 
         if dtype is None or shape is None or begin is None:  # another is given twice
             raise _neither(header, at, where)
         at = entry.end()
+        if plain is None and (odd := odd + len(raw)) > MAX_ODD:
+            raise CheckpointError(
+                f"{where}: names with more than letters, digits, '.', '-' and '_' take over {MAX_ODD} bytes together"
+            )
         name = _name(raw, where) if plain is None else plain.decode()
         if name in tensors:
             raise CheckpointError(f"{where}: header: key {reprlib.repr(name)} is given twice")
