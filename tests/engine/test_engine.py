@@ -14,7 +14,7 @@ import torch
 from attar.engine import flight
 from attar.engine.choices import Choice, Request
 from attar.engine.engine import Engine
-from attar.engine.limits import Limits
+from attar.engine.limits import Limits, Policy
 from attar.engine.messages import Delta, Embed, Embedding, Event, Failed, Finished, PromptLogprobs, Submit
 from attar.engine.request import SamplingParams
 from attar.kernels import ops
@@ -293,6 +293,24 @@ def test_a_cancelled_request_ends_once_and_leaves_nothing(decoder: Decoder, phas
     assert [event.code for event in events if isinstance(event, Failed)] == ["cancelled"]
     found = answers(events)
     assert found["other", 0] == answers(run(engine(decoder), [Submit("other", (9,) * 20, greedy)]))["other", 0]
+
+
+@pytest.mark.parametrize("policy", ["continuous", "static"])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_who_is_cancelled_between_steps_is_not_kept_until_somebody_else_comes(
+    decoder: Decoder, policy: Policy, steps: int
+) -> None:
+    made = engine(decoder, limits=Limits(policy=policy))
+    made.submit(Submit("x", (1,) * 30, SamplingParams(max_tokens=50, temperature=0, seed=0), n=2))
+    for _ in range(steps):
+        made.step()
+    made.cancel("x")
+    assert [event.id for event in made.said()] == ["x"]
+    assert not made.idle
+    assert made.runnable
+    made.step()
+    assert made.idle
+    assert not made._choices
 
 
 def test_one_requests_mishap_is_its_own(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -187,6 +189,41 @@ def test_a_server_that_leaves_takes_its_requests_along(running: Running) -> None
     events = again.until(Finished)
     assert {event.id for event in events if isinstance(event, Delta | Finished)} == {"b"}
     assert running.engine.pool.active == 0
+
+
+def test_an_engine_that_no_server_can_reach_any_more_ends(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder was cleaned away, and its server went: another engine has to take its place."""
+    ended = threading.Event()
+    monkeypatch.setattr(process, "_end_at_once", lambda why: ended.set())
+    client = Client(running.path)
+    client.until(Ready)
+    client.socket.shutdown(socket.SHUT_WR)
+    client.end()
+    again = Client(running.path)
+    again.until(Ready)
+    assert not ended.is_set()
+    running.path.unlink()
+    again.socket.shutdown(socket.SHUT_WR)
+    assert ended.wait(SECONDS)
+
+
+def test_a_socket_that_cannot_be_made_is_said_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Exit status 1: whoever watches the process starts another."""
+    read, write = os.pipe()
+    os.write(write, msgspec.json.encode(Settings("", str(tmp_path / "gone" / "engine"))) + b"\n")
+    os.close(write)
+    monkeypatch.setattr(process.sys, "stdin", os.fdopen(read))
+    monkeypatch.setattr(process.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(process.gc, "freeze", lambda: None)
+    monkeypatch.setattr(process.logs, "begin", lambda _: None)
+    monkeypatch.setattr(process.loading, "engine", lambda _: (SimpleNamespace(runner=None), None))
+    monkeypatch.setattr(process.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(process.os, "_exit", sys.exit)
+    with pytest.raises(SystemExit, match="1"):
+        process.main()
+    assert "no server could connect" in caplog.text
 
 
 def held(step: Callable[[], list[Event]]) -> tuple[Callable[[], list[Event]], threading.Event, threading.Event]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from attar.engine.messages import Delta, Embed, Failed, Submit
 from attar.engine.orders import Call, Job, frame
 from attar.engine.request import SamplingParams
 from attar.engine.settings import Settings
-from attar.engine.team import Crew, Lost, Team, tell
+from attar.engine.team import Crew, Lost, Team, TeamRunner, tell
 from attar.faults import Fault
 from attar.formats.kv import SCHEMES
 from attar.kernels.operands import Routes
@@ -336,6 +337,15 @@ def test_where_the_first_has_too_little_memory_all_run_smaller_steps(one: LLM, t
     assert made.launcher.rows == 6
     assert (made.ahead, set(made.alone)) == (0, set()), "on CPUs nothing overlaps"
     assert made.runner.waits == "several processes compute a step together"
+
+
+@pytest.mark.usefixtures("disarmed")
+def test_they_meet_anew_where_their_folder_was_cleaned_away(one: LLM, two: LLM) -> None:
+    found, made = tokens(two)
+    assert isinstance(made.runner, TeamRunner)
+    shutil.rmtree(made.runner.crew.folder)
+    faults.arm(Fault("runner.memory", after=1, times=2))
+    assert tokens(two)[0] == found == tokens(one)[0]
 
 
 SHORT = """

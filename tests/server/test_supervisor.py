@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import signal
@@ -13,6 +14,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -151,6 +154,22 @@ def test_sigterm_ends_both_with_status_0(served: Served) -> None:
     assert not Path(f"/proc/{engine}").exists()
 
 
+def test_a_killed_server_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it cannot clean up itself the engine does, which ends with it."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    served = Served()
+    try:
+        served.wait_for(200, SECONDS)
+        assert [each.name for each in tmp_path.glob("attar-*/*")] == ["engine"]
+    finally:
+        served.process.kill()
+        served.process.wait()
+    end = time.monotonic() + SECONDS
+    while list(tmp_path.glob("attar-*")):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize(
     "options, sentence",
     [
@@ -233,6 +252,22 @@ def test_deaths_of_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> No
     made.now += WITHIN
     assert made.engine._goes_on(-9)
     assert made.now == 6.0 + WITHIN, "at once"
+
+
+def test_a_folder_that_was_cleaned_away_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def start(*_: object, **__: object) -> Any:
+        started.append((tmp_path / "attar").stat().st_mode & 0o777)
+        return SimpleNamespace(stdin=io.BytesIO())
+
+    monkeypatch.setattr(supervisor.subprocess, "Popen", start)
+    engine = EngineProcess(Settings("", str(tmp_path / "attar" / "engine")), lambda: True, lambda _: None)
+    engine._spawn()
+    assert started == [0o700]
+    monkeypatch.setattr(supervisor.os, "getuid", lambda: -1)
+    with pytest.raises(PermissionError, match="attar belongs to somebody else"):
+        engine._spawn()
 
 
 def test_a_server_that_ends_starts_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:

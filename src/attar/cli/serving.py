@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import socket
 from enum import StrEnum
@@ -13,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from attar import logs
 from attar.cli.options import DEVICE, MODEL, Activations, Json, Kv, NoVerify, Pp, Quiet, Rounding, Tp
 from attar.cli.scheduling import (
     KvFraction,
@@ -138,7 +138,7 @@ def serve(
         from attar.server.security import Keys, find_keys
 
         _check_host(host)
-        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        logs.begin()
         keys = Keys.of(find_keys(api_key_file, os.environ))  # first: it takes the key from what children inherit
         theirs = {} if triton_config is None else _of_triton(triton_config)
         device = device or theirs.get("device", "cpu")

@@ -123,15 +123,16 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Nothing runs or waits, and every event was taken."""
-        return not self._requests and not self._events and self._flight is None
+        """Nothing runs or waits, every event was taken, and nothing is kept of what has ended."""
+        return not self._choices and not self._events and self._flight is None
 
     @property
     def runnable(self) -> bool:
         """Whether a step would do something now, rather than when `scheduler.wake` says."""
         continuous = self.scheduler.limits.policy == "continuous"
         more = self._events or self._flight or self.scheduler.running
-        return bool(more or (continuous and self.scheduler.waiting))
+        ended = len(self._choices) > len(self.scheduler.sequences)  # and was not settled: cancelled between steps
+        return bool(more or ended or (continuous and self.scheduler.waiting))
 
     def submit(self, ask: Submit) -> None:
         """Take a request. It ends with events, also where it is refused at once."""

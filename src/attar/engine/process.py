@@ -26,10 +26,11 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
-from attar import env, faults
+from attar import env, faults, logs
 from attar.engine import loading
 from attar.engine.engine import SENTENCES, Engine
 from attar.engine.messages import (
@@ -273,6 +274,8 @@ class Loop:
         self._server = self._outbox = None
         self._in.clear()
         self.engine.close()
+        if not os.path.exists(self.listener.getsockname()):  # temporary folders are cleaned, also of what is needed
+            _end_at_once("the engine's socket was removed: no server can connect any more")
 
 
 def _framed(events: Sequence[Event], lost: set[str]) -> bytes:
@@ -313,16 +316,17 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
-def _end_at_once(why: str) -> None:
-    """The model is not whole any more, and the loop may wait for what is gone: whoever watches this process starts
-    another."""
+def _end_at_once(why: str) -> NoReturn:
+    """The model is not whole any more, or out of reach, and the loop may wait for what is gone: whoever watches this
+    process starts another."""
     logger.error("%s", why)
+    logging.shutdown()
     os._exit(1)
 
 
 def main() -> int:
     """Read settings from standard input, load, and run. Exit status 2 where the model cannot be served."""
-    logging.basicConfig(level=logging.INFO, format="engine: %(message)s")
+    logs.begin("engine: %(message)s")
     for each in (signal.SIGINT, signal.SIGTERM):  # they reach whole groups of processes; the server says when to end
         signal.signal(each, signal.SIG_IGN)
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
@@ -337,8 +341,18 @@ def main() -> int:
         if engine.runner.crew.lost:  # before anybody listened
             _end_at_once(engine.runner.crew.lost)
     gc.freeze()  # torch and the model stay: no collection between two steps need walk through them
-    with listen(Path(settings.socket)) as listener:
-        Loop(engine, ready, listener, sys.stdin.fileno()).run()
+    path = Path(settings.socket)
+    try:
+        listener = listen(path)
+    except OSError as error:
+        _end_at_once(f"no server could connect: {error}")
+    with listener:
+        loop = Loop(engine, ready, listener, sys.stdin.fileno())
+        loop.run()
+    if loop.ended:  # a server that was killed could not do it
+        with contextlib.suppress(OSError):
+            path.unlink()
+            path.parent.rmdir()
     return 0
 
 

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import subprocess
 import sys
 import tempfile
@@ -84,7 +85,11 @@ class EngineProcess:
         self._watcher.join(1.0)
 
     def _spawn(self) -> None:
-        Path(self.settings.socket).unlink(missing_ok=True)
+        socket = Path(self.settings.socket)
+        socket.parent.mkdir(0o700, exist_ok=True)  # temporary folders are cleaned, also of what is needed yet
+        if socket.parent.stat().st_uid != os.getuid():
+            raise PermissionError(f"{socket.parent} belongs to somebody else")
+        socket.unlink(missing_ok=True)
         self.child = subprocess.Popen([sys.executable, "-m", "attar.engine.process"], stdin=subprocess.PIPE)
         assert self.child.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once: the watcher sees that
