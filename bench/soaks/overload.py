@@ -4,8 +4,9 @@ The plateau is what as many clients as slots (64; 16 in `queue`) get, each askin
 tokens a second of answers that came whole, in a window that leaves the first seconds out. It is measured before and
 after, and its mean counts, because a machine's speed drifts. The load is then ten clients a slot, with connections that
 they keep, who wait as long as Retry-After says, and up to a second more, before they ask again. Everything else is the
-same, and the same process makes both loads; what it and the server's two processes take of the cores is shown. When the
-load ends its clients hang up, and the time until the engine is idle counts from there.
+same, prompts that nobody has sent before included, and the same process makes both loads; what it and the server's two
+processes take of the cores is shown. When the load ends its clients hang up, and the time until the engine is idle
+counts from there.
 """
 
 from __future__ import annotations
@@ -66,15 +67,19 @@ async def run(served: Served, seconds: float, tell: Callable[[str], None], slots
     idles = []
     steps: list[str] = []
     _, state = await rest(served.address)
-    for clients, length in ((slots, PLATEAU_SECONDS), (TIMES * slots, seconds), (slots, PLATEAU_SECONDS)):
+    reused: list[str] = []
+    loads = ((slots, PLATEAU_SECONDS), (TIMES * slots, seconds), (slots, PLATEAU_SECONDS))
+    for phase, (clients, length) in enumerate(loads):
         tell(f"{clients} clients for {length:g} s")
         before, began, own = served.look(), time.perf_counter(), time.process_time()
-        windows.append(await _load(served.address, clients, length))
+        windows.append(await _load(served.address, clients, length, phase))
         last_state = state
         settled, state = await rest(served.address)
         idles.append(settled)
         count, busy = state.steps - last_state.steps, state.step_seconds - last_state.step_seconds
         took, after = time.perf_counter() - began, served.look()
+        asked, hit = state.asked - last_state.asked, state.reused - last_state.reused
+        reused.append(f"{hit / max(1, asked):.1%}")
         steps.append(f"{count / took:.1f} x {1e3 * busy / max(1, count):.1f} ms")
         used = [(b.cpu - a.cpu) / took for a, b in zip(before, after, strict=True)]
         shares.append(f"{used[0]:.2f} + {used[1]:.2f} + {(time.process_time() - own) / took:.2f}")
@@ -99,16 +104,17 @@ async def run(served: Served, seconds: float, tell: Callable[[str], None], slots
         Gate("worst lag of the event loop", f"{1e3 * state.lag:.0f} ms", "<= 100 ms", state.lag <= LAG_BAR),
         Gate("cores taken: server + engine + load", "; ".join(shares)),
         Gate("steps a second, and their length", "; ".join(steps)),
+        Gate("of prompts taken from the cache", "; ".join(reused)),
     ]  # fmt: skip
 
 
-async def _load(address: Address, clients: int, seconds: float) -> Window:
+async def _load(address: Address, clients: int, seconds: float, phase: int) -> Window:
     """So many clients for so long, and then none."""
     start = time.perf_counter() + WARM_UP
     window = Window(start, start + seconds)
     tasks = []
     for number in range(clients):
-        tasks.append(asyncio.create_task(_client(address, random.Random(number), window)))
+        tasks.append(asyncio.create_task(_client(address, random.Random(f"{phase} {number}"), window)))
         if number % SLOTS == SLOTS - 1:
             await asyncio.sleep(0.1)  # connections come by and by: this is not about accepting them
     await asyncio.sleep(window.end - time.perf_counter())

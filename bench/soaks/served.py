@@ -64,6 +64,8 @@ class State:
     cached: int
     steps: int
     step_seconds: float
+    asked: int  # tokens of prompts that the prefix cache was asked for
+    reused: int
     lag: float  # the worst of the event loop, ever
 
     @classmethod
@@ -83,6 +85,8 @@ class State:
             cached,
             int(found.get("steps_total", 0)),
             found.get("step_seconds_total", 0.0),
+            int(found.get("prefix_tokens_asked_total", 0)),
+            int(found.get("prefix_tokens_hit_total", 0)),
             found["event_loop_lag_max_seconds"],
         )
 
