@@ -26,13 +26,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attar.checkpoints.folder import CONFIG, INDEX, SINGLE
-from attar.checkpoints.safetensors import DTYPES, MAX_TENSORS, CheckpointError, Slot, byte_view, check_name
+from attar.checkpoints.safetensors import DTYPES, CheckpointError, Slot, byte_view, check_name
 from attar.formats.scheme import ITEM_BITS, Part
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_SHARD = 5_000_000_000
+MAX_ENTRIES = 3_000_000  # bytes of one file's header: readers, ours among them, bound it, and take time for it
 _SAFETENSORS = {torch_name: name for name, torch_name in DTYPES.items()}
 
 
@@ -52,19 +53,22 @@ class FilePlan:
 
 def plan_files(parts: Mapping[str, Part], max_shard_bytes: int = MAX_SHARD) -> list[FilePlan]:
     """Lay out tensors, in the order given, into files of at most `max_shard_bytes` of data each (a larger tensor has a
-    file of its own). Raises ValueError for a name or dtype that a safetensors file cannot hold."""
+    file of its own), with headers of at most `MAX_ENTRIES`. Raises ValueError for a name or dtype that a safetensors
+    file cannot hold."""
     shards: list[dict[str, Part]] = [{}]
-    used = 0
+    used = entries = 0
     for name, part in parts.items():
         if problem := check_name(name):
             raise ValueError(f"a tensor cannot be written under {problem}")
         if part.dtype not in _SAFETENSORS:
             raise ValueError(f"tensor {name!r}: safetensors has no dtype {part.dtype}")
-        if shards[-1] and (used + part.bytes > max_shard_bytes or len(shards[-1]) == MAX_TENSORS):
+        entry = len(json.dumps(name, ensure_ascii=False).encode()) + 100 + 21 * len(part.shape)  # at most
+        if shards[-1] and (used + part.bytes > max_shard_bytes or entries + entry > MAX_ENTRIES):
             shards.append({})
-            used = 0
+            used = entries = 0
         shards[-1][name] = part
         used += part.bytes
+        entries += entry
     if len(shards) == 1:
         return [_plan_file(SINGLE, shards[0])]
     return [_plan_file(f"model-{i:05}-of-{len(shards):05}.safetensors", shard) for i, shard in enumerate(shards, 1)]
