@@ -116,6 +116,12 @@ def test_the_exit_status_is_1_where_nothing_succeeded(good: int, status: int) ->
     assert done.stderr == (told if status else "")
 
 
+def test_without_a_load_some_numbers_of_clients_take_turns(fake: Fake) -> None:
+    report = last_json(bench(fake, "--requests 2"))
+    assert [run["label"] for run in report["runs"]] == ["1 client", "4 clients", "16 clients"]
+    assert {len(body["prompt"]) + body["max_tokens"] for body in fake.asked[1:]} == {256 + 64}
+
+
 def test_progress_goes_to_stderr_alone(fake: Fake) -> None:
     done = bench(fake, f"{SMALL} --clients 1")
     quiet = bench(fake, f"{SMALL} --clients 1 --quiet")
@@ -159,7 +165,8 @@ def test_no_key_is_taken_from_the_command_line(fake: Fake) -> None:
     [
         ("--rates 1 --clients 1", "not both"),
         ("--rates none", "--rates"),
-        ("", "say how to send"),
+        ("--arrivals trace", "say how to send"),
+        ("--seconds 0", "should be greater than or equal to 0.1"),
         ("--clients 1 --slo fast", "'fast' is no limit"),
         ("--clients 1 --extra [1]", "--extra is a JSON object"),
         ("--clients 1 --extra {", 'such as {"top_k": 1}: Expecting property name'),

@@ -13,6 +13,7 @@ from attar.cli.serving import BESIDES
 from attar.engine import loading
 from attar.engine.settings import Settings
 from attar.kernels.native import limits
+from attar.plan.fit import ROOM
 from attar.server import supervisor
 from attar.server.door import Options
 from attar.server.serve import _listen
@@ -82,7 +83,7 @@ def test_a_plan_for_more_users_than_run_together_raises_that(monkeypatch: pytest
     plan = ["plan", "demo", "--bandwidth", "1GB", "--memory", "2GB", "--context", "256", "--json", "--users"]
     found = last_json(CliRunner().invoke(app, [*plan, "40"]))
     assert found["step_sequences"] == 40
-    assert found["rows"][0]["requests"] == 40
+    assert found["rows"][0]["requests"] == ROOM * 40
     settings = served(monkeypatch, "--memory 2GB --context 256 --max-running 40")
     assert settings.limits().together == 40
     assert last_json(CliRunner().invoke(app, [*plan, "4"]))["step_sequences"] == 32

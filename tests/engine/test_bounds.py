@@ -18,6 +18,7 @@ from attar.engine.limits import Limits
 from attar.engine.messages import Embed, Embedding, Event, Failed, Finished, Report, Submit
 from attar.engine.request import SamplingParams
 from attar.engine.settings import Settings
+from attar.engine.step import StepPlan
 from attar.formats.scheme import Scheme
 from attar.kernels import ops
 from attar.kernels.native import extension, limits
@@ -101,6 +102,19 @@ def test_overhead_begins_at_half_of_a_step(decoder: Decoder) -> None:
         found = reports(made, Submit("a", (1, 2, 3), GREEDY))["a"].limited_by
         assert found == {limit: 6}
         assert made.step_seconds == 2.0 * made.steps
+
+
+def test_what_the_roofline_would_allow_is_told_as_a_part_of_what_was_taken(decoder: Decoder) -> None:
+    """Of a step that waits for its cores, next to nothing, whatever it is said to be limited by."""
+    roof = roofline(decoder, True)
+    made = engine(decoder, Bounds(roof, Told(1e9)))
+    plans: list[StepPlan] = []
+    plan = made.scheduler.plan
+    made.scheduler.plan = lambda now: plans.append(plan(now)) or plans[-1]  # type: ignore[method-assign, func-returns-value]
+    found = reports(made, Submit("a", (1, 2, 3), GREEDY))["a"].roof_fraction
+    least = sum(max(roof.least(chunk[1:] for chunk in each.chunks)) for each in plans if each.chunks)
+    assert found == pytest.approx(least / made.step_seconds)
+    assert reports(engine(decoder, Bounds(None, Told(0.0))), Submit("a", (1,), GREEDY))["a"].roof_fraction is None
 
 
 def test_a_request_of_one_step_hears_of_it(decoder: Decoder) -> None:

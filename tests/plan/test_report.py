@@ -49,16 +49,16 @@ def test_blocks_that_are_kept_free_are_told_where_more_than_one_may_run() -> Non
     """256 blocks hold 32 requests of 512 tokens, and the scheduler lets 31 in."""
     found = fit.fit(CONFIG, W4, "int8", 16 * 10**9, 512, max_tokens=32 * 512)
     assert report.startup(found, "int8").endswith(
-        "in 256 blocks of 64 (int8): 31 requests of 512 at once, with 6 blocks kept free for those that run"
+        "in 256 blocks of 64 (int8): 31 requests of 512, with 6 blocks kept free for those that run"
     )
     alone = fit.fit(CONFIG, W4, "int8", 16 * 10**9, 512, max_tokens=512)
-    assert report.startup(alone, "int8").endswith("1 requests of 512 at once")
+    assert report.startup(alone, "int8").endswith("1 request of 512")
 
 
 def test_room_for_all_that_may_run_together_says_what_is_left() -> None:
-    made = make(64 * 10**9)
+    made = make(640 * 10**9)
     left = fit.size(made.rows[0].fit.unused)
-    assert f"there is room for 64, all that may run together, and {left} are left" in report.answer(made)
+    assert f"there is room for 256 (64 may run together), and {left} are left" in report.answer(made)
     assert "may run together" not in report.answer(make(4 * 10**9))
 
 

@@ -35,7 +35,12 @@ class Policy(StrEnum):
 
 
 MaxTokensInCache = Annotated[
-    int | None, typer.Option(min=1, help="Size of the KV cache in tokens; default: what the memory leaves.")
+    int | None,
+    typer.Option(
+        min=1,
+        help="Size of the KV cache in tokens; default: what the memory leaves, up to four times what the sequences "
+        "that run together can use.",
+    ),
 ]
 KvFraction = Annotated[
     float | None,

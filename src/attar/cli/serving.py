@@ -218,21 +218,26 @@ def bench_serve(
     divisor: Annotated[int, typer.Option(min=1, help="Divide the lengths of a trace.")] = 1,
     longest: Annotated[int | None, typer.Option(min=2, help="Leave out requests of more tokens in all.")] = None,
     vocabulary: Annotated[int | None, typer.Option(min=1, help="Keep token ids below this.")] = None,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a made-up prompt.")] = 512,
-    gen: Annotated[int, typer.Option(min=1, help="Tokens of its answer.")] = 128,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a made-up prompt.")] = 256,
+    gen: Annotated[int, typer.Option(min=1, help="Tokens of its answer.")] = 64,
     spread: Annotated[float, typer.Option(min=0, help="Lengths vary by this fraction either way.")] = 0.0,
     prefixes: Annotated[int, typer.Option(min=0, help="Number of beginnings that made-up prompts share.")] = 0,
     prefix_tokens: Annotated[int, typer.Option(min=0, help="Tokens of each beginning.")] = 0,
     rates: Annotated[
         str | None, typer.Option("--rates", "--rate", help="Open loop: requests a second, one run each: 1,2,4.")
     ] = None,
-    clients: Annotated[str | None, typer.Option(help="Closed loop: numbers of clients, one run each: 1,8,32.")] = None,
+    clients: Annotated[
+        str | None,
+        typer.Option(
+            help="Closed loop: numbers of clients, one run each; default, with neither rates nor a trace: 1,4,16."
+        ),
+    ] = None,
     arrivals: Annotated[
         Arrivals, typer.Option(help="Of an open loop: random, or a trace's times stretched to the rate.")
     ] = Arrivals.poisson,
     slo: Annotated[str | None, typer.Option(help="Limits in seconds for goodput: ttft=1.0,tpot=0.05.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of lengths, tokens and arrival times.")] = 0,
-    seconds: Annotated[float | None, typer.Option(min=0, help="Send nothing after so long.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0.1, help="Send nothing after so long.")] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that one answer may take.")] = 600.0,
     temperature: Annotated[float, typer.Option(min=0, help="Of every request.")] = 0.0,
     no_ignore_eos: Annotated[
@@ -257,6 +262,8 @@ def bench_serve(
         if plot is not None:
             drawing.check(plot)
         more = _object(extra or "{}")
+        if rates is None and clients is None and trace is None:
+            clients = "1,4,16"
         options = sweep.Options(
             url, _key(api_key_file), model, chat, text,
             decode=None if tokenizer is None else Tokenizer.load(tokenizer).decode,

@@ -14,6 +14,9 @@ step that chooses no token comes back while the device still works, and the time
 later one. Such steps are judged together with the first after them that waits, at the
 latest with the `OPEN`th of them, which is waited for; a request that is given up before that hears nothing of them.
 
+The roofline also says in how many seconds a step could have been done; that over what it took is told, for a limit that
+is far away limits nothing: kernels that wait for a core somebody else has are neither.
+
 Nothing is judged where it could only be wrong: of a model in stages on CPUs, of which this process computes one and
 waits for the others, which looks like overhead; and on a card whose rates could not be measured.
 """
@@ -92,6 +95,7 @@ class StreamMeter:
 class _Step(NamedTuple):
     requests: Collection[Request]
     otherwise: str  # what limited it, if not overhead
+    least: float  # seconds that it could have been done in; 0 where nobody knows
     seconds: float
     busy: Callable[[], float]
 
@@ -113,11 +117,11 @@ class Bounds:
 
     def count(self, plan: StepPlan, seconds: float, busy: Callable[[], float], requests: Collection[Request]) -> None:
         """The step is over, of which `end` gave `busy`: say so to each of its `requests`."""
-        otherwise = "overhead"
+        otherwise, least = "overhead", 0.0
         if self.roof is not None:
             reading, computing = self.roof.least(chunk[1:] for chunk in plan.chunks)
-            otherwise = "compute" if computing > reading else "bandwidth"
-        self._open.append(_Step(requests, otherwise, seconds, busy))
+            otherwise, least = "compute" if computing > reading else "bandwidth", max(reading, computing)
+        self._open.append(_Step(requests, otherwise, least, seconds, busy))
         sampled = any(chunk.samples for chunk in plan.chunks)
         if self.meter.late and not sampled and len(self._open) < OPEN:
             return
@@ -126,6 +130,8 @@ class Bounds:
         for step in steps:
             for request in step.requests:
                 request.limited_by["overhead" if overhead else step.otherwise] += 1
+                request.least += step.least
+                request.stepped += step.seconds
 
 
 def cpu_rates(weights: int, activations: str) -> Rates | None:

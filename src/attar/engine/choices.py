@@ -106,6 +106,9 @@ class Request:
     """float64 [D]: the last hidden state, or the sum of all so far."""
     limited_by: Counter[str] = field(default_factory=Counter)
     """Steps that it had a part in, by what limited them."""
+    least: float = 0.0
+    stepped: float = 0.0
+    """Seconds that those steps could have been done in, and that they took."""
 
     def pool(self, before: Tensor | None, hidden: Tensor) -> None:
         """Take the hidden states [N, D] of the next piece of the prompt, where `pooled` was `before`.
@@ -154,4 +157,5 @@ class Request:
             reuse_ended=leader.reuse_ended,
             differs_at=leader.differs_at,
             limited_by=dict(self.limited_by),
+            roof_fraction=self.least / self.stepped if self.least and self.stepped else None,
         )

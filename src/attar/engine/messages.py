@@ -70,6 +70,9 @@ class Report(msgspec.Struct, frozen=True):
     reuse_ended: str = ""  # why the rest was not reused: one of `REUSE_ENDS`; "": never ran
     differs_at: int | None = None  # index of the first token that no cached prompt has
     limited_by: dict[str, int] = {}  # steps that it had a part in, by what limited them: bandwidth, compute, overhead
+    roof_fraction: float | None = (
+        None  # in what part of their time bandwidth and compute would have allowed these steps
+    )
 
 
 REUSE_ENDS = ("complete", "differs", "evicted", "rounded", "no_room", "bypassed")

@@ -27,7 +27,7 @@ class Load:
     @property
     def label(self) -> str:
         if self.clients is not None:
-            return f"{self.clients} clients"
+            return f"{self.clients} client{'s' if self.clients > 1 else ''}"
         return "trace" if self.rate is None else f"{self.rate:g}/s"
 
 

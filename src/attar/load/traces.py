@@ -48,8 +48,8 @@ class Synthetic:
     With `prefixes`, each begins with one of so many beginnings of `prefix_tokens`, which count as part of the prompt.
     """
 
-    prompt: int = 512
-    output: int = 128
+    prompt: int = 256
+    output: int = 64
     spread: float = 0.0
     prefixes: int = 0
     prefix_tokens: int = 0

@@ -6,8 +6,9 @@ All but the last are bounds that are known before anything is loaded (`costs.py`
 into blocks of the KV cache. A request of a full context takes ceil(context / block) of them, and one is let in beside
 others only where a share of all blocks stays free then for those that decode (`headroom`). So `requests` is how many
 such requests can run at once without one of them being preempted, if no two share a prompt's beginning. `fit` is that
-division; `start` adds what a server decides besides: no more blocks than its sequences could use together, and shorter
-requests where not one of the model's whole context fits.
+division; `start` adds what a server decides besides: a cache of at most `ROOM` times what its sequences can use
+together, so that a small model does not fill a large memory with old prompts, and shorter requests where not one of the
+model's whole context fits.
 
 Asked for a fraction, keys and values get that much of what is left and no more, and a number of tokens is then the most
 that the cache is to hold, where it otherwise is its size: of both the smaller holds, as in TensorRT-LLM.
@@ -40,6 +41,7 @@ from attar.plan.steps import StepLimits
 
 ENGINE = 300 << 20  # bytes of the engine's process with torch and no model: 255 MB measured
 SERVER = 80 << 20  # of the process that speaks HTTP: 50 MB measured
+ROOM = 4  # times what sequences that run together can use: the rest keeps prompts and answers that may come again
 TOKENIZER = 600  # bytes a token of the vocabulary, in each of the two: 510 measured
 
 WHOLE = Share()  # of a model that one process has
@@ -227,7 +229,7 @@ def start(
     card: Card | None = None,
 ) -> Fit:
     """How a server divides its memory: as `fit`, with a cache of `max_tokens`, or of what the memory leaves, or a
-    `fraction` of that, up to what `limits.sequences` full requests need to run together.
+    `fraction` of that, up to `ROOM` times what `limits.sequences` full requests need to run together.
 
     Where no `context` is asked for and the cache holds less than one request of the model's, the context becomes what
     the cache holds. Raises ValueError as `fit` and `longest`; what does not fit is for `require` to say.
@@ -242,7 +244,7 @@ def start(
 
     found = divide(most, max_tokens)
     kept_by = found.kept_by
-    useful = blocks_for(limits.sequences, found.blocks_each, limits.headroom)
+    useful = ROOM * blocks_for(limits.sequences, found.blocks_each, limits.headroom)
     if max_tokens is None and found.blocks > useful:
         found = divide(most, useful * BLOCK)
     if context is None and 0 < found.tokens < most:

@@ -19,7 +19,7 @@ def startup(found: Fit, kv: str) -> str:
     lines.append(f"{'memory':<13}{size(found.memory):>10}")
     lines.append(
         f"the cache holds {found.tokens:,} tokens in {found.blocks:,} blocks of {found.block} ({kv}): "
-        f"{found.requests:,} requests of {found.context:,} at once"
+        f"{found.requests:,} {'request' if found.requests == 1 else 'requests'} of {found.context:,}"
     )
     if found.requests > 1 and (kept := kept_free(found.blocks, found.headroom)):
         lines[-1] += f", with {kept:,} {'block' if kept == 1 else 'blocks'} kept free for those that run"
@@ -79,7 +79,7 @@ def answer(plan: Plan) -> str:
         room = f"{_users(plan, best.fit.context)} fit with {best.weights} weights and {best.kv} keys and values: "
         room += f"there is room for {best.fit.requests:,}"
         if best.fit.requests >= plan.limits.sequences:
-            room += f", all that may run together, and {size(best.fit.unused)} are left"
+            room += f" ({plan.limits.sequences:,} may run together), and {size(best.fit.unused)} are left"
         fastest = max(fitting, key=_rate)
         if fastest is best or fastest.speed is None:
             return room

@@ -117,7 +117,7 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         """OpenAI's chat completions."""
         body = await _read(prompts, request, ChatBody)
         model, ready = desk.model(body.model), desk.ready()
-        ids = await prompts.chat_ids(chat_messages(body))
+        ids = await prompts.chat_ids(_caller(request).salt, chat_messages(body))
         params = chat_params(body, room([ids], ready.context, "messages"), ready.vocab_size)
         n = body.n or 1
         fits(n, desk.engine.places.most, "n")
@@ -138,12 +138,14 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         body = await _read(prompts, request, CompletionBody)
         model, ready = desk.model(body.model), desk.ready()
         asked = body.prompts()
-        ids = await prompts.ids(asked, ready.vocab_size, "prompt")
+        ids = await prompts.ids(_caller(request).salt, asked, ready.vocab_size, "prompt")
         left = room(ids, ready.context, "prompt", new=0 if body.max_tokens == 0 else 1)
         params = completion_params(body, left, ready.vocab_size)
         echoed = None
         if body.echo:
-            echoed = [text if isinstance(text, str) else await prompts.text(text) for text in asked]
+            echoed = [
+                text if isinstance(text, str) else await prompts.text(_caller(request).salt, text) for text in asked
+            ]
         n = body.n or 1
         made = body.best_of or n
         fits(made, desk.engine.places.most, "best_of" if made > n else "n")
@@ -162,7 +164,7 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         """Anthropic's messages."""
         body = await _read(prompts, request, AnthropicBody)
         model, ready = desk.model(body.model), desk.ready()
-        ids = await prompts.chat_ids(anthropic_messages(body))
+        ids = await prompts.chat_ids(_caller(request).salt, anthropic_messages(body))
         params = anthropic_params(body, room([ids], ready.context, "messages"))
         await _there(request)
         work = desk.submit(_caller(request), [ids], params, 1, model)
@@ -175,7 +177,7 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         """OpenAI's embeddings, of the model's final hidden states, each at unit length."""
         body = await _read(prompts, request, EmbeddingBody)
         model, ready = desk.model(body.model), desk.ready()
-        ids = await prompts.ids(body.inputs(), ready.vocab_size, "input")
+        ids = await prompts.ids(_caller(request).salt, body.inputs(), ready.vocab_size, "input")
         room(ids, ready.context, "input", new=0)
         await _there(request)
         work = desk.embed(_caller(request), ids, body.pooling, model)
@@ -187,9 +189,9 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         body = await _read(prompts, request, TokenizeBody)
         desk.model(body.model)
         if body.prompt is None:
-            ids = list(await prompts.chat_ids(chat_messages(body)))
+            ids = list(await prompts.chat_ids(_caller(request).salt, chat_messages(body)))
         else:
-            ids = await prompts.text_ids(body.prompt, body.add_special_tokens)
+            ids = await prompts.text_ids(_caller(request).salt, body.prompt, body.add_special_tokens)
         return _json({"tokens": ids, "count": len(ids), "max_model_len": desk.ready().context})
 
     @app.post("/detokenize", openapi_extra=taking(DetokenizeBody, answers.Detokenized))
@@ -198,7 +200,7 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         body = await _read(prompts, request, DetokenizeBody)
         desk.model(body.model)
         in_vocabulary(body.tokens, desk.ready().vocab_size, "tokens")
-        return _json({"prompt": await prompts.text(body.tokens)})
+        return _json({"prompt": await prompts.text(_caller(request).salt, body.tokens)})
 
     app.openapi = lambda: document(app, Served(keyed, desk.engine.ready, prompts.shortest, desk.engine.places.most))  # type: ignore[method-assign]
     return app
@@ -264,7 +266,7 @@ async def _read(prompts: Prompts, request: Request, kind: type[BodyType]) -> Bod
         assert len(body) <= MAX_BODY, "h11 holds a body to its Content-Length"
         more = message.get("more_body", False)
     point("http.parse", _caller(request).id)
-    return await prompts.read(kind, bytes(body))
+    return await prompts.read(_caller(request).salt, kind, bytes(body))
 
 
 async def _there(request: Request) -> None:

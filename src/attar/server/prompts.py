@@ -2,15 +2,15 @@
 
 Threads do it, a few, since the tokenizer releases Python's lock and templates are another process's work. Conversations
 have threads of their own: a template that takes all the time it may holds up other conversations, which wait for the
-same process, and nothing else. How many jobs may wait is bounded by how many requests the server holds at all.
+same process, and no smaller texts. So have large texts, of which a tokenizer does about a megabyte a second: whoever
+asks little does not wait for them, and of one key there is one at a time. How many jobs may wait is bounded by how many
+requests the server holds at all.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from attar.faults import point
@@ -18,11 +18,13 @@ from attar.server import schemas, strict_json
 from attar.server.errors import Refusal
 from attar.server.sampling import in_vocabulary
 from attar.server.schemas import text_of
+from attar.server.workers import Workers
 from attar.text.literal import LiteralChat, Messages
 from attar.text.template import TemplateError, render_chat
 from attar.text.tokenizer import Tokenizer
 
 THREADS = 2
+LARGE = 64 << 10  # characters
 LARGE_BODY = 16 << 10  # bytes: smaller ones are parsed on the spot, in less time than a thread is asked
 
 Value = TypeVar("Value")
@@ -32,27 +34,31 @@ logger = logging.getLogger(__name__)
 
 
 class Prompts:
-    """The tokenizer and the chat template of the served model. Raises Refusal for what cannot be a prompt."""
+    """The tokenizer and the chat template of the served model, for requests of a `key`, or its salt. Raises Refusal for
+    what cannot be a prompt."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.shortest = 0 if tokenizer.encode("") else 1  # characters of a text that has tokens
         self._literal = LiteralChat(tokenizer)
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prompts")
-        self._renders = ThreadPoolExecutor(THREADS, thread_name_prefix="renders")
+        self._texts = Workers("prompts", THREADS, THREADS)
+        self._chats = Workers("renders", THREADS, THREADS)
+        self._large = Workers("large", THREADS, 1)
 
     def close(self) -> None:
         """Let the threads go."""
-        for threads in (self._threads, self._renders):
-            threads.shutdown(wait=False, cancel_futures=True)
+        for workers in (self._texts, self._chats, self._large):
+            workers.close()
 
-    async def read(self, kind: type[BodyType], body: bytes) -> BodyType:
+    async def read(self, key: bytes, kind: type[BodyType], body: bytes) -> BodyType:
         """A request's body as `kind`."""
         if len(body) <= LARGE_BODY:
             return schemas.read(kind, body)
-        return await self._beside(lambda: schemas.read(kind, body))
+        return await self._beside(key, len(body), lambda: schemas.read(kind, body))
 
-    async def ids(self, prompts: Sequence[str | Sequence[int]], vocab: int, name: str) -> list[tuple[int, ...]]:
+    async def ids(
+        self, key: bytes, prompts: Sequence[str | Sequence[int]], vocab: int, name: str
+    ) -> list[tuple[int, ...]]:
         """Token ids of prompts that are texts or token ids already. `name` is their field."""
         for prompt in prompts:
             if not isinstance(prompt, str):
@@ -60,28 +66,33 @@ class Prompts:
         if all(not isinstance(prompt, str) for prompt in prompts):
             found = [tuple(prompt) for prompt in prompts if not isinstance(prompt, str)]
         else:
-            found = await self._beside(lambda: [self._encode(prompt) for prompt in prompts])
+            size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+            found = await self._beside(key, size, lambda: [self._encode(prompt) for prompt in prompts])
         if not all(found):
             raise Refusal("empty_prompt", f"{name}: no tokens", name)
         return found
 
-    async def text_ids(self, text: str, add_special_tokens: bool) -> list[int]:
+    async def text_ids(self, key: bytes, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""
-        return await self._beside(lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return await self._beside(
+            key, len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        )
 
-    async def chat_ids(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
+    async def chat_ids(self, key: bytes, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
         """Token ids of a conversation, ready for the assistant's answer."""
-        ids = await asyncio.get_running_loop().run_in_executor(self._renders, self._render, messages)
+        size = sum(len(message["content"]) for message in messages)
+        workers = self._large if size > LARGE else self._chats
+        ids = await workers.run(key, lambda: self._render(messages))
         if not ids:
             raise Refusal("empty_prompt", "messages: no tokens", "messages")
         return ids
 
-    async def text(self, ids: Sequence[int]) -> str:
+    async def text(self, key: bytes, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens and all."""
-        return await self._beside(lambda: self._decode(ids))
+        return await self._beside(key, len(ids), lambda: self._decode(ids))
 
-    async def _beside(self, work: Callable[[], Value]) -> Value:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def _beside(self, key: bytes, size: int, work: Callable[[], Value]) -> Value:
+        return await (self._large if size > LARGE else self._texts).run(key, work)
 
     def _encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         point("prompt.tokenize")
