@@ -19,7 +19,7 @@ import torch
 from attar.checkpoints import writer as module
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.safetensors import CheckpointError, TensorFile, parse_header
-from attar.checkpoints.writer import MAX_ENTRIES, ShardWriter, atomic_folder, plan_files, require_free
+from attar.checkpoints.writer import HEADER_BYTES, ShardWriter, atomic_folder, plan_files, require_free
 from attar.formats.scheme import Part
 
 
@@ -69,7 +69,7 @@ def test_many_tensors_of_long_names_are_written_in_files_that_can_be_read(letter
     names = [f"{number}.{letter * 500}" for number in range(20_000)]
     plans = plan_files({name: Part("int8", (1,)) for name in names})
     assert [name for plan in plans for name in plan.slots] == names
-    assert max(len(plan.header) for plan in plans) <= MAX_ENTRIES
+    assert max(len(plan.header) for plan in plans) <= HEADER_BYTES
     for plan in plans[:2]:
         slots, _ = parse_header(bytearray(plan.header[8:]), plan.size - len(plan.header), plan.name)
         assert slots == plan.slots
@@ -228,7 +228,7 @@ def in_child(script: str, *args: object) -> subprocess.CompletedProcess[str]:
 def test_the_systems_own_limit_is_a_sentence_too(tmp_path: Path) -> None:
     script = """
 import resource, sys
-from attar.checkpoints.writer import MAX_ENTRIES, ShardWriter, plan_files
+from attar.checkpoints.writer import HEADER_BYTES, ShardWriter, plan_files
 from attar.formats.scheme import Part
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from attar.compression import calibrate
 from attar.compression.calibrate import SELF, Amount
+from attar.model.decoder import Decoder
 
 
 @pytest.mark.parametrize(
@@ -37,3 +40,11 @@ def test_only_a_text_needs_a_tokenizer(demo: Path, tiny: Path) -> None:
     assert calibrate.tokenizer_for("some.txt", demo) is not None
     for calibration in (SELF, [[1, 2]]):
         assert calibrate.tokenizer_for(calibration, tiny) is None, "which has none"
+
+
+def test_no_text_is_drawn_where_the_first_token_is_none_of_the_model_s(tiny_decoder: Callable[..., Decoder]) -> None:
+    """As in small models of GPT-2's shape, whose configuration keeps its default of 50,256."""
+    decoder = tiny_decoder()
+    decoder.config = replace(decoder.config, bos_ids=(decoder.config.vocab_size,))
+    with pytest.raises(ValueError, match="its bos_token_id, 97, lies outside its vocabulary of 97"):
+        calibrate.sample_from(decoder, Amount(2, 4, 0))

@@ -83,4 +83,5 @@ def test_the_card_of_a_rotated_model_does_not_promise_what_its_note_denies(tiny:
     compress(tiny, tmp_path / "out", recipe="quarot-w8a8")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "attar reads it. Inputs of some linears are rotated at run time" in card
+    assert "\ntags: [attar, compressed-tensors]\n" in card
     assert "attar and transformers" not in card

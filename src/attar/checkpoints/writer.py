@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_SHARD = 5_000_000_000
-MAX_ENTRIES = 3_000_000  # bytes of one file's header: readers, ours among them, bound it, and take time for it
+HEADER_BYTES = 3_000_000  # bytes of one file's header: readers, ours among them, bound it, and take time for it
 _SAFETENSORS = {torch_name: name for name, torch_name in DTYPES.items()}
 
 
@@ -53,7 +53,7 @@ class FilePlan:
 
 def plan_files(parts: Mapping[str, Part], max_shard_bytes: int = MAX_SHARD) -> list[FilePlan]:
     """Lay out tensors, in the order given, into files of at most `max_shard_bytes` of data each (a larger tensor has a
-    file of its own), with headers of at most `MAX_ENTRIES`. Raises ValueError for a name or dtype that a safetensors
+    file of its own), with headers of at most `HEADER_BYTES`. Raises ValueError for a name or dtype that a safetensors
     file cannot hold."""
     shards: list[dict[str, Part]] = [{}]
     used = entries = 0
@@ -63,7 +63,7 @@ def plan_files(parts: Mapping[str, Part], max_shard_bytes: int = MAX_SHARD) -> l
         if part.dtype not in _SAFETENSORS:
             raise ValueError(f"tensor {name!r}: safetensors has no dtype {part.dtype}")
         entry = len(json.dumps(name, ensure_ascii=False).encode()) + 100 + 21 * len(part.shape)  # at most
-        if shards[-1] and (used + part.bytes > max_shard_bytes or entries + entry > MAX_ENTRIES):
+        if shards[-1] and (used + part.bytes > max_shard_bytes or entries + entry > HEADER_BYTES):
             shards.append({})
             used = entries = 0
         shards[-1][name] = part

@@ -172,9 +172,14 @@ def sample_from(
     """Draw sequences from the model itself: int64 [samples, length].
 
     Each begins with BOS, or with a random token where the model has none, and takes its random numbers from a counter
-    keyed by (seed, sequence).
+    keyed by (seed, sequence). Raises ValueError where that BOS is no token of the model's.
     """
     config, samples, length = decoder.config, amount.samples, amount.length
+    if config.bos_ids and config.bos_ids[0] >= config.vocab_size:
+        raise ValueError(
+            f"no text can be drawn from this model: its bos_token_id, {config.bos_ids[0]}, lies outside its vocabulary "
+            f"of {config.vocab_size}; mend config.json, or give a text to --calib"
+        )
     noise = torch.from_numpy(np.stack([_uniforms(amount.seed, s, length) for s in range(samples)]))
     first = [config.bos_ids[0]] * samples if config.bos_ids else (noise[:, 0] * config.vocab_size).long().tolist()
     ids = torch.zeros(samples, length, dtype=torch.int64)

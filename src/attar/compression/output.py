@@ -364,9 +364,10 @@ def model_card(
             f"| {label} | {cost[key]:.6g} |" for label, key in rows
         )
     said = " ".join((method.readers, *notes)).strip()
+    tags = ", ".join(dict.fromkeys(("attar", method.name)))
     with_head = "" if head == KEEP else f", the output matrix in `{head}`"
     return (
-        f"---\nlibrary_name: transformers\ntags: [attar, {method.name}]\n---\n\n# Compressed with attar\n\n"
+        f"---\nlibrary_name: transformers\ntags: [{tags}]\n---\n\n# Compressed with attar\n\n"
         f"Recipe `{recipe}`{with_head}: {bits_per_weight:.3f} bits per weight in the compressed linears, {size:,}\n"
         f"bytes of weights. Stored in the format of {method.name}. {said}\n\n"
         "`receipt.json` holds the recipe, hashes and probes; `attar verify` checks them on your machine.\n\n"
