@@ -67,7 +67,9 @@ def to_text(report: Report) -> str:
             },
         ),
         *_section("devices", {device["name"]: device["description"] for device in report["devices"]}),
-        *_section("environment", {f["name"]: f["value"] or f"unset ({f['type']})" for f in report["environment"]}),
+        *_section(
+            "environment", {f["name"]: f["value"] or f"unset (may be: {f['type']})" for f in report["environment"]}
+        ),
         "kernels",
     ]
     for where, chosen in report["kernels"].items():

@@ -171,7 +171,7 @@ def for_output(
     rounding_for(recipe)
     ladder = tuple(ladder or ladder_for(recipe))
     if calibration is None:
-        raise ValueError("a target needs calibration to measure on: give a text file, or `self` to sample it")
+        raise ValueError("a target needs calibration to measure on: give --calib a text file, or `self` to sample it")
     divisible(calibrate.count(calibration, amount))
     for rung in _rungs(checkpoint, recipe, ladder):
         check(rung)

@@ -141,7 +141,7 @@ def for_output(
     if dst.exists() and not overwrite:  # said now, not after all trials
         raise ValueError(f"{dst} exists and is kept; choose another output, or pass --overwrite")
     if calibration is None:
-        raise ValueError("choosing among recipes needs calibration: give a text file, or `self` to sample it")
+        raise ValueError("choosing among recipes needs calibration: give --calib a text file, or `self` to sample it")
     left_out = _refused(names, check, _calibrating(calibrate.count(calibration, amount)), ladder)
     folder = checkpoint.folder.path
     tokenizer = calibrate.tokenizer_for(calibration, folder)

@@ -312,10 +312,7 @@ def _readers(used: Collection[Scheme], special: bool, online: bool) -> str:
     form = _known_to_vllm(next(iter(used))) if len(used) == 1 and not special else None
     if form is None:
         return "attar and transformers read it."
-    return (
-        f"attar and transformers read it. vLLM was not tried; {form} in this format is among what its documentation "
-        "says that it takes."
-    )
+    return f"attar and transformers read it. vLLM was not tried; its documentation lists {form} in this format."
 
 
 def _known_to_vllm(scheme: Scheme) -> str | None:

@@ -49,7 +49,9 @@ def check(
     learned = plan.tune is not None or isinstance(plan.rotate, SpinQuant)
     needs_inputs = static or learned or not isinstance(plan.passes[0], Rtn | Hqq | Magnitude)
     if needs_inputs and sequences is None:
-        raise ValueError(f"{plan.name} needs calibration: give a text file, or `self` to sample it from the model")
+        raise ValueError(
+            f"{plan.name} needs calibration: give --calib a text file, or `self` to sample it from the model"
+        )
     corrects = isinstance(plan.rounding, Gptq | Prune) and plan.corrects  # autoround compares outputs of whole blocks
     if (plan.guide or plan.couples or corrects) and config.experts is not None:
         raise ValueError(

@@ -268,7 +268,8 @@ class Loop:
     def _hang_up(self, why: str) -> None:
         assert self._server is not None
         assert self._outbox is not None
-        logger.info("%s", why)
+        if not self.draining:
+            logger.info("%s", why)
         self._selector.unregister(self._server)
         self._outbox.close()
         self._server = self._outbox = None

@@ -64,7 +64,7 @@ def loads(options: Options) -> list[Load]:
     if options.arrivals not in ("poisson", "trace"):
         raise ValueError(f"arrivals are poisson or trace, not {options.arrivals!r}")
     if options.trace is None and (options.arrivals == "trace" or not (options.rates or options.clients)):
-        raise ValueError("say how to send: rates in requests a second, a number of clients, or a trace with its times")
+        raise ValueError("say how to send: --rates 1,2, --clients 1,8, or a --trace with its times")
     asks = _asks(options)
     runs: list[Load] = []
     for rate in options.rates:
