@@ -72,7 +72,7 @@ DTYPES: Mapping[str, str] = {
 _CHUNK = 1 << 22
 _SPLIT = " (save_pretrained's max_shard_size)"
 _KNOWN = {name.encode(): (torch_name, ITEM_BITS[torch_name] // 8) for name, torch_name in DTYPES.items()}
-_SHAPES = 1024  # that are remembered: tensors have few different ones, where nobody means harm
+_FORMS = 1024  # dtypes and shapes that are remembered: there are few, where nobody means harm
 _JSON = json.JSONDecoder()
 
 _S, _INT = r"[ \t\n\r]*+", r"(?!0[0-9])[0-9]{1,19}+"
@@ -184,29 +184,48 @@ def parse_header(
         raise CheckpointError(
             f"{where}: {count} tensors; attar accepts {MAX_TENSORS} in a file: save the model in several{_SPLIT}"
         )
-    tensors, metadata = _read(header, where)
+    names, parts, begins, ends, metadata = _read(header, where)
+    if len(set(names)) != len(names):
+        twice, _ = Counter(names).most_common(1)[0]
+        raise CheckpointError(f"{where}: header: key {reprlib.repr(twice)} is given twice")
+    places: Iterable[int] = range(len(names))
+    if [*begins, data_bytes] != [0, *ends]:
+        places = _tiling(names, begins, ends, data_bytes, where)
+    return {names[i]: Slot(parts[i], begins[i], ends[i]) for i in places}, metadata
+
+
+def _tiling(names: list[str], begins: list[int], ends: list[int], data_bytes: int, where: str | Path) -> list[int]:
+    """Places of the tensors, in the order in which they tile the data. Raises CheckpointError naming one that does not
+    go on where another ends."""
+    order = sorted(range(len(names)), key=ends.__getitem__)
+    order.sort(key=begins.__getitem__)
     at = 0
-    for begin, end, name, _, _ in tensors:
-        if begin != at:
+    for i in order:
+        if (begin := begins[i]) != at:
             what = "overlaps the one before it" if begin < at else f"leaves a hole of {begin - at} bytes"
-            raise CheckpointError(f"{where}: tensor {name!r} {what} (begins at {begin}, not {at})")
-        at = end
+            raise CheckpointError(f"{where}: tensor {names[i]!r} {what} (begins at {begin}, not {at})")
+        at = ends[i]
     if data_bytes < at:
         raise CheckpointError(
             f"{where}: truncated: expected {at} bytes of tensors, the file has {data_bytes}; download or copy it again"
         )
     if data_bytes > at:
         raise CheckpointError(f"{where}: {data_bytes - at} bytes after the last tensor; download or copy it again")
-    return {name: Slot(Part(dtype, shape), begin, end) for begin, end, name, dtype, shape in tensors}, metadata
+    return order
 
 
-_Tensor = tuple[int, int, str, str, tuple[int, ...]]  # begin, end, name, dtype, shape: a `Slot` takes longer to make
+def _read(
+    header: bytes | bytearray, where: str | Path
+) -> tuple[list[str], list[Part], list[int], list[int], dict[str, str]]:
+    """The tensors of a header, each checked by itself: their names, parts, beginnings and ends; and its metadata.
 
-
-def _read(header: bytes | bytearray, where: str | Path) -> tuple[list[_Tensor], dict[str, str]]:
-    """The tensors of a header in order, each checked by itself, and its metadata."""
-    tensors: dict[str, _Tensor] = {}
-    shapes: dict[bytes, tuple[tuple[int, ...], int]] = {b"": ((), 1)}
+    Columns, because a hundred thousand rows keep Python's garbage collector busy for a fifth of the time.
+    """
+    names: list[str] = []
+    parts: list[Part] = []
+    begins: list[int] = []
+    ends: list[int] = []
+    known: dict[tuple[bytes, bytes], tuple[Part, int]] = {}  # (dtype, shape) -> what they say, and its size in bytes
     metadata: dict[str, str] | None = None
     at, more, odd = 1, b",", 0
     if nothing := _NOTHING.match(header, at):
@@ -227,26 +246,24 @@ def _read(header: bytes | bytearray, where: str | Path) -> tuple[list[_Tensor], 
                 f"{where}: names with more than letters, digits, '.', '-' and '_' take over {MAX_ODD} bytes together"
             )
         name = _name(raw, where) if plain is None else plain.decode()
-        if name in tensors:
-            raise CheckpointError(f"{where}: header: key {reprlib.repr(name)} is given twice")
-        if (sizes := shapes.get(shape)) is None:
-            sizes = _sizes(shape, name, where)
-            if len(shapes) < _SHAPES:
-                shapes[shape] = sizes
-        if dtype not in _KNOWN:
-            what = f"dtype {dtype.decode()!r} is unknown: attar reads {', '.join(DTYPES)}"
-            raise CheckpointError(f"{where}: tensor {name!r}: {what}")
-        kind, item = _KNOWN[dtype]
-        first, last, size = int(begin), int(end), item * sizes[1]
+        if (form := known.get((dtype, shape))) is None:
+            form = _form(dtype, shape, name, where)
+            if len(known) < _FORMS:
+                known[dtype, shape] = form
+        part, size = form
+        first, last = int(begin), int(end)
         if last - first != size:
             what = f"takes {size} bytes, but its data_offsets [{first}, {last}] span {last - first}"
-            raise CheckpointError(f"{where}: tensor {name!r}: {dtype.decode()} {list(sizes[0])} {what}")
-        tensors[name] = first, last, name, kind, sizes[0]
+            raise CheckpointError(f"{where}: tensor {name!r}: {dtype.decode()} {list(part.shape)} {what}")
+        names.append(name)
+        parts.append(part)
+        begins.append(first)
+        ends.append(last)
     if header[at:].strip(b" \t\n\r"):
         raise CheckpointError(f"{where}: header: not valid JSON: text follows its end")
-    if "__metadata__" in tensors:
+    if "__metadata__" in names:
         raise CheckpointError(f"{where}: __metadata__ must map strings to strings")
-    return sorted(tensors.values()), metadata or {}
+    return names, parts, begins, ends, metadata or {}
 
 
 def _neither(header: bytes | bytearray, at: int, where: str | Path) -> CheckpointError:
@@ -277,13 +294,17 @@ def _name(raw: bytes, where: str | Path) -> str:
     return name
 
 
-def _sizes(text: bytes, name: str, where: str | Path) -> tuple[tuple[int, ...], int]:
-    """A shape, which is not [], and how many elements it has."""
-    shape = tuple(map(int, text.split(b",")))
-    count = math.prod(shape)
-    if (count or math.prod(filter(None, shape))) >= 2**60:
-        raise CheckpointError(f"{where}: tensor {name!r}: shape {list(shape)} must hold fewer than 2^60 elements")
-    return shape, count
+def _form(dtype: bytes, shape: bytes, name: str, where: str | Path) -> tuple[Part, int]:
+    """A tensor's dtype and shape, and how many bytes it takes."""
+    sizes = tuple(map(int, shape.split(b","))) if shape else ()
+    count = math.prod(sizes)
+    if (count or math.prod(filter(None, sizes))) >= 2**60:
+        raise CheckpointError(f"{where}: tensor {name!r}: shape {list(sizes)} must hold fewer than 2^60 elements")
+    if dtype not in _KNOWN:
+        what = f"dtype {dtype.decode()!r} is unknown: attar reads {', '.join(DTYPES)}"
+        raise CheckpointError(f"{where}: tensor {name!r}: {what}")
+    kind, item = _KNOWN[dtype]
+    return Part(kind, sizes), item * count
 
 
 _FOREIGN: tuple[tuple[bytes, str], ...] = (
