@@ -102,6 +102,29 @@ def write(
         "files": {name: sha256(output_file(output, name)) for name in _files(output)},
         "probes": probes,
     }
+    _put(path, value)
+    return path
+
+
+def carry(found: Receipt, source: Path, output: Path, digest: str, bits_per_weight: float | None) -> str | None:
+    """Write the receipt of `output`, a conversion of `source` whose values are the same to the bit: what was done and
+    what it cost is as true of it. `found` is the source's, `digest` of the values, and the bits are those of the
+    output, None where it packs nothing.
+
+    Returns None, or why no receipt is written: that of the source is of other files than lie there now.
+    """
+    if (wrong := _verify_files(source, found)) is not None:
+        return f"the output gets no receipt, because the source's does not hold: {wrong.detail}"
+    value = {
+        **found.value,
+        "converted": {"files": combined_hash(found.files), "values": digest},
+        "files": {name: sha256(output_file(output, name)) for name in _files(output)},
+    }
+    _put(receipt_path(output), value if bits_per_weight is None else value | {"bits_per_weight": bits_per_weight})
+    return None
+
+
+def _put(path: Path, value: Mapping[str, Any]) -> None:
     text = json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
@@ -109,7 +132,6 @@ def write(
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    return path
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,7 +216,9 @@ def verify(
         return Verdict(False, None, missing(output))
     if hashes and (verdict := _verify_files(output, receipt)) is not None:
         return verdict
-    done = [f"{len(receipt.files)} files have the hashes of the receipt"] if hashes else []
+    count = len(receipt.files)
+    have = "1 file has the hash" if count == 1 else f"{count} files have the hashes"
+    done = [f"{have} of the receipt"] if hashes else []
     if probes == "none":
         return Verdict(True, None, "; ".join(done))
     assert decoder is not None, "probes need the model"

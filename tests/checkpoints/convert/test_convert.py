@@ -21,7 +21,10 @@ from attar.checkpoints.convert.targets import as_half
 from attar.checkpoints.convert.to_gguf import FILE_TYPES, _file_type
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.gguf.file import GgufFile
+from attar.checkpoints.inspect import inspect
+from attar.checkpoints.receipt import combined_hash, read_receipt
 from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.verify import verify
 from attar.checkpoints.vocabulary import tokenizer
 from attar.checkpoints.writer import ShardWriter
 from attar.compression.pipeline import compress
@@ -366,7 +369,7 @@ def test_an_output_that_reads_back_otherwise_is_not_put_in_place(
     left.touch()
     convert(folders["rtn-w4g32"], tmp_path / "out", to="gptq")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "config.json", "generation_config.json", "model.safetensors",
+        "config.json", "generation_config.json", "model.safetensors", "receipt.json",
     ]  # fmt: skip
 
 
@@ -377,12 +380,13 @@ def test_an_interrupted_conversion_leaves_nothing(folders: Folders, tmp_path: Pa
 
     file, out = tmp_path / "file.gguf", tmp_path / "out"
     convert(folders["rtn-w4g32"], file, to="gguf")
+    there = set(tmp_path.iterdir())
     for src, dst, to in (
         (folders["rtn-w4g32"], out, "gptq"), (folders["rtn-w4g32"], tmp_path / "out.gguf", "gguf"), (file, out, "gptq")
     ):  # fmt: skip
         with pytest.raises(KeyboardInterrupt):
             convert(src, dst, to=to, progress=interrupt)
-        assert list(tmp_path.iterdir()) == [file]
+        assert set(tmp_path.iterdir()) == there
 
 
 def test_a_digest_does_not_depend_on_the_order() -> None:
@@ -403,3 +407,47 @@ def test_a_files_type_does_not_depend_on_the_order_of_a_set(names: tuple[str, st
     """Of equally many matrices: otherwise the file's bytes would change from process to process."""
     kinds = {name: TYPES[name] for name in names}
     assert _file_type(kinds, "BF16") == FILE_TYPES[names[0]]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "to"), [("rtn-w4g32", "gptq"), ("rtn-w4g32", "gguf"), ("rtn-w4g64-asym", "awq"), ("rtn-w8", "gptq")]
+)
+def test_the_receipt_goes_along_and_holds(recipe: str, to: str, folders: Folders, tmp_path: Path) -> None:
+    out = tmp_path / ("out.gguf" if to == "gguf" else "out")
+    done = convert(folders[recipe], out, to=to)
+    before, after = read_receipt(folders[recipe]), read_receipt(out)
+    assert before is not None
+    assert after is not None
+    assert after.files != before.files
+    assert after.value["converted"] == {"files": combined_hash(before.files), "values": done.sha256}
+    assert after.value["bits_per_weight"] == done.bits_per_weight
+    assert done.bits_per_weight == pytest.approx(inspect(out).bits_per_weight, rel=1e-12)
+    changed = ("files", "converted", "bits_per_weight")
+    assert {k: v for k, v in after.value.items() if k not in changed} == {
+        k: v for k, v in before.value.items() if k not in changed
+    }
+    verdict = verify(out)
+    assert verdict.ok, verdict.detail
+    if to == "gguf":
+        return
+    with (out / "model.safetensors").open("r+b") as file:  # a flipped scale or code is seen by hash, and by probe
+        file.seek(-3, 2)
+        file.write(b"\x7f")
+    assert not verify(out).ok
+
+
+def test_a_receipt_that_does_not_hold_is_not_passed_on(folders: Folders, tmp_path: Path) -> None:
+    changed = tmp_path / "changed"
+    shutil.copytree(folders["rtn-w4g32"], changed)
+    with (changed / "config.json").open("a") as file:
+        file.write("\n")
+    done = convert(changed, tmp_path / "out", to="gptq")
+    assert read_receipt(tmp_path / "out") is None
+    assert done.notes == (
+        "the output gets no receipt, because the source's does not hold: config.json is not the file that was written: "
+        "its SHA-256 is not the receipt's",
+    )
+    (changed / "receipt.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="use another version"):
+        convert(changed, tmp_path / "other", to="gptq")
+    assert not (tmp_path / "other").exists()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from attar.checkpoints.convert.proof import Converted, Digest, Progress, compare
 from attar.checkpoints.convert.source import Stored, inexact, packed_linears, values_of
-from attar.checkpoints.convert.targets import Target
+from attar.checkpoints.convert.targets import Target, bits_per_weight
 from attar.checkpoints.folder import CONFIG, write_json
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files
@@ -60,7 +60,8 @@ def folder_to_folder(checkpoint: Checkpoint, dst: Path, target: Target, overwrit
             theirs.add(name, again.folder.read(name))
         compare(ours, theirs)
     size = sum(file.size for file in files)
-    return Converted(dst, target.name, len(ours.of), len(linears), size, ours.whole, ())
+    bits = bits_per_weight(target, modules)
+    return Converted(dst, target.name, len(ours.of), len(linears), size, bits, ours.whole, ())
 
 
 def _dense_linears(checkpoint: Checkpoint, linears: Mapping[str, Stored], kept: list[str]) -> list[str]:

@@ -17,7 +17,7 @@ from attar.checkpoints import hf, vocabulary
 from attar.checkpoints.convert.gguf import DENSE, WITH_OFFSETS, as_grid
 from attar.checkpoints.convert.proof import Converted, Digest, Progress, compare
 from attar.checkpoints.convert.source import Stored, dense_values, inexact, values_of
-from attar.checkpoints.convert.targets import Target
+from attar.checkpoints.convert.targets import Target, bits_per_weight
 from attar.checkpoints.folder import CONFIG, write_json
 from attar.checkpoints.gguf import config as gguf_config
 from attar.checkpoints.gguf import export as gguf_export
@@ -86,7 +86,8 @@ def file_to_folder(
             theirs.add(name, values_of(again.linear(module)) if module in linears else dense_values(again, name))
         compare(ours, theirs)
     size = sum(file.size for file in files)
-    return Converted(dst, target.name, len(ours.of), len(linears), size, ours.whole, tuple(notes))
+    bits = bits_per_weight(target, linears)
+    return Converted(dst, target.name, len(ours.of), len(linears), size, bits, ours.whole, tuple(notes))
 
 
 def _linear(checkpoint: GgufCheckpoint, module: str) -> Linear:

@@ -20,13 +20,15 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Converted:
-    """What `convert` did. `sha256` is that of every tensor as float32, the source's and the output's alike."""
+    """What `convert` did. `sha256` is that of every tensor as float32, the source's and the output's alike; bits are
+    all that is stored of the packed linears, None where there are none."""
 
     path: Path
     format: str
     tensors: int
     packed: int  # linears among them
     bytes: int
+    bits_per_weight: float | None
     sha256: str
     notes: tuple[str, ...]
 
@@ -37,6 +39,7 @@ class Converted:
             "tensors": self.tensors,
             "packed": self.packed,
             "bytes": self.bytes,
+            "bits_per_weight": self.bits_per_weight,
             "sha256": self.sha256,
             "notes": list(self.notes),
         }

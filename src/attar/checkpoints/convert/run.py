@@ -8,15 +8,18 @@ must be the same bits: their digests are what the proof says. An output that dif
 Between folders (compressed-tensors, AWQ, GPTQ) everything beside the weights is carried over. A GGUF file says the same
 in metadata, so its config.json and tokenizer are written anew, and read back. Of a file, the two tables around the
 blocks may have a type that no folder's format has (Q6_K, mostly): those are stored as the float32 they stand for.
+
+The output keeps the source's receipt, with the hashes of its own files: `verify` replays the same probes on it.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from attar.checkpoints import hub, vocabulary
+from attar.checkpoints import hub, receipt, vocabulary
 from attar.checkpoints.convert.folders import folder_to_folder
 from attar.checkpoints.convert.from_gguf import file_to_folder
 from attar.checkpoints.convert.gguf import GGUF
@@ -35,7 +38,7 @@ def convert(
     """Write the model `src` (folder, GGUF file, Hub id or `demo`) to `dst` in the format `to`, one of `FORMATS`.
 
     Raises ValueError naming the first tensor that the format cannot hold exactly, and why; for an unknown format; where
-    source and output are of one format; and where `dst` exists.
+    source and output are of one format; where `dst` exists; and where the source's receipt is damaged.
     """
     if to not in FORMATS:
         raise ValueError(f"unknown format {to!r}: known are {', '.join(FORMATS)}")
@@ -47,14 +50,23 @@ def convert(
         raise ValueError(f"--to {to} writes {kind} in .gguf, not {dst}")
     if source.resolve().is_relative_to(Path(dst).resolve()):
         raise ValueError(f"{dst} would replace the model that it is made from: choose another output")
-    report = progress or (lambda stage, done, total: None)
+    report, known = progress or (lambda stage, done, total: None), receipt.read_receipt(source)
     if vocabulary.is_gguf(source):
         if to == GGUF:
             raise ValueError(f"{source} is a GGUF file already")
-        return file_to_folder(GgufCheckpoint.open(source, torch.float32), Path(dst), TARGETS[to], overwrite, report)
+        file = GgufCheckpoint.open(source, torch.float32)
+        return _with_receipt(known, source, file_to_folder(file, Path(dst), TARGETS[to], overwrite, report))
     checkpoint = Checkpoint.open(source, as_stored=True)
     if (checkpoint.folder.config.get("quantization_config") or {}).get("transform_config"):
         raise ValueError(f"{source} rotates inputs at run time (transform_config), which no other format can say")
     if to == GGUF:
-        return folder_to_file(checkpoint, Path(dst), overwrite, report)
-    return folder_to_folder(checkpoint, Path(dst), TARGETS[to], overwrite, report)
+        return _with_receipt(known, source, folder_to_file(checkpoint, Path(dst), overwrite, report))
+    return _with_receipt(known, source, folder_to_folder(checkpoint, Path(dst), TARGETS[to], overwrite, report))
+
+
+def _with_receipt(known: receipt.Receipt | None, source: Path, done: Converted) -> Converted:
+    """Who is killed before has an output without a receipt, never one with another's."""
+    if known is None:
+        return done
+    why = receipt.carry(known, source, done.path, done.sha256, done.bits_per_weight)
+    return done if why is None else replace(done, notes=(*done.notes, why))

@@ -16,6 +16,7 @@ Modules that are dense are named in the config, or readers would look for their 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -53,6 +54,12 @@ class Target(Protocol):
     def config(self, modules: Mapping[str, Stored], dense: Sequence[str]) -> dict[str, Any]:
         """The quantization_config. Raises ValueError where the linears differ in what holds for a whole folder."""
         ...
+
+
+def bits_per_weight(target: Target, modules: Mapping[str, Stored]) -> float:
+    """All that the format stores of the linears, over their weights."""
+    stored = sum(part.bytes for module, each in modules.items() for part in target.declared(module, each).values())
+    return 8 * stored / sum(math.prod(each.shape) for each in modules.values())
 
 
 def grid_of(each: Stored) -> Grid | None:

@@ -6,6 +6,7 @@ become those of a type that stands for the very same values, where there is one 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -85,7 +86,9 @@ def folder_to_file(checkpoint: Checkpoint, dst: Path, overwrite: bool, report: P
         theirs = _of_file(GgufCheckpoint.open(writer.folder / writer.plans[0].name, torch.float32), names)
         compare(ours, theirs)
         size = writer.plans[0].size
-    return Converted(dst, GGUF, len(ours.of), len(linears), size, ours.whole, () if note is None else (note,))
+    stored = sum(kinds[name].bytes(each.shape) for name, each in linears.items())
+    bits = 8 * stored / sum(math.prod(each.shape) for each in linears.values()) if linears else None
+    return Converted(dst, GGUF, len(ours.of), len(linears), size, bits, ours.whole, () if note is None else (note,))
 
 
 def _plain(values: Tensor) -> Tensor:
