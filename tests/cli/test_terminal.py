@@ -32,6 +32,7 @@ def test_a_forgotten_unit_is_asked_for() -> None:
 
 def test_progress_off_a_terminal_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
     bar = Progress(quiet=False)
+    bar("blocks", 0, 4)
     bar("blocks", 1, 4)
     assert capsys.readouterr().err == "", "too early to tell"
     bar.LINE_SECONDS = 0
@@ -43,6 +44,28 @@ def test_progress_off_a_terminal_is_a_line_now_and_then(capsys: pytest.CaptureFi
     quiet.LINE_SECONDS = 0
     quiet("blocks", 1, 4)
     assert capsys.readouterr().err == ""
+
+
+def test_a_run_that_goes_on_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = Progress(quiet=False)
+    for done in (2, 3):
+        bar("blocks", done, 4)
+    assert capsys.readouterr().err == "attar: going on where an earlier run stopped: 2 of 4 blocks were done\n"
+
+
+def test_of_several_recipes_the_one_that_is_tried_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = Progress(quiet=False)
+    bar.LINE_SECONDS = 0
+    bar("recipes", 0, 2)
+    bar("blocks", 0, 4)
+    bar("recipes", 1, 2)
+    bar("blocks", 0, 4)
+    bar("recipes", 2, 2)
+    bar("evaluating", 0, 9)
+    assert capsys.readouterr().err.splitlines() == [
+        "recipes: 0 of 2", "recipe 1 of 2, blocks: 0 of 4", "recipes: 1 of 2",
+        "recipe 2 of 2, blocks: 0 of 4", "recipes: 2 of 2", "evaluating: 0 of 9",
+    ]  # fmt: skip
 
 
 def test_progress_on_a_terminal_leaves_stdout_alone(monkeypatch: pytest.MonkeyPatch) -> None:

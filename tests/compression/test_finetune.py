@@ -47,7 +47,7 @@ def test_it_learns_on_a_base_that_stays(base: Path, ids: Tensor, tmp_path: Path)
     adapter = lora.attach(model, tmp_path / "adapter")
     assert loss(model, ids) < found.losses[-1] < found.losses[0]
     assert len(adapter.adapters) == 21
-    assert found.numbers == sum(a.down.numel() + a.up.numel() for a in adapter.adapters.values())
+    assert found.parameters == sum(a.down.numel() + a.up.numel() for a in adapter.adapters.values())
     assert (base / "model.safetensors").read_bytes() == before
     names = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert "base_model.model.model.layers.2.mlp.down_proj.lora_B.weight" in names

@@ -304,7 +304,10 @@ def test_the_command(demo: Path, tmp_path: Path) -> None:
     ]
     for (_, before), (_, after) in zip(peaks["original"], peaks["smoothquant-w8a8"], strict=True):
         assert before > 10 > after
+    foreign = tmp_path / "foreign.html"
+    foreign.write_text("<!doctype html><title>Somebody's</title>")
     for wrong, sentence in (
+        (["-o", str(foreign)], "is no report of attar's"),
         (["--speed", f"other={bench}"], "with OUT among the outputs"),
         (["--speed", f"{made}={text}"], "is not what `attar bench --json` prints"),
         (["--source", str(source)], "give the text to profile on"),
@@ -314,6 +317,8 @@ def test_the_command(demo: Path, tmp_path: Path) -> None:
         refused = report(*wrong)
         assert refused.exit_code == 2
         assert sentence in json.loads(refused.stdout.splitlines()[-1])["error"]
+    assert foreign.read_text().endswith("Somebody's</title>")
+    assert report().exit_code == 0, "its own is replaced"
 
 
 BROWSER = """

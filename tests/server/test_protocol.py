@@ -162,6 +162,20 @@ def test_two_requests_in_one_segment_have_two_answers_in_order(server: Running) 
     assert statuses == [200, 200, 404, 200]
 
 
+@pytest.mark.parametrize("name", ["no host", "chunks", "a TLS hello", "another host", "plain text"])
+def test_every_refusal_has_a_date_and_an_id(name: str, server: Running) -> None:
+    """Whoever answers: the parser, the door or the endpoint."""
+    ids = set()
+    for _ in range(2):
+        with connect(server) as sock:
+            sock.sendall(CASES[name][0])
+            lines = sock.recv(65536).partition(b"\r\n\r\n")[0].lower().split(b"\r\n")[1:]
+        headers = dict(line.split(b": ", 1) for line in lines)
+        assert headers[b"date"].endswith(b" gmt")
+        ids.add(headers[b"x-request-id"])
+    assert len(ids) == 2
+
+
 def test_a_request_is_not_smuggled_behind_a_refused_one(server: Running) -> None:
     with connect(server) as sock:
         sock.sendall(head(b"Content-Length: 5", b"Transfer-Encoding: chunked") + b"0\r\n\r\n" + GET)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from attar.formats.scheme import Scheme
 
 
-RESUME = "the same command goes on after the last finished block; --restart begins anew"
+RESUME = "the same command goes on after the last finished block, if there is one; --restart begins anew"
 
 
 TargetBits = Annotated[
@@ -75,7 +75,8 @@ def compress(
         str | None,
         typer.Option(
             help="method[+method]-scheme, such as gptq-w4g128, the default; for OUT.gguf a type or mix, such as q4_k_m "
-            "(the default), iq4_xs or f16; or a YAML file with overrides."
+            "(the default), iq4_xs or f16; several with commas between, or best-w4g128, to keep the one that does best "
+            "on calibration text set aside; or a YAML file with overrides."
         ),
     ] = None,
     head: Annotated[
@@ -115,9 +116,12 @@ def compress(
     ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything drawn at random.")] = 0,
     calib_memory: Annotated[
-        str, typer.Option(help="Calibration activations held in memory at most; more is read from disk.")
+        str,
+        typer.Option(metavar="SIZE", help="Calibration activations held in memory at most; more is read from disk."),
     ] = "2GiB",
-    max_shard: Annotated[str, typer.Option(help="Size at which the output is split into another file.")] = "5GB",
+    max_shard: Annotated[
+        str, typer.Option(metavar="SIZE", help="Size at which the output is split into another file.")
+    ] = "5GB",
     eval_tokens: Annotated[int | None, typer.Option(min=2, help="Use at most this many tokens of --eval.")] = None,
     device: Device = "cpu",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output folder where it exists.")] = False,
@@ -133,6 +137,7 @@ def compress(
     does. A file OUT.gguf loads in whatever reads GGUF. A run that was stopped resumes: give the same command again.
     """
     with errors(as_json, after_interrupt=RESUME), progress(quiet) as bar:
+        from attar.checkpoints import vocabulary
         from attar.compression.pipeline import compress as run
         from attar.compression.pipeline import default_recipe
         from attar.compression.spelling import KEEP
@@ -164,6 +169,8 @@ def compress(
         print(counted)
         for sentence in (*done.warnings, *done.notes):
             tell(sentence)
+        if not vocabulary.has_tokenizer(done.path):
+            tell("there is no tokenizer beside it, because the original had none: text needs its files copied there")
         emit(as_json, done.to_dict())
 
 
@@ -205,7 +212,9 @@ def finetune(
     batch: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 2048,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between two saves, from which a run resumes.")] = 25,
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything drawn at random.")] = 0,
-    memory: Annotated[str | None, typer.Option(help="Memory to use at most; by default, the machine's.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory to use at most; by default, the machine's.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output where it exists.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Do not resume an interrupted run.")] = False,
     as_json: Json = False,
@@ -227,7 +236,7 @@ def finetune(
             memory=None if memory is None else parse_bytes(memory), progress=bar,
         )  # fmt: skip
         bar.close()
-        print(f"{made.path}: {made.numbers:,} numbers, {len(made.losses)} steps")
+        print(f"{made.path}: {made.parameters:,} parameters, {len(made.losses)} step{'s' * (len(made.losses) != 1)}")
         print(f"loss of the first step {made.losses[0]:.4f}, of the last {made.losses[-1]:.4f}")
         emit(as_json, made.to_dict())
 

@@ -83,7 +83,8 @@ def imatrix(
     length: Annotated[int, typer.Option(min=2, help="Tokens of each calibration sequence.")] = 512,
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything drawn at random.")] = 0,
     calib_memory: Annotated[
-        str, typer.Option(help="Calibration activations held in memory at most; more is read from disk.")
+        str,
+        typer.Option(metavar="SIZE", help="Calibration activations held in memory at most; more is read from disk."),
     ] = "2GiB",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file where it exists.")] = False,
     as_json: Json = False,

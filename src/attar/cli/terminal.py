@@ -23,6 +23,8 @@ from typer.core import TyperGroup
 
 CHECK_FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 LEAST = 10**6  # bytes that a number without a unit can mean
+RECIPES = "recipes"  # the stage that others are part of
+RESUMED = ("blocks", RECIPES)
 NO_RECEIPT = "no receipt: nothing says what this checkpoint should compute, so no probe is replayed"
 
 ASK = """
@@ -192,11 +194,18 @@ class Progress:
         self._tasks: dict[str, Any] = {}
         self._stage = ""
         self._start = (0.0, 0)  # of the stage: time, and what was done by then
+        self._seen: set[str] = set()
+        self._recipe = ""  # which of several is tried
         self._told = time.monotonic()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if self._quiet:
             return
+        if stage in RESUMED and stage not in self._seen and done:
+            tell(f"going on where an earlier run stopped: {done} of {total} {stage} were done")
+        self._seen.add(stage)
+        if stage == RECIPES:
+            self._recipe = f"recipe {done + 1} of {total}, " if done < total else ""
         if sys.stderr.isatty():
             self._draw(stage, done, total)
         else:
@@ -230,7 +239,8 @@ class Progress:
         self._told = now
         since, before = self._start
         left = f", {(now - since) / (done - before) * (total - done):.0f} s left" if done > before else ""
-        print(f"{stage}: {done} of {total}{left}", file=sys.stderr, flush=True)
+        of = "" if stage == RECIPES else self._recipe
+        print(f"{of}{stage}: {done} of {total}{left}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._bars is not None:

@@ -71,15 +71,15 @@ class FineTuning:
 
 @dataclass(frozen=True)
 class FineTuned:
-    """What came out: the adapter's folder, its numbers, and the mean loss in nats of every step."""
+    """What came out: the adapter's folder, how many parameters it has, and the mean loss in nats of every step."""
 
     path: Path
-    numbers: int
+    parameters: int
     losses: tuple[float, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return {"path": str(self.path), "numbers": self.numbers, "losses": list(self.losses)}
+        return {"path": str(self.path), "parameters": self.parameters, "losses": list(self.losses)}
 
 
 def refuse_file(base: Path) -> None:

@@ -37,6 +37,8 @@ from attar.evaluation.page_charts import (
 from attar.evaluation.table import size
 from attar.version import __version__
 
+TITLE = "What compression cost"  # by which a page is known that the next may replace
+
 
 @dataclass(frozen=True)
 class Contents:
@@ -54,7 +56,7 @@ def html(contents: Contents) -> str:
     outputs = sorted(contents.outputs, key=lambda each: each.bytes)
     architectures = sorted({each.architecture for each in outputs})
     return environment.from_string(text).render(
-        title="What compression cost",
+        title=TITLE,
         lead=f"{_count(len(outputs), 'compressed model')} of {' and '.join(architectures)}, from their receipts.",
         colours=charts.COLOURS,
         warnings=_warnings(outputs),

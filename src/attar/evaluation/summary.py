@@ -41,13 +41,15 @@ class Options:
 def write(names: Sequence[str], options: Options, progress: Progress) -> dict[str, Any]:
     """Write the page and pictures; returns what was written, for JSON.
 
-    Raises ValueError where an output has no receipt, a speed is of no output, the page would not be a .html file, or
-    pictures cannot be drawn here: all before anything is measured.
+    Raises ValueError where an output has no receipt, a speed is of no output, the page would not be a .html file or
+    replace something else than an earlier report, or pictures cannot be drawn here: all before anything is measured.
     """
     if options.page.suffix not in (".html", ".htm"):
         raise ValueError(f"the page is a .html file, not {options.page.name!r}")
     if options.page.is_dir() or not options.page.absolute().parent.is_dir():
         raise ValueError(f"{options.page} cannot be written: name a file in a folder that exists")
+    if options.page.exists() and f"<title>{page.TITLE}</title>".encode() not in options.page.read_bytes():
+        raise ValueError(f"{options.page} exists and is no report of attar's: choose another file")
     if options.png is not None:
         pictures.check()
     if options.source is not None and options.profile is None:

@@ -132,7 +132,7 @@ def _png(path: Path, runs: Sequence[Run], title: str) -> None:
     figure.suptitle(title)
     for place, (name, unit, series) in zip(figure.subplots(math.ceil(len(shown) / 2), 2).flat, shown, strict=False):
         for label, line in series.items():
-            place.plot(xs, line, "o-", color=COLOURS[label], label=label)
+            place.plot(xs, line, "o-", color=COLOURS[label], label=label, clip_on=False)
         place.set(title=name, xlabel=axis, ylabel=unit, xlim=(0, None), ylim=(0, None))
         place.legend()
     figure.savefig(path, dpi=120)

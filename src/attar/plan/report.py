@@ -38,6 +38,7 @@ def to_text(plan: Plan) -> str:
         "",
     ]
     first = plan.rows[0]
+    by_compute = " (c: by compute)" if any(_by_compute(row) for row in plan.rows) else ""
     lines += [
         f"a request is one full context; with {first.weights} weights and {first.kv} keys and values a server has:",
         "",
@@ -48,7 +49,7 @@ def to_text(plan: Plan) -> str:
         rates = ", ".join(f"{kind} {rate / 1e12:,.0f}" for kind, rate in plan.card.operations.items())
         lines.append(
             f"{CARD_FORMULA}, here {plan.card.bandwidth / 1e9:,.0f} GB/s and 10^12 operations/s of "
-            f"{rates}: limits, not promises (c: by compute)"
+            f"{rates}: limits, not promises{by_compute}"
         )
         lines.append("not counted: what driver and graphs take; `attar serve` measures all of it when it starts")
         if plan.card.name in CARDS:
@@ -63,7 +64,7 @@ def to_text(plan: Plan) -> str:
     if plan.bandwidth is not None:
         rates = f"{plan.bandwidth / 1e9:.1f} GB/s"
         rates += "" if plan.int8_rate is None else f", int8 {plan.int8_rate / 1e9:,.0f} GOP/s"
-        lines.append(f"{FORMULA}, here {rates}: limits, not promises (c: by compute)")
+        lines.append(f"{FORMULA}, here {rates}: limits, not promises{by_compute}")
     slow = dict.fromkeys(row.weights for row in plan.rows if row.references)
     lines += [f"{name} has linears without a CPU kernel: slow, and held a second time as float32" for name in slow]
     reasons = (reach.pages_against(scheme(kv)) for kv in dict.fromkeys(row.kv for row in plan.rows))
@@ -105,9 +106,13 @@ def _rate(row: Row) -> float:
     return 0.0 if row.speed is None else row.speed.tokens_per_second
 
 
+def _by_compute(row: Row) -> bool:
+    return row.speed is not None and row.speed.limited_by == "compute"
+
+
 def _cells(row: Row) -> tuple[str, ...]:
     fast = "-" if row.speed is None else f"{row.speed.tokens_per_second:,.0f}"
-    fast += "c" if row.speed is not None and row.speed.limited_by == "compute" else ""
+    fast += "c" if _by_compute(row) else ""
     short = "yes" if row.fits else f"no: {size(row.short)} short" if row.short else "no: too few tokens"
     fit = row.fit
     a_token = size(fit.block_bytes / fit.block)

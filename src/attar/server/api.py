@@ -185,7 +185,8 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
 
     @app.post("/tokenize", openapi_extra=taking(TokenizeBody, answers.Tokenized))
     async def tokenize(request: Request) -> Response:
-        """Token ids of a text, or of a conversation as the chat endpoint renders it."""
+        """Token ids of a text, or of a conversation as the chat endpoint renders it, whose template writes the special
+        tokens itself: `add_special_tokens` is about a text."""
         body = await _read(prompts, request, TokenizeBody)
         desk.model(body.model)
         if body.prompt is None:

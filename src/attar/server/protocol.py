@@ -15,6 +15,7 @@ where a request's head is first known in full, before any task is made for it.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 import struct
 import sys
@@ -149,9 +150,11 @@ class LimitedProtocol(H11Protocol):
             refusal = Refusal(code, message)
             body = refusal.body()
             headers = [
-                ("content-type", "application/json"),
-                ("content-length", str(len(body))),
-                ("connection", "close"),
+                *self.server_state.default_headers,
+                (b"content-type", b"application/json"),
+                (b"content-length", b"%d" % len(body)),
+                (b"connection", b"close"),
+                (b"x-request-id", secrets.token_hex(12).encode()),
             ]
             for event in (
                 h11.Response(status_code=refusal.kind.status, headers=headers),
