@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from attar.logs import WAITING, Log
+from attar import logs
+from attar.logs import CLOSE_SECONDS, WAITING, Log
 
 SECONDS = 20.0
 PIPE = 1 << 16  # bytes that a pipe holds, as a rule
+DROPPED = " lines of this log were dropped: nobody read it, or there was no room"
 
 
 @pytest.fixture
@@ -54,7 +59,7 @@ def test_nobody_waits_for_a_reader_who_has_stopped(pipe: tuple[int, int]) -> Non
         log.handle(record(text))
     began = time.monotonic()
     log.close()
-    assert time.monotonic() - began < SECONDS
+    assert time.monotonic() - began < 4 * CLOSE_SECONDS
     os.set_blocking(pipe[0], False)
     found, end = b"", time.monotonic() + SECONDS
     while log._thread.is_alive():  # or it would write to whoever gets the descriptor next
@@ -78,7 +83,7 @@ def test_what_was_dropped_is_said_once_there_is_room(pipe: tuple[int, int]) -> N
     lines = found.decode().split("\n")
     rest = until(pipe[0], "last")
     lines = [*lines[:-1], lines[-1] + rest[0], *rest[1:]]
-    told = [int(line.split()[0]) for line in lines if line.endswith(" lines of this log were dropped: nobody read it")]
+    told = [int(line.split()[0]) for line in lines if line.endswith(DROPPED)]
     assert told
     assert sum(told) == count - lines.count(text), "it may have had room for a moment before"
     log.close()
@@ -92,3 +97,65 @@ def test_a_closed_descriptor_ends_the_writing_and_nothing_else() -> None:
         log.handle(record("unread"))
     log.close()
     os.close(write)
+
+
+def test_a_full_disk_costs_the_lines_that_it_did_not_take(pipe: tuple[int, int]) -> None:
+    target = os.open("/dev/full", os.O_WRONLY)
+    log = Log(target)
+    for _ in range(3):
+        log.handle(record("lost"))
+    end = time.monotonic() + SECONDS
+    while log._dropped < 3:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    os.dup2(pipe[1], target)  # there is room again
+    log.handle(record("kept"))
+    assert until(pipe[0], f"3{DROPPED}") == ["kept", f"3{DROPPED}"]
+    log.close()
+    os.close(target)
+
+
+def test_a_descriptor_that_does_not_block_loses_nothing(pipe: tuple[int, int]) -> None:
+    os.set_blocking(pipe[1], False)
+    log, text = Log(pipe[1]), "x" * 1000
+    for _ in range(WAITING // 2):  # many pipes full
+        log.handle(record(text))
+    log.handle(record("last"))
+    assert until(pipe[0], "last") == [text] * (WAITING // 2) + ["last"]
+    log.close()
+
+
+def test_a_text_stands_between_lines_as_it_is(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Log(pipe[1])
+    log.setFormatter(logging.Formatter("engine: %(message)s"))
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler(), log])
+    logging.getLogger("attar.test").warning("before")
+    logs.say("a table\nof two lines")
+    assert until(pipe[0], "of two lines") == ["engine: before", "a table", "of two lines"]
+    log.close()
+
+
+def test_without_a_log_a_text_goes_to_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    logs.say("a table")
+    assert capsys.readouterr().err == "a table\n"
+
+
+@pytest.mark.parametrize(("end", "made"), [("2>&-", "NullHandler"), ("", "Log")])
+def test_a_closed_stderr_is_not_written_to(end: str, made: str, tmp_path: Path) -> None:
+    """Whatever is opened next may get its number."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import logging, os\nfrom attar import logs\n"
+        "file = os.open('opened', os.O_CREAT | os.O_WRONLY)\n"
+        "logs.begin()\nlogging.getLogger('attar').warning('a line')\n"
+        "print(*(type(each).__name__ for each in logging.getLogger().handlers))\n"
+    )
+    done = subprocess.run(
+        f"{sys.executable} script.py {end}", shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == [made]
+    assert done.stderr == ("a line\n" if made == "Log" else "")
+    assert (tmp_path / "opened").read_bytes() == b""

@@ -164,3 +164,18 @@ def test_this_machine_has_something() -> None:
     found = machine.examine()
     assert found.memory > 0
     assert found.cores >= 1
+
+
+def test_a_private_folder_is_made_once_and_is_nobody_elses(tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    for _ in range(2):
+        machine.private_folder(folder)
+        assert folder.stat().st_mode & 0o777 == 0o700
+    link, file, wide = tmp_path / "link", tmp_path / "file", tmp_path / "wide"
+    link.symlink_to(folder)
+    file.touch()
+    wide.mkdir()
+    wide.chmod(0o750)
+    for other in (link, file, wide):
+        with pytest.raises(PermissionError, match=f"{other.name} is not a folder of this user alone"):
+            machine.private_folder(other)

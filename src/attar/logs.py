@@ -1,8 +1,8 @@
 """A log that nobody waits for: a reader who has stopped reading must not stop who writes.
 
 A terminal on hold, or a full pipe whose reader hangs, blocks whoever writes to it, and a server's loop writes its log
-between two events. So lines are written by a thread of their own, from a queue with an end: what comes when it is full
-is dropped, and counted in the log once there is room.
+between two events. So lines are written by a thread of their own, from a queue with an end: what comes when it is full,
+or while a disk is, is dropped, and counted in the log once there is room.
 """
 
 from __future__ import annotations
@@ -10,54 +10,102 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import select
+import sys
 import threading
 
 WAITING = 1000  # lines, at most
-CLOSE_SECONDS = 0.5  # that the end of a process waits for room, and again for the last of them
+CLOSE_SECONDS = 1.0  # that the end of a process waits for the last of them
 
 
 class Log(logging.Handler):
-    """Writes to a descriptor; never waits in `emit`, and at most twice `CLOSE_SECONDS` in `close`."""
+    """Writes to a descriptor; never waits in `emit`, and at most `CLOSE_SECONDS` in `close`."""
 
     def __init__(self, descriptor: int = 2) -> None:
         super().__init__()
         self._descriptor = descriptor
-        self._lines: queue.Queue[str | None] = queue.Queue(WAITING)
+        # Not `Queue`: while that holds its lock a collection may run, and what is collected may log.
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._dropped = 0
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            if self._dropped:
-                self._lines.put_nowait(f"{self._dropped} lines of this log were dropped: nobody read it")
-                self._dropped = 0
-            self._lines.put_nowait(self.format(record))
-        except queue.Full:
-            self._dropped += 1
+            self.say(self.format(record))
         except Exception:
             self.handleError(record)
 
+    def say(self, text: str) -> None:
+        """Put a text as it stands into the log."""
+        if self._lines.qsize() < WAITING:
+            self._lines.put(text)
+        else:
+            self._drop(1)
+
     def close(self) -> None:
         super().close()
-        if self._thread.is_alive():
-            try:
-                self._lines.put(None, timeout=CLOSE_SECONDS)
-            except queue.Full:
-                return
-            self._thread.join(CLOSE_SECONDS)
+        self._lines.put(None)
+        self._thread.join(CLOSE_SECONDS)
+
+    def _drop(self, count: int) -> None:
+        assert self.lock is not None
+        with self.lock:
+            self._dropped += count
 
     def _write(self) -> None:
-        while (line := self._lines.get()) is not None:
-            rest = line.encode("utf-8", "backslashreplace") + b"\n"
+        try:
+            while (line := self._lines.get()) is not None:
+                if not self._put(line):
+                    self._drop(1)
+                if self._lines.empty():
+                    self._tell_dropped()
+            self._tell_dropped()
+        except BrokenPipeError:  # nobody can read it any more
+            return
+
+    def _tell_dropped(self) -> None:
+        if count := self._dropped:
+            sentence = "%d lines of this log were dropped: nobody read it, or there was no room"
+            if self._put(self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, sentence, (count,), None))):
+                self._drop(-count)
+
+    def _put(self, line: str) -> bool:
+        """Whether it could be written. Raises BrokenPipeError where nothing ever will be again."""
+        rest = line.encode("utf-8", "backslashreplace") + b"\n"
+        while rest:
             try:
-                while rest:
-                    rest = rest[os.write(self._descriptor, rest) :]
-            except OSError:  # nobody can read it any more
-                return
+                rest = rest[os.write(self._descriptor, rest) :]
+            except BlockingIOError:  # of who shares the descriptor one has made it so
+                poll = select.poll()
+                poll.register(self._descriptor, select.POLLOUT)
+                poll.poll()
+            except BrokenPipeError:
+                raise
+            except OSError:  # a full disk, which may have room again
+                return False
+        return True
 
 
 def begin(form: str = "%(message)s") -> None:
     """Log from INFO on to standard error, a line each."""
     if not logging.getLogger().handlers:  # else somebody has seen to it
-        logging.basicConfig(level=logging.INFO, format=form, handlers=[Log()])
+        logging.basicConfig(level=logging.INFO, format=form, handlers=[_handler()])
+
+
+def _handler() -> logging.Handler:
+    if sys.stderr is None:  # closed by who started this: the descriptor may be of anything by now
+        return logging.NullHandler()
+    try:
+        return Log(sys.stderr.fileno())
+    except OSError:  # no file stands behind it
+        return logging.StreamHandler()
+
+
+def say(text: str) -> None:
+    """A text of one line or more as it stands, on standard error; where the log is written by a thread, by that."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, Log):
+            handler.say(text)
+            return
+    print(text, file=sys.stderr, flush=True)

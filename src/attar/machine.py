@@ -13,8 +13,10 @@ all of what the process will hold: itself with torch (`plan/fit.py`), or weights
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -79,6 +81,16 @@ def memory_limits(root: Path = Path("/")) -> Iterator[tuple[str, int]]:
         yield "available memory", available + own
     else:
         yield "physical memory", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def private_folder(path: Path) -> None:
+    """Make a folder of this user alone, unless it is there. Raises PermissionError where something else is: a link, a
+    folder of somebody else's, or one that others may enter."""
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(0o700)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise PermissionError(f"{path} is not a folder of this user alone")
 
 
 def cores(root: Path = Path("/")) -> int:

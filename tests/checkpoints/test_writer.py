@@ -228,7 +228,7 @@ def in_child(script: str, *args: object) -> subprocess.CompletedProcess[str]:
 def test_the_systems_own_limit_is_a_sentence_too(tmp_path: Path) -> None:
     script = """
 import resource, sys
-from attar.checkpoints.writer import HEADER_BYTES, ShardWriter, plan_files
+from attar.checkpoints.writer import ShardWriter, plan_files
 from attar.formats.scheme import Part
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:

@@ -207,6 +207,19 @@ def test_an_engine_that_no_server_can_reach_any_more_ends(running: Running, monk
     assert ended.wait(SECONDS)
 
 
+def test_an_engine_that_was_told_to_end_does_so_without_its_socket_too(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another in its place would be one too many."""
+    monkeypatch.setattr(process, "_end_at_once", lambda why: pytest.fail(why))
+    client = Client(running.path)
+    client.until(Ready)
+    running.path.unlink()
+    client.send(Drain())
+    client.socket.shutdown(socket.SHUT_WR)
+    running.join()
+
+
 def test_a_socket_that_cannot_be_made_is_said_and_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

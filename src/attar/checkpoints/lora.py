@@ -300,7 +300,7 @@ def doubt(adapter: Path, base: Path) -> str | None:
     if made is None and base.is_dir():
         quantization = read_json(base / "config.json", MAX_CONFIG).get("quantization_config")
         moved = ["awq"] if isinstance(quantization, dict) and quantization.get("quant_method") == "awq" else []
-    if not moved or trained_on(adapter) == identity(base) is not None:
+    if not moved or trained_on(adapter) in receipt.known(base):
         return None
     return (
         f"{base} was made with {moved[0]}, after which its linears read other numbers than the original's: an adapter "

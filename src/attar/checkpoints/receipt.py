@@ -3,7 +3,8 @@
 A receipt holds the hashes of the source and of every file beside it, the recipe, the hash of the calibration tokens,
 the seed, the versions and what of the machine decides about the last bits (instruction set, threads, whether there are
 native kernels), the error of each layer as stored and had it only been rounded, the bits per weight, the evaluation
-figures, and the probes (`probes.py`). It holds no clock, host, path or duration: the same inputs give the same bytes.
+figures, and the probes (`probes.py`). One that was carried over by a conversion holds what it was converted from under
+`converted`. It holds no clock, host, path or duration: the same inputs give the same bytes.
 The JSON is canonical, keys sorted and floats in their shortest form.
 
 A receipt is no signature. Who can change the weights can change the receipt; it finds accidents (a download that ended
@@ -117,21 +118,36 @@ def carry(found: Receipt, source: Path, output: Path, digest: str, bits_per_weig
         return f"the output gets no receipt, because the source's does not hold: {wrong.detail}"
     value = {
         **found.value,
-        "converted": {"files": combined_hash(found.files), "values": digest},
+        "converted": {"files": combined_hash(found.files), "values": digest, "receipts": known(source)},
         "files": {name: sha256(output_file(output, name)) for name in _files(output)},
     }
     _put(receipt_path(output), value if bits_per_weight is None else value | {"bits_per_weight": bits_per_weight})
     return None
 
 
+def known(output: Path) -> list[str]:
+    """SHA-256 of an output's receipt, and of those of what it was converted from: whatever was made for one of them is
+    for all. Empty where it has none."""
+    path = receipt_path(output)
+    if not path.is_file():
+        return []
+    before = read_json(path, MAX_BYTES).get("converted")
+    earlier = before.get("receipts") if isinstance(before, dict) else None
+    return [sha256(path), *(each for each in earlier or () if isinstance(each, str))]
+
+
 def _put(path: Path, value: Mapping[str, Any]) -> None:
     text = json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 @dataclass(frozen=True, eq=False)

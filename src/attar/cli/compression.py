@@ -169,8 +169,8 @@ def compress(
         print(counted)
         for sentence in (*done.warnings, *done.notes):
             tell(sentence)
-        if not vocabulary.has_tokenizer(done.path):
-            tell("there is no tokenizer beside it, because the original had none: text needs its files copied there")
+        if done.path.is_dir() and not vocabulary.has_tokenizer(done.path):  # of a file its notes say it
+            tell("the original has no tokenizer that attar reads, nor has this: it takes token ids alone")
         emit(as_json, done.to_dict())
 
 

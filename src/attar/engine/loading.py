@@ -13,14 +13,13 @@ process holds the most, and the least that is free on any counts.
 from __future__ import annotations
 
 import logging
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from attar import machine
+from attar import logs, machine
 from attar.checkpoints import hub, lora
 from attar.checkpoints.stored import stored
 from attar.engine import bounds
@@ -61,7 +60,7 @@ def engine(settings: Settings) -> tuple[Engine, Ready]:
     adapters = lora.memory(folders, config, limits.max_step_tokens, share)
     found = fit(settings, config, storage, limits, threads, adapters)
     if share.count > 1:
-        print(f"the first of {share.count} processes, which holds the most:", file=sys.stderr)
+        logs.say(f"the first of {share.count} processes, which holds the most:")
     _tell(settings, limits, found, kv_name(settings))
     if (slow := ops.pages_against(kv.scheme(kv_name(settings)))) is not None:
         logger.warning(
@@ -107,8 +106,8 @@ def _over(
 
 def _tell(settings: Settings, limits: Limits, found: Fit, kv_scheme: str) -> None:
     """What was decided: by preset and options, and with the memory."""
-    print(limits.told(settings.preset), file=sys.stderr)
-    print(report.startup(found, kv_scheme), file=sys.stderr, flush=True)
+    logs.say(limits.told(settings.preset))
+    logs.say(report.startup(found, kv_scheme))
 
 
 def _install(llm: LLM, settings: Settings) -> tuple[str, ...]:
@@ -207,7 +206,7 @@ def on_card(settings: Settings, measured: Footprint, block_bytes: int, most: int
     taken = measured.weights + measured.step + measured.graphs + measured.driver + block_bytes  # and nobody's block
     blocks = planning.cache_blocks(memory - taken, block_bytes, BLOCK, settings.max_cached_tokens, fraction)
     if settings.max_cached_tokens is None:
-        blocks = min(blocks, planning.blocks_for(limits.together, -(-most // BLOCK), limits.headroom))
+        blocks = min(blocks, planning.useful(limits.together, -(-most // BLOCK), limits.headroom))
     context = most
     if settings.context is None and 0 < blocks * BLOCK < most:
         context = blocks * BLOCK

@@ -146,6 +146,7 @@ class Loop:
         while not self._stopped.wait(BEAT_SECONDS):
             alone = alone + BEAT_SECONDS if self._orphaned() else 0.0
             if alone > ORPHAN_SECONDS:
+                _remove(Path(self.listener.getsockname()))
                 _end_at_once("the server has gone, and a step does not end")
             left, outbox = self._left, self._outbox
             busy = grown(busy if left == last else 0.0, left, time.monotonic())
@@ -275,7 +276,8 @@ class Loop:
         self._server = self._outbox = None
         self._in.clear()
         self.engine.close()
-        if not os.path.exists(self.listener.getsockname()):  # temporary folders are cleaned, also of what is needed
+        # Temporary folders are cleaned, also of what is needed.
+        if not (self.draining or self.ended or os.path.exists(self.listener.getsockname())):
             _end_at_once("the engine's socket was removed: no server can connect any more")
 
 
@@ -335,7 +337,7 @@ def main() -> int:
         faults.arm_from(env.get().faults)
         engine, ready = loading.engine(settings)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        logs.say(f"error: {error}")
         return 2
     if isinstance(engine.runner, TeamRunner):
         engine.runner.crew.on_lost = _end_at_once
@@ -350,11 +352,16 @@ def main() -> int:
     with listener:
         loop = Loop(engine, ready, listener, sys.stdin.fileno())
         loop.run()
-    if loop.ended:  # a server that was killed could not do it
-        with contextlib.suppress(OSError):
-            path.unlink()
-            path.parent.rmdir()
+    if loop.ended:
+        _remove(path)
     return 0
+
+
+def _remove(path: Path) -> None:
+    """The socket and its folder, where a server that was killed could not do it."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+        path.parent.rmdir()
 
 
 if __name__ == "__main__":

@@ -467,7 +467,7 @@ class TeamRunner(Runner):
         assert self.crew.groups is not None
         self.release()
         self.crew.met += 1
-        self.crew.folder.mkdir(0o700, exist_ok=True)  # without it torch waits for 300 s, and nothing can stop it
+        machine.private_folder(self.crew.folder)  # without it torch waits for 300 s, and nothing can stop it
         tell(self.crew, Meet(self.crew.met))
         meet_again(self.job, self.crew.groups, self.crew.met)
 

@@ -5,10 +5,10 @@
 All but the last are bounds that are known before anything is loaded (`costs.py`, `steps.py`); what they leave is cut
 into blocks of the KV cache. A request of a full context takes ceil(context / block) of them, and one is let in beside
 others only where a share of all blocks stays free then for those that decode (`headroom`). So `requests` is how many
-such requests can run at once without one of them being preempted, if no two share a prompt's beginning. `fit` is that
-division; `start` adds what a server decides besides: a cache of at most `ROOM` times what its sequences can use
-together, so that a small model does not fill a large memory with old prompts, and shorter requests where not one of the
-model's whole context fits.
+such requests the cache holds without one of them being preempted, if no two share a prompt's beginning; how many run
+together is bounded besides. `fit` is that division; `start` adds what a server decides besides: a cache of at most
+`ROOM` times what its sequences can use together, so that a small model does not fill a large memory with old prompts,
+and shorter requests where not one of the model's whole context fits.
 
 Asked for a fraction, keys and values get that much of what is left and no more, and a number of tokens is then the most
 that the cache is to hold, where it otherwise is its size: of both the smaller holds, as in TensorRT-LLM.
@@ -99,7 +99,8 @@ class Fit:
 
     @property
     def requests(self) -> int:
-        """Requests of the full context that the scheduler lets run at once. One alone may take all of the cache."""
+        """Requests of the full context that the cache holds, each but the first beside what `headroom` keeps free. One
+        alone may take all of it."""
         beside_others = (self.blocks - kept_free(self.blocks, self.headroom)) // self.blocks_each
         return max(beside_others, min(1, self.blocks // self.blocks_each))
 
@@ -244,12 +245,17 @@ def start(
 
     found = divide(most, max_tokens)
     kept_by = found.kept_by
-    useful = ROOM * blocks_for(limits.sequences, found.blocks_each, limits.headroom)
-    if max_tokens is None and found.blocks > useful:
-        found = divide(most, useful * BLOCK)
+    most_blocks = useful(limits.sequences, found.blocks_each, limits.headroom)
+    if max_tokens is None and found.blocks > most_blocks:
+        found = divide(most, most_blocks * BLOCK)
     if context is None and 0 < found.tokens < most:
         found = divide(found.tokens, found.tokens)
     return replace(found, kept_by=kept_by)
+
+
+def useful(sequences: int, each: int, headroom: float) -> int:
+    """The most blocks that a cache is given unasked, where so many sequences of `each` blocks may run together."""
+    return ROOM * blocks_for(sequences, each, headroom)
 
 
 def longest(config: ModelConfig, context: int | None) -> int:

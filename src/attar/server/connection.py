@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
+import sys
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -29,6 +32,10 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        # The folder may have been cleaned away, and made again by somebody else, with a socket of the same name.
+        peer = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        if int.from_bytes(peer[4:8], sys.byteorder) != os.geteuid():
+            self.give_up("somebody else listens in the engine's place")
 
     def data_received(self, data: bytes) -> None:
         buffer = self._buffer

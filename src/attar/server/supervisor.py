@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from attar import env, faults
+from attar import env, faults, machine
 from attar.engine.settings import Settings
 from attar.server import sockets
 from attar.server.door import Options
@@ -86,9 +85,7 @@ class EngineProcess:
 
     def _spawn(self) -> None:
         socket = Path(self.settings.socket)
-        socket.parent.mkdir(0o700, exist_ok=True)  # temporary folders are cleaned, also of what is needed yet
-        if socket.parent.stat().st_uid != os.getuid():
-            raise PermissionError(f"{socket.parent} belongs to somebody else")
+        machine.private_folder(socket.parent)  # temporary folders are cleaned, also of what is needed yet
         socket.unlink(missing_ok=True)
         self.child = subprocess.Popen([sys.executable, "-m", "attar.engine.process"], stdin=subprocess.PIPE)
         assert self.child.stdin is not None

@@ -22,7 +22,7 @@ from attar.checkpoints.convert.to_gguf import FILE_TYPES, _file_type
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.inspect import inspect
-from attar.checkpoints.receipt import combined_hash, read_receipt
+from attar.checkpoints.receipt import combined_hash, known, read_receipt
 from attar.checkpoints.safetensors import CheckpointError
 from attar.checkpoints.verify import verify
 from attar.checkpoints.vocabulary import tokenizer
@@ -419,7 +419,9 @@ def test_the_receipt_goes_along_and_holds(recipe: str, to: str, folders: Folders
     assert before is not None
     assert after is not None
     assert after.files != before.files
-    assert after.value["converted"] == {"files": combined_hash(before.files), "values": done.sha256}
+    assert after.value["converted"] == {
+        "files": combined_hash(before.files), "values": done.sha256, "receipts": known(folders[recipe]),
+    }  # fmt: skip
     assert after.value["bits_per_weight"] == done.bits_per_weight
     assert done.bits_per_weight == pytest.approx(inspect(out).bits_per_weight, rel=1e-12)
     changed = ("files", "converted", "bits_per_weight")
@@ -434,6 +436,30 @@ def test_the_receipt_goes_along_and_holds(recipe: str, to: str, folders: Folders
         file.seek(-3, 2)
         file.write(b"\x7f")
     assert not verify(out).ok
+
+
+def test_what_was_made_for_a_folder_is_known_by_all_that_it_was_converted_to(
+    folders: Folders, tmp_path: Path, demo: Path
+) -> None:
+    """An adapter, say, that was trained on it."""
+    first = folders["rtn-w4g64-asym"]
+    convert(first, tmp_path / "second", to="awq")
+    convert(tmp_path / "second", tmp_path / "third", to="gptq")
+    one, two, three = map(known, (first, tmp_path / "second", tmp_path / "third"))
+    assert [len(each) for each in (one, two, three)] == [1, 2, 3]
+    assert three[1:] == two
+    assert two[1:] == one
+    shutil.copytree(demo, tmp_path / "none", ignore=shutil.ignore_patterns("receipt.json"))
+    assert known(tmp_path / "none") == []
+
+
+def test_a_link_has_the_receipt_where_its_file_is(folders: Folders, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    link = tmp_path / "out.gguf"
+    link.symlink_to(tmp_path / "there" / "file.gguf")
+    convert(folders["rtn-w4g32"], link, to="gguf")
+    assert read_receipt(tmp_path / "there" / "file.gguf") is not None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.gguf", "there"]
 
 
 def test_a_receipt_that_does_not_hold_is_not_passed_on(folders: Folders, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ The output keeps the source's receipt, with the hashes of its own files: `verify
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,5 +69,9 @@ def _with_receipt(known: receipt.Receipt | None, source: Path, done: Converted) 
     """Who is killed before has an output without a receipt, never one with another's."""
     if known is None:
         return done
-    why = receipt.carry(known, source, done.path, done.sha256, done.bits_per_weight)
+    output = Path(os.path.realpath(done.path))  # beside which the receipt lies, if it is a link
+    try:
+        why = receipt.carry(known, source, output, done.sha256, done.bits_per_weight)
+    except OSError as error:  # the output is whole
+        why = f"the output has no receipt: {error}"
     return done if why is None else replace(done, notes=(*done.notes, why))
