@@ -27,6 +27,8 @@ class Log(logging.Handler):
         # Not `Queue`: while that holds its lock a collection may run, and what is collected may log.
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._dropped = 0
+        self._counting = threading.RLock()  # of its own: whoever ends the log holds the handler's, and waits
+        self._torn = False  # whether a line broke off where the disk was full
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
         self._thread.start()
 
@@ -49,8 +51,7 @@ class Log(logging.Handler):
         self._thread.join(CLOSE_SECONDS)
 
     def _drop(self, count: int) -> None:
-        assert self.lock is not None
-        with self.lock:
+        with self._counting:
             self._dropped += count
 
     def _write(self) -> None:
@@ -72,7 +73,8 @@ class Log(logging.Handler):
 
     def _put(self, line: str) -> bool:
         """Whether it could be written. Raises BrokenPipeError where nothing ever will be again."""
-        rest = line.encode("utf-8", "backslashreplace") + b"\n"
+        rest = b"\n" * self._torn + line.encode("utf-8", "backslashreplace") + b"\n"
+        whole = len(rest)
         while rest:
             try:
                 rest = rest[os.write(self._descriptor, rest) :]
@@ -83,7 +85,9 @@ class Log(logging.Handler):
             except BrokenPipeError:
                 raise
             except OSError:  # a full disk, which may have room again
+                self._torn = self._torn or len(rest) < whole
                 return False
+        self._torn = False
         return True
 
 
@@ -108,4 +112,5 @@ def say(text: str) -> None:
         if isinstance(handler, Log):
             handler.say(text)
             return
-    print(text, file=sys.stderr, flush=True)
+    if sys.stderr is not None:  # else `print` would take stdout
+        print(text, file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from attar import LLM, SamplingParams
-from attar.checkpoints import hf, lora, sources
+from attar.checkpoints import hf, lora, receipt, sources
 from attar.checkpoints.merge import _Errors, merge
 from attar.checkpoints.safetensors import CheckpointError
 from attar.compression.pipeline import compress
@@ -311,10 +311,13 @@ def test_bases_whose_linears_read_other_numbers_are_doubted(
     lora.attach(model, adapter)
     off = float((logits(model) - wanted).abs().mean() / (plain - wanted).abs().mean())  # 1: as far as without it
     assert (off < 0.2) == fits, off
-    (adapter / lora.BASE).write_text(json.dumps({"receipt": lora.identity(out)}))
+    (adapter / lora.BASE).write_text(json.dumps({"receipts": receipt.known(out)}))
     assert lora.doubt(adapter, out) is None
     assert lora.doubt(adapter, base) is None
-    assert lora.identity(base) is None
+    assert receipt.known(base) == []
+    for damage in ({"receipt": "of old"}, {"receipts": 7}, {"receipts": [None]}):
+        (adapter / lora.BASE).write_text(json.dumps(damage))
+        assert (lora.doubt(adapter, out) is None) == fits
 
 
 def without(name: str) -> Callable[[dict[str, Tensor]], None]:

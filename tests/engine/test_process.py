@@ -211,13 +211,21 @@ def test_an_engine_that_was_told_to_end_does_so_without_its_socket_too(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another in its place would be one too many."""
-    monkeypatch.setattr(process, "_end_at_once", lambda why: pytest.fail(why))
+    ends: list[str] = []
+    monkeypatch.setattr(process, "_end_at_once", ends.append)
+    long, begun, go_on = held(running.engine.step)
+    monkeypatch.setattr(running.engine, "step", long)
     client = Client(running.path)
     client.until(Ready)
+    client.send(Submit("a", (1,), SamplingParams(max_tokens=100, temperature=0, seed=0)))
+    assert begun.wait(SECONDS)
     running.path.unlink()
     client.send(Drain())
     client.socket.shutdown(socket.SHUT_WR)
+    client.socket.close()
+    go_on.set()
     running.join()
+    assert ends == []
 
 
 def test_a_socket_that_cannot_be_made_is_said_and_tried_again(
@@ -285,6 +293,7 @@ def test_a_step_that_does_not_end_does_not_outlive_the_server(
     assert not ended.wait(0.1)  # as long as somebody wants it
     os.close(running.pipe)
     assert ended.wait(SECONDS)
+    assert not running.path.exists()
     go_on.set()
     running.join()
 

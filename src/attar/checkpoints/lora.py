@@ -300,7 +300,7 @@ def doubt(adapter: Path, base: Path) -> str | None:
     if made is None and base.is_dir():
         quantization = read_json(base / "config.json", MAX_CONFIG).get("quantization_config")
         moved = ["awq"] if isinstance(quantization, dict) and quantization.get("quant_method") == "awq" else []
-    if not moved or trained_on(adapter) in receipt.known(base):
+    if not moved or not set(trained_on(adapter)).isdisjoint(receipt.known(base)):
         return None
     return (
         f"{base} was made with {moved[0]}, after which its linears read other numbers than the original's: an adapter "
@@ -308,18 +308,12 @@ def doubt(adapter: Path, base: Path) -> str | None:
     )
 
 
-def identity(base: Path) -> str | None:
-    """The SHA-256 of a base's receipt, by which an adapter knows what it was trained on; None where it has none."""
-    path = receipt.receipt_path(base)
-    return receipt.sha256(path) if path.is_file() else None
-
-
-def trained_on(adapter: Path) -> str | None:
-    """The `identity` that was noted when it was trained; None where none was."""
+def trained_on(adapter: Path) -> list[str]:
+    """The `receipt.known` of its base that was noted when it was trained; empty where none was."""
     if not (adapter / BASE).is_file():
-        return None
-    found = read_json(adapter / BASE, MAX_CONFIG).get("receipt")
-    return found if isinstance(found, str) else None
+        return []
+    found = read_json(adapter / BASE, MAX_CONFIG).get("receipts")
+    return [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
 
 
 def attach(decoder: Decoder, path: Path) -> Lora:

@@ -126,26 +126,26 @@ def carry(found: Receipt, source: Path, output: Path, digest: str, bits_per_weig
 
 
 def known(output: Path) -> list[str]:
-    """SHA-256 of an output's receipt, and of those of what it was converted from: whatever was made for one of them is
-    for all. Empty where it has none."""
+    """SHA-256 of an output's receipt, and of those of what it was converted from, which hold the same values. Empty
+    where it has none. Raises CheckpointError where it is no JSON."""
     path = receipt_path(output)
     if not path.is_file():
         return []
     before = read_json(path, MAX_BYTES).get("converted")
     earlier = before.get("receipts") if isinstance(before, dict) else None
-    return [sha256(path), *(each for each in earlier or () if isinstance(each, str))]
+    return [sha256(path), *(each for each in (earlier if isinstance(earlier, list) else ()) if isinstance(each, str))]
 
 
 def _put(path: Path, value: Mapping[str, Any]) -> None:
-    text = json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    text = (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(text.encode())
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 

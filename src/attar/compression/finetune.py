@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attar.checkpoints import lora
+from attar.checkpoints import lora, receipt
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.vocabulary import is_gguf
 from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files
@@ -132,7 +132,7 @@ def finetune(
         sequences = max(1, options.batch // ids.shape[1])
         learner.fit(sequences * ids.shape[1], sum(p.numel() for p in learner.parameters()), memory, "training")
         losses = _train(learner, ids, options, sequences, about, work.state if resume else None, work.state, report)
-        _write(work.out, learner, options, lora.identity(base))
+        _write(work.out, learner, options, receipt.known(base))
     return FineTuned(out, sum(p.numel() for p in learner.parameters()), tuple(losses))
 
 
@@ -248,7 +248,7 @@ def _resume(state: Path, learner: _Learner, adam: torch.optim.Adam, about: Mappi
     return [float(loss) for loss in figures["losses"]]
 
 
-def _write(folder: Path, learner: _Learner, options: FineTuning, base: str | None) -> None:
+def _write(folder: Path, learner: _Learner, options: FineTuning, base: list[str]) -> None:
     """The adapter as PEFT stores it, and of which base it is."""
     tensors: dict[str, Tensor] = {}
     for name, (down, up) in learner.factors.items():
@@ -273,5 +273,5 @@ def _write(folder: Path, learner: _Learner, options: FineTuning, base: str | Non
         "target_modules": sorted(learner.factors),
     }
     (folder / lora.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    if base is not None:
-        (folder / lora.BASE).write_text(json.dumps({"receipt": base}) + "\n")
+    if base:
+        (folder / lora.BASE).write_text(json.dumps({"receipts": base}) + "\n")

@@ -120,6 +120,7 @@ class Loop:
         self._left: float | None = None
         """When the step began; None between steps."""
         self._stopped = threading.Event()
+        self._socket = _place(listener)
         if engine.overlaps:
             engine.meanwhile = self._attend
 
@@ -277,7 +278,7 @@ class Loop:
         self._in.clear()
         self.engine.close()
         # Temporary folders are cleaned, also of what is needed.
-        if not (self.draining or self.ended or os.path.exists(self.listener.getsockname())):
+        if not (self.draining or self.ended or _place(self.listener) == self._socket):
             _end_at_once("the engine's socket was removed: no server can connect any more")
 
 
@@ -355,6 +356,15 @@ def main() -> int:
     if loop.ended:
         _remove(path)
     return 0
+
+
+def _place(listener: socket.socket) -> tuple[int, int] | None:
+    """Of its file, by which no other of the same name is taken for it; None where there is none."""
+    try:
+        status = os.lstat(listener.getsockname())
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _remove(path: Path) -> None:

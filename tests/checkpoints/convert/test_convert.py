@@ -477,3 +477,15 @@ def test_a_receipt_that_does_not_hold_is_not_passed_on(folders: Folders, tmp_pat
     with pytest.raises(CheckpointError, match="use another version"):
         convert(changed, tmp_path / "other", to="gptq")
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("strange", [{"converted": 7}, {"converted": {"receipts": 7}}, {"seed": "\ud800"}])
+def test_a_strange_receipt_costs_no_more_than_itself(strange: dict[str, Any], folders: Folders, tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(folders["rtn-w4g32"], source)
+    receipt = source / "receipt.json"
+    receipt.write_text(json.dumps(json.loads(receipt.read_text()) | strange))
+    done = convert(source, out, to="gptq")
+    assert len(known(out)) == (0 if "seed" in strange else 2)
+    assert len(done.notes) == ("seed" in strange)
+    assert not list(out.glob("*.tmp"))

@@ -72,6 +72,6 @@ def _with_receipt(known: receipt.Receipt | None, source: Path, done: Converted) 
     output = Path(os.path.realpath(done.path))  # beside which the receipt lies, if it is a link
     try:
         why = receipt.carry(known, source, output, done.sha256, done.bits_per_weight)
-    except OSError as error:  # the output is whole
+    except (OSError, ValueError) as error:  # the output is whole
         why = f"the output has no receipt: {error}"
     return done if why is None else replace(done, notes=(*done.notes, why))
