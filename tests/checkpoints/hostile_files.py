@@ -14,6 +14,7 @@ lies outside of its matrix) is found there at the latest.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import random
@@ -483,6 +484,7 @@ def examine(path: Path) -> Outcome:
     ways: list[Callable[[Path], object]] = [inspect, stored]
     if path.name == FILE:
         ways.append(_tokenizer)
+    gc.freeze()  # or the collector would walk through what thousands of tests left behind, at this file's expense
     for way in ways:
         memory, began = Memory(), time.process_time()
         try:
@@ -497,6 +499,7 @@ def examine(path: Path) -> Outcome:
             outcome.wrong.append(f"{way.__name__} raised {type(error).__name__}: {str(error)[:200]}")
         outcome.seconds = max(outcome.seconds, time.process_time() - began)
         outcome.bytes = max(outcome.bytes, memory.taken)
+    gc.unfreeze()
     if outcome.refused is None:
         try:
             outcome.wrong += _read_otherwise(path)
