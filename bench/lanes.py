@@ -165,7 +165,7 @@ def four_eight_four(group: int) -> Lane:
         "QoQ": {"recipe": f"rotate+{steps}", "heads": False, "balance": False},
         "QoQ, not rotated": {"recipe": steps},
     }
-    ours = ("gptq", "smoothattention+guided", "smoothattention+guided+tune")
+    ours = ("gptq", "smoothattention+guided", "smoothattention+guided+tune", "rotate+smoothattention+guided")
     return Lane(
         tuple(f"{method}-{scheme}" for method in ours),
         {},

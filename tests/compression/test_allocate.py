@@ -17,7 +17,7 @@ from attar.checkpoints.receipt import read_receipt
 from attar.compression import allocate, calibrate, importance, place, sensitivity
 from attar.compression.methods import Rtn
 from attar.compression.output import Output
-from attar.compression.pipeline import compress
+from attar.compression.pipeline import Compressed, compress
 from attar.compression.recipe import Recipe
 from attar.compression.run import Run
 from attar.compression.sensitivity import Group, Log, Trial, apart, groups_of
@@ -170,22 +170,80 @@ def test_the_model_is_as_it_was_afterwards(tiny: Path, calibration: Ids, tmp_pat
     assert all(after[name] is weight for name, weight in before.items())
 
 
-def test_an_output_that_misses_its_target_of_kl_says_so(
+GOAL = 0.5
+
+
+def towards_a_kl(tiny: Path, out: Path, calibration: Ids) -> Compressed:
+    return compress(tiny, out, recipe="rtn-w4g64", target=Target(kl=GOAL), ladder=schemes(), calibration=calibration)
+
+
+def reached(monkeypatch: pytest.MonkeyPatch, *divergences: float) -> list[float]:
+    """Let outputs have these divergences, in turn; returns those that nobody has asked for yet."""
+    left = list(divergences)
+    monkeypatch.setattr(Run, "divergence", lambda run, ids: left.pop(0))
+    return left
+
+
+def test_an_output_that_misses_its_target_of_kl_is_made_anew_with_more_bits(
     tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is measured group by group is not all that the walk does."""
-    goal = Target(kl=0.5)
-    asked = {"recipe": "rtn-w4g64", "target": goal, "ladder": schemes(), "calibration": calibration}
-    kept = compress(tiny, tmp_path / "kept", **asked)  # type: ignore[arg-type]
-    assert kept.reached is not None
-    assert kept.reached <= 0.5
-    assert kept.warnings == ()
-    monkeypatch.setattr(Run, "divergence", lambda run, ids: 0.75)
-    missed = compress(tiny, tmp_path / "missed", **asked)  # type: ignore[arg-type]
+    plain = towards_a_kl(tiny, tmp_path / "plain", calibration)
+    assert plain.reached is not None
+    assert plain.reached <= GOAL
+    assert plain.warnings == ()
+    left = reached(monkeypatch, 0.75, 0.4)
+    done = towards_a_kl(tiny, tmp_path / "done", calibration)
+    assert not left
+    assert done.reached == 0.4
+    assert done.warnings == ()
+    assert done.bits_per_weight > plain.bits_per_weight
+    table = json.loads((tmp_path / "done" / "receipt.json").read_text())["allocation"]
+    assert table["kl_aims"] == [GOAL, pytest.approx(allocate.SLACK * GOAL * GOAL / 0.75)]
+    assert table["kl"] <= table["kl_aims"][1]
+    assert not list(tmp_path.glob(".done*"))
+
+    walks, walk = [], Run.walk
+
+    def killed(run: Run) -> None:
+        if walks:
+            raise KeyboardInterrupt
+        walks.append(walk(run))
+
+    reached(monkeypatch, 0.75)
+    with monkeypatch.context() as context:
+        context.setattr(Run, "walk", killed)
+        with pytest.raises(KeyboardInterrupt):
+            towards_a_kl(tiny, tmp_path / "killed", calibration)
+    left = reached(monkeypatch, 0.4)
+    resumed = towards_a_kl(tiny, tmp_path / "killed", calibration)
+    assert not left
+    assert resumed.records == done.records
+    assert json.loads((tmp_path / "killed" / "receipt.json").read_text())["allocation"] == table
+
+
+def test_an_output_that_always_misses_its_target_says_so(
+    tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = reached(monkeypatch, *[0.75] * allocate.WALKS)
+    missed = towards_a_kl(tiny, tmp_path / "missed", calibration)
+    assert not left
     assert missed.warnings[0].startswith("the output's KL is 0.75 on the text that bits were chosen by, more than")
     found = json.loads((tmp_path / "missed" / "receipt.json").read_text())
     assert found["allocation"]["kl_finished"] == 0.75
+    assert len(found["allocation"]["kl_aims"]) == allocate.WALKS
     assert found["warnings"] == list(missed.warnings)
+
+
+def test_what_the_largest_schemes_cannot_do_is_not_tried_for_ever(
+    tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An aim that nothing keeps gets the largest schemes, and is the last one."""
+    left = reached(monkeypatch, 1e6, 1e6)
+    missed = towards_a_kl(tiny, tmp_path / "missed", calibration)
+    assert not left
+    assert {record.scheme for record in missed.records} == {LADDER[-1]}
+    assert missed.warnings
 
 
 @pytest.mark.parametrize("recipe", ["rtn-w4g64", "gptq-w4g64"])

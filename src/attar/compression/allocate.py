@@ -9,9 +9,10 @@ for it. (The local search of EvoPress, Sieberling et al. 2024, arXiv:2410.14649,
 
 What comes out is a recipe with an override for each linear, which the usual walk then runs with all of its methods:
 transforms, guides and corrections are not part of the measurements, which the receipt says (`unmeasured`); nor is text
-that the model writes to go with what was given. The output
-matrix, overrides and what a recipe keeps are left as the recipe says; so is what the mix of a GGUF file makes of the
-ends of a model. What that costs is part of every divergence of the whole model, and so of a target of KL.
+that the model writes to go with what was given. The output matrix, overrides and what a recipe keeps are left as the
+recipe says; so is what the mix of a GGUF file makes of the ends of a model. What that costs is part of every divergence
+of the whole model, and so of a target of KL. Where the output misses such a target nevertheless, less is aimed for, by
+as much as it was missed, and the walk begins anew (`Allocated.again`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from attar.formats.scheme import Scheme
 from attar.model.decoder import Decoder, all_compressible
 
 ROUNDS = 3  # of steps around the choice
+WALKS = 3  # to keep a target of KL, at most
+SLACK = 0.98  # of what would just do, where less is aimed for
 HEADER = 64  # bytes a linear by which the headers of files may differ between schemes
 
 Progress = Callable[[str, int, int], None]
@@ -66,6 +69,8 @@ class Allocation:
     tokens: int
     calibration: str  # the hash of the tokens that calibrated
     selection: str  # of those that divergences were measured on
+    log: Log  # where measurements are kept
+    aims: tuple[float, ...]  # for a target of KL: it, then what was aimed for because outputs had missed it
 
     @property
     def bits_per_weight(self) -> float:
@@ -88,6 +93,7 @@ class Allocation:
             "bits": self.bits_per_weight,
             "kl": self.measured,
             "kl_unrefined": self.unrefined,
+            "kl_aims": list(self.aims),
             "uniform": each_uniform,
             "groups": [
                 {
@@ -127,15 +133,27 @@ class Allocated:
         """For the receipt, once the output itself has the mean divergence `kl` on `measured`."""
         return self.allocation.to_dict() | {"kl_finished": kl}
 
+    def again(self, kl: float) -> bool:
+        """Whether to choose anew, for the output has the mean divergence `kl` on `measured`, more than the target: the
+        walk does what is not part of measurements, and it rounds what earlier blocks, already rounded, make of the
+        text. Not where there is nothing larger to choose, or `WALKS` were made."""
+        found = self.allocation
+        return bool(self.missed(kl)) and len(found.aims) < WALKS and found.measured <= found.aims[-1]
+
+    def aim_for_less(self, kl: float) -> None:
+        """Note what the next call of `for_output` is to choose by, in this process or in one that resumes."""
+        found = self.allocation
+        assert found.target.kl is not None
+        found.log.put(_aims(found.target), [*found.aims, SLACK * found.aims[-1] * found.target.kl / kl])
+
     def missed(self, kl: float) -> tuple[str, ...]:
-        """What to say of an output whose divergence is more than the target allows. The walk does what is not part of
-        measurements, and it rounds what earlier blocks, already rounded, make of the text."""
+        """What to say of an output whose divergence is more than the target allows, once nothing more can be done."""
         goal = self.allocation.target.kl
         if goal is None or kl <= goal:
             return ()
         return (
             f"the output's KL is {kl:.4g} on the text that bits were chosen by, more than the target of {goal:.4g}: "
-            f"groups rounded one by one came to {self.allocation.measured:.4g}; ask for less to get there",
+            f"groups rounded one by one came to {self.allocation.measured:.4g}; name larger schemes, or ask for less",
         )
 
     def forget(self) -> None:
@@ -289,10 +307,11 @@ def allocate(
         return Allocation(
             chosen, target, ladder, tuple(groups), tuple(map(tuple, alone)), choice, value["unrefined"],
             value["measured"], tuple(value["uniform"]), value["tokens"],
-            calibrate.token_hash(ids), calibrate.token_hash(measured),
+            calibrate.token_hash(ids), calibrate.token_hash(measured), log, aims,
         )  # fmt: skip
 
-    finished = f"{target.to_dict()}, {budget}"
+    aims = () if target.kl is None else tuple(log.get(_aims(target)) or [target.kl])
+    finished = f"{target.to_dict()}, {budget}, {aims}"
     if (known := log.get(finished)) is not None:  # the run was killed after this
         return result(known["alone"], known)
     trial = Trial(decoder, groups, ladder, rounding, ids, measured, log, told, output, weighs)
@@ -301,7 +320,7 @@ def allocate(
         [(group.bytes(scheme), cost) for scheme, cost in zip(ladder, row, strict=True)]
         for group, row in zip(groups, alone, strict=True)
     ])  # fmt: skip
-    at = found.within(budget) if budget is not None else _smallest_within(found, target.kl or 0.0, trial)
+    at = found.within(budget) if budget is not None else _smallest_within(found, aims, trial)
     assert at is not None, "the smallest choice is on the front, and within the budget"
     first = found.choice(at)
     unrefined = trial.whole(first)
@@ -359,13 +378,17 @@ def _budget(
     return budget
 
 
-def _smallest_within(found: knapsack.Front, goal: float, trial: Trial) -> int:
-    """The smallest point of the front whose choice, measured, has at most the divergence `goal`, by bisection: along
-    the front it falls, but for noise far below the difference of most points.
+def _aims(target: Target) -> str:
+    return f"aims of {target.to_dict()}"
 
-    Raises ValueError where even the last has more.
+
+def _smallest_within(found: knapsack.Front, aims: Sequence[float], trial: Trial) -> int:
+    """The smallest point of the front whose choice, measured, has at most the last divergence of `aims`, by bisection:
+    along the front it falls, but for noise far below the difference of most points. The last point, if none has.
+
+    Raises ValueError where even that has more than the first of `aims`, the target.
     """
-    low, high = -1, len(found) - 1
+    low, high, goal, aim = -1, len(found) - 1, aims[0], aims[-1]
     if (least := trial.whole(found.choice(high))) > goal:
         raise ValueError(
             f"a KL of {goal:g} cannot be kept: with the largest schemes it is {least:.3g}; name larger ones, or allow "
@@ -373,7 +396,7 @@ def _smallest_within(found: knapsack.Front, goal: float, trial: Trial) -> int:
         )
     while high - low > 1:
         middle = (low + high) // 2
-        if trial.whole(found.choice(middle)) <= goal:
+        if trial.whole(found.choice(middle)) <= aim:
             high = middle
         else:
             low = middle

@@ -122,10 +122,10 @@ def compress(
     are chosen by, and what tuning judges by, is the given text alone. `imatrix`
     is an importance matrix for a GGUF file, which weighs errors by it; with calibration alone one is computed.
     With a `target`, each linear gets the scheme of `ladder` that `allocate` chooses, by default the recipe's with other
-    bits. `evaluation` is a held-out text file on which the cost is measured. At most `calib_memory` bytes of
-    calibration activations are held in memory. A killed run resumes, unless `resume` is false. On a `device` that is no
-    CPU each block is moved there, run and solved there, and what came of it comes back to be written (`place`); the
-    cost is measured there too, in bfloat16.
+    bits; an output that misses a target of KL is made anew with more, twice at most. `evaluation` is a held-out text
+    file on which the cost is measured. At most `calib_memory` bytes of calibration activations are held in memory. A
+    killed run resumes, unless `resume` is false. On a `device` that is no CPU each block is moved there, run and solved
+    there, and what came of it comes back to be written (`place`); the cost is measured there too, in bfloat16.
 
     Raises ValueError (CheckpointError among them) for anything a user can mend: an unknown recipe word, a group size
     that does not divide, an existing output, a full disk, a NaN in a named layer.
@@ -165,10 +165,18 @@ def compress(
             ladder=best.is_ladder(recipe), device=device,
         )  # fmt: skip
         recipe, calibration = choice.winner, choice.calibration
-    return _carry_out(
-        order, recipe, calibration, settings, target=target, ladder=ladder, imatrix=imatrix, evaluation=evaluation,
-        eval_tokens=eval_tokens, choice=choice,
-    )  # fmt: skip
+    while True:
+        try:
+            return _carry_out(
+                order, recipe, calibration, settings, target=target, ladder=ladder, imatrix=imatrix,
+                evaluation=evaluation, eval_tokens=eval_tokens, choice=choice,
+            )  # fmt: skip
+        except _Missed:
+            settings = replace(settings, resume=True)  # with what was measured for the bits that did not do
+
+
+class _Missed(Exception):
+    """An output has not kept its target of KL, and bits can be chosen anew."""
 
 
 @dataclass(frozen=True)
@@ -258,6 +266,11 @@ def _carry_out(
         run.walk()
         run.tune()
         reached = None if chosen is None else run.divergence(chosen.measured)
+        if chosen is not None and reached is not None and chosen.again(reached):
+            work.clear()  # first: a run that is killed here finds neither half of a walk by other bits
+            chosen.aim_for_less(reached)
+            report("target missed", len(chosen.allocation.aims), allocate.WALKS)
+            raise _Missed
         cost = None if held_out is None else run.measure(held_out, tokenizer)
         given = next((search.read for search in (choice, chosen) if search is not None), ids)
         share = None if held_out is None or given is None else domain.shared(held_out, given)
