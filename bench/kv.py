@@ -56,8 +56,8 @@ from attar.model.decoder import Decoder
 
 Q4_0 = 32  # columns of a block
 TILE = 128  # queries that are computed at once
-KLT_LESS = KvScheme("klt2, 2.25 stored", "planes", 2, calibrated=True, recent=True)
-KLT_MORE = KvScheme("klt2, 3 stored", "planes", 2.75, calibrated=True, recent=True)  # as KIVI in groups of 32
+KLT_LESS = KvScheme("klt2, 2.25 stored", "planes", 2.125, calibrated=True, recent=True)
+KLT_MORE = KvScheme("klt2, 3 stored", "planes", 2.875, calibrated=True, recent=True)  # as KIVI in groups of 32
 
 
 @dataclass(frozen=True)

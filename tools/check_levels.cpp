@@ -202,7 +202,7 @@ void check_attention() {
 // made, so that it stays unfinished. Bits of planes are uneven, of every number from 0 to 6; KIVI's groups are of 16.
 void check_narrow() {
     constexpr std::int64_t BLOCKS = 20, BLOCK = 32, HEADS = 6, KV_HEADS = 2, TAILS = 3;
-    for (const char* kind : {"planes", "planes with recent blocks", "KIVI"})
+    for (const char* kind : {"planes", "planes of byte scales, with recent blocks", "KIVI"})
         for (const std::int64_t size : {16, 64, 80})
             for (const std::int64_t rows : {1, 16}) {
                 const bool recent = std::strcmp(kind, "planes") != 0, kivi = std::strcmp(kind, "KIVI") == 0;
@@ -245,7 +245,7 @@ void check_narrow() {
                                              values.data(), key_scales.data(), value_scales.data(),
                                              kivi ? key_zeros.data() : nullptr, kivi ? value_zeros.data() : nullptr,
                                              BLOCKS, BLOCK, KV_HEADS, size, kivi ? nullptr : &bases, kivi ? 16 : units,
-                                             halves(recent_keys), halves(recent_values), TAILS};
+                                             halves(recent_keys), halves(recent_values), TAILS, recent && !kivi};
                     for (std::int64_t from = 0; from < last; from += BLOCK / 2) {
                         std::vector<std::int64_t> where(BLOCK / 2);
                         for (std::int64_t i = 0; i < BLOCK / 2; ++i)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from attar.kernels.planes import Basis
 HEADS, SIZE = 2, 32
 INVERSE = 1e-4  # of numbers around 1: two products by matrices of moderate condition
 SCALE = 2**-7  # of a scale in bfloat16, and of what it scales
+for_both = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])  # that scales are stored in
 ROUNDING = 1e-3  # of outputs, relative: sums in another order, and 16-bit numbers
 
 
@@ -74,12 +76,14 @@ def test_planes_hold_codes() -> None:
         assert found.count_nonzero() == 2
 
 
+@for_both
 @pytest.mark.parametrize("bits", range(1, 7))
-def test_normal_numbers_lose_what_lloyd_says(bits: int) -> None:
-    """Of 4096 rows; a scale of each row's own loses a little less than one for all."""
+def test_normal_numbers_lose_what_lloyd_says(bits: int, dtype: torch.dtype) -> None:
+    """Of 4096 rows; a scale of each row's own loses a little less than one for all, be it a byte."""
     turn = Basis(*(randn(1, 1, 1) for _ in range(2)), torch.zeros(1, 64), torch.ones(1, 64), ((bits,) * 8,))  # type: ignore[call-arg, arg-type]
     y = randn(4096, 1, 64, seed=bits) * 3
-    codes, scales = planes.quantize(y, turn)
+    codes, scales = planes.quantize(y, turn, dtype)
+    assert scales.dtype == dtype
     assert int(codes.max()) == (1 << bits) - 1
     error = (planes.dequantize(codes, scales, turn) - y).square().mean() / 9
     assert 0.75 * DISTORTION[bits] <= error <= 1.01 * DISTORTION[bits]
@@ -89,12 +93,32 @@ def test_normal_numbers_lose_what_lloyd_says(bits: int) -> None:
         assert (levels[int(nearest[bits, i + 127])] - i).abs() == (levels - i).abs().min()
 
 
-def test_what_is_not_finite_shows() -> None:
+def test_a_byte_is_the_upper_half_of_a_float16() -> None:
+    """All of them by Python's own float16; a byte is the largest that is not above what it is cut from."""
+    every = planes.widen(torch.arange(256).to(torch.uint8))
+    expected = [struct.unpack("<e", struct.pack("<H", code << 7))[0] for code in range(256)]
+    assert every[:248].tolist() == expected[:248]
+    assert not every[248:].isfinite().any()
+    y = torch.zeros(4096, 1, 8)
+    y[:, 0] = torch.logspace(-5, 4, 4096)[:, None] * randn(4096, 8)
+    one = torch.eye(8)[None]
+    turn = Basis(one, one, torch.zeros(1, 8), torch.ones(1, 8), ((4,),))
+    size = (y * turn.shares).square().sum(-1).sqrt()
+    _, scales = planes.quantize(y, turn, torch.uint8)
+    usual = size > 2**-12  # above float16's subnormal numbers
+    ratio = planes.widen(scales)[usual] / size[usual]
+    assert float(ratio.min()) >= 0.66
+    assert float(ratio.max()) <= 1.5
+    assert planes.widen(scales).isfinite().all()
+
+
+@for_both
+def test_what_is_not_finite_shows(dtype: torch.dtype) -> None:
     x = torch.zeros(3, HEADS, SIZE)
     x[0, 0, 1], x[1, 1, 2] = math.nan, math.inf
-    _, scales = planes.quantize(UNEVEN.turn(x), UNEVEN)
-    assert scales.isnan().tolist() == [[True, False], [False, True], [False, False]]
-    zero = planes.quantize(torch.zeros(1, HEADS, SIZE), UNEVEN)
+    _, scales = planes.quantize(UNEVEN.turn(x), UNEVEN, dtype)
+    assert planes.widen(scales).isnan().tolist() == [[True, False], [False, True], [False, False]]
+    zero = planes.quantize(torch.zeros(1, HEADS, SIZE), UNEVEN, dtype)
     assert not planes.dequantize(*zero, UNEVEN).any()
     for along in (2, 3):
         infinite = torch.where(torch.arange(64)[:, None] == 40, math.inf, randn(1, 1, 64, 64))
@@ -103,14 +127,15 @@ def test_what_is_not_finite_shows() -> None:
         assert scale.isfinite().any()
 
 
+@for_both
 @pytest.mark.parametrize("size", [1e21, 1e30, 3e38])
-def test_what_is_too_large_shows_in_its_own_row(size: float) -> None:
+def test_what_is_too_large_shows_in_its_own_row(size: float, dtype: torch.dtype) -> None:
     """Where squares overflow, no scale has an error: not a zero, which would pass for a number."""
     y = randn(3, HEADS, SIZE)
     y[1, 0] *= size / y[1, 0].abs().max()
-    codes, scales = planes.quantize(y, UNEVEN)
-    assert scales.isnan().tolist() == [[False, False], [True, False], [False, False]]
-    alone = planes.quantize(y[[0, 2]], UNEVEN)
+    codes, scales = planes.quantize(y, UNEVEN, dtype)
+    assert planes.widen(scales).isnan().tolist() == [[False, False], [True, False], [False, False]]
+    alone = planes.quantize(y[[0, 2]], UNEVEN, dtype)
     assert torch.equal(codes[[0, 2]], alone[0])
     assert torch.equal(scales[[0, 2]], alone[1])
 
@@ -163,7 +188,7 @@ def paged(pages: Pages, k: Tensor, v: Tensor, q: Tensor, cuts: list[int], form: 
 @pytest.mark.parametrize("kv", ["kivi2", "klt2"])
 def test_a_token_sees_its_own_block_as_it_is_and_others_rounded(kv: str) -> None:
     form, block = AttentionForm(2 * HEADS, HEADS, SIZE, 0.3), 32
-    low = Bases(basis([[4, 3, 2, 0]] * HEADS), basis([[3, 3, 3, 0]] * HEADS, seed=5))
+    low = Bases(basis([[4, 3, 3, 0]] * HEADS), basis([[3, 3, 3, 1]] * HEADS, seed=5))
     bases = low if kv == "klt2" else None
     pages = Pages.zeros(4, block, HEADS, SIZE, scheme(kv), tails=2, bases=bases)
     q, k, v = randn(80, 2 * HEADS, SIZE, seed=1), randn(80, HEADS, SIZE, seed=2), randn(80, HEADS, SIZE, seed=3)

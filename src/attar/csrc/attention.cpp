@@ -49,7 +49,9 @@ constexpr std::int64_t SERIAL_BELOW = 1 << 18;  // multiply-adds; a parallel reg
 constexpr std::int64_t SERIAL_WRITES = 1 << 15;  // elements
 
 constexpr std::int64_t MOST_BITS = 6;           // of a coordinate
-constexpr float STEPS[] = {0.75f, 0.825f, 0.9f, 0.975f, 1.05f, 1.125f, 1.2f, 1.3f};  // shares of the size, for a scale
+constexpr int TRIED = 8;  // scales of a head: shares of its size, or what is added to it as a byte
+constexpr float STEPS[TRIED] = {0.75f, 0.825f, 0.9f, 0.975f, 1.05f, 1.125f, 1.2f, 1.3f};
+constexpr int LEAST_BYTE = -3;
 
 // Of b bits: the level of each code, and the code of the level nearest to each integer from -127, of two the lower. The
 // halves are those of formats/kv.py: Lloyd's levels for the normal distribution.

@@ -10,7 +10,7 @@
 //
 // Pages in planes hold coordinates of a few bits, and have a basis to turn to them (kernels/planes.py has the arithmetic).
 //   keys, values  [blocks, G, block / 16, U, 16]: of each run of slots, bit after bit of each 8 coordinates
-//   scales        [blocks, G, block], bfloat16
+//   scales        [blocks, G, block], bfloat16, or where so said a byte, the upper half of a float16 without its sign
 //   recent        [tails, G, block, D], bfloat16, or none: where there is, the last block of each sequence lies in one of
 //                 them until its last slot is written, and goes to its place then
 //
@@ -48,7 +48,7 @@ struct Pages {
     Stored stored;
     void* keys;
     void* values;
-    void* key_scales;  // float32 of int8 and fp8, bfloat16 of planes, float16 of KIVI, else null
+    void* key_scales;  // float32 of int8 and fp8, bfloat16 or a byte of planes, float16 of KIVI, else null
     void* value_scales;
     void* key_zeros;  // of KIVI, else null
     void* value_zeros;
@@ -57,6 +57,7 @@ struct Pages {
     std::int64_t units;  // U of planes; of KIVI the group, tokens of keys and columns of values
     Bfloat16 *recent_keys, *recent_values;  // null where there are none
     std::int64_t tails;                     // how many
+    bool byte_scales;                       // of planes
 };
 
 struct Attention {

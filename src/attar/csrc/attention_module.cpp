@@ -29,7 +29,7 @@ Pages pages_of(const std::string& stored, std::uintptr_t keys, std::uintptr_t va
                         : stored == "bfloat16" ? Stored::bfloat16
                         : stored == "int8"     ? Stored::int8
                         : stored == "fp8"      ? Stored::fp8
-                        : stored == "planes"   ? Stored::planes
+                        : stored == "planes" || stored == "planes of byte scales" ? Stored::planes
                         : stored == "kivi"     ? Stored::kivi
                                                : throw std::invalid_argument("pages cannot store " + stored);
     return {kind,
@@ -47,7 +47,8 @@ Pages pages_of(const std::string& stored, std::uintptr_t keys, std::uintptr_t va
             units,
             at<Bfloat16>(recent_keys),
             at<Bfloat16>(recent_values),
-            tails};
+            tails,
+            stored == "planes of byte scales"};
 }
 
 #define ATTAR_PAGES                                                                                        \

@@ -173,7 +173,7 @@ static void expand(const Pages& pages, const Sizes& sizes, const Tile& tile, boo
     const std::int64_t run_size = value ? sizes.value_run : sizes.key_run, step = value ? 4 * sizes.padded : 32;
     std::int8_t* to = static_cast<std::int8_t*>(tile.expanded) + (value ? SPLIT / 16 * sizes.key_run : 0);
     float* scales = tile.expanded_scales + (value ? SPLIT : 0);
-    const auto* every = static_cast<const Bfloat16*>(value ? pages.value_scales : pages.key_scales);
+    const void* every = value ? pages.value_scales : pages.key_scales;
     const Bfloat16* recent = value ? pages.recent_values : pages.recent_keys;
     const std::int8_t** named = value ? seen.values : seen.keys;
     const std::uint8_t *const *raw = value ? seen.raw_values : seen.raw_keys,
@@ -192,7 +192,9 @@ static void expand(const Pages& pages, const Sizes& sizes, const Tile& tile, boo
             }
         } else {
             expand_run(raw[i], bits, buckets, to, step, value ? 32 : 128);
-            store(scales, load_as_floats(every + 16 * seen.at[i]));
+            const std::int64_t at = 16 * seen.at[i];
+            store(scales, pages.byte_scales ? load_as_floats(static_cast<const UpperHalf*>(every) + at)
+                                            : load_as_floats(static_cast<const Bfloat16*>(every) + at));
         }
         named[i] = to;
         (value ? seen.value_scales : seen.key_scales)[i] = scales;
@@ -200,6 +202,28 @@ static void expand(const Pages& pages, const Sizes& sizes, const Tile& tile, boo
 }
 
 // ---- writing
+
+// Rounded half to even; what is beyond it is infinite.
+ATTAR_INLINE Float16 to_half(float value) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    const std::uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+    std::uint32_t half;
+    if (magnitude > 0x7f800000u) {
+        half = 0x7e00u;
+    } else if (magnitude >= 0x477ff000u) {  // 65520
+        half = 0x7c00u;
+    } else if (magnitude < 0x38800000u) {  // 2^-14: it counts units of 2^-24
+        float small;
+        std::memcpy(&small, &magnitude, sizeof small);
+        small = small * 0x1p24f + ROUNDER;
+        std::memcpy(&half, &small, sizeof half);
+        half &= 0xffffu;
+    } else {
+        half = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13;
+    }
+    return Float16{static_cast<std::uint16_t>(sign | half)};
+}
 
 // Numbers of y [size] over a scale, as the integers nearest to them from -127 to 127. NaN may become any of these.
 static void nearest_integers(const float* y, std::int64_t size, float scale, std::int32_t* at) {
@@ -211,10 +235,22 @@ static void nearest_integers(const float* y, std::int64_t size, float scale, std
     }
 }
 
-// Coordinates y [size] of one head to codes, by the best of STEPS scales, which is returned; NaN where y is not finite,
+// The `i`th scale to try for numbers of a root mean square of `length`.
+static void candidate(float length, int i, Bfloat16* scale) {
+    const float wanted = length * STEPS[i];
+    put(&wanted, 1, 1, scale);
+}
+static void candidate(float length, int i, UpperHalf* scale) {
+    constexpr int INFINITE = 0x7c00 >> 7;
+    const int half = to_half(length).bits >> 7, found = half + i + LEAST_BYTE;
+    scale->bits = static_cast<std::uint8_t>(half >= INFINITE || found > INFINITE ? INFINITE : found < 0 ? 0 : found);
+}
+
+// Coordinates y [size] of one head to codes, by the best of TRIED scales, which is returned; NaN where y is not finite,
 // or so large that no scale has an error that is.
-static Bfloat16 quantize_coordinates(const float* y, std::int64_t size, const Coordinates& of, std::int64_t head,
-                                     std::uint8_t* codes) {
+template <class Scale>
+static Scale quantize_coordinates(const float* y, std::int64_t size, const Coordinates& of, std::int64_t head,
+                                  std::uint8_t* codes) {
     const float *shares = of.shares + head * size, *weights = of.weights + head * size;
     const std::uint8_t* bits = of.bits + head * (size / 8);
     Floats squares = all(0.0f);
@@ -226,13 +262,12 @@ static Bfloat16 quantize_coordinates(const float* y, std::int64_t size, const Co
     alignas(64) std::int32_t at[MOST_COLUMNS];
     alignas(64) float levels[MOST_COLUMNS];
     float least = std::numeric_limits<float>::infinity(), chosen = 1.0f;
-    Bfloat16 best;
-    best.bits = 0x7fc0u;
-    for (const float step : STEPS) {
-        Bfloat16 rounded;
-        const float wanted = length * step;
-        put(&wanted, 1, 1, &rounded);
-        const float scale = to_float(rounded), by = scale < TINY ? 1.0f : scale;
+    Scale best;
+    best.bits = static_cast<decltype(best.bits)>(sizeof best == 1 ? 0x7e00u >> 7 : 0x7fc0u);  // a NaN
+    for (int i = 0; i < TRIED; ++i) {
+        Scale tried;
+        candidate(length, i, &tried);
+        const float scale = to_float(tried), by = scale < TINY ? 1.0f : scale;
         nearest_integers(y, size, by, at);
         for (std::int64_t d = 0; d < size; d += 8) {
             const float* nearest = TABLES.nearest[bits[d / 8]] + 127;
@@ -240,13 +275,13 @@ static Bfloat16 quantize_coordinates(const float* y, std::int64_t size, const Co
         }
         Floats error = all(0.0f);
         for (std::int64_t d = 0; d < size; d += 16) {
-            const Floats off = load(y + d) - all(by) * load(levels + d);
+            const Floats off = load(y + d) - all(scale) * load(levels + d);
             error = fma(off * off, load(weights + d), error);
         }
         const float found = sum(error);
         if (!(found < least)) continue;
         least = found;
-        best = rounded;
+        best = tried;
         chosen = by;
     }
     nearest_integers(y, size, chosen, at);
@@ -280,8 +315,12 @@ static void finish_slot(const Pages& pages, const Sizes& sizes, std::int64_t g, 
     alignas(64) std::uint8_t codes[MOST_COLUMNS];
     const Coordinates& of = value ? pages.bases->values : pages.bases->keys;
     const std::int64_t block = slot / sizes.block, place = slot % sizes.block, head = block * sizes.kv_heads + g;
-    auto* scales = static_cast<Bfloat16*>(value ? pages.value_scales : pages.key_scales) + head * sizes.block + place;
-    *scales = quantize_coordinates(y, sizes.head_dim, of, g, codes);
+    void* scales = value ? pages.value_scales : pages.key_scales;
+    const std::int64_t at = head * sizes.block + place;
+    if (pages.byte_scales)
+        static_cast<UpperHalf*>(scales)[at] = quantize_coordinates<UpperHalf>(y, sizes.head_dim, of, g, codes);
+    else
+        static_cast<Bfloat16*>(scales)[at] = quantize_coordinates<Bfloat16>(y, sizes.head_dim, of, g, codes);
     auto* run = static_cast<std::uint8_t*>(value ? pages.values : pages.keys) +
                 (head * (sizes.block / 16) + place / 16) * sizes.raw_key;
     put_planes(codes, sizes.head_dim, of.bits + g * (sizes.head_dim / 8), place % 16, value, run);

@@ -85,28 +85,6 @@ static void expand(const Pages&, const Sizes&, const Tile&, bool, Seen<Bfloat16>
 
 // ---- writing
 
-// Rounded half to even; what is beyond it is infinite.
-ATTAR_INLINE Float16 to_half(float value) {
-    std::uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    const std::uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
-    std::uint32_t half;
-    if (magnitude > 0x7f800000u) {
-        half = 0x7e00u;
-    } else if (magnitude >= 0x477ff000u) {  // 65520
-        half = 0x7c00u;
-    } else if (magnitude < 0x38800000u) {  // 2^-14: it counts units of 2^-24
-        float small;
-        std::memcpy(&small, &magnitude, sizeof small);
-        small = small * 0x1p24f + ROUNDER;
-        std::memcpy(&half, &small, sizeof half);
-        half &= 0xffffu;
-    } else {
-        half = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13;
-    }
-    return Float16{static_cast<std::uint16_t>(sign | half)};
-}
-
 // As `quantize`, to e4m3, whose greatest number is 448.
 static void quantize_fp8(const float* x, std::int64_t padded, std::int8_t* codes, float* scale) {
     Floats most = all(0.0f), broken = all(0.0f);

@@ -42,6 +42,9 @@ struct E5m2 {
 struct Int8 {
     std::int8_t value;
 };
+struct UpperHalf {  // of a float16 that is not negative, without its sign and its last seven bits
+    std::uint8_t bits;
+};
 
 inline float to_float(float value) { return value; }
 
@@ -75,6 +78,7 @@ inline float to_float(E4m3 value) {
     if (magnitude == 0x7f) return NAN;
     return to_float(Float16{static_cast<std::uint16_t>(sign << 8 | magnitude << 7)}) * 256.0f;
 }
+inline float to_float(UpperHalf value) { return to_float(Float16{static_cast<std::uint16_t>(value.bits << 7)}); }
 inline float to_float(E5m2 value) { return to_float(Float16{static_cast<std::uint16_t>(value.bits << 8)}); }
 
 }  // namespace attar

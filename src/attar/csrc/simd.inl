@@ -278,24 +278,28 @@ ATTAR_INLINE Ints load_as_ints(const std::uint8_t* from) {
 }
 ATTAR_INLINE Floats load_as_floats(const std::int8_t* from) { return to_floats(load_as_ints(from)); }
 ATTAR_INLINE Floats load_as_floats(const Int8* from) { return load_as_floats(&from->value); }
-// Codes of float8 become float16, of which hardware knows the subnormals: E5M2 is its upper byte, E4M3 has another bias,
-// so that what comes out is 1/256 of it (its NaN 480/256), which whoever scales sums of products makes up for.
+// Codes of float8 become float16, of which hardware knows the subnormals: E5M2 is its upper byte, and UpperHalf without a
+// sign. E4M3 has another bias, so that what comes out is 1/256 of it (its NaN 480/256), which whoever scales sums of products
+// makes up for.
 constexpr float E4M3_UNIT = 256.0f;
-ATTAR_INLINE Floats load_as_floats(const E5m2* from) {
+template <int BITS, class T>
+ATTAR_INLINE Floats load_shifted(const T* from) {
     Floats out;
     ATTAR_EACH {
 #if ATTAR_LEVEL >= ATTAR_AVX512
         const __m256i raw = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)from));
-        out.piece[p] = (FloatPiece)_mm512_cvtph_ps(_mm256_slli_epi16(raw, 8));
+        out.piece[p] = (FloatPiece)_mm512_cvtph_ps(_mm256_slli_epi16(raw, BITS));
 #elif ATTAR_LEVEL >= ATTAR_AVX2
         const __m128i raw = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)(from + p * WIDTH)));
-        out.piece[p] = (FloatPiece)_mm256_cvtph_ps(_mm_slli_epi16(raw, 8));
+        out.piece[p] = (FloatPiece)_mm256_cvtph_ps(_mm_slli_epi16(raw, BITS));
 #else
         for (int i = 0; i < WIDTH; ++i) out.piece[p][i] = to_float(from[p * WIDTH + i]);
 #endif
     }
     return out;
 }
+ATTAR_INLINE Floats load_as_floats(const E5m2* from) { return load_shifted<8>(from); }
+ATTAR_INLINE Floats load_as_floats(const UpperHalf* from) { return load_shifted<7>(from); }
 ATTAR_INLINE Floats load_as_floats(const E4m3* from) {
     Floats out;
     ATTAR_EACH {

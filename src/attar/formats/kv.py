@@ -6,9 +6,11 @@
     int4                rotated by a Hadamard matrix, then 4 bits on a grid for what that makes of them, near enough
                         normal; a bfloat16 scale per token and head, chosen by the error that it leaves
     klt4, klt2          the same in another basis, calibrated per layer and head (`model/kv_basis.py`): coordinates in
-                        which errors count alike and which are uncorrelated, with more bits where they vary more; 4.25
-                        and 2.25 bits on average, so that with their scales heads of 64 take what llama.cpp's q4_0 and
-                        KIVI in groups of 64 take. klt2 keeps the unfinished block of each sequence in 16 bits
+                        which errors count alike and which are uncorrelated, with more bits where they vary more; 4.375
+                        and 2.375 bits on average. Numbers of a usual size have a scale near one in it, so that a byte
+                        is enough for a scale (the upper half of a float16 without its sign): heads of 64 take what
+                        llama.cpp's q4_0 and KIVI in groups of 64 take. klt2 keeps the unfinished block of each
+                        sequence in 16 bits
     kivi2               KIVI's code (Liu et al. 2024): 2 bits from least to greatest, keys per channel in groups of 32
                         tokens, values per token in groups of 32 columns; the unfinished block in 16 bits. As
                         published, besides up to R unrounded keys (R = 128) the last R values always stay in 16 bits:
@@ -89,7 +91,7 @@ class KvScheme:
         padded, runs = -(-head_dim // RUN) * RUN, block // RUN
         if self.planes:
             codes = Part("uint8", (kv_heads, runs, self.units(head_dim), 2 * BUCKET))
-            scales = Part("bfloat16", (kv_heads, block))
+            scales = Part("uint8" if self.calibrated else "bfloat16", (kv_heads, block))
             return {"keys": codes, "values": codes, "key_scales": scales, "value_scales": scales}
         if self.kind == "kivi":
             by_channel = Part("float16", (kv_heads, block // self.group, head_dim))
@@ -148,12 +150,12 @@ SCHEMES: Mapping[str, KvScheme] = {
         KvScheme("bfloat16", "float", 16),
         KvScheme("int8", "int8", 8),
         KvScheme("fp8", "fp8", 8),
-        KvScheme("klt4", "planes", 4.25, calibrated=True),
+        KvScheme("klt4", "planes", 4.375, calibrated=True),
         KvScheme("int4", "planes", 4),
         KvScheme("nuq4", "nuq", 4, calibrated=True),
         KvScheme("nuq3", "nuq", 3, calibrated=True),
         KvScheme("kivi2", "kivi", 2, recent=True, group=32),
-        KvScheme("klt2", "planes", 2.25, calibrated=True, recent=True),
+        KvScheme("klt2", "planes", 2.375, calibrated=True, recent=True),
     )
 }
 

@@ -182,7 +182,7 @@ def _write_planes(k: Tensor, v: Tensor, pages: Pages, slots: Tensor) -> None:
         (v, pages.bases.values, pages.values, pages.value_scales, True),
     ):
         assert isinstance(basis, Basis)
-        rows, scales[slots // pages.block, :, slots % pages.block] = coding.quantize(x, basis)
+        rows, scales[slots // pages.block, :, slots % pages.block] = coding.quantize(x, basis, scales.dtype)
         codes = coding.unpack(planes[block, :, run], basis, values)
         codes[which, :, slots % 16] = rows
         planes[block, :, run] = coding.pack(codes, basis, values)

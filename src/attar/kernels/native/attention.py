@@ -143,6 +143,8 @@ def _pages(pages: Pages) -> tuple[str | int, ...]:
             raise ValueError(f"{pages.scheme.name} pages have {', '.join(expected)}")
     units = scheme.units(pages.head_dim) if scheme.planes else scheme.group
     kind = scheme.name if scheme.kind == "float" else scheme.kind
+    if scheme.planes and scheme.calibrated:
+        kind = "planes of byte scales"
     return kind, *addresses.values(), *sizes, bases, units, *recent
 
 

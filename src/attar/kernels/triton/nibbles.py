@@ -91,7 +91,7 @@ def put_nibbles(
         s = tl.where(scale < SMALLEST, 1.0, scale)
         at = tl.minimum(tl.maximum(y * tl.div_rn(1.0, s), -LAST), LAST)
         code = tl.load(nearest + ((at + ROUND) - ROUND).to(tl.int32) + LAST).to(tl.int32)
-        miss = y - s * tl.load(levels + code).to(tl.float32)
+        miss = y - scale * tl.load(levels + code).to(tl.float32)
         error = tl.sum(tl.sum(miss * miss, 1), 0)
         better = error < best
         best, kept = tl.where(better, error, best), tl.where(better, scale, kept)
