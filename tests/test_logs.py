@@ -17,11 +17,13 @@ from pathlib import Path
 import pytest
 
 from attar import logs
-from attar.logs import CLOSE_SECONDS, WAITING, Log
+from attar.logs import CLOSE_SECONDS, LINE, WAITING, Log
 
 SECONDS = 20.0
 PIPE = 1 << 16  # bytes that a pipe holds, as a rule
-DROPPED = " lines of this log were dropped: nobody read it, or there was no room"
+LINES = 1000  # that the queue holds where it is `short`
+TEXT = "x" * (PIPE // LINES)
+DROPPED = " lines of this log were dropped: they could not be written as fast as they came"
 
 
 @pytest.fixture
@@ -30,6 +32,12 @@ def pipe() -> Iterator[tuple[int, int]]:
     yield read, write
     for end in (read, write):
         os.close(end)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue, for a pipe to be as long as it."""
+    monkeypatch.setattr(logs, "WAITING", LINES * (len(TEXT) + LINE))
 
 
 def record(text: str) -> logging.LogRecord:
@@ -54,12 +62,12 @@ def test_lines_come_in_order_and_whole(pipe: tuple[int, int]) -> None:
     assert until(pipe[0], "\\udcff") == [*(f"line {i}" for i in range(100)), "\\udcff"]
 
 
+@pytest.mark.usefixtures("short")
 def test_nobody_waits_for_a_reader_who_has_stopped(pipe: tuple[int, int]) -> None:
     log = Log(pipe[1])
-    count = 3 * WAITING
-    text = "x" * (PIPE // WAITING)
+    count = 3 * LINES
     for _ in range(count):  # of which the pipe holds fewer than 1,000, and the queue 1,000
-        log.handle(record(text))
+        log.handle(record(TEXT))
     began = time.monotonic()
     log.close()
     assert time.monotonic() - began < 4 * CLOSE_SECONDS
@@ -74,25 +82,72 @@ def test_nobody_waits_for_a_reader_who_has_stopped(pipe: tuple[int, int]) -> Non
     assert len(found.splitlines()) < count
 
 
+@pytest.mark.usefixtures("short")
 def test_what_was_dropped_is_said_once_there_is_room(pipe: tuple[int, int]) -> None:
-    log, count = Log(pipe[1]), 3 * WAITING
-    text = "x" * (PIPE // WAITING)
+    log, count = Log(pipe[1]), 3 * LINES
     for _ in range(count):
-        log.handle(record(text))
+        log.handle(record(TEXT))
     lines = until(pipe[0], DROPPED)
     log.handle(record("last"))
     lines += until(pipe[0], "last")
     told = [int(line.split()[0]) for line in lines if line.endswith(DROPPED)]
     assert told
-    assert sum(told) == count - lines.count(text), "it may have had room for a moment before"
+    assert sum(told) == count - lines.count(TEXT), "it may have had room for a moment before"
     log.close()
 
 
+def test_a_burst_to_a_file_is_written_whole(tmp_path: Path) -> None:
+    """What writes it runs in turn with what is logged, and gets behind by thousands of lines."""
+    with (tmp_path / "log").open("wb") as file:
+        log = Log(file.fileno())
+        lines = [f"127.0.0.1 - a line as access logs have them, of a usual length: {i}" for i in range(20_000)]
+        for line in lines:
+            log.handle(record(line))
+        end = time.monotonic() + SECONDS
+        while log._thread.is_alive():
+            assert time.monotonic() < end
+            log.close()
+    assert (tmp_path / "log").read_text().splitlines() == lines
+
+
+def test_the_queue_holds_so_many_characters_and_no_more(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of no characters among them, which cost memory too."""
+    write, go_on = os.write, threading.Event()
+
+    def held(descriptor: int, data: bytes) -> int:
+        assert descriptor != pipe[1] or go_on.wait(SECONDS)
+        return write(descriptor, data)
+
+    monkeypatch.setattr(logs.os, "write", held)
+    log = Log(pipe[1])
+    log.handle(record("first"))
+    while not log._lines.empty():
+        time.sleep(0.001)
+    for _ in range(100):
+        log.handle(record("x" * (1 << 20)))
+    assert log._lines.qsize() == WAITING // ((1 << 20) + LINE)
+    for _ in range(WAITING // LINE):
+        log.handle(record(""))
+    assert 1 < log._lines.qsize() <= WAITING // LINE
+    assert log._waiting <= WAITING
+    os.set_blocking(pipe[0], False)
+    go_on.set()
+    end = time.monotonic() + SECONDS
+    while log._thread.is_alive():
+        assert time.monotonic() < end
+        with contextlib.suppress(BlockingIOError):
+            os.read(pipe[0], PIPE)
+        if log._lines.empty():
+            log.close()
+    assert log._waiting == 0
+
+
+@pytest.mark.usefixtures("short")
 def test_a_closed_descriptor_ends_the_writing_and_nothing_else() -> None:
     read, write = os.pipe()
     os.close(read)
     log = Log(write)
-    for _ in range(2 * WAITING):
+    for _ in range(3 * LINES):
         log.handle(record("unread"))
     log.close()
     os.close(write)
@@ -130,12 +185,13 @@ def test_a_full_disk_costs_the_lines_that_it_did_not_take(
     log.close()
 
 
+@pytest.mark.usefixtures("short")
 def test_the_end_of_a_process_does_not_wait_for_itself(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """`logging.shutdown` holds the handler's lock while it closes it."""
     monkeypatch.setattr(logs, "CLOSE_SECONDS", SECONDS)
     log = Log(pipe[1])
-    for _ in range(3 * WAITING):
-        log.handle(record("x" * (PIPE // WAITING)))
+    for _ in range(3 * LINES):
+        log.handle(record(TEXT))
     reader = threading.Thread(target=until, args=(pipe[0], DROPPED))
     began = time.monotonic()
     log.acquire()
@@ -149,10 +205,10 @@ def test_the_end_of_a_process_does_not_wait_for_itself(pipe: tuple[int, int], mo
 def test_a_descriptor_that_does_not_block_loses_nothing(pipe: tuple[int, int]) -> None:
     os.set_blocking(pipe[1], False)
     log, text = Log(pipe[1]), "x" * 1000
-    for _ in range(WAITING // 2):  # many pipes full
+    for _ in range(LINES // 2):  # many pipes full
         log.handle(record(text))
     log.handle(record("last"))
-    assert until(pipe[0], "last") == [text] * (WAITING // 2) + ["last"]
+    assert until(pipe[0], "last") == [text] * (LINES // 2) + ["last"]
     log.close()
 
 

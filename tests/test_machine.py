@@ -166,6 +166,37 @@ def test_this_machine_has_something() -> None:
     assert found.cores >= 1
 
 
+def test_of_a_private_folder_nothing_is_left_and_of_anything_else_everything(tmp_path: Path) -> None:
+    """Folders for what is temporary are cleaned, and names in them are free for all."""
+    folder, victim = tmp_path / "own", tmp_path / "victim"
+    for there in (("socket",), ()):
+        machine.private_folder(folder)
+        for name in there:
+            (folder / name).touch()
+        machine.remove_private_folder(folder, "socket")
+        assert not folder.exists()
+    machine.remove_private_folder(folder, "socket")
+    for mode in (0o700, 0o750):
+        victim.mkdir(exist_ok=True)
+        (victim / "socket").touch()
+        victim.chmod(mode)
+        folder.symlink_to(victim)
+        machine.remove_private_folder(folder, "socket")
+        assert (victim / "socket").is_file(), "a link was followed"
+        assert folder.is_symlink()
+        folder.unlink()
+    machine.remove_private_folder(victim, "socket")
+    assert (victim / "socket").is_file(), "others may enter it, so it is not what was made"
+    folder.touch()
+    machine.remove_private_folder(folder, "socket")
+    assert folder.is_file()
+    full = tmp_path / "full"
+    machine.private_folder(full)
+    (full / "other").touch()
+    machine.remove_private_folder(full, "socket")
+    assert [each.name for each in full.iterdir()] == ["other"]
+
+
 def test_a_private_folder_is_made_once_and_is_nobody_elses(tmp_path: Path) -> None:
     folder = tmp_path / "own"
     for _ in range(2):

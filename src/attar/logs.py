@@ -1,8 +1,8 @@
 """A log that nobody waits for: a reader who has stopped reading must not stop who writes.
 
 A terminal on hold, or a full pipe whose reader hangs, blocks whoever writes to it, and a server's loop writes its log
-between two events. So lines are written by a thread of their own, from a queue with an end: what comes when it is full,
-or while a disk is, is dropped, and counted in the log once there is room.
+between two events. So lines are written by a thread of their own, from a queue with an end, tens of thousands of lines
+away: what comes when it is full, or while a disk is, is dropped, and counted in the log once there is room.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import select
 import sys
 import threading
 
-WAITING = 1000  # lines, at most
+WAITING = 8 << 20  # characters of lines, at most
+LINE = 64  # that each is counted with besides its own: what Python keeps of it
 CLOSE_SECONDS = 1.0  # that the end of a process waits for the last of them
 
 
@@ -26,7 +27,7 @@ class Log(logging.Handler):
         self._descriptor = descriptor
         # Not `Queue`: while that holds its lock a collection may run, and what is collected may log.
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._dropped = 0
+        self._waiting = self._dropped = 0  # characters, lines
         self._counting = threading.RLock()  # of its own: whoever ends the log holds the handler's, and waits
         self._torn = False  # whether a line broke off where the disk was full
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
@@ -40,7 +41,10 @@ class Log(logging.Handler):
 
     def say(self, text: str) -> None:
         """Put a text as it stands into the log."""
-        if self._lines.qsize() < WAITING:
+        with self._counting:
+            if fits := self._waiting + len(text) + LINE <= WAITING:
+                self._waiting += len(text) + LINE
+        if fits:
             self._lines.put(text)
         else:
             self._drop(1)
@@ -57,6 +61,8 @@ class Log(logging.Handler):
     def _write(self) -> None:
         try:
             while (line := self._lines.get()) is not None:
+                with self._counting:
+                    self._waiting -= len(line) + LINE
                 if not self._put(line):
                     self._drop(1)
                 if self._lines.empty():
@@ -67,7 +73,7 @@ class Log(logging.Handler):
 
     def _tell_dropped(self) -> None:
         if count := self._dropped:
-            sentence = "%d lines of this log were dropped: nobody read it, or there was no room"
+            sentence = "%d lines of this log were dropped: they could not be written as fast as they came"
             if self._put(self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, sentence, (count,), None))):
                 self._drop(-count)
 

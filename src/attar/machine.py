@@ -88,9 +88,29 @@ def private_folder(path: Path) -> None:
     folder of somebody else's, or one that others may enter."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(0o700)
-    status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+    if not _is_private(path.lstat()):
         raise PermissionError(f"{path} is not a folder of this user alone")
+
+
+def remove_private_folder(path: Path, file: str) -> None:
+    """Remove what `private_folder` made, and the one file that is meant to be in it. What cannot be removed stays, and
+    so does what else has been put in the folder's place: nothing is raised, and no link is followed."""
+    with contextlib.suppress(OSError):
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # whatever the name means a moment later
+        try:
+            if not _is_private(os.fstat(folder)):
+                return
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(file, dir_fd=folder)
+        finally:
+            os.close(folder)
+        path.rmdir()
+
+
+def _is_private(status: os.stat_result) -> bool:
+    """Whether it is a folder of this user alone."""
+    own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    return own and not stat.S_IMODE(status.st_mode) & 0o077
 
 
 def cores(root: Path = Path("/")) -> int:

@@ -505,6 +505,30 @@ def test_what_we_write_the_oracle_and_we_read_bit_for_bit(
             assert same_bits(file.read(name), tensor)
 
 
+def test_near_misses_are_looked_for_among_few_short_names(
+    write: Callable[[bytes], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names are a stranger's, and twenty thousand that are permutations of ours would take seconds."""
+    known = ("x" * (ours.WORD + i % 2) for i in range(10 * ours.NEAR))
+    seen: list[str] = []
+
+    def matches(name: str, names: list[str], **_: object) -> list[str]:
+        seen.extend(names)
+        return []
+
+    monkeypatch.setattr(ours.difflib, "get_close_matches", matches)
+    assert ours.near("x", known) == ""
+    assert len(seen) == ours.NEAR // 2
+    assert len(list(known)) == 9 * ours.NEAR
+    seen.clear()
+    assert ours.near("x" * (ours.WORD + 1), ["x"]) == ""
+    assert seen == []
+    many = {f"t{i}": entry("U8", [1], [i, i + 1]) for i in range(2 * ours.NEAR)}
+    with pytest.raises(CheckpointError, match="has no tensor 't'"):
+        TensorFile(write(pack(many, bytes(len(many))))).info("t")
+    assert len(seen) == ours.NEAR
+
+
 def test_an_unknown_name_offers_the_nearest(write: Callable[[bytes], Path]) -> None:
     file = TensorFile(write(one(name="model.embed_tokens.weight")))
     with pytest.raises(CheckpointError, match=r"did you mean 'model\.embed_tokens\.weight'"):

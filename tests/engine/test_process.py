@@ -298,6 +298,33 @@ def test_a_step_that_does_not_end_does_not_outlive_the_server(
     running.join()
 
 
+def test_an_engine_leaves_alone_what_lies_in_its_folders_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder was cleaned away, and somebody made a link of the name."""
+    folder, other = tmp_path / "attar", tmp_path / "other"
+    for each in (folder, other):
+        each.mkdir(0o700)
+    (other / "engine").touch()
+    read, write = os.pipe()
+    os.write(write, msgspec.json.encode(Settings("", str(folder / "engine"))) + b"\n")
+    os.close(write)
+
+    def run(loop: Loop) -> None:
+        loop.ended = True
+        (folder / "engine").unlink()
+        folder.rmdir()
+        folder.symlink_to(other)
+
+    monkeypatch.setattr(process.sys, "stdin", os.fdopen(read))
+    monkeypatch.setattr(process.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(process.gc, "freeze", lambda: None)
+    monkeypatch.setattr(process.logs, "begin", lambda _: None)
+    monkeypatch.setattr(process.loading, "engine", lambda _: (SimpleNamespace(runner=None, overlaps=False), None))
+    monkeypatch.setattr(process.Loop, "run", run)
+    assert process.main() == 0
+    assert (other / "engine").is_file()
+    assert folder.is_symlink()
+
+
 @pytest.mark.parametrize("behind", [b"", encode([Cancel("a")])[:-1]], ids=["nothing", "part of a frame"])
 def test_who_is_refused_is_told_before_the_next_step(
     running: Running, monkeypatch: pytest.MonkeyPatch, behind: bytes

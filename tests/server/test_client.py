@@ -19,7 +19,7 @@ from attar.engine import messages
 from attar.engine.messages import MAX_FRAME, Delta, Embed, Embedding, Failed, Finished, Ready, Report, Submit, encode
 from attar.engine.request import SamplingParams
 from attar.faults import Fault
-from attar.server import client
+from attar.server import client, connection
 from attar.server.client import MAX_HELD, MAX_WAITING, ROOM_SECONDS, WATCH_SECONDS, Answer, EngineClient
 from attar.server.door import Options
 from attar.server.logprobs import PromptScores
@@ -393,6 +393,47 @@ def test_a_queue_that_others_filled_is_waited_for_once_a_request_is_under_way() 
         assert refused.ended  # at the beginning it is the answer
 
     asyncio.run(go())
+
+
+def test_who_listens_in_the_engines_place_is_said_once_until_the_engine_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client connects again ten times a second, and the log would be full of it."""
+    own = connection.os.geteuid()
+    monkeypatch.setattr(client, "RETRY_SECONDS", 0.001)
+    came = 0
+
+    async def ready(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal came
+        came += 1
+        writer.write(encode([Ready("fake", 512, 100, 10, 16, 2, (), (), 0)]))
+        writers.append(writer)
+
+    async def until(true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not true():
+                await asyncio.sleep(0.001)
+
+    async def scene() -> None:
+        engine = EngineClient(tmp_path / "engine")
+        async with await asyncio.start_unix_server(ready, str(tmp_path / "engine")):
+            engine.start()
+            for times in (1, 2):
+                monkeypatch.setattr(connection.os, "geteuid", lambda: own + 1)
+                for writer in writers:
+                    writer.transport.abort()
+                before = came
+                await until(lambda before=before: came > before + 5)  # type: ignore[misc]
+                said = [each.message for each in caplog.records if "given up" in each.message]
+                assert said == ["the engine is given up: somebody else listens in the engine's place"] * times
+                monkeypatch.setattr(connection.os, "geteuid", lambda: own)
+                await until(lambda: engine.ready is not None)
+            await engine.close()
+            for writer in writers:
+                writer.transport.abort()
+
+    writers: list[asyncio.StreamWriter] = []
+    asyncio.run(scene())
 
 
 @pytest.mark.parametrize("close", [False, True])

@@ -25,13 +25,15 @@ def test_nobody_else_is_listened_to_in_the_engines_place(
     async def talk() -> list[object]:
         ours, theirs = socket.socketpair()
         events: list[object] = []
+        wrong: list[str] = []
         ended = asyncio.Event()
         with theirs:
             theirs.sendall(encode([Beat(0.5)]))
             theirs.shutdown(socket.SHUT_WR)
             loop = asyncio.get_running_loop()
-            await loop.create_unix_connection(lambda: Connection(events.extend, ended.set), sock=ours)
+            await loop.create_unix_connection(lambda: Connection(events.extend, ended.set, wrong.append), sock=ours)
             await asyncio.wait_for(ended.wait(), SECONDS)
+        assert wrong == ([] if heard else ["somebody else listens in the engine's place"])
         return events
 
     assert asyncio.run(talk()) == ([Beat(0.5)] if heard else [])

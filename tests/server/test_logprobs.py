@@ -129,7 +129,7 @@ def test_what_was_received_is_read_row_by_row_and_belongs_to_nobody_else() -> No
     sent = scores(40, 3)
     frame = encode([PromptLogprobs("a", sent), Finished("a", 0, "length", 0)])
     arrived: list[Arrived] = []
-    connection = Connection(arrived.extend, lambda: None)
+    connection = Connection(arrived.extend, lambda: None, pytest.fail)
     for at in range(0, len(frame), 100):  # the buffer must grow and shrink under what was made of it
         connection.data_received(frame[at : at + 100])
     connection.data_received(frame[:50])

@@ -19,9 +19,12 @@ from typing import Any
 
 import pytest
 
+from attar.checkpoints import hub
 from attar.engine.settings import Settings
-from attar.server import supervisor
+from attar.server import serve, supervisor
+from attar.server.door import Options
 from attar.server.supervisor import HOPELESS, WITHIN, EngineProcess
+from attar.text.tokenizer import Tokenizer
 
 SECONDS = 60.0  # that a start may take on a busy machine
 
@@ -269,6 +272,51 @@ def test_a_folder_that_was_cleaned_away_is_made_again(tmp_path: Path, monkeypatc
     with pytest.raises(PermissionError, match="attar is not a folder of this user alone"):
         engine._spawn()
     assert len(started) == 1
+
+
+@pytest.mark.parametrize("replaced", ["not at all", "by nothing", "by a link", "by a file"])
+def test_a_server_ends_where_its_folder_was_replaced(
+    replaced: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And leaves what is there."""
+    folder, other = tmp_path / "attar-0", tmp_path / "other"
+    for each in (folder, other):
+        each.mkdir(0o700)
+    (other / "engine").touch()
+
+    class Stub:
+        def __init__(self, *arguments: Any) -> None:
+            self.engine = SimpleNamespace()
+
+        def start(self) -> None:
+            (folder / "engine").touch()
+
+        def kill(self) -> None:
+            """Nothing hangs."""
+
+        async def run(self, started: object) -> None:
+            if replaced == "not at all":
+                return
+            (folder / "engine").unlink()
+            folder.rmdir()
+            if replaced == "by a link":
+                folder.symlink_to(other)
+            elif replaced == "by a file":
+                folder.touch()
+
+    class Engine(Stub):
+        def end(self) -> None:
+            """It has done so."""
+
+    monkeypatch.setattr(supervisor.tempfile, "mkdtemp", lambda *_, **__: str(folder))
+    monkeypatch.setattr(supervisor, "EngineProcess", Engine)
+    monkeypatch.setattr(supervisor.gc, "freeze", lambda: None)
+    monkeypatch.setattr(supervisor.sockets, "allow", lambda _: None)
+    monkeypatch.setattr(serve, "Server", Stub)
+    assert supervisor.run(Settings("", ""), Tokenizer.load(hub.resolve("demo")), Options(), lambda _: None) == 0
+    assert [each.name for each in other.iterdir()] == ["engine"]
+    left = {"by a link", "by a file"}
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["attar-0"] * (replaced in left) + ["other"]
 
 
 def test_a_server_that_ends_starts_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from attar.checkpoints import hub
+from attar.server.door import Options
 from attar.server.prompts import LARGE, THREADS, Prompts
+from attar.server.security import Keys
+from attar.server.serve import Server
 from attar.server.workers import Workers
 from attar.text.tokenizer import Tokenizer
 
@@ -110,9 +114,38 @@ def test_who_gives_up_while_waiting_and_who_raises_hold_up_nobody(workers: Calla
     asyncio.run(asyncio.wait_for(main(), SECONDS))
 
 
+@pytest.mark.parametrize(("keys", "together"), [("", THREADS), ("a", THREADS), ("aa", THREADS), ("ab", 1)])
+def test_large_texts_have_all_threads_where_no_keys_share_them(
+    keys: str, together: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All who come without one go by the same salt."""
+    tokenizer = Tokenizer.load(hub.resolve("demo"))
+    prompts = Server(tmp_path / "engine", tokenizer, Options(keys=Keys.of(keys))).prompts
+    jobs = [Job() for _ in range(THREADS + 1)]
+    rest = iter(jobs)
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **_: [len(next(rest)())])
+
+    async def main() -> None:
+        waiting = [asyncio.create_task(prompts.ids(b"", ["a " * LARGE], 10, "prompt")) for _ in jobs]
+        for job in jobs[:together]:
+            assert await began(job)
+        await settled(*waiting)
+        assert not jobs[together].begun.is_set()
+        for job in jobs:
+            job.go_on.set()
+        await asyncio.gather(*waiting)
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), SECONDS))
+    finally:
+        for job in jobs:
+            job.go_on.set()
+        prompts.close()
+
+
 def test_large_texts_hold_up_no_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer.load(hub.resolve("demo"))
-    prompts, job, encode = Prompts(tokenizer), Job(), tokenizer.encode
+    prompts, job, encode = Prompts(tokenizer, keys=2), Job(), tokenizer.encode
 
     def slow(text: str, **options: bool) -> list[int]:
         if len(text) > LARGE:

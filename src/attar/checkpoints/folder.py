@@ -65,9 +65,13 @@ pickles and optimizer states stay behind without being named."""
 def read_json(path: Path, limit: int, marks: int = MAX_MARKS) -> dict[str, Any]:
     """A JSON object from a file of at most `limit` bytes and `marks` braces, brackets and commas, decoded strictly.
 
-    The marks are counted before parsing, so that 16 MB of "[],[]," cannot become half a gigabyte of lists. Raises
-    CheckpointError.
+    Raises CheckpointError.
     """
+    return json_object(read_bytes(path, limit), path, marks)
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """A regular file of at most `limit` bytes. Raises CheckpointError."""
     if not path.is_file():
         raise CheckpointError(f"{path}: not a regular file")
     try:
@@ -78,6 +82,15 @@ def read_json(path: Path, limit: int, marks: int = MAX_MARKS) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     if max(size, len(text)) > limit:
         raise CheckpointError(f"{path}: larger than {limit} bytes")
+    return text
+
+
+def json_object(text: bytes, path: Path, marks: int = MAX_MARKS) -> dict[str, Any]:
+    """The JSON object that a text is, which `path` holds or will hold, of at most so many marks.
+
+    They are counted before parsing, so that 16 MB of "[],[]," cannot become half a gigabyte of lists. Raises
+    CheckpointError.
+    """
     if (count := sum(map(text.count, (b"{", b"[", b",")))) > marks:
         raise CheckpointError(f"{path}: has {count} braces, brackets and commas; attar accepts {marks}")
     value = parse_json(text, path)

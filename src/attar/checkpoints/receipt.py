@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import torch
 
-from attar.checkpoints.folder import read_json
+from attar.checkpoints.folder import json_object, read_bytes
 from attar.checkpoints.probes import EXACT, NO_FLOOR, Probes, kernel_path, unrounded
 from attar.checkpoints.safetensors import CheckpointError
 from attar.kernels import ops
@@ -37,6 +37,8 @@ from attar.version import __version__
 NAME = "receipt.json"
 FORMAT = 1
 MAX_BYTES = 64_000_000
+DEEPEST = 32  # levels of a receipt that is carried over; ours have fewer than ten, and each is a space a line
+_CHUNK = 1 << 20
 
 FIGURES = ("ppl", "bits_per_byte", "kl_mean", "kl_p999", "top1", "tokens")
 """Evaluation figures that every receipt has, null where they were not measured."""
@@ -46,6 +48,14 @@ READ = (".safetensors", ".json", ".jinja", ".model", ".tiktoken")
 
 _MACHINE = ("attar", "torch", "python", "instruction_set", "threads", "kernels")
 _REQUIRED = ("source", "recipe", "calibration", "seed", "versions", "layers", "bits_per_weight", "evaluation", "files")
+_OURS = (
+    "format", *_REQUIRED, "probes", "shard", "drawn", "device", "imatrix", "allocation", "rotation", "tune",
+    "selection", "texts", "warnings",
+)  # fmt: skip
+"""All keys that `write` gives a receipt."""
+
+Advance = Callable[[int], None]
+"""advance(bytes that were hashed since it was last called)"""
 
 
 def environment() -> dict[str, Any]:
@@ -88,9 +98,9 @@ def write(
 ) -> Path:
     """Write the receipt of `output`, whose other files must all be in place, and return its path.
 
-    `about` is `environment()` together with `recipe` (a dict), `calibration` (the token hash or None) and `seed`; keys
-    beyond those are kept. `source_files` maps the source's files to their SHA-256. Raises ValueError where a figure is
-    not finite.
+    `about` is `environment()` together with `recipe` (a dict), `calibration` (the token hash or None) and `seed`, and
+    may have others of `_OURS`. `source_files` maps the source's files to their SHA-256. Raises ValueError where a
+    figure is not finite, or nobody could read so long a receipt.
     """
     path = receipt_path(output)
     value = {key: about[key] for key in about if key not in _MACHINE} | {
@@ -103,25 +113,50 @@ def write(
         "files": {name: sha256(output_file(output, name)) for name in _files(output)},
         "probes": probes,
     }
-    _put(path, value)
+    assert set(value) <= set(_OURS), f"a conversion would leave out {sorted(set(value) - set(_OURS))}"
+    _put(path, _text(value))
     return path
 
 
-def carry(found: Receipt, source: Path, output: Path, digest: str, bits_per_weight: float | None) -> str | None:
+def carry(
+    found: Receipt,
+    source: Path,
+    output: Path,
+    digest: str,
+    bits_per_weight: float | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> str | None:
     """Write the receipt of `output`, a conversion of `source` whose values are the same to the bit: what was done and
     what it cost is as true of it. `found` is the source's, `digest` of the values, and the bits are those of the
-    output, None where it packs nothing.
+    output, None where it packs nothing. `progress(done, total)` counts bytes that are hashed, of both.
 
-    Returns None, or why no receipt is written: that of the source is of other files than lie there now.
+    Returns None, or why no receipt is written: that of the source is of other files than lie there now. Raises
+    ValueError where what it says could not be read back.
     """
-    if (wrong := _verify_files(source, found)) is not None:
+    names, done = _files(output), 0
+    paths = [*(output_file(source, name) for name in found.files), *(output_file(output, name) for name in names)]
+    total = sum(path.stat().st_size for path in paths if path.is_file())
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    if (wrong := _verify_files(source, found, advance)) is not None:
         return f"the output gets no receipt, because the source's does not hold: {wrong.detail}"
-    value = {
-        **found.value,
-        "converted": {"files": combined_hash(found.files), "values": digest, "receipts": known(source)},
-        "files": {name: sha256(output_file(output, name)) for name in _files(output)},
+    # A stranger may have written it: what none of ours has stays behind, and so does what indenting would make large.
+    value = {key: found.value[key] for key in _OURS if key in found.value}
+    if _deeper(value, DEEPEST):
+        raise ValueError(f"that of the source is nested more than {DEEPEST} deep")
+    value |= {
+        "converted": {"files": combined_hash(found.files), "values": digest, "receipts": found.known},
+        "files": {name: sha256(output_file(output, name), advance) for name in names},
     }
-    _put(receipt_path(output), value if bits_per_weight is None else value | {"bits_per_weight": bits_per_weight})
+    value |= {} if bits_per_weight is None else {"bits_per_weight": bits_per_weight}
+    path, text = receipt_path(output), _text(value)
+    json_object(text, path)  # it may hold a little more than was accepted of the source's
+    _put(path, text)
     return None
 
 
@@ -131,13 +166,40 @@ def known(output: Path) -> list[str]:
     path = receipt_path(output)
     if not path.is_file():
         return []
-    before = read_json(path, MAX_BYTES).get("converted")
+    text = read_bytes(path, MAX_BYTES)
+    return _known(json_object(text, path), text)
+
+
+def _known(value: Mapping[str, Any], text: bytes) -> list[str]:
+    before = value.get("converted")
     earlier = before.get("receipts") if isinstance(before, dict) else None
-    return [sha256(path), *(each for each in (earlier if isinstance(earlier, list) else ()) if isinstance(each, str))]
+    others = [each for each in earlier if isinstance(each, str)] if isinstance(earlier, list) else []
+    return [hashlib.sha256(text).hexdigest(), *others]
 
 
-def _put(path: Path, value: Mapping[str, Any]) -> None:
-    text = (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+def _text(value: Mapping[str, Any]) -> bytes:
+    """Canonical JSON. Raises ValueError for more than `MAX_BYTES`, before they are all in memory."""
+    text = bytearray()
+    encoder = json.JSONEncoder(sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
+    for piece in encoder.iterencode(value):
+        text += piece.encode()
+        if len(text) >= MAX_BYTES:
+            raise ValueError(f"it would be longer than {MAX_BYTES} bytes, and nobody could read it")
+    return bytes(text + b"\n")
+
+
+def _deeper(value: object, levels: int) -> bool:
+    """Whether lists and objects are nested deeper than so many levels."""
+    level = [value]
+    for _ in range(levels + 1):
+        nested = [each for each in level if isinstance(each, list | dict)]
+        if not nested:
+            return False
+        level = [each for inner in nested for each in (inner.values() if isinstance(inner, dict) else inner)]
+    return True
+
+
+def _put(path: Path, text: bytes) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:
@@ -152,11 +214,12 @@ def _put(path: Path, value: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Receipt:
-    """A receipt that was read. `value` is the whole JSON object."""
+    """A receipt that was read. `value` is the whole JSON object, `known` what the function of that name gives."""
 
     value: Mapping[str, Any]
     files: Mapping[str, str]
     probes: Probes
+    known: list[str]
 
 
 def read_receipt(output: Path) -> Receipt | None:
@@ -164,7 +227,8 @@ def read_receipt(output: Path) -> Receipt | None:
     path = receipt_path(output)
     if not path.is_file():
         return None
-    value = read_json(path, MAX_BYTES)
+    text = read_bytes(path, MAX_BYTES)
+    value = json_object(text, path)
     if value.get("format") != FORMAT:
         raise CheckpointError(
             f"{path}: its format is {value.get('format')!r}, not {FORMAT}: use another version of attar"
@@ -175,7 +239,7 @@ def read_receipt(output: Path) -> Receipt | None:
     files = value["files"]
     if not isinstance(files, dict) or not all(_is_plain(n) and isinstance(h, str) for n, h in files.items()):
         raise CheckpointError(f"{path}: the receipt is damaged: `files` must map names within the folder to hashes")
-    return Receipt(value, files, Probes.parse(value.get("probes"), str(path)))
+    return Receipt(value, files, Probes.parse(value.get("probes"), str(path)), _known(value, text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,12 +335,12 @@ def _replay_path(probes: Probes, decoder: Decoder, count: int) -> PathVerdict:
     return PathVerdict(True, None, said)
 
 
-def _verify_files(output: Path, receipt: Receipt) -> Verdict | None:
+def _verify_files(output: Path, receipt: Receipt, advance: Advance | None = None) -> Verdict | None:
     for name in sorted(receipt.files):
         path = output_file(output, name)
         if not path.is_file():
             return Verdict(False, name, f"{name} is in the receipt, but not in the folder")
-        if sha256(path) != receipt.files[name]:
+        if sha256(path, advance) != receipt.files[name]:
             return Verdict(False, name, f"{name} is not the file that was written: its SHA-256 is not the receipt's")
     for name in _files(output):
         if name not in receipt.files and name.endswith(READ):
@@ -284,9 +348,15 @@ def _verify_files(output: Path, receipt: Receipt) -> Verdict | None:
     return None
 
 
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256(path: Path, advance: Advance | None = None) -> str:
+    """A file's SHA-256 in hex; `advance` is called with the size of each piece once it is hashed."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            if advance is not None:
+                advance(count)
+    return digest.hexdigest()
 
 
 def output_file(output: Path, name: str) -> Path:

@@ -34,6 +34,7 @@ import stat
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,6 +51,8 @@ MAX_MARKS = 400_000  # quotation marks of the metadata, those in its texts inclu
 MAX_WIDE = 8_000_000  # bytes of JSON that is not plain ASCII: in memory each may take eight
 MAX_RANK = 16
 MAX_NAME = 1024
+NEAR = 300  # names among which near misses are looked for: difflib takes up to a millisecond for each
+WORD = 96  # characters of such a name, more than models use: the time grows with their square and faster
 MAPPED = 1 << 20  # bytes from which mapping pays
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -157,8 +160,14 @@ def check_name(name: str) -> str | None:
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """'; did you mean ...?' with the names most like `name`, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    """'; did you mean ...?' with the names most like `name`, or nothing.
+
+    Names may be a stranger's: only the first `NEAR` are looked at, and none that is longer than `WORD`.
+    """
+    if len(name) > WORD:
+        return ""
+    short = [each for each in islice(known, NEAR) if len(each) <= WORD]
+    close = difflib.get_close_matches(name, short, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 

@@ -30,7 +30,7 @@ from typing import NoReturn
 
 import msgspec
 
-from attar import env, faults, logs
+from attar import env, faults, logs, machine
 from attar.engine import loading
 from attar.engine.engine import SENTENCES, Engine
 from attar.engine.messages import (
@@ -147,7 +147,8 @@ class Loop:
         while not self._stopped.wait(BEAT_SECONDS):
             alone = alone + BEAT_SECONDS if self._orphaned() else 0.0
             if alone > ORPHAN_SECONDS:
-                _remove(Path(self.listener.getsockname()))
+                path = Path(self.listener.getsockname())
+                machine.remove_private_folder(path.parent, path.name)
                 _end_at_once("the server has gone, and a step does not end")
             left, outbox = self._left, self._outbox
             busy = grown(busy if left == last else 0.0, left, time.monotonic())
@@ -354,7 +355,7 @@ def main() -> int:
         loop = Loop(engine, ready, listener, sys.stdin.fileno())
         loop.run()
     if loop.ended:
-        _remove(path)
+        machine.remove_private_folder(path.parent, path.name)
     return 0
 
 
@@ -365,13 +366,6 @@ def _place(listener: socket.socket) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
-
-
-def _remove(path: Path) -> None:
-    """The socket and its folder, where a server that was killed could not do it."""
-    with contextlib.suppress(OSError):
-        path.unlink()
-        path.parent.rmdir()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from attar.formats.forms import GgmlBlocks
 from attar.formats.ggml import TYPES, GgmlType
 from attar.formats.scheme import Scheme
 
-EMBED, HEAD, VALUES, ATTENTION_OUT, DOWN = "token_embd", "output", "attn_v", "attn_output", "ffn_down"
+EMBED, HEAD, VALUES = "token_embd", "output", "attn_v"
 """Matrices that rules name, as GGUF files call them."""
 
 DENSE = ("F32", "F16", "BF16")

@@ -276,41 +276,15 @@ def kv_read_bytes(config: ModelConfig, kv: str, context: int) -> int:
 # Operations
 
 
-def linear_flops(config: ModelConfig, head: bool = True) -> float:
-    """Multiplications and additions of one token in all linears; of experts, in those that run for it."""
-    products = (each.active * each.rows * each.columns for each in matrices(config) if head or each.part != "head")
-    return 2.0 * sum(products)
-
-
 def int8_flops(config: ModelConfig, storage: Storage) -> float:
-    """Those of one token in linears whose weights are integers, which multiply rows rounded to int8."""
+    """Multiplications and additions of one token in linears whose weights are integers, which multiply rows rounded to
+    int8; of experts, in those that run for it."""
     total = 0.0
     for each in matrices(config):
         scheme = storage.of(each)
         if scheme is not None and against(scheme) is None:
             total += 2.0 * each.active * each.rows * each.columns
     return total
-
-
-def attention_flops(config: ModelConfig, context: int) -> float:
-    """Those of one token's scores and mixed values, with `context` positions to see."""
-    seen = sum(context if window is None else min(context, window) for window in config.windows)
-    return 4.0 * config.heads * config.head_dim * seen
-
-
-def decode_flops(config: ModelConfig, context: int) -> float:
-    """Operations of one decoded token that sees `context` positions, itself among them."""
-    return linear_flops(config) + attention_flops(config, context)
-
-
-def prefill_flops(config: ModelConfig, tokens: int) -> float:
-    """Operations of a prompt of `tokens`: attention is causal, and only the last token goes through the head."""
-    seen = 0
-    for window in config.windows:
-        full = tokens if window is None else min(tokens, window)  # positions that see all before them
-        seen += full * (full + 1) // 2 + (tokens - full) * full
-    head = 2.0 * config.vocab_size * config.hidden
-    return tokens * linear_flops(config, head=False) + head + 4.0 * config.heads * config.head_dim * seen
 
 
 def ridge(operations: float, bandwidth: float, bits_per_weight: float) -> float:

@@ -265,6 +265,7 @@ class EngineClient:
         self._left: dict[str, Answer] = {}  # those that ended here, and of which the engine has not said so yet
         self.hung: Callable[[], None] | None = None
         """Called, again and again, while the engine runs but will not get on."""
+        self._given_up = ""  # why the last connection was, if no engine has been ready since
         self._connection: Connection | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -342,13 +343,19 @@ class EngineClient:
             ended = asyncio.Event()
             with contextlib.suppress(OSError):  # nobody listens yet
                 _, self._connection = await loop.create_unix_connection(
-                    lambda ended=ended: Connection(self._arrived, ended.set),  # type: ignore[misc]
+                    lambda ended=ended: Connection(self._arrived, ended.set, self._give_up),  # type: ignore[misc]
                     str(self.path),
                 )
                 self.pulse.begin()
                 await self._watch(ended)
                 self._lost()
             await asyncio.sleep(RETRY_SECONDS)
+
+    def _give_up(self, why: str) -> None:
+        """Say it once: whoever listens in the engine's place is met anew every `RETRY_SECONDS`."""
+        if why != self._given_up:
+            logger.error("the engine is given up: %s", why)
+        self._given_up = why
 
     async def _watch(self, ended: asyncio.Event) -> None:
         """Count the seconds of silence until the connection has ended, and log when trouble comes and goes."""
@@ -376,7 +383,7 @@ class EngineClient:
             elif isinstance(event, Beat):
                 self.pulse.beat(event.busy)
             elif isinstance(event, Ready):
-                self.ready, self.was_ready = event, True
+                self.ready, self.was_ready, self._given_up = event, True, ""
                 self.places.size, self.places.slots = event.max_waiting, event.max_running
                 logger.info("the engine is ready: %d blocks of %d tokens", event.blocks, event.block_size)
             else:

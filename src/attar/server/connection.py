@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 import sys
@@ -17,14 +16,14 @@ from attar.server.logprobs import PromptScores
 AnswerEvent = Delta | PromptScores | Finished | Embedding | Failed
 Event = AnswerEvent | Ready | Stats | Beat
 
-logger = logging.getLogger(__name__)
-
 
 class Connection(asyncio.Protocol):
-    """One connection. What cannot be read ends it."""
+    """One connection. What cannot be read ends it, and `wrong` is told why."""
 
-    def __init__(self, arrived: Callable[[Sequence[Event]], None], lost: Callable[[], None]) -> None:
-        self._arrived, self._lost = arrived, lost
+    def __init__(
+        self, arrived: Callable[[Sequence[Event]], None], lost: Callable[[], None], wrong: Callable[[str], None]
+    ) -> None:
+        self._arrived, self._lost, self._wrong = arrived, lost, wrong
         self._decoder = msgspec.msgpack.Decoder(list[Event])
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
@@ -70,6 +69,6 @@ class Connection(asyncio.Protocol):
 
     def give_up(self, why: str) -> None:
         """End the connection at once."""
-        logger.error("the engine is given up: %s", why)
+        self._wrong(why)
         assert self._transport is not None
         self._transport.abort()

@@ -3,8 +3,8 @@
 Threads do it, a few, since the tokenizer releases Python's lock and templates are another process's work. Conversations
 have threads of their own: a template that takes all the time it may holds up other conversations, which wait for the
 same process, and no smaller texts. So have large texts, of which a tokenizer does about a megabyte a second: whoever
-asks little does not wait for them, and of one key there is one at a time. How many jobs may wait is bounded by how many
-requests the server holds at all.
+asks little does not wait for them, and where several keys share the server, of each there is one at a time. How many
+jobs may wait is bounded by how many requests the server holds at all.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ class Prompts:
     """The tokenizer and the chat template of the served model, for requests of a `key`, or its salt. Raises Refusal for
     what cannot be a prompt."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, keys: int = 0) -> None:
+        """So many `keys` share the threads; with one, or none, nobody is kept out by who takes all of them."""
         self.tokenizer = tokenizer
         self.shortest = 0 if tokenizer.encode("") else 1  # characters of a text that has tokens
         self._literal = LiteralChat(tokenizer)
         self._texts = Workers("prompts", THREADS, THREADS)
         self._chats = Workers("renders", THREADS, THREADS)
-        self._large = Workers("large", THREADS, 1)
+        self._large = Workers("large", THREADS, THREADS if keys < 2 else 1)
 
     def close(self) -> None:
         """Let the threads go."""

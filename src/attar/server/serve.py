@@ -46,10 +46,11 @@ class Server:
 
     def __init__(self, engine: Path, tokenizer: Tokenizer, options: Options) -> None:
         self.options = options
-        self.engine = EngineClient(engine, max(STUCK, options.deadline), len(set(options.keys.hashes)))
+        keys = len(set(options.keys.hashes))
+        self.engine = EngineClient(engine, max(STUCK, options.deadline), keys)
         self.metrics = Metrics(self.engine)
         self.desk = Desk(self.engine, self.metrics, options.deadline)
-        self.prompts = Prompts(tokenizer)
+        self.prompts = Prompts(tokenizer, keys)
         self.app = make_app(self.desk, self.prompts, self.metrics, keyed=bool(options.keys.hashes))
         self.door = Door(self.app, options, self.desk, self.metrics)
         self._stop, self._now = asyncio.Event(), asyncio.Event()

@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -130,6 +130,17 @@ def waits(deaths: int) -> float:
     return 0.0 if deaths == 1 else BACK_OFF * 2 ** (deaths - 2)
 
 
+@contextlib.contextmanager
+def _socket() -> Iterator[Path]:
+    """A place for a socket that only this user can reach. What others put in the place of a folder that was cleaned
+    away is left to them, which `TemporaryDirectory` would raise for, or empty."""
+    path = Path(tempfile.mkdtemp(prefix="attar-")) / "engine"
+    try:
+        yield path
+    finally:
+        machine.remove_private_folder(path.parent, path.name)
+
+
 def run(settings: Settings, tokenizer: Tokenizer, options: Options, started: Callable[[str], None]) -> int:
     """Serve until told to stop; returns the exit status: 0, 1 if the engine kept dying, 2 if it cannot serve its model.
 
@@ -139,8 +150,7 @@ def run(settings: Settings, tokenizer: Tokenizer, options: Options, started: Cal
     faults.arm_from(env.get().faults)
     sockets.allow(options.max_requests)
     status = 0
-    with tempfile.TemporaryDirectory(prefix="attar-") as folder:  # of this user alone
-        path = Path(folder) / "engine"
+    with _socket() as path:
 
         async def main() -> None:
             loop = asyncio.get_running_loop()

@@ -57,11 +57,6 @@ def parse_values(text: str) -> dict[str, str]:
     return found
 
 
-def write_values(values: Mapping[str, str]) -> str:
-    """The text that `parse_values` reads."""
-    return ",".join(_escape(f"{name}:{_escape(value, ':')}", ",") for name, value in values.items())
-
-
 def fill(template: str, values: Mapping[str, str]) -> str:
     """A template with these values in it, and with `USUAL` where it asks for them; other holes stay.
 
@@ -168,7 +163,3 @@ def _split(text: str, mark: str) -> list[str]:
         else:
             escaped = True
     return pieces
-
-
-def _escape(text: str, mark: str) -> str:
-    return text.replace("\\", "\\\\").replace(mark, "\\" + mark)

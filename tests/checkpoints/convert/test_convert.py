@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attar.checkpoints import hf, sources
+from attar.checkpoints import hf, receipt, sources
 from attar.checkpoints.convert import gguf as convert_gguf
 from attar.checkpoints.convert.proof import Digest, proof
 from attar.checkpoints.convert.run import convert
@@ -453,6 +453,82 @@ def test_what_was_made_for_a_folder_is_known_by_all_that_it_was_converted_to(
     assert known(tmp_path / "none") == []
 
 
+def test_each_file_is_hashed_once_with_progress_and_the_sources_receipt_is_read_once(
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = folders["rtn-w4g32"], tmp_path / "out"
+    hashed: list[Path] = []
+    read: list[Path] = []
+    told: list[tuple[str, int, int]] = []
+    sha256, read_bytes = receipt.sha256, receipt.read_bytes
+
+    def noted(path: Path, advance: receipt.Advance | None = None) -> str:
+        hashed.append(path)
+        return sha256(path, advance)
+
+    def noted_too(path: Path, limit: int) -> bytes:
+        read.append(path)
+        return read_bytes(path, limit)
+
+    monkeypatch.setattr(receipt, "sha256", noted)
+    monkeypatch.setattr(receipt, "read_bytes", noted_too)
+    convert(source, out, to="gptq", progress=lambda *each: told.append(each))
+    files = [path for folder in (source, out) for path in folder.iterdir() if path.name != "receipt.json"]
+    assert sorted(hashed) == sorted(files)
+    assert read == [source / "receipt.json"]
+    assert list(dict.fromkeys(stage for stage, *_ in told)) == ["converting", "comparing", "hashing"]
+    (_, done, total), size = told[-1], sum(path.stat().st_size for path in files)
+    assert done == total == size
+    convert(source, tmp_path / "file.gguf", to="gguf", progress=lambda *each: told.append(each))
+    told.clear()
+    convert(tmp_path / "file.gguf", tmp_path / "again", to="gptq", progress=lambda *each: told.append(each))
+    assert list(dict.fromkeys(stage for stage, *_ in told)) == ["converting", "comparing", "hashing"]
+    assert told[-1][1] == told[-1][2]
+
+
+def test_what_a_stranger_put_into_a_receipt_is_not_carried_over(folders: Folders, tmp_path: Path) -> None:
+    """Indented, a list that lies deep is hundreds of times as long."""
+    source, known_, deep = tmp_path / "source", tmp_path / "known", "[" * 200 + "1," * 50_000 + "1" + "]" * 200
+    shutil.copytree(folders["rtn-w4g32"], source)
+    plain = json.loads((source / "receipt.json").read_text())
+    (source / "receipt.json").write_text(json.dumps(plain)[:-1] + f', "strange": {deep}}}')
+    done = convert(source, tmp_path / "out", to="gptq")
+    after = read_receipt(tmp_path / "out")
+    assert after is not None
+    assert set(after.value) == {*plain, "converted"}
+    assert done.notes == ()
+    shutil.copytree(source, known_)
+    (known_ / "receipt.json").write_text(json.dumps({**plain, "texts": None})[:-1] + f', "tune": {deep}}}')
+    done = convert(known_, tmp_path / "other", to="gptq")
+    assert done.notes == ("the output has no receipt: that of the source is nested more than 32 deep",)
+    assert not list(tmp_path.glob("other/receipt.json*"))
+
+
+@pytest.mark.parametrize(
+    ("limit", "says"), [("MAX_BYTES", "longer than"), ("MAX_MARKS", "braces, brackets and commas")]
+)
+def test_a_receipt_that_could_not_be_read_back_is_not_written(
+    limit: str, says: str, folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a little longer than the source's, which is as long as one may be."""
+    source = tmp_path / "source"
+    shutil.copytree(folders["rtn-w4g32"], source)
+    text = (source / "receipt.json").read_bytes()
+    marks = sum(map(text.count, (b"{", b"[", b",")))
+    if limit == "MAX_BYTES":
+        monkeypatch.setattr(receipt, "MAX_BYTES", len(text))
+    else:
+        monkeypatch.setattr(receipt.json_object, "__defaults__", (marks,))
+    done = convert(source, tmp_path / "out", to="gptq")
+    (note,) = done.notes
+    assert note.startswith("the output has no receipt: ")
+    assert says in note
+    assert sorted(path.name for path in (tmp_path / "out").glob("*receipt*")) == []
+    monkeypatch.setattr(receipt, "MAX_BYTES", 10)
+    with pytest.raises(ValueError, match=r"longer than \d+ bytes, and nobody could read it"):
+        receipt._text({"a": list(range(10))})
+
+
 def test_a_link_has_the_receipt_where_its_file_is(folders: Folders, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     link = tmp_path / "out.gguf"
@@ -483,8 +559,8 @@ def test_a_receipt_that_does_not_hold_is_not_passed_on(folders: Folders, tmp_pat
 def test_a_strange_receipt_costs_no_more_than_itself(strange: dict[str, Any], folders: Folders, tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     shutil.copytree(folders["rtn-w4g32"], source)
-    receipt = source / "receipt.json"
-    receipt.write_text(json.dumps(json.loads(receipt.read_text()) | strange))
+    path = source / "receipt.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | strange))
     done = convert(source, out, to="gptq")
     assert len(known(out)) == (0 if "seed" in strange else 2)
     assert len(done.notes) == ("seed" in strange)

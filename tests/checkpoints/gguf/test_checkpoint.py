@@ -191,7 +191,7 @@ def test_types_that_a_scheme_represents_are_packed_with_the_same_values(kind: st
     for name in ("model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj", "lm_head"):
         linear = checkpoint.linear(name)
         assert isinstance(linear.weight, PackedTensor)
-        assert linear.weight.scheme.name == checkpoint.runs_as(name) == scheme
+        assert linear.weight.scheme.name == scheme
         assert checkpoint.scheme_of(name) == linear.weight.scheme
         assert torch.equal(linear.weight.dequantize(), checkpoint.tensor(f"{name}.weight"))
     assert checkpoint.kind_of("lm_head") is TYPES[kind]
@@ -218,7 +218,8 @@ def test_other_types_are_decoded(kind: str, write: Write) -> None:
     assert isinstance(weight, torch.Tensor)
     raw = checkpoint.file.read("blk.0.ffn_up.weight")
     assert torch.equal(weight, ggml_blocks.decode(TYPES[kind], raw).bfloat16())
-    assert checkpoint.runs_as("model.layers.0.mlp.up_proj") == "bfloat16"
+    assert checkpoint.scheme_of("model.layers.0.mlp.up_proj") is None
+    assert checkpoint.decoded_as("model.layers.0.mlp.up_proj") == "bfloat16"
 
 
 def test_a_k_quant_is_decoded(write: Write) -> None:
@@ -230,7 +231,8 @@ def test_a_k_quant_is_decoded(write: Write) -> None:
     assert isinstance(weight, torch.Tensor)
     assert torch.equal(weight, ggml_blocks.decode(kind, raw))
     assert checkpoint.kind_of("model.layers.0.mlp.down_proj") is kind
-    assert checkpoint.runs_as("model.layers.0.mlp.down_proj") == "float32"
+    assert checkpoint.scheme_of("model.layers.0.mlp.down_proj") is None
+    assert checkpoint.decoded_as("model.layers.0.mlp.down_proj") == "float32"
     assert logits(gguf_checkpoint.load(path, torch.float32)).isfinite().all()
 
 
@@ -249,7 +251,7 @@ def test_sixteen_bit_matrices_stay_as_they_are_for_kernels_that_read_them(write:
     checkpoint = GgufCheckpoint.open(write("BF16"), torch.float32, as_stored=True)
     assert checkpoint.matrix("lm_head.weight").dtype == torch.bfloat16
     assert checkpoint.tensor("lm_head.weight").dtype == torch.float32
-    assert checkpoint.runs_as("lm_head") == "bfloat16"
+    assert checkpoint.decoded_as("lm_head") == "bfloat16"
     assert GgufCheckpoint.open(write("BF16")).dtype == torch.bfloat16
     assert GgufCheckpoint.open(write("Q4_0")).dtype == torch.float32
 

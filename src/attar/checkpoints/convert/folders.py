@@ -1,4 +1,4 @@
-"""From one folder's format to another, bit for bit: `convert.py` says what is asked of it. All beside the weights is
+"""From one folder's format to another, bit for bit: `run.py` says what is asked of it. All beside the weights is
 carried over."""
 
 from __future__ import annotations
@@ -16,6 +16,11 @@ from attar.formats.scheme import Part
 
 
 def folder_to_folder(checkpoint: Checkpoint, dst: Path, target: Target, overwrite: bool, report: Progress) -> Converted:
+    """Write a compressed folder to the folder `dst` in the format of `target`; `report` counts linears.
+
+    Raises ValueError naming the first tensor that the format cannot hold exactly, where nothing is compressed or all is
+    in that format already, where `dst` exists, and where a tensor is read back otherwise than it was written.
+    """
     folder, config = checkpoint.folder, checkpoint.config
     linears = packed_linears(checkpoint)
     if not linears:
@@ -54,8 +59,9 @@ def folder_to_folder(checkpoint: Checkpoint, dst: Path, target: Target, overwrit
         write_json(work.out / CONFIG, {**folder.config, "quantization_config": settings})
         folder.carry(carried, work.out)
         again, theirs = Checkpoint.open(work.out, as_stored=True), Digest()
-        for name in linears:
+        for done, name in enumerate(linears, 1):
             theirs.add(name, values_of(again.linear(name)))
+            report("comparing", done, len(linears))
         for name in kept:
             theirs.add(name, again.folder.read(name))
         compare(ours, theirs)

@@ -1,8 +1,8 @@
-"""From a GGUF file to a folder, bit for bit: `convert.py` says what is asked of it.
+"""From a GGUF file to a folder, bit for bit: `run.py` says what is asked of it.
 
-Config and tokenizer are written anew from the metadata, and read back. Types whose blocks are a grid
-(`gguf_checkpoint.SCHEMES`) become the integers of the folder's format, and so do those with an offset where it is a
-zero point (`convert_gguf.WITH_OFFSETS`), which is found when they are read; no other type does.
+Config and tokenizer are written anew from the metadata, and read back. Types whose blocks are a grid (`SCHEMES` of
+`gguf/checkpoint.py`) become the integers of the folder's format, and so do those with an offset where it is a zero
+point (`WITH_OFFSETS` of the `gguf.py` beside this), which is found when they are read; no other type does.
 """
 
 from __future__ import annotations
@@ -32,6 +32,12 @@ from attar.kernels.operands import Linear
 def file_to_folder(
     checkpoint: GgufCheckpoint, dst: Path, target: Target, overwrite: bool, report: Progress
 ) -> Converted:
+    """Write a GGUF file to the folder `dst` in the format of `target`; `report` counts tensors.
+
+    Raises ValueError naming the first tensor that the format cannot hold exactly, where nothing is compressed or
+    config.json has no words for what the metadata say, where `dst` exists, and where a tensor is read back otherwise
+    than it was written.
+    """
     config, where = checkpoint.config, checkpoint.file.path
     names = list(gguf_export.tensor_names(config, checkpoint.has))
     ends = {f"{each}.weight" for each in (config.names.embed, config.names.head)}
@@ -81,9 +87,10 @@ def file_to_folder(
         _write_tokenizer(checkpoint, work.out)
         again, theirs = Checkpoint.open(work.out, as_stored=True), Digest()
         _check_config(checkpoint, again)
-        for name in names:
+        for done, name in enumerate(names, 1):
             module = name.removesuffix(".weight")
             theirs.add(name, values_of(again.linear(module)) if module in linears else dense_values(again, name))
+            report("comparing", done, len(names))
         compare(ours, theirs)
     size = sum(file.size for file in files)
     bits = bits_per_weight(target, linears)

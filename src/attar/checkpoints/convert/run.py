@@ -51,27 +51,30 @@ def convert(
         raise ValueError(f"--to {to} writes {kind} in .gguf, not {dst}")
     if source.resolve().is_relative_to(Path(dst).resolve()):
         raise ValueError(f"{dst} would replace the model that it is made from: choose another output")
-    report, known = progress or (lambda stage, done, total: None), receipt.read_receipt(source)
+    report, found = progress or (lambda stage, done, total: None), receipt.read_receipt(source)
     if vocabulary.is_gguf(source):
         if to == GGUF:
             raise ValueError(f"{source} is a GGUF file already")
         file = GgufCheckpoint.open(source, torch.float32)
-        return _with_receipt(known, source, file_to_folder(file, Path(dst), TARGETS[to], overwrite, report))
+        return _with_receipt(found, source, file_to_folder(file, Path(dst), TARGETS[to], overwrite, report), report)
     checkpoint = Checkpoint.open(source, as_stored=True)
     if (checkpoint.folder.config.get("quantization_config") or {}).get("transform_config"):
         raise ValueError(f"{source} rotates inputs at run time (transform_config), which no other format can say")
     if to == GGUF:
-        return _with_receipt(known, source, folder_to_file(checkpoint, Path(dst), overwrite, report))
-    return _with_receipt(known, source, folder_to_folder(checkpoint, Path(dst), TARGETS[to], overwrite, report))
+        return _with_receipt(found, source, folder_to_file(checkpoint, Path(dst), overwrite, report), report)
+    done = folder_to_folder(checkpoint, Path(dst), TARGETS[to], overwrite, report)
+    return _with_receipt(found, source, done, report)
 
 
-def _with_receipt(known: receipt.Receipt | None, source: Path, done: Converted) -> Converted:
+def _with_receipt(found: receipt.Receipt | None, source: Path, done: Converted, report: Progress) -> Converted:
     """Who is killed before has an output without a receipt, never one with another's."""
-    if known is None:
+    if found is None:
         return done
     output = Path(os.path.realpath(done.path))  # beside which the receipt lies, if it is a link
     try:
-        why = receipt.carry(known, source, output, done.sha256, done.bits_per_weight)
+        why = receipt.carry(
+            found, source, output, done.sha256, done.bits_per_weight, lambda n, total: report("hashing", n, total)
+        )
     except (OSError, ValueError) as error:  # the output is whole
         why = f"the output has no receipt: {error}"
     return done if why is None else replace(done, notes=(*done.notes, why))

@@ -1,7 +1,7 @@
-"""From a folder to a GGUF file, bit for bit: `convert.py` says what is asked of it.
+"""From a folder to a GGUF file, bit for bit: `run.py` says what is asked of it.
 
 What a folder says in config.json and tokenizer.json a file says in metadata. GGML's blocks are copied, and integers
-become those of a type that stands for the very same values, where there is one (`convert_gguf.py`).
+become those of a type that stands for the very same values, where there is one (the `gguf.py` beside this).
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ FILE_TYPES: Mapping[str, int] = {
 
 
 def folder_to_file(checkpoint: Checkpoint, dst: Path, overwrite: bool, report: Progress) -> Converted:
+    """Write a folder to the GGUF file `dst`; `report` counts tensors.
+
+    Raises ValueError naming the first tensor that no type holds exactly, where GGUF has no words for the model or
+    its tokenizer, where `dst` exists, and where a tensor is read back otherwise than it was written.
+    """
     folder = checkpoint.folder
     gguf_export.architecture(checkpoint.config)
     linears = packed_linears(checkpoint)
@@ -83,7 +88,7 @@ def folder_to_file(checkpoint: Checkpoint, dst: Path, overwrite: bool, report: P
             writer.write(file_name(name), raw)
             report("converting", done, len(names))
         writer.sync()
-        theirs = _of_file(GgufCheckpoint.open(writer.folder / writer.plans[0].name, torch.float32), names)
+        theirs = _of_file(GgufCheckpoint.open(writer.folder / writer.plans[0].name, torch.float32), names, report)
         compare(ours, theirs)
         size = writer.plans[0].size
     stored = sum(kinds[name].bytes(each.shape) for name, each in linears.items())
@@ -114,8 +119,9 @@ def _file_type(kinds: Mapping[str, GgmlType], dtype: str) -> int:
     return FILE_TYPES.get(common, PLAIN)
 
 
-def _of_file(checkpoint: GgufCheckpoint, names: list[str]) -> Digest:
+def _of_file(checkpoint: GgufCheckpoint, names: list[str], report: Progress) -> Digest:
     found = Digest()
-    for name in names:
+    for done, name in enumerate(names, 1):
         found.add(name, checkpoint.tensor(name))
+        report("comparing", done, len(names))
     return found

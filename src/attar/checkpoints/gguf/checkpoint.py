@@ -4,7 +4,7 @@ The CPU kernels run the blocks of every quantized type: for them linears become 
 others, three types are grids that attar's schemes name: Q4_0 is w4g32, Q5_0 w5g32 and Q8_0 w8g32, symmetric with fp16
 scales, and their linears become `PackedTensor`s of the very same values; the rest (k-quants, IQ4, Q4_1, Q5_1, FP4) has
 values that no grid here represents exactly, and is decoded to the dtype that is computed in, so that results are right
-and memory is that of a dense model. F32, F16 and BF16 are read as they are. `kind_of` and `runs_as` tell which is
+and memory is that of a dense model. F32, F16 and BF16 are read as they are. `kind_of` and `scheme_of` tell which is
 which.
 
 Rows of q and k of `llama` files are put back into the order in which a head's halves rotate, as bytes, for no block
@@ -134,11 +134,6 @@ class GgufCheckpoint:
     def scheme_of(self, name: str) -> Scheme | None:
         """The scheme of the packed weight that `linear` gives; None where it gives a dense one."""
         return self._scheme(self.kind_of(name))
-
-    def runs_as(self, name: str) -> str:
-        """What linear `name` is computed with: a scheme, or the dtype to which its type is decoded."""
-        scheme = self.scheme_of(name)
-        return self.decoded_as(name) if scheme is None else scheme.name
 
     def decoded_as(self, name: str) -> str:
         """The dtype of the weight of linear `name` as a dense matrix."""

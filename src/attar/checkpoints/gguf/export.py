@@ -1,6 +1,6 @@
 """A model as the head of a GGUF file: its config and tokenizer as metadata, its tensors under the names of files.
 
-`gguf_config.py` undoes what is done here, and is how it is checked: the metadata are read back, and a model that they
+`config.py` undoes what is done here, and is how it is checked: the metadata are read back, and a model that they
 describe otherwise than its config.json did is not written. So a sliding window, a soft cap or a rope that no key says
 is an error that names it, and not a file that answers a little wrong. What may differ is what numbers lose in float32.
 

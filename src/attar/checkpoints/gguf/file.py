@@ -1,4 +1,4 @@
-"""One open GGUF file: its header checked by `gguf_header.py`, its tensors read as the bytes of their blocks.
+"""One open GGUF file: its header checked by `header.py`, its tensors read as the bytes of their blocks.
 
 Tensors are read with `pread` into memory of their own, for the reason that `safetensors.py` gives: a map of a file that
 somebody truncates ends the process, a short read is an error with a name. What the bytes stand for is
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,14 +18,12 @@ from attar.checkpoints.safetensors import CheckpointError, byte_view, near, open
 if TYPE_CHECKING:
     from torch import Tensor
 
-NEAR = 300  # names among which near misses are looked for, which takes 10 us a name and more
-
 
 class GgufFile:
     """One open GGUF file whose header has been checked. Reading is thread-safe.
 
     Raises CheckpointError where the file is missing, not a regular file (links are followed), truncated, of another
-    format, malformed, or of a kind that `gguf_header` refuses.
+    format, malformed, or of a kind that `header.py` refuses.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -50,7 +47,7 @@ class GgufFile:
     def info(self, name: str) -> GgufTensor:
         """A tensor's type, shape and place. Raises CheckpointError naming near misses."""
         if name not in self.header.tensors:
-            raise CheckpointError(f"{self.path}: has no tensor {name!r}{near(name, islice(self.header.tensors, NEAR))}")
+            raise CheckpointError(f"{self.path}: has no tensor {name!r}{near(name, self.header.tensors)}")
         return self.header.tensors[name]
 
     def read(self, name: str) -> Tensor:
