@@ -52,7 +52,8 @@ def norm(stream: Tensor, delta: Tensor | None, spec: Norm) -> tuple[Tensor, Tens
     if delta is not None:
         stream = stream + delta
     if spec.kind == "layer":
-        return stream, F.layer_norm(stream, (stream.shape[-1],), spec.weight, spec.bias, spec.eps)
+        weight, bias = (None if each is None else each.to(stream.dtype) for each in (spec.weight, spec.bias))
+        return stream, F.layer_norm(stream, (stream.shape[-1],), weight, bias, spec.eps)
     x = stream.float()
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + spec.eps)
     if spec.offset:
