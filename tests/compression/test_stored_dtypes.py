@@ -1,5 +1,5 @@
-"""Every family as its checkpoints are usually stored, in 16 bits: norms and embeddings are then of another dtype than what
-the walk computes in."""
+"""Every family as its checkpoints are usually stored, in 16 bits: norms and embeddings are then of another dtype than
+what the walk computes in."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.compression.test_rotation import CASES, model_of
 
 from attar.checkpoints import hf
 from attar.compression.pipeline import compress
 from attar.model.cache import Step
+from tests.compression.test_rotation import CASES, model_of
 
 LOST = 0.1  # of logits' norm, by 8-bit weights: where something is wrong it is about 1
 
