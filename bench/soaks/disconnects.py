@@ -30,12 +30,12 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/embeddi
 
 async def run(served: Served, count: int, tell: Callable[[str], None]) -> list[Gate]:
     """All of it. The server must be idle."""
-    watch = await Connection.open(served.address)
     path, body = CANARIES[0]
     canary = request("POST", path, body)
     for warm_path, warm_body in CANARIES:  # what serves a first chat stays, such as the process that renders templates
         await once(served.address, request("POST", warm_path, warm_body))
     expected = essence(await once(served.address, canary))
+    watch = await Connection.open(served.address)  # now: who asks nothing for ten seconds is hung up on
     _, state = await idle(watch)
     total, before = state.blocks, served.look()
     rng, phases, differing = random.Random(6), Counter[str](), 0

@@ -165,7 +165,12 @@ def test_no_key_is_taken_from_the_command_line(fake: Fake) -> None:
     [
         ("--rates 1 --clients 1", "not both"),
         ("--rates none", "--rates"),
-        ("--arrivals trace", "say how to send"),
+        ("--arrivals trace", "--arrivals trace takes the times of a trace"),
+        ("--arrivals trace --rates 2", "name its file with --trace"),
+        ("--clients inf", "--clients 'inf' is not a list of whole numbers"),
+        ("--clients nan", "--clients 'nan' is not a list of whole numbers"),
+        ("--clients 1,1.7", "--clients '1,1.7' is not a list of whole numbers"),
+        ("--clients 1 --extra ''", "--extra is a JSON object"),
         ("--seconds 0", "should be greater than or equal to 0.1"),
         ("--clients 1 --slo fast", "'fast' is no limit"),
         ("--clients 1 --extra [1]", "--extra is a JSON object"),

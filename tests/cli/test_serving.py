@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import socket
+import threading
+from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 from typer.testing import CliRunner, Result
 
 from attar.cli.main import app
@@ -23,11 +27,11 @@ KEYS = {"largest step": "step", "KV cache": "cache"}
 """What JSON calls lines of the table, where it does not say the same."""
 
 
-def served(monkeypatch: pytest.MonkeyPatch, options: str) -> Settings:
-    """The settings that `attar serve demo` would hand to its engine."""
+def served(monkeypatch: pytest.MonkeyPatch, options: str, model: str = "demo") -> Settings:
+    """The settings that `attar serve MODEL` would hand to its engine."""
     found: list[Settings] = []
     monkeypatch.setattr(supervisor, "run", lambda settings, *_: found.append(settings) or 0)
-    done = CliRunner().invoke(app, ["serve", "demo", *shlex.split(options)])
+    done = CliRunner().invoke(app, ["serve", model, *shlex.split(options)])
     assert done.exit_code == 0, done.output
     return found[0]
 
@@ -47,6 +51,107 @@ def test_the_door_lets_in_what_the_engine_may_have(monkeypatch: pytest.MonkeyPat
     done = CliRunner().invoke(app, ["serve", "demo", *shlex.split(options)])
     assert done.exit_code == 0, done.output
     assert found[0].max_requests == most
+
+
+def test_a_model_is_asked_for_by_the_name_it_was_served_by(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the Hub's cache it lies in a folder that is called by a hash."""
+    commit = "0123456789abcdef" * 2 + "01234567"
+    cached = tmp_path / "cache" / "models--acme--tiny"
+    snapshot = Path(shutil.copytree(demo, cached / "snapshots" / commit))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(Path(shutil.copytree(demo, tmp_path / "small")))
+    options = "--memory 700MB --context 64"
+    made = served(monkeypatch, options, "acme/tiny")
+    assert (made.model, made.served_as) == (str(snapshot), "acme/tiny")
+    assert loading.engine(made)[1].model == "acme/tiny"
+    assert served(monkeypatch, options, ".").served_as == "small"
+    assert served(monkeypatch, options, str(snapshot)).served_as == commit
+    for model in ("acme/tiny", ".", "demo"):
+        assert served(monkeypatch, f"{options} --name my/own:1", model).served_as == "my/own:1"
+
+
+def test_no_adapter_has_the_models_name(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(shutil.copytree(demo, tmp_path / "small")))
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    for options, name in (("serve .", "small"), ("serve demo", "demo"), ("serve . --name tone", "tone")):
+        command = [*options.split(), "--adapter", f"{name}={tmp_path / 'adapter'}", "--json"]
+        refused(CliRunner().invoke(app, command), 2, f"--adapter {name}: ", "the model's own name", as_json=True)
+    assert served(monkeypatch, f"--name other --adapter small={tmp_path / 'adapter'}", ".").adapters[0][0] == "small"
+
+
+@pytest.mark.parametrize("name", ["", "a b", "-x", "x" * 257])
+def test_a_name_that_no_request_could_ask_for_is_refused(name: str) -> None:
+    done = CliRunner().invoke(app, ["serve", "demo", f"--name={name}", "--json"])
+    refused(done, 2, "a model's name is of letters, digits and . _ : @ / -", as_json=True)
+
+
+def test_an_engine_is_told_what_it_may_serve(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is replaced from the moment on that the tokenizer was read."""
+    folder = Path(shutil.copytree(demo, tmp_path / "small"))
+    made = served(monkeypatch, "", str(folder))
+    assert {Path(path).name for path in made.files} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    made.require_unchanged()
+    shutil.copy(demo / "model.safetensors", folder)
+    with pytest.raises(ValueError, match=r"model\.safetensors changed on disk since the server was started"):
+        loading.engine(made)
+
+
+def test_chat_templates_have_their_process_before_the_first_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    warm = threading.Event()
+    monkeypatch.setattr("attar.text.template.warm", warm.set)
+    monkeypatch.setattr(supervisor, "run", lambda settings, tokenizer, options, started: started("http://x") or 0)
+    assert CliRunner().invoke(app, ["serve", "demo"]).exit_code == 0
+    assert warm.wait(10)
+
+
+@pytest.mark.parametrize("size", ["0", "0GB", "0.4B"])
+@pytest.mark.parametrize("command", ["serve demo --memory", "plan demo --memory", "plan demo --bandwidth"])
+def test_nothing_is_no_size(command: str, size: str) -> None:
+    done = CliRunner().invoke(app, [*command.split(), size, "--json"])
+    refused(done, 2, f"'{size}' is nothing: leave the option out for its default", as_json=True)
+
+
+def test_no_device_is_not_the_usual_one() -> None:
+    refused(
+        CliRunner().invoke(app, ["serve", "demo", "--device", "", "--json"]), 2, "cpu and cuda, not on", as_json=True
+    )
+
+
+@pytest.mark.parametrize(
+    "given, origin",
+    [
+        ("http://localhost:3000", "http://localhost:3000"),
+        ("http://localhost:3000/", "http://localhost:3000"),
+        ("HTTPS://Chat.Example", "https://chat.example"),
+        ("https://chat.example:443/", "https://chat.example"),
+        ("http://chat.example:80", "http://chat.example"),
+        ("http://chat.example:443", "http://chat.example:443"),
+        ("http://[::1]:3000", "http://[::1]:3000"),
+        ("app://obsidian.md", "app://obsidian.md"),
+        ("file://", "file://"),
+        ("null", "null"),
+    ],
+)
+def test_an_origin_is_taken_as_browsers_say_it(monkeypatch: pytest.MonkeyPatch, given: str, origin: str) -> None:
+    found: list[Options] = []
+    monkeypatch.setattr(supervisor, "run", lambda settings, tokenizer, options, started: found.append(options) or 0)
+    assert CliRunner().invoke(app, ["serve", "demo", "--origin", given]).exit_code == 0
+    assert found[0].origins == {origin}
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["", "chat.example", "http://", "http://x/page", "http://x?q", "http://me@x", "http://x y", "http://ü.example"],
+)
+def test_an_origin_that_no_page_has_is_refused(given: str) -> None:
+    done = CliRunner().invoke(app, ["serve", "demo", f"--origin={given}", "--json"])
+    refused(done, 2, "is no page's: write scheme, host and port, such as https://chat.example:8443", as_json=True)
 
 
 @pytest.mark.parametrize(

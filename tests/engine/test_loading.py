@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from attar import machine
+from attar.checkpoints import sources
 from attar.cli.main import app
 from attar.engine.blocks import BlockPool
 from attar.engine.limits import PRESETS, Limits
-from attar.engine.loading import fit, kv_name
+from attar.engine.loading import engine, fit, kv_name, without_kernels
 from attar.engine.radix import RadixCache
 from attar.engine.scheduler import Scheduler
 from attar.engine.sequence import Sequence
 from attar.engine.settings import Settings
 from attar.formats.scheme import Scheme
+from attar.kernels import ops
 from attar.model.shapes import shape
 from attar.plan.costs import BLOCK, Storage
 from attar.plan.fit import ROOM, Fit, blocks_for
+from tests.model.random_model import LLAMA, write
 
 CONFIG = shape("llama-3.2-1b")
 STORAGE = Storage(Scheme.parse("w4g128").with_scale_dtype("bfloat16"), Scheme.parse("w8").with_scale_dtype("bfloat16"))
@@ -136,6 +143,47 @@ def test_keys_and_values_lose_nothing_by_default() -> None:
     assert kv_name(SETTINGS) == "float32"
     assert kv_name(msgspec.structs.replace(SETTINGS, dtype="bfloat16")) == "bfloat16"
     assert kv_name(msgspec.structs.replace(SETTINGS, kv="int8")) == "int8"
+
+
+@pytest.mark.parametrize(
+    "scheme, changed, sentences",
+    [
+        (None, {}, []),
+        ("w4g32", {"kv": "int8"}, []),
+        (None, {"dtype": "bfloat16"}, [r"no linear has a CPU kernel in bfloat16 \(takes float32 rows, not bfloat16\)"]),
+        (
+            "w4a4",
+            {},
+            [r"layers\.0\.self_attn\.q_proj and 20 more linears: integer activations other than .* int8"],
+        ),
+        (None, {"kv": "nuq4"}, ["keys and values in nuq4 have no CPU kernel yet"]),
+    ],
+    ids=str,
+)
+def test_what_has_no_kernel_is_named_and_what_that_means(
+    demo: Path,
+    tmp_path: Path,
+    scheme: str | None,
+    changed: dict[str, object],
+    sentences: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if ops.store() is None:
+        pytest.skip("the native kernels are off or do not load")
+    path = write(tmp_path / "model", LLAMA, scheme)
+    shutil.copy(demo / "tokenizer.json", path)
+    engine(Settings(str(path), "socket", memory=GB, max_cached_tokens=256, threads=1, **changed))  # type: ignore[arg-type]
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == len(sentences), said
+    for sentence, found in zip(sentences, said, strict=True):
+        assert re.search(f"{sentence}.*by the reference.*bits may depend on what runs beside it", found)
+
+
+def test_the_reference_is_named_where_it_is_forced(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = sources.load(tiny, torch.float32)
+    monkeypatch.setattr(ops, "candidates", lambda *asked: [("native", "does not load"), ("ref", None)])
+    (sentence,) = without_kernels(decoder)
+    assert sentence.startswith("no linear has a CPU kernel in float32 (does not load): all run by the reference")
 
 
 def test_a_longer_context_is_never_more_requests() -> None:

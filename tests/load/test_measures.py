@@ -148,6 +148,12 @@ def test_a_run_in_which_everything_failed() -> None:
     json.dumps(found, allow_nan=False)
 
 
+def test_a_run_that_sent_nothing_says_that_alone() -> None:
+    found = measures.measure(Run(Load((ASK,)), [], 5.0, 5.0, [0.5], 0.03))
+    assert (found["requests"], found["seconds"], found["client"]["cpu_share"]) == (0, 1e-9, 0.0)
+    assert found["warnings"] == ["nothing was sent: the time for it was over before the first request was due"]
+
+
 def test_a_late_client_says_so() -> None:
     late = Run(Load((ASK,)), [Sent(ASK, 0.0, answer(0.1, 0.2, ended=0.3, tokens=3))], 0.0, 0.3, [], 0.0)
     assert any("100 ms late or later" in warning for warning in measures.measure(late)["warnings"])

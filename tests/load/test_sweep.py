@@ -153,7 +153,7 @@ def test_nobody_there() -> None:
     "settings, sentence",
     [
         ({}, "say how to send"),
-        ({"arrivals": "trace", "rates": (1.0,)}, "say how to send"),
+        ({"arrivals": "trace", "rates": (1.0,)}, "--arrivals trace takes the times of a trace: name its file"),
         ({"rates": (1.0,), "clients": (1,)}, "not both"),
         ({"rates": (1.0,), "requests": 0}, "at least one request, not 0"),
         ({"rates": (1.0,), "arrivals": "uniform"}, "poisson or trace, not 'uniform'"),
@@ -178,3 +178,11 @@ def test_lists_of_numbers() -> None:
     assert sweep.numbers("--rates", None) == ()
     with pytest.raises(ValueError, match="--rates 'fast' is not a list of numbers such as 1,2,4"):
         sweep.numbers("--rates", "fast")
+
+
+def test_lists_of_whole_numbers() -> None:
+    assert sweep.counts("--clients", "1, 4,16") == (1, 4, 16)
+    assert sweep.counts("--clients", None) == ()
+    for given in ("inf", "nan", "1.7", "1,2.0", "", "1,,2"):
+        with pytest.raises(ValueError, match=f"--clients '{given}' is not a list of whole numbers such as 1,4,16"):
+            sweep.counts("--clients", given)

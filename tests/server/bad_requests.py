@@ -258,9 +258,10 @@ def _fields() -> Iterator[tuple[str, str, Any, str]]:
         ({"role": "user", "content": None}, "missing_field"),
         ({"role": "system", "content": None}, "missing_field"),
         ({"role": "user", "content": "x", "name": "n" * 65}, "invalid_length"),
-        ({"role": "assistant", "content": None, "tool_calls": [{}]}, "invalid_length"),
-        ({"role": "assistant", "content": "x", "function_call": {}}, "invalid_type"),
-        ({"role": "assistant", "content": "x", "audio": {"id": "x"}}, "invalid_type"),
+        ({"role": "assistant", "content": None, "tool_calls": [{}]}, "unsupported_field"),
+        ({"role": "assistant", "content": "x", "function_call": {}}, "unsupported_field"),
+        ({"role": "assistant", "content": "x", "audio": {"id": "x"}}, "unsupported_field"),
+        ({"role": "assistant", "content": "x", "reasoning_content": "hm"}, "unsupported_field"),
         ({"role": "user", "content": "x", "type": "image"}, "invalid_value"),
         ({"role": "user", "content": "x", "type": None}, "invalid_type"),
     ):

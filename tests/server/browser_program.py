@@ -256,6 +256,35 @@ def read_back(browser: Browser, url: str) -> dict[str, Any]:
     return seen
 
 
+def refusing(status: int) -> Callable[[Route], None]:
+    return lambda route: route.fulfill(status=status, json={"error": {"message": "it broke"}})
+
+
+def refused(browser: Browser, url: str) -> dict[str, Any]:
+    """What is left of a question that had no answer, and of the conversation around it."""
+    walk = Walk(browser, url, (1000, 700))
+    page, seen = walk.page, {}
+    walk.set("max_tokens", "2")
+    walk.to("text", "Shift+Tab")
+    walk.say("before")
+    until(lambda: walk.notes() == 1)
+    for number, status in enumerate((500, 401), 2):
+        page.route("**/v1/chat/completions", refusing(status))
+        walk.set("text", "try this")
+        walk.press("Enter")
+        until(lambda many=number: walk.notes() == many)
+        until(lambda: page.locator("#send").is_enabled())
+        left = [page.input_value("#text"), page.locator(".user").all_inner_texts()]
+        seen[str(status)] = [*left, page.locator(".error").last.inner_text()]
+        page.unroute("**/v1/chat/completions")
+    walk.press("Enter")
+    until(lambda: walk.notes() == 4)
+    seen["asked"] = page.evaluate("asked")[-1]["messages"]
+    seen["typed"] = page.input_value("#text")
+    page.close()
+    return seen
+
+
 def look(browser: Browser, url: str) -> dict[str, Any]:
     """What is drawn of what an engine says, by a clock that stands still between two looks: in the dark, the last."""
     page = browser.new_page(viewport={"width": 1200, "height": 760})
@@ -297,6 +326,7 @@ def main() -> None:
         seen = {name: talk(browser, url, size, Path(folder) / f"{name}.png") for name, size in SIZES.items()}
         seen["look"] = look(browser, url)
         seen["read back"] = read_back(browser, url)
+        seen["refused"] = refused(browser, url)
         browser.close()
     print(json.dumps(seen))
 

@@ -90,14 +90,19 @@ def messages(client: anthropic.Anthropic, model: str) -> dict[str, Any]:
     cut = client.messages.create(**options, stop_sequences=[text[5:8]])
     try:
         client.messages.create(**options, tools=[{"name": "f", "input_schema": {"type": "object"}}])
-        refused = ""
+        refused, named = "", None
     except anthropic.BadRequestError as error:
-        refused = error.body["error"]["message"]
+        refused, named = error.body["error"]["message"], error.request_id
     return {
         "text": text,
         "streamed": streamed,
         "reasons": [whole.stop_reason, final.stop_reason, cut.stop_reason],
         "sequence": cut.stop_sequence == text[5:8],
+        "counted": client.messages.count_tokens(
+            **{key: options[key] for key in ("model", "messages", "system")}
+        ).input_tokens,
+        "read": whole.usage.input_tokens + whole.usage.cache_read_input_tokens,
+        "named": [whole._request_id, named],
         "usage": final.usage.output_tokens,
         "refused": refused,
     }

@@ -109,3 +109,14 @@ def test_the_view_follows_an_answer_until_its_reader_goes_back(seen: dict[str, A
 
 def test_the_pool_is_drawn_as_it_is_and_the_rate_is_of_what_was_made(seen: dict[str, Any]) -> None:
     assert seen["look"] == {"cells": [True] * 4, "rates": ["\u2013", "120.0", "0.0", "\u2013"]}
+
+
+def test_a_question_that_had_no_answer_can_be_asked_again(seen: dict[str, Any]) -> None:
+    found = seen["refused"]
+    assert found["500"] == ["try this", ["before"], "it broke"]
+    typed, turns, says = found["401"]
+    assert (typed, turns) == ("try this", ["before"])
+    assert "API key" in says
+    assert "on this page" in says
+    assert [message["content"] for message in found["asked"] if message["role"] == "user"] == ["before", "try this"]
+    assert found["typed"] == ""

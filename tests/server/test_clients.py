@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from soaks.served import Served
 
+from attar.server import sse
 from tests.server.conftest import Running
 
 HERE = Path(__file__).parent
@@ -110,3 +111,40 @@ def test_messages(seen: dict[str, Any]) -> None:
     assert found["sequence"]
     assert found["usage"] == 8
     assert "tools" in found["refused"]
+    assert found["counted"] == found["read"]
+    assert all(len(name) == 24 for name in found["named"])
+
+
+STREAMING = """
+import sys, openai, anthropic
+url = sys.argv[1]
+said = [{"role": "user", "content": "a"}]
+ours = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
+theirs = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+options = {"model": "fake", "messages": said, "max_tokens": 4}
+chunks = list(ours.chat.completions.create(**options, temperature=0, stream=True))
+print(repr("".join(chunk.choices[0].delta.content or "" for chunk in chunks)))
+chunks = list(ours.completions.create(model="fake", prompt="a", max_tokens=4, temperature=0, stream=True))
+print(repr("".join(chunk.choices[0].text for chunk in chunks)))
+with theirs.messages.stream(**options, extra_body={"temperature": 0}) as stream:
+    print(repr("".join(stream.text_stream)))
+print([event.type for event in theirs.messages.create(**options, stream=True)][-1])
+"""
+
+
+def test_clients_cope_with_what_breaks_a_silence(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_clients()
+    monkeypatch.setattr(sse, "SILENCE", 0.02)
+    server = start(step=0.1)
+    said: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "temperature": 0}
+    assert server.post("/v1/chat/completions", said | {"stream": True}).body.count(sse.COMMENT) > 4
+    expected = [
+        server.post("/v1/chat/completions", said).json["choices"][0]["message"]["content"],
+        server.post("/v1/completions", {"prompt": "a", "max_tokens": 4, "temperature": 0}).json["choices"][0]["text"],
+        server.post("/v1/messages", said).json["content"][0]["text"],
+    ]
+    program = [PYTHON, "-c", STREAMING, f"http://127.0.0.1:{server.port}"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=SECONDS)
+    assert done.stdout.splitlines() == [*map(repr, expected), "message_stop"], done.stderr[-2000:]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from attar.server import desk
-from attar.server.protocol import LimitedProtocol
+from attar.server import prompts as prompts_module
 from tests.server.conftest import Running
 from tests.server.test_protocol import connect, post
 
@@ -106,15 +106,9 @@ def test_leaving_a_stream_before_its_status(server: Running, monkeypatch: pytest
 def test_leaving_while_the_prompt_is_made_asks_nothing_of_the_engine(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
+    """And its place is free while a thread is still at it."""
     made = start()
-    entered, go_on, gone = threading.Event(), threading.Event(), threading.Event()
-    lost = LimitedProtocol.connection_lost
-
-    def told(protocol: LimitedProtocol, error: Exception | None) -> None:
-        lost(protocol, error)
-        gone.set()
-
-    monkeypatch.setattr(LimitedProtocol, "connection_lost", told)
+    entered, go_on = threading.Event(), threading.Event()
 
     def waits(call: Callable[..., Any]) -> Callable[..., Any]:
         def waited(*args: Any) -> Any:
@@ -129,11 +123,50 @@ def test_leaving_while_the_prompt_is_made_asks_nothing_of_the_engine(
     with connect(made) as sock:
         sock.sendall(request_of(kind))
         assert entered.wait(20)
-    assert gone.wait(20)
-    assert made.server.door.open == 1
-    go_on.set()
     made.wait(lambda: idle(made))
-    assert not made.engine.commands
+    go_on.set()
+    assert made.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status == 200
+    assert len(made.engine.commands) == 1
+
+
+@pytest.mark.parametrize("kind", ["whole", "chat", "messages", "embeddings", "tokenize"])
+def test_the_texts_of_those_who_left_are_not_tokenized(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """However many wait for their turn: each is a second of a thread, and megabytes."""
+    made = start(context=1 << 20)
+    prompts, encode = made.server.prompts, made.server.prompts.tokenizer.encode
+    begun, go_on = [], threading.Event()
+
+    def slow(text: str, **options: bool) -> list[int]:
+        if len(text) > prompts_module.LARGE:
+            begun.append(len(text))
+            assert go_on.wait(20)
+            return [1]
+        return encode(text, **options)
+
+    monkeypatch.setattr(prompts.tokenizer, "encode", slow)
+    text = "a b c " * 20_000
+    path, body = {
+        "whole": (b"/v1/completions", {"prompt": text}),
+        "chat": (b"/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        "messages": (b"/v1/messages", {"messages": [{"role": "user", "content": text}], "max_tokens": 1}),
+        "embeddings": (b"/v1/embeddings", {"input": text}),
+        "tokenize": (b"/tokenize", {"prompt": text}),
+    }[kind]
+    data = post(json.dumps(body).encode()).replace(b"/v1/completions", path)
+    socks = [connect(made) for _ in range(8)]
+    try:
+        for sock in socks:
+            sock.sendall(data)
+        made.wait(lambda: len(begun) == prompts_module.THREADS and made.server.door.open == 8, 20)
+        for sock in socks:
+            sock.close()
+        made.wait(lambda: idle(made) and not made.server.door.bodies.total())
+    finally:
+        go_on.set()
+    assert made.post("/v1/completions", {"prompt": text, "max_tokens": 1}).status == 200
+    assert len(begun) == prompts_module.THREADS + 1
 
 
 def test_leaving_at_any_moment(server: Running) -> None:

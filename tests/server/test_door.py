@@ -186,12 +186,13 @@ def test_a_key_may_have_so_many_tokens_a_minute(limited: Running) -> None:
     reply = ask(20)  # 25 more: 5 too many, at one a second
     assert (reply.status, reply.code, reply.headers["retry-after"]) == (429, "rate_limit_exceeded", "5")
     assert ask(20, GOOD[1]).status == 200
-    end = limited.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, GOOD[1])
+    said = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 500}
+    end = limited.post("/v1/chat/completions", said, GOOD[1])
     assert (end.status, end.code, end.json["error"]["param"]) == (
         400,
         "out_of_range",
         "max_tokens",
-    )  # the whole context
+    )  # more than a minute has
     settled(limited)
     assert limited.post("/v1/embeddings", {"input": [[1] * 10, [2] * 10]}, GOOD[0]).status == 200  # 60
     assert limited.post("/v1/embeddings", {"input": [1]}, GOOD[0]).status == 429

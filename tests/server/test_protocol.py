@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -319,3 +320,26 @@ def test_a_reader_that_gets_on_is_not_hung_up_on() -> None:
     one.transport.abort.assert_not_called()
     one._see_stall(90)
     one.transport.abort.assert_called_once_with()
+
+
+def test_what_is_no_http_fills_no_log(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    upgrade, status = CASES["an upgrade"]  # two warnings each
+    for data, expected in [(b"nonsense\r\n\r\n", 400), (upgrade, status)] * 20:
+        with connect(server) as sock:
+            sock.sendall(data)
+            assert answer(sock)[0] == expected
+    assert sum(record.name == "uvicorn.error" for record in caplog.records) <= protocol.WARNINGS
+
+
+def test_warnings_that_were_left_out_are_counted() -> None:
+    now = [0.0]
+    sparing = protocol.Sparing(2, lambda: now[0])
+
+    def say(level: int = logging.WARNING) -> str | None:
+        record = logging.LogRecord("a", level, "", 0, "bad %s", ("thing",), None)
+        return record.getMessage() if sparing.filter(record) else None
+
+    assert [say() for _ in range(5)] == ["bad thing"] * 2 + [None] * 3
+    assert say(logging.ERROR) == "bad thing"
+    now[0] = 60.0
+    assert [say() for _ in range(3)] == ["bad thing (3 warnings before it were left out)", "bad thing", None]

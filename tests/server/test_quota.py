@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from attar.server.door import Options
 from attar.server.errors import Refusal
-from attar.server.quota import MINUTE, Account, Limits, Quotas
+from attar.server.quota import MINUTE, PART, Account, Limits, Quotas
+from attar.server.security import Keys
+from tests.server.conftest import Running
 
 REQUESTS, TOKENS = 3, 120
 RATE = TOKENS / MINUTE
@@ -135,3 +140,38 @@ def test_without_limits_nothing_is_refused() -> None:
     quotas = Quotas(Limits(), lambda _: None)
     for _ in range(100):
         quotas.enter(b"key").take(10**9, 10**9)
+
+
+def test_who_names_no_number_has_what_is_there_and_no_less_than_a_fair_part() -> None:
+    now = [0.0]
+    quotas = Quotas(Limits(None, TOKENS), lambda _: None, clock=lambda: now[0])
+    first, second = quotas.enter(b"key"), quotas.enter(b"key")
+    assert (first.allowance(20, 1), first.allowance(20, 3)) == (TOKENS - 20, (TOKENS - 20) // 3)
+    first.take(20, 60)
+    assert second.allowance(5, 1) == 35
+    assert second.allowance(20, 1) == TOKENS // PART  # more than there is: it is told when there will be
+    with pytest.raises(Refusal, match="rate_limit_exceeded"):
+        second.take(20, TOKENS // PART)
+    assert second.allowance(TOKENS - 7, 1) == 7
+    assert second.allowance(TOKENS, 16) == 1
+    first.close()
+    now[0] += MINUTE
+    assert second.allowance(TOKENS - 7, 2) == 3
+    assert Quotas(Limits(1, None), lambda _: None).enter(b"key").allowance(5, 1) is None
+
+
+def test_a_chat_that_names_no_number_is_served_within_its_keys_minute(start: Callable[..., Running]) -> None:
+    key = "a-key-of-the-test-" + "c" * 20
+    server = start(Options(port=0, keys=Keys.of([key]), limits=Limits(tokens_per_minute=TOKENS)))
+    said = {"messages": [{"role": "user", "content": "hello"}], "ignore_eos": True}
+    for stream in (False, True):
+        headers = {"Authorization": f"Bearer {key}"}
+        reply = server.post("/v1/chat/completions", said | {"stream": stream}, headers)
+        if not stream:
+            assert reply.status == 200, reply
+            assert reply.json["usage"]["total_tokens"] == TOKENS
+            assert reply.json["choices"][0]["finish_reason"] == "length"
+    assert reply.status == 429, "the minute is used up"
+    assert 0 < int(reply.headers["retry-after"]) <= MINUTE
+    reply = server.post("/v1/chat/completions", said | {"max_tokens": TOKENS}, headers)
+    assert (reply.status, reply.code) == (400, "out_of_range")  # who names one is told that it is too much

@@ -17,6 +17,7 @@ from attar.server.api import make_app
 from attar.server.errors import Refusal
 from attar.server.schemas import (
     AnthropicBody,
+    AnthropicPrompt,
     Body,
     ChatBody,
     CompletionBody,
@@ -35,6 +36,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 LEAST: dict[type[Body], dict[str, Any]] = {
     CompletionBody: {"prompt": "hello"},
     ChatBody: {"messages": MESSAGES},
+    AnthropicPrompt: {"messages": MESSAGES},
     AnthropicBody: {"messages": MESSAGES, "max_tokens": 3},
     EmbeddingBody: {"input": "hello"},
     TokenizeBody: {"prompt": "hello"},
@@ -68,7 +70,7 @@ def test_a_harmless_value_of_another_type_is_not_harmless() -> None:
 
 
 def test_null_is_the_default_of_every_optional_field() -> None:
-    for kind in (CompletionBody, ChatBody, AnthropicBody):
+    for kind in (CompletionBody, ChatBody, AnthropicBody, AnthropicPrompt):
         plain = take(kind)
         for name in set(kind.__struct_fields__) - set(LEAST[kind]):
             assert take(kind, **{name: None}) == plain
@@ -242,6 +244,8 @@ def test_logit_bias_is_by_token() -> None:
         ("Expected `int`, got `str` - at `$.n`", "invalid_type", "n"),
         ("Expected `int` <= 16 - at `$.n`", "out_of_range", "n"),
         ("Expected `float` > 0.0 - at `$.top_p`", "out_of_range", "top_p"),
+        ("Expected `array` of length <= 0 - at `$.tool_calls`", "unsupported_field", "tool_calls"),
+        ("Expected `null`, got `str` - at `$.audio`", "unsupported_field", "audio"),
         ("Expected `array` of length <= 16 - at `$.stop`", "invalid_length", "stop"),
         ("Invalid enum value 'x' - at `$.messages[0].role`", "invalid_value", "messages[0].role"),
         ("Object contains unknown field `zz` - at `$.messages[2]`", "unknown_field", "messages[2].zz"),
@@ -252,6 +256,51 @@ def test_logit_bias_is_by_token() -> None:
 def test_the_librarys_sentences_are_understood(sentence: str, code: str, param: str) -> None:
     refusal = schemas._explained(sentence)
     assert (refusal.code, refusal.param) == (code, param)
+
+
+@pytest.mark.parametrize(
+    "kind, fields, says",
+    [
+        (ChatBody, {"n": 17}, "n: at most 16"),
+        (ChatBody, {"n": "1"}, "n: a whole number or null, not a string"),
+        (ChatBody, {"n": 1.5}, "n: a whole number or null, not a number"),
+        (ChatBody, {"stream": 1}, "stream: true or false or null, not a whole number"),
+        (ChatBody, {"stop": ["a"] * 17}, "stop: at most 16 entries"),
+        (ChatBody, {"stop": ""}, "stop: at least 1 characters"),
+        (ChatBody, {"messages": "hello"}, "messages: a list, not a string"),
+        (ChatBody, {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
+         "messages[0].tool_calls: not supported by this server"),
+        (ChatBody, {"messages": [{"role": "assistant", "content": "x", "audio": {"id": "x"}}]},
+         "messages[0].audio: not supported by this server"),
+        (ChatBody, {"messages": [*MESSAGES, {"role": "tool", "content": "x"}]},
+         "messages[1].role: 'tool' is not supported by this server: "
+         "it takes 'system' or 'developer' or 'user' or 'assistant'"),
+        (ChatBody, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+         "messages[0].content[0].type: 'image_url' is not supported by this server: it takes 'text'"),
+        (AnthropicBody, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+         "messages[0].content[0].type: 'image' is not supported by this server: it takes 'text'"),
+        (EmbeddingBody, {"encoding_format": "int8"},
+         "encoding_format: 'int8' is not supported by this server: it takes 'float' or 'base64'"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_in_words_of_json_and_with_what_is_right(
+    kind: type[Body], fields: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(Refusal) as error:
+        take(kind, **fields)
+    assert error.value.message == says
+
+
+def test_hints_that_change_no_token_are_taken() -> None:
+    """As clients of both APIs send them, and what they repeat of other servers' answers."""
+    cached = {"prompt_cache_options": {"mode": "explicit", "ttl": "30m"}, "prompt_cache_key": "a"}
+    for retention in ("in_memory", "in-memory", "24h"):
+        take(ChatBody, **cached, prompt_cache_retention=retention)
+    for kind in (AnthropicBody, AnthropicPrompt):
+        for hint in ({"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}):
+            assert take(kind, cache_control=hint).messages == take(kind).messages
+    again = [*MESSAGES, {"role": "assistant", "content": "hi", "reasoning_content": None}, *MESSAGES]
+    assert take(ChatBody, messages=again).messages[1].content == "hi"
 
 
 def test_whole_floats_are_integers_as_in_json_schema() -> None:

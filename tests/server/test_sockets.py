@@ -46,11 +46,16 @@ def test_files_are_allowed_for_as_far_as_the_user_may(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    "soft, most", [(1024, 1024 - FILES), (100, 1), (1 << 30, MANY), (resource.RLIM_INFINITY, MANY)]
+    "soft, most",
+    [(1024, 1024 - FILES), (2 * FILES, FILES), (64, 32), (1, 1), (1 << 30, MANY), (resource.RLIM_INFINITY, MANY)],
 )
-def test_as_many_connections_as_files_are_left_for(soft: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_connections_as_files_are_left_for(
+    soft: int, most: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
     assert sockets.allowed() == most
+    few = f"may open {soft} files, which leaves {most} connections" in caplog.text
+    assert few == (most < FILES)
 
 
 def test_the_longest_waiting_goes_first_and_never_one_that_is_answered() -> None:

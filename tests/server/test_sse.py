@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import http.client
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import msgspec
 import pytest
+import uvicorn
 
-from attar.server import sse
+from attar.server import answers, desk, serve, sse
+from attar.server.protocol import LimitedProtocol
 from attar.server.sse import PART
+from tests.server.conftest import Running
+
+LARGE = 16 << 20  # bytes
+SECONDS = 3.0  # for those: a hundred times what they take, and a third of what they did
 
 
 def test_parts_are_the_same_bytes_in_writes_of_bounded_size() -> None:
@@ -77,3 +87,79 @@ def test_a_large_answer_is_made_and_written_part_by_part() -> None:
 def test_nothing_more_is_made_for_a_reader_who_left(after: int) -> None:
     _, count, _ = asyncio.run(written(100, leave_after=after))
     assert count <= after + 3
+
+
+def test_a_large_answer_arrives_as_fast_as_it_is_read() -> None:
+    """Over loopback, whose segments are larger than some send buffers: each then waits 40 ms for what it is told."""
+    listener = serve._listen("127.0.0.1", 0)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await sse.whole(b"x" * PART for _ in range(LARGE // PART))(scope, receive, send)
+
+    config = uvicorn.Config(app, http=LimitedProtocol, ws="none", lifespan="off", log_config=None, access_log=False)
+    server = serve._Uvicorn(config)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
+    thread.start()
+    try:
+        began = time.monotonic()
+        connection = http.client.HTTPConnection(*listener.getsockname(), timeout=60)
+        connection.request("GET", "/")
+        assert len(connection.getresponse().read()) == LARGE
+        assert time.monotonic() - began < SECONDS
+        connection.close()
+    finally:
+        server.should_exit = True
+        thread.join(20)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
+def test_a_stream_that_has_nothing_to_say_says_that(
+    path: str, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "SILENCE", 0.05)
+    monkeypatch.setattr(desk, "PROMPT_ANSWER", 0.05)
+    said = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    server.engine.held = True
+    threading.Timer(0.5, lambda: setattr(server.engine, "held", False)).start()
+    reply = server.post(path, said | {"max_tokens": 5, "stream": True})
+    ping = b'event: ping\ndata: {"type":"ping"}\n\n' if path == "/v1/messages" else b": ping\n\n"
+    assert 3 <= reply.body.count(ping) <= 11
+    rest = reply.body.replace(ping, b"")
+    assert all(line.startswith((b"data: ", b"event: ")) for line in rest.split(b"\n") if line)
+    assert (b"message_stop" in rest) or rest.endswith(b"data: [DONE]\n\n")
+    if path == "/v1/messages":
+        assert reply.events.count({"type": "ping"}) == reply.body.count(ping)
+        msgspec.convert({"type": "ping"}, answers.Ping)
+    assert ping not in server.post(path, said | {"max_tokens": 20, "stream": True}).body, "it is never silent"
+
+
+def test_no_ping_gets_into_an_event_nor_behind_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the reader takes its time for."""
+    monkeypatch.setattr(sse, "SILENCE", 0.02)
+    sent: list[bytes] = []
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"half of "
+        yield b"an event"  # which the reader takes later
+        await asyncio.sleep(0.1)
+        yield b"last"
+
+    async def send(message: Any) -> None:
+        if message.get("body") == b"an event":
+            await asyncio.sleep(0.1)
+        sent.append(message.get("body", b"start"))
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        closed = asyncio.Event()
+        stream = sse.EventStream(pieces(), lambda: None, closed.set, b"failed")
+        await stream({"type": "http"}, receive, send)
+        await asyncio.sleep(0.1)
+        assert closed.is_set()
+
+    asyncio.run(main())
+    assert sent[:3] == [b"start", b"half of ", b"an event"]
+    assert sent[-2:] == [b"last", b""]
+    assert 1 <= sent[3:-2].count(sse.COMMENT) == len(sent) - 5

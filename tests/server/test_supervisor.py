@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 
 from attar.checkpoints import hub
-from attar.engine.settings import Settings
+from attar.engine.settings import CHANGED, HOPELESS, Settings
 from attar.server import serve, supervisor
 from attar.server.door import Options
-from attar.server.supervisor import HOPELESS, WITHIN, EngineProcess
+from attar.server.supervisor import WITHIN, EngineProcess
 from attar.text.tokenizer import Tokenizer
 
 SECONDS = 60.0  # that a start may take on a busy machine
@@ -247,6 +247,12 @@ def test_only_a_model_that_was_never_served_is_hopeless(monkeypatch: pytest.Monk
     assert (len(made.starts), made.gave_up) == (4, [])
     made = Deaths(monkeypatch, [-9, *[HOPELESS] * 5], ready_after=0)
     assert (len(made.starts), made.gave_up) == (6, [1])
+
+
+def test_a_model_that_was_replaced_on_disk_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trying again would change nothing, and what is there now is not what people asked for."""
+    made = Deaths(monkeypatch, [-9, CHANGED], ready_after=0)
+    assert (made.starts, made.gave_up) == ([0.0, 0.0], [1])
 
 
 def test_deaths_of_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -110,6 +112,37 @@ def test_who_gives_up_while_waiting_and_who_raises_hold_up_nobody(workers: Calla
         for _ in range(2):  # no turn is lost
             with pytest.raises(RuntimeError, match="after shutdown"):
                 await made.run(b"a", lambda: 7)
+
+    asyncio.run(asyncio.wait_for(main(), SECONDS))
+
+
+def test_what_is_given_up_before_it_began_never_begins_and_holds_nothing(
+    workers: Callable[[int, int], Workers],
+) -> None:
+    class Text:
+        def __call__(self) -> None:
+            raise AssertionError("nobody waits for it")
+
+    async def main() -> None:
+        made, first = workers(1, 1), Job()
+        running = asyncio.create_task(made.run(b"a", first))
+        assert await began(first)
+        held = []
+        for _ in range(20):  # in the line, one after the other: the turn of who is gone is free
+            text = Text()
+            held.append(weakref.ref(text))
+            waiting = asyncio.create_task(made.run(b"b", text))
+            del text
+            await asyncio.sleep(0.01)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            del waiting
+        await settled(running)
+        gc.collect()
+        assert not [each for each in held if each() is not None]
+        first.go_on.set()
+        assert await running == "done"
+        assert await made.run(b"b", lambda: 7) == 7
 
     asyncio.run(asyncio.wait_for(main(), SECONDS))
 

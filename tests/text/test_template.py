@@ -248,6 +248,27 @@ def test_a_killed_child_is_replaced() -> None:
     assert ours("b", []) == "b"
 
 
+def test_a_child_that_was_started_early_renders() -> None:
+    module._renderer.close()
+    module.warm()
+    child = module._renderer._child
+    assert child is not None
+    module.warm()
+    assert ours("a", []) == "a"
+    assert module._renderer._child is child
+
+
+def test_one_that_cannot_be_started_is_told_of_a_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start() -> None:
+        raise TemplateError("no child")
+
+    module._renderer.close()
+    monkeypatch.setattr(module, "_start", start)
+    module.warm()
+    with pytest.raises(TemplateError, match="no child"):
+        ours("a", [])
+
+
 def test_threads_get_their_own_answers() -> None:
     answers: dict[int, str] = {}
 

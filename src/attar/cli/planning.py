@@ -18,8 +18,9 @@ from attar.cli.scheduling import (
     PolicyOption,
     PresetOption,
     Threads,
+    parse_size,
 )
-from attar.cli.terminal import emit, errors, parse_bytes, require, tell
+from attar.cli.terminal import emit, errors, require, tell
 
 if TYPE_CHECKING:
     from attar.plan.cards import Card
@@ -68,7 +69,7 @@ def plan(
     threads: Threads = None,
     bandwidth: Annotated[
         int | None,
-        typer.Option(parser=parse_bytes, metavar="SIZE", help="Bytes that memory reads a second; default: measured."),
+        typer.Option(parser=parse_size, metavar="SIZE", help="Bytes that memory reads a second; default: measured."),
     ] = None,
     adapter: Annotated[
         list[Path] | None,
@@ -143,12 +144,14 @@ def plan(
                 tell("the kernels do not load, so how fast memory reads is not known: give --bandwidth")
         each = f", each of {tp * pp} processes" if tp * pp > 1 else ""
         free, source = (here.memory, here.limited_by) if gpu is None else (gpu.memory, gpu.name)
-        share = machine.SHARE if kv_fraction is None else 1.0
+        budget = memory
+        if budget is None:
+            share = machine.SHARE if kv_fraction is None else 1.0
+            budget = int(free * share) // (tp * pp if gpu is None else 1)
         made = fit.plan(
             name, config, fit.usual(config, storage), fit.Demand(context, users),
-            memory or int(free * share) // (tp * pp if gpu is None else 1),
-            ("--memory" if memory else source) + each,
-            limits=chosen.steps(threads or here.cores), max_tokens=max_tokens_in_cache,
+            budget, (source if memory is None else "--memory") + each,
+            limits=chosen.steps(here.cores if threads is None else threads), max_tokens=max_tokens_in_cache,
             kv_schemes=None if kv is None else (kv_scheme(kv).name,),
             bandwidth=bandwidth, int8_rate=rate, adapters=beside, share=Share(0, tp, pp),
             fraction=kv_fraction, card=gpu,

@@ -9,11 +9,17 @@ import typer
 
 from attar.cli.terminal import parse_bytes
 
+
+def parse_size(text: str) -> int:
+    """As `parse_bytes`, of what there is at least some of. Raises ValueError: 0 does not stand for the default."""
+    if not (size := parse_bytes(text)):
+        raise ValueError(f"{text!r} is nothing: leave the option out for its default")
+    return size
+
+
 Memory = Annotated[
     int | None,
-    typer.Option(
-        parser=parse_bytes, metavar="SIZE", help="Memory to use, such as 16GB; default: 90 % of what is free."
-    ),
+    typer.Option(parser=parse_size, metavar="SIZE", help="Memory to use, such as 16GB; default: 90 % of what is free."),
 ]
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import socket
+import threading
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +32,9 @@ from attar.cli.scheduling import (
 from attar.cli.terminal import CHECK_FAILED, emit, errors, fail, progress, require_apart, tell, tell_shared
 
 BESIDES = 64  # HTTP requests open besides those that run or wait: read, refused, or about something else
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[!-~]+")
+NO_PAGES = ("*", "null", "file://")
+DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
 
 
 class Arrivals(StrEnum):
@@ -43,6 +48,10 @@ def serve(
     model: Annotated[str, typer.Argument(metavar="[MODEL]", help=MODEL)] = "demo",
     host: Annotated[str, typer.Option(help="Address; other than loopback needs an API key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    name: Annotated[
+        str | None,
+        typer.Option(help="What requests call the model; default: the folder's or file's own name, or the Hub id."),
+    ] = None,
     api_key_file: Annotated[
         Path | None,
         typer.Option(help="Keys, one a line, of 32 characters or more, in a file of mode 600; or set ATTAR_API_KEY."),
@@ -96,7 +105,8 @@ def serve(
     deadline: Annotated[float, typer.Option(min=0.1, help="Seconds that one request may take.")] = 600.0,
     drain_seconds: Annotated[float, typer.Option(min=0, help="Seconds for open requests at the end.")] = 30.0,
     origin: Annotated[
-        list[str] | None, typer.Option(help="A web page's origin that may call; can be repeated.")
+        list[str] | None,
+        typer.Option(help="A web page's origin that may call, such as https://chat.example; can be repeated."),
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
@@ -129,19 +139,23 @@ def serve(
         from msgspec.structs import replace as replaced
 
         from attar.checkpoints import hub, vocabulary
-        from attar.engine.settings import Settings, parse_adapters
+        from attar.engine.settings import Settings, check_name, name_of, parse_adapters
         from attar.formats.kv import scheme
         from attar.plan.fit import check_fraction
         from attar.server import supervisor
         from attar.server.door import Options
         from attar.server.quota import Limits
         from attar.server.security import Keys, find_keys
+        from attar.text import template
 
         _check_host(host)
+        origins = frozenset(map(_origin, origin or ()))
+        called = name_of(model) if name is None else check_name(name)
         logs.begin()
         keys = Keys.of(find_keys(api_key_file, os.environ))  # first: it takes the key from what children inherit
         theirs = {} if triton_config is None else _of_triton(triton_config)
-        device = device or theirs.get("device", "cpu")
+        if device is None:
+            device = str(theirs.get("device", "cpu"))
         require_apart(device)
         path = hub.resolve(model)
         settings = Settings(
@@ -165,7 +179,8 @@ def serve(
             verify=not no_verify,
             tp=tp,
             pp=pp,
-            adapters=parse_adapters(adapter or (), path.name),
+            adapters=parse_adapters(adapter or (), called),
+            name=called,
         )
         if policy is not None and policy.value != "dynamic":  # of which alone the delay is
             theirs.pop("max_delay", None)
@@ -182,15 +197,18 @@ def serve(
             port=port,
             keys=keys,
             hosts=frozenset(allowed_host or ()),
-            origins=frozenset(origin or ()),
-            max_requests=max_requests or chosen.together + chosen.max_waiting + BESIDES,
+            origins=origins,
+            max_requests=chosen.together + chosen.max_waiting + BESIDES if max_requests is None else max_requests,
             limits=Limits(max_requests_per_key, tokens_per_minute),
             deadline=deadline,
             drain_seconds=drain_seconds,
         )
+        settings = replaced(settings, files=settings.fingerprints)  # first: what is replaced from now on is noticed
         tokenizer = vocabulary.tokenizer(path)
 
         def started(url: str) -> None:
+            if tokenizer.chat_templates:  # so that the first conversation need not wait for it
+                threading.Thread(target=template.warm, name="template-start", daemon=True).start()
             tell(f"listening at {url} (the model is loading)")
             emit(as_json, {"url": url, "pid": os.getpid()})
 
@@ -261,7 +279,7 @@ def bench_serve(
 
         if plot is not None:
             drawing.check(plot)
-        more = _object(extra or "{}")
+        more = {} if extra is None else _object(extra)
         if rates is None and clients is None and trace is None:
             clients = "1,4,16"
         options = sweep.Options(
@@ -269,7 +287,7 @@ def bench_serve(
             decode=None if tokenizer is None else Tokenizer.load(tokenizer).decode,
             trace=trace, synthetic=Synthetic(prompt, gen, spread, prefixes, prefix_tokens), requests=requests,
             divisor=divisor, longest=longest, vocabulary=vocabulary, rates=sweep.numbers("--rates", rates),
-            clients=tuple(int(each) for each in sweep.numbers("--clients", clients)), arrivals=arrivals.value,
+            clients=sweep.counts("--clients", clients), arrivals=arrivals.value,
             seed=seed, slo={} if slo is None else measures.parse_slo(slo), temperature=temperature,
             ignore_eos=not no_ignore_eos, timeout=timeout, seconds=seconds, extra=more,
         )  # fmt: skip
@@ -293,6 +311,20 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError('--extra is a JSON object such as {"top_k": 1}')
     return found
+
+
+def _origin(text: str) -> str:
+    """As browsers say it: in small letters, without a path, not even `/`, and without a port that goes without saying.
+    Raises ValueError for what no page's origin can be. What stands for more than one is the door's affair."""
+    if text in NO_PAGES:
+        return text
+    origin = text.lower().removesuffix("/")
+    scheme, _, rest = origin.partition("://")
+    if not ORIGIN.fullmatch(origin) or set(rest) & set("/?#@"):
+        raise ValueError(
+            f"--origin {text!r} is no page's: write scheme, host and port, such as https://chat.example:8443"
+        )
+    return origin.removesuffix(DEFAULT_PORTS.get(scheme, ""))
 
 
 def _check_host(host: str) -> None:

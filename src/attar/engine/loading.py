@@ -34,6 +34,7 @@ from attar.formats import kv
 from attar.kernels import ops
 from attar.kernels.triton.weights import knows_float8
 from attar.model.config import ModelConfig
+from attar.model.decoder import Decoder
 from attar.model.split import Share
 from attar.plan import cards, report
 from attar.plan import fit as planning
@@ -46,12 +47,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+BY_REFERENCE = "by the reference, so a text's bits may depend on what runs beside it"
+
 
 def engine(settings: Settings) -> tuple[Engine, Ready]:
     """Load the model of `settings`. Raises ValueError where it cannot be loaded, fails its probe, or does not fit."""
     limits = settings.limits()
     threads = settings.threads or machine.cores()
     path = hub.resolve(settings.model)
+    settings.require_unchanged()
     config, storage = stored(path)
     if settings.device != "cpu":
         return _on_card(settings, path, config, storage, limits, threads)
@@ -63,11 +67,7 @@ def engine(settings: Settings) -> tuple[Engine, Ready]:
         logs.say(f"the first of {share.count} processes, which holds the most:")
     _tell(settings, limits, found, kv_name(settings))
     if (slow := ops.pages_against(kv.scheme(kv_name(settings)))) is not None:
-        logger.warning(
-            "%s: attention and every decode step run by the reference, several times slower, and a text's bits may "
-            "depend on what runs beside it",
-            slow,
-        )
+        logger.warning("%s: attention and every decode step run several times slower, %s", slow, BY_REFERENCE)
     from attar.engine.llm import LLM  # which uses engines itself
 
     each = max(1, threads // share.count)  # a number that was asked for counts, whatever the machine
@@ -78,12 +78,29 @@ def engine(settings: Settings) -> tuple[Engine, Ready]:
         pp=settings.pp, threads=threads,
     )  # fmt: skip
     names = _install(llm, settings)
+    for sentence in without_kernels(llm.decoder):
+        logger.warning("%s", sentence)
     torch.set_num_threads(each)  # which loading may have changed
     # The time of one stage of several says nothing of the step (`bounds.py`).
     roof = _roof(settings, config, storage, kv_name(settings), rates)
     judge = Bounds(roof, KernelMeter()) if settings.pp == 1 else None
     made = _over(llm, found, limits, kv_name(settings), names, judge)
-    return made, _ready(path.name, config, found, limits, names)
+    return made, _ready(settings, config, found, limits, names)
+
+
+def without_kernels(decoder: Decoder) -> list[str]:
+    """What of a model on CPUs the reference computes, in sentences that say why; none where all of it has kernels."""
+    if decoder.store is None:
+        dtype = str(decoder.dtype).removeprefix("torch.")
+        why = next(reason for _, reason in ops.candidates("linear", "cpu", decoder.dtype))
+        return [f"no linear has a CPU kernel in {dtype} ({why}): all run {BY_REFERENCE}"]
+    found: dict[str, list[str]] = {}
+    for name, reason in decoder.store.refused.items():
+        found.setdefault(reason, []).append(name)
+    return [
+        f"{names[0]}{f' and {len(names) - 1} more linears' if names[1:] else ''}: {reason}: run {BY_REFERENCE}"
+        for reason, names in found.items()
+    ]
 
 
 def _over(
@@ -163,14 +180,16 @@ def _on_card(
         raise ValueError(
             f"{path.name} does not fit into the {planning.size(available)} that {settings.device} has free: {error}"
         ) from None
-    return made, _ready(path.name, config, found, limits, names)
+    return made, _ready(settings, config, found, limits, names)
 
 
 def room_for_weights(settings: Settings, config: ModelConfig, storage: Storage, available: int, float8: bool) -> None:
     """Raises ValueError, saying by how much, where a card has too little memory for its part of the weights alone."""
     held = planning.shared(config, storage, Share(0, settings.tp, settings.pp))[1]
     weights = cards.weight_bytes(held, storage, float8).total
-    memory, source = settings.memory or available, "--memory" if settings.memory else f"free on {settings.device}"
+    memory, source = settings.memory, "--memory"
+    if memory is None:
+        memory, source = available, f"free on {settings.device}"
     if weights > memory:
         raise ValueError(
             f"the weights need {planning.size(weights)}, but there are {planning.size(memory)} ({source}): "
@@ -190,10 +209,11 @@ def _measured(device: torch.device) -> Rates | None:
         return None
 
 
-def _ready(name: str, config: ModelConfig, found: Fit, limits: Limits, adapters: tuple[str, ...]) -> Ready:
+def _ready(settings: Settings, config: ModelConfig, found: Fit, limits: Limits, adapters: tuple[str, ...]) -> Ready:
+    settings.require_unchanged()  # nor while it was read
     return Ready(
-        name, found.context, config.vocab_size, found.blocks, found.block, limits.max_waiting, found.table(), adapters,
-        limits.together,
+        settings.served_as, found.context, config.vocab_size, found.blocks, found.block, limits.max_waiting,
+        found.table(), adapters, limits.together,
     )  # fmt: skip
 
 
@@ -201,8 +221,10 @@ def on_card(settings: Settings, measured: Footprint, block_bytes: int, most: int
     """Where a card's memory will go, after what was measured, for requests of up to `most` tokens. Raises ValueError,
     saying by how much, where it is too little."""
     fraction = settings.kv_fraction
-    memory = settings.memory or int(measured.available * (machine.SHARE if fraction is None else 1.0))
-    source = "--memory" if settings.memory else f"free on {settings.device}"
+    memory, source = settings.memory, "--memory"
+    if memory is None:
+        memory = int(measured.available * (machine.SHARE if fraction is None else 1.0))
+        source = f"free on {settings.device}"
     taken = measured.weights + measured.step + measured.graphs + measured.driver + block_bytes  # and nobody's block
     blocks = planning.cache_blocks(memory - taken, block_bytes, BLOCK, settings.max_cached_tokens, fraction)
     if settings.max_cached_tokens is None:
@@ -226,8 +248,10 @@ def fit(
     """Where the memory will go. Raises ValueError, saying by how much, where the model does not fit."""
     here = machine.examine()
     share = Share(0, settings.tp, settings.pp)
-    memory = (settings.memory or (here.budget if settings.kv_fraction is None else here.memory)) // share.count
-    source = "--memory" if settings.memory else here.limited_by
+    memory, source = settings.memory, "--memory"
+    if memory is None:
+        memory, source = here.budget if settings.kv_fraction is None else here.memory, here.limited_by
+    memory //= share.count
     source += f", of which each of {share.count} processes has its part" if share.count > 1 else ""
     found = planning.start(
         config, storage, kv_name(settings), memory, limits.steps(threads), settings.context,

@@ -48,7 +48,7 @@ from attar.engine.messages import (
     Submit,
     encode,
 )
-from attar.engine.settings import Settings
+from attar.engine.settings import CHANGED, HOPELESS, ChangedError, Settings
 from attar.engine.team import TeamRunner
 from attar.faults import point
 
@@ -330,7 +330,7 @@ def _end_at_once(why: str) -> NoReturn:
 
 
 def main() -> int:
-    """Read settings from standard input, load, and run. Exit status 2 where the model cannot be served."""
+    """Read settings from standard input, load, and run. Exit statuses other than 0 are those of `settings`."""
     logs.begin("engine: %(message)s")
     for each in (signal.SIGINT, signal.SIGTERM):  # they reach whole groups of processes; the server says when to end
         signal.signal(each, signal.SIG_IGN)
@@ -340,7 +340,7 @@ def main() -> int:
         engine, ready = loading.engine(settings)
     except (ValueError, OSError) as error:
         logs.say(f"error: {error}")
-        return 2
+        return CHANGED if isinstance(error, ChangedError) else HOPELESS
     if isinstance(engine.runner, TeamRunner):
         engine.runner.crew.on_lost = _end_at_once
         if engine.runner.crew.lost:  # before anybody listened

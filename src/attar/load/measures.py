@@ -156,12 +156,14 @@ def _client(run: Run) -> dict[str, Any]:
     return {
         "send_lag": spread(late),
         "loop_lag": spread(run.loop_lags),
-        "cpu_share": run.cpu / max(run.seconds, 1e-9),
+        "cpu_share": run.cpu / max(run.seconds, 1e-9) if run.sent else 0.0,  # of no time at all there is no share
     }
 
 
 def warnings(run: Run, measured: Mapping[str, Any]) -> list[str]:
     """What a reader of the figures should know before believing them."""
+    if not run.sent:
+        return ["nothing was sent: the time for it was over before the first request was due"]
     found = []
     client = measured["client"]
     late = max(lag["p95"] if lag is not None else 0.0 for lag in (client["send_lag"], client["loop_lag"]))

@@ -63,7 +63,9 @@ def loads(options: Options) -> list[Load]:
         raise ValueError("a load has rates (open loop) or clients (closed loop), not both")
     if options.arrivals not in ("poisson", "trace"):
         raise ValueError(f"arrivals are poisson or trace, not {options.arrivals!r}")
-    if options.trace is None and (options.arrivals == "trace" or not (options.rates or options.clients)):
+    if options.trace is None and options.arrivals == "trace":
+        raise ValueError("--arrivals trace takes the times of a trace: name its file with --trace")
+    if options.trace is None and not (options.rates or options.clients):
         raise ValueError("say how to send: --rates 1,2, --clients 1,8, or a --trace with its times")
     asks = _asks(options)
     runs: list[Load] = []
@@ -99,6 +101,14 @@ def numbers(name: str, text: str | None) -> tuple[float, ...]:
         raise ValueError(f"{name} {text!r} is not a list of numbers such as 1,2,4") from None
 
 
+def counts(name: str, text: str | None) -> tuple[int, ...]:
+    """As `numbers`, of whole ones."""
+    try:
+        return () if text is None else tuple(int(each) for each in text.split(","))
+    except ValueError:
+        raise ValueError(f"{name} {text!r} is not a list of whole numbers such as 1,4,16") from None
+
+
 def bench_serve(options: Options, progress: Progress | None = None) -> dict[str, Any]:
     """Run every load and measure. The report is for JSON; `to_text` shows it.
 
@@ -110,7 +120,7 @@ def bench_serve(options: Options, progress: Progress | None = None) -> dict[str,
 
 async def _bench(options: Options, runs: Sequence[Load], progress: Progress | None) -> dict[str, Any]:
     server = Server.parse(options.url, options.key)
-    model = options.model or await drive.first_model(server)
+    model = await drive.first_model(server) if options.model is None else options.model
     context = await drive.context(server, model)
     if context is not None:
         _check_lengths(options, runs[0].asks, context)

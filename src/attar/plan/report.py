@@ -77,7 +77,8 @@ def answer(plan: Plan) -> str:
     fitting = [row for row in plan.rows if row.fits]
     if fitting:
         best = fitting[0]
-        room = f"{_users(plan, best.fit.context)} fit with {best.weights} weights and {best.kv} keys and values: "
+        fit = "fits" if plan.users == 1 else "fit"
+        room = f"{_users(plan, best.fit.context)} {fit} with {best.weights} weights and {best.kv} keys and values: "
         room += f"there is room for {best.fit.requests:,}"
         if best.fit.requests >= plan.limits.sequences:
             room += f" ({plan.limits.sequences:,} may run together), and {size(best.fit.unused)} are left"
@@ -89,11 +90,12 @@ def answer(plan: Plan) -> str:
     least = min(plan.rows, key=lambda row: row.short)
     most = max(row.fit.requests for row in plan.rows)
     held = f"{most} would fit" if most else "not even one would"
+    not_fit = f"{_users(plan, plan.context)} {'does' if plan.users == 1 else 'do'} not fit"
     if not least.short:
         kept = f"{least.fit.tokens:,} tokens, as {least.fit.kept_by} keeps it"
-        return f"{_users(plan, plan.context)} do not fit into a cache of {kept} ({held})"
+        return f"{not_fit} into a cache of {kept} ({held})"
     return (
-        f"{_users(plan, plan.context)} do not fit: {size(least.short)} too little even with {least.weights} weights "
+        f"{not_fit}: {size(least.short)} too little even with {least.weights} weights "
         f"and {least.kv} keys and values ({held})"
     )
 

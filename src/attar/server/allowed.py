@@ -36,6 +36,11 @@ def room(prompts: Sequence[tuple[int, ...]], context: int, name: str, new: int =
     """Tokens that the longest prompt leaves of the context, at least `new`. Raises Refusal with both numbers."""
     longest = max(map(len, prompts))
     if longest + new > context:
-        message = f"{name}: {longest} tokens, which with {new} to come are more than this model's context of {context}"
-        raise Refusal("context_length_exceeded", message, name)
+        raise beyond(str(longest), new, context, name)
     return context - longest
+
+
+def beyond(tokens: str, new: int, context: int, name: str) -> Refusal:
+    """A prompt of so many `tokens`, in words, with `new` ones has no room in the context."""
+    message = f"{name}: {tokens} tokens, which with {new} to come are more than this model's context of {context}"
+    return Refusal("context_length_exceeded", message, name)

@@ -223,6 +223,10 @@ class AnthropicReply(Answer, frozen=True, tag_field="type", tag="message"):
     usage: AnthropicUsage
 
 
+class TokenCount(Answer, frozen=True):
+    input_tokens: int
+
+
 class MessageStart(Answer, frozen=True, tag_field="type", tag="message_start"):
     message: AnthropicReply
 
@@ -253,6 +257,10 @@ class MessageEnd(Answer, frozen=True):
 class MessageDelta(Answer, frozen=True, tag_field="type", tag="message_delta"):
     delta: MessageEnd
     usage: AnthropicUsage
+
+
+class Ping(Answer, frozen=True, tag_field="type", tag="ping"):
+    """In a stream that has been silent for a while: the server is there."""
 
 
 class MessageStop(Answer, frozen=True, tag_field="type", tag="message_stop"):
@@ -290,5 +298,6 @@ ANTHROPIC_EVENTS: tuple[type[Answer], ...] = (
     ContentBlockStop,
     MessageDelta,
     MessageStop,
+    Ping,
     AnthropicError,
 )

@@ -19,6 +19,8 @@ from attar.server.work import Work
 
 encode = msgspec.json.encode
 
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+
 
 def failed(refusal: Refusal) -> bytes:
     """The last event of a stream that fails."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import importlib.resources
 import math
@@ -26,13 +27,14 @@ from attar.server.allowed import fits, room, written
 from attar.server.desk import Desk
 from attar.server.document import Served, document, giving, taking
 from attar.server.door import check_body, refuse
-from attar.server.errors import INTERNAL, Refusal
+from attar.server.errors import CANCELLED, INTERNAL, Refusal
 from attar.server.metrics import Metrics
 from attar.server.prompts import BodyType, Prompts, anthropic_messages, chat_messages
 from attar.server.protocol import MAX_BODY
 from attar.server.sampling import anthropic_params, chat_params, completion_params, in_vocabulary
 from attar.server.schemas import (
     AnthropicBody,
+    AnthropicPrompt,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -117,13 +119,14 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         """OpenAI's chat completions."""
         body = await _read(prompts, request, ChatBody)
         model, ready = desk.model(body.model), desk.ready()
-        ids = await prompts.chat_ids(_caller(request).salt, chat_messages(body))
-        params = chat_params(body, room([ids], ready.context, "messages"), ready.vocab_size)
+        async with _there(request):
+            ids = await prompts.chat_ids(_caller(request).salt, chat_messages(body), ready.context)
         n = body.n or 1
+        left, allowance = room([ids], ready.context, "messages"), _caller(request).allowance(len(ids), n)
+        params = chat_params(body, left, ready.vocab_size, allowance)
         fits(n, desk.engine.places.most, "n")
         written([ids], params, n, bool(body.stream))
         form = openai.ChatFormat(prompts.tokenizer, bool(body.logprobs))
-        await _there(request)
         work = desk.submit(_caller(request), [ids], params, n, model, body.priority or 0)
         if body.stream:
             return await _stream(request, work, openai.stream(work, model, form, body.with_usage), openai.failed)
@@ -138,14 +141,16 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         body = await _read(prompts, request, CompletionBody)
         model, ready = desk.model(body.model), desk.ready()
         asked = body.prompts()
-        ids = await prompts.ids(_caller(request).salt, asked, ready.vocab_size, "prompt")
+        async with _there(request):
+            ids = await prompts.ids(_caller(request).salt, asked, ready.vocab_size, "prompt", ready.context)
         left = room(ids, ready.context, "prompt", new=0 if body.max_tokens == 0 else 1)
         params = completion_params(body, left, ready.vocab_size)
         echoed = None
         if body.echo:
-            echoed = [
-                text if isinstance(text, str) else await prompts.text(_caller(request).salt, text) for text in asked
-            ]
+            async with _there(request):
+                echoed = [
+                    text if isinstance(text, str) else await prompts.text(_caller(request).salt, text) for text in asked
+                ]
         n = body.n or 1
         made = body.best_of or n
         fits(made, desk.engine.places.most, "best_of" if made > n else "n")
@@ -153,7 +158,6 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         if scored:
             written(ids, params, made, bool(body.stream))
         form = openai.CompletionFormat(prompts.tokenizer, scored, n, ids, echoed)
-        await _there(request)
         work = desk.submit(_caller(request), ids, params, made, model, body.priority or 0)
         if body.stream:
             return await _stream(request, work, openai.stream(work, model, form, body.with_usage), openai.failed)
@@ -164,22 +168,31 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         """Anthropic's messages."""
         body = await _read(prompts, request, AnthropicBody)
         model, ready = desk.model(body.model), desk.ready()
-        ids = await prompts.chat_ids(_caller(request).salt, anthropic_messages(body))
+        async with _there(request):
+            ids = await prompts.chat_ids(_caller(request).salt, anthropic_messages(body), ready.context)
         params = anthropic_params(body, room([ids], ready.context, "messages"))
-        await _there(request)
         work = desk.submit(_caller(request), [ids], params, 1, model)
         if body.stream:
-            return await _stream(request, work, anthropic.stream(work, model), anthropic.failed)
+            return await _stream(request, work, anthropic.stream(work, model), anthropic.failed, anthropic.PING)
         return await _whole(request, work, anthropic.whole(work, model))
+
+    @app.post("/v1/messages/count_tokens", openapi_extra=taking(AnthropicPrompt, answers.TokenCount))
+    async def count_tokens(request: Request) -> Response:
+        """How many tokens of prompt /v1/messages would read."""
+        body = await _read(prompts, request, AnthropicPrompt)
+        desk.model(body.model)
+        async with _there(request):
+            ids = await prompts.chat_ids(_caller(request).salt, anthropic_messages(body))
+        return _json({"input_tokens": len(ids)})
 
     @app.post("/v1/embeddings", openapi_extra=taking(EmbeddingBody, answers.Embeddings))
     async def embeddings(request: Request) -> Response:
         """OpenAI's embeddings, of the model's final hidden states, each at unit length."""
         body = await _read(prompts, request, EmbeddingBody)
         model, ready = desk.model(body.model), desk.ready()
-        ids = await prompts.ids(_caller(request).salt, body.inputs(), ready.vocab_size, "input")
+        async with _there(request):
+            ids = await prompts.ids(_caller(request).salt, body.inputs(), ready.vocab_size, "input", ready.context)
         room(ids, ready.context, "input", new=0)
-        await _there(request)
         work = desk.embed(_caller(request), ids, body.pooling, model)
         return await _whole(request, work, _embedded(work, model, body.encoding_format == "base64"))
 
@@ -189,10 +202,11 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         tokens itself: `add_special_tokens` is about a text."""
         body = await _read(prompts, request, TokenizeBody)
         desk.model(body.model)
-        if body.prompt is None:
-            ids = list(await prompts.chat_ids(_caller(request).salt, chat_messages(body)))
-        else:
-            ids = await prompts.text_ids(_caller(request).salt, body.prompt, body.add_special_tokens)
+        async with _there(request):
+            if body.prompt is None:
+                ids = list(await prompts.chat_ids(_caller(request).salt, chat_messages(body)))
+            else:
+                ids = await prompts.text_ids(_caller(request).salt, body.prompt, body.add_special_tokens)
         return _json({"tokens": ids, "count": len(ids), "max_model_len": desk.ready().context})
 
     @app.post("/detokenize", openapi_extra=taking(DetokenizeBody, answers.Detokenized))
@@ -201,7 +215,9 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         body = await _read(prompts, request, DetokenizeBody)
         desk.model(body.model)
         in_vocabulary(body.tokens, desk.ready().vocab_size, "tokens")
-        return _json({"prompt": await prompts.text(_caller(request).salt, body.tokens)})
+        async with _there(request):
+            text = await prompts.text(_caller(request).salt, body.tokens)
+        return _json({"prompt": text})
 
     app.openapi = lambda: document(app, Served(keyed, desk.engine.ready, prompts.shortest, desk.engine.places.most))  # type: ignore[method-assign]
     return app
@@ -262,21 +278,34 @@ async def _read(prompts: Prompts, request: Request, kind: type[BodyType]) -> Bod
         point("http.read_body", _caller(request).id)
         message = await request.receive()
         if message["type"] == "http.disconnect":
-            raise Refusal("cancelled", "the request was cancelled")
+            raise Refusal("cancelled", CANCELLED)
         body += message.get("body", b"")
         assert len(body) <= MAX_BODY, "h11 holds a body to its Content-Length"
         more = message.get("more_body", False)
     point("http.parse", _caller(request).id)
-    return await prompts.read(_caller(request).salt, kind, bytes(body))
+    async with _there(request):
+        return await prompts.read(_caller(request).salt, kind, bytes(body))
 
 
-async def _there(request: Request) -> None:
-    """Before the engine is asked: nobody watched the connection while the prompt was made. Raises Refusal."""
-    gone = asyncio.Event()
-    async with sse.while_connected(request.receive, gone.set):
-        await asyncio.sleep(0)
-    if gone.is_set():
-        raise Refusal("cancelled", "the request was cancelled")
+@contextlib.asynccontextmanager
+async def _there(request: Request) -> AsyncIterator[None]:
+    """Before the engine is asked, while a body is read or a prompt is made, or waits to be: given up once the client
+    has gone. Raises Refusal then."""
+    task, gone = asyncio.current_task(), False
+    assert task is not None
+
+    def leave() -> None:
+        nonlocal gone
+        gone = True
+        task.cancel()
+
+    async with sse.while_connected(request.receive, leave):
+        try:
+            yield
+        except asyncio.CancelledError:
+            if gone and not task.uncancel():  # else somebody ends the server as well
+                raise Refusal("cancelled", CANCELLED) from None
+            raise
 
 
 async def _whole(request: Request, work: Work, answer: Awaitable[Iterable[bytes | bytearray]]) -> Response:
@@ -289,13 +318,17 @@ async def _whole(request: Request, work: Work, answer: Awaitable[Iterable[bytes 
 
 
 async def _stream(
-    request: Request, work: Work, pieces: AsyncIterator[bytes], failed: Callable[[Refusal], bytes]
+    request: Request,
+    work: Work,
+    pieces: AsyncIterator[bytes],
+    failed: Callable[[Refusal], bytes],
+    ping: bytes = sse.COMMENT,
 ) -> Response:
     try:
         async with sse.while_connected(request.receive, work.leave):
             await work.admitted()
         last = failed(Refusal("internal", INTERNAL))
-        return sse.EventStream(pieces, work.leave, work.close, last, work.caller.id)
+        return sse.EventStream(pieces, work.leave, work.close, last, work.caller.id, ping)
     except BaseException:
         work.close()
         raise

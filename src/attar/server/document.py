@@ -22,7 +22,7 @@ from fastapi.openapi.utils import get_openapi
 from attar.engine.messages import Ready
 from attar.server import answers
 from attar.server.answers import Answer
-from attar.server.errors import CATALOGUE
+from attar.server.errors import ANTHROPIC, CATALOGUE
 from attar.server.schemas import MAX_CHOICES, MAX_INPUTS, MAX_PROMPTS, MAX_STOP_BYTES, MAX_TOKENS, Body
 
 Schema = dict[str, Any]
@@ -31,13 +31,14 @@ _REF = "#/components/schemas/{name}"
 _BODIES: dict[str, type[Body]] = {}
 _ANSWERS: set[type[Answer]] = {answers.Error, answers.AnthropicError}
 
-_NAMED = {"X-Request-Id": {"required": True, "schema": {"type": "string"}}}
+_NAMED: Schema = {"X-Request-Id": {"required": True, "schema": {"type": "string"}}}
+_NAMED_THEIRS: Schema = {"request-id": {"required": True, "schema": {"type": "string"}}}
 _WHETHER = {
     "Retry-After": {"schema": {"type": "integer", "minimum": 1}},
     "x-should-retry": {"schema": {"const": "false"}},
 }
 _LATER = {"Retry-After": {"required": True, "schema": {"type": "integer", "minimum": 1}}}
-_HEADERS = {
+_HEADERS: dict[int, Schema] = {
     200: _NAMED,
     401: {**_NAMED, "WWW-Authenticate": {"required": True, "schema": {"const": "Bearer"}}},
     403: _NAMED,
@@ -55,6 +56,7 @@ _TOLD: Schema = {"stream": True, "stream_options": {"include_usage": True}, "log
 _EXAMPLES: dict[str, list[Schema]] = {
     "ChatBody": [{"messages": _SAID}, {"messages": _SAID, "temperature": 0.7, "seed": 1, **_TOLD}],
     "CompletionBody": [{"prompt": "Once upon a time"}, {"prompt": ["One", "Two"], "max_tokens": 8, "logprobs": 2}],
+    "AnthropicPrompt": [{"messages": _SAID, "system": "Be brief."}],
     "AnthropicBody": [{"messages": _SAID, "max_tokens": 64, "system": "Be brief."}],
     "EmbeddingBody": [{"input": ["One text", "another"], "pooling": "last"}],
     "TokenizeBody": [{"prompt": "Once upon a time"}, {"messages": _SAID}],
@@ -249,7 +251,8 @@ def _add_errors(operation: Schema, path: str, posting: bool, keyed: bool) -> Non
         statuses.append(404)
     if keyed and path != "/livez":
         statuses.append(401)
-    own = answers.AnthropicError if path == "/v1/messages" else answers.Error
+    theirs = path.startswith(ANTHROPIC)
+    own = answers.AnthropicError if theirs else answers.Error
     for status in sorted(statuses):
         shapes = dict.fromkeys([own, answers.Error] if status in _BY_CONNECTION else [own])
         content = {"application/json": {"schema": {"anyOf": [_ref(shape) for shape in shapes]}}}
@@ -257,7 +260,7 @@ def _add_errors(operation: Schema, path: str, posting: bool, keyed: bool) -> Non
         responses[str(status)] = {"description": " or ".join(codes), "content": content}
     for number, headers in _HEADERS.items():
         if str(number) in responses:
-            responses[str(number)]["headers"] = headers
+            responses[str(number)]["headers"] = {**headers, **_NAMED_THEIRS} if theirs else headers
 
 
 def _add_links(paths: Schema) -> None:

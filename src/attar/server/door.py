@@ -25,7 +25,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from attar.faults import point
 from attar.server.desk import Desk
-from attar.server.errors import INTERNAL, Refusal
+from attar.server.errors import ANTHROPIC, INTERNAL, Refusal
 from attar.server.metrics import Metrics
 from attar.server.protocol import MAX_BODY
 from attar.server.quota import Account, Limits, Quotas
@@ -36,7 +36,7 @@ LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 OPEN_TO_ALL = frozenset({"/livez", "/"})  # the page holds nothing but itself
 IDENTITY = (b"", b"identity")
 METHODS = frozenset({"GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE", "PATCH"})  # that a log may repeat
-TOLD = b"x-request-id, retry-after, x-should-retry"  # headers of an answer that pages may read
+TOLD = b"x-request-id, request-id, retry-after, x-should-retry"  # headers of an answer that pages may read
 _NAMES = re.compile(rb"[\w, -]+")
 GONE = 499  # nobody waited for the answer
 FULL = 429
@@ -111,6 +111,8 @@ class Door:
         arrived, name, status = time.monotonic(), secrets.token_hex(12), 0
         headers: dict[bytes, bytes] = dict(scope["headers"])
         extra = [(b"x-request-id", name.encode()), *self._cors(headers)]
+        if scope["path"].startswith(ANTHROPIC):
+            extra.append((b"request-id", name.encode()))  # where their clients look for it
 
         async def tell(message: Message) -> None:
             nonlocal status
@@ -241,7 +243,7 @@ async def _preflight_answer(asked: Mapping[bytes, bytes], send: Send) -> None:
 
 async def refuse(refusal: Refusal, path: str, send: Send, allowed: str | None = None) -> None:
     """Answer with a refusal, in the shape that the path's API has. `allowed`: methods, where another was used."""
-    body = refusal.body(anthropic=path.startswith("/v1/messages"))
+    body = refusal.body(anthropic=path.startswith(ANTHROPIC))
     headers: list[Any] = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     headers += [(name.encode(), value.encode()) for name, value in refusal.headers().items()]
     headers += [] if allowed is None else [(b"allow", allowed.encode())]

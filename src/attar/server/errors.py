@@ -68,7 +68,10 @@ CATALOGUE: dict[str, Kind] = {
     "deadline": Kind(503, "service_unavailable_error", "overloaded_error", vain=True),  # it would take as long again
 }
 
+ANTHROPIC = "/v1/messages"  # and what is below it: Anthropic's API
+
 INTERNAL = "the request failed inside the server; the log has its id"
+CANCELLED = "the request was cancelled"
 
 _FAILURES = {  # the engine's code: entry, and our words, or None to show the engine's
     "full": ("overloaded", "the server is full: try again later"),
@@ -77,7 +80,7 @@ _FAILURES = {  # the engine's code: entry, and our words, or None to show the en
     "deadline": ("deadline", "the request took longer than the server allows"),
     "bad_logits": ("bad_logits", "the model gave no valid numbers for this prompt"),
     "internal": ("internal", INTERNAL),
-    "cancelled": ("cancelled", "the request was cancelled"),
+    "cancelled": ("cancelled", CANCELLED),
     "shutdown": ("engine_down", "the engine is going down: the request was ended"),
 }
 

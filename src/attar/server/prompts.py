@@ -4,7 +4,8 @@ Threads do it, a few, since the tokenizer releases Python's lock and templates a
 have threads of their own: a template that takes all the time it may holds up other conversations, which wait for the
 same process, and no smaller texts. So have large texts, of which a tokenizer does about a megabyte a second: whoever
 asks little does not wait for them, and where several keys share the server, of each there is one at a time. How many
-jobs may wait is bounded by how many requests the server holds at all.
+jobs may wait is bounded by how many requests the server holds at all. A job whose caller gives up is not begun; one
+that was begun goes on, since nothing stops a tokenizer: so texts that are seen to be far too long are not given to it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import TypeVar
 
 from attar.faults import point
 from attar.server import schemas, strict_json
+from attar.server.allowed import beyond
 from attar.server.errors import Refusal
+from attar.server.lengths import Lengths
 from attar.server.sampling import in_vocabulary
 from attar.server.schemas import text_of
 from attar.server.workers import Workers
@@ -41,6 +44,7 @@ class Prompts:
         """So many `keys` share the threads; with one, or none, nobody is kept out by who takes all of them."""
         self.tokenizer = tokenizer
         self.shortest = 0 if tokenizer.encode("") else 1  # characters of a text that has tokens
+        self._lengths = Lengths(tokenizer)
         self._literal = LiteralChat(tokenizer)
         self._texts = Workers("prompts", THREADS, THREADS)
         self._chats = Workers("renders", THREADS, THREADS)
@@ -58,9 +62,15 @@ class Prompts:
         return await self._beside(key, len(body), lambda: schemas.read(kind, body))
 
     async def ids(
-        self, key: bytes, prompts: Sequence[str | Sequence[int]], vocab: int, name: str
+        self,
+        key: bytes,
+        prompts: Sequence[str | Sequence[int]],
+        vocab: int,
+        name: str,
+        context: int | None = None,
     ) -> list[tuple[int, ...]]:
-        """Token ids of prompts that are texts or token ids already. `name` is their field."""
+        """Token ids of prompts that are texts or token ids already. `name` is their field. Where a `context` is given,
+        what is seen to be longer by its bytes alone is refused; what is not may still be longer."""
         for prompt in prompts:
             if not isinstance(prompt, str):
                 in_vocabulary(prompt, vocab, name)
@@ -68,7 +78,7 @@ class Prompts:
             found = [tuple(prompt) for prompt in prompts if not isinstance(prompt, str)]
         else:
             size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-            found = await self._beside(key, size, lambda: [self._encode(prompt) for prompt in prompts])
+            found = await self._beside(key, size, lambda: self._encoded(prompts, name, context))
         if not all(found):
             raise Refusal("empty_prompt", f"{name}: no tokens", name)
         return found
@@ -79,11 +89,13 @@ class Prompts:
             key, len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         )
 
-    async def chat_ids(self, key: bytes, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
-        """Token ids of a conversation, ready for the assistant's answer."""
+    async def chat_ids(
+        self, key: bytes, messages: Sequence[dict[str, str]], context: int | None = None
+    ) -> tuple[int, ...]:
+        """Token ids of a conversation, ready for the assistant's answer. `context` is as of `ids`."""
         size = sum(len(message["content"]) for message in messages)
         workers = self._large if size > LARGE else self._chats
-        ids = await workers.run(key, lambda: self._render(messages))
+        ids = await workers.run(key, lambda: self._render(messages, context))
         if not ids:
             raise Refusal("empty_prompt", "messages: no tokens", "messages")
         return ids
@@ -95,6 +107,16 @@ class Prompts:
     async def _beside(self, key: bytes, size: int, work: Callable[[], Value]) -> Value:
         return await (self._large if size > LARGE else self._texts).run(key, work)
 
+    def _encoded(self, prompts: Sequence[str | Sequence[int]], name: str, context: int | None) -> list[tuple[int, ...]]:
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self._check_length(prompt, name, context)
+        return [self._encode(prompt) for prompt in prompts]
+
+    def _check_length(self, text: str, name: str, context: int | None) -> None:
+        if context is not None and (least := self._lengths.at_least(text)) > context:
+            raise beyond(f"at least {least}", 0, context, name)
+
     def _encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         point("prompt.tokenize")
         return tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
@@ -103,7 +125,7 @@ class Prompts:
         point("prompt.decode")
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
-    def _render(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
+    def _render(self, messages: Sequence[dict[str, str]], context: int | None = None) -> tuple[int, ...]:
         point("prompt.render")
         tokenizer = self.tokenizer
         try:
@@ -112,7 +134,10 @@ class Prompts:
             raise Refusal("no_chat_template", "this model has no chat template: use /v1/completions") from error
 
         def render(said: Messages) -> str:
-            return render_chat(template, said, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
+            text = render_chat(template, said, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
+            if said is messages:  # else placeholders are in it, which are longer than what they stand for
+                self._check_length(text, "messages", context)
+            return text
 
         try:
             return tuple(self._literal.encode(messages, render))
@@ -138,7 +163,7 @@ def chat_messages(body: schemas.ChatBody | schemas.TokenizeBody) -> list[dict[st
     return found
 
 
-def anthropic_messages(body: schemas.AnthropicBody) -> list[dict[str, str]]:
+def anthropic_messages(body: schemas.AnthropicPrompt) -> list[dict[str, str]]:
     """Anthropic's messages as templates know them."""
     system = text_of(body.system)
     head = [{"role": "system", "content": system}] if system else []

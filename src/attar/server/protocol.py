@@ -15,10 +15,13 @@ where a request's head is first known in full, before any task is made for it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import socket
 import struct
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -35,8 +38,10 @@ MAX_RECEIVED = MAX_HEAD + 2 * MAX_BODY  # a body that is too large is read and d
 MAX_BEHIND = 64 << 10  # what may come behind a request that is being answered
 RECEIPT_SECONDS = 10.0
 STALL_SECONDS = 30.0
-SEND_BUFFER = 32 << 10  # in the kernel, which doubles it, and goes on at a third: who reads 1 KB/s moves it in time
+SEND_BUFFER = 128 << 10  # in the kernel, which doubles it: with less than a segment of loopback each waits for its ACK
+UNSENT = 32 << 10  # of that, what the reader has no room for: the kernel goes on at half, so 1 KB/s moves it in time
 KEEP_ALIVE_SECONDS = 75
+WARNINGS = 10  # a minute, of what is wrong with requests: all are answered, and say what it is
 
 _HINTS = {
     400: ("invalid_http", "this is not a valid HTTP/1.1 request"),
@@ -45,6 +50,33 @@ _HINTS = {
     414: ("target_too_long", f"the request's target is longer than {MAX_TARGET} bytes"),
     431: ("headers_too_large", f"more than {MAX_HEADERS} headers, or {MAX_HEAD} bytes of them"),
 }
+
+
+class Sparing(logging.Filter):
+    """Of warnings so many a minute: anybody who reaches the port can have one written for every connection."""
+
+    def __init__(self, most: int = WARNINGS, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._most, self._clock = most, clock
+        self._ends = 0.0  # of the minute
+        self._seen = self._dropped = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        if (now := self._clock()) >= self._ends:
+            self._ends, self._seen = now + 60, 0
+        self._seen += 1
+        if self._seen > self._most:
+            self._dropped += 1
+            return False
+        if self._dropped:
+            record.msg, record.args = f"{record.getMessage()} ({self._dropped} warnings before it were left out)", ()
+            self._dropped = 0
+        return True
+
+
+logging.getLogger("uvicorn.error").addFilter(Sparing())
 
 
 class LimitedProtocol(H11Protocol):
@@ -64,7 +96,9 @@ class LimitedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # what the kernel does not take, streams wait for
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
         self._receipt = self.loop.call_later(self.receipt_seconds, self._too_slow)
         self.waiting.add(self, len(self.connections))
 

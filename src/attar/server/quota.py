@@ -6,7 +6,8 @@ taken, unless the engine had no room for the request at all, and the rest is let
 seconds is at most a minute's worth and t seconds' worth more, however its requests overlap. (A bucket that is charged
 for everything at the start and given refunds can fill up while a request holds its tokens, and be emptied twice at
 once.) The price: a request that asks for far more than it will use keeps its key's other requests out while it runs,
-and the time after which to retry is then the shortest that it can take.
+and the time after which to retry is then the shortest that it can take. Who names no number wants as much as there is:
+that is what the bucket has, and where it has less than a part of a minute's worth, that part, for which to wait.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from attar.server.errors import Refusal
 
 MINUTE = 60.0  # seconds
+PART = 4  # of a minute's worth one is a fair answer, where no length was asked for
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,14 @@ class Account:
     state: _Key
     aside: int = 0
     owed: int = 0  # of those, the prompt's
+
+    def allowance(self, prompt: int, n: int) -> int | None:
+        """Tokens for each of n answers to a prompt of whoever names no number, one at least; None: any number."""
+        most = self.quotas.limits.tokens_per_minute
+        if most is None:
+            return None
+        fair = min(most // PART, most - prompt)
+        return max(1, max(int(self.quotas.fill(self.state)) - prompt, fair) // n)
 
     def take(self, prompt: int, asked: int) -> None:
         """Set tokens aside, for a prompt and for what is asked. Raises Refusal when the bucket has not as many."""

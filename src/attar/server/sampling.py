@@ -26,10 +26,10 @@ def completion_params(body: CompletionBody, room: int, vocab: int) -> SamplingPa
     return SamplingParams(max_tokens=min(wanted, room), **given)
 
 
-def chat_params(body: ChatBody, room: int, vocab: int) -> SamplingParams:
-    """For a conversation; without a limit it may fill the context."""
+def chat_params(body: ChatBody, room: int, vocab: int, allowance: int | None = None) -> SamplingParams:
+    """For a conversation; without a limit it may fill the context, as far as the key's `allowance` goes."""
     given = _common(body, vocab)
-    wanted = body.max_completion_tokens or body.max_tokens or room
+    wanted = body.max_completion_tokens or body.max_tokens or (room if allowance is None else allowance)
     if body.logprobs:
         given["logprobs"] = body.top_logprobs or 0
     return SamplingParams(max_tokens=min(wanted, room), **given)

@@ -11,8 +11,10 @@ Fields that change no token (`user`, `metadata`, cache hints) are accepted and i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
@@ -220,6 +222,7 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     )
     name: Annotated[str, Meta(max_length=64)] | None = None
     refusal: None = None
+    reasoning_content: None = None
     audio: None = None
     function_call: None = None
     tool_calls: Nothing | None = None
@@ -231,6 +234,13 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class PromptCache(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """OpenAI's hints of what will come again, and for how long: prompts are cached without being asked."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Label | None = None
 
 
 class ChatBody(Sampling, frozen=True, kw_only=True):
@@ -266,6 +276,8 @@ class ChatBody(Sampling, frozen=True, kw_only=True):
     metadata: Annotated[dict[str, Label], Meta(max_length=16)] | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
+    prompt_cache_retention: Label | None = None
+    prompt_cache_options: PromptCache | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -292,15 +304,13 @@ class Metadata(Struct, frozen=True, forbid_unknown_fields=True):
     user_id: Label | None = None
 
 
-class AnthropicBody(Body, frozen=True, kw_only=True):
-    """/v1/messages."""
+class AnthropicPrompt(Body, frozen=True, kw_only=True):
+    """/v1/messages/count_tokens, and of /v1/messages what makes the prompt."""
 
     unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "tools": ([],),
         "tool_choice": ({"type": "none"}, {"type": "auto"}),
         "thinking": ({"type": "disabled"},),
-        "service_tier": ("auto", "standard_only"),
-        "container": (),
         "mcp_servers": ([],),
         "context_management": (),
         "output_config": (),
@@ -315,8 +325,23 @@ class AnthropicBody(Body, frozen=True, kw_only=True):
             description="The last is of role user: an assistant's message is not continued.",
         ),
     ]
-    max_tokens: Length
     system: Content | None = None
+    cache_control: CacheControl | None = None
+
+    def __post_init__(self) -> None:
+        _check_last(self.messages)
+
+
+class AnthropicBody(AnthropicPrompt, frozen=True, kw_only=True):
+    """/v1/messages."""
+
+    unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **AnthropicPrompt.unbuilt,
+        "service_tier": ("auto", "standard_only"),
+        "container": (),
+    }
+
+    max_tokens: Length
     temperature: Fraction | None = None
     top_p: TopP | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
@@ -325,8 +350,8 @@ class AnthropicBody(Body, frozen=True, kw_only=True):
     metadata: Metadata | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_stops(self.stop_sequences, "stop_sequences")
-        _check_last(self.messages)
 
 
 class EmbeddingBody(Body, frozen=True, kw_only=True):
@@ -389,7 +414,7 @@ def read(kind: type[T], body: bytes) -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _explained(str(error)) from error
+        raise _explained(str(error), kind) from error
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -399,16 +424,24 @@ def _same(a: Any, b: Any) -> bool:
 _CODES = (  # what msgspec's sentences have in them; tests hold every one
     ("unknown field", "unknown_field"),
     ("missing required field", "missing_field"),
+    ("of length <= 0", "unsupported_field"),
+    ("Expected `null`, got", "unsupported_field"),
     ("of length", "invalid_length"),
     ("enum value", "invalid_value"),
     (", got ", "invalid_type"),
     ("<", "out_of_range"),
     (">", "out_of_range"),
 )
+_NAMES = {"int": "a whole number", "float": "a number", "str": "a string", "array": "a list", "object": "an object",
+          "bool": "true or false", "null": "null"}  # fmt: skip
+_UNITS = {"str": "characters", "array": "entries", "object": "entries"}
+_BOUND = re.compile(r"Expected `(\w+)`( of length)? ([<>]=?) (\S+)")
+_TYPES = re.compile(r"Expected `([^`]+)`, got `([^`]+)`")
+_STEPS = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
 
 
-def _explained(sentence: str) -> Refusal:
-    """msgspec's `Expected ... - at `$.field[0]`` as a refusal."""
+def _explained(sentence: str, kind: type[Body] = Body) -> Refusal:
+    """msgspec's `Expected ... - at `$.field[0]`, of a `kind`, as a refusal in words of JSON."""
     what, _, where = sentence.rpartition(" - at `$")
     if not what:
         what, where = sentence, ""
@@ -418,6 +451,41 @@ def _explained(sentence: str) -> Refusal:
         field = strict_json.shown(what.partition("`")[2].rpartition("`")[0])
         param = f"{param}.{field}" if param else field
         says = "unknown" if code == "unknown_field" else "is required"
+    elif code == "unsupported_field":
+        says = "not supported by this server"
+    elif code == "invalid_value" and (values := _values(kind, param)):
+        given = strict_json.shown(what.partition("value ")[2], 80)
+        says = f"{given} is not supported by this server: it takes {' or '.join(map(repr, values))}"
+    elif found := _BOUND.match(what):
+        type_, length, sign, number = found.groups()
+        bound = {"<=": "at most", ">=": "at least", "<": "less than", ">": "more than"}[sign] + " " + number
+        says = f"{bound} {_UNITS[type_]}" if length else bound
+    elif found := _TYPES.match(what):
+        wanted = [_NAMES.get(name, name) for name in found[1].split(" | ")]
+        says = strict_json.shown(f"{' or '.join(wanted)}, not {_NAMES.get(found[2], found[2])}", 160)
     else:
         says = strict_json.shown(what[0].lower() + what[1:], 160).replace("`", "")
     return Refusal(code, f"{param or 'the body'}: {says}", param or None)
+
+
+def _values(kind: type[Body], path: str) -> list[str]:
+    """What a field may be that is one of several words; none where it may be more."""
+    kinds: list[Any] = [kind]
+    for step in _STEPS.findall(path):
+        kinds = [inner for outer in kinds for inner in _within(outer, step)]
+    return [value for each in kinds if get_origin(each) is Literal for value in get_args(each)]
+
+
+def _within(outer: Any, step: str) -> list[Any]:
+    """The types of a field, or of an entry where `step` is in brackets."""
+    if step.startswith("["):
+        return _flat(get_args(outer)[-1]) if get_origin(outer) in (list, dict) else []
+    fields = get_type_hints(outer) if isinstance(outer, type) and issubclass(outer, Struct) else {}
+    return _flat(fields[step]) if step in fields else []
+
+
+def _flat(kind: Any) -> list[Any]:
+    """The types of a union."""
+    if get_origin(kind) in (Union, UnionType):
+        return [inner for each in get_args(kind) for inner in _flat(each)]
+    return [kind]

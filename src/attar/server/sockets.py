@@ -11,7 +11,7 @@ import logging
 import resource
 from typing import Protocol
 
-FILES = 256  # descriptors of this process besides connections
+FILES = 256  # descriptors of this process besides connections: half of all that there are, where those are few
 MANY = 1 << 16  # connections, where a user may open any number of files
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,12 @@ def allow(requests: int) -> None:
 
 
 def allowed() -> int:
-    """Connections that this process may have open: one at least."""
+    """Connections that this process may have open: one at least. Says so where they are few."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MANY if soft == resource.RLIM_INFINITY else min(MANY, max(1, soft - FILES))
+    if soft == resource.RLIM_INFINITY:
+        return MANY
+    kept = min(FILES, soft // 2)
+    most = min(MANY, max(1, soft - kept))
+    if kept < FILES:
+        logger.warning("this process may open %d files, which leaves %d connections at a time", soft, most)
+    return most

@@ -4,6 +4,9 @@ Starlette cancels no handler whose client went away unless it streams, and uvico
 nobody; an engine would go on for minutes. So while an answer is made, one task waits for the connection's end, and
 cancels the answer then. A stream's events are written as they come, all that have arrived in one write; the connection
 makes the writer wait when its buffer is full (`protocol.py`), and the queue behind it is bounded (`client.py`).
+
+A stream may have nothing to say for minutes: its request waits in the queue, or has a long prompt. Proxies and clients
+take such a silence for the end, so it is broken by something that every reader of streams skips.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from starlette.types import Receive, Scope, Send
 from attar.faults import point
 
 PART = 64 << 10  # bytes of a write, at least, but for the last
+SILENCE = 15.0  # seconds after which a stream says that it is there
+COMMENT = b": ping\n\n"  # which the standard has readers skip
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
@@ -84,7 +89,8 @@ class EventStream(Response):
     """A response of server-sent events.
 
     `pieces` yields encoded events; `gone` is called when nobody reads them any more, and `closed` at the end, whatever
-    that was; `failed` is the last event should making the others raise, so that no stream ends without one.
+    that was; `failed` is the last event should making the others raise, so that no stream ends without one; `ping` is
+    written whenever there was none for a while.
     """
 
     media_type = "text/event-stream"
@@ -97,26 +103,48 @@ class EventStream(Response):
         closed: Callable[[], None],
         failed: bytes,
         name: str = "",
+        ping: bytes = COMMENT,
     ) -> None:
         super().__init__(headers=STREAM_HEADERS)
         del self.headers["content-length"]
         self._pieces, self._gone, self._closed, self._failed, self._name = pieces, gone, closed, failed, name
+        self._ping, self._written, self._writing = ping, 0.0, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop = asyncio.get_running_loop()
         try:
             async with while_connected(receive, self._gone):
                 point("sse.start", self._name)
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                self._written = loop.time()
+                pings = loop.create_task(self._break_silence(send))
                 try:
                     async for piece in self._pieces:
                         point("sse.write", self._name)
+                        self._writing = True
                         await send({"type": "http.response.body", "body": piece, "more_body": True})
+                        self._written, self._writing = loop.time(), False
                 except Exception:
+                    pings.cancel()  # nothing comes behind the last event
                     await send({"type": "http.response.body", "body": self._failed, "more_body": False})
                     raise
+                finally:
+                    pings.cancel()
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._closed()
+
+    async def _break_silence(self, send: Send) -> None:
+        """Beside the pieces: each is one write, so nothing gets into the middle of it, and needs no timer of its own.
+        While one waits for its reader there is no silence."""
+        loop = asyncio.get_running_loop()
+        while True:
+            left = SILENCE if self._writing else self._written + SILENCE - loop.time()
+            if left > 0:
+                await asyncio.sleep(left)
+            else:
+                self._written = loop.time()
+                await send({"type": "http.response.body", "body": self._ping, "more_body": True})
 
 
 def event(data: bytes, name: str | None = None) -> bytes:

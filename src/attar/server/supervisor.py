@@ -5,8 +5,8 @@ the engine's end of it does too, and the engine ends. When the engine dies, open
 (`client.py`), and a new one is started, at once the first time, later after every further death. The server ends where
 the first could not serve its model at all (exit status 2). Once there was one that could, the same status counts as a
 death: what a new one lacks, memory, a file, a card that the old one still holds, may be there again soon. So does a
-process that cannot be started. An engine that is stopped is left alone, for whoever stopped it may continue it; one
-that runs but will not get on (`pulse.py`) is killed.
+process that cannot be started. Files that are others than when the server started end it (status 1). An engine that is
+stopped is left alone, for whoever stopped it may continue it; one that runs but will not get on (`pulse.py`) is killed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from attar import env, faults, machine
-from attar.engine.settings import Settings
+from attar.engine.settings import CHANGED, HOPELESS, Settings
 from attar.server import sockets
 from attar.server.door import Options
 from attar.text.tokenizer import Tokenizer
@@ -36,7 +36,6 @@ from attar.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from attar.server.serve import Server
 
-HOPELESS = 2  # exit status of an engine that cannot serve its model
 RESTARTS, WITHIN = 5, 600.0  # more deaths in so many seconds end the server
 BACK_OFF = 2.0  # seconds before the second restart within that time; each later one waits twice as long
 END_SECONDS = 10.0  # that an engine has to end
@@ -117,7 +116,7 @@ class EngineProcess:
         while self._deaths[0] < now - WITHIN:
             self._deaths.popleft()
         deaths, hopeless = len(self._deaths), status == HOPELESS and not self.served()
-        if hopeless or deaths > RESTARTS:
+        if hopeless or status == CHANGED or deaths > RESTARTS:
             self.gave_up(HOPELESS if hopeless else 1)
             return False
         delay = waits(deaths)

@@ -36,6 +36,10 @@ class Caller:
     salt: bytes
     account: Account | None = None  # of those that can cost tokens
 
+    def allowance(self, prompt: int, n: int) -> int | None:
+        """Tokens for each of n answers that its key's share has room for; None: any number."""
+        return None if self.account is None else self.account.allowance(prompt, n)
+
     def take(self, prompt: int, asked: int) -> None:
         """Take tokens out of the key's share. Raises Refusal."""
         if self.account is not None:

@@ -1,8 +1,9 @@
 """Threads for what would hold up the event loop, in turns by key.
 
 Jobs stand in one line, which a key that floods would fill: so of each key only some jobs are in it or at work, and its
-next one joins when one of those has ended. A thread cannot be stopped: where a request is given up its job goes on, and
-so does its key's turn.
+next one joins when one of those has ended. A job that is given up before it began never begins, and lets go of what it
+holds at once, though its place in the line is passed only in time. A thread cannot be stopped: a job that has begun
+goes on, and so does its key's turn.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ class Workers:
         """What `work` gives. Raises what it raises."""
         loop, turn = asyncio.get_running_loop(), self._turns.setdefault(key, asyncio.Semaphore(self._each))
 
+        todo = [work]  # a text of megabytes may hang on it
+
         def release(_: Future[Value]) -> None:
+            todo.clear()
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(turn.release)
 
         await turn.acquire()
         try:
-            job = self._threads.submit(work)
+            job = self._threads.submit(lambda: todo.pop()())
         except BaseException:
             turn.release()
             raise

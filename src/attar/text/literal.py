@@ -6,6 +6,9 @@ in messages stays text: before rendering each occurrence is replaced by a placeh
 around it, up to the template's own special tokens, is encoded by a copy of the tokenizer that recognises none. All the
 rest, and every conversation without such text, is encoded as always.
 
+Some tokenizers look for special tokens in normalized text, where fullwidth letters, capitals or accents may spell one
+too. For these the tokenizer itself says which parts of a message it would take for one.
+
 Added tokens that are not special (`<think>` in many models) are words of the model like any other, and are left alone.
 Where a tokenizer puts a space before the first word of a text, such a stretch gets one.
 """
@@ -38,50 +41,50 @@ class LiteralChat:
     def encode(self, messages: Messages, render: Callable[[Messages], str]) -> list[int]:
         """Token ids of `render(messages)`. Raises what `render` raises, and ValueError for lone surrogates."""
         texts = [text for message in messages for text in message.values()]
-        if not any(special in text for special in self._specials for text in texts):
+        if not self._speaks(texts):
             return self._tokenizer.encode_chat(render(messages))
         mark = next((mark for mark in _MARKS if not any(mark in text for text in texts)), None)
         if mark is None:
             raise ValueError("a message holds all of the 32 noncharacters from U+FDD0 on, which are no text")
-        quoted = [{name: self._quoted(text, mark) for name, text in message.items()} for message in messages]
-        return self._ids(render(quoted), mark)
+        words = {special: number for number, special in enumerate(self._specials)}
+        quoted = [{name: self._quoted(text, mark, words) for name, text in message.items()} for message in messages]
+        return self._ids(render(quoted), mark, list(words))
 
-    def _quoted(self, text: str, mark: str) -> str:
-        for number, special in enumerate(self._specials):
-            text = text.replace(special, f"{mark}{number}{mark}")
-        return text
+    def _speaks(self, texts: Sequence[str]) -> bool:
+        """Whether any text would become a special token, as it is or when it is normalized."""
+        if any(special in text for special in self._specials for text in texts):
+            return True
+        return self._tokenizer.specials_respelled and any(self._tokenizer.special_spans(texts))
 
-    def _ids(self, rendered: str, mark: str) -> list[int]:
+    def _quoted(self, text: str, mark: str, words: dict[str, int]) -> str:
+        """The text with placeholders for what would become special tokens. Other spellings than their own join `words`,
+        which are numbered."""
+        for special in self._specials:
+            text = text.replace(special, f"{mark}{words[special]}{mark}")
+        if not self._tokenizer.specials_respelled:
+            return text
+        parts, at = [], 0
+        for start, end in self._tokenizer.special_spans([text])[0]:
+            if mark in (word := text[start:end]):  # a normalizer that drops marks: what is around one stays text anyhow
+                continue
+            parts += [text[at:start], f"{mark}{words.setdefault(word, len(words))}{mark}"]
+            at = end
+        return "".join(parts) + text[at:]
+
+    def _ids(self, rendered: str, mark: str, words: Sequence[str]) -> list[int]:
         ids: list[int] = []
-        spans = self._spans(rendered)  # found once: messages may be thousands, and special tokens hundreds
-        starts, ends = [start for start, _ in spans], sorted((end, start) for start, end in spans)
+        spans = self._tokenizer.special_spans([rendered])[0]  # found once: messages may be thousands
+        starts, ends = [start for start, _ in spans], [end for _, end in spans]
         plain = at = 0  # rendered[plain:at] is to be encoded as always
         while (found := rendered.find(mark, at)) >= 0:
-            last = bisect_right(ends, (found, found)) - 1
-            while last >= 0 and ends[last][0] > plain > ends[last][1]:  # begins in what is encoded already
-                last -= 1
-            start = max(plain, ends[last][0]) if last >= 0 else plain
+            last = bisect_right(ends, found) - 1
+            start = max(plain, ends[last]) if last >= 0 else plain
             following = bisect_left(starts, found)
             at = starts[following] if following < len(starts) else len(rendered)
             ids += self._tokenizer.encode_chat(rendered[plain:start])
-            ids += self._literally(self._restored(rendered[start:at], mark))
+            ids += self._literally(_restored(rendered[start:at], mark, words))
             plain = at
         return ids + self._tokenizer.encode_chat(rendered[plain:])
-
-    def _spans(self, text: str) -> list[tuple[int, int]]:
-        """Where special tokens begin and end, in order of their beginnings."""
-        spans = []
-        for special in self._specials:
-            at = text.find(special)
-            while at >= 0:
-                spans.append((at, at + len(special)))
-                at = text.find(special, at + 1)
-        return sorted(spans)
-
-    def _restored(self, text: str, mark: str) -> str:
-        parts = text.split(mark)  # text, number, text, number, ..., text
-        parts[1::2] = [self._specials[int(number)] for number in parts[1::2]]
-        return "".join(parts)
 
     def _literally(self, text: str) -> list[int]:
         with self._lock:
@@ -89,3 +92,9 @@ class LiteralChat:
                 self._literal = Backend.from_str(self._tokenizer._backend.to_str())
                 self._literal.encode_special_tokens = True
         return list(self._literal.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+
+
+def _restored(text: str, mark: str, words: Sequence[str]) -> str:
+    parts = text.split(mark)  # text, number, text, number, ..., text
+    parts[1::2] = [words[int(number)] for number in parts[1::2]]
+    return "".join(parts)

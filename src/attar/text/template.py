@@ -14,6 +14,7 @@ prompt on any day.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import importlib.util
 import json
@@ -79,6 +80,15 @@ def render_chat(
     return _renderer.render(request)
 
 
+def warm() -> None:
+    """Start the process that renders, unless it runs: the first conversation waits for it no longer than others do.
+
+    Whatever is wrong with it is said of a conversation.
+    """
+    with contextlib.suppress(TemplateError, OSError):
+        _renderer.start()
+
+
 def _message(message: object) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise TemplateError('each message must be a mapping with a "role": {"role": "user", "content": "Hello"}')
@@ -96,14 +106,22 @@ class _Renderer:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
 
+    def start(self) -> None:
+        with self._lock:
+            self._running()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._child is None or self._child.poll() is not None:
+            self.close()
+            self._child = _start()
+        return self._child
+
     def render(self, request: bytes) -> str:
         with self._lock:
-            if self._child is None or self._child.poll() is not None:
-                self.close()
-                self._child = _start()
+            child = self._running()
             reply = b"!"
             try:
-                reply = _ask(self._child, request, RENDER_SECONDS)
+                reply = _ask(child, request, RENDER_SECONDS)
             finally:
                 if reply[:1] == b"!":  # also at Ctrl-C: an answer nobody took must not be the next one's
                     self.close()

@@ -60,6 +60,9 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        # Those that are looked for in normalized text: fullwidth letters, say, or capitals may then spell them as well.
+        respelled = any(token.special and token.normalized for token in added.values())
+        self.specials_respelled = respelled and backend.normalizer is not None
         self.chat_templates: dict[str, str] = dict(chat_templates or {})
 
     @classmethod
@@ -114,16 +117,28 @@ class Tokenizer:
 
         Special tokens written in the text become special tokens. ValueError for a lone surrogate, which is not text.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"the text holds a lone surrogate (no Unicode) at character {error.start}") from error
+        _check(text)
         # A batch, because the library lets other threads run then; and the fast one, which keeps no offsets.
         return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def encode_chat(self, rendered: str) -> list[int]:
         """Token ids of a rendered chat template. Nothing is added: it wrote its own BOS, or means to have none."""
         return self.encode(rendered, add_special_tokens=False)
+
+    def special_spans(self, texts: Sequence[str]) -> list[list[tuple[int, int]]]:
+        """Where special tokens are found in each text, from character to character, in order: as they are written, or
+        as whatever becomes that when it is normalized. ValueError as for `encode`."""
+        for text in texts:
+            _check(text)
+        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            [
+                span
+                for at, index in enumerate(each.ids)
+                if index in self.special_ids and (span := each.token_to_chars(at)) is not None
+            ]
+            for each in encodings
+        ]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Bytes that are not UTF-8 become U+FFFD."""
@@ -222,6 +237,13 @@ def _spell(token: str, byte_of: Mapping[str, int] | None) -> bytes:
         if all(digit in "0123456789abcdefABCDEF" for digit in digits):
             return bytes([int(digits, 16)])
     return token.replace("▁", " ").encode()
+
+
+def _check(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the text holds a lone surrogate (no Unicode) at character {error.start}") from error
 
 
 def _content(token: Any) -> str | None:
