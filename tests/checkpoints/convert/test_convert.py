@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf as oracle
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from attar.checkpoints import hf, receipt, sources
-from attar.checkpoints.convert import gguf as convert_gguf
+from attar.checkpoints.convert.grids import GGML
 from attar.checkpoints.convert.proof import Digest, proof
 from attar.checkpoints.convert.run import convert
-from attar.checkpoints.convert.source import Stored
-from attar.checkpoints.convert.targets import as_half
+from attar.checkpoints.convert.source import packed_linears, values_of
 from attar.checkpoints.convert.to_gguf import FILE_TYPES, _file_type
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.gguf.file import GgufFile
@@ -28,10 +29,8 @@ from attar.checkpoints.verify import verify
 from attar.checkpoints.vocabulary import tokenizer
 from attar.checkpoints.writer import ShardWriter
 from attar.compression.pipeline import compress
-from attar.formats import affine, ggml_blocks
 from attar.formats.ggml import TYPES
-from attar.formats.packed import PackedTensor, codec
-from attar.formats.scheme import Scheme
+from attar.formats.packed import PackedTensor
 from attar.model.cache import Step
 from attar.text.tokenizer import Tokenizer
 
@@ -106,7 +105,9 @@ def test_folders_there_and_back(to: str, recipe: str, folders: Folders, tmp_path
 AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # the nibble of each of a word's eight columns
 
 
-def as_others_read(stored: dict[str, torch.Tensor], module: str, said: dict[str, Any]) -> torch.Tensor:
+def as_others_read(
+    stored: dict[str, torch.Tensor], module: str, said: dict[str, Any], dtype: torch.dtype = torch.float16
+) -> torch.Tensor:
     """The weight [O, I] by the arithmetic of AutoGPTQ's and AutoAWQ's own kernels, which is float16 throughout."""
     bits, mask = said["bits"], (1 << said["bits"]) - 1
     words, zeros, scales = (stored[f"{module}.{part}"] for part in ("qweight", "qzeros", "scales"))
@@ -124,7 +125,7 @@ def as_others_read(stored: dict[str, torch.Tensor], module: str, said: dict[str,
         codes = (words[:, None, :] >> shifts[None, :, None] & mask).flatten(0, 1)
         zero = (zero + (said["checkpoint_format"] == "gptq")) & mask
         groups = stored[f"{module}.g_idx"].long()
-    return (scales[groups] * (codes - zero[groups]).half()).t()
+    return (scales[groups].to(dtype) * (codes - zero[groups]).to(dtype)).t()
 
 
 @pytest.mark.parametrize(("to", "recipe"), [(to, each) for to in WAYS for each in WAYS[to] if each != "rtn-w3g32"])
@@ -207,10 +208,10 @@ def test_blocks_of_a_folder_are_copied_byte_for_byte(recipe: str, kind: str, wid
     assert torch.equal(logits(tmp_path / "out.gguf"), logits(folder))  # also q and k, whose rows change places
 
 
-@pytest.mark.parametrize("kind", convert_gguf.WITH_OFFSETS)
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_1"])
 def test_offsets_that_are_zero_points_become_these(kind: str, small: Path, tmp_path: Path) -> None:
     """There and back: scales that are powers of two, of which every zero point's product is a float16."""
-    scheme = convert_gguf.WITH_OFFSETS[kind]
+    scheme = GGML[kind]
     folder = compress(small, tmp_path / "folder", recipe=f"rtn-{scheme.name}").path
     stored = load_file(folder / "model.safetensors")
     scales = {name: each.float().log2().round().exp2().half() for name, each in stored.items() if "scale" in name}
@@ -247,10 +248,11 @@ def test_a_file_becomes_a_folder(recipe: str, to: str, small: Path, tmp_path: Pa
     assert back.sha256 == done.sha256
 
 
-def test_transformers_loads_what_a_file_became(tmp_path: Path, demo: Path) -> None:
+@pytest.mark.parametrize("recipe", ["q4_0", "q6_k"])
+def test_transformers_loads_what_a_file_became(recipe: str, tmp_path: Path, demo: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    compress(demo, tmp_path / "in.gguf", recipe="q4_0")
+    compress(demo, tmp_path / "in.gguf", recipe=recipe)
     convert(tmp_path / "in.gguf", tmp_path / "out", to="compressed-tensors")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     with torch.no_grad():
@@ -289,20 +291,202 @@ def test_columns_out_of_their_order_are_kept_so_where_there_is_a_field(folders: 
 
 
 REFUSED = {
-    "activations": ("rtn-w8a8", "gptq", r"q_proj cannot be .* 2, 3, 4 or 8 bits, not w8a8"),
-    "8 bits": ("rtn-w8", "awq", "AWQ holds integers of 4 bits, not w8"),
-    "zero points": ("rtn-w4g64-asym", "gguf", "Q4_1 has an offset in float16, and a scale times its zero"),
+    "activations": ("rtn-w8a8", "gptq", "q_proj cannot be .* GPTQ has no field for activations that are rounded"),
+    "activations, AWQ": ("rtn-w8a8", "awq", "AWQ has no field for activations that are rounded, as those of w8a8 are"),
+    "activations, GGUF": ("rtn-w8a8", "gguf", "attar writes GGUF files whose activations are not rounded"),
+    "8 bits": ("rtn-w8", "awq", "AWQ holds integers of 4 bits, not w8, which takes 8"),
+    "5 bits": ("rtn-mxfp4-weight", "awq", "AWQ holds integers of 4 bits, not mxfp4-weight, which takes 5"),
+    "no integers": ("rtn-nf4", "awq", "AWQ holds integers times scales, which nf4 is not"),
+    "no integers, GPTQ": ("rtn-lut4", "gptq", "GPTQ holds integers times scales, which lut4 is not"),
+    "no place": ("rtn-lut4", "compressed-tensors", "compressed-tensors has no place for lut4"),
+    "a number for the tensor": ("rtn-nvfp4-weight", "gguf", "divided by a number for the whole tensor"),
+    "scales": ("rtn-nvfp4-weight", "gptq", "a scale of float32 is no number of float16"),
+    "offsets": ("rtn-q4_1", "compressed-tensors", "Q4_1 has an offset that is no whole number of its scales, 0 to 15"),
     "the same format": ("rtn-w8", "compressed-tensors", "is stored as compressed-tensors already"),
 }
 
 
+@pytest.fixture(scope="module")
+def folder_of(small: Path, folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`small` rounded to a scheme, once."""
+    at = tmp_path_factory.mktemp("more")
+
+    def made(recipe: str) -> Path:
+        if recipe not in folders:
+            folders[recipe] = compress(small, at / recipe, recipe=recipe).path
+        return folders[recipe]
+
+    return made
+
+
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_not_exact_is_refused_and_leaves_nothing(kind: str, folders: Folders, tmp_path: Path) -> None:
+def test_what_is_not_exact_is_refused_and_leaves_nothing(
+    kind: str, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
     recipe, to, words = REFUSED[kind]
     out = tmp_path / ("out.gguf" if to == "gguf" else "out")
     with pytest.raises(ValueError, match=words):
-        convert(folders[recipe], out, to=to)
+        convert(folder_of(recipe), out, to=to)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("kind", ["q2_k", "q4_k_s", "q5_k_s"])
+def test_minima_of_k_quants_are_no_zero_points(kind: str, wide: Path, tmp_path: Path) -> None:
+    compress(wide, tmp_path / "in.gguf", recipe=kind)
+    with pytest.raises(ValueError, match=r"Q[245]_K has an offset that is no whole number of its scales, 0 to \d+, as"):
+        convert(tmp_path / "in.gguf", tmp_path / "out", to="compressed-tensors")
+
+
+# Exact, though no format's own words say it
+
+
+def oracle_values(path: Path) -> dict[str, torch.Tensor]:
+    """Matrices of blocks of a GGUF file by gguf's own reader, rows of q and k as they lie."""
+    tensors = {str(each.name): each for each in oracle.GGUFReader(path).tensors}
+    return {
+        name: torch.from_numpy(oracle.dequantize(each.data, each.tensor_type))
+        for name, each in tensors.items()
+        if name.startswith("blk.") and len(each.shape) == 2
+    }
+
+
+OURS = {
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}
+
+
+def check_file(path: Path, folder: Path) -> None:
+    """That the gguf package finds the numbers of a folder in a file, to the bit."""
+    values, source = oracle_values(path), hf.Checkpoint.open(folder, torch.float32)
+    for theirs, ours in OURS.items():
+        expected = values_of(source.linear(f"model.layers.0.{ours}"))
+        assert torch.equal(values[f"blk.0.{theirs}.weight"].view(torch.int32), expected.view(torch.int32)), ours
+
+
+TO_FILES = {
+    "rtn-mxfp4-weight": "MXFP4", "rtn-w4g64-asym": "Q5_0", "rtn-w5g64-asym": "Q8_0", "rtn-w4-tensor": "Q4_0",
+    "rtn-w6g32": "Q8_0", "magnitude-2:4-sparse24-w4g32": "Q4_0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", TO_FILES)
+def test_a_folders_numbers_in_blocks(recipe: str, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    folder, file = folder_of(recipe), tmp_path / "out.gguf"
+    there = convert(folder, file, to="gguf")
+    assert GgufFile(file).info("blk.1.attn_q.weight").kind.name == TO_FILES[recipe]
+    check_file(file, folder)
+    assert torch.equal(logits(file), logits(folder))
+    back = convert(file, tmp_path / "back", to="compressed-tensors")
+    assert back.sha256 == there.sha256
+    assert back.bits_per_weight == pytest.approx(inspect(tmp_path / "back").bits_per_weight, rel=1e-12)
+    if recipe == "rtn-mxfp4-weight":
+        ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "back", folder))
+        assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items() if "_proj" in name)
+
+
+def test_nvfp4_in_blocks_where_its_number_for_the_tensor_is_one(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Or another by which the scales are divided without a rest; and always on the way back."""
+    shutil.copytree(folder_of("rtn-nvfp4-weight"), tmp_path / "in")
+    stored = load_file(tmp_path / "in" / "model.safetensors")
+    for i, name in enumerate(name for name in stored if "global" in name):
+        stored[name] = torch.tensor([(1.0, 2.0, 0.5)[i % 3]])
+        scale = name.replace("global_", "")
+        stored[scale] = stored[scale].float().clamp(1, 128).to(torch.float8_e4m3fn)
+    save_file(stored, tmp_path / "in" / "model.safetensors")
+    there = convert(tmp_path / "in", tmp_path / "there.gguf", to="gguf")
+    assert GgufFile(tmp_path / "there.gguf").info("blk.1.attn_q.weight").kind.name == "NVFP4"
+    check_file(tmp_path / "there.gguf", tmp_path / "in")
+    back = convert(tmp_path / "there.gguf", tmp_path / "back", to="compressed-tensors")
+    assert back.sha256 == there.sha256
+    scheme = hf.Checkpoint.open(tmp_path / "back").scheme_of("model.layers.0.mlp.up_proj")
+    assert scheme is not None
+    assert scheme.name == "nvfp4-weight"
+
+
+K_QUANTS = {"q6_k": ("w6g16", 8.0), "q3_k_s": ("w3g16", 5.0), "iq4_xs": ("w8g32", 9.0), "iq4_nl": ("w8g32", 8.5)}
+
+
+@pytest.mark.parametrize("kind", K_QUANTS)
+def test_blocks_without_offsets_become_integers(kind: str, wide: Path, tmp_path: Path) -> None:
+    """There by gguf's decoder, to the bit, and back; of a folder that holds blocks as well."""
+    file = compress(wide, tmp_path / "in.gguf", recipe=kind).path
+    there = convert(file, tmp_path / "out", to="compressed-tensors")
+    source = hf.Checkpoint.open(tmp_path / "out")
+    name, bits = K_QUANTS[kind]
+    assert {each.scheme.name for each in packed_linears(source).values()} == {name}
+    assert there.bits_per_weight == pytest.approx(bits, abs=0.01)
+    assert list(proof(there))[1] == (
+        f"stored bits of a re-packed weight: {there.source_bits:.3f} before, {there.bits_per_weight:.3f} now"
+    )
+    check_file(file, tmp_path / "out")
+    assert torch.equal(logits(tmp_path / "out"), logits(file))
+    back = convert(tmp_path / "out", tmp_path / "back.gguf", to="gguf")
+    assert back.sha256 == there.sha256
+    assert back.bits_per_weight == (8.5 if kind == "iq4_nl" else there.source_bits)
+    check_file(tmp_path / "back.gguf", tmp_path / "out")
+    if kind == "q6_k":
+        folder = compress(wide, tmp_path / "folder", recipe="rtn-q6_k").path
+        again = convert(folder, tmp_path / "again", to="compressed-tensors")
+        assert again.source_bits == 6.5625
+        check_file(file, tmp_path / "again")
+
+
+GROWN = {
+    ("rtn-w3g64", "awq"): 4, ("rtn-w2g32", "awq"): 4, ("rtn-w3g32-asym", "awq"): 4, ("rtn-w5g32", "gptq"): 8,
+    ("rtn-w6g64-asym", "gptq"): 8, ("rtn-w7", "gptq"): 8, ("rtn-mxfp4-weight", "gptq"): 8, ("rtn-iq4_nl", "gptq"): 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "to"), GROWN)
+def test_a_grid_of_fewer_bits_is_part_of_one_of_more(
+    recipe: str, to: str, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = folder_of(recipe)
+    there = convert(folder, tmp_path / "there", to=to)
+    stored = load_file(tmp_path / "there" / "model.safetensors")
+    said = json.loads((tmp_path / "there" / "config.json").read_text())["quantization_config"]
+    assert said["bits"] == GROWN[recipe, to]
+    source = hf.Checkpoint.open(folder)
+    for module in ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"):
+        weight = source.linear(module).weight
+        assert isinstance(weight, PackedTensor)
+        assert torch.equal(as_others_read(stored, module, said, torch.float32), weight.dequantize())
+        assert torch.equal(as_others_read(stored, module, said), weight.dequantize().half())
+    assert there.bits_per_weight is not None
+    assert there.source_bits is not None
+    assert there.bits_per_weight > there.source_bits
+    back = convert(tmp_path / "there", tmp_path / "back", to="compressed-tensors")
+    assert back.sha256 == there.sha256
+
+
+@pytest.mark.parametrize(("to", "mixed"), [("gptq", "w8"), ("awq", "w3g64-asym")])
+def test_what_holds_for_a_whole_folder_is_chosen_for_all(to: str, mixed: str, small: Path, tmp_path: Path) -> None:
+    """Bits that all fit, groups that divide all, zero points where one has them."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"recipe: rtn-w4g32\noverrides:\n  - {{match: '*.down_proj', scheme: {mixed}}}\n")
+    folder = compress(small, tmp_path / "mixed", recipe=recipe).path
+    convert(folder, tmp_path / "out", to=to)
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert (said["bits"], said["group_size"]) == (8 if to == "gptq" else 4, 32)
+    stored, source = load_file(tmp_path / "out" / "model.safetensors"), hf.Checkpoint.open(folder)
+    for module in ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"):
+        weight = source.linear(module).weight
+        assert isinstance(weight, PackedTensor)
+        assert torch.equal(as_others_read(stored, module, said, torch.float32), weight.dequantize())
+
+
+def test_two_levels_are_int8_with_the_same_activations(wide: Path, tmp_path: Path) -> None:
+    folder = compress(wide, tmp_path / "in", recipe="rtn-qserve-g64").path
+    convert(folder, tmp_path / "out", to="compressed-tensors")
+    scheme = hf.Checkpoint.open(tmp_path / "out").scheme_of("model.layers.0.mlp.up_proj")
+    assert scheme is not None
+    assert scheme.name == "w8a8"
+    assert torch.equal(logits(tmp_path / "out"), logits(folder))
 
 
 def test_wrong_names_and_sources_are_refused(small: Path, folders: Folders, tmp_path: Path) -> None:
@@ -314,41 +498,15 @@ def test_wrong_names_and_sources_are_refused(small: Path, folders: Folders, tmp_
         convert(small, tmp_path / "out.gguf", to="gptq")
     with pytest.raises(ValueError, match="is not compressed: `attar compress` makes"):
         convert(small, tmp_path / "out", to="gptq")
-    mixed = tmp_path / "recipe.yaml"
-    mixed.write_text("recipe: rtn-w4g32\noverrides:\n  - {match: '*.down_proj', scheme: w8}\n")
-    compress(small, tmp_path / "mixed", recipe=mixed)
-    with pytest.raises(ValueError, match=r"GPTQ has one setting for a whole folder, and .*_proj and .*_proj differ"):
-        convert(tmp_path / "mixed", tmp_path / "out", to="gptq")
     compress(small, tmp_path / "k.gguf", recipe="iq4_nl")
-    with pytest.raises(ValueError, match=r"blk.0.attn_q.weight cannot .* IQ4_NL has values that no grid of gptq has"):
-        convert(tmp_path / "k.gguf", tmp_path / "out", to="gptq")
+    with pytest.raises(ValueError, match=r"blk.0.attn_q.weight cannot .* AWQ holds integers of 4 bits, not iq4_nl"):
+        convert(tmp_path / "k.gguf", tmp_path / "out", to="awq")
     with pytest.raises(ValueError, match="is a GGUF file already"):
         convert(tmp_path / "k.gguf", tmp_path / "out.gguf", to="gguf")
     shutil.copytree(folders["rtn-w8"], tmp_path / "there")
     with pytest.raises(CheckpointError, match="exists and is kept"):
         convert(folders["rtn-w4g32"], tmp_path / "there", to="gptq")
     assert not (tmp_path / "out").exists()
-
-
-def test_zero_points_whose_product_is_a_half_become_offsets() -> None:
-    """Scales that are powers of two: then the product always is one."""
-    scheme = Scheme.parse("w4g32-asym").with_scale_dtype("float16")
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(-8, 8, (4, 64), dtype=torch.int8, generator=generator)
-    zero = torch.randint(-8, 8, (4, 2), dtype=torch.int8, generator=generator)
-    scale = torch.exp2(torch.randint(-6, 2, (4, 2), generator=generator).float()).half()
-    packed = affine.encode(codes, scale, zero, scheme, (4, 64))
-    kind = convert_gguf.kind_for(Stored(scheme, (4, 64)))
-    assert kind is TYPES["Q4_1"]
-    assert torch.equal(ggml_blocks.decode(kind, convert_gguf.blocks(packed, kind)), packed.dequantize())
-
-
-def test_scales_that_are_no_halves_are_found() -> None:
-    with pytest.raises(ValueError, match="a scale of bfloat16 is no number of float16"):
-        as_half(torch.tensor([1e-30], dtype=torch.bfloat16))
-    packed = codec("int").quantize(torch.randn(4, 64) * 1e-20, Scheme.parse("w4g32"))
-    with pytest.raises(ValueError, match="a scale of float32 is no number of float16"):
-        convert_gguf.blocks(packed, TYPES["Q4_0"])
 
 
 def test_an_output_that_reads_back_otherwise_is_not_put_in_place(

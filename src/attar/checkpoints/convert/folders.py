@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from attar.checkpoints.convert.proof import Converted, Digest, Progress, compare
-from attar.checkpoints.convert.source import Stored, inexact, packed_linears, values_of
-from attar.checkpoints.convert.targets import Target, bits_per_weight
+from attar.checkpoints.convert.source import Stored, dense_names, inexact, packed_linears, stored_bits, values_of
+from attar.checkpoints.convert.targets import Target, bits_per_weight, packed_as
 from attar.checkpoints.folder import CONFIG, write_json
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files
@@ -27,16 +27,17 @@ def folder_to_folder(checkpoint: Checkpoint, dst: Path, target: Target, overwrit
         raise ValueError(f"{folder.path} is not compressed: `attar compress` makes a smaller model of it")
     if folder.config["quantization_config"]["quant_method"] == target.name:
         raise ValueError(f"{folder.path} is stored as {target.name} already")
-    modules = {checkpoint.stored_linear(name): each for name, each in linears.items()}
     if config.tied and config.names.head in linears and target.name != "compressed-tensors":
         raise inexact(config.names.embed, f"{target.name} has no packed embedding", folder.path)
     for name, each in linears.items():
         if (reason := target.against(each)) is not None:
             raise inexact(name, reason, folder.path)
-    kept = [name for name in folder.names() if name.rpartition(".")[0] not in modules or name.endswith(".bias")]
-    settings = target.config(modules, _dense_linears(checkpoint, linears, kept))
+    planned = target.planned(linears)
+    placed = {checkpoint.stored_linear(name): each for name, each in planned.items()}
+    kept = dense_names(checkpoint, linears)
+    settings = target.config(placed, _dense_linears(checkpoint, linears, kept))
     layout: dict[str, Part] = {name: folder.info(name) for name in kept}
-    for module, each in modules.items():
+    for module, each in placed.items():
         layout |= target.declared(module, each)
     files, carried, ours = plan_files(layout), folder.carry_files(), Digest()
     with atomic_folder(dst, overwrite, resumes=False) as work:
@@ -44,7 +45,7 @@ def folder_to_folder(checkpoint: Checkpoint, dst: Path, target: Target, overwrit
             for done, name in enumerate(linears, 1):
                 linear = checkpoint.linear(name)
                 try:
-                    arrays = target.arrays(checkpoint.stored_linear(name), linear)
+                    arrays = target.arrays(checkpoint.stored_linear(name), packed_as(linear, planned[name]))
                 except ValueError as error:
                     raise inexact(name, error, folder.path) from None
                 for tensor, value in arrays.items():
@@ -66,8 +67,8 @@ def folder_to_folder(checkpoint: Checkpoint, dst: Path, target: Target, overwrit
             theirs.add(name, again.folder.read(name))
         compare(ours, theirs)
     size = sum(file.size for file in files)
-    bits = bits_per_weight(target, modules)
-    return Converted(dst, target.name, len(ours.of), len(linears), size, bits, ours.whole, ())
+    bits, before = bits_per_weight(target, placed), stored_bits(checkpoint, linears)
+    return Converted(dst, target.name, len(ours.of), len(linears), size, bits, before, ours.whole, ())
 
 
 def _dense_linears(checkpoint: Checkpoint, linears: Mapping[str, Stored], kept: list[str]) -> list[str]:

@@ -1,23 +1,24 @@
 """From a GGUF file to a folder, bit for bit: `run.py` says what is asked of it.
 
-Config and tokenizer are written anew from the metadata, and read back. Types whose blocks are a grid (`SCHEMES` of
-`gguf/checkpoint.py`) become the integers of the folder's format, and so do those with an offset where it is a zero
-point (`WITH_OFFSETS` of the `gguf.py` beside this), which is found when they are read; no other type does.
+Config and tokenizer are written anew from the metadata, and read back. Matrices of blocks become what the folder's
+format has for their values: integers mostly (`grids.py` says which), 4-bit floats where it has these. Offsets must be
+zero points, and scales numbers of the format's, which is found when they are read.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from attar.checkpoints import hf, vocabulary
-from attar.checkpoints.convert.gguf import DENSE, WITH_OFFSETS, as_grid
+from attar.checkpoints.convert.gguf import DENSE
 from attar.checkpoints.convert.proof import Converted, Digest, Progress, compare
 from attar.checkpoints.convert.source import Stored, dense_values, inexact, values_of
-from attar.checkpoints.convert.targets import Target, bits_per_weight
+from attar.checkpoints.convert.targets import Target, bits_per_weight, packed_as
 from attar.checkpoints.folder import CONFIG, write_json
 from attar.checkpoints.gguf import config as gguf_config
 from attar.checkpoints.gguf import export as gguf_export
@@ -25,7 +26,9 @@ from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.gguf.config import file_name
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files
-from attar.formats.scheme import Part
+from attar.formats.forms import GgmlBlocks
+from attar.formats.packed import PackedTensor
+from attar.formats.scheme import Part, Scheme
 from attar.kernels.operands import Linear
 
 
@@ -45,26 +48,26 @@ def file_to_folder(
     notes: list[str] = []
     layout: dict[str, Part] = {}
     for name in names:
-        module, kind = name.removesuffix(".weight"), checkpoint.file.info(file_name(name)).kind
-        shape = checkpoint.file.info(file_name(name)).shape
-        matrix = name.endswith(".weight") and len(shape) == 2
-        scheme = (checkpoint.scheme_of(module) or WITH_OFFSETS.get(kind.name)) if matrix else None
-        if name in ends or scheme is None:
-            dtype = next((dtype for dtype, plain in DENSE.items() if plain == kind.name), None)
-            if dtype is None and name not in ends:
-                reason = f"{kind.name} has values that no grid of {target.name} has"
-                raise inexact(file_name(name), reason, where)
+        module, info = name.removesuffix(".weight"), checkpoint.file.info(file_name(name))
+        kind, shape = info.kind, info.shape
+        dtype = next((dtype for dtype, plain in DENSE.items() if plain == kind.name), None)
+        if name in ends or dtype is not None or len(shape) != 2:
             if dtype is None:
-                notes.append(f"{file_name(name)} is {kind.name}, of which folders have no form: it became float32.")
+                notes.append(
+                    f"{file_name(name)} is {kind.name}: of a file only matrices of blocks are re-packed, so it became "
+                    "float32."
+                )
             layout[name] = Part(dtype or "float32", shape)
             continue
-        linears[module] = Stored(scheme, (shape[0], shape[1]))
+        linears[module] = Stored(Scheme(GgmlBlocks(kind), layout="plain"), (shape[0], shape[1]))
         if (against := target.against(linears[module])) is not None:
             raise inexact(file_name(name), against, where)
-        layout |= target.declared(module, linears[module])
     if not linears:
-        raise ValueError(f"{where} is not compressed: `attar compress` reads folders, and {target.name} needs integers")
-    settings = target.config(linears, [config.names.head])
+        raise ValueError(f"{where} is not compressed: there is nothing to re-pack, and `attar compress` reads folders")
+    planned = target.planned(linears)
+    for module, each in planned.items():
+        layout |= target.declared(module, each)
+    settings = target.config(planned, [config.names.head])
     files, ours = plan_files(layout), Digest()
     with atomic_folder(dst, overwrite, resumes=False) as work:
         with ShardWriter(work.out, files) as writer:
@@ -73,7 +76,7 @@ def file_to_folder(
                 values = checkpoint.tensor(name)
                 if module in linears:
                     try:
-                        arrays = target.arrays(module, _linear(checkpoint, module))
+                        arrays = target.arrays(module, packed_as(_linear(checkpoint, module), planned[module]))
                     except ValueError as error:
                         raise inexact(file_name(name), error, where) from None
                     for tensor, value in arrays.items():
@@ -93,16 +96,16 @@ def file_to_folder(
             report("comparing", done, len(names))
         compare(ours, theirs)
     size = sum(file.size for file in files)
-    bits = bits_per_weight(target, linears)
-    return Converted(dst, target.name, len(ours.of), len(linears), size, bits, ours.whole, tuple(notes))
+    bits, weights = bits_per_weight(target, planned), sum(math.prod(each.shape) for each in linears.values())
+    before = 8 * sum(each.scheme.bytes(each.shape) for each in linears.values()) / weights
+    return Converted(dst, target.name, len(ours.of), len(linears), size, bits, before, ours.whole, tuple(notes))
 
 
 def _linear(checkpoint: GgufCheckpoint, module: str) -> Linear:
-    """The linear as integers, without its bias. Raises ValueError where its offsets are no zero points."""
-    kind = checkpoint.kind_of(module)
-    if kind.name in WITH_OFFSETS:
-        return Linear(module, as_grid(kind, checkpoint.rows_of(f"{module}.weight")))
-    return checkpoint.linear(module)
+    """The linear as the blocks of the file, without its bias."""
+    scheme = Scheme(GgmlBlocks(checkpoint.kind_of(module)), layout="plain")
+    raw = checkpoint.rows_of(f"{module}.weight")
+    return Linear(module, PackedTensor(scheme, checkpoint.linear_shape(module), {"blocks": raw}))
 
 
 def _config_json(checkpoint: GgufCheckpoint) -> dict[str, Any]:
@@ -133,7 +136,8 @@ def _check_config(file: GgufCheckpoint, folder: Checkpoint) -> None:
         feed_forward_bias=ours.feed_forward_bias, dtype=ours.dtype,
     )  # fmt: skip
     if same != ours:
-        raise ValueError(f"{file.file.path} cannot be converted exactly: config.json has no words for its rope")
+        found = ", ".join(f.name for f in fields(ours) if getattr(same, f.name) != getattr(ours, f.name))
+        raise ValueError(f"{file.file.path} cannot be converted exactly: config.json reads back with another {found}")
 
 
 def _write_tokenizer(checkpoint: GgufCheckpoint, out: Path) -> None:

@@ -1,11 +1,16 @@
-"""Weights of folders as GGML blocks, where a type has their very values, and blocks with an offset as a grid.
+"""Weights of folders as GGML blocks, where a type has their very values.
 
-A folder may hold GGML's blocks as they are (recipes such as `rtn-q4_k`): these are copied, byte for byte. Integers need
-a type of blocks of 32 with a scale in float16. So groups must be whole blocks (a longer one becomes several, whose
-scales are the same), and scales numbers of float16; a grid with fewer bits than a type is a part of its grid. With zero
-points a value is scale * code - scale * zero, and the type's offset must be that product in float16, which it seldom
-is: whoever re-packs finds out block by block. Nor is an offset often a whole multiple of its scale, which is what the
-way back asks for.
+A folder may hold GGML's blocks as they are (recipes such as `rtn-q4_k`): these are copied, byte for byte. MXFP4 is the
+same numbers in another order, and NVFP4 is where its number for the whole tensor leaves E4M3's numbers when it divides
+the scales. Integers (`grids.py`: many forms are) have several types that may hold them, in this order:
+
+* blocks of 32 with a scale in float16, to which a group is several blocks whose scales are the same, and a grid of
+  fewer bits part of a type's grid. With zero points a value is scale * code - scale * zero, and the type's offset must
+  be that product in float16, which it seldom is; a code less its zero point takes one bit more, and needs no offset;
+* blocks of 256, whose scales are whole multiples of one float16: for groups of 16, and for scales in float32, which the
+  former have not. Where the weight was of such a type once, it is found again.
+
+Which it is, the numbers tell: where there is more than one, `to_gguf.py` tries them.
 """
 
 from __future__ import annotations
@@ -15,15 +20,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from attar.checkpoints.convert.grids import GGML, as_half, as_scheme, blocks_of_fp4, grid_of, spread
 from attar.checkpoints.convert.source import Stored
-from attar.checkpoints.convert.targets import as_half, grid_of
 from attar.formats import affine, ggml_blocks
-from attar.formats.forms import GgmlBlocks
-from attar.formats.ggml import TYPES, GgmlType
+from attar.formats.forms import Fp4, GgmlBlocks
+from attar.formats.ggml import IQ4_VALUES, TYPES, GgmlType
 from attar.formats.ggml_blocks import Blocks
 from attar.formats.packed import PackedTensor
 from attar.formats.packing import row_slices
-from attar.formats.scheme import Scheme
 
 GGUF = "gguf"  # what users call the format
 
@@ -31,30 +35,47 @@ DENSE: Mapping[str, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF1
 """Types by the dtype of what they hold."""
 
 SYMMETRIC, ASYMMETRIC = ((4, "Q4_0"), (5, "Q5_0"), (8, "Q8_0")), ((4, "Q4_1"), (5, "Q5_1"))
-"""Types by the bits of their grids."""
+"""Types of blocks of 32, by the bits of their grids."""
 
-WITH_OFFSETS: Mapping[str, Scheme] = {
-    name: Scheme.parse(scheme).with_scale_dtype("float16")
-    for name, scheme in {"Q4_1": "w4g32-asym", "Q5_1": "w5g32-asym"}.items()
-}
-"""The grids of types with an offset, where every offset is a whole number of scales (`as_grid`)."""
+FINE = ((3, "Q3_K"), (6, "Q6_K"), (8, "IQ4_XS"))
+"""Types of blocks of 256 without offsets, likewise; the last has 16 of the 256 codes."""
+
+MULTIPLES: Mapping[str, tuple[int, int]] = {"Q3_K": (-32, 31), "Q6_K": (-128, 127), "IQ4_XS": (-32, 31)}
+"""By which whole numbers these scale their groups."""
 
 
-def kind_for(each: Stored) -> GgmlType | str:
-    """The smallest type that can hold a linear, or why none does, as the end of a sentence."""
-    if isinstance(each.scheme.weight, GgmlBlocks):
-        return each.scheme.weight.type
-    grid, columns = grid_of(each), each.shape[1]
-    if grid is None:
-        return f"GGML has types for weights as integers and for its own blocks, not for {each.scheme.name}"
+def kinds_for(each: Stored) -> tuple[GgmlType, ...] | str:
+    """The types that may hold a linear, the smaller first, or why none does, as the end of a sentence."""
+    form, columns = each.scheme.weight, each.shape[1]
+    if isinstance(form, GgmlBlocks):
+        return (form.type,)
+    if each.scheme.activation is not None:
+        return f"attar writes GGUF files whose activations are not rounded, and those of {each.scheme.name} are"
+    if isinstance(form, Fp4):
+        kind = TYPES[form.name.upper()]
+        whole = columns % kind.elements == 0
+        return (kind,) if whole else f"GGML has {kind.name} in blocks of {kind.elements}, which do not divide {columns}"
+    scheme = grid_of(each.scheme)
+    if scheme is None:
+        return f"GGML's quantized types hold integers, 4-bit floats and tables of its own, not {each.scheme.name}"
     if each.permuted:
         return "GGML has no field for columns that are out of their order (desc_act)"
-    size = grid.group_size or columns
-    if size % 32:
-        return f"GGML has blocks of 32, and a scale here is of {size}"
-    known = SYMMETRIC if grid.symmetric else ASYMMETRIC
-    found = next((name for bits, name in known if grid.bits <= bits), None)
-    return f"GGML has no type of {grid.bits} bits with zero points" if found is None else TYPES[found]
+    grid, size = scheme.grid, scheme.grid.group_size or columns
+    bits = min(8, grid.bits + (not grid.symmetric))  # without zero points
+    found = []
+    if size % 32 == 0:
+        if not grid.symmetric:
+            found += [name for most, name in ASYMMETRIC if grid.bits <= most][:1]
+        found += [name for most, name in SYMMETRIC if bits <= most][:1]
+    if columns % 256 == 0 and size % 16 == 0 and (size % 32 or scheme.scale_dtype == "float32"):
+        most, name = next(known for known in FINE if bits <= known[0])
+        found += [name] if most < 8 or size % 32 == 0 else []
+    if not found:
+        return (
+            "GGML has integers of 8 bits with a scale for 32 columns, and of 6 with one for 16 where 256 divides rows: "
+            f"without zero points these take {bits}, with a scale for {size} of {columns} columns"
+        )
+    return tuple(TYPES[name] for name in found)
 
 
 def blocks(packed: PackedTensor, kind: GgmlType) -> Tensor:
@@ -62,45 +83,74 @@ def blocks(packed: PackedTensor, kind: GgmlType) -> Tensor:
     if isinstance(packed.scheme.weight, GgmlBlocks):
         assert packed.scheme.weight.type is kind, f"{packed.scheme.name} was planned as {kind.name}"
         return packed.parts["blocks"]
-    codes, scale, zero = affine.decode(packed)
-    rows, columns = packed.shape
-    half = as_half(scale)
-    m = None
-    if zero is not None:
-        middle = 1 << (packed.scheme.grid.bits - 1)
-        codes = codes.to(torch.int16) + middle
-        wanted = -(half.float() * (zero.float() + middle))
-        m = _each(wanted.half(), columns)
-        if not torch.equal(m.float(), _each(wanted, columns)):
-            raise ValueError(f"{kind.name} has an offset in float16, and a scale times its zero point is none")
-    found = Blocks(codes.to(torch.int16).reshape(-1, kind.elements), _each(half, columns), m)
+    if isinstance(packed.scheme.weight, Fp4):
+        return blocks_of_fp4(packed)
+    if kind.name in MULTIPLES:
+        return _fine_blocks(packed, kind)
+    scheme, rows = GGML[kind.name], packed.shape[0]
+    if scheme.grid.symmetric:
+        codes, half, _ = affine.decode(as_scheme(packed, scheme, kind.name))
+        found = Blocks(codes.to(torch.int16).reshape(-1, kind.elements), _each(half))
+    else:
+        found = _with_offsets(packed, kind)
     return ggml_blocks.pack(kind, found).view(rows, -1)
 
 
-def as_grid(kind: GgmlType, raw: Tensor) -> PackedTensor:
-    """Rows of blocks [O, bytes of a row] of one of `WITH_OFFSETS` as a weight on its grid: the same values.
+def _with_offsets(packed: PackedTensor, kind: GgmlType) -> Blocks:
+    own = grid_of(packed.scheme)
+    assert own is not None
+    codes, scale, zero = spread(packed, packed.shape[1] // kind.elements)
+    assert zero is not None
+    middle = 1 << (own.grid.bits - 1)
+    half = _each(as_half(scale, kind.name))
+    if not (half > 0).all():  # a sum that cancels is 0, where a product with such a scale is -0
+        raise ValueError(f"{kind.name} has no -0, which a scale that is not above zero makes of zeros")
+    wanted = -(half.float() * (_each(zero).float() + middle))
+    m = wanted.half()
+    if not torch.equal(m.float(), wanted):
+        raise ValueError(f"{kind.name} has an offset in float16, and a scale times its zero point is none")
+    return Blocks(codes.to(torch.int16).reshape(-1, kind.elements) + middle, half, m)
 
-    Raises ValueError where an offset is not its scale times a zero point that the grid has.
-    """
-    scheme = WITH_OFFSETS[kind.name]
-    rows, columns = raw.shape[0], raw.shape[1] // kind.block_bytes * kind.elements
-    middle = 1 << (scheme.grid.bits - 1)
-    codes = torch.empty((rows, columns), dtype=torch.int8)
-    scale = torch.empty((rows, columns // kind.elements), dtype=torch.float16)
-    zero = torch.empty(scale.shape, dtype=torch.int8)
+
+def _fine_blocks(packed: PackedTensor, kind: GgmlType) -> Tensor:
+    codes, scale, _ = affine.decode(as_scheme(packed, GGML[kind.name], kind.name))
+    rows, columns = packed.shape
+    raw = torch.empty((rows, kind.row_bytes(columns)), dtype=torch.uint8)
     for part in row_slices(rows, columns):
-        found = ggml_blocks.unpack(kind, raw[part].reshape(-1, kind.block_bytes))
-        assert found.m is not None
-        d, m = found.d.float(), found.m.float()
-        times = torch.where(m == 0, 0.0, (-m / d).round())
-        if not ((times >= 0) & (times < 2 * middle) & (times * d == -m)).all():  # also where one is not finite
-            raise ValueError(f"{kind.name} has an offset that is no whole number of its scales, as zero points are")
-        codes[part] = (found.codes - middle).to(torch.int8).view(-1, columns)
-        scale[part] = found.d.view(-1, scale.shape[1])
-        zero[part] = (times - middle).to(torch.int8).view(-1, scale.shape[1])
-    return affine.encode(codes, scale, zero, scheme, (rows, columns))
+        some = codes[part].to(torch.int16).reshape(-1, kind.elements)
+        if kind.name == "IQ4_XS" and not torch.isin(some, torch.tensor(IQ4_VALUES, dtype=torch.int16)).all():
+            raise ValueError("IQ4_XS has 16 codes, and here are others")
+        d, multiples = _shared(scale[part].reshape(len(some), -1), kind)
+        raw[part] = ggml_blocks.pack(kind, Blocks(some, d, None, multiples)).view(-1, raw.shape[1])
+    return raw
 
 
-def _each(groups: Tensor, columns: int) -> Tensor:
-    """Numbers of groups [O, G] for each block: [O * I / 32, 1]."""
-    return groups.repeat_interleave(columns // 32 // groups.shape[1], 1).reshape(-1, 1).contiguous()
+def _shared(scale: Tensor, kind: GgmlType) -> tuple[Tensor, Tensor]:
+    """A float16 [N, 1] and whole numbers, int16 [N, G], whose products are the scales of N blocks, float32 [N, G].
+
+    The largest scale is one of few multiples, so all are tried, those of the largest magnitude first, as quantizers
+    choose them. Raises ValueError where a block has none.
+    """
+    low, high = MULTIPLES[kind.name]
+    largest = scale.gather(1, scale.abs().argmax(1, keepdim=True))
+    d, found = scale.new_empty((len(scale), 1), dtype=torch.float16), torch.empty(scale.shape, dtype=torch.int16)
+    left = torch.arange(len(scale))
+    for multiple in sorted((each for each in range(low, high + 1) if each), key=abs, reverse=True):
+        wanted = scale[left]
+        half = (largest[left] / multiple).half()
+        whole = (wanted / half.float()).round().nan_to_num(0, 0, 0).clamp(low, high).to(torch.int16)
+        # What 0 and -0 multiply has another sign, so that a zero is a multiple of zero with its own.
+        signs = torch.where(wanted.signbit() == half.signbit(), 1, -1).to(torch.int16)
+        whole = torch.where(half == 0, signs, whole)
+        product = half.float() * whole.float()
+        fits = ((product == wanted) & (product.signbit() == wanted.signbit())).all(1)
+        d[left[fits]], found[left[fits]] = half[fits], whole[fits]
+        left = left[~fits]
+        if not len(left):
+            return d, found
+    raise ValueError(f"the scales of a block of {kind.name} are whole multiples of one float16, and these are of none")
+
+
+def _each(groups: Tensor) -> Tensor:
+    """Numbers of blocks [O, G] as a column."""
+    return groups.reshape(-1, 1).contiguous()

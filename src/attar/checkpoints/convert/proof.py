@@ -21,7 +21,7 @@ Progress = Callable[[str, int, int], None]
 @dataclass(frozen=True)
 class Converted:
     """What `convert` did. `sha256` is that of every tensor as float32, the source's and the output's alike; bits are
-    all that is stored of the packed linears, None where there are none."""
+    all that is stored of the packed linears, in the output and in the source, None where there are none."""
 
     path: Path
     format: str
@@ -29,6 +29,7 @@ class Converted:
     packed: int  # linears among them
     bytes: int
     bits_per_weight: float | None
+    source_bits: float | None
     sha256: str
     notes: tuple[str, ...]
 
@@ -40,6 +41,7 @@ class Converted:
             "packed": self.packed,
             "bytes": self.bytes,
             "bits_per_weight": self.bits_per_weight,
+            "source_bits_per_weight": self.source_bits,
             "sha256": self.sha256,
             "notes": list(self.notes),
         }
@@ -51,6 +53,8 @@ def proof(done: Converted) -> Iterator[str]:
         f"every one of {done.tensors} tensors, {done.packed} of them re-packed, decodes to the same bits: "
         f"sha256 {done.sha256} of the source and of what was read back"
     )
+    if done.bits_per_weight is not None and done.source_bits is not None:
+        yield f"stored bits of a re-packed weight: {done.source_bits:.3f} before, {done.bits_per_weight:.3f} now"
 
 
 class Digest:

@@ -1,9 +1,10 @@
 """`attar convert`: the same model in another format, bit for bit, or an error that says why not.
 
-Nothing is rounded. A compressed linear keeps its integers and scales, in the order of the target's bits; what the
-target cannot hold exactly is refused, naming the tensor. Dense tensors are copied in the dtype they have. When all is
-written the output is opened with the reader of its own format, every tensor of both is decoded to float32, and the two
-must be the same bits: their digests are what the proof says. An output that differs is not put in place.
+Nothing is rounded. A compressed linear keeps its numbers, in the order of the target's bits, or on a grid that they are
+part of, which may take more bits: the proof says how many. What the target cannot hold exactly is refused, naming the
+tensor. Dense tensors are copied in the dtype they have. When all is written the output is opened with the reader of its
+own format, every tensor of both is decoded to float32, and the two must be the same bits: their digests are what the
+proof says. An output that differs is not put in place.
 
 Between folders (compressed-tensors, AWQ, GPTQ) everything beside the weights is carried over. A GGUF file says the same
 in metadata, so its config.json and tokenizer are written anew, and read back. Of a file, the two tables around the

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +44,26 @@ def packed_linears(checkpoint: Checkpoint) -> dict[str, Stored]:
 
 def linear_names(checkpoint: Checkpoint) -> list[str]:
     return [*all_compressible(checkpoint.config), checkpoint.config.names.head]
+
+
+def dense_names(checkpoint: Checkpoint, linears: Mapping[str, Stored]) -> list[str]:
+    """Tensors of the folder that are no part of a compressed linear's weight: all dense ones, and biases."""
+    modules = {checkpoint.stored_linear(name) for name in linears}
+
+    def packed(tensor: str) -> bool:  # X.weight_packed, and X.weight.codes too
+        words = tensor.split(".")
+        return words[-1] != "bias" and any(".".join(words[:end]) in modules for end in range(1, len(words)))
+
+    return [name for name in checkpoint.folder.names() if not packed(name)]
+
+
+def stored_bits(checkpoint: Checkpoint, linears: Mapping[str, Stored]) -> float | None:
+    """All that a folder stores of its compressed linears, over their weights; None where there are none."""
+    if not linears:
+        return None
+    names = set(checkpoint.folder.names()) - set(dense_names(checkpoint, linears))
+    stored = sum(checkpoint.folder.info(name).bytes for name in names)
+    return 8 * stored / sum(math.prod(each.shape) for each in linears.values())
 
 
 def values_of(linear: Linear) -> Tensor:

@@ -1,17 +1,19 @@
 """The formats of folders that a compressed linear can be re-packed into: what each can hold, and how it lays it out.
 
 All three store integers, a scale for each group of a row's columns, and zero points or none. So a weight on one such
-grid is the same numbers in another order of bits; what differs is what a format has no field for:
+grid (`grids.py`: many forms are) is the same numbers in another order of bits; what differs is what a format has no
+field for:
 
-* compressed-tensors takes any grid, and scales in the dtype they have;
+* compressed-tensors takes any grid, and scales in the dtype they have, zero and negative ones too; MXFP4 and NVFP4;
 * AWQ takes 4 bits, with zero points always, eight outputs a word, and its columns in order;
 * GPTQ takes 2, 3, 4 or 8 bits with zero points always. Its first version stores them minus one, which is undone in ways
   that disagree where one is zero: so symmetric weights, whose zero points are in the middle, are written as version 1,
   which everybody reads, and others as version 2.
 
-A group size and a number of bits hold for a whole folder in the last two, and scales are float16, which is what their
-kernels load: a scale of another dtype is converted where it is a number of float16, and refused where it is none.
-Modules that are dense are named in the config, or readers would look for their integers.
+A group size and a number of bits hold for a whole folder in the last two: the bits are those that all fit, a grid of
+fewer being part of it, and the groups the longest that divide all, with scales repeated. Scales are float16, which is
+what their kernels load: one of another dtype is converted where it is a number of float16, and refused where it is
+none. Modules that are dense are named in the config, or readers would look for their integers.
 """
 
 from __future__ import annotations
@@ -19,18 +21,21 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from attar.checkpoints import libraries
+from attar.checkpoints.convert.grids import as_scheme, grid_of
 from attar.checkpoints.convert.source import Stored
 from attar.checkpoints.layouts import compressed_tensors
 from attar.formats import affine
+from attar.formats.forms import GgmlBlocks, Sparse24
 from attar.formats.packed import PackedTensor
 from attar.formats.packing import pack_awq, pack_words
-from attar.formats.scheme import Grid, Part
+from attar.formats.scheme import Grid, Part, Scheme
 from attar.kernels.operands import Linear
 
 
@@ -43,17 +48,27 @@ class Target(Protocol):
         """What of a linear it has no place for, as the end of a sentence; None where it can hold it."""
         ...
 
+    def planned(self, modules: Mapping[str, Stored]) -> dict[str, Stored]:
+        """All linears of a folder, of which nothing is against any, in the schemes that the format gives them."""
+        ...
+
     def declared(self, module: str, each: Stored) -> dict[str, Part]:
-        """Every tensor that the linear becomes."""
+        """Every tensor that the linear becomes, as it is planned."""
         ...
 
     def arrays(self, module: str, linear: Linear) -> dict[str, Tensor]:
-        """The same with their values. Raises ValueError where a scale cannot be stored exactly."""
+        """The same of a linear in the scheme that is planned (`packed_as`)."""
         ...
 
     def config(self, modules: Mapping[str, Stored], dense: Sequence[str]) -> dict[str, Any]:
-        """The quantization_config. Raises ValueError where the linears differ in what holds for a whole folder."""
+        """The quantization_config of linears as they are planned."""
         ...
+
+
+def packed_as(linear: Linear, each: Stored) -> Linear:
+    """A linear in the scheme that is planned for it. Raises ValueError where a number of it is not exact there."""
+    assert isinstance(linear.weight, PackedTensor)
+    return replace(linear, weight=as_scheme(linear.weight, each.scheme))
 
 
 def bits_per_weight(target: Target, modules: Mapping[str, Stored]) -> float:
@@ -62,18 +77,51 @@ def bits_per_weight(target: Target, modules: Mapping[str, Stored]) -> float:
     return 8 * stored / sum(math.prod(each.shape) for each in modules.values())
 
 
-def grid_of(each: Stored) -> Grid | None:
-    """The grid of a weight that is integers alone, with scales for each row or group; None for any other."""
-    grid = each.scheme.weight
-    plain = isinstance(grid, Grid) and grid.kind == "int" and grid.by_row and each.scheme.activation is None
-    return grid if plain and isinstance(grid, Grid) else None
+def _integers(each: Stored, format_name: str) -> Grid | str:
+    """The grid of a linear that is integers alone, or why it is none, as the end of a sentence."""
+    if each.scheme.activation is not None:
+        return f"{format_name} has no field for activations that are rounded, as those of {each.scheme.name} are"
+    found = grid_of(each.scheme)
+    return (
+        f"{format_name} holds integers times scales, which {each.scheme.name} is not" if found is None else found.grid
+    )
+
+
+def _grids(modules: Mapping[str, Stored]) -> dict[str, Grid]:
+    found = {name: grid_of(each.scheme) for name, each in modules.items()}
+    return {name: each.grid for name, each in found.items() if each is not None}
+
+
+def _shared_group(modules: Mapping[str, Stored]) -> int | None:
+    """The longest group that divides those of all, None where all have one a row."""
+    sizes = {name: grid.group_size for name, grid in _grids(modules).items()}
+    if not any(sizes.values()):
+        return None
+    return math.gcd(*(sizes[name] or each.shape[1] for name, each in modules.items()))
+
+
+def _half(bits: int, symmetric: bool, size: int | None) -> Scheme:
+    grid = Grid("int", bits, symmetric, "channel" if size is None else "group", size)
+    return Scheme(grid, scale_dtype="float16")
 
 
 class ToCompressedTensors:
     name = compressed_tensors.METHOD
 
     def against(self, each: Stored) -> str | None:
-        return compressed_tensors.against([each.scheme])
+        if isinstance(each.scheme.weight, Sparse24) and each.scheme.weight.values is None:
+            return "attar reads 2:4 floats of compressed-tensors, and does not write them"
+        return None if grid_of(each.scheme) is not None else compressed_tensors.against([each.scheme])
+
+    def planned(self, modules: Mapping[str, Stored]) -> dict[str, Stored]:
+        return {name: replace(each, scheme=self._scheme(each.scheme)) for name, each in modules.items()}
+
+    def _scheme(self, scheme: Scheme) -> Scheme:
+        if isinstance(scheme.weight, GgmlBlocks) and (name := scheme.weight.name) in ("mxfp4", "nvfp4"):
+            return Scheme.parse(f"{name}-weight")
+        found = scheme if compressed_tensors.against([scheme]) is None else grid_of(scheme)
+        assert found is not None
+        return found
 
     def declared(self, module: str, each: Stored) -> dict[str, Part]:
         index = {f"{module}.weight_g_idx": Part("int32", (each.shape[1],))} if each.permuted else {}
@@ -101,14 +149,23 @@ class ToAwq:
     name = "awq"
 
     def against(self, each: Stored) -> str | None:
-        grid = grid_of(each)
-        if grid is None or grid.bits != 4:
-            return f"AWQ holds integers of 4 bits, not {each.scheme.name}"
+        grid = _integers(each, "AWQ")
+        if isinstance(grid, str):
+            return grid
+        if grid.bits > 4:
+            return f"AWQ holds integers of 4 bits, not {each.scheme.name}, which takes {grid.bits}"
         if each.permuted:
             return "AWQ has no field for columns that are out of their order (desc_act)"
         if each.shape[0] % 8:
             return f"AWQ holds eight outputs in a word, which do not divide {each.shape[0]}"
         return None
+
+    def planned(self, modules: Mapping[str, Stored]) -> dict[str, Stored]:
+        size = _shared_group(modules)
+        return {
+            name: replace(modules[name], scheme=_half(4, grid.symmetric, size))
+            for name, grid in _grids(modules).items()
+        }
 
     def declared(self, module: str, each: Stored) -> dict[str, Part]:
         (rows, columns), groups = each.shape, each.scheme.grid.groups(each.shape[1])
@@ -123,7 +180,7 @@ class ToAwq:
         return {
             f"{module}.qweight": pack_awq(codes.t().contiguous()),
             f"{module}.qzeros": pack_awq(zero.t().contiguous()),
-            f"{module}.scales": as_half(scale).t().contiguous(),
+            f"{module}.scales": scale.t().contiguous(),
         }
 
     def config(self, modules: Mapping[str, Stored], dense: Sequence[str]) -> dict[str, Any]:
@@ -131,7 +188,7 @@ class ToAwq:
             "quant_method": "awq",
             "version": "gemm",
             "bits": 4,
-            "group_size": _one({name: each.scheme.grid.group_size or -1 for name, each in modules.items()}, "AWQ"),
+            "group_size": next(iter(modules.values())).scheme.grid.group_size or -1,
             "zero_point": True,
             "modules_to_not_convert": list(dense) or None,
         }
@@ -140,14 +197,24 @@ class ToAwq:
 class ToGptq:
     name = "gptq"
 
+    BITS = (2, 3, 4, 8)
+
     def against(self, each: Stored) -> str | None:
-        grid = grid_of(each)
-        if grid is None or grid.bits not in (2, 3, 4, 8):
-            return f"GPTQ holds integers of 2, 3, 4 or 8 bits, not {each.scheme.name}"
+        grid = _integers(each, "GPTQ")
+        if isinstance(grid, str):
+            return grid
         for size, what in zip(each.shape, ("outputs", "inputs"), strict=True):
-            if size * grid.bits % 32:
-                return f"GPTQ holds whole words of 32 bits, and {size} {what} of {grid.bits} bits are none"
+            if size * self.BITS[-1] % 32:
+                return f"GPTQ holds whole words of 32 bits, and {size} {what} are none, even of 8 bits"
         return None
+
+    def planned(self, modules: Mapping[str, Stored]) -> dict[str, Stored]:
+        grids, size = _grids(modules), _shared_group(modules)
+        least = max(grid.bits for grid in grids.values())
+        sides = [side for each in modules.values() for side in each.shape]
+        bits = next(bits for bits in self.BITS if bits >= least and not any(side * bits % 32 for side in sides))
+        scheme = _half(bits, all(grid.symmetric for grid in grids.values()), size)
+        return {name: replace(each, scheme=scheme) for name, each in modules.items()}
 
     def declared(self, module: str, each: Stored) -> dict[str, Part]:
         (rows, columns), grid = each.shape, each.scheme.grid
@@ -167,38 +234,26 @@ class ToGptq:
         return {
             f"{module}.qweight": pack_words(codes, grid.bits).t().contiguous(),
             f"{module}.qzeros": pack_words((zero - int(grid.symmetric)).t().contiguous(), grid.bits),
-            f"{module}.scales": as_half(scale).t().contiguous(),
+            f"{module}.scales": scale.t().contiguous(),
             f"{module}.g_idx": groups,
         }
 
     def config(self, modules: Mapping[str, Stored], dense: Sequence[str]) -> dict[str, Any]:
-        symmetric = _one({name: each.scheme.grid.symmetric for name, each in modules.items()}, "GPTQ")
+        grid = next(iter(modules.values())).scheme.grid  # that of all
         left_out = [name for name in dense if name != "lm_head"]  # which has a setting of its own
         return {
             "quant_method": "gptq",
-            "bits": _one({name: each.scheme.grid.bits for name, each in modules.items()}, "GPTQ"),
-            "group_size": _one({name: each.scheme.grid.group_size or -1 for name, each in modules.items()}, "GPTQ"),
+            "bits": grid.bits,
+            "group_size": grid.group_size or -1,
             "desc_act": any(each.permuted for each in modules.values()),
-            "sym": symmetric,
-            "checkpoint_format": "gptq" if symmetric else "gptq_v2",
+            "sym": grid.symmetric,
+            "checkpoint_format": "gptq" if grid.symmetric else "gptq_v2",
             "lm_head": "lm_head" in modules,
             **({"dynamic": {f"-:^{re.escape(name)}$": {} for name in left_out}} if left_out else {}),
         }
 
 
 TARGETS: Mapping[str, Target] = {each.name: each for each in (ToCompressedTensors(), ToAwq(), ToGptq())}
-
-
-def as_half(scale: Tensor) -> Tensor:
-    """A scale in float16. Raises ValueError where one is not a number of that dtype."""
-    half = scale.half()
-    if not torch.equal(half.float(), scale.float()):
-        at = int((half.float() != scale.float()).flatten().nonzero()[0])
-        raise ValueError(
-            f"a scale of {str(scale.dtype).removeprefix('torch.')} is no number of float16, which is what the format "
-            f"has: {float(scale.flatten()[at]):g}"
-        )
-    return half
 
 
 def _decoded(linear: Linear) -> tuple[Tensor, Tensor, Tensor]:
@@ -214,12 +269,3 @@ def _in_order(codes: Tensor, permutation: Tensor, groups: int) -> tuple[Tensor, 
     found[:, permutation] = codes
     index[permutation] = torch.arange(codes.shape[1], dtype=torch.int32) // (codes.shape[1] // groups)
     return found, index
-
-
-def _one(values: Mapping[str, Any], format_name: str) -> Any:
-    """What all modules share. Raises ValueError naming two that differ."""
-    (first, value), *others = values.items()
-    for name, other in others:
-        if other != value:
-            raise ValueError(f"{format_name} has one setting for a whole folder, and {first} and {name} differ")
-    return value

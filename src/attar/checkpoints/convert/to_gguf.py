@@ -1,7 +1,8 @@
 """From a folder to a GGUF file, bit for bit: `run.py` says what is asked of it.
 
 What a folder says in config.json and tokenizer.json a file says in metadata. GGML's blocks are copied, and integers
-become those of a type that stands for the very same values, where there is one (the `gguf.py` beside this).
+and 4-bit floats become those of a type that stands for the very same values, where there is one (the `gguf.py` beside
+this).
 """
 
 from __future__ import annotations
@@ -14,9 +15,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attar.checkpoints.convert.gguf import DENSE, GGUF, blocks, kind_for
+from attar.checkpoints.convert.gguf import DENSE, GGUF, blocks, kinds_for
 from attar.checkpoints.convert.proof import Converted, Digest, Progress, compare
-from attar.checkpoints.convert.source import dense_values, inexact, packed_linears, stored_name, values_of
+from attar.checkpoints.convert.source import (
+    Stored,
+    dense_values,
+    inexact,
+    packed_linears,
+    stored_bits,
+    stored_name,
+    values_of,
+)
 from attar.checkpoints.gguf import export as gguf_export
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.gguf.config import ROPE_FACTORS, file_name
@@ -30,7 +39,7 @@ PLAIN = 0  # general.file_type of a file whose matrices are of several types, as
 
 FILE_TYPES: Mapping[str, int] = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q3_K": 11, "Q4_K": 14, "Q5_K": 16,
-    "Q6_K": 18, "Q2_K": 21, "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32,
+    "Q6_K": 18, "Q2_K": 21, "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32, "MXFP4": 38, "NVFP4": 39,
 }  # fmt: skip
 """general.file_type by the type of most matrices; of k-quants those of the mixes called small, nearly pure ones."""
 
@@ -49,10 +58,7 @@ def folder_to_file(checkpoint: Checkpoint, dst: Path, overwrite: bool, report: P
     config = replace(checkpoint.config, tied=shared)
     kinds: dict[str, GgmlType] = {}
     for name, each in linears.items():
-        found = kind_for(each)
-        if isinstance(found, str):
-            raise inexact(name, found, folder.path)
-        kinds[name] = found
+        kinds[name] = _chosen(checkpoint, name, each)
     if shared and config.names.head in kinds:
         kinds[config.names.embed] = kinds[config.names.head]
     head, factors = gguf_export.describe(config, _file_type(kinds, config.dtype), folder.path.resolve().name)
@@ -93,7 +99,28 @@ def folder_to_file(checkpoint: Checkpoint, dst: Path, overwrite: bool, report: P
         size = writer.plans[0].size
     stored = sum(kinds[name].bytes(each.shape) for name, each in linears.items())
     bits = 8 * stored / sum(math.prod(each.shape) for each in linears.values()) if linears else None
-    return Converted(dst, GGUF, len(ours.of), len(linears), size, bits, ours.whole, () if note is None else (note,))
+    notes = () if note is None else (note,)
+    before = stored_bits(checkpoint, linears)
+    return Converted(dst, GGUF, len(ours.of), len(linears), size, bits, before, ours.whole, notes)
+
+
+def _chosen(checkpoint: Checkpoint, name: str, each: Stored) -> GgmlType:
+    """The first type that holds a linear; where there is but one, whether it does is found when it is written."""
+    found = kinds_for(each)
+    if isinstance(found, str):
+        raise inexact(name, found, checkpoint.folder.path)
+    if len(found) == 1:
+        return found[0]
+    weight, reasons = checkpoint.linear(name).weight, []
+    assert isinstance(weight, PackedTensor)
+    for kind in found:
+        try:
+            blocks(weight, kind)
+        except ValueError as error:
+            reasons.append(str(error))
+        else:
+            return kind
+    raise inexact(name, "; ".join(dict.fromkeys(reasons)), checkpoint.folder.path)
 
 
 def _plain(values: Tensor) -> Tensor:
@@ -108,7 +135,8 @@ def _planned(checkpoint: Checkpoint, name: str, kinds: Mapping[str, GgmlType]) -
         return kinds[module], checkpoint.linear_shape(head if module == checkpoint.config.names.embed else module)
     part = checkpoint.folder.info(stored_name(checkpoint, name))
     if part.dtype not in DENSE:
-        raise inexact(name, f"GGUF has no type for {part.dtype}", checkpoint.folder.path)
+        reason = f"attar writes {', '.join(DENSE)} to GGUF files, not {part.dtype}"
+        raise inexact(name, reason, checkpoint.folder.path)
     return TYPES[DENSE[part.dtype] if len(part.shape) == 2 else "F32"], part.shape
 
 
