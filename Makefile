@@ -35,7 +35,8 @@ help:
 	@echo "             KL beside llm-compressor's, set up in .venv-peers (or PEERS=<an environment that has it>)"
 	@echo "make bench-quality"
 	@echo "             KL at equal bits beside AWQ, GPTQ, auto-round, SmoothQuant, SparseGPT, GPTQModel, HQQ and torchao, set"
-	@echo "             up in .venv-*; then of KV caches, of bits chosen by layer, and beside llama.cpp's files"
+	@echo "             up in .venv-*; then of KV caches, of bits chosen by layer, and beside llama.cpp's files; each on"
+	@echo "             the embedded model and with outliers injected into it: many hours"
 	@echo "make bench-hostile"
 	@echo "             20,000 damaged model files: refused, or read right"
 	@echo "make bench-peers"
@@ -117,9 +118,13 @@ bench-compressors: $(VENV)/.installed $(if $(PEERS),,.venv-peers/.installed)
 bench-quality: $(VENV)/.installed-dev $(if $(PEERS),,.venv-peers/.installed) .venv-gptqmodel/.installed .venv-hqq/.installed \
   .venv-torchao/.installed .venv-llamacpp/.installed
 	@$(BIN)/python bench/lanes.py --peers $(or $(PEERS),.venv-peers)/bin/python $(BENCH)
-	@$(BIN)/python bench/kv.py
-	@$(BIN)/python bench/allocation.py
-	@$(BIN)/python bench/gguf_peers.py --methods gptq --samples 32 --tokens 8192
+	@$(BIN)/python bench/lanes.py int4 int3 w4a8kv4 sparse --injected --peers $(or $(PEERS),.venv-peers)/bin/python $(BENCH)
+	@$(BIN)/python bench/outliers.py demo build/outliers
+	@for model in demo build/outliers; do \
+	  $(BIN)/python bench/kv.py --model $$model && \
+	  $(BIN)/python bench/allocation.py --model $$model && \
+	  $(BIN)/python bench/gguf_peers.py --model $$model --methods gptq --samples 128 --tokens 65536 || exit 1; \
+	done
 
 bench-hostile: $(VENV)/.installed-dev
 	@$(BIN)/python bench/hostile.py $(BENCH)
@@ -207,5 +212,5 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-clients .venv-peers .venv-gptqmodel .venv-hqq .venv-torchao .venv-llamacpp .venv-openvino .venv-lmeval .venv-triton build/engines \
+	rm -rf $(VENV) .venv-clients .venv-peers .venv-gptqmodel .venv-hqq .venv-torchao .venv-llamacpp .venv-openvino .venv-lmeval .venv-triton build/engines build/outliers \
   build/sanitize build/neon build/triton build/gpu-check build/cp3* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -11,7 +11,8 @@
     w4a8kv4 4-bit weights of two levels, int8 activations a token, keys and values in 4 bits. Instead of a peer, QoQ as
             published, on the same storage; all beside 4-bit weights alone (AWQ), keys and values as they are.
     w8a8    int8 weights a row and activations a token, with outliers of all kinds injected (`outliers.py`; other kinds
-            by --kinds). Peers: llm-compressor's SmoothQuant before GPTQ, at strengths 0.5 and 0.8.
+            by --kinds). Peers: llm-compressor's SmoothQuant before GPTQ, at strengths 0.5 and 0.8, of norms alone
+            and of up as well.
     w4a4    4-bit weights a row and 4-bit activations a token, with the same outliers. Instead of a peer, our quarot
             without balance, and turned across heads before o: as published, but for its clipping.
     sparse  two of four weights are zero, the others dense. Peers: llm-compressor's SparseGPT and Wanda.
@@ -130,7 +131,16 @@ def lanes(group: int, iterations: int) -> dict[str, Lane]:
         others = ("gptq", "guided", "guided+tune", "guided+distill")
         return (*symmetric, *(f"{method}-{scheme}g{group}-asym" for method in others))
 
-    smooth = tuple({"name": f"SmoothQuant {s:g}, GPTQ", "method": "smoothquant", "strength": s} for s in (0.5, 0.8))
+    smooth = tuple(
+        {
+            "name": f"SmoothQuant {s:g}{', into up' * through}, GPTQ",
+            "method": "smoothquant",
+            "strength": s,
+            "through": through,
+        }
+        for through in (False, True)
+        for s in (0.5, 0.8)
+    )
     rotated = ("rotate+gptq-w8a8", "quarot+gptq-w8a8", "quarot+guided-w8a8", "quarot+gptq+tune-w8a8")
     eights = ("rtn-w8a8", "smoothquant+gptq-w8a8", *rotated)
     fours = ("smoothquant+gptq-w4a4", "quarot+gptq-w4a4", "spinquant+gptq-w4a4", "spinquant+guided-w4a4")

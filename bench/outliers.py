@@ -1,5 +1,7 @@
 """Give a checkpoint the activation outliers of large models without changing what it computes.
 
+    python bench/outliers.py MODEL OUT [--kinds abcd]
+
 Small trained models have no channels that stand out, and without them smoothing, scaling and rotating have nothing to
 do. Four kinds, by a letter each, of a Llama checkpoint:
 
@@ -14,6 +16,7 @@ do. Four kinds, by a letter each, of a Llama checkpoint:
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 from pathlib import Path
@@ -22,7 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from attar.checkpoints import hf
+from attar.checkpoints import hf, hub
 from attar.compression import calibrate
 from attar.model.cache import Step
 
@@ -139,3 +142,17 @@ def _new_basis(
     for name in tensors:
         if name.endswith(tuple(f"{norm}.weight" for norm in READERS)):
             tensors[name] = torch.ones(hidden, dtype=torch.float64)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a folder, a Hub id or `demo`")
+    parser.add_argument("out", type=Path, help="a folder, which is made anew")
+    parser.add_argument("--kinds", default=KINDS)
+    args = parser.parse_args()
+    shutil.rmtree(args.out, ignore_errors=True)
+    inject(hub.resolve(args.model), args.out, kinds=args.kinds)
+
+
+if __name__ == "__main__":
+    main()

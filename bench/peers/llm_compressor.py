@@ -8,8 +8,9 @@ The file holds {"model": folder, "tokens": [[id, ...], ...], "jobs": [job, ...]}
 
 and for GPTQ also "order" ("static" or null), "block_size" and "damping", for AWQ "duo_scaling" (true). Any of them may
 have "bits" (4) and "symmetric" (true). Two more methods are of other kinds: {"method": "smoothquant", "strength"},
-which ends in W8A8 by GPTQ, and {"method": "sparsegpt" | "wanda", "pattern": "2:4"}, with "damping" (0.01) for the
-first, whose output is dense. Token sequences go in as they are, in their order, without a mask: no tokenizer, shuffling
+which ends in W8A8 by GPTQ and with "through" smooths the inputs of down as well, and {"method": "sparsegpt" | "wanda",
+"pattern": "2:4"}, with "damping" (0.01) for the first, whose output is dense. Models are loaded as they are stored
+unless "dtype" says otherwise. Token sequences go in as they are, in order, without a mask: no tokenizer, shuffling
 or padding stands between the two sides. Each job writes a checkpoint to `out`; the last line printed is {"seconds":
 {name: seconds}, "versions": {...}}. Where a Hessian cannot be factored, llm-compressor does without it and says so in
 its log only: here that ends the run, because the figures would be of another method than their name. So does an
@@ -67,7 +68,7 @@ def main() -> None:
 
 def run(folder: str, rows: list[dict[str, torch.Tensor]], job: dict[str, Any]) -> float:
     """Seconds from the model in memory to the compressed model on disk."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=job.get("dtype", "auto"))
     ends = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
     before = [weight.detach().clone() for weight in ends]
     began = time.monotonic()
@@ -94,8 +95,15 @@ def recipe(job: dict[str, Any]) -> list[Any]:
             return [WandaPruningModifier(**where)]
         return [SparseGPTModifier(**where, dampening_frac=job.get("damping", 0.01))]
     if job["method"] == "smoothquant":
+        # Its own mappings for Llama, and one more: outliers of down's inputs, into up. Those of o's cannot go into v
+        # where queries share heads.
+        mappings = [
+            [["re:.*q_proj", "re:.*k_proj", "re:.*v_proj"], "re:.*input_layernorm"],
+            [["re:.*gate_proj", "re:.*up_proj"], "re:.*post_attention_layernorm"],
+            [["re:.*down_proj"], "re:.*up_proj"],
+        ]
         return [
-            SmoothQuantModifier(smoothing_strength=job["strength"]),
+            SmoothQuantModifier(smoothing_strength=job["strength"], mappings=mappings if job.get("through") else None),
             GPTQModifier(targets=["Linear"], scheme="W8A8", ignore=["lm_head"]),
         ]
     weights = QuantizationArgs(
