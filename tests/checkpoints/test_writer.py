@@ -338,6 +338,22 @@ def test_overwriting_spares_what_is_not_a_model(tmp_path: Path) -> None:
     assert (tmp_path / "empty" / "config.json").exists()
 
 
+def test_an_output_of_another_kind_is_known_by_the_file_that_its_maker_names(tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    for text in ("old", "new"):
+        with atomic_folder(adapter, overwrite=True, known_by="adapter_config.json") as work:
+            (work.out / "adapter_config.json").write_text(text)
+        assert (adapter / "adapter_config.json").read_text() == text
+    with pytest.raises(CheckpointError, match="is no model folder"), atomic_folder(adapter, overwrite=True):
+        pytest.fail("begun")
+    dst = model(tmp_path / "model")
+    with (
+        pytest.raises(CheckpointError, match=r"is no folder with adapter_config.json and is kept"),
+        atomic_folder(dst, overwrite=True, known_by="adapter_config.json"),
+    ):
+        pytest.fail("begun")
+
+
 def test_a_folder_that_turns_up_meanwhile_is_kept(tmp_path: Path) -> None:
     def late() -> None:
         with atomic_folder(tmp_path / "out") as work:

@@ -54,6 +54,19 @@ def test_merged_into_a_compressed_model(place: Path) -> None:
     assert "quantization_config" not in (place / "merged" / "config.json").read_text()
 
 
+def test_training_anew_replaces_an_adapter_when_told_to(place: Path) -> None:
+    command = (
+        f"finetune demo {place}/again --text {place}/text.txt --samples 2 --length 32 --rank 2 --targets *.0.*q_proj"
+    )
+    assert attar(command).exit_code == 0
+    refused(attar(command), BAD_INPUT, "exists and is kept", "--overwrite")
+    result = attar(f"{command} --overwrite --json")
+    assert result.exit_code == 0, result.output
+    assert last_json(result)["notes"] == []
+    refused(attar(f"{command} --overwrite --length 513"), BAD_INPUT, "513", "context of 512")
+    assert (place / "again" / "adapter_model.safetensors").exists()
+
+
 def test_mistakes(place: Path) -> None:
     for command, words in (
         (f"generate demo --prompt a --adapter {place}/none", ("adapter",)),

@@ -5,25 +5,35 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from attar.checkpoints import hf, sources
+from attar.checkpoints.folder import Folder
 from attar.checkpoints.receipt import read_receipt
-from attar.compression import allocate, calibrate, importance, place, sensitivity
-from attar.compression.methods import Rtn
+from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.writer import MAX_SHARD, Workspace
+from attar.compression import allocate, calibrate, domain, gradients, importance, pipeline, sensitivity
+from attar.compression.allocate import Allocation, Allocator
+from attar.compression.methods import Gptq, Rtn
+from attar.compression.order import Order
 from attar.compression.output import Output
 from attar.compression.pipeline import Compressed, compress
 from attar.compression.recipe import Recipe
 from attar.compression.run import Run
 from attar.compression.sensitivity import Group, Log, Trial, apart, groups_of
+from attar.compression.settings import Settings
 from attar.compression.solvers import rtn
 from attar.compression.target import Target, parse_ladder
-from attar.formats.packed import codec
+from attar.formats.packed import PackedTensor, codec
+from attar.kernels.operands import Linear
 from attar.metrics.measure import measure
 from attar.text.tokenizer import Tokenizer
 from tests.compression.test_experts import write
@@ -35,7 +45,6 @@ class Stop(Exception):
     pass
 
 
-NAMES = ("self_attn.q_proj", "mlp.down_proj")
 LADDER = ("w2g32", "w4g64", "w8g64")
 
 SAME_FILE = 1e-3  # the same of a model that was written and read again
@@ -51,6 +60,13 @@ def trial_of(folder: Path, ids: Ids, file: Path, recipe: str = "rtn-w4g64") -> T
     groups = groups_of(decoder, plan)
     log = Log(file, "x")
     return Trial(decoder, groups, schemes(), plan.rounding, *apart(torch.tensor(ids)), log, lambda: None)  # type: ignore[arg-type]
+
+
+def chosen(
+    model: Path, recipe: str, target: Target, texts: tuple[Tensor, Tensor], *rest: Any, **also: Any
+) -> Allocation:
+    decoder = hf.load(model, torch.float32)
+    return Allocator(decoder, Recipe.load(recipe), target, also.pop("ladder", schemes()), *texts, *rest).choose(decoder)
 
 
 def test_divergences_are_those_of_whole_passes(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
@@ -165,16 +181,68 @@ def test_the_model_is_as_it_was_afterwards(tiny: Path, calibration: Ids, tmp_pat
     decoder, plan = hf.load(tiny, torch.float32), Recipe.load("gptq-w4g64")
     before = {linear.name: linear.weight for block in decoder.blocks for linear in block.linears()}
     texts = apart(torch.tensor(calibration))
-    allocate.allocate(decoder, plan, Target(bits=4.5), schemes(), *texts, tmp_path / "log")
+    Allocator(decoder, plan, Target(bits=4.5), schemes(), *texts, tmp_path / "log").choose(decoder)
     after = {linear.name: linear.weight for block in decoder.blocks for linear in block.linears()}
     assert all(after[name] is weight for name, weight in before.items())
+
+
+def test_kept_candidates_are_those_that_were_rounded(
+    tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every form, of overrides too; a block of which none are kept is rounded on what the others give it."""
+    down = "model.layers.1.mlp.down_proj"
+    plan = Recipe.from_dict({"recipe": "gptq-w4g64", "overrides": [{"match": down, "scheme": "w3g64-asym"}]})
+    output, texts = Output(hf.Checkpoint.open(tiny), plan), apart(torch.tensor(calibration))
+    ladder = schemes(("w3g64", "q4_0", "nf4", "lut3", "nvfp4", "qserve-g64", "fp8-block"))
+    rounded, round_one = list[str](), Trial._rounded
+
+    def watched(trial: Trial, linear: Linear, *rest: Any) -> Any:
+        rounded.append(linear.name)
+        return round_one(trial, linear, *rest)
+
+    def same(one: PackedTensor, other: PackedTensor) -> bool:
+        parts = ((part, other.parts[name]) for name, part in one.parts.items())
+        return one.scheme == other.scheme and all(torch.equal(a, b) for a, b in parts)
+
+    def packed() -> list[PackedTensor]:
+        decoder, log = hf.load(tiny, torch.float32), Log(tmp_path / "log", "x")
+        trial = Trial(decoder, groups_of(decoder, plan), ladder, Gptq(), *texts, log, lambda: None, output, keeps=True)
+        trial.alone()
+        every = [*trial._packed.values(), *(row for _, row in trial._fixed)]
+        return [each for row in every for each in row]
+
+    monkeypatch.setattr(Trial, "_rounded", watched)
+    first = packed()
+    assert len(rounded) == (3 * 7 - 1) * len(ladder) + 1
+    rounded.clear()
+    assert all(map(same, first, packed()))
+    assert not rounded
+    shutil.rmtree(Log(tmp_path / "log", "x").folder / "block-1")
+    assert all(map(same, first, packed()))
+    assert {name.split(".")[2] for name in rounded} == {"1"}
+    assert not Log(tmp_path / "log", "of something else").folder.exists()
 
 
 GOAL = 0.5
 
 
-def towards_a_kl(tiny: Path, out: Path, calibration: Ids) -> Compressed:
-    return compress(tiny, out, recipe="rtn-w4g64", target=Target(kl=GOAL), ladder=schemes(), calibration=calibration)
+def towards_a_kl(tiny: Path, out: Path, calibration: Ids, **also: Any) -> Compressed:
+    return compress(
+        tiny, out, calibration=calibration,
+        **{"recipe": "rtn-w4g64", "target": Target(kl=GOAL), "ladder": schemes()} | also,
+    )  # fmt: skip
+
+
+def table_of(out: Path) -> dict[str, Any]:
+    """What the receipt says of the choice."""
+    found = read_receipt(out)
+    assert found is not None
+    table: dict[str, Any] = found.value["allocation"]
+    return table
+
+
+def weights_of(out: Path) -> bytes:
+    return (out / "model.safetensors" if out.is_dir() else out).read_bytes()
 
 
 def reached(monkeypatch: pytest.MonkeyPatch, *divergences: float) -> list[float]:
@@ -182,6 +250,19 @@ def reached(monkeypatch: pytest.MonkeyPatch, *divergences: float) -> list[float]
     left = list(divergences)
     monkeypatch.setattr(Run, "divergence", lambda run, ids: left.pop(0))
     return left
+
+
+def kill_walk(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Kill whoever begins so many walks, the first of which is 1."""
+    begun, walk = list[int](), Run.walk
+
+    def killed(run: Run) -> None:
+        begun.append(1)
+        if len(begun) == number:
+            raise KeyboardInterrupt
+        walk(run)
+
+    monkeypatch.setattr(Run, "walk", killed)
 
 
 def test_an_output_that_misses_its_target_of_kl_is_made_anew_with_more_bits(
@@ -192,34 +273,57 @@ def test_an_output_that_misses_its_target_of_kl_is_made_anew_with_more_bits(
     assert plain.reached is not None
     assert plain.reached <= GOAL
     assert plain.warnings == ()
+    before = table_of(tmp_path / "plain")
     left = reached(monkeypatch, 0.75, 0.4)
     done = towards_a_kl(tiny, tmp_path / "done", calibration)
     assert not left
     assert done.reached == 0.4
     assert done.warnings == ()
     assert done.bits_per_weight > plain.bits_per_weight
-    table = json.loads((tmp_path / "done" / "receipt.json").read_text())["allocation"]
-    assert table["kl_aims"] == [GOAL, pytest.approx(allocate.SLACK * GOAL * GOAL / 0.75)]
+    table = table_of(tmp_path / "done")
+    assert table["kl_aims"] == [GOAL, pytest.approx(allocate.SLACK * before["kl"] * GOAL / 0.75)]
     assert table["kl"] <= table["kl_aims"][1]
+    assert table["kl_missed"] == [0.75]
     assert not list(tmp_path.glob(".done*"))
 
-    walks, walk = [], Run.walk
+    for name in ("noted", "before"):  # killed once it is noted that less is aimed for, and just before
+        reached(monkeypatch, 0.75)
+        with monkeypatch.context() as patch:
+            if name == "noted":
+                kill_walk(patch, 2)
+            else:
+                patch.setattr(allocate.Allocated, "note", lambda found: _interrupt())
+            with pytest.raises(KeyboardInterrupt):
+                towards_a_kl(tiny, tmp_path / name, calibration)
+        left = reached(monkeypatch, *[0.75] * (name == "before"), 0.4)
+        resumed = towards_a_kl(tiny, tmp_path / name, calibration)
+        assert not left
+        assert resumed.records == done.records
+        assert table_of(tmp_path / name) == table
+        assert weights_of(tmp_path / name) == weights_of(tmp_path / "done")
 
-    def killed(run: Run) -> None:
-        if walks:
-            raise KeyboardInterrupt
-        walks.append(walk(run))
 
-    reached(monkeypatch, 0.75)
-    with monkeypatch.context() as context:
-        context.setattr(Run, "walk", killed)
-        with pytest.raises(KeyboardInterrupt):
-            towards_a_kl(tiny, tmp_path / "killed", calibration)
-    left = reached(monkeypatch, 0.4)
-    resumed = towards_a_kl(tiny, tmp_path / "killed", calibration)
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_no_walk_is_made_twice(tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target that is missed by little, of a ladder whose next choice measures much less."""
+    left, choices, walk = reached(monkeypatch, *[1.01 * GOAL] * allocate.WALKS), list[Recipe](), Run.walk
+    monkeypatch.setattr(Run, "walk", lambda run: (choices.append(run.plan), walk(run)))
+    towards_a_kl(tiny, tmp_path / "out", calibration, ladder=schemes(("w2g32", "w8g64")))
     assert not left
-    assert resumed.records == done.records
-    assert json.loads((tmp_path / "killed" / "receipt.json").read_text())["allocation"] == table
+    assert len({plan.overrides for plan in choices}) == allocate.WALKS
+    assert table_of(tmp_path / "out")["kl"] < table_of(tmp_path / "out")["kl_aims"][-1]
+
+
+def test_candidates_that_have_no_room_are_told_before_they_are_rounded(
+    tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.delattr(Trial, "alone")
+    with pytest.raises(CheckpointError, match="1e-06 GB are free; free some space"):
+        towards_a_kl(tiny, tmp_path / "out", calibration)
 
 
 def test_an_output_that_always_misses_its_target_says_so(
@@ -235,15 +339,106 @@ def test_an_output_that_always_misses_its_target_says_so(
     assert found["warnings"] == list(missed.warnings)
 
 
+def test_of_outputs_that_all_miss_the_nearest_is_kept(
+    tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made again, to the same bytes, by a run that was killed meanwhile too."""
+    towards_a_kl(tiny, tmp_path / "plain", calibration)
+    for name in ("whole", "killed"):
+        left = reached(monkeypatch, 0.6, 0.8, 0.7, 0.6)
+        if name == "killed":
+            with monkeypatch.context() as patch:
+                kill_walk(patch, allocate.WALKS + 1)
+                with pytest.raises(KeyboardInterrupt):
+                    towards_a_kl(tiny, tmp_path / name, calibration)
+        kept = towards_a_kl(tiny, tmp_path / name, calibration)
+        assert not left
+        assert kept.reached == 0.6
+        assert kept.warnings[0].startswith("the output's KL is 0.6 ")
+        assert weights_of(tmp_path / name) == weights_of(tmp_path / "plain")
+        table = table_of(tmp_path / name)
+        assert table["kl_missed"] == [0.6, 0.8, 0.7]
+        assert table["kl_aims"][0] == table["kl_aims"][3] == GOAL > table["kl_aims"][1] > table["kl_aims"][2]
+
+
 def test_what_the_largest_schemes_cannot_do_is_not_tried_for_ever(
     tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An aim that nothing keeps gets the largest schemes, and is the last one."""
-    left = reached(monkeypatch, 1e6, 1e6)
+    left = reached(monkeypatch, 1e6, 1e5)
     missed = towards_a_kl(tiny, tmp_path / "missed", calibration)
     assert not left
     assert {record.scheme for record in missed.records} == {LADDER[-1]}
     assert missed.warnings
+    least = table_of(tmp_path / "missed")["uniform"][-1]["kl"]
+    left = reached(monkeypatch, 1e6)
+    missed = towards_a_kl(tiny, tmp_path / "at once", calibration, target=Target(kl=1.001 * least))
+    assert not left
+    assert {record.scheme for record in missed.records} == {LADDER[-1]}
+    assert missed.warnings
+
+
+@pytest.mark.parametrize("other", [{"recipe": "awq+rtn-w4g64"}, {"seed": 1}, {"drawn": 2, "recipe": "awq+rtn-w4g64"}])
+def test_what_one_recipe_missed_is_not_anothers(
+    other: dict[str, Any], tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although both begin with the same measurements, for the same output."""
+    towards_a_kl(tiny, tmp_path / "plain", calibration)
+    reached(monkeypatch, 0.75)
+    with monkeypatch.context() as patch:
+        kill_walk(patch, 2)
+        with pytest.raises(KeyboardInterrupt):
+            towards_a_kl(tiny, tmp_path / "out", calibration, **other)
+    reached(monkeypatch, 0.4)
+    with monkeypatch.context() as patch:
+        patch.delattr(Trial, "_divergence")  # all of them known
+        towards_a_kl(tiny, tmp_path / "out", calibration)
+    assert table_of(tmp_path / "out")["kl_aims"] == [GOAL]
+    assert weights_of(tmp_path / "out") == weights_of(tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    "name, recipe, ladder", [("out", "guided-w4g64", LADDER), ("out.gguf", "gptq-q4_0", ("q4_0", "q5_0", "q8_0"))]
+)
+def test_a_walk_made_anew_redoes_only_what_depends_on_the_bits(
+    name: str, recipe: str, ladder: tuple[str, ...], tiny: Path, calibration: Ids, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The original is asked once, and candidates are rounded once, with the bytes of a walk that knew nothing."""
+    settings: dict[str, Any] = {"recipe": recipe, "ladder": schemes(ladder), "drawn": 2}
+    plain = tmp_path / f"plain {name}"
+    towards_a_kl(tiny, plain, calibration, **settings | {"target": Target(bits=6)})
+    uniform = [each["kl"] for each in table_of(plain)["uniform"]]
+    settings["target"] = Target(kl=(uniform[0] * uniform[-1]) ** 0.5)
+    reached(monkeypatch, 1.5 * settings["target"].kl, 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "begin_anew", Workspace.clear)
+        towards_a_kl(tiny, tmp_path / f"all {name}", calibration, **settings)
+    calls: Counter[str] = Counter()
+
+    def count(owner: Any, function: str) -> None:
+        real = getattr(owner, function)
+
+        def counted(*rest: Any, **also: Any) -> Any:
+            calls[function] += 1
+            return real(*rest, **also)
+
+        monkeypatch.setattr(owner, function, counted)
+
+    for owner, function in (
+        (calibrate, "sample_from"), (gradients, "walk"), (importance, "collect"), (domain, "surprise"), (Run, "walk"),
+        (Folder, "source_hashes"), (Trial, "_rounded"),
+    ):  # fmt: skip
+        count(owner, function)
+    left = reached(monkeypatch, 1.5 * settings["target"].kl, 0.0)
+    done = towards_a_kl(tiny, tmp_path / name, calibration, **settings)
+    assert not left
+    assert calls.pop("_rounded") == 3 * 7 * len(ladder)
+    once = {"sample_from", "surprise", "source_hashes", "collect" if name.endswith(".gguf") else "walk"}
+    assert calls == dict.fromkeys(once, 1) | {"walk": 2 + (not name.endswith(".gguf"))}
+    assert weights_of(tmp_path / name) == weights_of(tmp_path / f"all {name}") != weights_of(plain)
+    assert done.texts is not None
+    assert not list(tmp_path.glob(f".{name}*"))
 
 
 @pytest.mark.parametrize("recipe", ["rtn-w4g64", "gptq-w4g64"])
@@ -285,11 +480,10 @@ def test_a_size_is_kept_by_the_files(tiny: Path, calibration: Ids, tmp_path: Pat
 
 
 def test_a_divergence_is_kept_on_what_it_is_measured_on(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
-    ids, plan = torch.tensor(calibration), Recipe.load("rtn-w4g64")
+    ids = torch.tensor(calibration)
 
     def bits(goal: float) -> float:
-        decoder, texts = hf.load(tiny, torch.float32), apart(ids)
-        found = allocate.allocate(decoder, plan, Target(kl=goal), schemes(), *texts, tmp_path / "log")
+        found = chosen(tiny, "rtn-w4g64", Target(kl=goal), apart(ids), tmp_path / "log")
         assert found.measured <= goal
         return found.bits_per_weight
 
@@ -302,9 +496,7 @@ def test_a_divergence_is_kept_on_what_it_is_measured_on(tiny: Path, calibration:
 
 def found_uniform(tiny: Path, ids: torch.Tensor, folder: Path) -> tuple[float, float]:
     """The divergences of w8g64 and of w2g32 everywhere."""
-    found = allocate.allocate(
-        hf.load(tiny, torch.float32), Recipe.load("rtn-w4g64"), Target(bits=4.0), schemes(), *apart(ids), folder / "log"
-    )
+    found = chosen(tiny, "rtn-w4g64", Target(bits=4.0), apart(ids), folder / "log")
     assert list(found.uniform) == sorted(found.uniform, reverse=True)
     return found.uniform[-1], found.uniform[0]
 
@@ -315,11 +507,9 @@ def test_it_is_closer_than_uniform_bits(demo: Path, tmp_path: Path, monkeypatch:
         "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
     )
     ids = torch.tensor(Tokenizer.load(demo).encode(text * 4, add_special_tokens=False)[:96]).view(3, 32)
-    decoder, ladder = hf.load(demo, torch.float32), schemes(("w2g64", "w3g128", "w4g128"))
+    ladder = schemes(("w2g64", "w3g128", "w4g128"))
     monkeypatch.setattr(allocate, "ROUNDS", 1)
-    found = allocate.allocate(
-        decoder, Recipe.load("rtn-w3g128"), Target(bits=3.13), ladder, *apart(ids), tmp_path / "log", "bfloat16"
-    )
+    found = chosen(demo, "rtn-w3g128", Target(bits=3.13), apart(ids), tmp_path / "log", "bfloat16", ladder=ladder)
     assert found.bits_per_weight <= 3.13
     assert found.measured <= found.unrefined
     assert found.measured < found.uniform[1]
@@ -328,11 +518,8 @@ def test_it_is_closer_than_uniform_bits(demo: Path, tmp_path: Path, monkeypatch:
 def test_a_killed_run_measures_only_what_is_missing(
     tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run() -> allocate.Allocation:
-        return allocate.allocate(
-            hf.load(tiny, torch.float32), Recipe.load("rtn-w4g64"), Target(bits=4.0), schemes(),
-            *apart(torch.tensor(calibration)), log,
-        )  # fmt: skip
+    def run() -> Allocation:
+        return chosen(tiny, "rtn-w4g64", Target(bits=4.0), apart(torch.tensor(calibration)), log)
 
     log = tmp_path / "log"
     whole = run().to_dict()
@@ -446,14 +633,11 @@ def test_a_rung_that_reads_inputs_makes_the_walk_read_them(tiny: Path, calibrati
 
 
 def test_a_rung_that_a_device_does_not_take_is_refused_first(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
-    def check(plan: Recipe) -> None:
-        place.check(plan, [plan.scheme_for(f"model.layers.0.{name}") for name in NAMES], False, "cuda")
-
+    order = Order.take(tiny, tmp_path / "out", None, None, True, 0, "cuda")
+    settings = Settings(calibrate.Amount(), 0, MAX_SHARD, False, False, no_progress, 0.0)
+    ready = order.ready("gptq-w4g64", len(calibration), targeted=True)
     with pytest.raises(ValueError, match="nf4 is not for cuda yet"):
-        allocate.for_output(
-            hf.Checkpoint.open(tiny), Recipe.load("gptq-w4g64"), Target(bits=4.0), schemes(("w3g64", "nf4")),
-            calibration, calibrate.Amount(), tmp_path / "out", False, False, lambda plan: 0, check, no_progress,
-        )  # fmt: skip
+        allocate.for_output(order, ready, settings, Target(bits=4.0), schemes(("w3g64", "nf4")), calibration)
     assert not list(tmp_path.iterdir())
 
 
@@ -471,7 +655,7 @@ def test_drawn_text_is_its_models(tiny: Path, tmp_path: Path, monkeypatch: pytes
     def stop(*rest: object) -> None:
         raise Stop
 
-    monkeypatch.setattr(allocate, "allocate", stop)
+    monkeypatch.setattr(allocate, "Allocator", stop)
     other = tmp_path / "other"
     shutil.copytree(tiny, other)
     config = json.loads((other / "config.json").read_text())

@@ -44,6 +44,7 @@ def test_names() -> None:
         ("fp8", "quarot+gptq", "autoround"),
         ("lut3-s45", "squeezellm", "guided"),
         ("q4_k_m", "guided", "tune"),
+        ("q4_k_m", "rotate+guided", "quarot"),
     ],
 )
 def test_each_kind_of_scheme_has_a_ladder(scheme: str, only: str, never: str) -> None:

@@ -8,6 +8,7 @@ import math
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attar.checkpoints import hf, sources
+from attar.checkpoints import hf, imatrix, sources
 from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.gguf.file import GgufFile
@@ -137,6 +138,34 @@ def test_importances_weigh_errors_whether_given_or_measured(tiny: Path, calibrat
         return float(((found - weight).square() * weighs).sum())
 
     assert damage("given.gguf") < damage("plain.gguf")
+
+
+@pytest.mark.parametrize("recipe", ["gptq-iq4_nl", "guided-iq4_nl"])
+def test_solvers_search_scales_by_the_matrix_that_is_given(
+    recipe: str, tiny: Path, calibration: Ids, tmp_path: Path
+) -> None:
+    """Columns count by the matrix, whatever the calibration text says; one of that very text changes nothing."""
+    importance.make(tiny, tmp_path / "m.gguf", calibration=calibration[:4])
+    found = imatrix.read(tmp_path / "m.gguf")
+    numbers = torch.Generator().manual_seed(0)
+    means = {name: torch.rand(len(mean), generator=numbers) ** 4 + 1e-6 for name, mean in found.means.items()}
+    imatrix.write(tmp_path / "other.gguf", replace(found, means=means))
+    for name, matrix in (("measured", None), ("given", "m.gguf"), ("other", "other.gguf")):
+        compress(
+            tiny, tmp_path / f"{name}.out.gguf", recipe=recipe, calibration=calibration[:4],
+            imatrix=None if matrix is None else tmp_path / matrix,
+        )  # fmt: skip
+    assert digest(tmp_path / "given.out.gguf") == digest(tmp_path / "measured.out.gguf")
+    given, other = (GgufFile(tmp_path / f"{name}.out.gguf") for name in ("given", "other"))
+    blocks = [name for name in given.names() if name.startswith("blk.") and "norm" not in name]
+    assert len(blocks) == 21
+    assert not any(torch.equal(given.read(name), other.read(name)) for name in blocks)
+    if recipe == "gptq-iq4_nl":  # of others the weights to round are not those of the model
+        weight = load_file(tiny / "model.safetensors")["model.layers.1.mlp.down_proj.weight"].float()
+        mean = means["blk.1.ffn_down.weight"]
+        kind, raw = TYPES["IQ4_NL"], other.read("blk.1.ffn_down.weight").view(-1, TYPES["IQ4_NL"].block_bytes)
+        searched = ggml_search.encode(kind, weight, mean).view(-1, kind.block_bytes)
+        assert torch.equal(ggml_blocks.unpack(kind, raw).d, ggml_blocks.unpack(kind, searched).d)
 
 
 def test_overrides_and_kept_matrices(tiny: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,16 @@ from outliers import inject
 from attar.checkpoints import hf
 from attar.compression.calibrate import Amount, sample_from
 from attar.compression.pipeline import compress
+from attar.compression.recipe import Recipe
 from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.measure import Report, measure
 from attar.model.cache import Step
 from attar.model.decoder import Decoder
 
 CALIBRATION, HELD_OUT = Amount(24, 256, seed=0), Amount(16, 256, seed=1)
+
+POLISHED = "gptq polished"  # as guided and qronos are, with all else that they do left out
+SPELT_OUT: dict[str, dict[str, Any]] = {POLISHED: {"recipe": "gptq-w4g128", "polish": 4}}
 
 CLEAN_AWQ = 1.02  # AWQ against RTN where there is nothing for it to mend
 BROKEN = 10.0  # W8A8 under RTN on a model with outliers, against the clean model
@@ -42,7 +47,8 @@ class Bench:
 
     def report(self, recipe: str) -> Report:
         if recipe not in self.done:
-            compress(self.source, self.work / recipe, recipe=recipe, calibration=self.calibration)
+            plan = Recipe.from_dict(SPELT_OUT[recipe]) if recipe in SPELT_OUT else recipe
+            compress(self.source, self.work / recipe, recipe=plan, calibration=self.calibration)
             compressed = hf.load(self.work / recipe, torch.float32)
             self.done[recipe] = measure(compressed, self.held_out, base=self.base)
         return self.done[recipe]
@@ -102,6 +108,14 @@ def test_knowing_the_loss_beats_gptq_on_a_foreign_model(story: Bench) -> None:
     """The small one, since gradients of the embedded model would take the suite half a minute."""
     assert story.ratio("guided-w4g128", "gptq-w4g128")[2] < 1
     assert story.ratio("qronos-w4g128", "gptq-w4g128")[2] < 1
+
+
+def test_polish_correction_and_the_loss_each_help_on_a_foreign_model(story: Bench) -> None:
+    """So that what one of them does cannot be undone by another's doing more: 0.96, 0.80 and 0.86 when written, and
+    between 0.90 and 0.98, 0.74 and 0.80, 0.86 and 0.93 over other texts and schemes."""
+    assert story.ratio(POLISHED, "gptq-w4g128")[0] < 1
+    assert story.ratio("qronos-w4g128", POLISHED)[2] < 1
+    assert story.ratio("guided-w4g128", "qronos-w4g128")[2] < 1
 
 
 def test_awq_does_no_harm_where_there_are_no_outliers(clean: Bench) -> None:

@@ -14,9 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from attar.checkpoints import hf
 from attar.checkpoints.gguf.file import GgufFile
+from attar.checkpoints.writer import MAX_SHARD
 from attar.compression import allocate, best, calibrate, coverage, gradients, tune
+from attar.compression.order import Order
 from attar.compression.pipeline import compress
 from attar.compression.recipe import Recipe
+from attar.compression.settings import Settings
 from attar.compression.spelling import PRESETS
 from attar.compression.target import Target, parse_ladder
 from attar.formats import affine, ggml_mix
@@ -212,7 +215,7 @@ def test_what_allocation_measures_on_is_not_what_tuning_judges_by(
         seen.append(ids.tolist())
         raise Begun
 
-    monkeypatch.setattr("attar.compression.allocate.allocate", stop)
+    monkeypatch.setattr("attar.compression.allocate.Allocator", stop)
     for recipe in ("rtn-w4g32", "rtn+tune-w4g32"):
         with pytest.raises(Begun):
             compress(
@@ -231,10 +234,10 @@ def test_what_allocation_measures_on_calibrates_nothing(
     """Nor does it tune, or weigh importances: what is made is what those sequences were never part of."""
     with pytest.raises(ValueError, match="a target needs at least 2 calibration sequences"):
         compress(tiny, tmp_path / "no", recipe="gptq-w4g32", target=Target(bits=4), calibration=calibration[:1])
-    found = allocate.for_output(
-        hf.Checkpoint.open(tiny), Recipe.load("rtn-w4g32"), Target(bits=4), parse_ladder("w2g32,w8g32"), calibration,
-        calibrate.Amount(), tmp_path / "found", False, False, lambda plan: 0, lambda plan: None, lambda *told: None,
-    )  # fmt: skip
+    order = Order.take(tiny, tmp_path / "found", None, None, True, 0, "cpu")
+    settings = Settings(calibrate.Amount(), 0, MAX_SHARD, False, False, lambda *told: None, 0.0)
+    ready = order.ready("rtn-w4g32", len(calibration), targeted=True)
+    found = allocate.for_output(order, ready, settings, Target(bits=4), parse_ladder("w2g32,w8g32"), calibration)
     assert (found.read.tolist(), found.calibration) == (calibration, calibration[:-2])
     found.forget()
     monkeypatch.setattr(allocate, "ROUNDS", 1)

@@ -50,7 +50,7 @@ _MACHINE = ("attar", "torch", "python", "instruction_set", "threads", "kernels")
 _REQUIRED = ("source", "recipe", "calibration", "seed", "versions", "layers", "bits_per_weight", "evaluation", "files")
 _OURS = (
     "format", *_REQUIRED, "probes", "shard", "drawn", "device", "imatrix", "allocation", "rotation", "tune",
-    "selection", "texts", "warnings",
+    "selection", "texts", "gain", "warnings",
 )  # fmt: skip
 """All keys that `write` gives a receipt."""
 

@@ -257,26 +257,28 @@ class Workspace:
 
 
 @contextlib.contextmanager
-def atomic_folder(dst: str | os.PathLike[str], overwrite: bool = False, resumes: bool = True) -> Iterator[Workspace]:
+def atomic_folder(
+    dst: str | os.PathLike[str], overwrite: bool = False, resumes: bool = True, known_by: str = CONFIG
+) -> Iterator[Workspace]:
     """Grow the folder `dst` in a hidden sibling, `.{name}.attar-partial`, and rename it into place at the end.
 
     After an exception or a kill the sibling stays, and the next call with the same `dst` finds `out` and `state` as
     they were left; where nothing `resumes`, an exception removes them, and what a kill left is not found. An existing
-    `dst` is an error unless `overwrite`, which replaces it only once the new folder is complete, and only if it is a
-    model folder or empty. Raises CheckpointError for these, where another process is at work on the same output, and
-    where whatever the body writes finds the disk full.
+    `dst` is an error unless `overwrite`, which replaces it only once the new folder is complete, and only if it is
+    empty or of the kind that is being made: `known_by` is the file that tells. Raises CheckpointError for these, where
+    another process is at work on the same output, and where whatever the body writes finds the disk full.
     """
     target = Path(os.path.realpath(dst))
     partial = target.parent / f".{target.name}.attar-partial"
     work, old = Workspace(partial / "out", partial / "state"), partial / "old"
-    _check_target(target, overwrite)
+    _check_target(target, overwrite, known_by)
     lock = take_lock(partial, target)
     try:
         if old.exists() and not target.exists():  # killed between the two renames of `_replace`
             old.rename(target)
         if not work.out.exists():  # killed after them: what is left describes a finished run
             _remove(old, work.state)
-        _check_target(target, overwrite)  # again: the holder of the lock before us may have made it
+        _check_target(target, overwrite, known_by)  # again: the holder of the lock before us may have made it
         work.out.mkdir(exist_ok=True)
         work.state.mkdir(exist_ok=True)
         if not resumes:
@@ -302,15 +304,16 @@ def atomic_folder(dst: str | os.PathLike[str], overwrite: bool = False, resumes:
         os.close(lock)
 
 
-def _check_target(target: Path, overwrite: bool) -> None:
+def _check_target(target: Path, overwrite: bool, known_by: str) -> None:
     if not target.exists():
         return
     if not overwrite:
         raise CheckpointError(f"{target} exists and is kept; choose another output, or pass --overwrite")
     if not target.is_dir():
         raise CheckpointError(f"{target} is a file and is kept; choose another output")
-    if any(target.iterdir()) and not (target / CONFIG).is_file():
-        raise CheckpointError(f"{target} is no model folder and is kept; choose another output or remove it yourself")
+    if any(target.iterdir()) and not (target / known_by).is_file():
+        kind = "model folder" if known_by == CONFIG else f"folder with {known_by}"
+        raise CheckpointError(f"{target} is no {kind} and is kept; choose another output or remove it yourself")
 
 
 def take_lock(partial: Path, target: Path) -> int:

@@ -32,7 +32,7 @@ TargetBits = Annotated[
     typer.Option(
         metavar="BITS",
         help="Choose the bits of each layer by what they do to the predictions: so many a weight of the blocks' "
-        "linears; a packed output matrix is not counted.",
+        "linears, on average, less those that an override decides about; a packed output matrix is not counted.",
     ),
 ]
 TargetSize = Annotated[
@@ -99,7 +99,10 @@ def compress(
     ] = None,
     imatrix: Annotated[
         Path | None,
-        typer.Option(help="Of OUT.gguf: importances to weigh errors by, from `attar imatrix` or llama.cpp's."),
+        typer.Option(
+            help="Of OUT.gguf: importances to weigh errors by, from `attar imatrix` or llama.cpp's; gptq and its kin "
+            "search scales by them, and choose codes by --calib."
+        ),
     ] = None,
     evaluation: Annotated[
         Path | None, typer.Option("--eval", help="Held-out text: measure the cost on it and write it into the receipt.")
@@ -164,7 +167,7 @@ def compress(
         with_head = " and the output matrix" if done.head != KEEP else ""
         counted = f"bits/weight: all stored bits of the compressed linears{with_head}, over their weights"
         if done.allocated is not None:
-            counted += f"; of the blocks' linears alone, which a target is about, {done.allocated:.3f}"
+            counted += f"; of the linears that the target chose for, {done.allocated:.3f}"
             print(f"KL on the text by which the bits were chosen: {done.reached:.4g}")
         print(counted)
         for sentence in (*done.warnings, *done.notes):
@@ -191,6 +194,11 @@ def gains(done: Compressed) -> Iterator[str]:
             yield cost_table(rows)
         for each in chosen["left_out"]:
             yield f"not tried: {each['recipe']} ({each['why']})"
+    if (gained := done.gain) is not None:
+        yield (
+            f"on {gained['tokens']:,} tokens that calibrated nothing: mean KL {gained['kl']:.3g}, by plain rounding "
+            f"{gained['plain']:.3g}"
+        )
     if (tuned := done.tuned) is not None:
         yield (
             f"tuning: mean KL {tuned['kl_before']:.3g} before and {tuned['kl_after']:.3g} after, on "
@@ -215,7 +223,7 @@ def finetune(
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory to use at most; by default, the machine's.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output where it exists.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the adapter where it exists.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Do not resume an interrupted run.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -238,6 +246,8 @@ def finetune(
         bar.close()
         print(f"{made.path}: {made.parameters:,} parameters, {len(made.losses)} step{'s' * (len(made.losses) != 1)}")
         print(f"loss of the first step {made.losses[0]:.4f}, of the last {made.losses[-1]:.4f}")
+        for sentence in made.notes:
+            tell(sentence)
         emit(as_json, made.to_dict())
 
 

@@ -12,7 +12,9 @@ transforms, guides and corrections are not part of the measurements, which the r
 that the model writes to go with what was given. The output matrix, overrides and what a recipe keeps are left as the
 recipe says; so is what the mix of a GGUF file makes of the ends of a model. What that costs is part of every divergence
 of the whole model, and so of a target of KL. Where the output misses such a target nevertheless, less is aimed for, by
-as much as it was missed, and the walk begins anew (`Allocated.again`).
+as much as it was missed, and a walk by other bits follows (`Allocated.after`). That choice finds all candidates
+rounded: for a target of KL they stay on disk until the output is there, and those of the default ladder take twice the
+room of a model in 16 bits.
 """
 
 from __future__ import annotations
@@ -30,12 +32,16 @@ from torch import Tensor
 
 from attar.checkpoints import hf
 from attar.checkpoints.receipt import combined_hash
+from attar.checkpoints.writer import allocated, require_free
 from attar.compression import calibrate, knapsack, requirements, tune
-from attar.compression.calibrate import Amount, Calibration
+from attar.compression.calibrate import Calibration
 from attar.compression.gguf_output import GgufOutput
+from attar.compression.guide import key
+from attar.compression.order import Order, Ready
 from attar.compression.output import Output
 from attar.compression.recipe import Override, Recipe
 from attar.compression.sensitivity import Choice, Group, Log, Trial, apart, divisible, fingerprint, groups_of
+from attar.compression.settings import Settings
 from attar.compression.target import Target, ladder_for, rounding_for
 from attar.formats.scheme import Scheme
 from attar.model.decoder import Decoder, all_compressible
@@ -69,8 +75,6 @@ class Allocation:
     tokens: int
     calibration: str  # the hash of the tokens that calibrated
     selection: str  # of those that divergences were measured on
-    log: Log  # where measurements are kept
-    aims: tuple[float, ...]  # for a target of KL: it, then what was aimed for because outputs had missed it
 
     @property
     def bits_per_weight(self) -> float:
@@ -93,7 +97,6 @@ class Allocation:
             "bits": self.bits_per_weight,
             "kl": self.measured,
             "kl_unrefined": self.unrefined,
-            "kl_aims": list(self.aims),
             "uniform": each_uniform,
             "groups": [
                 {
@@ -127,27 +130,48 @@ class Allocated:
     calibration: list[list[int]]
     read: Tensor
     measured: Tensor
-    _files: tuple[Path, ...]
+    aims: tuple[float, ...]  # for a target of KL: it, then what each later walk aimed for
+    missed: tuple[float, ...]  # the divergences of the outputs before this one, each more than the target
+    _bits: Allocator
+    _folder: Path  # of the original
+    _key: str  # of all that outputs depend on: another recipe's misses are not this one's
+    _drawn: Path  # what was drawn from the model to calibrate on, if anything
 
     def finished(self, kl: float) -> dict[str, Any]:
         """For the receipt, once the output itself has the mean divergence `kl` on `measured`."""
-        return self.allocation.to_dict() | {"kl_finished": kl}
+        walks = {"kl_aims": list(self.aims), "kl_missed": list(self.missed)}
+        return self.allocation.to_dict() | walks | {"kl_finished": kl}
 
-    def again(self, kl: float) -> bool:
-        """Whether to choose anew, for the output has the mean divergence `kl` on `measured`, more than the target: the
-        walk does what is not part of measurements, and it rounds what earlier blocks, already rounded, make of the
-        text. Not where there is nothing larger to choose, or `WALKS` were made."""
-        found = self.allocation
-        return bool(self.missed(kl)) and len(found.aims) < WALKS and found.measured <= found.aims[-1]
+    def after(self, kl: float) -> Allocated | None:
+        """What to walk by next, for the output has the mean divergence `kl` on `measured`; None where it is kept.
 
-    def aim_for_less(self, kl: float) -> None:
-        """Note what the next call of `for_output` is to choose by, in this process or in one that resumes."""
-        found = self.allocation
-        assert found.target.kl is not None
-        found.log.put(_aims(found.target), [*found.aims, SLACK * found.aims[-1] * found.target.kl / kl])
+        The walk does what is not part of measurements, and it rounds what earlier blocks, already rounded, make of the
+        text: so an output may miss its target. Then less is aimed for, until `WALKS` were made or nothing larger is
+        there to choose. Of outputs that all missed the nearest is kept: an earlier one is made again, to the same
+        bytes, which is simpler than keeping them all and takes no room.
+        """
+        goal, found, missed = self.allocation.target.kl, self.allocation, (*self.missed, kl)
+        if goal is None or kl <= goal or self.aims[-1] in self.aims[:-1]:  # made again, and nearer than all others
+            return None
+        if len(missed) < WALKS and set(found.choice) != {len(found.ladder) - 1}:
+            # Less than was measured, hence another choice than this, unless the front ends before.
+            aim = SLACK * min(self.aims[-1], found.measured) * goal / kl
+            if (closer := self._choose(aim)).measured < found.measured:
+                return replace(self, allocation=closer, aims=(*self.aims, aim), missed=missed)
+        if (least := min(missed)) < kl:
+            aim = self.aims[missed.index(least)]
+            return replace(self, allocation=self._choose(aim), aims=(*self.aims, aim), missed=missed)
+        return None
 
-    def missed(self, kl: float) -> tuple[str, ...]:
-        """What to say of an output whose divergence is more than the target allows, once nothing more can be done."""
+    def _choose(self, aim: float) -> Allocation:
+        return self._bits.choose(hf.load(self._folder, torch.float32), aim)
+
+    def note(self) -> None:
+        """Have a run that resumes go on with this one."""
+        self._bits.log.put(self._key, [self.aims, self.missed])
+
+    def warnings(self, kl: float) -> tuple[str, ...]:
+        """What to say of an output that is kept, although its divergence is more than the target allows."""
         goal = self.allocation.target.kl
         if goal is None or kl <= goal:
             return ()
@@ -158,41 +182,35 @@ class Allocated:
 
     def forget(self) -> None:
         """Remove what resuming would need."""
-        for file in self._files:
-            file.unlink(missing_ok=True)
+        Log.remove(self._bits.file)
+        self._drawn.unlink(missing_ok=True)
 
 
 def for_output(
-    checkpoint: hf.Checkpoint,
-    recipe: Recipe,
+    order: Order,
+    ready: Ready,
+    settings: Settings,
     target: Target,
     ladder: Sequence[Scheme] | None,
     calibration: Calibration | None,
-    amount: Amount,
-    dst: Path,
-    overwrite: bool,
-    resume: bool,
-    bytes_of: Callable[[Recipe], int],
-    check: Callable[[Recipe], object],
-    progress: Progress,
-    output: Output | GgufOutput | None = None,
-    weighs: bool = False,
 ) -> Allocated:
-    """Allocate for the output `dst`, beside which the measurements are kept until it is there; `resume` goes on with
-    those of a killed run. `check(recipe)` raises ValueError where one cannot be made: it is asked of every scheme of
-    the ladder before anything is drawn or measured. `output` and `weighs` are as in `allocate`.
+    """Allocate for the output of an order, beside which the measurements are kept until it is there; a run that resumes
+    goes on with those of a killed one. Whether a recipe can be made is asked for every scheme of the ladder before
+    anything is drawn or measured.
 
-    Raises ValueError as `allocate`, where there is nothing to calibrate on, and where the output exists.
+    Raises ValueError as `Allocator`, where there is nothing to calibrate on, and where the output exists.
     """
-    if dst.exists() and not overwrite:  # said now, not after all measurements
-        raise ValueError(f"{dst} exists and is kept; choose another output, or pass --overwrite")
+    if order.dst.exists() and not settings.overwrite:  # said now, not after all measurements
+        raise ValueError(f"{order.dst} exists and is kept; choose another output, or pass --overwrite")
+    recipe, checkpoint, amount, report = ready.plan, ready.checkpoint, settings.amount, settings.report
     rounding_for(recipe)
     ladder = tuple(ladder or ladder_for(recipe))
     if calibration is None:
         raise ValueError("a target needs calibration to measure on: give --calib a text file, or `self` to sample it")
-    divisible(calibrate.count(calibration, amount))
+    sequences = calibrate.count(calibration, amount)
+    divisible(sequences)
     for rung in _rungs(checkpoint, recipe, ladder):
-        check(rung)
+        order.ready(rung, sequences + amount.drawn, targeted=True)
     names = checkpoint.config.names
     first = f"{names.layer.format(i=0)}.{names.output}.weight"
     stored = checkpoint.folder.info(checkpoint.stored_name(first)).dtype
@@ -201,18 +219,18 @@ def for_output(
         _reachable(target, [whole], [scheme.with_scale_dtype(stored) for scheme in ladder])
     folder = checkpoint.folder.path
     tokenizer = calibrate.tokenizer_for(calibration, folder)
-    dst = dst.absolute()
+    dst = order.dst.absolute()
     dst.parent.mkdir(parents=True, exist_ok=True)
-    log = dst.parent / f".{dst.name}.attar-allocation.jsonl"
+    file = dst.parent / f".{dst.name}.attar-allocation.jsonl"
     source = ""
     if calibrate.is_drawn(calibration):
-        source = combined_hash(checkpoint.folder.source_hashes(lambda done, total: progress("hashing", done, total)))
-    drawn = log.with_suffix(f".{calibrate.drawn_name(source, amount)}")
-    if not resume:
-        log.unlink(missing_ok=True)
+        source = combined_hash(checkpoint.folder.source_hashes(lambda done, total: report("hashing", done, total)))
+    drawn = file.with_suffix(f".{calibrate.drawn_name(source, amount)}")
+    if not settings.resume:
+        Log.remove(file)
         drawn.unlink(missing_ok=True)
     ids = calibrate.tokens(
-        calibration, checkpoint, tokenizer, amount, drawn, lambda done, total: progress("sampling", done, total)
+        calibration, checkpoint, tokenizer, amount, drawn, lambda done, total: report("sampling", done, total)
     )
     rest, measured = apart(ids)
     seen = rest
@@ -220,9 +238,19 @@ def for_output(
         requirements.enough(recipe, len(rest))
         seen = tune.without_judges(rest)
 
+    def bytes_of(plan: Recipe) -> int:
+        return sum(each.size for each in order.output(plan, order.source).plans(settings.max_shard_bytes))
+
     decoder = hf.load(folder, torch.float32)
-    found = allocate(decoder, recipe, target, ladder, seen, measured, log, stored, bytes_of, progress, output, weighs)
-    return Allocated(found, rest.tolist(), ids, measured, (log, drawn))
+    bits = Allocator(
+        decoder, recipe, target, ladder, seen, measured, file, stored, bytes_of, report, ready.output,
+        order.weighs(recipe),
+    )  # fmt: skip
+    about = {"recipe": recipe.to_dict(), "target": target.to_dict(), "calibration": calibrate.token_hash(ids)}
+    walks = f"walks of {key(about | {'seed': order.seed, 'drawn': amount.drawn, 'device': order.device})}"
+    aims, missed = map(tuple, bits.log.get(walks) or ([] if target.kl is None else [target.kl], []))
+    found = bits.choose(decoder, aims[-1] if aims else None)
+    return Allocated(found, rest.tolist(), ids, measured, aims, missed, bits, folder, walks, drawn)
 
 
 def _rungs(checkpoint: hf.Checkpoint, recipe: Recipe, ladder: Sequence[Scheme]) -> Iterator[Recipe]:
@@ -257,81 +285,108 @@ def _reachable(target: Target, groups: Sequence[Group], ladder: Sequence[Scheme]
         )
 
 
-def allocate(
-    decoder: Decoder,
-    recipe: Recipe,
-    target: Target,
-    ladder: Sequence[Scheme],
-    ids: Tensor,
-    measured: Tensor,
-    file: Path,
-    scale_dtype: str = "float32",
-    bytes_of: Callable[[Recipe], int] | None = None,
-    progress: Progress | None = None,
-    output: Output | GgufOutput | None = None,
-    weighs: bool = False,
-) -> Allocation:
-    """Choose a scheme of `ladder` for every group of a dense decoder. `ids` [S, L] are calibration tokens, `measured`
-    [T, L] others, on which divergences are measured.
+class Allocator:
+    """Schemes of a ladder chosen for every group of a dense decoder, as often as is asked: each choice costs what none
+    before it has measured. `log` keeps that. Deterministic, given the same torch, machine and threads."""
 
-    `file` keeps measurements. `scale_dtype` is what scales are stored in. `bytes_of` says how many bytes the weight
-    files of a recipe have, for a target of bytes. `output` says how all is stored that is not chosen for, None: as it
-    is; `weighs`, whether the walk rounds with importances that it measures. Deterministic, given the same torch,
-    machine and threads.
+    def __init__(
+        self,
+        decoder: Decoder,
+        recipe: Recipe,
+        target: Target,
+        ladder: Sequence[Scheme],
+        ids: Tensor,
+        measured: Tensor,
+        file: Path,
+        scale_dtype: str = "float32",
+        bytes_of: Callable[[Recipe], int] | None = None,
+        progress: Progress | None = None,
+        output: Output | GgufOutput | None = None,
+        weighs: bool = False,
+    ) -> None:
+        """`ids` [S, L] are calibration tokens, `measured` [T, L] others, on which divergences are measured. `file` is
+        the log's. `scale_dtype` is what scales are stored in. `bytes_of` says how many bytes the weight files of a
+        recipe have, for a target of bytes. `output` says how all is stored that is not chosen for, None: as it is;
+        `weighs`, whether the walk rounds with importances that it measures.
 
-    Raises ValueError where no choice keeps the target, a scheme does not fit a linear, or there is nothing to choose.
-    """
-    rounding = rounding_for(recipe)
-    groups = groups_of(decoder, recipe)
-    _check(groups, ladder)
-    named = {scheme.name: scheme.with_scale_dtype(scale_dtype) for scheme in ladder}
-    ladder = tuple(sorted(named.values(), key=lambda scheme: sum(group.bytes(scheme) for group in groups)))
-    if len(ladder) < 2:
-        raise ValueError("a ladder has at least two schemes to choose among")
-    budget = _budget(target, groups, ladder, recipe, bytes_of)
-    about = fingerprint(decoder, groups, ladder, rounding, ids, measured, output, weighs)
-    log, count = Log(file, about), len(groups)
-    done, total = 0, count * (len(ladder) + 2 * ROUNDS)
+        Raises ValueError where no choice keeps the target, a scheme does not fit a linear, or there is nothing to
+        choose.
+        """
+        self._recipe, self._target, self._ids, self._measured = recipe, target, ids, measured
+        self._progress, self._output, self._weighs, self.file = progress, output, weighs, file
+        self._rounding, self._groups = rounding_for(recipe), groups_of(decoder, recipe)
+        _check(self._groups, ladder)
+        named = {scheme.name: scheme.with_scale_dtype(scale_dtype) for scheme in ladder}
+        self._ladder = tuple(sorted(named.values(), key=lambda scheme: sum(g.bytes(scheme) for g in self._groups)))
+        if len(self._ladder) < 2:
+            raise ValueError("a ladder has at least two schemes to choose among")
+        self._budget = _budget(target, self._groups, self._ladder, recipe, bytes_of)
+        self.log = Log(
+            file, fingerprint(decoder, self._groups, self._ladder, self._rounding, ids, measured, output, weighs)
+        )
 
-    def told() -> None:
-        nonlocal done
-        done = min(done + 1, total)
-        if progress is not None:
-            progress("allocating", done, total)
+    def choose(self, decoder: Decoder, aim: float | None = None) -> Allocation:
+        """The choice of what the target asks for. `aim` is for a target of KL that outputs have missed: a lower one.
 
-    def result(alone: Sequence[Sequence[float]], value: Mapping[str, Any]) -> Allocation:
-        choice = tuple(value["choice"])
-        plain = [Scheme.parse(scheme.name) for scheme in ladder]  # what stores it says the dtype of its scales
-        overrides = [Override(n, plain[c]) for g, c in zip(groups, choice, strict=True) for n in g.linears]
-        chosen = replace(recipe, overrides=(*recipe.overrides, *overrides))
-        return Allocation(
-            chosen, target, ladder, tuple(groups), tuple(map(tuple, alone)), choice, value["unrefined"],
-            value["measured"], tuple(value["uniform"]), value["tokens"],
-            calibrate.token_hash(ids), calibrate.token_hash(measured), log, aims,
+        Raises ValueError where not even the largest schemes keep a target of KL.
+        """
+        groups, ladder, count = self._groups, self._ladder, len(self._groups)
+        goal, budget = self._target.kl, self._budget
+        aim = goal if aim is None else aim
+        done, total = 0, count * (len(ladder) + 2 * ROUNDS)
+
+        def told() -> None:
+            nonlocal done
+            done = min(done + 1, total)
+            if self._progress is not None:
+                self._progress("allocating", done, total)
+
+        finished = f"{self._target.to_dict()}, {budget}, {aim}"
+        if (known := self.log.get(finished)) is not None:  # the run was killed after this
+            return self._allocation(known)
+        if goal is not None:  # which outputs may miss, whereupon candidates are wanted again
+            size = sum(group.bytes(scheme) for group in groups for scheme in ladder)
+            require_free(self.log.folder, size - allocated(self.log.folder.glob("*/*")))
+        trial = Trial(
+            decoder, groups, ladder, self._rounding, self._ids, self._measured, self.log, told, self._output,
+            self._weighs, keeps=goal is not None,
         )  # fmt: skip
+        alone = trial.alone()
+        front = knapsack.front([
+            [(group.bytes(scheme), cost) for scheme, cost in zip(ladder, row, strict=True)]
+            for group, row in zip(groups, alone, strict=True)
+        ])  # fmt: skip
+        if budget is None:
+            assert goal is not None
+            assert aim is not None
+            at = _smallest_within(front, goal, aim, trial)
+        else:
+            within = front.within(budget)
+            assert within is not None, "the smallest choice is on the front, and within the budget"
+            at = within
+        first = front.choice(at)
+        unrefined = trial.whole(first)
+        choice, refined = refine(trial, first, unrefined, int(front.bytes[at]) if budget is None else budget)
+        uniform = [trial.whole((c,) * count) for c in range(len(ladder))]
+        value = {"choice": choice, "unrefined": unrefined, "measured": refined, "uniform": uniform, "alone": alone}
+        value["tokens"] = trial.tokens
+        self.log.put(finished, value)
+        done = total
+        told()
+        return self._allocation(value)
 
-    aims = () if target.kl is None else tuple(log.get(_aims(target)) or [target.kl])
-    finished = f"{target.to_dict()}, {budget}, {aims}"
-    if (known := log.get(finished)) is not None:  # the run was killed after this
-        return result(known["alone"], known)
-    trial = Trial(decoder, groups, ladder, rounding, ids, measured, log, told, output, weighs)
-    alone = trial.alone()
-    found = knapsack.front([
-        [(group.bytes(scheme), cost) for scheme, cost in zip(ladder, row, strict=True)]
-        for group, row in zip(groups, alone, strict=True)
-    ])  # fmt: skip
-    at = found.within(budget) if budget is not None else _smallest_within(found, aims, trial)
-    assert at is not None, "the smallest choice is on the front, and within the budget"
-    first = found.choice(at)
-    unrefined = trial.whole(first)
-    choice, refined = refine(trial, first, unrefined, int(found.bytes[at]) if budget is None else budget)
-    uniform = [trial.whole((c,) * count) for c in range(len(ladder))]
-    value = {"choice": choice, "unrefined": unrefined, "measured": refined, "uniform": uniform, "alone": alone}
-    value["tokens"] = trial.tokens
-    log.put(finished, value)
-    done = total
-    told()
-    return result(alone, value)
+    def _allocation(self, value: Mapping[str, Any]) -> Allocation:
+        """What the log holds of a choice."""
+        choice = tuple(value["choice"])
+        plain = [Scheme.parse(scheme.name) for scheme in self._ladder]  # what stores it says the dtype of its scales
+        chosen = zip(self._groups, choice, strict=True)
+        overrides = [Override(name, plain[c]) for group, c in chosen for name in group.linears]
+        return Allocation(
+            replace(self._recipe, overrides=(*self._recipe.overrides, *overrides)), self._target, self._ladder,
+            tuple(self._groups), tuple(map(tuple, value["alone"])), choice, value["unrefined"], value["measured"],
+            tuple(value["uniform"]), value["tokens"], calibrate.token_hash(self._ids),
+            calibrate.token_hash(self._measured),
+        )  # fmt: skip
 
 
 def _check(groups: Sequence[Group], ladder: Sequence[Scheme]) -> None:
@@ -378,17 +433,13 @@ def _budget(
     return budget
 
 
-def _aims(target: Target) -> str:
-    return f"aims of {target.to_dict()}"
+def _smallest_within(found: knapsack.Front, goal: float, aim: float, trial: Trial) -> int:
+    """The smallest point of the front whose choice, measured, has at most the divergence `aim`, by bisection: along the
+    front it falls, but for noise far below the difference of most points. The last point, if none has.
 
-
-def _smallest_within(found: knapsack.Front, aims: Sequence[float], trial: Trial) -> int:
-    """The smallest point of the front whose choice, measured, has at most the last divergence of `aims`, by bisection:
-    along the front it falls, but for noise far below the difference of most points. The last point, if none has.
-
-    Raises ValueError where even that has more than the first of `aims`, the target.
+    Raises ValueError where even that has more than `goal`.
     """
-    low, high, goal, aim = -1, len(found) - 1, aims[0], aims[-1]
+    low, high = -1, len(found) - 1
     if (least := trial.whole(found.choice(high))) > goal:
         raise ValueError(
             f"a KL of {goal:g} cannot be kept: with the largest schemes it is {least:.3g}; name larger ones, or allow "

@@ -29,8 +29,10 @@ from torch import Tensor
 from attar.checkpoints import hf, sources
 from attar.checkpoints.receipt import combined_hash, environment
 from attar.compression import calibrate, state
-from attar.compression.calibrate import Amount, Calibration
+from attar.compression.calibrate import Calibration
+from attar.compression.order import Order
 from attar.compression.recipe import Recipe
+from attar.compression.settings import Settings
 from attar.compression.spelling import parse_scheme
 from attar.formats import ggml_mix
 from attar.formats.forms import Lookup
@@ -45,7 +47,7 @@ LADDERS: Mapping[str, tuple[str, ...]] = {
         "spinquant+guided+tune",
     ),
     "tables": ("rtn", "squeezellm", "gptq", "qronos", "qronos+tune"),
-    "file": ("rtn", "awq", "gptq", "qronos", "guided"),
+    "file": ("rtn", "awq", "gptq", "qronos", "guided", "rotate+guided"),
 }  # fmt: skip
 """Of schemes of weights alone, of those that round activations too, of lookup tables, and of mixes of a GGUF file."""
 
@@ -118,35 +120,29 @@ class Choice:
 
 def for_output(
     names: Sequence[str],
-    checkpoint: hf.Checkpoint,
+    order: Order,
+    settings: Settings,
     calibration: Calibration | None,
-    amount: Amount,
-    dst: Path,
-    overwrite: bool,
-    resume: bool,
     run: Callable[[str, list[list[int]], Path], float],
-    check: Callable[[str, int], object],
-    head: str | None,
-    progress: Callable[[str, int, int], None],
     ladder: bool,
-    device: str = "cpu",
 ) -> Choice:
-    """Try the recipes for the output `dst`, beside which a folder keeps what is known until it is there.
+    """Try the recipes for the output of an order, beside which a folder keeps what is known until it is there.
 
-    `run(name, calibration, out)` makes one in the folder `out` and returns its bits a weight. `check(name, sequences)`
-    raises ValueError where one cannot be made of so many calibration sequences: asked of all before the first is made.
-    Of a `ladder` such rungs are left out, as long as one remains; the last one is not tried. Raises ValueError also
-    where there is nothing to calibrate on, where there are fewer than two sequences, and where the output exists.
+    `run(name, calibration, out)` makes one in the folder `out` and returns its bits a weight. Whether a recipe can be
+    made of so much calibration text is asked of all before the first is made. Of a `ladder` those that cannot are left
+    out, as long as one remains; the last one is not tried. Raises ValueError also where there is nothing to calibrate
+    on, where there are fewer than two sequences, and where the output exists.
     """
-    if dst.exists() and not overwrite:  # said now, not after all trials
+    checkpoint, amount, dst, progress = order.source, settings.amount, order.dst, settings.report
+    if dst.exists() and not settings.overwrite:  # said now, not after all trials
         raise ValueError(f"{dst} exists and is kept; choose another output, or pass --overwrite")
     if calibration is None:
         raise ValueError("choosing among recipes needs calibration: give --calib a text file, or `self` to sample it")
-    left_out = _refused(names, check, _calibrating(calibrate.count(calibration, amount)), ladder)
+    left_out = _refused(names, order, _calibrating(calibrate.count(calibration, amount)), ladder)
     folder = checkpoint.folder.path
     tokenizer = calibrate.tokenizer_for(calibration, folder)
     kept = dst.absolute().parent / f".{dst.name}.attar-tried"
-    if not resume:
+    if not settings.resume:
         shutil.rmtree(kept, ignore_errors=True)
     kept.mkdir(parents=True, exist_ok=True)
     source = combined_hash(checkpoint.folder.source_hashes(lambda done, total: progress("hashing", done, total)))
@@ -154,7 +150,7 @@ def for_output(
     ids = calibrate.tokens(
         calibration, checkpoint, tokenizer, amount, drawn, lambda done, total: progress("sampling", done, total)
     )
-    left_out |= _refused([n for n in names if n not in left_out], check, _calibrating(len(ids)), ladder)
+    left_out |= _refused([n for n in names if n not in left_out], order, _calibrating(len(ids)), ladder)
     names = [name for name in names if name not in left_out]
     drawn_by = {"seed": amount.seed, "samples": amount.samples, "length": amount.length, "drawn": amount.drawn}
     about = {
@@ -162,9 +158,9 @@ def for_output(
         **drawn_by,
         "source": source,
         "recipes": [Recipe.load(name).to_dict() for name in names],  # a file may say something else by now
-        "head": head,
-        "file": dst.suffix.lower() == ".gguf",
-        "device": device,
+        "head": order.head,
+        "file": order.to_file,
+        "device": order.device,
     }
     if len(names) == 1:  # nothing to choose: all of the text calibrates
         return Choice((), ids.tolist(), 0, ids, tuple(left_out.items()), kept, names[0])
@@ -172,13 +168,13 @@ def for_output(
     return replace(found, left_out=tuple(left_out.items()), folder=kept)
 
 
-def _refused(names: Sequence[str], check: Callable[[str, int], object], sequences: int, ladder: bool) -> dict[str, str]:
+def _refused(names: Sequence[str], order: Order, sequences: int, ladder: bool) -> dict[str, str]:
     """Rungs of a ladder that cannot be, and why. Raises ValueError for recipes that a user named himself, and where no
     rung is left."""
     found: dict[str, str] = {}
     for name in names:
         try:
-            check(name, sequences)
+            order.ready(name, sequences)
         except ValueError as error:
             if not ladder:
                 raise

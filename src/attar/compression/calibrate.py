@@ -20,6 +20,7 @@ from torch import Tensor
 from attar.checkpoints import hf
 from attar.compression.methods import MOST_DRAWN
 from attar.model.cache import Step
+from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
@@ -95,15 +96,15 @@ def tokens(
     """
     config = checkpoint.config
     if not isinstance(calibration, str | Path):
-        return as_tokens(calibration, config.vocab_size)
-    if amount.length > config.context:
-        raise ValueError(
-            f"calibration sequences of {amount.length} tokens exceed the model's context of {config.context}"
-        )
+        ids = as_tokens(calibration, config.vocab_size)
+        within_context(ids.shape[1], config)
+        return ids
+    within_context(amount.length, config)
     if is_text(calibration):
         assert tokenizer is not None
-        ids = tokenizer.encode(read_text(calibration), add_special_tokens=False)
-        return windows(ids, amount.samples, amount.length, tokenizer.added_bos)
+        ids = windows(read(calibration, tokenizer), amount.samples, amount.length, tokenizer.added_bos)
+        within_vocabulary(ids, config.vocab_size)
+        return ids
     return written(checkpoint, amount, drawn, progress)
 
 
@@ -128,6 +129,24 @@ def written(
     return found
 
 
+def read(text: str | Path, tokenizer: Tokenizer) -> list[int]:
+    """The token ids of a text file."""
+    return tokenizer.encode(read_text(text), add_special_tokens=False)
+
+
+def within_context(length: int, config: ModelConfig, what: str = "calibration sequences") -> None:
+    """Raise ValueError, beginning with `what`, where sequences are longer than the model can place: with rotary
+    positions it would compute what nobody trained it for, with a table of positions there is no row."""
+    if length > config.context:
+        raise ValueError(f"{what} of {length} tokens exceed the model's context of {config.context}")
+
+
+def within_vocabulary(ids: Tensor, vocab_size: int, what: str = "calibration") -> None:
+    """Raise ValueError where one of the ids [S, L] is no token of the model's."""
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise ValueError(f"a {what} token id lies outside 0..{vocab_size - 1}")
+
+
 def windows(ids: Sequence[int], samples: int, length: int, bos: int | None) -> Tensor:
     """Cut a text's token ids into at most `samples` windows, evenly spread over it: int64 [S, length].
 
@@ -136,13 +155,26 @@ def windows(ids: Sequence[int], samples: int, length: int, bos: int | None) -> T
     """
     if len(ids) < 2:
         raise ValueError(f"the calibration text has {len(ids)} tokens: at least 2 are needed")
+    body = min(len(ids), length if bos is None else length - 1)
+    return _cut(ids, _spread(range(len(ids) // body), samples), body, bos)
+
+
+def between(ids: Sequence[int], samples: int, length: int, bos: int | None, most: int) -> Tensor | None:
+    """At most `most` of the windows that `windows` does not take, evenly spread: int64 [S, length]. None where it takes
+    all."""
     body = length if bos is None else length - 1
-    if len(ids) < body:
-        body = len(ids)
-    count = len(ids) // body
-    chosen = range(count) if count <= samples else [i * count // samples for i in range(samples)]
+    every = range(len(ids) // body)
+    left = sorted({*every} - {*_spread(every, samples)})
+    return _cut(ids, _spread(left, most), body, bos) if left else None
+
+
+def _spread(of: Sequence[int], most: int) -> Sequence[int]:
+    return of if len(of) <= most else [of[i * len(of) // most] for i in range(most)]
+
+
+def _cut(ids: Sequence[int], which: Sequence[int], body: int, bos: int | None) -> Tensor:
     head = [] if bos is None else [bos]
-    return torch.tensor([head + list(ids[i * body : (i + 1) * body]) for i in chosen])
+    return torch.tensor([head + list(ids[i * body : (i + 1) * body]) for i in which])
 
 
 def as_tokens(sequences: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
@@ -151,8 +183,7 @@ def as_tokens(sequences: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
     if len(lengths) != 1 or not all(lengths):
         raise ValueError(f"calibration sequences must be of one length, not {sorted(lengths)}")
     ids = torch.tensor([list(s) for s in sequences])
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        raise ValueError(f"a calibration token id lies outside 0..{vocab_size - 1}")
+    within_vocabulary(ids, vocab_size)
     return ids
 
 

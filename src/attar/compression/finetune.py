@@ -9,8 +9,10 @@ the gradient's norm clipped, a warm-up and a cosine.
 
 What comes out is a folder that PEFT, and `checkpoints.lora`, read. A killed run resumes: every `save_every` steps the
 adapter, Adam's moments and the losses so far go to disk, and all that is random comes from counters, so the bytes are
-those of an uninterrupted run. The adapter is float32 throughout; on CPUs bfloat16 would save little and round the small
-steps away. Not done: dropout, paged moments, packing texts of different lengths.
+those of an uninterrupted run, given the same torch build, instruction set and thread count: with others no run is
+resumed. The last two saves stay, and the newer one counts unless it is no longer what was written. The adapter is
+float32 throughout; on CPUs bfloat16 would save little and round the small steps away. Not done: dropout, paged moments,
+packing texts of different lengths.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ from attar.checkpoints import lora, receipt
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.vocabulary import is_gguf
 from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files
-from attar.compression.calibrate import token_hash, windows
+from attar.compression.calibrate import token_hash, windows, within_context, within_vocabulary
 from attar.compression.state import differences
-from attar.compression.whole import WholeModel, keep, left, schedule, shuffled
+from attar.compression.whole import Damaged, WholeModel, keep, left, schedule, shuffled
 from attar.formats.scheme import Part
 from attar.kernels.operands import Adapter, Linear
 from attar.model.decoder import all_compressible
@@ -44,6 +46,9 @@ from attar.text.tokenizer import Tokenizer
 
 CLIP = 1.0  # of the gradient's norm
 NO_LABEL = -100
+LEARNED = "sequences to learn from"
+GENERATIONS = 2  # saves that are kept: should the newest be damaged, few steps are lost
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 Progress = Callable[[str, int, int], None]
 """progress(stage, done, total)"""
@@ -71,15 +76,22 @@ class FineTuning:
 
 @dataclass(frozen=True)
 class FineTuned:
-    """What came out: the adapter's folder, how many parameters it has, and the mean loss in nats of every step."""
+    """What came out: the adapter's folder, how many parameters it has, and the mean loss in nats of every step.
+    `notes` say what else whoever asked for it should know, a sentence each."""
 
     path: Path
     parameters: int
     losses: tuple[float, ...]
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return {"path": str(self.path), "parameters": self.parameters, "losses": list(self.losses)}
+        return {
+            "path": str(self.path),
+            "parameters": self.parameters,
+            "losses": list(self.losses),
+            "notes": list(self.notes),
+        }
 
 
 def refuse_file(base: Path) -> None:
@@ -94,9 +106,10 @@ def refuse_file(base: Path) -> None:
 def read_ids(base: Path, text: Path, samples: int, length: int) -> Tensor:
     """Token ids [S, L] of at most `samples` windows of a text file, by the tokenizer of the model `base`.
 
-    Raises ValueError where there is no such file, or it has fewer than two tokens.
+    Raises ValueError where there is no such file, it has fewer than two tokens, or `length` is beyond the context.
     """
     refuse_file(base)
+    within_context(length, Checkpoint.open(base).config, LEARNED)
     tokenizer = Tokenizer.load(base)
     ids = tokenizer.encode(read_text(text), add_special_tokens=False)
     return windows(ids, samples, length, tokenizer.added_bos)
@@ -115,25 +128,34 @@ def finetune(
 ) -> FineTuned:
     """Train an adapter of the model `base` on token ids [S, L], at least two a sequence, into the folder `out`.
 
-    At most `memory` bytes are used (by default what this machine gives). Raises ValueError where no linear matches, the
-    memory is too little, an interrupted run of this output had other settings, or a loss is not finite.
+    At most `memory` bytes are used (by default what this machine gives). Raises ValueError where the model has no place
+    for such sequences, no linear matches, the memory is too little, an interrupted run of this output had other
+    settings, was made elsewhere or left nothing that is whole, or a loss is not finite. An existing adapter is replaced
+    only with `overwrite`, and nothing but an adapter is.
     """
     if ids.shape[1] < 2:
         raise ValueError("sequences of one token have no next token to learn from")
     refuse_file(base)
+    if base.resolve().is_relative_to(out.resolve()):
+        raise ValueError(f"{out} would replace the model that it is trained on: choose another output")
     report = progress or (lambda stage, done, total: None)
     checkpoint = Checkpoint.open(base)
+    within_context(ids.shape[1], checkpoint.config, LEARNED)
+    within_vocabulary(ids, checkpoint.config.vocab_size, "learned")
     hashes = checkpoint.folder.source_hashes(lambda done, total: report("hashing", done, total))
-    about = {**asdict(options), "targets": list(options.targets), "base": hashes, "text": token_hash(ids)}
-    with atomic_folder(out, overwrite) as work, torch.inference_mode(False), torch.enable_grad():
+    about = receipt.environment() | asdict(options)
+    about |= {"targets": list(options.targets), "base": hashes, "text": token_hash(ids)}
+    made = atomic_folder(out, overwrite, known_by=lora.CONFIG)
+    with made as work, torch.inference_mode(False), torch.enable_grad():
         if not resume:
             work.clear()
         learner = _Learner(checkpoint, options)
         sequences = max(1, options.batch // ids.shape[1])
         learner.fit(sequences * ids.shape[1], sum(p.numel() for p in learner.parameters()), memory, "training")
-        losses = _train(learner, ids, options, sequences, about, work.state if resume else None, work.state, report)
+        saves = _Saves(work.state, about, resume)
+        losses = _train(learner, ids, options, sequences, saves, report)
         _write(work.out, learner, options, receipt.known(base))
-    return FineTuned(out, sum(p.numel() for p in learner.parameters()), tuple(losses))
+    return FineTuned(out, sum(p.numel() for p in learner.parameters()), tuple(losses), tuple(saves.notes))
 
 
 class _Learner(WholeModel):
@@ -177,15 +199,13 @@ def _train(
     ids: Tensor,
     options: FineTuning,
     sequences: int,
-    about: Mapping[str, Any],
-    earlier: Path | None,
-    state: Path,
+    saves: _Saves,
     report: Progress,
 ) -> list[float]:
-    """Train from the beginning, or from where a run in the folder `earlier` was; returns the loss of every step."""
+    """Train from the beginning, or from where an earlier run was saved; returns the loss of every step."""
     parameters = learner.parameters()
     adam = torch.optim.Adam(parameters, lr=options.rate)
-    losses = [] if earlier is None else _resume(earlier, learner, adam, about)
+    losses = saves.resume(learner, adam)
     plan = [
         order[at : at + sequences]
         for epoch in range(options.epochs)
@@ -203,7 +223,7 @@ def _train(
         torch.nn.utils.clip_grad_norm_(parameters, CLIP)
         adam.step()
         if (step + 1) % options.save_every == 0 and step + 1 < len(plan):
-            _save(state, learner, adam, about, losses)
+            saves.put(learner, adam, losses)
         report("training", step + 1, len(plan))
     return losses
 
@@ -215,37 +235,60 @@ def _next_token(ids: Tensor) -> Callable[[Tensor, slice], Tensor]:
     return lambda logits, rows: F.cross_entropy(logits, wanted[rows], ignore_index=NO_LABEL, reduction="sum") / count
 
 
-def _save(
-    state: Path, learner: _Learner, adam: torch.optim.Adam, about: Mapping[str, Any], losses: Sequence[float]
-) -> None:
-    tensors: dict[str, Tensor] = {}
-    for i, each in enumerate(learner.parameters()):
-        tensors |= {f"{i}.value": each.detach(), **{f"{i}.{key}": adam.state[each][key] for key in MOMENTS}}
-    keep(state / f"step-{len(losses)}", {"about": about, "losses": list(losses)}, tensors)
-    for older in state.glob("step-*"):
-        if older.name != f"step-{len(losses)}":
-            shutil.rmtree(older)
+class _Saves:
+    """What runs of one output leave in the folder `state` for one that resumes, each after so many steps. `about` is
+    all that decides the bytes."""
 
+    def __init__(self, state: Path, about: Mapping[str, Any], resumes: bool) -> None:
+        self._state, self._about, self._resumes = state, about, resumes
+        self.notes: list[str] = []
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+    def _steps(self) -> list[int]:
+        """After how many steps there are saves, the newest first."""
+        return sorted((int(path.name.removeprefix("step-")) for path in self._state.glob("step-*[0-9]")), reverse=True)
 
+    def _folder(self, step: int) -> Path:
+        return self._state / f"step-{step}"
 
-def _resume(state: Path, learner: _Learner, adam: torch.optim.Adam, about: Mapping[str, Any]) -> list[float]:
-    """Put the learner where the last save in `state` left it; returns the losses until then."""
-    saves = sorted((int(path.name.removeprefix("step-")) for path in state.glob("step-*[0-9]")), reverse=True)
-    if not saves:
+    def put(self, learner: _Learner, adam: torch.optim.Adam, losses: Sequence[float]) -> None:
+        """Save what has been learned. Older saves go once this one is on disk, but for `GENERATIONS`."""
+        tensors: dict[str, Tensor] = {}
+        for i, each in enumerate(learner.parameters()):
+            tensors |= {f"{i}.value": each.detach(), **{f"{i}.{key}": adam.state[each][key] for key in MOMENTS}}
+        keep(self._folder(len(losses)), {"about": self._about, "losses": list(losses)}, tensors)
+        for older in self._steps()[GENERATIONS:]:
+            shutil.rmtree(self._folder(older))
+
+    def resume(self, learner: _Learner, adam: torch.optim.Adam) -> list[float]:
+        """Put the learner where the newest save that is whole left it; returns the losses until then. Raises ValueError
+        where none is, or where it is of another run."""
+        damaged: dict[int, str] = {}
+        for step in self._steps() if self._resumes else ():
+            try:
+                figures, tensors = left(self._folder(step))
+            except Damaged as error:
+                damaged[step] = error.sentence
+                continue
+            if differs := differences(json.loads(json.dumps(self._about)), figures["about"]):
+                raise ValueError(
+                    f"an interrupted run of this output differs in {differs}: repeat its settings to resume it, or "
+                    "pass --restart to discard it"
+                )
+            for newer, why in damaged.items():  # which the steps to come write again
+                self.notes.append(f"The run went on after step {step}, not {newer}: {why}.")
+                shutil.rmtree(self._folder(newer))
+            for i, each in enumerate(learner.parameters()):
+                with torch.no_grad():
+                    each.copy_(tensors[f"{i}.value"])
+                moments = {key: tensors[f"{i}.{key}"] for key in MOMENTS}
+                adam.state[each] = {"step": torch.tensor(float(step)), **moments}
+            return [float(loss) for loss in figures["losses"]]
+        if damaged:
+            raise ValueError(
+                f"an interrupted run of this output left no save that is whole; {next(iter(damaged.values()))}: pass "
+                "--restart to begin anew"
+            )
         return []
-    figures, tensors = left(state / f"step-{saves[0]}")
-    if differs := differences(json.loads(json.dumps(about)), figures["about"]):
-        raise ValueError(
-            f"an interrupted run of this output differs in {differs}: repeat its settings to resume it, or pass "
-            "--restart to discard it"
-        )
-    for i, each in enumerate(learner.parameters()):
-        with torch.no_grad():
-            each.copy_(tensors[f"{i}.value"])
-        adam.state[each] = {"step": torch.tensor(float(saves[0])), **{key: tensors[f"{i}.{key}"] for key in MOMENTS}}
-    return [float(loss) for loss in figures["losses"]]
 
 
 def _write(folder: Path, learner: _Learner, options: FineTuning, base: list[str]) -> None:

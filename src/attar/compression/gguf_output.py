@@ -26,6 +26,7 @@ from attar.checkpoints.gguf.writer import GgufPlan, plan
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.writer import FilePlan, ShardWriter
 from attar.compression.recipe import HEAD, Recipe
+from attar.compression.rotated import RotatedCheckpoint
 from attar.compression.solvers import rtn
 from attar.formats import ggml_codec, ggml_mix, ggml_round
 from attar.formats.forms import GgmlBlocks
@@ -79,6 +80,12 @@ class GgufOutput:
         head_words, factors = gguf_export.describe(self.config, self.mix.file_type, folder.path.resolve().name)
         tokenizer, note = gguf_export.words(folder.path, self.config)
         self.notes += () if note is None else (note,)
+        if isinstance(checkpoint, RotatedCheckpoint) and checkpoint.untied:
+            hint = ": `--head int4` makes it smaller" if recipe.head is None else ""
+            self.notes += (
+                "output.weight, which was token_embd.weight before, is a matrix of its own, because rotation folds the "
+                f"last norm into it{hint}.",
+            )
         self._final = f"{config.names.final_norm}.weight"
         self._factors = factors
         self.plan: GgufPlan = plan(name, head_words | tokenizer, dict(self._tensors(shapes)))

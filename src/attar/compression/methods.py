@@ -51,7 +51,8 @@ class QuaRot(Rotate):
 
 @dataclass(frozen=True, slots=True)
 class SpinQuant(QuaRot):
-    """The same, the folded rotations learned: those in which what linears read stands out least."""
+    """The same, the folded rotations learned: those in which what linears read stands out least. In a GGUF file they
+    are all there is: `online` is false there, unless it is asked for, and then refused."""
 
     method: ClassVar[str] = "spinquant"
     rotation_steps: int = 300

@@ -83,7 +83,7 @@ class Order:
             plan = replace(plan, head=parse_head(FILE_HEADS.get(self.head, self.head) if self.to_file else self.head))
         if plan.mix is not None and not self.to_file:
             raise ValueError(f"{plan.name} is a mix of GGUF files: give an output that ends in .gguf, not {self.dst}")
-        whole = plan.rotate is not None or plan.structured is not None or plan.tune is not None
+        whole = plan.structured is not None or plan.tune is not None
         if self.to_file and (plan.pruning is not None or whole):
             raise ValueError(f"{plan.name} writes a folder, not a GGUF file: give an output that does not end in .gguf")
         if self.to_file:
@@ -93,6 +93,11 @@ class Order:
             if targeted:
                 raise ValueError(
                     f"{plan.name}: a target measures the model as it is, not rotated: leave one of them out"
+                )
+            if self.importances is not None:
+                raise ValueError(
+                    f"{plan.name}: an importance matrix weighs inputs as the model has them, and {plan.rotate.method} "
+                    "turns them: leave it out, and give --calib, on which importances of the turned ones are measured"
                 )
             checkpoint = rotation.rotated(checkpoint, plan, self.seed)
         # what options are for is known when the schemes are

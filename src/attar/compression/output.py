@@ -27,7 +27,7 @@ from attar.checkpoints.folder import CONFIG, write_json
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.layouts import bitsandbytes, compressed_tensors, own_format
 from attar.checkpoints.writer import FilePlan, ShardWriter, plan_files
-from attar.compression import structured
+from attar.compression import knobs, structured
 from attar.compression.recipe import HEAD, Recipe
 from attar.compression.rotated import RotatedCheckpoint
 from attar.compression.solvers import rtn
@@ -126,6 +126,10 @@ class Output:
         online = isinstance(checkpoint, RotatedCheckpoint) and bool(checkpoint.online)
         self.method = Method(method, "" if self.notes else _readers(used, experts or self.head is not None, online))
         self.notes += _wide_codes(used)
+        if recipe.tune is not None:
+            blocks = {name: scheme for name, scheme in self.schemes.items() if name != HEAD}
+            learns = any(scheme is None and recipe.reshapes(name) for name, scheme in blocks.items())
+            self.notes += _untrained(blocks.values(), recipe.tune.method, learns)
         if recipe.structured is not None and self.sizes is not None:
             self.notes += (structured.account(config, recipe.structured.percent, self.sizes),)
         if isinstance(checkpoint, RotatedCheckpoint):
@@ -332,6 +336,18 @@ def _known_to_vllm(scheme: Scheme) -> str | None:
     if not scheme.static and activation.granularity != "token":
         return None
     return "W8A8 of INT8" if weight.kind == "int" else "W8A8 of FP8"
+
+
+def _untrained(schemes: Collection[Scheme | None], method: str, dense: bool) -> tuple[str, ...]:
+    """What is to be said of linears of which tuning, whose `method` is named, trains nothing; `dense`: whether it
+    trains the weights of others."""
+    names = knobs.untrained(schemes)
+    if not names:
+        return ()
+    some = dense or len(names) < len({scheme.name for scheme in schemes if scheme is not None})
+    where = f"beside linears in {', '.join(names)}" if some else "here, which gains less"
+    which = "these" if some else f"linears in {', '.join(names)}"
+    return (f"Norms and biases are all that {method} trained {where}: of what {which} store it moves no number.",)
 
 
 def _wide_codes(used: Collection[Scheme]) -> tuple[str, ...]:

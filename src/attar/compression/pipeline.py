@@ -11,6 +11,7 @@ counters, so the bytes are those of an uninterrupted run, given the same torch b
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,20 +19,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attar.checkpoints import receipt
 from attar.checkpoints.gguf.writer import atomic_file
-from attar.checkpoints.writer import MAX_SHARD, atomic_folder
-from attar.compression import allocate, best, calibrate, domain, requirements
+from attar.checkpoints.writer import MAX_SHARD, Workspace, atomic_folder
+from attar.compression import allocate, best, calibrate, domain, gain, requirements
+from attar.compression.allocate import Allocated
 from attar.compression.block.record import Record
 from attar.compression.calibrate import Calibration
+from attar.compression.gain import Gain
+from attar.compression.gguf_output import GgufOutput
 from attar.compression.guide import key
 from attar.compression.memory import large_blocks_apart
-from attar.compression.order import Order
+from attar.compression.order import Order, Ready
 from attar.compression.output import Output, model_card
 from attar.compression.recipe import Recipe
-from attar.compression.run import Run
-from attar.compression.state import RunState
+from attar.compression.run import Run, begin_anew
+from attar.compression.settings import Settings
+from attar.compression.state import RunState, put
 from attar.compression.target import Target
 from attar.compression.walk import Progress
 from attar.formats.scheme import Scheme
@@ -55,11 +61,12 @@ class Compressed:
     cost: Mapping[str, Any] | None
     notes: tuple[str, ...]  # what whoever loads it elsewhere must know
     warnings: tuple[str, ...] = ()  # of calibration text that says too little
-    allocated: float | None = None  # bits a weight that a target chose, of the blocks' linears alone
+    allocated: float | None = None  # bits a weight of the linears that a target chose for
     reached: float | None = None  # the KL of what came of them, on the text by which they were chosen
     selection: Mapping[str, Any] | None = None  # of several recipes: `best.Choice.to_dict`
     tuned: Mapping[str, Any] | None = None  # what tuning gained: `tune.Tuned.to_dict`
     texts: Mapping[str, Any] | None = None  # of what kind they are: `domain.to_dict`
+    gain: Mapping[str, Any] | None = None  # over plain rounding, on text that was not read: `gain.Gain.to_dict`
 
     def to_dict(self) -> dict[str, Any]:
         figures = dict(self.cost or {})
@@ -81,6 +88,7 @@ class Compressed:
             "selection": self.selection,
             "tune": self.tuned,
             "texts": self.texts,
+            "gain": self.gain,
         }
 
 
@@ -122,10 +130,11 @@ def compress(
     are chosen by, and what tuning judges by, is the given text alone. `imatrix`
     is an importance matrix for a GGUF file, which weighs errors by it; with calibration alone one is computed.
     With a `target`, each linear gets the scheme of `ladder` that `allocate` chooses, by default the recipe's with other
-    bits; an output that misses a target of KL is made anew with more, twice at most. `evaluation` is a held-out text
-    file on which the cost is measured. At most `calib_memory` bytes of calibration activations are held in memory. A
-    killed run resumes, unless `resume` is false. On a `device` that is no CPU each block is moved there, run and solved
-    there, and what came of it comes back to be written (`place`); the cost is measured there too, in bfloat16.
+    bits; an output that misses a target of KL is made anew with more, twice at most, where there is more to choose, and
+    of those that all miss it the nearest is kept. `evaluation` is a held-out text file on which the cost is measured.
+    At most `calib_memory` bytes of calibration activations are held in memory. A killed run resumes, unless `resume` is
+    false. On a `device` that is no CPU each block is moved there, run and solved there, and what came of it comes back
+    to be written (`place`); the cost is measured there too, in bfloat16.
 
     Raises ValueError (CheckpointError among them) for anything a user can mend: an unknown recipe word, a group size
     that does not divide, an existing output, a full disk, a NaN in a named layer.
@@ -135,7 +144,7 @@ def compress(
     amount = calibrate.Amount(samples, length, seed, drawn)
     if drawn and (calibration is None or calibrate.is_drawn(calibration)):
         raise ValueError("text is drawn to go with a calibration text: give one, or more samples of `self`")
-    settings = _Settings(amount, calib_memory, max_shard_bytes, overwrite, resume, report, time.monotonic())
+    settings = Settings(amount, calib_memory, max_shard_bytes, overwrite, resume, report, time.monotonic())
     names = best.recipes(recipe)
     if names is not None and target is not None:
         raise ValueError(
@@ -158,157 +167,215 @@ def compress(
 
         def make(name: str, ids: list[list[int]], out: Path) -> float:
             trial = replace(order, dst=out)
-            return _carry_out(trial, name, ids, replace(settings, overwrite=True), trial=True).bits_per_weight
+            return _carry_out(trial, name, ids, replace(settings, overwrite=True), _Wish(trial=True)).bits_per_weight
 
-        choice = best.for_output(
-            names, order.source, calibration, amount, order.dst, overwrite, resume, make, order.ready, head, report,
-            ladder=best.is_ladder(recipe), device=device,
-        )  # fmt: skip
+        choice = best.for_output(names, order, settings, calibration, make, ladder=best.is_ladder(recipe))
         recipe, calibration = choice.winner, choice.calibration
-    while True:
-        try:
-            return _carry_out(
-                order, recipe, calibration, settings, target=target, ladder=ladder, imatrix=imatrix,
-                evaluation=evaluation, eval_tokens=eval_tokens, choice=choice,
-            )  # fmt: skip
-        except _Missed:
-            settings = replace(settings, resume=True)  # with what was measured for the bits that did not do
-
-
-class _Missed(Exception):
-    """An output has not kept its target of KL, and bits can be chosen anew."""
+    wish = _Wish(target, ladder, imatrix, evaluation, eval_tokens, choice)
+    return _carry_out(order, recipe, calibration, settings, wish)
 
 
 @dataclass(frozen=True)
-class _Settings:
-    """What holds for an output and for each recipe that is tried on the way to it."""
+class _Wish:
+    """What is wanted of one recipe. Of a `trial` nobody asks what kind of text it read: what is kept says it."""
 
-    amount: calibrate.Amount
-    calib_memory: int
-    max_shard_bytes: int
-    overwrite: bool
-    resume: bool
-    report: Progress
-    began: float
+    target: Target | None = None
+    ladder: Sequence[Scheme] | None = None
+    imatrix: str | Path | None = None
+    evaluation: str | Path | None = None
+    eval_tokens: int | None = None
+    choice: best.Choice | None = None
+    trial: bool = False
 
 
 def _carry_out(
-    order: Order,
-    recipe: str | Path | Recipe,
-    calibration: Calibration | None,
-    settings: _Settings,
-    *,
-    target: Target | None = None,
-    ladder: Sequence[Scheme] | None = None,
-    imatrix: str | Path | None = None,
-    evaluation: str | Path | None = None,
-    eval_tokens: int | None = None,
-    choice: best.Choice | None = None,
-    trial: bool = False,
+    order: Order, recipe: str | Path | Recipe, calibration: Calibration | None, settings: Settings, wish: _Wish
 ) -> Compressed:
-    """`compress` with one recipe. Of a `trial` nobody asks what kind of text it read: the one that is kept says it."""
-    amount, resume, report, device = settings.amount, settings.resume, settings.report, order.device
-    sequences, chosen = None if calibration is None else calibrate.count(calibration, amount) + amount.drawn, None
-    ready = order.ready(recipe, sequences, target is not None)
-    may_read = ready.reads or order.weighs(ready.plan) or ladder is not None  # some of which fix activation scales
-    if amount.drawn and not (may_read or trial or choice is not None):
+    """`compress` with one recipe, by the bits that it names, or by those that a target chooses until they keep it."""
+    drawn, chosen, reached = settings.amount.drawn, None, None
+    sequences = None if calibration is None else calibrate.count(calibration, settings.amount) + drawn
+    ready = order.ready(recipe, sequences, wish.target is not None)
+    may_read = ready.reads or order.weighs(ready.plan) or wish.ladder is not None  # some of which fix activation scales
+    if drawn and not (may_read or wish.trial or wish.choice is not None):
         raise ValueError(f"{ready.plan.name} reads no calibration text here: leave the drawn text out")
-    texts = calibrate.is_text(calibration) or evaluation is not None
+    texts = calibrate.is_text(calibration) or wish.evaluation is not None
     tokenizer = Tokenizer.load(order.source.folder.path) if texts else None
-    held_out = None if evaluation is None else _held_out(tokenizer, evaluation, eval_tokens)
-    if target is not None:
-        chosen = allocate.for_output(
-            ready.checkpoint, ready.plan, target, ladder, calibration, amount, order.dst, settings.overwrite, resume,
-            lambda plan: sum(f.size for f in order.output(plan, order.source).plans(settings.max_shard_bytes)),
-            lambda plan: order.ready(plan, sequences, True), report, ready.output, order.weighs(ready.plan),
-        )  # fmt: skip
+    held_out = None if wish.evaluation is None else _held_out(tokenizer, wish.evaluation, wish.eval_tokens)
+    if wish.target is not None:
+        chosen = allocate.for_output(order, ready, settings, wish.target, wish.ladder, calibration)
         calibration = chosen.calibration
-        ready = order.ready(chosen.allocation.recipe, len(calibration) + amount.drawn)
-    files = ready.output.plans(settings.max_shard_bytes)
     made = (atomic_file if order.to_file else atomic_folder)(order.dst, settings.overwrite)
     with made as work, large_blocks_apart():
-        if not resume:
+        if not settings.resume:
             work.clear()
-        hashes = ready.checkpoint.folder.source_hashes(lambda done, total: report("hashing", done, total))
-        source = receipt.combined_hash(hashes)
-        ids = more = None
-        if calibration is not None and (ready.reads or order.weighs(ready.plan)):
-            ids = calibrate.tokens(
-                calibration, ready.checkpoint, tokenizer, amount, work.state / calibrate.drawn_name(source, amount),
-                lambda done, total: report("sampling", done, total),
-            )  # fmt: skip
-            requirements.enough(ready.plan, len(ids))
-            if amount.drawn:  # once for all recipes that are tried, in the folder of what is known of them
-                place = order.dst.parent if trial else work.state
-                if choice is not None and choice.folder is not None:
-                    place = choice.folder
-                besides = amount.besides(ids.shape[1])
-                more = calibrate.written(
-                    order.source, besides, place / calibrate.drawn_name(source, besides),
-                    lambda done, total: report("drawing", done, total),
-                )  # fmt: skip
-        read = ids if ids is None or more is None else torch.cat([ids, more])
-        about = receipt.environment() | {
-            "source": source,
-            "recipe": ready.plan.to_dict(),
-            "calibration": None if read is None else calibrate.token_hash(read),
-            "seed": order.seed,
-            "shard": settings.max_shard_bytes,
-        }
-        about |= {"drawn": amount.drawn} if amount.drawn else {}
-        about |= {} if device == "cpu" else {"device": device}
-        about |= {} if imatrix is None else {"imatrix": receipt.sha256(Path(imatrix))}
-        about |= {} if chosen is None else {"allocation": chosen.allocation.to_dict()}
-        state = RunState.open(work.state, about, resume)
-        run = Run(order, ready, work, state, ids, more, key(about), files, settings.calib_memory, report)
+        hashes = order.source.folder.source_hashes(lambda done, total: settings.report("hashing", done, total))
+        making = _Making(order, settings, wish, work, ready, calibration, tokenizer, hashes)
+        while True:
+            run = making.walked(chosen)
+            if chosen is None:
+                break
+            reached = run.divergence(chosen.measured)
+            if (other := chosen.after(reached)) is None:
+                break
+            begin_anew(work)  # first: a run that is killed here finds nothing of a walk by other bits
+            other.note()
+            settings.report("target missed", len(other.missed), allocate.WALKS)
+            chosen = other
+        gained = making.gain(run) if chosen is None and wish.choice is None and not wish.trial else None
+        result = making.finished(run, held_out, chosen, reached, gained)
+    for search in (chosen, wish.choice):
+        if search is not None:
+            search.forget()
+    return result
+
+
+@dataclass(frozen=True, eq=False)
+class _Making:
+    """An output being made in the folder `work`, of a recipe that is `asked`."""
+
+    order: Order
+    settings: Settings
+    wish: _Wish
+    work: Workspace
+    asked: Ready
+    calibration: Calibration | None
+    tokenizer: Tokenizer | None
+    hashes: Mapping[str, str]  # of the source's files
+
+    def walked(self, chosen: Allocated | None) -> Run:
+        """All blocks compressed and written, by the bits that were `chosen`, if any were. What is asked of the original
+        is kept under a name that knows nothing of the choice: another one finds it again."""
+        ready = self.asked
+        if chosen is not None:
+            ready = self.order.ready(chosen.allocation.recipe, len(chosen.calibration) + self.settings.amount.drawn)
+        given, drawn = self._texts(ready)
+        about = self._about(given, drawn)
+        name = key(about)
+        if chosen is not None:
+            about |= {"recipe": ready.plan.to_dict(), "allocation": chosen.allocation.to_dict()}
+        state = RunState.open(self.work.state, about, self.settings.resume)
+        run = Run(self.order, ready, self.settings, self.work, state, given, drawn, name)
         run.gather()
-        surprise = None if trial else run.surprise()
+        if not self.wish.trial:
+            run.look()
         run.walk()
         run.tune()
-        reached = None if chosen is None else run.divergence(chosen.measured)
-        if chosen is not None and reached is not None and chosen.again(reached):
-            work.clear()  # first: a run that is killed here finds neither half of a walk by other bits
-            chosen.aim_for_less(reached)
-            report("target missed", len(chosen.allocation.aims), allocate.WALKS)
-            raise _Missed
-        cost = None if held_out is None else run.measure(held_out, tokenizer)
-        given = next((search.read for search in (choice, chosen) if search is not None), ids)
+        return run
+
+    def _texts(self, ready: Ready) -> tuple[Tensor | None, Tensor | None]:
+        """The calibration text [S, L] that a recipe reads, and what the model writes to go with it, [D, L]."""
+        if self.calibration is None or not (ready.reads or self.order.weighs(ready.plan)):
+            return None, None
+        amount, report, state = self.settings.amount, self.settings.report, self.work.state
+        source = receipt.combined_hash(self.hashes)
+        given = calibrate.tokens(
+            self.calibration, ready.checkpoint, self.tokenizer, amount, state / calibrate.drawn_name(source, amount),
+            lambda done, total: report("sampling", done, total),
+        )  # fmt: skip
+        requirements.enough(ready.plan, len(given))
+        if not amount.drawn:
+            return given, None
+        place = self.order.dst.parent if self.wish.trial else state
+        if self.wish.choice is not None and self.wish.choice.folder is not None:
+            place = self.wish.choice.folder  # once for all recipes that are tried, where what is known of them is kept
+        besides = amount.besides(given.shape[1])
+        return given, calibrate.written(
+            self.order.source, besides, place / calibrate.drawn_name(source, besides),
+            lambda done, total: report("drawing", done, total),
+        )  # fmt: skip
+
+    def _about(self, given: Tensor | None, drawn: Tensor | None) -> dict[str, Any]:
+        """All that is asked, for the receipt and for whoever resumes."""
+        read = given if given is None or drawn is None else torch.cat([given, drawn])
+        about = receipt.environment() | {
+            "source": receipt.combined_hash(self.hashes),
+            "recipe": self.asked.plan.to_dict(),
+            "calibration": None if read is None else calibrate.token_hash(read),
+            "seed": self.order.seed,
+            "shard": self.settings.max_shard_bytes,
+        }
+        about |= {"drawn": self.settings.amount.drawn} if self.settings.amount.drawn else {}
+        about |= {} if self.order.device == "cpu" else {"device": self.order.device}
+        return about | ({} if self.wish.imatrix is None else {"imatrix": receipt.sha256(Path(self.wish.imatrix))})
+
+    def gain(self, run: Run) -> Gain | None:
+        """The output beside plain rounding, on text that nothing here has read. None where a recipe reads none or there
+        is no more of its kind, and where this machine has too little memory to compare, which is reported."""
+        rounded, state, amount = gain.plain(run.plan), self.work.state, self.settings.amount
+        if self.calibration is None or run.given is None or rounded is None:
+            return None
+        kept = state / f"gain-{run.name}.json"
+        if kept.is_file():
+            return Gain.from_dict(json.loads(kept.read_bytes()))
+        source = self.order.source
+        if not gain.fits(source):
+            self.settings.report("comparing with plain rounding takes too much memory", 1, 1)
+            return None
+        unread = replace(amount, samples=gain.SEQUENCES, seed=gain.UNREAD + amount.seed)
+        drawn = state / calibrate.drawn_name(receipt.combined_hash(self.hashes), unread)
+        ids = gain.sequences(self.calibration, source, self.tokenizer, amount, drawn)
+        if ids is None:
+            return None
+        importances = self.order.importances
+        if isinstance(run.output, GgufOutput) and run.plan.rotate is None:  # once is enough, but for turned inputs
+            importances = run.output.importances
+        dst = state / ("plain.gguf" if self.order.to_file else "plain")
+        trial = replace(self.order, dst=dst, importances=importances)
+        quiet = replace(self.settings, overwrite=True, report=lambda stage, done, total: None)
+        made = _carry_out(trial, rounded, run.given.tolist(), quiet, _Wish(trial=True))
+        found = gain.compare(source.folder.path, run.made, made.path, ids, self.settings.report)
+        put(kept, found.to_dict())
+        return found
+
+    def finished(
+        self,
+        run: Run,
+        held_out: list[int] | None,
+        chosen: Allocated | None,
+        reached: float | None,
+        gained: Gain | None,
+    ) -> Compressed:
+        """What the output cost and what is to be said of it, with the receipt and the model card written."""
+        choice, output, about = self.wish.choice, run.output, dict(run.state.about)
+        cost = None if held_out is None else run.measure(held_out, self.tokenizer)
+        given = next((search.read for search in (choice, chosen) if search is not None), run.given)
         share = None if held_out is None or given is None else domain.shared(held_out, given)
-        warnings, kinds = run.warnings(surprise, share), domain.to_dict(surprise, share)
+        warnings, kinds = run.warnings(share), domain.to_dict(run.surprise, share)
         if chosen is not None and reached is not None:
-            warnings += chosen.missed(reached)
+            warnings += chosen.warnings(reached)
             about["allocation"] = chosen.finished(reached)
+        if gained is not None:
+            warnings += gained.warnings(run.plan.name)
+            about["gain"] = gained.to_dict()
         result = Compressed(
-            order.dst,
-            ready.plan.name,
-            ready.plan.head_name,
-            ready.output.bits_per_weight,
-            sum(f.size for f in files),
-            sum(f.size for f in order.source.folder.files.values()),
-            time.monotonic() - settings.began,
+            self.order.dst,
+            run.plan.name,
+            run.plan.head_name,
+            output.bits_per_weight,
+            sum(f.size for f in run.files),
+            sum(f.size for f in self.order.source.folder.files.values()),
+            time.monotonic() - self.settings.began,
             tuple(run.records),
             cost,
-            ready.output.notes,
+            output.notes,
             warnings,
             None if chosen is None else chosen.allocation.bits_per_weight,
             reached,
             None if choice is None else choice.to_dict(),
             run.learned.get("tune"),
             kinds,
+            None if gained is None else gained.to_dict(),
         )
-        if isinstance(ready.output, Output):
+        if isinstance(output, Output):
             said = (result.recipe, result.head, result.bits_per_weight, result.bytes, cost, result.notes)
-            (work.out / "README.md").write_text(model_card(*said, ready.output.method), encoding="utf-8")
+            (self.work.out / "README.md").write_text(model_card(*said, output.method), encoding="utf-8")
         about |= run.learned
         about |= {} if choice is None else {"selection": result.selection}
         about |= {} if kinds is None else {"texts": kinds}
         about |= {"warnings": list(warnings)} if warnings else {}
         records = [asdict(record) for record in run.records]
-        receipt.write(run.made, about, hashes, records, result.bits_per_weight, cost, run.probed)
-    for search in (chosen, choice):
-        if search is not None:
-            search.forget()
-    return result
+        receipt.write(run.made, about, self.hashes, records, result.bits_per_weight, cost, run.probed)
+        return result
 
 
 def _held_out(tokenizer: Tokenizer | None, text: str | Path, limit: int | None) -> list[int]:

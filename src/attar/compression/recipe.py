@@ -49,6 +49,7 @@ from attar.compression.methods import (
     Pruning,
     Rotate,
     Rtn,
+    SpinQuant,
     SqueezeLlm,
     Structured,
     Tune,
@@ -276,19 +277,28 @@ class Recipe:
         return KEEP if scheme is None else scheme.name
 
     def for_file(self) -> Recipe:
-        """As a GGUF file takes it, where a type stands for the mix of its name, as llama.cpp has it.
+        """As a GGUF file takes it, where a type stands for the mix of its name, as llama.cpp has it, and SpinQuant
+        learns the rotations that weights take in, unless somebody asked for more.
 
-        Raises ValueError where its scheme is no type of GGML.
+        Raises ValueError where its scheme is no type of GGML, and where inputs are to be rotated at run time.
         """
-        if self.mix is not None:
-            return self
-        mix = None if self.scheme is None else ggml_mix.find(self.scheme.name)
+        named = None if self.scheme is None else self.mix or self.scheme.name
+        mix = None if named is None else ggml_mix.find(named)
         if mix is None:
             raise ValueError(
                 f"{self.name} has no place in a GGUF file, which holds types and mixes such as q4_k_m or q6_k: name "
                 "one, or an output that does not end in .gguf"
             )
-        return replace(self, mix=mix.name)
+        rotate = self.rotate
+        if isinstance(rotate, SpinQuant) and (rotate.method, "online") not in self.said:
+            rotate = replace(rotate, online=False)
+        if rotate is not None and (rotate.online or rotate.across):
+            word, reader = ("online", "down") if rotate.online else ("across", "o")
+            raise ValueError(
+                f"{self.name} with {word}: true rotates what {reader} reads at run time, which no program that reads "
+                f"GGUF files does: say {word}: false, or use rotate or spinquant, which a file's weights take in"
+            )
+        return replace(self, mix=mix.name, rotate=rotate)
 
     @staticmethod
     def load(name_or_path: str | Path) -> Recipe:

@@ -8,6 +8,7 @@ and the view that makes them.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from attar.compression.solvers.rotations import Rotation
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Part
 from attar.kernels.operands import Linear
+from attar.model.decoder import Weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +96,8 @@ Change = Matrix | Vector | NormWeight | NormBias
 
 class RotatedFolder(Folder):
     """A folder whose tensors come out changed, in the dtypes and shapes that `info` says; `added` are tensors that it
-    has besides, under their names with those they are made of."""
+    has besides, under their names with those they are made of. Rows of tables that are `wide` come at least in float32:
+    whoever asks for them rounds them to something else."""
 
     def __init__(
         self, folder: Folder, changes: Mapping[str, Change], added: Mapping[str, str], config: Mapping[str, object]
@@ -105,6 +108,7 @@ class RotatedFolder(Folder):
         self._balances: dict[Balance, Tensor] = {}
         self._where = {name: folder._file(added.get(name, name)) for name in (*folder.names(), *added)}
         self._added = added
+        self.wide: Collection[str] = ()
 
     def info(self, name: str) -> Part:
         return self._plain.info(self._added.get(name, name))
@@ -130,10 +134,11 @@ class RotatedFolder(Folder):
         return found if out is None else out.copy_(found)
 
     def exact(self, name: str) -> Tensor:
-        """The matrix `name` before it is rounded to the dtype that it is stored in, at least in float32."""
+        """The matrix or bias `name` before it is rounded to the dtype that it is stored in, at least in float32."""
         change = self._changes[name]
-        assert isinstance(change, Matrix)
-        return self._matrix(change).to(torch.promote_types(torch.float32, getattr(torch, self.info(name).dtype)))
+        assert isinstance(change, Matrix | Vector)
+        found = self._matrix(change) if isinstance(change, Matrix) else self._vector(change)
+        return found.to(_at_least_float32(getattr(torch, self.info(name).dtype)))
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         change = self._changes.get(name)
@@ -141,7 +146,9 @@ class RotatedFolder(Folder):
             return self._plain.read_rows(self._added.get(name, name), start, stop)
         if isinstance(change, Matrix) and change.by_rows:
             rows = self._plain.read_rows(change.source, start, stop)
-            return self._columns(change, rows.double()).to(rows.dtype)
+            return self._columns(change, rows.double()).to(
+                _at_least_float32(rows.dtype) if name in self.wide else rows.dtype
+            )
         return self.read(name)[start:stop]
 
     def _columns(self, change: Matrix, weight: Tensor) -> Tensor:
@@ -199,6 +206,10 @@ class RotatedFolder(Folder):
         return self._plain.read(f"{norm}.weight").double()
 
 
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(torch.float32, dtype)
+
+
 class RotatedCheckpoint(Checkpoint):
     """The view: a checkpoint whose linears `online`, by name, are read by rows that are rotated at run time."""
 
@@ -224,11 +235,20 @@ class RotatedCheckpoint(Checkpoint):
             )
         return tuple(said)
 
+    def rows(self, ids: Tensor) -> Weights:
+        wide = copy.copy(self)
+        if isinstance(self.folder, RotatedFolder) and self.folder.wide:
+            wide.dtype = _at_least_float32(self.dtype)
+        return Checkpoint.rows(wide, ids)
+
     def linear(self, name: str) -> Linear:
         if name in self.rounded and isinstance(self.folder, RotatedFolder):
             weight = self.folder.exact(self.stored_name(f"{name}.weight"))
             found = Linear(name, weight.T.contiguous() if self.config.names.is_transposed(name) else weight)
-            found.bias = self.tensor(f"{name}.bias") if self.has(f"{name}.bias") else None
+            bias = f"{name}.bias"
+            if self.has(bias):
+                exact = self.stored_name(bias) in self.folder.wide
+                found.bias = self.folder.exact(self.stored_name(bias)) if exact else self.tensor(bias)
         else:
             found = super().linear(name)
         found.hadamard = self.online.get(name, 0)

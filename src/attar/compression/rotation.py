@@ -95,6 +95,11 @@ def rotated(checkpoint: Checkpoint, recipe: Recipe, seed: int) -> RotatedCheckpo
     view.online, view.stream, view.heads = plan.online, plan.stream, plan.heads
     view.untied = plan.untied
     view.rounded = {name for name in all_compressible(config) if recipe.scheme_for(name) is not None}
+    if recipe.mix is not None:  # a GGUF file, in which the tables have types too, and everything else is float32
+        ends = {names.embed: HEAD if config.tied else names.embed, HEAD: HEAD}
+        rounded = [end for end, known in ends.items() if recipe.scheme_for(known, recipe.scheme) is not None]
+        folder.wide = {checkpoint.stored_name(f"{end}.weight") for end in rounded}
+        folder.wide |= {name for name, change in plan.changes.items() if isinstance(change, Vector)}
     return view
 
 

@@ -7,8 +7,10 @@ under the name of the run, so that one that was killed goes on where it stopped.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,58 +19,71 @@ from torch import Tensor
 
 from attar.checkpoints import hf, sources
 from attar.checkpoints.probes import ProbeRun
-from attar.checkpoints.writer import FilePlan, ShardWriter, Workspace, allocated, require_free
-from attar.compression import coverage, domain, importance, spin, tune
+from attar.checkpoints.writer import ShardWriter, Workspace, allocated, require_free
+from attar.compression import coverage, domain, importance, spin, state, tune
 from attar.compression.block.record import Record
 from attar.compression.domain import Surprise
 from attar.compression.gguf_output import GgufOutput
-from attar.compression.guide import Guide
+from attar.compression.guide import Guide, key
 from attar.compression.methods import SpinQuant, SqueezeLlm
 from attar.compression.order import Order, Ready
 from attar.compression.output import Output
 from attar.compression.recipe import HEAD, Recipe
 from attar.compression.rotated import RotatedCheckpoint
+from attar.compression.settings import Settings
 from attar.compression.state import RunState
-from attar.compression.walk import Progress, Walk
+from attar.compression.walk import Walk
 from attar.formats.scheme import Scheme
 from attar.metrics.measure import measure
 from attar.model.decoder import Decoder, compressible
 from attar.text.tokenizer import Tokenizer
 
+OF_THE_ORIGINAL = ("self-*.i32", "importances-*", "guide-*", "coverage-*", "surprise-*")
+"""What a work folder holds whatever bits are chosen. What was shown to the blocks is among it, because it may have been
+the original's; a walk that shows them something notes it anew."""
+
+
+def begin_anew(work: Workspace) -> None:
+    """Remove what came of one choice of bits, so that a walk by another can begin. Whoever is killed meanwhile finds
+    no state, and so half a walk is never taken for a whole one."""
+    (work.state / state.NAME).unlink(missing_ok=True)
+    kept = {path for pattern in OF_THE_ORIGINAL for path in work.state.glob(pattern)}
+    for path in {*work.out.iterdir(), *work.state.iterdir()} - kept:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
 
 class Run:
     """A recipe carried out in a work folder: gather what is known of the loss, walk, tune, measure, in this order.
 
-    `ids` [S, L] is calibration text, if there is any, and `drawn` [D, L] what the model wrote to go with it; `name` is
-    of all that the run is about, so that what an earlier one left is found again, and no other's. What tuning judges by
-    at the end is kept from everything before.
+    `given` [S, L] is calibration text, if there is any, and `drawn` [D, L] what the model wrote to go with it. `name`
+    is of all that is asked, whatever bits are chosen: what an earlier run asked of the original is found again, and no
+    other's. What tuning judges by at the end is kept from everything before.
     """
 
     def __init__(
         self,
         order: Order,
         ready: Ready,
+        settings: Settings,
         work: Workspace,
         state: RunState,
-        ids: Tensor | None,
+        given: Tensor | None,
         drawn: Tensor | None,
         name: str,
-        files: list[FilePlan],
-        memory: int,
-        report: Progress,
     ) -> None:
         self.order, self.work, self.state, self.name = order, work, state, name
         self.plan, self.checkpoint, self.output = ready.plan, ready.checkpoint, ready.output
-        self.memory, self.report = memory, report
-        self.files = files
+        self.memory, self.report = settings.calib_memory, settings.report
+        self.files = ready.output.plans(settings.max_shard_bytes)
         self.made = work.out / self.files[0].name if order.to_file else work.out
         self.probes = ProbeRun(self.checkpoint.config, order.seed)
         self.probed: dict[str, Any] = {}
         self.records: list[Record] = []
         self.learned: dict[str, Any] = {}  # what steps that learn say of themselves, for the receipt
         self.guide: Guide | None = None
-        self._given, self._drawn = ids, drawn
-        self.ids = ids if ready.reads else None
+        self.surprise: Surprise | None = None  # of the calibration text, where somebody looked
+        self.given, self._drawn = given, drawn
+        self.ids = given if ready.reads else None
         self.walked: Tensor | None = None
         if self.ids is not None:
             judged = self.plan.tune is not None and len(self.ids) > 1
@@ -78,31 +93,43 @@ class Run:
         return ids if self._drawn is None else torch.cat([ids, self._drawn])
 
     def gather(self) -> None:
-        """What is asked of the whole original model before the walk: importances, a learned rotation, gradients.
-        Raises ValueError also where the disk has no room for the run."""
-        if self._given is not None and self.order.weighs(self.plan):
-            assert isinstance(self.output, GgufOutput)
-            self.output.importances = importance.kept(
-                self.checkpoint, self._with_drawn(self._given), self.work.state, self.name, self.memory, self.report
-            )
+        """What is asked of the whole original model before the walk: a learned rotation, then importances, of what that
+        turns, and gradients. Raises ValueError also where the disk has no room for the run."""
         if isinstance(self.plan.rotate, SpinQuant):
             assert self.walked is not None
             assert isinstance(self.checkpoint, RotatedCheckpoint)
             seed, options = self.order.seed, self.plan.rotate
             spun = spin.learn(self.checkpoint, self.walked, options, self.work.state, self.name, seed)
             self.learned["rotation"] = {"before": spun.before, "after": spun.after}
+        if self.given is not None and self.order.weighs(self.plan):
+            assert isinstance(self.output, GgufOutput)
+            self.output.importances = importance.kept(
+                self.checkpoint, self._with_drawn(self.given), self.work.state, self.name, self.memory, self.report
+            )
         guide, couples = self.plan.guide, self.plan.couples
         weighs_each = isinstance(self.plan.rounding, SqueezeLlm)
         if guide or couples or weighs_each:
             assert self.walked is not None
             linears = _guided(self.checkpoint, self.plan, self.output.schemes, whole=guide < 2)
-            self.guide = Guide(
-                self.work.state, self.name, linears, self.walked.numel(), guide, couples, weighs_each
-            )  # fmt: skip
+            about = key({"run": self.name, "linears": linears})  # which a choice of bits can change
+            self.guide = Guide(self.work.state, about, linears, self.walked.numel(), guide, couples, weighs_each)
         if not self.state.blocks_done:
             self._require_room()
         if self.guide is not None and self.walked is not None:
             self.guide.collect(self.checkpoint, self.walked, self.memory, self.order.seed, self.report)
+
+    def look(self) -> None:
+        """How much calibration text surprises the original: before the walk, whose hours nothing here then costs. Where
+        there is a NaN it says nothing, for the walk names its place."""
+        if self.given is None:
+            return
+        kept = self.work.state / f"surprise-{self.name}.json"
+        if kept.is_file():
+            found = json.loads(kept.read_bytes())
+            self.surprise = None if found is None else Surprise(**found)
+        else:
+            self.surprise = domain.surprise(self.order.source, self.given, self.work.state, self.order.device)
+            state.put(kept, None if self.surprise is None else asdict(self.surprise))
 
     def _require_room(self) -> None:
         row, ids, walked = 4 * self.checkpoint.config.hidden, self.ids, self.walked
@@ -115,8 +142,8 @@ class Run:
             gradients = row * (self.checkpoint.config.layers + 2) * self.walked.numel()
             first = 0 if self.guide.collected else gradients
             needed = self.guide.bytes + max(first, needed)  # the gradients are gone before the walk begins
-        state = self.work.state
-        had = [*(self.work.out / f.name for f in self.files), *state.glob("*.f32"), *state.glob("*.hints")]
+        had = [*(self.work.out / f.name for f in self.files), *self.work.state.glob("*.f32")]
+        had += [] if self.guide is None else self.work.state.glob(f"guide-{self.guide.key}-*")
         require_free(self.work.out, needed - allocated(had))  # by a killed run, and used again
 
     def walk(self) -> None:
@@ -162,20 +189,13 @@ class Run:
         found = measure(made, windows, base=base, context=ids.shape[1])
         return found.figures["kl_mean"].value
 
-    def surprise(self) -> Surprise | None:
-        """How much calibration text surprises the original: before the walk, whose hours nothing here then costs. Where
-        there is a NaN it says nothing, for the walk names its place."""
-        if self._given is None:
-            return None
-        return domain.surprise(self.order.source, self._given, self.work.state, self.order.device)
-
-    def warnings(self, surprise: Surprise | None, shared: float | None) -> tuple[str, ...]:
+    def warnings(self, shared: float | None) -> tuple[str, ...]:
         """What calibration text was too little for; `shared` is the part of the evaluation text that is of it."""
         shown: tuple[str, ...] = ()
-        if self._given is not None:
-            read = self._with_drawn(self._given) if self.walked is None else self.walked
+        if self.given is not None:
+            read = self._with_drawn(self.given) if self.walked is None else self.walked
             shown = coverage.of(self.checkpoint.config, read, self.work.state, self.name)
-        return *shown, *domain.warnings(surprise, shared)
+        return *shown, *domain.warnings(self.surprise, shared)
 
     def measure(self, held_out: list[int], tokenizer: Tokenizer | None) -> dict[str, Any]:
         """What it cost, on text that nothing here has read: by the reference in float32, or on the device as `attar

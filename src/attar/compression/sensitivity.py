@@ -12,7 +12,7 @@ it, in every measurement of the whole model; a group alone is measured in the mo
 Some calibration sequences make the Hessians, the last ones are what divergences are measured on (`apart`), and nothing
 else reads those: what is chosen on them is not fitted to them. Predictions are compared at as many evenly spaced
 positions as there is room for the original's logits. Measurements go to a file as they are made,
-by which a killed run resumes; candidates are rounded anew.
+by which a killed run resumes; candidates are rounded anew, unless they are kept for a choice that may follow this one.
 
 Legend: S sequences, L tokens of each, N rows, I hidden size, V vocabulary, P positions, G groups, C schemes.
 """
@@ -24,6 +24,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ from attar.compression.recipe import Recipe
 from attar.compression.solvers import gptq, rtn
 from attar.compression.solvers.form_levels import shared_largest
 from attar.compression.solvers.means import ColumnMean
+from attar.compression.whole import keep, left
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.kernels import ops
@@ -139,12 +141,14 @@ class Trial:
         told: Callable[[], None],
         output: Output | GgufOutput | None = None,
         weighs: bool = False,
+        keeps: bool = False,
     ) -> None:
         """Hessians are of calibration tokens `ids` [S, L], divergences of those `measured` [T, L]. `told` is called
         after each measurement. `output` says how all else is stored, None: as it is; `weighs`, whether importances are
-        measured, for an output that is given none."""
+        measured, for an output that is given none; `keeps`, whether candidates stay beside the log for another trial.
+        """
         self.groups, self.ladder = tuple(groups), tuple(ladder)
-        self._output, self._weighs = output, weighs
+        self._output, self._weighs, self._keeps = output, weighs, keeps
         self._importances = dict(output.importances) if isinstance(output, GgufOutput) else {}
         self._decoder, self._rounding, self._log, self._told = decoder, rounding, log, told
         self._length = ids.shape[1]
@@ -174,16 +178,17 @@ class Trial:
 
     def alone(self) -> tuple[tuple[float, ...], ...]:
         """The divergence with each group alone in each scheme, [G][C]. To be called first: it rounds the candidates."""
-        states = self._embedded(self._rest)
+        states, at = self._embedded(self._rest), 0  # and the block that they enter
         rows = []
-        for layer, block in enumerate(self._decoder.blocks):
+        for layer in range(len(self._decoder.blocks)):
             mine = [g for g, group in enumerate(self.groups) if group.layer == layer]
-            states = self._candidates(block, mine, states)
+            if not self._known(layer, mine):  # blocks that are known run only for one that is not
+                states, at = self._candidates(layer, mine, self._run(states, at, stop=layer)), layer + 1
             for g in mine:
                 rungs = range(len(self.ladder))
                 found = (self._measured(f"{g}:{c}", self._swaps({g: c}), self._original, layer) for c in rungs)
                 rows.append(tuple(found))
-        self._round_ends(states)
+        self._round_ends(self._run(states, at) if self._weighs else states)
         return tuple(rows)
 
     def whole(self, choice: Choice) -> float:
@@ -240,9 +245,10 @@ class Trial:
         step = Step((self._length,) * len(ids), self._length)
         return (embedding or self._decoder.embedding).forward(ids.reshape(-1), step.positions).float()
 
-    def _run(self, states: Tensor, first: int, kept: list[Tensor] | None = None) -> Tensor:
-        """Through the blocks from `first` on: the last states [N, I]. `kept` takes in what leaves each block."""
-        for block in self._decoder.blocks[first:]:
+    def _run(self, states: Tensor, first: int, kept: list[Tensor] | None = None, stop: int | None = None) -> Tensor:
+        """Through the blocks from `first` on, to `stop` or the last: the last states [N, I]. `kept` takes in what
+        leaves each block."""
+        for block in self._decoder.blocks[first:stop]:
             states = self._through(block, states)
             if kept is not None:
                 kept.append(states)
@@ -277,12 +283,45 @@ class Trial:
 
     # --- candidates ---------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def _candidates(self, block: Block, mine: Sequence[int], states: Tensor) -> Tensor:
-        """Round the groups of a block to every scheme of the ladder, and what overrides decide about to theirs; returns
-        what enters the next block."""
+    def _wanted(self, layer: int, mine: Sequence[int]) -> dict[str, tuple[Scheme, ...]]:
+        """The schemes to round the linears of a block to: every one of the ladder for its groups, for what overrides
+        decide about theirs."""
+        linears = self._decoder.blocks[layer].linears()
         wanted = {name: self.ladder for g in mine for name in self.groups[g].linears}
-        wanted |= {each.name: (self._decided[each.name],) for each in block.linears() if each.name in self._decided}
+        return wanted | {each.name: (self._decided[each.name],) for each in linears if each.name in self._decided}
+
+    def _known(self, layer: int, mine: Sequence[int]) -> bool:
+        """Take the candidates of a block as an earlier trial kept them; false where none did."""
+        if not self._keeps or not (kept := self._log.folder / f"block-{layer}").is_dir():
+            return False
+        parts = left(kept)[1]
+
+        def packed(name: str, c: int, scheme: Scheme) -> PackedTensor:
+            shape = self._linears[name].shape
+            return PackedTensor(scheme, shape, {part: parts[f"{name}.{c}.{part}"] for part in scheme.parts(shape)})
+
+        wanted = self._wanted(layer, mine).items()
+        self._take(mine, {name: [packed(name, c, each) for c, each in enumerate(row)] for name, row in wanted})
+        return True
+
+    def _keep(self, layer: int, made: Mapping[str, Sequence[PackedTensor]]) -> None:
+        """Write the candidates of a block for another trial."""
+        self._log.folder.mkdir(exist_ok=True)
+        packed = {f"{name}.{c}": each for name, row in made.items() for c, each in enumerate(row)}
+        parts = {f"{name}.{part}": tensor for name, each in packed.items() for part, tensor in each.parts.items()}
+        keep(self._log.folder / f"block-{layer}", {}, parts)
+
+    def _take(self, mine: Sequence[int], made: Mapping[str, list[PackedTensor]]) -> None:
+        """Have the candidates of a block, by linear in the order of `_wanted`."""
+        for g in mine:
+            for c in range(len(self.ladder)):
+                self._packed[g, c] = [made[name][c] for name in self.groups[g].linears]
+        self._fixed += [(self._linears[name], made[name]) for name in made if name in self._decided]
+
+    @torch.inference_mode()
+    def _candidates(self, layer: int, mine: Sequence[int], states: Tensor) -> Tensor:
+        """Round the linears of a block, which `states` enter; returns what enters the next one."""
+        block, wanted = self._decoder.blocks[layer], self._wanted(layer, mine)
         shared = [[each for each in linears if each.name in wanted] for linears in input_groups(block)]
         shared = [linears for linears in shared if linears]
         hessians: dict[str, gptq.Hessian] = {}
@@ -315,10 +354,9 @@ class Trial:
                         made[linear.name].append(self._rounded(linear, scheme, prepared, largest))
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-        for g in mine:
-            for c in range(len(self.ladder)):
-                self._packed[g, c] = [made[name][c] for name in self.groups[g].linears]
-        self._fixed += [(self._linears[name], made[name]) for name in made if name in self._decided]
+        self._take(mine, made)
+        if self._keeps and made:
+            self._keep(layer, made)
         return states
 
     def _prepared(self, hessian: gptq.Hessian | None) -> gptq.Prepared | None:
@@ -332,19 +370,20 @@ class Trial:
         self, linear: Linear, scheme: Scheme, prepared: gptq.Prepared | None, largest: Tensor | None
     ) -> PackedTensor:
         rounding, weight = self._rounding, _as_stored(fold.dense_weight(linear), scheme)
+        importance = self._importances.get(linear.name)
         if prepared is None or not isinstance(rounding, Gptq):
-            importance = self._importances.get(linear.name)
             return rtn.solve(weight, scheme, scale_search=rounding.scale_search, importance=importance, largest=largest)
         found = gptq.solve(
             weight, prepared, scheme, block=rounding.block, scale_search=rounding.scale_search,
-            static_groups=rounding.static_groups, largest=largest,
+            static_groups=rounding.static_groups, largest=largest, importance=importance,
         ).packed  # fmt: skip
         assert isinstance(found, PackedTensor)
         return found
 
     @torch.inference_mode()
     def _round_ends(self, states: Tensor) -> None:
-        """Round embedding and output matrix as the output stores them, given the last states on calibration text."""
+        """Round embedding and output matrix as the output stores them, given, where importances are measured, the last
+        states on calibration text."""
         output, decoder = self._output, self._decoder
         if output is None:
             return
@@ -387,7 +426,7 @@ def fingerprint(
     weighs: bool = False,
 ) -> str:
     """What measurements depend on, as one hash. A sum of each matrix is enough to tell models apart."""
-    names = [scheme.name for scheme in ladder], [group.linears for group in groups]
+    names = [(scheme.name, scheme.scale_dtype) for scheme in ladder], [group.linears for group in groups]
     sizes = MEASURED_TOKENS, HESSIAN_TOKENS, LOGITS, list(ids.shape), list(measured.shape)
     machine = str(torch.__version__), torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
     schemes = {} if output is None else output.schemes
@@ -403,11 +442,12 @@ def fingerprint(
 
 
 class Log:
-    """Values by key, on disk as they are made: JSON lines, the first of which says what they are about."""
+    """Values by key, on disk as they are made: JSON lines, the first of which says what they are about. Tensors about
+    the same are in `folder`, which is there once something is."""
 
     def __init__(self, file: Path, about: str) -> None:
         self._values: dict[str, Any] = {}
-        self._file = file
+        self._file, self.folder = file, file.with_suffix(".candidates")
         first = json.dumps({"about": about})
         lines = file.read_text().splitlines() if file.is_file() else []
         if lines and lines[0] == first:
@@ -417,7 +457,15 @@ class Log:
                 except ValueError:  # the line in which a run was killed
                     break
                 self._values[key] = value
+        elif self.folder.is_dir():
+            shutil.rmtree(self.folder)
         file.write_text("\n".join([first, *map(json.dumps, self._values.items())]) + "\n")
+
+    @staticmethod
+    def remove(file: Path) -> None:
+        """Forget all that the log `file` holds."""
+        file.unlink(missing_ok=True)
+        shutil.rmtree(file.with_suffix(".candidates"), ignore_errors=True)
 
     def get(self, key: str) -> Any:
         """None where there is none."""

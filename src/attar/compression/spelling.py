@@ -3,12 +3,12 @@
 Methods come in two sorts. Transforms (`smoothquant`, `awq`) move scale between a linear and what feeds it; roundings
 (`rtn`, `gptq`) choose codes. A recipe is any transforms followed by one rounding, which is `rtn` where none is named.
 In front of them may stand a rotation, of the whole model before its first block: `rotate+gptq-w8a8` is folded into the
-weights and leaves an ordinary model, `quarot+gptq-w4a4` also rotates the inputs of down at run time, and `rotate-keep`
-rounds nothing. Behind them may stand `tune`, of the whole model after its last block, or `distill`, the same on text
-that the original model writes as well. A pruning (`magnitude`, `wanda`,
-`sparsegpt`, `prune`) stands where a rounding could, and has a sparsity before the scheme, or instead of one:
-`prune-2:4`, `sparsegpt-s50-w4g128`. Without a scheme what it prunes stays dense, in its own dtype. `structured-p25`
-leaves a quarter of the blocks' weights out and a smaller model behind, and stands alone.
+weights and leaves an ordinary model, which a GGUF file can hold as well (`rotate+gptq-q4_k_m`), `quarot+gptq-w4a4` also
+rotates the inputs of down at run time, and `rotate-keep` rounds nothing. Behind them may stand `tune`, of the whole
+model after its last block, or `distill`, the same on text that the original model writes as well. A pruning
+(`magnitude`, `wanda`, `sparsegpt`, `prune`) stands where a rounding could, and has a sparsity before the scheme, or
+instead of one: `prune-2:4`, `sparsegpt-s50-w4g128`. Without a scheme what it prunes stays dense, in its own dtype.
+`structured-p25` leaves a quarter of the blocks' weights out and a smaller model behind, and stands alone.
 
 SmoothQuant's three presets (Xiao et al. 2022, table 2) are ways to scale the activations, hence spellings of the
 scheme: `w8a8-o1` is w8a8 (per token), `w8a8-o2` w8a8-atensor (per tensor), `w8a8-o3` w8a8-static (fixed at
@@ -121,8 +121,6 @@ def _parse(name: str) -> Spelling:
     found = _parse_passes(f"{'+'.join(words or ['rtn'])}-{scheme}" if rotate or tune else name)
     if tune is not None and found.mix is not None:
         raise ValueError(f"recipe {name!r}: there are no scales to tune in what {found.name} leaves")
-    if rotate is not None and found.mix is not None:
-        raise ValueError(f"recipe {name!r}: {rotate.method} is for folders; blocks of a GGUF file gain nothing by it")
     if rotate is not None and isinstance(found.passes[-1], Structured):
         raise ValueError(f"recipe {name!r}: {rotate.method} mixes the columns that structured pruning chooses among")
     return replace(found, rotate=rotate, tune=tune)

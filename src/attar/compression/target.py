@@ -15,8 +15,8 @@ K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the result must keep: `bits` a weight of the blocks' linears, `size` in bytes of all weight files, or the
-    mean `kl` on the tokens that allocation measures on. One of them."""
+    """What the result must keep: `bits` a weight of the blocks' linears that no override decides about, `size` in bytes
+    of all weight files, or the mean `kl` on the tokens that allocation measures on. One of them."""
 
     bits: float | None = None
     size: int | None = None

@@ -23,8 +23,7 @@ about the model. So the original may write more, by its own probabilities: what 
 compressed model would get wrong on its way. It is written for tuning alone (`Tune.drawn`, and `distill`, whose default
 it is), or is what the walk was calibrated on (`Amount.drawn`). The calibration text that was given alone judges.
 
-Lookup tables are trained as scales are. Not done: zero points, which are integers; scales of a packed output matrix;
-scales that are themselves quantized (GGML's, NF4's, 4-bit floats'). They stay as they are. Codes were tried, by
+Which numbers those are, form by form, is in `knobs`. Not done: scales of a packed output matrix. Codes were tried, by
 straight-through rounding from what `guided` had chosen: the KL of the 57,000 tokens trained on falls by a fifth, that
 of other text of their kind no further than scales alone bring it, and that of text of another kind rises. A killed run
 begins anew, to the same bytes: the model's files are touched only when all is found.
@@ -33,7 +32,7 @@ begins anew, to the same bytes: the model's files are touched only when all is f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -43,17 +42,13 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints.hf import Checkpoint
-from attar.checkpoints.libraries import library_of
 from attar.checkpoints.probes import ProbeRun
-from attar.compression import calibrate, gradients
+from attar.compression import calibrate, gradients, knobs
 from attar.compression.hidden import HiddenStates, rows_at_once
+from attar.compression.knobs import Knob
 from attar.compression.methods import Tune
 from attar.compression.whole import WholeModel, keep, left, schedule, shuffled
-from attar.formats.affine import by_scale
-from attar.formats.forms import Lookup, Progressive
 from attar.formats.packed import PackedTensor
-from attar.formats.scheme import Grid
-from attar.kernels.operands import Linear, Norm
 from attar.model import decoder
 from attar.model.cache import Step
 
@@ -83,11 +78,13 @@ class Tuned:
     steps: int
     trained_tokens: int
     held_out_tokens: int
+    untrained: tuple[str, ...]  # schemes of linears of which nothing is trained: their norms and biases are
     tensors: dict[str, Tensor] = field(repr=False, compare=False)
 
-    def to_dict(self) -> dict[str, float | int]:
+    def to_dict(self) -> dict[str, Any]:
         """JSON-ready, without the tensors."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "tensors"}
+        found = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "tensors"}
+        return found | {"untrained": list(self.untrained)}
 
 
 def run(
@@ -109,12 +106,14 @@ def run(
 
     What is found is kept in the folder `state`, from which a run that was killed while it stored them takes it again.
     At most `memory` bytes are used (by default what this machine gives). Raises ValueError where that is too little,
-    where there is only one sequence, and where the compressed model's predictions are not finite.
+    where there is only one sequence, where the compressed model's predictions are not finite, and where what was kept
+    is damaged.
     """
     kept = state / FOUND
     if kept.is_dir():
-        figures, tensors = left(kept)
-        return Tuned(**{**figures, "kl_epochs": tuple(figures["kl_epochs"])}, tensors=tensors)
+        figures, tensors = left(kept)  # damaged, nothing else would do: the model may hold some of it already
+        lists = {name: tuple(figures[name]) for name in ("kl_epochs", "untrained")}
+        return Tuned(**{**figures, **lists}, tensors=tensors)
     if len(ids) < 2:
         raise ValueError("tuning needs at least 2 calibration sequences: it trains on some and selects on others")
     report = progress or (lambda stage, done, total: None)
@@ -179,32 +178,7 @@ def probes(folder: Path, seed: int) -> dict[str, Any]:
     return run.finish(seen, run.logits(decoder.build_final_norm(config, checkpoint), head, last))
 
 
-# What is trained
-
-
-@dataclass(eq=False)
-class _Knob:
-    """One stored tensor, `base` + `size` times what is learned, and where its value goes before the model runs."""
-
-    name: str
-    base: Tensor  # as it is stored
-    size: Tensor  # float32, of its shape or a single number
-    install: Callable[[Tensor], None]
-
-    def __post_init__(self) -> None:
-        self.learned = torch.zeros(self.base.shape, requires_grad=True)
-
-    def _exact(self) -> Tensor:
-        return self.base.float() + self.size * self.learned
-
-    def stored(self) -> Tensor:
-        """As it goes into the file."""
-        return self._exact().detach().to(self.base.dtype)
-
-    def value(self) -> Tensor:
-        """What is stored, in float32, with the gradient of what is learned."""
-        exact = self._exact()
-        return self.stored().float() + (exact - exact.detach())
+# The two models
 
 
 class _Student(WholeModel):
@@ -212,89 +186,20 @@ class _Student(WholeModel):
 
     def __init__(self, checkpoint: Checkpoint, dense: Collection[str] = ()) -> None:
         super().__init__(checkpoint)
-        self.knobs = [list(_knobs(checkpoint, block.linears(), block.norms(), dense)) for block in self.blocks]
-        self.knobs.append(list(_knobs(checkpoint, (), (self.final_norm,))))
+        self.knobs = [list(knobs.of_block(checkpoint, block, dense)) for block in self.blocks]
+        self.knobs.append(list(knobs.of_norm(checkpoint, self.final_norm)))
 
-    def all_knobs(self) -> list[_Knob]:
-        return [knob for knobs in self.knobs for knob in knobs]
+    def all_knobs(self) -> list[Knob]:
+        return [knob for of_block in self.knobs for knob in of_block]
 
     def install(self, layer: int) -> None:
         for knob in self.knobs[layer]:
-            knob.install(knob.value())
+            knob.put()
 
-
-def _knobs(
-    checkpoint: Checkpoint, linears: Sequence[Linear] | Iterator[Linear], norms: Any, dense: Collection[str] = ()
-) -> Iterator[_Knob]:
-    library = library_of(checkpoint.folder.config.get("quantization_config", {}).get("quant_method"))
-    for linear in linears:
-        module = checkpoint.stored_name(linear.name)
-        weight = linear.weight
-        if isinstance(weight, PackedTensor) and isinstance(weight.scheme.weight, Grid | Progressive):
-            scale = weight.parts["scale"]
-            name = f"{module}.{library.stored_part('scale', weight.scheme)}"
-            yield _Knob(name, scale, scale.float().abs(), _into_dense(linear, weight))
-        elif isinstance(weight, PackedTensor) and isinstance(weight.scheme.weight, Lookup):
-            table = weight.parts["table"]
-            name = f"{module}.{library.stored_part('table', weight.scheme)}"
-            size = table.float().square().mean(1, keepdim=True).sqrt()
-            yield _Knob(name, table, size, _into_lookup(linear, weight))
-        elif isinstance(weight, Tensor) and linear.name in dense:
-            turned = checkpoint.config.names.is_transposed(linear.name)
-            base = weight.T.contiguous() if turned else weight
-            yield _Knob(f"{module}.weight", base, _rms(base) * (base != 0), _into_weight(linear, turned))
-        if linear.bias is not None:
-            yield _Knob(f"{module}.bias", linear.bias, _rms(linear.bias), _into(linear, "bias"))
-    for norm in norms:
-        module = checkpoint.stored_name(norm.name)
-        size = (norm.weight.float() + norm.offset).abs()
-        yield _Knob(f"{module}.weight", norm.weight, size, _into(norm, "weight"))
-        if norm.bias is not None:
-            yield _Knob(f"{module}.bias", norm.bias, _rms(norm.bias), _into(norm, "bias"))
-
-
-def _rms(x: Tensor) -> Tensor:
-    return x.float().square().mean().sqrt()
-
-
-def _into(owner: Linear | Norm, field_name: str) -> Callable[[Tensor], None]:
-    return lambda value: setattr(owner, field_name, value)
-
-
-def _into_weight(linear: Linear, turned: bool) -> Callable[[Tensor], None]:
-    return lambda value: setattr(linear, "weight", value.T if turned else value)
-
-
-def _into_dense(linear: Linear, packed: PackedTensor) -> Callable[[Tensor], None]:
-    """Makes the linear compute with its codes times other scales."""
-    ones = torch.ones_like(packed.parts["scale"])
-    # Differences of codes, and float8 values, which bfloat16 holds exactly.
-    unit = PackedTensor(packed.scheme, packed.shape, {**packed.parts, "scale": ones}).dequantize(torch.bfloat16)
-
-    def install(scale: Tensor) -> None:
-        linear.dense = (by_scale(unit.float(), scale.shape[-1]) * scale.unsqueeze(-1)).flatten(-2)
-
-    return install
-
-
-def _into_lookup(linear: Linear, packed: PackedTensor) -> Callable[[Tensor], None]:
-    """Makes the linear compute with its codes into other tables."""
-    parts = dict(packed.parts)
-    numbers = torch.arange(parts["table"].shape[1], dtype=parts["table"].dtype)
-    parts["table"] = numbers.repeat(packed.shape[0], 1)
-    if "extras" in parts:
-        parts["extras"] = torch.zeros_like(parts["extras"])
-    codes = PackedTensor(packed.scheme, packed.shape, parts).dequantize().to(torch.uint8)
-
-    def install(table: Tensor) -> None:
-        dense = table.gather(1, codes.long())
-        if "extras" in packed.parts:
-            rows = torch.arange(len(codes)).repeat_interleave(packed.parts["starts"].diff())
-            where = (rows, packed.parts["places"].long())
-            dense = dense.index_put(where, packed.parts["extras"].float(), accumulate=True)
-        linear.dense = dense
-
-    return install
+    def untrained(self) -> tuple[str, ...]:
+        """The schemes of linears of which nothing is trained."""
+        weights = [linear.weight for block in self.blocks for linear in block.linears()]
+        return knobs.untrained(weight.scheme for weight in weights if isinstance(weight, PackedTensor))
 
 
 class _Teacher:
@@ -331,10 +236,10 @@ class _Tuning:
 
     def run(self, sequences: int, report: Progress) -> Tuned:
         """Train `sequences` sequences a step; returns the best of the untuned model and the iterate of every epoch."""
-        knobs = self.student.all_knobs()
-        adam = torch.optim.Adam([knob.learned for knob in knobs], lr=self.options.rate, betas=BETAS)
+        trained = self.student.all_knobs()
+        adam = torch.optim.Adam([knob.learned for knob in trained], lr=self.options.rate, betas=BETAS)
         before = least = self._held_out(sequences)
-        best, kept = 0, [knob.stored() for knob in knobs]
+        best, kept = 0, [knob.stored() for knob in trained]
         after: list[float] = []
         total = self.options.epochs * -(-len(self.trained) // sequences)
         step = 0
@@ -350,11 +255,11 @@ class _Tuning:
                 report("tuning", step, total)
             after.append(found := self._held_out(sequences))
             if found < least:
-                least, best, kept = found, epoch, [knob.stored() for knob in knobs]
+                least, best, kept = found, epoch, [knob.stored() for knob in trained]
         length = self.ids.shape[1]
-        tensors = {knob.name: tensor for knob, tensor in zip(knobs, kept, strict=True)}
-        trained, held = len(self.trained) * length, len(self.held) * length
-        return Tuned(before, least, tuple(after), best, step, trained, held, tensors)
+        tensors = {name: tensor for knob, tensor in zip(trained, kept, strict=True) for name in knob.names}
+        amounts = len(self.trained) * length, len(self.held) * length
+        return Tuned(before, least, tuple(after), best, step, *amounts, self.student.untrained(), tensors)
 
     def _learn(self, sequences: Sequence[int]) -> None:
         """Add the gradient of the mean KL over the tokens of some sequences."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attar.compression.block import record
+from attar.compression.guide import Hints, row_groups
 from attar.compression.solvers import rtn
 from attar.formats.scheme import Scheme
 
@@ -25,6 +26,31 @@ def test_errors_are_relative_squares() -> None:
     assert record.output_error(x, weight, packed) == record.error_on(x, weight, packed)
     assert record.output_error(x, weight, packed) == pytest.approx(seen, rel=SAME)
     assert record.measure_on(x) == "output"
+
+
+@pytest.mark.parametrize(("groups", "couple"), [(0, True), (1, True), (1, False), (3, False)])
+def test_what_the_loss_minds_counts_token_by_token(groups: int, couple: bool) -> None:
+    """The quadratic forms that the solvers go by, one token at a time, of as many tokens as there are rows."""
+    numbers = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(8, 32, generator=numbers), torch.randn(20, 32, generator=numbers)
+    weights = torch.rand(50, groups, generator=numbers) if groups else None
+    mixing = torch.randn(8, 8, generator=numbers)
+    hints = Hints(weights, mixing @ mixing.T if couple else None)
+    packed = rtn.solve(weight, Scheme.parse("w3g32"))
+
+    def form(error: torch.Tensor) -> float:
+        total = 0.0
+        outputs = torch.eye(8) if hints.outputs is None else hints.outputs
+        for group, rows in enumerate(row_groups(8, groups or 1)):
+            counts = torch.ones(20) if weights is None else weights[:20, group]
+            for token, count in zip(x, counts / counts.sum(), strict=True):
+                seen = torch.zeros(8)
+                seen[rows] = error[rows] @ token
+                total += float(count * (seen @ outputs @ seen))
+        return total
+
+    found = record.minded_error(x, weight, packed, hints)
+    assert found == pytest.approx(form(packed.dequantize() - weight) / form(weight), rel=SAME)
 
 
 def test_nothing_has_no_error() -> None:

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from attar.compression.solvers import gptq, two_sided
+from attar.compression.solvers import gptq, rtn, two_sided
 from attar.compression.solvers.gptq import Hessian, Prepared
 from attar.compression.solvers.levels import Uniform
 from attar.formats import affine
 from attar.formats.scheme import Scheme
 
 SAME = 1e-9  # relative, of float64 damages
+LEVELS = 1e-4  # relative: the codec's scales are computed in float32, the solver's in its own dtype
 
 
 def hessian(seed: int, size: int) -> Hessian:
@@ -80,3 +81,19 @@ def test_polish_never_raises_the_damage(name: str, monkeypatch: pytest.MonkeyPat
         two_sided._polish(codes, levels, weight, inputs.hessian, outputs.hessian, 1, (0.01, 0.01))
     assert all(after <= before * (1 + SAME) for before, after in pairwise(left))
     assert left[-1] < 0.9 * left[0]
+
+
+@pytest.mark.parametrize("name", ["w3g16", "w3g8-asym", "qserve-g32"])
+def test_rounding_to_nearest_is_judged_on_levels_as_first_found(name: str) -> None:
+    """Polish fits scales to its own codes, on which rounding to nearest would look worse than it is."""
+    weight, inputs, outputs = problem(rows=24, columns=32)
+    weight, scheme = weight.float(), Scheme.parse(name)
+    plain = two_sided.solve(weight, inputs, outputs, scheme)
+    polished = two_sided.solve(weight, inputs, outputs, scheme, polish=4)
+    assert polished.damage < plain.damage
+    assert polished.rtn_damage == plain.rtn_damage
+    rounded = rtn.solve(weight, scheme, scale_search="mse").dequantize(torch.float64)
+    error = weight - rounded
+    assert plain.rtn_damage == pytest.approx(
+        float((outputs.hessian @ error @ inputs.hessian * error).sum()), rel=LEVELS
+    )

@@ -99,9 +99,11 @@ def solve(
     options: Options,
     guide: Mapping[str, Hints],
     original: HiddenStates | None,
+    importances: Mapping[str, Tensor],
 ) -> Iterator[Solved]:
     """Solve for all linears of the groups, in order. `guide` holds, by linear, what the recipe wants to know of the
-    loss; `original` is needed where the recipe corrects.
+    loss; `original` is needed where the recipe corrects. `importances` say what columns count where scales of GGML
+    blocks are searched; of linears that they do not name, the Hessian's diagonal does.
 
     Weights are replaced here, each once nobody needs the block as it was any more. Raises ValueError, naming the
     linear, as the solvers do.
@@ -143,7 +145,8 @@ def solve(
                         weight = qronos.corrected(weight, found.drift, prepared, takes_on, rows)
                     outputs = guide[linear.name].outputs if linear.name in guide else None
                     shared = largest.get(linear.name)
-                    result = _solve(weight, prepared, zeros.solved_as(scheme), options, outputs, shared)
+                    counts = importances.get(linear.name)
+                    result = _solve(weight, prepared, zeros.solved_as(scheme), options, outputs, shared, counts)
                 pieces.setdefault(linear.name, []).append(result)
                 if rows.stop == linear.shape[0]:
                     whole = gptq.stacked(pieces.pop(linear.name))
@@ -168,6 +171,7 @@ def _solve(
     options: Options,
     outputs: Tensor | None,
     largest: Tensor | None,
+    importance: Tensor | None,
 ) -> GptqResult:
     search = options.scale_search
     if isinstance(options, SparseGpt):
@@ -182,11 +186,12 @@ def _solve(
         return two_sided.solve(
             weight, prepared, gptq.prepare(coupling, options.output_damping), scheme,
             scale_search=search, polish=options.polish, damping=options.damping, output_damping=options.output_damping,
+            importance=importance,
         )  # fmt: skip
     return gptq.solve(
         weight, prepared, scheme,
         block=options.block, scale_search=search, static_groups=options.static_groups,
-        polish=options.polish, damping=options.damping, largest=largest,
+        polish=options.polish, damping=options.damping, largest=largest, importance=importance,
     )  # fmt: skip
 
 

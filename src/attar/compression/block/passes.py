@@ -24,7 +24,7 @@ def run(work: BlockWork) -> list[Record]:
         if not all(weight[rows].isfinite().all() for rows in row_slices(*linear.shape)):
             raise ValueError(f"{linear.name}.weight holds a NaN or an infinity")
     before = work.recipe.passes[:-1]
-    if before:
+    if before and not pruned:  # what prunes is compared with zeroing the smallest, by itself
         work.rtn_errors = roundings.rtn_errors(work)
     for each in before:
         transforms.run(work, each)

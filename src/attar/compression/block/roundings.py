@@ -17,7 +17,7 @@ from torch import Tensor
 from attar.compression import structured
 from attar.compression.block import fold, hessians, learning
 from attar.compression.block.hessians import naming
-from attar.compression.block.record import Record, error_on, measure_on, weight_error
+from attar.compression.block.record import Record, error_on, measure_on, minded_error, weight_error
 from attar.compression.block.work import BlockWork
 from attar.compression.memory import give_back
 from attar.compression.methods import (
@@ -64,14 +64,28 @@ def run(work: BlockWork) -> list[Record]:
 
 
 def rtn_errors(work: BlockWork) -> dict[str, float]:
-    """What rounding to nearest would cost each linear as it is now."""
+    """What rounding to nearest would cost each linear as it is now, by the measure that the recipe's rounding goes by.
+
+    Scales are searched as that searches them: beside codes on searched scales, those that are not would flatter it.
+    """
     groups, found = list(work.groups()), {}
     inputs = work.inputs([name for name, _ in groups], ERROR_ROWS)
+    largest = shared_largest(members for _, members in groups)
     for name, members in groups:
         for linear, scheme in members:
             with naming(linear):
-                weight = fold.dense_weight(linear)
-                found[linear.name] = error_on(inputs.get(name), weight, rtn.solve(weight, scheme))
+                weight, x, hints = fold.dense_weight(linear), inputs.get(name), work.guide.get(linear.name)
+                packed = rtn.solve(
+                    weight,
+                    scheme,
+                    scale_search=work.recipe.rounding.scale_search,
+                    importance=work.importances.get(linear.name),
+                    largest=largest.get(linear.name),
+                )
+                if x is None or hints is None:
+                    found[linear.name] = error_on(x, weight, packed)
+                else:
+                    found[linear.name] = minded_error(x, weight, packed, hints)
     return found
 
 
@@ -130,7 +144,7 @@ def _rtn(work: BlockWork, options: Rtn | Hqq) -> list[Record]:
             if linear.name in work.rtn_errors:
                 plain = work.rtn_errors[linear.name]
             elif isinstance(options, Hqq):
-                plain = weight_error(weight, rtn.solve(weight, scheme))
+                plain = weight_error(weight, rtn.solve(weight, scheme, scale_search=options.scale_search))
             records.append(Record(linear.name, scheme.name, measure_on(inputs.get(name)), error, plain))
             linear.weight = packed
         give_back()
@@ -174,7 +188,7 @@ def _squeeze(work: BlockWork) -> list[Record]:
 def _gptq(work: BlockWork, options: Gptq | SparseGpt | Prune) -> list[Record]:
     records = []
     groups: list[hessians.Group] = list(work.groups() if isinstance(options, Gptq) else work.pruned())
-    for each in hessians.solve(work.block, groups, work.hidden, options, work.guide, work.original):
+    for each in hessians.solve(work.block, groups, work.hidden, options, work.guide, work.original, work.importances):
         rtn_error = work.rtn_errors.get(each.linear.name, each.result.rtn_error)
         records.append(
             Record(each.linear.name, _stored_as(work, each.scheme), each.measure, each.result.error, rtn_error)

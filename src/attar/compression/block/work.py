@@ -26,7 +26,7 @@ class BlockWork:
     `hidden` are the states that enter the block on the calibration text, `original` those that enter it in the original
     model, where the recipe corrects. `importances` weigh columns, [I] by name, and `guide` is what the loss says of a
     linear, which both change as the linear does. `sizes` are those that structured pruning leaves. `rtn_errors` are
-    what rounding to nearest would have cost before any transform.
+    what rounding to nearest would have cost before any transform, where there is one.
     """
 
     def __init__(

@@ -203,17 +203,19 @@ def solve(
     polish: int = 0,
     damping: float = 0.01,
     largest: Tensor | None = None,
+    importance: Tensor | None = None,
 ) -> GptqResult:
     """Compress a weight [O, I] of any float dtype whose inputs are those that `prepared` knows.
 
     `block` sets how many columns share one product with all before them: speed, not results. Groups that are not static
     are their own blocks; only natural order has them. Then `polish` sweeps of `polish.descend`, damped by `damping`.
+    `largest` and `importance` are as in `begin`.
     Raises ValueError as `affine.min_max` and `affine.qparams` do.
     """
     assert static_groups or prepared.order == "natural", "activation order visits groups in pieces"
     columns = weight.shape[1]
     hessian, sweep = prepared.hessian, prepared.sweep
-    levels, work, energy, rtn_damage = _begin(weight, prepared, scheme, scale_search, largest)
+    levels, work, energy, rtn_damage = _begin(weight, prepared, scheme, scale_search, largest, importance)
     codes = torch.empty(weight.shape[::-1], dtype=levels.code_dtype, device=weight.device)  # [I, O], in original order
     dynamic = not static_groups and isinstance(levels, Uniform) and levels.width < columns
     step = levels.width if dynamic else block
@@ -242,15 +244,22 @@ def solve(
 
 
 def begin(
-    weight: Tensor, prepared: Prepared, scheme: Scheme, scale_search: ScaleSearch, largest: Tensor | None = None
+    weight: Tensor,
+    prepared: Prepared,
+    scheme: Scheme,
+    scale_search: ScaleSearch,
+    largest: Tensor | None = None,
+    importance: Tensor | None = None,
 ) -> tuple[Tensor, Uniform | Ggml | Scaled | Tables]:
     """The weight [O, I] in the solver's dtype, columns without input zero, and the levels that it asks for.
 
-    Scales of forms that are no grid, and tables, are found for how much each column counts: its input's mean square.
-    `largest` [1] is that of all NVFP4 weights that engines fuse with this one.
+    Scales of GGML blocks, and tables, are found for how much each column counts: `importance` [I], such as a matrix
+    measured on more text than there is here, or else its input's mean square. `largest` [1] is that of all NVFP4
+    weights that engines fuse with this one.
     """
-    original, importance = weight.to(prepared.hessian.dtype, copy=True), prepared.hessian.diagonal().float()
-    original[:, importance == 0] = 0
+    original, seen = weight.to(prepared.hessian.dtype, copy=True), prepared.hessian.diagonal().float()
+    original[:, seen == 0] = 0
+    importance = seen if importance is None else importance.to(seen)
     if isinstance(scheme.weight, GgmlBlocks):
         return original, Ggml(original, scheme, importance)
     if isinstance(scheme.weight, LEVELLED):
@@ -261,14 +270,19 @@ def begin(
 
 
 def _begin(
-    weight: Tensor, prepared: Prepared, scheme: Scheme, scale_search: ScaleSearch, largest: Tensor | None
+    weight: Tensor,
+    prepared: Prepared,
+    scheme: Scheme,
+    scale_search: ScaleSearch,
+    largest: Tensor | None,
+    importance: Tensor | None,
 ) -> tuple[Uniform | Ggml | Scaled | Tables, Tensor, float, float]:
     """(levels, work, tr(W H W^T), damage of rounding to nearest) before the first column is rounded.
 
     `work` [I, O] is the weight transposed, one row a column, in the order of the sweep.
     """
     hessian = prepared.hessian
-    original, levels = begin(weight, prepared, scheme, scale_search, largest)
+    original, levels = begin(weight, prepared, scheme, scale_search, largest, importance)
     work = torch.empty((weight.shape[1], weight.shape[0]), dtype=hessian.dtype, device=weight.device)
     energy = damage = 0.0
     for some in _slices(len(weight)):

@@ -49,18 +49,23 @@ def solve(
     polish: int = 0,
     damping: float = 0.01,
     output_damping: float = 0.1,
+    importance: Tensor | None = None,
 ) -> GptqResult:
     """Compress a weight [O, I] of any float dtype, by the Hessians of its inputs and of its outputs.
 
     Both are damped already, for the sweep; `damping` and `output_damping` are for the `polish` sweeps afterwards.
+    `importance` is as in `gptq.begin`.
 
     Damages and energy are tr(Ho E H E^T). Raises ValueError as `gptq.solve`.
     """
-    original, levels = gptq.begin(weight, inputs, scheme, scale_search)
+    original, levels = gptq.begin(weight, inputs, scheme, scale_search, importance=importance)
     if not isinstance(levels, Uniform | Ggml):
         raise ValueError(f"rows of {scheme.name} cannot make up for one another here: leave `couple` off")
     codes = torch.empty(weight.shape[::-1], dtype=levels.code_dtype, device=weight.device)  # [I, O]
     down, across = outputs.sweep, inputs.sweep
+    rounded = torch.cat([levels.rounded(original[rows], rows) for rows in _tiles(len(weight))])
+    rtn_damage = _damage(original - rounded, outputs.hessian, inputs.hessian)  # before `_polish` fits the levels anew
+    del rounded
     work = original[down][:, across]  # rows and columns in the order of the sweep
     error, reach = torch.zeros_like(work), torch.zeros_like(work)  # E, and Vo^T E
     for columns in _tiles(work.shape[1]):
@@ -76,12 +81,8 @@ def solve(
     if polish:
         _polish(codes, levels, original, inputs.hessian, outputs.hessian, polish, (damping, output_damping))
     packed = levels.pack(codes)
-    rounded = torch.cat([levels.rounded(original[rows], rows) for rows in _tiles(len(weight))])
-    damages = (
-        _damage(each, outputs.hessian, inputs.hessian)
-        for each in (original - packed.dequantize(original.dtype), original - rounded, original)
-    )
-    return GptqResult(packed, *damages)
+    damage = _damage(original - packed.dequantize(original.dtype), outputs.hessian, inputs.hessian)
+    return GptqResult(packed, damage, rtn_damage, _damage(original, outputs.hessian, inputs.hessian))
 
 
 class _Tile:
