@@ -17,8 +17,8 @@ After every event these hold:
  5. a block of the tree contains what its path says, computed and verified (`tags`)
  6. holders never increase along a path, and the tree is well formed (`RadixCache.check`)
  7. no sequence is in two queues or none, its integers agree (`Scheduler.check`, `Sequence.check`)
- 8. no more run than may, and a step has no more tokens than its budget (`planned`)
- 9. whoever's deadline has come has ended (`deadlines`)
+ 8. no more run than may, a step has no more tokens than its budget, and whoever decodes has a row of it (`planned`)
+ 9. whoever's deadline has come has ended when a step is planned (`deadlines`)
 10. nobody is passed, or preempted, more often than the limits say (`planned`)
 11. every slot that is read holds what the sequence wrote, and is written once a step, however late (`run`)
 12. tokens are those of the solo run (`emitted`)
@@ -241,6 +241,7 @@ class Simulation:
         self.now += self.rng.uniform(0, 2)
         with self.mishap():
             self.scheduler.expire(self.now)
+        self.deadlines()
 
     def advance(self) -> None:
         """Plan a step, or another ahead of it, or run the first and commit it."""
@@ -258,16 +259,19 @@ class Simulation:
 
     def launch(self) -> None:
         ahead = bool(self.steps)
-        self.scheduler.expire(self.now)
-        used = [block for sequence in self.scheduler.running for block in sequence.blocks]
+        used = [block for sequence in self.scheduler.running if not self.late(sequence) for block in sequence.blocks]
         used = [block for block in used if self.pool.kept(block)]
+        decoding = [each for each in self.scheduler.running if each.status is Status.DECODE and each.pending == 1]
         fired = self.fired
         with self.mishap():
             step = self.scheduler.ahead(self.now) if ahead else self.scheduler.plan(self.now)
+        self.deadlines()
         if step is None:
             return
         evicted = not step.preempted and self.fired == fired and not all(map(self.pool.kept, used))
         assert not evicted, "a block in use was evicted"
+        rows = {chunk.sequence for chunk in step.chunks}
+        assert all(each in rows for each in decoding if each.status is Status.DECODE), "a decoder has to wait"
         self.planned(step, ahead)
         if step.chunks or not ahead:
             self.steps.append(Launched(step, [list(chunk.sequence.blocks) for chunk in step.chunks]))
@@ -284,6 +288,8 @@ class Simulation:
         assert step.tokens <= self.limits.max_step_tokens, "over the token budget"
         assert len(self.scheduler.running) <= self.limits.together, "too many run"
         assert not (ahead and step.preempted), "somebody gives way to a step ahead"
+        if self.limits.policy == "continuous":
+            assert set(step.admitted) <= {chunk.sequence for chunk in step.chunks}, "let in, and nothing left for it"
         for sequence in step.admitted:
             assert not sequence.bypass or sequence.reused == 0, "reused in spite of bypass"
             assert sequence.reused % self.cache.round_to == 0, "part of a group was reused"
@@ -352,7 +358,6 @@ class Simulation:
 
     def check(self) -> None:
         """Every invariant of the moment."""
-        self.deadlines()
         for sequence in self.scheduler.collect():
             asked = self.asked[sequence.id]
             asked.endings.append(sequence.ending)
@@ -396,9 +401,10 @@ class Simulation:
                 assert self.memory[block][at % self.pool.size] == state, f"block {block} is not what the tree says"
 
     def deadlines(self) -> None:
-        self.scheduler.expire(self.now)
-        for sequence in self.scheduler.sequences.values():
-            assert sequence.deadline is None or sequence.deadline > self.now, "a deadline passed unnoticed"
+        assert not any(map(self.late, self.scheduler.sequences.values())), "a deadline passed unnoticed"
+
+    def late(self, sequence: Sequence) -> bool:
+        return sequence.deadline is not None and sequence.deadline <= self.now
 
     def drain(self) -> None:
         """Let everything end."""

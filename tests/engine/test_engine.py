@@ -6,6 +6,7 @@ import os
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -15,8 +16,10 @@ from attar.engine import flight
 from attar.engine.choices import Choice, Request
 from attar.engine.engine import Engine
 from attar.engine.limits import Limits, Policy
+from attar.engine.llm import LLM
 from attar.engine.messages import Delta, Embed, Embedding, Event, Failed, Finished, PromptLogprobs, Submit
 from attar.engine.request import SamplingParams
+from attar.formats.kv import SCHEMES
 from attar.kernels import ops
 from attar.model.cache import Step
 from attar.model.decoder import Decoder
@@ -108,10 +111,21 @@ def test_company_chunks_prefix_hits_and_preemption_change_no_bit(decoder: Decode
     company(decoder, seed, 14)
 
 
-@pytest.mark.parametrize("kv", ["int8", "int4", "klt4", "klt2"])
+@pytest.mark.parametrize("kv", ["bfloat16", "int8", "fp8", "int4", "klt4", "klt2"])
 @pytest.mark.parametrize("seed", range(SEEDS // 4))
 def test_nor_do_they_where_keys_and_values_are_rounded(decoder: Decoder, kv: str, seed: int) -> None:
     company(decoder, seed, 7, kv)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS // 4))
+@pytest.mark.usefixtures("decoder")
+def test_nor_in_groups_of_heads_that_are_wide_enough(tiny: Path, seed: int) -> None:
+    company(LLM(tiny, activations="int8g32", verify=False).decoder, seed, 7, "kivi2")
+
+
+def test_every_scheme_that_a_kernel_reads_is_in_one_of_these_tests() -> None:
+    native = {name for name, scheme in SCHEMES.items() if ops.pages_against(scheme) is None}
+    assert native == {"float32", "bfloat16", "int8", "fp8", "int4", "klt4", "klt2", "kivi2"}
 
 
 def company(decoder: Decoder, seed: int, count: int, kv: str | None = None) -> None:
@@ -347,6 +361,64 @@ def test_a_nan_in_one_row_fails_that_request(decoder: Decoder, monkeypatch: pyte
     found = answers(run(made, asks))
     assert found["1", 0] == ["bad_logits"]
     assert found["0", 0] == answers(run(engine(decoder), [asks[0]]))["0", 0]
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("max_tokens, n", [(0, 1), (3, 2)])
+@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_of_a_scored_prompt_that_says_nothing_fails_that_request(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, bad: float, rows: int, max_tokens: int, n: int, overlaps: bool
+) -> None:
+    """Else its answer would have nulls for numbers. Of -inf a whole row, which leaves no token."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, seed=0, prompt_logprobs=1)
+    asks = [Submit(str(i), tuple(range(i, i + 20)), params, n) for i in range(3)]
+    limits = Limits(max_running=4, max_step_tokens=rows)
+    expected = answers(run(engine(decoder, limits=limits), asks))
+    score = Request.score
+
+    def poisoned(self: Request, start: int, logits: torch.Tensor) -> PromptLogprobs | None:
+        if self.id == "1" and start <= 5 < start + len(logits):
+            logits = logits.clone()
+            logits[5 - start, 7 if bad != -torch.inf else slice(None)] = bad
+        return score(self, start, logits)
+
+    monkeypatch.setattr(Request, "score", poisoned)
+    events = run(Engine(decoder, None, blocks=ROOM, context=CONTEXT, limits=limits, overlaps=overlaps), asks)
+    assert [event.code for event in events if isinstance(event, Failed)] == ["bad_logits"]
+    assert not [event for event in events if isinstance(event, Delta | PromptLogprobs | Finished) and event.id == "1"]
+    found = answers(events)
+    del found["1", 0]
+    assert found == {key: answer for key, answer in expected.items() if key[0] != "1"}
+
+
+def test_the_last_row_of_a_scored_prompt_counts_only_where_it_chooses(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score = Request.score
+
+    def poisoned(self: Request, start: int, logits: torch.Tensor) -> PromptLogprobs | None:
+        return score(self, start, torch.cat((logits[:-1], torch.full_like(logits[-1:], torch.nan))))
+
+    monkeypatch.setattr(Request, "score", poisoned)
+    ask = Submit("a", (1, 2, 3, 4), SamplingParams(max_tokens=0, seed=0, prompt_logprobs=0))
+    assert len(answers(run(engine(decoder), [ask]))["a", -1][0]) == 3  # type: ignore[arg-type]
+
+
+def test_tokens_that_cannot_be_are_legal_in_a_scored_prompt(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    score = Request.score
+
+    def masked(self: Request, start: int, logits: torch.Tensor) -> PromptLogprobs | None:
+        logits = logits.clone()
+        logits[:, 2:9] = -torch.inf
+        return score(self, start, logits)
+
+    monkeypatch.setattr(Request, "score", masked)
+    ask = Submit("a", (1, 2, 30, 4), SamplingParams(max_tokens=2, temperature=0, seed=0, prompt_logprobs=1))
+    found = answers(run(engine(decoder), [ask]))
+    (of_prompt,) = found["a", -1]
+    assert [each.logprob == -torch.inf for each in of_prompt] == [True, False, True]  # type: ignore[attr-defined]
+    assert found["a", 0][-1] == ("length", 2)
 
 
 def test_a_step_that_raises_fails_those_in_it_and_no_later_one(

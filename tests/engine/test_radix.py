@@ -48,6 +48,7 @@ class Tree(RuleBasedStateMachine):
         self.pool = BlockPool(12, 3)
         self.cache = RadixCache(self.pool)
         self.known: list[tuple[bytes, list[int]]] = []
+        self.ever: list[tuple[bytes, list[int]]] = []
         self.written: dict[int, tuple[bytes, list[int]]] = {}
         self.tables: list[list[int]] = []
 
@@ -72,6 +73,8 @@ class Tree(RuleBasedStateMachine):
         assert (match.source is not None) == (match.length % self.pool.size > 0)
         assert match.differs_at == (match.length if match.length < len(tokens) else None)
         assert match.ended in (["complete"] if match.length == len(tokens) else ["differs", "evicted"])
+        if match.ended == "evicted":
+            assert any(own == salt and common(tokens, text) > match.length for own, text in self.ever)
         self.usable(salt, tokens, match)
 
     @rule(salt=SALTS, tokens=TOKENS, keep=st.booleans())
@@ -90,6 +93,7 @@ class Tree(RuleBasedStateMachine):
         assert len(table) == len(set(table)) == self.pool.needed(len(tokens))
         self.usable(salt, tokens, Match(len(tokens), table, None, "", None))
         self.known.append((salt, tokens))
+        self.ever.append((salt, tokens))
         assert self.cache.match(salt, ids(tokens)).length == len(tokens)
         if keep:
             self.tables.append(table)
@@ -168,7 +172,7 @@ def test_prompts_whose_hashes_collide_are_told_apart() -> None:
     assert len({block for blocks in held for block in blocks}) == 4
     cache.flush()
     assert cache.match(b"", prompts[0]).ended == "evicted"
-    assert cache.match(b"", Tokens("i", [1, 2, 3, 5])).ended == "differs"
+    assert cache.match(b"", Tokens("i", [2, 1, 3, 4])).ended == "differs"
     cache.check()
 
 
@@ -281,6 +285,46 @@ def test_why_a_match_ended() -> None:
     assert cache.match(b"", ids([]))[3:] == ("complete", None)
 
 
+def test_part_of_a_block_is_told_to_be_evicted_where_it_was() -> None:
+    """Its first tokens were to be had, and prompts end inside a block, or leave it there."""
+    cache = RadixCache(BlockPool(8, 4))
+    put(cache, range(3))
+    assert cache.match(b"", ids(range(2))).ended == "complete"
+    cache.flush()
+    for prompt in ([0], range(2), range(3), range(6), [0, 1, 2, 9], [0, 9, 9, 9, 9]):
+        assert cache.match(b"", ids(prompt))[3:] == ("evicted", 0), prompt
+    assert cache.match(b"", ids([9, 1, 2]))[3:] == ("differs", 0)
+    put(cache, [0, 1, 7])  # which has the first two of them again
+    assert cache.match(b"", ids([0, 1, 2]))[3:] == ("evicted", 2)
+    assert cache.match(b"", ids([0, 1, 8]))[3:] == ("differs", 2)
+    assert cache.match(b"own", ids(range(3)))[3:] == ("differs", 0)
+
+
+def test_the_end_of_a_prompt_is_told_to_be_evicted_where_it_was() -> None:
+    cache = RadixCache(BlockPool(8, 4))
+    put(cache, range(7))
+    cache.evict(1)
+    assert cache.match(b"", ids(range(6)))[3:] == ("evicted", 4)
+    assert cache.match(b"", ids([*range(5), 9]))[3:] == ("evicted", 4)
+    assert cache.match(b"", ids([*range(4), 9]))[3:] == ("differs", 4)
+
+
+def test_what_is_remembered_of_an_end_is_not_told_of_another() -> None:
+    """Where an edge is split its upper part is another node, and where it is shortened, too."""
+    cache = RadixCache(BlockPool(8, 4))
+    put(cache, range(12))
+    cache.evict(1)
+    put(cache, [*range(4), 50, 51, 52, 53])
+    assert cache.match(b"", ids(range(12)))[3:] == ("evicted", 8)
+    assert cache.match(b"", ids([*range(4), *range(8, 12)]))[3:] == ("differs", 4)
+    cache = RadixCache(BlockPool(8, 4))
+    put(cache, range(12))
+    cache.evict(1)
+    cache.evict(1)
+    assert cache.match(b"", ids(range(12)))[3:] == ("evicted", 4)
+    assert cache.match(b"", ids([*range(4), *range(8, 12)]))[3:] == ("differs", 4)
+
+
 def test_what_was_evicted_is_remembered_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attar.engine.radix, "REMEMBERED", 2)
     cache = RadixCache(BlockPool(8, 4))
@@ -292,6 +336,15 @@ def test_what_was_evicted_is_remembered_only_so_long(monkeypatch: pytest.MonkeyP
         "evicted",
         "evicted",
     ]
+    for first in (10, 30):  # one of them again
+        put(cache, range(first, first + 4))
+        cache.flush()
+    assert [cache.match(b"", ids(range(first, first + 4))).ended for first in (10, 20, 30)] == [
+        "evicted",
+        "differs",
+        "evicted",
+    ]
+    assert len(cache._evicted) == sum(map(len, cache._behind.values())) == 2
 
 
 def test_counters_tell_what_was_really_reused() -> None:

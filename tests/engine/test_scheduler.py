@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -83,6 +83,27 @@ def test_decode_goes_first_then_prompts_in_chunks_then_newcomers() -> None:
     assert engine.step() == [("a", 1), ("b", 7)]
     assert engine.step() == [("a", 1), ("b", 6), ("c", 1)]
     assert engine.step() == [("b", 1), ("c", 3)]
+
+
+def test_a_decoder_has_its_row_in_every_step_whoever_ranks_before_it() -> None:
+    engine = Engine(max_running=2, max_step_tokens=4)
+    engine.add("worse", range(50, 52), max_tokens=9, priority=5)
+    assert engine.step() == [("worse", 2)]
+    engine.add("better", range(20), priority=-5)
+    assert [engine.step() for _ in range(6)] == [[("worse", 1), ("better", 3)]] * 6
+
+
+def test_nobody_is_let_in_when_the_budget_is_spent() -> None:
+    """It would hold blocks, and count as running, for nothing."""
+    engine = Engine(max_running=4, max_step_tokens=4)
+    engine.add("a", range(8))
+    (b,) = engine.add("b", range(20, 28))
+    for _ in range(2):
+        step = engine.plan()
+        assert [sequence.id for sequence in step.sequences] == ["a"]
+        assert (b.status, b.blocks) == (Status.QUEUED, [])
+        engine.commit(step)
+    assert engine.step() == [("a", 1), ("b", 3)]
 
 
 def test_only_the_last_chunk_of_a_prompt_samples() -> None:
@@ -346,6 +367,43 @@ def test_deadlines() -> None:
     assert engine.pool.active == 2, "of a, which the step runs"
     engine.commit(step)
     assert engine.pool.active == 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_whoever_is_late_has_ended_when_a_step_is_planned(ahead: bool) -> None:
+    engine = Engine(max_running=2)
+    (a, b) = (*engine.add("a", range(6), max_tokens=9, deadline=2.0), *engine.add("b", range(20, 26), max_tokens=9))
+    steps = [engine.plan()] if ahead else []
+    engine.now = 2.0
+    steps.append(engine.ahead() if ahead else engine.plan())
+    assert [sequence for sequence in engine.scheduler.collect() if sequence.ending == "deadline"] == [a]
+    assert [chunk.sequence for chunk in steps[-1].chunks] == [b]
+
+
+@pytest.mark.parametrize("where", ["admitted", "grown", "preempted", "kept", "cancelled"])
+def test_a_broken_promise_of_pool_or_tree_ends_more_than_one_request(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is to be served from blocks that may be another's: the engine's process ends, and a new one starts."""
+
+    def broken(*asked: object) -> None:
+        raise AssertionError("a block with two owners")
+
+    engine = Engine(blocks=5)
+    engine.add("a", range(8), max_tokens=5)
+    if where == "preempted":
+        engine.add("b", range(20, 28), max_tokens=5)
+    step = None if where == "admitted" else engine.plan()
+    if step is not None and where != "kept":
+        engine.commit(step)
+    where_it_breaks = {"admitted": (engine.cache, "match"), "grown": (engine.pool, "allocate")}
+    monkeypatch.setattr(*where_it_breaks.get(where, (engine.cache, "insert")), broken)
+    then: dict[str, Callable[[], object]] = {
+        "kept": lambda: engine.commit(step) if step is not None else None,
+        "cancelled": lambda: engine.scheduler.cancel("a", 0.0),
+    }
+    with pytest.raises(AssertionError, match="two owners"):
+        then.get(where, engine.plan)()
 
 
 def test_refusals() -> None:

@@ -72,7 +72,11 @@ def test_a_cache_too_small_for_all_users_is_named() -> None:
 
 
 def test_a_single_user_is_one() -> None:
-    assert report.answer(make(8 * 10**9, users=1)).startswith("1 user of 2,048 tokens fit")
+    assert report.answer(make(8 * 10**9, users=1)).startswith("1 user of 2,048 tokens fits with ")
+    assert report.answer(make(10**9, users=1)).startswith("1 user of 2,048 tokens does not fit: ")
+    limits = StepLimits(rows=256)
+    few = fit.plan("x", CONFIG, [W4], Demand(2048, 1), 64 * 10**9, "--memory", limits=limits, max_tokens=1000)
+    assert report.answer(few).startswith("1 user of 2,048 tokens does not fit into a cache of 1,024 tokens")
 
 
 def test_the_dict_is_json_and_says_the_same() -> None:

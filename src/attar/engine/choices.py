@@ -100,6 +100,8 @@ class Request:
     """The prompt's tokens as `sampler.distinct` has them, where a penalty looks at them."""
     of_prompt: dict[int, TokenLogprob] | None = None
     """Log probabilities of the prompt's tokens by position, until they are sent; None where nobody wants them."""
+    unscorable: bool = False
+    """The model says nothing of one of them: the request is to fail, as where it says nothing of the next token."""
     pooling: str = ""
     """Of an embedding: mean or last."""
     pooled: Tensor | None = None
@@ -125,13 +127,19 @@ class Request:
             self.pooled = rows.cumsum(0)[-1]  # row by row, however the prompt is cut
 
     def score(self, start: int, logits: Tensor) -> PromptLogprobs | None:
-        """Take the logits [N, V] behind the prompt's tokens from `start` on; gives what is said once all are known."""
+        """Take the logits [N, V] behind the prompt's tokens from `start` on; gives what is said once all are known.
+
+        Where the largest of a row is a NaN or an infinity there is nothing to say (`unscorable`). Others may be -inf.
+        """
         if self.of_prompt is None:
             return None
         point("engine.prompt_logprobs", self.id)
         count = self.params.prompt_logprobs
         assert count is not None
         scored = range(start, min(start + len(logits), len(self.prompt) - 1))
+        if not logits[: len(scored)].amax(-1).isfinite().all():
+            self.of_prompt, self.unscorable = None, True
+            return None
         found = logprobs_of(logits, [(at - start, self.prompt[at + 1], count) for at in scored])
         self.of_prompt |= {at + 1: one for at, one in zip(scored, found, strict=True)}
         if len(self.of_prompt) < len(self.prompt) - 1:

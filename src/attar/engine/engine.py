@@ -335,6 +335,8 @@ class Engine:
         outcomes = {chunk.sequence.id: Outcome((), True) for chunk in flight.plan.chunks if chunk.samples}
         for choice, draw in zip(flight.takers, self.launcher.wait_for(flight), strict=True):
             outcomes[choice.sequence.id] = self._advance(choice, draw)
+        unscorable = [each.id for each, choice in flight.choices.items() if choice.request.unscorable]
+        outcomes |= {id: Outcome(failure="bad_logits") for id in unscorable}
         return outcomes | {id: Outcome(failure="internal") for id in flight.failed}
 
     def _advance(self, choice: Choice, draw: Drawn) -> Outcome:
@@ -342,7 +344,7 @@ class Engine:
             return Outcome()
         if draw is None:
             return Outcome(failure="internal")
-        if isinstance(draw, BadLogits):
+        if isinstance(draw, BadLogits) or choice.request.unscorable:
             return Outcome(failure="bad_logits")
         try:
             if choice.take(draw) and self.overlaps and self._flight is None:

@@ -1,14 +1,22 @@
 """`LLM`: a checkpoint that answers. Prompts in, completions out, by an engine in this process.
 
-Prompts of one call run together, up to `TOGETHER` at a time; on CPUs with native kernels each gets the tokens that it
-would get alone.
+Prompts of one call run together, up to `TOGETHER` at a time, and so do those of calls that are under way at the same
+time, as streams are while they are read in turn. On CPUs with native kernels each gets the tokens that it would get
+alone.
+
+Whichever call wants to know more runs the next step of everybody (`LLM._step`). What that says of the answers of other
+calls waits in these calls' own queues, until they are read.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
+import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,7 +29,7 @@ from attar.checkpoints import hf, hub, lora, receipt, sources, vocabulary
 from attar.checkpoints.safetensors import VerificationError
 from attar.engine.engine import Engine
 from attar.engine.limits import Limits
-from attar.engine.messages import Delta, Failed, Finished, Submit
+from attar.engine.messages import Delta, Failed, Finished, PromptLogprobs, Submit
 from attar.engine.request import Completion, FinishReason, SamplingParams, TokenLogprob
 from attar.engine.runner import Runner
 from attar.engine.team import Lost, Team
@@ -36,7 +44,9 @@ logger = logging.getLogger(__name__)
 
 PREFILL_ROWS = 2048  # rows of one step: bounds the memory of activations
 TOGETHER = 16  # prompts
+ROOM = 2048  # tokens that an engine has room for at least, of one prompt or several: a second stream is to find some
 
+Said = Delta | PromptLogprobs | Finished | Failed
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 Progress = Callable[[str, int, int], None]
@@ -51,22 +61,42 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    reason: FinishReason = "length"
+    of_prompt: tuple[TokenLogprob, ...] | None = None
+    reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
         self.params = self.params.seeded()
 
-    def take(self, event: Delta | Finished) -> None:
-        if isinstance(event, Finished):
-            self.reason = event.reason
-            return
-        self.tokens += event.token_ids
-        self.text.append(event.text)
-        self.logprobs += event.logprobs or ()
+    def take(self, event: Said) -> None:
+        """Raises ValueError where the request has failed."""
+        match event:
+            case Failed():
+                raise ValueError(event.message)
+            case Finished():
+                self.reason = event.reason
+            case PromptLogprobs():
+                self.of_prompt = event.logprobs
+            case Delta():
+                self.tokens += event.token_ids
+                self.text.append(event.text)
+                self.logprobs += event.logprobs or ()
 
     def completion(self) -> Completion:
+        assert self.reason is not None, "an answer that has not ended"
         logprobs = None if self.params.logprobs is None else tuple(self.logprobs)
-        return Completion("".join(self.text), tuple(self.tokens), self.reason, self.prompt, logprobs, self.params.seed)
+        return Completion(
+            "".join(self.text), tuple(self.tokens), self.reason, self.prompt, logprobs, self.params.seed, self.of_prompt
+        )
+
+
+@dataclass(eq=False)
+class Call:
+    """Requests that somebody waits for, and what the engine has said of them that nobody has read."""
+
+    answers: dict[str, Answer]
+    said: deque[Said] = field(default_factory=deque)
+    broken: bool = False
+    """What was under way is gone."""
 
 
 class LLM:
@@ -87,6 +117,11 @@ class LLM:
     process does not have. `close` ends the processes, as does this one's end.
 
     `adapter` is the folder of a low-rank adapter, as PEFT stores it, which computes beside the weights, unmerged.
+
+    Calls may be under way side by side: several streams, read in turn, or a `generate` between two pieces of a stream.
+    They share every step, so the texts of streams that nobody reads grow as well, and wait to be read; a stream that is
+    closed, or forgotten, ends. A call for which the cache is too small gets a larger one when what is under way has
+    come to its end. All that in one thread: an LLM is not for several at a time, and says so where two meet in it.
 
     Raises ValueError where the model cannot be loaded or nothing can be computed on the device, VerificationError (a
     ValueError) where it fails its probe.
@@ -123,7 +158,10 @@ class LLM:
             store = None if computed is None else ops.store(activations, device, computed)
             self.decoder = sources.load(self.path, computed, loading, store)
         self._engine: Engine | None = None
-        self._asked = 0  # requests, for their ids
+        self._ids = itertools.count()
+        self._calls: dict[str, Call] = {}  # of requests that have not ended, by their ids
+        self._left: list[str] = []  # requests that are to end because nobody waits for them
+        self._busy = threading.Lock()
         self.receipt = receipt.read_receipt(self.path)
         if verify and self.receipt is not None and self.team is None:
             verdict = receipt.verify(self.path, self.decoder, hashes=False, probes="one")
@@ -221,36 +259,93 @@ class LLM:
         return tuple(ids)
 
     def _run(self, answers: Sequence[Answer]) -> Iterator[Delta]:
-        """Run requests to their ends, and yield what they gain. Raises ValueError for one that fails."""
+        """Run requests to their ends, and yield what they gain. Raises ValueError for one that fails, RuntimeError
+        where they cannot come to their ends any more."""
         if not answers:
             return
         engine = self._engine_for(answers)
-        by_id = {f"{self._asked + i}": answer for i, answer in enumerate(answers)}
-        self._asked += len(answers)
-        for id, answer in by_id.items():
-            engine.submit(Submit(id, answer.prompt, answer.params))
+        call = Call({f"{next(self._ids)}": answer for answer in answers})
+        left = set(call.answers)
         try:
-            while not engine.idle:
-                for event in engine.step():
-                    if isinstance(event, Failed) and event.id in by_id:
-                        raise ValueError(event.message)
-                    if isinstance(event, Delta | Finished):
-                        by_id[event.id].take(event)
-                    if isinstance(event, Delta):
-                        yield event
-        except Lost as lost:
-            raise RuntimeError(f"the model is no longer there: {lost}") from lost
+            self._submit(call, engine)
+            del engine  # which may give way to a larger one before all is read
+            while left:
+                while not call.said:
+                    if call.broken:
+                        raise RuntimeError("this answer shared a step with another call, and that was broken off")
+                    self._step()
+                event = call.said.popleft()
+                call.answers[event.id].take(event)
+                if isinstance(event, Finished):
+                    left.remove(event.id)
+                elif isinstance(event, Delta):
+                    yield event
         finally:  # whoever reads may stop early
-            engine.close()
+            self._let_go(left)
+
+    def _submit(self, call: Call, engine: Engine) -> None:
+        with self._alone():
+            self._calls |= dict.fromkeys(call.answers, call)
+            for id, answer in call.answers.items():
+                engine.submit(Submit(id, answer.prompt, answer.params))
+
+    def _step(self) -> None:
+        """Run a step of everything under way, and put what it says where it is waited for."""
+        with self._alone():
+            engine = self._engine
+            assert engine is not None
+            while self._left:
+                engine.drop(self._left.pop())
+            if engine.idle:
+                raise RuntimeError("the engine has nothing more to say, and an answer has not ended")
+            try:
+                events = engine.step()
+            except BaseException as error:
+                self._engine = None  # nobody knows how far it came
+                for call in self._calls.values():
+                    call.broken = True
+                self._calls.clear()
+                if isinstance(error, Lost):
+                    raise RuntimeError(f"the model is no longer there: {error}") from error
+                raise
+            for event in events:
+                if isinstance(event, Said) and (asked := self._calls.get(event.id)) is not None:
+                    asked.said.append(event)
+                    if isinstance(event, Finished | Failed):
+                        self._calls.pop(event.id, None)
+
+    def _let_go(self, ids: Iterable[str]) -> None:
+        """Nobody waits for these requests any more. Python may come to think so, and call this, in the middle of a
+        step: then they end with the next one."""
+        for id in ids:
+            self._calls.pop(id, None)
+            self._left.append(id)
+        if self._engine is not None and not self._busy.locked():
+            while self._left:
+                self._engine.drop(self._left.pop())
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Where the engine is changed. Raises RuntimeError where somebody is there already."""
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("an LLM answers in one thread at a time: have a lock around its calls, or a server")
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def _engine_for(self, answers: Sequence[Answer]) -> Engine:
-        """The engine of the last call, if it has room; it remembers beginnings of prompts."""
+        """The engine of the last call, if it has room; it remembers beginnings of prompts. A larger one comes when all
+        that is under way in the old one has ended, and waits to be read."""
         lengths = [min(len(answer.prompt) + answer.params.max_tokens, self.context) for answer in answers]
-        context = max(lengths)
-        blocks = min(len(lengths), TOGETHER) * -(-context // BLOCK)
+        longest = max(lengths)
+        blocks = max(min(len(lengths), TOGETHER) * -(-longest // BLOCK), ROOM // BLOCK)
         old = self._engine
-        if old is None or old.context < context or old.pool.total < blocks:
+        if old is None or old.context < longest or old.pool.total < blocks:
+            while self._calls:
+                self._step()
             self._engine = None  # the old one's memory goes first
+            context = min(self.context, max(ROOM, 1 << (longest - 1).bit_length()))
             if old is not None:
                 context, blocks = max(context, old.context), max(blocks, old.pool.total)
                 del old

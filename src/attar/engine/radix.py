@@ -14,7 +14,9 @@ a block without holders has none below it, and *cached* in the pool's counts mea
 Eviction takes blocks from the end of the least recently used leaf. All nodes stand in one list in order of use, and a
 node's ancestors are moved to its end after the node; hence the first of the list is a leaf, and nothing is searched.
 A leaf in use when its turn comes is being used now, and moves to the end. The tree never has more nodes than the pool
-blocks; besides that it remembers the last `REMEMBERED` things it evicted, only to tell a user why nothing was found.
+blocks; besides that it remembers the tokens of the last `REMEMBERED` blocks it evicted, or first of several, only to
+tell a user why no more was found: by the node that they were behind, sorted, so that there, too, the one that agrees
+longest stands beside a prompt's place.
 
 Not done: merging nodes that a split left with one child.
 """
@@ -77,7 +79,8 @@ class RadixCache:
         self._roots: dict[bytes, Node] = {}
         self._order: OrderedDict[Node, None] = OrderedDict()  # all nodes but roots, least recently used first
         self._names = itertools.count()
-        self._evicted: OrderedDict[tuple[bytes | int, bytes], None] = OrderedDict()
+        self._evicted: OrderedDict[tuple[bytes | int, bytes], array[int]] = OrderedDict()
+        self._behind: dict[bytes | int, list[array[int]]] = {}  # the same by name, sorted by tokens
 
     def match(self, salt: bytes, tokens: array[int]) -> Match:
         """The longest run of first tokens that the tree has. The caller leaves out what it must compute anyway."""
@@ -93,7 +96,7 @@ class RadixCache:
         if length < found:
             ended = "rounded"
         elif found < len(tokens):
-            ended = self._why(node.name, tokens[at : at + size])
+            ended = self._why(node.name, tokens[at : at + size], shared)
         source = part.blocks[0] if length > at else None
         return Match(length, blocks, source, ended, found if found < len(tokens) else None)
 
@@ -154,6 +157,7 @@ class RadixCache:
                 continue
             lost = leaf.tokens[left * size : (left + 1) * size]
             if left:
+                leaf.name = next(self._names)  # what was behind its old end is behind nothing now
                 self._remember(leaf.name, lost)
                 del leaf.tokens[left * size :], leaf.blocks[left:]
                 continue
@@ -250,13 +254,26 @@ class RadixCache:
             node = node.parent
 
     def _remember(self, name: bytes | int, lost: array[int]) -> None:
-        self._evicted[name, lost.tobytes()] = None
+        key = name, lost.tobytes()
+        if key in self._evicted:
+            self._evicted.move_to_end(key)
+            return
+        self._evicted[key] = lost
+        insort(self._behind.setdefault(name, []), lost)
         if len(self._evicted) > REMEMBERED:
-            self._evicted.popitem(last=False)
+            (name, _), lost = self._evicted.popitem(last=False)
+            behind = self._behind[name]
+            del behind[bisect_left(behind, lost)]
+            if not behind:
+                del self._behind[name]
 
-    def _why(self, name: bytes | int, tokens: array[int]) -> str:
-        """Why nothing more was found behind the node of this name. Only whole blocks are recognised."""
-        return "evicted" if (name, tokens.tobytes()) in self._evicted else "differs"
+    def _why(self, name: bytes | int, tokens: array[int], shared: int) -> str:
+        """Why no more than the first `shared` of these tokens, a block's at most, was found behind the node of this
+        name: what had more of them was evicted, or nothing has been there that is remembered."""
+        behind = self._behind.get(name, [])
+        at = bisect_left(behind, tokens)
+        beside = behind[max(at - 1, 0) : at + 1]
+        return "evicted" if any(common(lost, tokens) > shared for lost in beside) else "differs"
 
     def check(self) -> None:
         """Assert everything this module promises. Linear in the tree: for tests."""

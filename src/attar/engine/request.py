@@ -108,6 +108,7 @@ class Completion:
 
     `finish_reason` is `stop` (an EOS or stop token, or a stop string) or `length` (max_tokens, or the context is full).
     `token_ids` include the token that ended the text; `text` does not show it. `seed` is the one that was used.
+    `prompt_logprobs` are those of the prompt's tokens behind its first.
     """
 
     text: str
@@ -116,6 +117,7 @@ class Completion:
     prompt_token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
     seed: int | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -22,7 +22,8 @@ does not fit, nobody does. Nobody is passed more than `max_passed` times; after 
 it had computed goes into the prefix tree first and is often still there. After `max_preemptions` of them a sequence is
 admitted again only with all blocks that it can ever need, and never preempted again. That is why everything ends:
 whoever runs alone fits (`add` refuses what could not), every preemption is one of finitely many, and a step with
-anything running makes progress.
+anything running makes progress. Each choice is a sequence and counts for itself: a request of n of them may be put back
+n times as often.
 
 *Faults.* What raises while the scheduler works for one sequence ends that sequence alone, as `internal`: its blocks are
 dropped and the tree learns nothing from it. For that every change is made in one go, after all that may raise.

@@ -73,6 +73,12 @@ class FeedForward:
         return ops.linear(wide, (self.down,), tap, routes)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """Of a column [N, 1]. torch's own takes whole vectors by other code than what is left over, so that a row's bits
+    would depend on where it stands; its softmax takes every row alone."""
+    return torch.cat((x, torch.zeros_like(x)), -1).softmax(-1)[:, :1]
+
+
 @dataclass(eq=False)
 class MixtureOfExperts:
     router: Linear
@@ -95,7 +101,7 @@ class MixtureOfExperts:
                 rows, rank = sent(x.device, rows, rank)
                 out[rows] += expert.forward(x[rows], tap, own) * weights[rows, rank, None].to(x.dtype)
         if self.shared is not None and self.shared_gate is not None:
-            gate = ops.linear(x, (self.shared_gate,), tap, routes).sigmoid()
+            gate = sigmoid(ops.linear(x, (self.shared_gate,), tap, routes))
             out = out + self.shared.forward(x, tap, routes) * gate
         return out
 

@@ -1,0 +1,195 @@
+"""`LLM`: calls that are under way side by side, and what they do to each other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from attar.engine import llm as module
+from attar.engine.engine import Engine
+from attar.engine.llm import LLM
+from attar.engine.messages import Event, Finished
+from attar.engine.request import Completion, SamplingParams
+from attar.kernels import ops
+
+TOKENS = 24
+GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0, seed=0, ignore_eos=True)
+PROMPTS = ("Once upon a time", "The sun", "It was a dark and")
+
+
+@pytest.fixture(scope="module")
+def llm(demo: Path) -> LLM:
+    if ops.store() is None:
+        pytest.skip("the native kernels are off or do not load: texts depend on company")
+    return LLM(demo)
+
+
+@pytest.fixture(scope="module")
+def alone(demo: Path) -> list[Completion]:
+    """What each prompt gets with nobody beside it."""
+    return [LLM(demo).generate(prompt, GREEDY)[0] for prompt in PROMPTS]
+
+
+def end(stream: Generator[str, None, Completion]) -> Completion:
+    while True:
+        try:
+            next(stream)
+        except StopIteration as stop:
+            done: Completion = stop.value
+            return done
+
+
+def test_a_call_between_two_pieces_of_a_stream_takes_nothing_from_it(llm: LLM, alone: list[Completion]) -> None:
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    first = next(stream) + next(stream)
+    assert llm.generate(PROMPTS[1:], GREEDY) == alone[1:]
+    rest = []
+    done = None
+    while done is None:
+        try:
+            rest.append(next(stream))
+        except StopIteration as stop:
+            done = stop.value
+    assert done == alone[0]
+    assert first + "".join(rest) == alone[0].text
+
+
+@pytest.mark.usefixtures("llm")
+def test_streams_that_are_read_in_turn_share_steps(demo: Path, alone: list[Completion]) -> None:
+    """Those that come later find room, longer ones too."""
+    llm = LLM(demo)
+    order = sorted(range(len(PROMPTS)), key=lambda i: len(alone[i].prompt_token_ids))
+    streams = [llm.stream(PROMPTS[i], GREEDY) for i in order]
+    next(streams[0])
+    engine = llm._engine
+    for stream in streams[1:]:
+        next(stream)
+    assert [end(stream) for stream in streams] == [alone[i] for i in order]
+    assert engine is not None
+    assert engine is llm._engine
+    assert engine.steps < 2 * TOKENS, "each had its own"
+
+
+def test_a_stream_that_is_closed_ends_itself_and_nobody_else(llm: LLM, alone: list[Completion]) -> None:
+    one, other = (llm.stream(prompt, GREEDY) for prompt in PROMPTS[:2])
+    next(one), next(other)
+    engine = llm._engine
+    assert engine is not None
+    generated = engine.generated
+    one.close()
+    assert end(other) == alone[1]
+    assert engine.generated - generated < TOKENS, "the closed one was run on"
+    assert engine.pool.active == 0
+    assert not llm._calls
+
+
+def test_a_request_that_fails_fails_its_call_alone(llm: LLM, alone: list[Completion]) -> None:
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    next(stream)
+    with pytest.raises(ValueError, match="logit_bias"):
+        llm.generate(PROMPTS[1], SamplingParams(seed=0, logit_bias={10**6: 1.0}))
+    assert end(stream) == alone[0]
+
+
+@pytest.mark.parametrize("answers", [1, 2])
+def test_a_larger_cache_waits_for_what_is_under_way(
+    demo: Path, alone: list[Completion], monkeypatch: pytest.MonkeyPatch, answers: int
+) -> None:
+    monkeypatch.setattr(module, "ROOM", 64)
+    llm = LLM(demo)
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    first, small = next(stream), llm._engine
+    found = llm.generate([[*range(3, 103)] if answers == 1 else prompt for prompt in PROMPTS[1:]][:answers], GREEDY)
+    assert answers == 1 or found == alone[1:]
+    assert llm._engine is not small
+    done = end(stream)
+    assert done == alone[0]
+    assert done.text.startswith(first)
+
+
+def test_an_answer_without_an_end_is_none(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Engine.step
+
+    def loses(self: Engine) -> list[Event]:
+        return [event for event in step(self) if not isinstance(event, Finished)]
+
+    monkeypatch.setattr(Engine, "step", loses)
+    with pytest.raises(RuntimeError, match="an answer has not ended"):
+        llm.generate(PROMPTS[0], GREEDY)
+
+
+def test_a_step_that_is_broken_off_ends_whoever_was_in_it_and_no_later_call(
+    llm: LLM, alone: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    next(stream)
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    assert llm._engine is not None
+    monkeypatch.setattr(llm._engine.runner, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS[1], GREEDY)
+    with pytest.raises(RuntimeError, match="broken off"):
+        end(stream)
+    assert llm.generate(PROMPTS, GREEDY) == alone
+
+
+def test_two_threads_are_told_to_take_turns(llm: LLM, alone: list[Completion], monkeypatch: pytest.MonkeyPatch) -> None:
+    step, said = Engine.step, list[str]()
+
+    def other() -> None:
+        with pytest.raises(RuntimeError, match="one thread at a time") as error:
+            llm.generate(PROMPTS[1], GREEDY)
+        said.append(str(error.value))
+
+    def meets(self: Engine) -> list[Event]:
+        if not said:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", meets)
+    assert llm.generate(PROMPTS[0], GREEDY) == alone[:1]
+    assert said
+    assert not llm._calls
+
+
+def test_a_stream_that_is_forgotten_within_a_step_ends_after_it(
+    llm: LLM, alone: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the garbage collector may do, which comes when it likes: the scheduler must not be changed under its feet."""
+    stream, step = llm.stream(PROMPTS[0], GREEDY), Engine.step
+    next(stream)
+    running: list[int] = []
+
+    def forgets(self: Engine) -> list[Event]:
+        stream.close()
+        running.append(len(self.scheduler.sequences))
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", forgets)
+    assert llm.generate(PROMPTS[1], GREEDY) == alone[1:2]
+    assert running[:2] == [2, 1]
+    assert llm._engine is not None
+    assert llm._engine.pool.active == 0
+
+
+def test_log_probabilities_of_the_prompt_are_part_of_the_completion(llm: LLM) -> None:
+    ids = (5, 60, 7, 8, 300)
+    asked = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=2)
+    (done,) = llm.generate([ids], asked)
+    expected = llm.logits(ids).double().log_softmax(-1)
+    assert done.prompt_logprobs is not None
+    assert [each.token_id for each in done.prompt_logprobs] == list(ids[1:])
+    assert [each.logprob for each in done.prompt_logprobs] == [
+        expected[at, token].item() for at, token in enumerate(ids[1:])
+    ]
+    assert [len(each.top) for each in done.prompt_logprobs] == [2] * 4
+    assert llm.generate([ids[:1]], asked)[0].prompt_logprobs == ()
+    assert llm.generate([ids], GREEDY)[0].prompt_logprobs is None
