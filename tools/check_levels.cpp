@@ -177,7 +177,7 @@ void check_attention() {
                     const bool scaled = stored == attar::Stored::int8 || stored == attar::Stored::fp8;
                     const attar::Pages pages{stored, keys.data(), values.data(), scaled ? key_scales.data() : nullptr,
                                              scaled ? value_scales.data() : nullptr, nullptr, nullptr, BLOCKS,
-                                             BLOCK, KV_HEADS, size, nullptr, 0, nullptr, nullptr, 0};
+                                             BLOCK, KV_HEADS, size, nullptr, 0, nullptr, nullptr, 0, false};
                     attar::Write write{};
                     write.q = k.data(), write.k = k.data(), write.v = v.data();
                     write.q_stride = write.k_stride = write.v_stride = KV_HEADS * size;
