@@ -212,7 +212,8 @@ def test_a_served_model_is_judged_by_this_machine(demo: Path, monkeypatch: pytes
 
 def test_one_stage_of_several_on_cpus_is_not_judged(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judges: list[Bounds | None] = []
-    llm = SimpleNamespace(decoder=None, tokenizer=None, eos_ids=frozenset(), runner=None)
+    decoder = SimpleNamespace(store=SimpleNamespace(refused={}))
+    llm = SimpleNamespace(decoder=decoder, tokenizer=None, eos_ids=frozenset(), runner=None)
     monkeypatch.setattr("attar.engine.llm.LLM", lambda *args, **kwargs: llm)
     monkeypatch.setattr(loading, "Engine", lambda *args, **kwargs: judges.append(kwargs["bounds"]))
     monkeypatch.setattr(bounds, "cpu_rates", lambda *args: None)
