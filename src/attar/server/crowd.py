@@ -1,9 +1,11 @@
 """When those who are refused because the server is full may come back.
 
 With one number for all, a crowd comes back all at once, at the same rate however many it is, and refusing it takes the
-processor from those who are being served. So each is told when there should be room: once half of those who wait, and
-all who were told before, have been served at the rate of late. The other half is for whoever does not come back, or
-late. Where little is known about that rate, the answer is the shortest.
+processor from those who are being served. So each is told when there should be room: once half of those who wait have
+been served at the rate of late, and two for each who was told before. The other half is for whoever does not come back,
+or late; of two places one is for those who never left, such as clients that ask again once they are answered: told to
+come at the full rate of service, as many would be refused as are served. Where little is known about that rate, the
+answer is the shortest.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections import deque
 
 SHORTEST, LONGEST = 1.0, 60.0  # seconds
 KEPT = 0.5  # of those who wait
+PLACES = 2  # that are given away for one of those who were told
 WINDOW = 10.0  # seconds of the past that count
 COUNTED, LEAST = 256, 8  # requests served in it: the last so many, and too few to tell
 
@@ -38,7 +41,7 @@ class Crowd:
         if len(self._served) < LEAST:
             return math.ceil(SHORTEST)
         rate = len(self._served) / max(now - self._served[0], 1e-3)
-        wait = max((KEPT * waiting + len(self._turns)) / rate, SHORTEST)
+        wait = max((KEPT * waiting + PLACES * len(self._turns)) / rate, SHORTEST)
         if wait >= LONGEST:
             return math.ceil(LONGEST)
         heapq.heappush(self._turns, now + wait)
