@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from attar.formats.ggml import TYPES
 from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.measure import measure
 from attar.model.cache import Step
+from tests.compression.test_gguf_output import Stop, stop_after
 
 SAME_LOGITS = 1e-4  # max |difference| of logits over the largest, in float32
 ROUNDED_LOGITS = 0.15  # root mean squares of the same beside q8_0, which random weights amplify to 0.06
@@ -213,18 +213,6 @@ def test_importances_wait_for_a_rotation_that_is_learned(tmp_path: Path, monkeyp
     compress(source, tmp_path / "out.gguf", recipe=recipe, calibration=text())
     written = GgufCheckpoint.open(tmp_path / "out.gguf", torch.float32).tensor(f"{name}.weight")
     assert (written - seen[name]).norm() < Q8_ERROR * written.norm()
-
-
-class Stop(Exception):
-    pass
-
-
-def stop_after(blocks: int) -> Callable[[str, int, int], None]:
-    def progress(stage: str, done: int, total: int) -> None:
-        if stage == "blocks" and done == blocks:
-            raise Stop
-
-    return progress
 
 
 @pytest.mark.parametrize("name", ["rotate+gptq-q4_0", "spinquant+guided-q4_0"])
