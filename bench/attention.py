@@ -31,13 +31,14 @@ from torch import Tensor
 from attar import machine
 from attar.formats.kv import BUCKET, UNIT, KvScheme, divide, scheme
 from attar.kernels.native import attention, extension
+from attar.kernels.nuq import Channels
 from attar.kernels.operands import AttentionForm
 from attar.kernels.pages import Bases, Pages, Placement
 from attar.kernels.planes import Basis
 
 SHAPES = {"llama-3.2-1b": (32, 8, 64), "qwen2.5-0.5b": (14, 2, 64), "llama-3.1-8b": (32, 8, 128)}
 BLOCK = 64
-NARROW = ("int8", "int4", "klt4", "klt2")
+NARROW = ("int8", "int4", "klt4", "klt2", "kivi2", "nuq4", "nuq3")
 
 LIMITS = r"""
 #include <cstdint>
@@ -200,6 +201,19 @@ def basis(kind: KvScheme, kv_heads: int, size: int) -> Basis:
     return Basis((axes / factor).contiguous(), back, torch.zeros(kv_heads, size), weights, (tuple(bits),) * kv_heads)
 
 
+def channels(kind: KvScheme, kv_heads: int, size: int, scaled: bool) -> Channels:
+    """Those of coordinates that are normal already."""
+    ends = torch.linspace(0, 1, (1 << round(kind.bits)) + 2)[1:-1]
+    return Channels(torch.zeros(kv_heads, size), torch.ones(kv_heads, size), torch.special.ndtri(ends), scaled)
+
+
+def bases_of(kind: KvScheme, kv_heads: int, size: int) -> Bases | None:
+    """For schemes that are calibrated; None for others."""
+    if kind.kind == "nuq":
+        return Bases(channels(kind, kv_heads, size, False), channels(kind, kv_heads, size, True))
+    return Bases(basis(kind, kv_heads, size), basis(kind, kv_heads, size)) if kind.calibrated else None
+
+
 def narrow(name: str, length: int, prompt: int, rounds: int) -> list[dict[str, object]]:
     """Decode over `length` tokens, and a prompt's writing, of each scheme in turn."""
     heads, kv_heads, size = SHAPES[name]
@@ -213,16 +227,22 @@ def narrow(name: str, length: int, prompt: int, rounds: int) -> list[dict[str, o
     takes = {}
     for each in NARROW:
         kind = scheme(each)
-        bases = Bases(basis(kind, kv_heads, size), basis(kind, kv_heads, size)) if kind.calibrated else None
+        bases = bases_of(kind, kv_heads, size)
         takes[each] = kind.bits_per_value(size, BLOCK, length)
         layers = max(1, 300_000_000 // (width * kind.bytes(kv_heads, size, BLOCK)))  # beyond the caches
         made = [Pages.zeros(width, BLOCK, kv_heads, size, kind, tails=1, bases=bases) for _ in range(layers)]
         for pages in made:
-            for part in (pages.keys, pages.values):
-                part.random_(-127, 128) if each == "int8" else part.random_(0, 256)
+            for part in pages.parts():
+                if part.is_floating_point():
+                    part.fill_(0.02)
+                else:
+                    part.random_(-127, 128) if each == "int8" else part.random_(0, 256)
             for scales in (pages.key_scales, pages.value_scales):
-                assert scales is not None
-                scales.fill_(0.02)
+                if scales is not None and scales.dtype == torch.uint8:
+                    scales.fill_(0x4A)  # 0.02, as a byte has it
+            for part_name, part in pages.more.items():
+                if part_name.endswith("columns"):
+                    part.random_(0, size)
         table = torch.randperm(width, generator=torch.Generator().manual_seed(0)).int()[None]
         tails = torch.zeros(1, dtype=torch.int64) if kind.recent else None
         place = Placement(

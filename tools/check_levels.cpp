@@ -177,7 +177,7 @@ void check_attention() {
                     const bool scaled = stored == attar::Stored::int8 || stored == attar::Stored::fp8;
                     const attar::Pages pages{stored, keys.data(), values.data(), scaled ? key_scales.data() : nullptr,
                                              scaled ? value_scales.data() : nullptr, nullptr, nullptr, BLOCKS,
-                                             BLOCK, KV_HEADS, size, nullptr, 0, nullptr, nullptr, 0, false};
+                                             BLOCK, KV_HEADS, size, nullptr, 0, nullptr, nullptr, 0, false, nullptr, 0};
                     attar::Write write{};
                     write.q = k.data(), write.k = k.data(), write.v = v.data();
                     write.q_stride = write.k_stride = write.v_stride = KV_HEADS * size;
@@ -245,7 +245,7 @@ void check_narrow() {
                                              values.data(), key_scales.data(), value_scales.data(),
                                              kivi ? key_zeros.data() : nullptr, kivi ? value_zeros.data() : nullptr,
                                              BLOCKS, BLOCK, KV_HEADS, size, kivi ? nullptr : &bases, kivi ? 16 : units,
-                                             halves(recent_keys), halves(recent_values), TAILS, recent && !kivi};
+                                             halves(recent_keys), halves(recent_values), TAILS, recent && !kivi, nullptr, 0};
                     for (std::int64_t from = 0; from < last; from += BLOCK / 2) {
                         std::vector<std::int64_t> where(BLOCK / 2);
                         for (std::int64_t i = 0; i < BLOCK / 2; ++i)
@@ -274,6 +274,64 @@ void check_narrow() {
             }
 }
 
+// KVQuant's pages, of heads that end with half a vector too, and of some that have more than one outlier.
+void check_channels() {
+    constexpr std::int64_t BLOCKS = 20, BLOCK = 32, HEADS = 6, KV_HEADS = 2;
+    for (const std::int64_t bits : {3, 4})
+        for (const std::int64_t size : {8, 64, 200})
+            for (const std::int64_t rows : {1, 20}) {
+                const std::int64_t slots = BLOCKS * BLOCK, outliers = size < 200 ? 1 : 2;
+                const std::vector<float> q = random_floats(rows * HEADS * size),
+                                         k = random_floats(slots * KV_HEADS * size),
+                                         v = random_floats(slots * KV_HEADS * size),
+                                         mean = random_floats(KV_HEADS * size), queries = random_floats(slots * HEADS * size);
+                std::vector<float> spread = random_floats(KV_HEADS * size), levels;
+                for (float& each : spread) each = each * each + 0.1f;
+                for (int i = 0; i < 1 << bits; ++i) levels.push_back(0.3f * static_cast<float>(i) - 1.9f);
+                const std::vector<std::int32_t> starts{0, static_cast<std::int32_t>(rows)},
+                    lengths{static_cast<std::int32_t>(slots)};
+                std::vector<std::int32_t> tables(BLOCKS), positions;
+                for (std::int32_t i = 0; i < BLOCKS; ++i) tables[i] = (i * 7) % BLOCKS;
+                for (std::int64_t i = slots - rows; i < slots; ++i) positions.push_back(static_cast<std::int32_t>(i));
+                std::vector<std::int64_t> where(slots);
+                for (std::int64_t i = 0; i < slots; ++i) where[i] = tables[i / BLOCK] * BLOCK + i % BLOCK;
+                compare("KVQuant in " + std::to_string(bits) + " bits", [&](attar::Level level) {
+                    Bytes keys(slots * KV_HEADS * bits * size / 8), values = keys;
+                    Bytes key_columns(slots * KV_HEADS * outliers), value_columns = key_columns;
+                    std::vector<std::uint16_t> scales(slots * KV_HEADS), key_outliers(slots * KV_HEADS * outliers),
+                        value_outliers = key_outliers, key_firsts(BLOCKS * KV_HEADS * size), value_firsts = key_firsts;
+                    std::vector<float> turned = poisoned(slots * HEADS * size), out = poisoned(rows * HEADS * size);
+                    const auto side = [&](std::vector<std::uint16_t>& apart, Bytes& columns, std::vector<std::uint16_t>& firsts) {
+                        return attar::Channels{mean.data(), spread.data(), levels.data(),
+                                               reinterpret_cast<attar::Bfloat16*>(apart.data()), columns.data(),
+                                               reinterpret_cast<attar::Bfloat16*>(firsts.data())};
+                    };
+                    const attar::TwoChannels both{side(key_outliers, key_columns, key_firsts),
+                                                  side(value_outliers, value_columns, value_firsts)};
+                    const attar::Pages pages{attar::Stored::nuq, keys.data(), values.data(), nullptr, scales.data(),
+                                             nullptr, nullptr, BLOCKS, BLOCK, KV_HEADS, size, nullptr, bits, nullptr,
+                                             nullptr, 0, false, &both, outliers};
+                    attar::Write write{};
+                    write.q = queries.data(), write.k = k.data(), write.v = v.data();
+                    write.q_stride = HEADS * size, write.k_stride = write.v_stride = KV_HEADS * size;
+                    write.rows = slots, write.heads = HEADS, write.eps = 1e-6f;
+                    write.slots = where.data(), write.q_out = turned.data();
+                    attar::write_kv(write, pages, level);
+                    attar::Attention what{};
+                    what.q = q.data(), what.rows = rows, what.heads = HEADS, what.sequences = 1;
+                    what.row_starts = starts.data(), what.lengths = lengths.data(), what.tables = tables.data();
+                    what.width = BLOCKS, what.positions = positions.data(), what.scale = 0.02f, what.out = out.data();
+                    attar::attention(what, pages, level);
+                    Bytes found = bytes_of(out);
+                    for (const Bytes& more : {keys, values, key_columns, value_columns, bytes_of(scales), bytes_of(turned),
+                                              bytes_of(key_outliers), bytes_of(value_outliers), bytes_of(key_firsts),
+                                              bytes_of(value_firsts)})
+                        found.insert(found.end(), more.begin(), more.end());
+                    return found;
+                });
+            }
+}
+
 void check_limits() {
     for (const std::string& name : attar::levels())
         if (attar::multiply_int8(100, false, attar::level_of(name)) <= 0) ++failures;
@@ -292,6 +350,7 @@ int main(int count, char** arguments) {
     check_rows();
     check_attention();
     check_narrow();
+    check_channels();
     check_limits();
     std::printf("levels");
     for (const std::string& name : attar::levels()) std::printf(" %s", name.c_str());

@@ -30,6 +30,24 @@ class Matrix:
 
 class Factors: ...
 
+class LookupMatrix:
+    @property
+    def rows(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+
+class LookupFactors: ...
+
+def make_lookup(
+    arena: Arena, rows: int, columns: int, bits: int, outliers: int, starts: int, places: int, extras: int
+) -> LookupMatrix: ...
+def fill_lookup(matrix: LookupMatrix, first: int, count: int, codes: int, tables: int) -> None: ...
+def lookup_factors(
+    weights: list[tuple[LookupMatrix, int]], first: int, width: int, order: int, divisor: int
+) -> LookupFactors: ...
+
 class ProgressiveMatrix:
     @property
     def rows(self) -> int: ...
@@ -96,7 +114,7 @@ def factors(
     gate: str = "",
     rounding: str = "",
 ) -> Factors: ...
-def linear(factors: Factors | ProgressiveFactors, x: int, rows: int, out: int, level: str) -> None: ...
+def linear(factors: Factors | LookupFactors | ProgressiveFactors, x: int, rows: int, out: int, level: str) -> None: ...
 def many_rows(level: str) -> int: ...
 def set_many_rows(level: str, rows: int) -> None: ...
 
@@ -105,6 +123,8 @@ class Table:
     def __init__(self, dense: int, count: int, columns: int, number: str) -> None: ...
     @overload
     def __init__(self, packed: Matrix) -> None: ...
+    @overload
+    def __init__(self, tables: LookupMatrix) -> None: ...
 
 def embed(
     table: Table, ids: int, rows: int, scale: float, position_table: Table | None, positions: int, offset: int, out: int
@@ -130,10 +150,18 @@ def attention(
     values: int,
     key_scales: int,
     value_scales: int,
+    key_zeros: int,
+    value_zeros: int,
     blocks: int,
     block: int,
     kv_heads: int,
     head_dim: int,
+    bases: int,
+    units: int,
+    recent_keys: int,
+    recent_values: int,
+    tail_count: int,
+    outliers: int,
     q: int,
     rows: int,
     heads: int,
@@ -151,6 +179,7 @@ def attention(
     soft_cap: float,
     out: int,
     mass: int,
+    tails: int,
     level: str,
 ) -> None: ...
 def write_kv(
@@ -159,10 +188,18 @@ def write_kv(
     values: int,
     key_scales: int,
     value_scales: int,
+    key_zeros: int,
+    value_zeros: int,
     blocks: int,
     block: int,
     kv_heads: int,
     head_dim: int,
+    bases: int,
+    units: int,
+    recent_keys: int,
+    recent_values: int,
+    tail_count: int,
+    outliers: int,
     q: int,
     k: int,
     v: int,
@@ -182,6 +219,9 @@ def write_kv(
     angle: int,
     slots: int,
     q_out: int,
+    row_starts: int,
+    tails: int,
+    sequences: int,
     level: str,
 ) -> None: ...
 def busy_ns() -> int: ...

@@ -111,7 +111,10 @@ def test_company_chunks_prefix_hits_and_preemption_change_no_bit(decoder: Decode
     company(decoder, seed, 14)
 
 
-@pytest.mark.parametrize("kv", ["bfloat16", "int8", "fp8", "int4", "klt4", "klt2"])
+ROUNDED = sorted({*SCHEMES} - {"float32", "kivi2"})  # which are in the test above, and in the one below
+
+
+@pytest.mark.parametrize("kv", ROUNDED)
 @pytest.mark.parametrize("seed", range(SEEDS // 4))
 def test_nor_do_they_where_keys_and_values_are_rounded(decoder: Decoder, kv: str, seed: int) -> None:
     company(decoder, seed, 7, kv)
@@ -123,9 +126,11 @@ def test_nor_in_groups_of_heads_that_are_wide_enough(tiny: Path, seed: int) -> N
     company(LLM(tiny, activations="int8g32", verify=False).decoder, seed, 7, "kivi2")
 
 
-def test_every_scheme_that_a_kernel_reads_is_in_one_of_these_tests() -> None:
-    native = {name for name, scheme in SCHEMES.items() if ops.pages_against(scheme) is None}
-    assert native == {"float32", "bfloat16", "int8", "fp8", "int4", "klt4", "klt2", "kivi2"}
+@pytest.mark.parametrize("kv", ["float32", *ROUNDED])
+def test_the_first_step_of_all_may_be_recorded(decoder: Decoder, kv: str) -> None:
+    """That of a prompt of one token, before which nothing was computed."""
+    made = engine(decoder, kv=kv)
+    assert len(answers(run(made, [Submit("a", (5,), SamplingParams(max_tokens=3, seed=0))]))) == 1
 
 
 def company(decoder: Decoder, seed: int, count: int, kv: str | None = None) -> None:

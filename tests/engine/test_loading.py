@@ -156,7 +156,6 @@ def test_keys_and_values_lose_nothing_by_default() -> None:
             {},
             [r"layers\.0\.self_attn\.q_proj and 20 more linears: integer activations other than .* int8"],
         ),
-        (None, {"kv": "nuq4"}, ["keys and values in nuq4 have no CPU kernel yet"]),
     ],
     ids=str,
 )

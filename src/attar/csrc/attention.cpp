@@ -120,6 +120,10 @@ inline std::int32_t oldest_seen(std::int32_t position, std::int64_t window) {
     return window == 0 || position < window ? 0 : static_cast<std::int32_t>(position - window + 1);
 }
 
+struct Nuq {
+    std::uint8_t bits;  // of eight columns: what pages of KVQuant consist of
+};
+
 #define ATTAR_KERNELS "attention.inl"
 #include "for_levels.h"
 
@@ -152,7 +156,8 @@ class Buffer {
 
 Sizes checked_sizes(const Pages& pages) {
     const bool planes = pages.stored == Stored::planes, integers = planes || pages.stored == Stored::int8;
-    const bool kivi = pages.stored == Stored::kivi, quantized = integers || kivi || pages.stored == Stored::fp8;
+    const bool kivi = pages.stored == Stored::kivi, nuq = pages.stored == Stored::nuq;
+    const bool quantized = integers || kivi || pages.stored == Stored::fp8;
     if (pages.head_dim < 1 || pages.head_dim > MOST_COLUMNS) refuse("heads of 1 to 512 columns are supported");
     if (pages.kv_heads < 1 || pages.kv_heads > 1 << 16) refuse("impossible number of key-value heads");
     if (pages.block < 16 || pages.block % 16 != 0 || pages.block > 1 << 16)
@@ -160,11 +165,12 @@ Sizes checked_sizes(const Pages& pages) {
     const std::int64_t padded = (pages.head_dim + 15) / 16 * 16;
     const std::int64_t most = std::numeric_limits<std::int64_t>::max() / 4 / padded / pages.kv_heads / pages.block;
     if (pages.blocks < 0 || pages.blocks > std::min<std::int64_t>(most, EMPTY)) refuse("impossible number of blocks");
-    if (quantized != (pages.key_scales != nullptr) || quantized != (pages.value_scales != nullptr))
-        refuse("pages of codes, and no others, have scales");
+    if (quantized != (pages.key_scales != nullptr) || (quantized || nuq) != (pages.value_scales != nullptr))
+        refuse("pages of codes, and no others, have scales; those of KVQuant of values alone");
     if (kivi != (pages.key_zeros != nullptr) || kivi != (pages.value_zeros != nullptr))
         refuse("pages of KIVI, and no others, have zeros");
     if (planes != (pages.bases != nullptr)) refuse("planes, and no others, have bases");
+    if (nuq != (pages.channels != nullptr)) refuse("pages of KVQuant, and no others, have channels");
     if (!planes && !kivi && pages.recent_keys != nullptr) refuse("planes and KIVI alone have recent blocks");
     if (kivi) {
         if (pages.recent_keys == nullptr || pages.recent_values == nullptr) refuse("KIVI wants recent blocks");
@@ -185,10 +191,17 @@ Sizes checked_sizes(const Pages& pages) {
                 if (units != pages.units) refuse("the bits of a head do not add up to its planes");
             }
     }
+    if (nuq) {
+        if (pages.units != 3 && pages.units != 4) refuse("codes of KVQuant have 3 or 4 bits");
+        if (pages.head_dim % 8 != 0 || pages.head_dim > 256)
+            refuse("KVQuant is of heads of a multiple of 8 columns, 256 at most");
+        if (pages.outliers < 1 || pages.outliers >= pages.head_dim) refuse("impossible number of outliers");
+    }
     const std::int64_t key_run = integers ? (pages.head_dim + 3) / 4 * 64 : pages.head_dim * 16;
     std::int64_t raw_key = 0, raw_value = 0;
     if (planes) raw_key = raw_value = 16 * pages.units;
     if (kivi) raw_key = raw_value = 4 * pages.head_dim;
+    if (nuq) raw_key = raw_value = 2 * pages.units * pages.head_dim;
     if (pages.stored == Stored::fp8) raw_key = key_run, raw_value = padded * 16;
     return {pages.kv_heads, pages.head_dim, padded, pages.block, key_run, padded * 16, raw_key, raw_value};
 }
@@ -478,8 +491,9 @@ void attention(const Attention& what, const Pages& pages, Level level) {
     check(what, pages);
     if (pages.stored == Stored::float32) return run<float>(what, pages, sizes, level);
     if (pages.stored == Stored::bfloat16) return run<Bfloat16>(what, pages, sizes, level);
-    if (pages.stored == Stored::fp8 || pages.stored == Stored::kivi) return run<float>(what, pages, sizes, level);
-    run<std::int8_t>(what, pages, sizes, level);
+    if (pages.stored == Stored::planes || pages.stored == Stored::int8)
+        return run<std::int8_t>(what, pages, sizes, level);
+    run<float>(what, pages, sizes, level);  // which others become
 }
 
 void write_kv(const Write& what, const Pages& pages, Level level) {
@@ -507,7 +521,8 @@ void write_kv(const Write& what, const Pages& pages, Level level) {
                     refuse("with recent blocks, a call's rows of a sequence are of one block");
         }
     }
-    if ((pages.stored == Stored::planes || pages.stored == Stored::kivi) && what.heads % pages.kv_heads != 0)
+    if ((pages.stored == Stored::planes || pages.stored == Stored::kivi || pages.stored == Stored::nuq) &&
+        what.heads % pages.kv_heads != 0)
         refuse("query heads are not a multiple of the key-value heads");
     for (std::int64_t n = 0; n < what.rows; ++n) {
         if (what.slots[n] < 0 || what.slots[n] >= pages.blocks * pages.block) refuse("a slot lies outside the pages");
@@ -517,6 +532,7 @@ void write_kv(const Write& what, const Pages& pages, Level level) {
     if (pages.stored == Stored::float32) return write<float>(what, pages, sizes, level);
     if (pages.stored == Stored::bfloat16) return write<Bfloat16>(what, pages, sizes, level);
     if (pages.stored == Stored::fp8) return write<E4m3>(what, pages, sizes, level);
+    if (pages.stored == Stored::nuq) return write<Nuq>(what, pages, sizes, level);
     if (pages.stored == Stored::planes || pages.stored == Stored::kivi)
         return write_pieces(what, pages, sizes, level);
     write<std::int8_t>(what, pages, sizes, level);

@@ -18,6 +18,13 @@
 //   keys    [blocks, G, block / 16, D]: a word of 16 slots;  scales, zeros [blocks, G, block / group, D]
 //   values  [blocks, G, block, D / 16]: a word of 16 columns;  scales, zeros [blocks, G, block, D / group]
 //   recent  as above
+//
+// Pages of KVQuant have codes of `units` bits, 3 or 4, of coordinates (x - mean) / spread, and what stands apart. K is how many
+// of a head's coordinates do; those of a block's first slot do besides (kernels/nuq.py has the arithmetic).
+//   keys, values       [blocks, G, block, units, D / 8]: bits of one rank, 8 columns a byte
+//   scales             [blocks, G, block], bfloat16, of values alone: value = levels[code] * scale
+//   outliers, columns  [blocks, G, block, K]: coordinates in bfloat16, and where they belong
+//   firsts             [blocks, G, D], bfloat16
 #pragma once
 
 #include <cstdint>
@@ -26,7 +33,7 @@
 
 namespace attar {
 
-enum class Stored { float32, bfloat16, int8, fp8, planes, kivi };
+enum class Stored { float32, bfloat16, int8, fp8, planes, kivi, nuq };
 
 struct Bfloat16;
 
@@ -44,20 +51,36 @@ struct Bases {
     Coordinates keys, values;
 };
 
+// What pages of KVQuant have of keys or of values besides codes and scales.
+struct Channels {
+    const float* mean;    // [G, D]
+    const float* spread;  // [G, D]
+    const float* levels;  // [2^units], ascending
+    Bfloat16* outliers;
+    std::uint8_t* columns;
+    Bfloat16* firsts;
+};
+
+struct TwoChannels {
+    Channels keys, values;
+};
+
 struct Pages {
     Stored stored;
     void* keys;
     void* values;
     void* key_scales;  // float32 of int8 and fp8, bfloat16 or a byte of planes, float16 of KIVI, else null
-    void* value_scales;
+    void* value_scales;  // likewise, and bfloat16 of KVQuant
     void* key_zeros;  // of KIVI, else null
     void* value_zeros;
     std::int64_t blocks, block, kv_heads, head_dim;
     const Bases* bases;  // of planes, else null
-    std::int64_t units;  // U of planes; of KIVI the group, tokens of keys and columns of values
+    std::int64_t units;  // U of planes; of KIVI the group, tokens of keys and columns of values; of KVQuant bits of a code
     Bfloat16 *recent_keys, *recent_values;  // null where there are none
     std::int64_t tails;                     // how many
     bool byte_scales;                       // of planes
+    const TwoChannels* channels;            // of KVQuant, else null
+    std::int64_t outliers;                  // K of KVQuant
 };
 
 struct Attention {

@@ -15,6 +15,11 @@ ATTAR_INLINE Ints at_most(Ints a, Ints b) {
     ATTAR_EACH a.piece[p] = a.piece[p] <= b.piece[p];
     return a;
 }
+ATTAR_INLINE Ints greater(Floats a, Floats b) {
+    Ints out;
+    ATTAR_EACH out.piece[p] = a.piece[p] > b.piece[p];
+    return out;
+}
 ATTAR_INLINE Ints is_number(Floats a) {
     Ints out;
     ATTAR_EACH out.piece[p] = a.piece[p] == a.piece[p];
@@ -754,6 +759,10 @@ static void finish(const Attention& what, const Pages& pages, const Sizes& sizes
             const Coordinates& values = pages.bases->values;
             turn(from, 1, values.back + tile.head * sizes.head_dim * sizes.head_dim, sizes.head_dim, out);
             for (std::int64_t d = 0; d < sizes.head_dim; ++d) out[d] += values.mean[tile.head * sizes.head_dim + d];
+        } else if (pages.channels != nullptr) {
+            const float* spread = pages.channels->values.spread + tile.head * sizes.head_dim;
+            const float* mean = pages.channels->values.mean + tile.head * sizes.head_dim;
+            for (std::int64_t d = 0; d < sizes.head_dim; ++d) out[d] = from[d] * spread[d] + mean[d];
         } else {
             std::memcpy(out, from, sizeof(float) * sizes.head_dim);
         }
@@ -804,15 +813,25 @@ static void write_row(const Write& what, const Pages& pages, const Sizes& sizes,
     for (std::int64_t h = 0; h < what.heads; ++h) {
         std::memcpy(x, what.q + row * what.q_stride + h * size, sizeof(float) * size);
         prepare(x, size, padded, what.q_norm, what.eps, what.offset, cos, sin, half);
+        if constexpr (std::is_same_v<T, Nuq>) {
+            const float* spread = pages.channels->keys.spread + h / (what.heads / sizes.kv_heads) * size;
+            for (std::int64_t d = 0; d < size; ++d) x[d] *= spread[d];
+        }
         std::memcpy(what.q_out + (row * what.heads + h) * size, x, sizeof(float) * size);
     }
     for (std::int64_t g = 0; g < sizes.kv_heads; ++g) {
         const std::int64_t head = block * sizes.kv_heads + g, lane = place % 16;
-        T* key = static_cast<T*>(pages.keys) + (head * (sizes.block / 16) + place / 16) * sizes.key_run;
-        T* value = static_cast<T*>(pages.values) + (head * (sizes.block / 16) + place / 16) * sizes.value_run;
         std::memcpy(x, what.k + row * what.k_stride + g * size, sizeof(float) * size);
         prepare(x, size, padded, what.k_norm, what.eps, what.offset, cos, sin, half);
-        if constexpr (std::is_same_v<T, E4m3>) {
+        constexpr bool RAW = std::is_same_v<T, Nuq>;
+        const std::int64_t run = head * (sizes.block / 16) + place / 16;
+        T* key = static_cast<T*>(pages.keys) + run * (RAW ? sizes.raw_key : sizes.key_run);
+        T* value = static_cast<T*>(pages.values) + run * (RAW ? sizes.raw_value : sizes.value_run);
+        if constexpr (RAW) {
+            put_nuq(pages, sizes, head, place, false, x, key + lane * (sizes.raw_key / 16));
+            std::memcpy(x, what.v + row * what.v_stride + g * size, sizeof(float) * size);
+            put_nuq(pages, sizes, head, place, true, x, value + lane * (sizes.raw_value / 16));
+        } else if constexpr (std::is_same_v<T, E4m3>) {
             quantize_fp8(x, padded, codes, static_cast<float*>(pages.key_scales) + head * sizes.block + place);
             for (std::int64_t d = 0; d < size; ++d) std::memcpy(key + 16 * d + lane, codes + d, 1);
             std::memcpy(x, what.v + row * what.v_stride + g * size, sizeof(float) * size);

@@ -23,14 +23,17 @@ T* at(std::uintptr_t address) {
 Pages pages_of(const std::string& stored, std::uintptr_t keys, std::uintptr_t values, std::uintptr_t key_scales,
                std::uintptr_t value_scales, std::uintptr_t key_zeros, std::uintptr_t value_zeros, std::int64_t blocks,
                std::int64_t block, std::int64_t kv_heads, std::int64_t head_dim, std::uintptr_t bases,
-               std::int64_t units, std::uintptr_t recent_keys, std::uintptr_t recent_values, std::int64_t tails) {
-    static_assert(sizeof(Bases) == 12 * sizeof(void*), "twelve addresses side by side, as Python writes them");
+               std::int64_t units, std::uintptr_t recent_keys, std::uintptr_t recent_values, std::int64_t tails,
+               std::int64_t outliers) {
+    static_assert(sizeof(Bases) == 12 * sizeof(void*) && sizeof(TwoChannels) == sizeof(Bases),
+                  "twelve addresses side by side, as Python writes them");
     const Stored kind = stored == "float32"    ? Stored::float32
                         : stored == "bfloat16" ? Stored::bfloat16
                         : stored == "int8"     ? Stored::int8
                         : stored == "fp8"      ? Stored::fp8
                         : stored == "planes" || stored == "planes of byte scales" ? Stored::planes
                         : stored == "kivi"     ? Stored::kivi
+                        : stored == "nuq"      ? Stored::nuq
                                                : throw std::invalid_argument("pages cannot store " + stored);
     return {kind,
             at<void>(keys),
@@ -43,12 +46,14 @@ Pages pages_of(const std::string& stored, std::uintptr_t keys, std::uintptr_t va
             block,
             kv_heads,
             head_dim,
-            at<const Bases>(bases),
+            kind == Stored::nuq ? nullptr : at<const Bases>(bases),
             units,
             at<Bfloat16>(recent_keys),
             at<Bfloat16>(recent_values),
             tails,
-            stored == "planes of byte scales"};
+            stored == "planes of byte scales",
+            kind == Stored::nuq ? at<const TwoChannels>(bases) : nullptr,
+            outliers};
 }
 
 #define ATTAR_PAGES                                                                                        \
@@ -56,14 +61,14 @@ Pages pages_of(const std::string& stored, std::uintptr_t keys, std::uintptr_t va
         std::uintptr_t value_scales, std::uintptr_t key_zeros, std::uintptr_t value_zeros,                 \
         std::int64_t blocks, std::int64_t block, std::int64_t kv_heads, std::int64_t head_dim,             \
         std::uintptr_t bases, std::int64_t units, std::uintptr_t recent_keys, std::uintptr_t recent_values, \
-        std::int64_t tail_count
+        std::int64_t tail_count, std::int64_t outliers
 #define ATTAR_PAGE_ARGUMENTS                                                                                 \
     "stored"_a, "keys"_a, "values"_a, "key_scales"_a, "value_scales"_a, "key_zeros"_a, "value_zeros"_a,          \
         "blocks"_a, "block"_a, "kv_heads"_a, "head_dim"_a, "bases"_a, "units"_a, "recent_keys"_a, "recent_values"_a, \
-        "tail_count"_a
+        "tail_count"_a, "outliers"_a
 #define ATTAR_GIVEN_PAGES                                                                                         \
     pages_of(stored, keys, values, key_scales, value_scales, key_zeros, value_zeros, blocks, block, kv_heads,     \
-             head_dim, bases, units, recent_keys, recent_values, tail_count)
+             head_dim, bases, units, recent_keys, recent_values, tail_count, outliers)
 
 void bound_attention(ATTAR_PAGES, std::uintptr_t q, std::int64_t rows, std::int64_t heads, std::int64_t sequences,
                      std::uintptr_t row_starts, std::uintptr_t lengths, std::uintptr_t tables, std::int64_t width,

@@ -1,5 +1,5 @@
-// Part of attention.inl: pages whose runs become floats in the thread's buffers before they are used, those of fp8 and of
-// KIVI; and the writing of all that comes in pieces, unfinished blocks among it.
+// Part of attention.inl: pages whose runs become floats in the thread's buffers before they are used, those of fp8, of KIVI
+// and of KVQuant; and the writing of all that comes in pieces, unfinished blocks among it.
 
 // ---- reading
 
@@ -56,6 +56,64 @@ static void expand_kivi(const Pages& pages, const Sizes& sizes, bool value, cons
     }
 }
 
+// Bits of 16 columns from `column` on, as many as a head has, of one rank.
+ATTAR_INLINE std::int32_t bits_at(const std::uint8_t* rank, std::int64_t column, std::int64_t size) {
+    return rank[column / 8] | (column + 16 <= size ? rank[column / 8 + 1] << 8 : 0);
+}
+
+// What stands apart of a slot, to its columns, `stride` from one to the next. A column that no head has, as in blocks that
+// somebody else wrote, belongs nowhere.
+static void put_apart(const Pages& pages, const Channels& of, std::int64_t size, std::int64_t slot, float* to,
+                      std::int64_t stride) {
+    for (std::int64_t i = slot * pages.outliers; i < (slot + 1) * pages.outliers; ++i)
+        if (of.columns[i] < size) to[of.columns[i] * stride] = to_float(of.outliers[i]);
+    if (slot % pages.block == 0)
+        for (std::int64_t d = 0; d < size; ++d) to[d * stride] = to_float(of.firsts[slot / pages.block * size + d]);
+}
+
+// Run `run` among all runs of all heads, of codes of BITS.
+template <int BITS>
+static void expand_nuq(const Pages& pages, const Sizes& sizes, bool value, const std::uint8_t* raw, std::int64_t run,
+                       float* to) {
+    const Channels& of = value ? pages.channels->values : pages.channels->keys;
+    const std::int64_t size = sizes.head_dim, rank = size / 8;
+    float levels[16] = {};
+    std::memcpy(levels, of.levels, sizeof(float) << BITS);
+    const FloatTable table = float_table(levels);
+    const Ints one = all(1), lanes = load_bytes(LANES);
+    for (std::int64_t c = 0; c < size && !value; c += 16) {  // a lane is a slot
+        Ints ranks[BITS];
+        for (int b = 0; b < BITS; ++b) {
+            std::int32_t words[16];
+            for (int slot = 0; slot < 16; ++slot) words[slot] = bits_at(raw + (slot * BITS + b) * rank, c, size);
+            ranks[b] = load_bytes(words);
+        }
+        for (int i = 0; i < 16 && c + i < size; ++i) {
+            Ints codes = all(0);
+#pragma GCC unroll 4
+            for (int b = 0; b < BITS; ++b) codes = codes | shift_left(shift_right(ranks[b], i) & one, b);
+            store(to + 16 * (c + i), lookup(codes, table));
+        }
+    }
+    for (int slot = 0; slot < 16; ++slot) {
+        const std::int64_t at = 16 * run + slot;
+        float* row = value ? to + slot * sizes.padded : to + slot;
+        if (value) {  // a lane is a column
+            const Floats scale = all(to_float(static_cast<const Bfloat16*>(pages.value_scales)[at]));
+            for (std::int64_t c = 0; c < size; c += 16) {
+                Ints codes = all(0);
+#pragma GCC unroll 4
+                for (int b = 0; b < BITS; ++b) {
+                    const Ints word = all(bits_at(raw + (slot * BITS + b) * rank, c, size));
+                    codes = codes | shift_left(shift_right_each(word, lanes) & one, b);
+                }
+                store(row + c, lookup(codes, table) * scale);
+            }
+        }
+        put_apart(pages, of, size, at, row, value ? 1 : 16);
+    }
+}
+
 // As `expand` of planes, to floats.
 static void expand(const Pages& pages, const Sizes& sizes, const Tile& tile, bool value, Seen<float>& seen,
                    const Seen<float>& next) {
@@ -76,6 +134,9 @@ static void expand(const Pages& pages, const Sizes& sizes, const Tile& tile, boo
                     to[value ? lane * sizes.padded + d : 16 * d + lane] = to_float(from[lane * size + d]);
         } else if (pages.stored == Stored::fp8) {
             expand_fp8(sizes, value, raw[i], scales + 16 * seen.at[i], to);
+        } else if (pages.stored == Stored::nuq) {
+            const auto found = pages.units == 4 ? expand_nuq<4> : expand_nuq<3>;
+            found(pages, sizes, value, raw[i], seen.at[i], to);
         } else {
             expand_kivi(pages, sizes, value, raw[i], seen.at[i] / runs, seen.at[i] % runs, to);
         }
@@ -110,6 +171,61 @@ static void quantize_fp8(const float* x, std::int64_t padded, std::int8_t* codes
             code = (magnitude + 0x7ffffu + (magnitude >> 20 & 1u) - (120u << 23)) >> 20;
         }
         codes[d] = static_cast<std::int8_t>(sign | code);
+    }
+}
+
+// One head x [padded, zeros behind] of a slot: its codes to `to`, and what stands apart. A head that is not finite, or too
+// large for its scale, has NaN for outliers.
+static void put_nuq(const Pages& pages, const Sizes& sizes, std::int64_t head, std::int64_t place, bool value,
+                    const float* x, Nuq* to) {
+    const Channels& of = value ? pages.channels->values : pages.channels->keys;
+    const std::int64_t size = sizes.head_dim, padded = sizes.padded, g = head % sizes.kv_heads;
+    const std::int64_t slot = head * sizes.block + place, bits = pages.units, last = (1 << bits) - 1;
+    alignas(64) float y[MOST_COLUMNS], inside[MOST_COLUMNS];  // `inside`: 1 where the coordinate does not stand apart
+    bool finite = true;
+    for (std::int64_t d = 0; d < padded; ++d) {
+        y[d] = d < size ? (x[d] - of.mean[g * size + d]) / of.spread[g * size + d] : 0.0f;
+        inside[d] = d < size ? 1.0f : 0.0f;
+        finite = finite && std::isfinite(y[d]);
+    }
+    if (place == 0) put(y, size, 1, of.firsts + head * size);
+    if (!finite) std::memset(y, 0, sizeof(float) * static_cast<std::size_t>(padded));
+    for (std::int64_t i = 0; i < pages.outliers; ++i) {
+        std::int64_t greatest = -1;
+        for (std::int64_t d = 0; d < size; ++d)
+            if (inside[d] != 0.0f && (greatest < 0 || std::fabs(y[d]) > std::fabs(y[greatest]))) greatest = d;
+        inside[greatest] = 0.0f;
+    }
+    Floats by = all(1.0f);
+    if (value) {
+        Floats squares = all(0.0f);
+        for (std::int64_t d = 0; d < padded; d += 16) squares = fma(load(y + d) * load(y + d), load(inside + d), squares);
+        const float scale = std::sqrt(sum(squares) / static_cast<float>(size - pages.outliers));
+        Bfloat16& stored = static_cast<Bfloat16*>(pages.value_scales)[slot];
+        put(&scale, 1, 1, &stored);
+        finite = finite && std::isfinite(to_float(stored));
+        if (to_float(stored) != 0.0f) by = all(to_float(stored));
+    }
+    std::int64_t found = slot * pages.outliers;
+    for (std::int64_t d = 0; d < size; ++d)
+        if (inside[d] == 0.0f) {
+            const float kept = finite ? y[d] : NAN;
+            put(&kept, 1, 1, of.outliers + found);
+            of.columns[found++] = static_cast<std::uint8_t>(d);
+        }
+    for (std::int64_t c = 0; c < size; c += 16) {
+        const Floats at = load(y + c) / by;
+        Ints code = all(0);
+        for (std::int64_t i = 0; i < last; ++i)
+            code = code - greater(at, all((of.levels[i] + of.levels[i + 1]) / 2.0f));
+        std::int32_t codes[16];
+        store_bytes(codes, code);
+        for (std::int64_t part = c; part < c + 16 && part < size; part += 8)
+            for (std::int64_t b = 0; b < bits; ++b) {
+                std::int32_t byte = 0;
+                for (int i = 0; i < 8; ++i) byte |= (codes[part - c + i] >> b & 1) << i;
+                to[b * (size / 8) + part / 8].bits = static_cast<std::uint8_t>(byte);
+            }
     }
 }
 

@@ -16,6 +16,7 @@
 #include "limits.h"
 #include "linear.h"
 #include "matrix.h"
+#include "lookup.h"
 #include "progressive.h"
 #include "python.h"
 #include "quantize.h"
@@ -183,9 +184,10 @@ void bind_linear(nb::module_& module) {
             attar::fill_ggml(matrix, first, rows, type, address<std::uint8_t>(blocks), bytes);
         },
         "matrix"_a, "first"_a, "rows"_a, "type"_a, "blocks"_a, "bytes"_a);
-    module.def("prefer_huge_pages", [](std::uintptr_t start, std::int64_t bytes) {
-        attar::prefer_huge_pages(address<void>(start), bytes);
-    });
+    module.def(
+        "prefer_huge_pages",
+        [](std::uintptr_t start, std::int64_t bytes) { attar::prefer_huge_pages(address<void>(start), bytes); },
+        "start"_a, "bytes"_a);
     module.def(
         "pack_dense",
         [](std::shared_ptr<attar::Arena> arena, std::uintptr_t weights, std::int64_t rows, std::int64_t columns,
@@ -230,11 +232,16 @@ void bind_rows(nb::module_& module) {
         .def("__init__",
              [](attar::Table* at, std::uintptr_t dense, std::int64_t count, std::int64_t columns,
                 const std::string& number) {
-                 new (at) attar::Table{nullptr, address<void>(dense), number_of(number), count, columns};
+                 new (at) attar::Table{nullptr, nullptr, address<void>(dense), number_of(number), count, columns};
              })
         .def("__init__",
              [](attar::Table* at, const attar::Matrix& packed) {
-                 new (at) attar::Table{&packed, nullptr, attar::Number::codes, packed.rows, packed.columns};
+                 new (at) attar::Table{&packed, nullptr, nullptr, attar::Number::codes, packed.rows, packed.columns};
+             },
+             nb::keep_alive<1, 2>())
+        .def("__init__",
+             [](attar::Table* at, const attar::LookupMatrix& tables) {
+                 new (at) attar::Table{nullptr, &tables, nullptr, attar::Number::codes, tables.rows, tables.columns};
              },
              nb::keep_alive<1, 2>());
     module.def(
@@ -297,6 +304,7 @@ NB_MODULE(_native, module) {
     attar::bind_attention(module);
     bind_limits(module);
     bind_linear(module);
+    attar::bind_lookup(module);
     attar::bind_progressive(module);
     bind_rows(module);
     module.def("quantize_rows_int8_float32", &quantize_rows_int8<float>, "x"_a, "rows"_a, "columns"_a, "codes"_a,

@@ -1,5 +1,7 @@
 #include "rows.h"
 
+#include "lookup.h"
+
 #include <limits>
 #include <stdexcept>
 
@@ -65,6 +67,8 @@ void embed(const Table& table, const std::int64_t* ids, std::int64_t rows, float
         float* to = out + r * table.columns;
         if (table.packed)
             read_row(*table.packed, ids[r], to);
+        else if (table.looked_up)
+            read_row(*table.looked_up, ids[r], to);
         else
             for (std::int64_t c = 0; c < table.columns; ++c) to[c] = at(table, ids[r] * table.columns + c);
         if (scale != 1.0f)

@@ -9,6 +9,8 @@
 
 namespace attar {
 
+struct LookupMatrix;
+
 enum class Norm { rms, layer };
 
 // stream [rows, columns] (plus delta, if given, into `sum`) normalised to `out`. weight [columns], bias [columns] or null.
@@ -25,6 +27,7 @@ void activate(Activation kind, bool gated, const float* x, std::int64_t rows, st
 // given. Throws std::invalid_argument where an id is not in the table, before anything is written.
 struct Table {
     const Matrix* packed;  // or
+    const LookupMatrix* looked_up;  // or
     const void* dense;
     Number number;
     std::int64_t count, columns;

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from attar.engine import graphs
-from attar.kernels import ops
 from attar.kernels.native import extension
 from attar.model.cache import KVCache, Step
 from attar.model.decoder import Decoder, soft_capped
@@ -33,8 +32,7 @@ class Decoding:
             record = graphs.CudaRecorder(decoder.device)
         self._record_graph = record
         self._graph: graphs.Graph | None = None
-        native = decoder.against_recording() is None and ops.pages_against(cache.scheme) is None
-        self.recorded = native or record is not None
+        self.recorded = decoder.against_recording() is None or record is not None
         self._recording: extension.Recording | None = None
 
     @torch.inference_mode()

@@ -66,8 +66,6 @@ def engine(settings: Settings) -> tuple[Engine, Ready]:
     if share.count > 1:
         logs.say(f"the first of {share.count} processes, which holds the most:")
     _tell(settings, limits, found, kv_name(settings))
-    if (slow := ops.pages_against(kv.scheme(kv_name(settings)))) is not None:
-        logger.warning("%s: attention and every decode step run several times slower, %s", slow, BY_REFERENCE)
     from attar.engine.llm import LLM  # which uses engines itself
 
     each = max(1, threads // share.count)  # a number that was asked for counts, whatever the machine

@@ -168,9 +168,7 @@ class Runner:
         self.block = self.pages[0].block
         self.grows = any(rope is not None and rope.grows for rope in decoder.config.ropes)
         """Whether keys depend on how long their sequence can get: then no other sequence can use them."""
-        self._recorded = (
-            decoder.against_recording() is None and not self.grows and ops.pages_against(self.scheme) is None
-        )
+        self._recorded = decoder.against_recording() is None and not self.grows
         self._batches: OrderedDict[int, _Batch] = OrderedDict()
         self.graphs = None if record is None else graphs.Graphs(decoder, self.pages, context, sequences, record)
         self.waits = waits(decoder)

@@ -319,18 +319,13 @@ def write_kv(
             q_norm = k_norm = None
         turned: Tensor = _triton("kv_write").write_kv(q, k, v, pages, place, rotation, q_norm, k_norm)
         return turned
-    native = _is_native("write_kv", q) and pages_against(pages.scheme) is None
+    native = _is_native("write_kv", q)
     if q_norm is not None and k_norm is not None and not (native and q_norm.kind == "rms"):
         q, k = norm(q, None, q_norm)[1], norm(k, None, k_norm)[1]
         q_norm = k_norm = None
     if native:
         return native_attention.write_kv(q, k, v, pages, place, rotation, q_norm, k_norm)
     return ref_attention.write_kv(q, k, v, pages, place, rotation)
-
-
-def pages_against(scheme: KvScheme) -> str | None:
-    """Why the kernels of the CPU do not read such pages, or None where they do."""
-    return native_attention.against(scheme)
 
 
 def paged_attention(
@@ -356,7 +351,7 @@ def paged_attention(
         if isinstance(pages, NibblePages):
             mixed = _triton("nibbles").turn_back(mixed, pages)
         return mixed, None
-    if _is_native("paged_attention", q) and pages_against(pages.scheme) is None:
+    if _is_native("paged_attention", q):
         return native_attention.paged_attention(q, pages, place, form, want_mass)
     return ref_attention.paged_attention(q, pages, place, form, want_mass)
 

@@ -5,8 +5,8 @@ of a block table, so that sequences grow without moving and may share what they 
 
 How a block lies is its scheme's business (`KvScheme.parts` names every array): floats and 8 bits as the arrays below
 say, which `csrc/attention.h` draws; a few bits a coordinate as `planes.py` says; KIVI's and KVQuant's as `kivi.py` and
-`nuq.py`. The reference reads all of them, the CPU kernels those that `native/reach.py` lists. Kernels of a GPU have a
-layout of their own (`triton/pages.py`): a cache belongs to the backend that it was made for.
+`nuq.py`. The reference and the CPU kernels read all of them. Kernels of a GPU have a layout of their own
+(`triton/pages.py`): a cache belongs to the backend that it was made for.
 
 Shapes: N rows, one sequence after another; B sequences; H query heads, G key-value heads, D head size. J neighbours
 stand together, as many as a dot product of the type takes at once: 4 for int8, otherwise 1.
@@ -14,9 +14,11 @@ stand together, as many as a dot product of the type takes at once: 4 for int8, 
 
 from __future__ import annotations
 
+import array
 import functools
 import math
 import mmap
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -50,7 +52,7 @@ class Bases:
         assert isinstance(self.values, Basis)
         sides = ((self.keys, self.keys.queries), (self.values, self.values.back))
         arrays = ((b, s.into, s.mean, s.weights, s.shares, s.buckets) for s, b in sides)
-        return torch.tensor([each.data_ptr() for side in arrays for each in side])
+        return _addresses(each for side in arrays for each in side)
 
 
 @dataclass(eq=False)
@@ -117,6 +119,18 @@ class Pages:
         more = {name: made.pop(name) for name in list(made) if name not in PARTS}
         return cls(head_dim, **made, scheme=scheme, bases=bases, recent=recent, more=more)
 
+    @functools.cached_property
+    def channels(self) -> Tensor:
+        """Where the arrays of two `Channels` lie and what stands apart in these pages, int64 [12], in the order of
+        `TwoChannels` in `csrc/attention.h`."""
+        assert self.bases is not None
+        arrays = list[Tensor]()
+        for side, each in (("key", self.bases.keys), ("value", self.bases.values)):
+            assert isinstance(each, Channels)
+            apart = (self.more[f"{side}_{what}"] for what in ("outliers", "columns", "firsts"))
+            arrays += [each.mean, each.spread, each.levels, *apart]
+        return _addresses(arrays)
+
     def parts(self) -> list[Tensor]:
         """What there is of each block."""
         return [part for name in PARTS if (part := getattr(self, name)) is not None] + list(self.more.values())
@@ -174,6 +188,11 @@ class Rotation:
     cos: Tensor  # [angles, R / 2] float32
     sin: Tensor
     rows: Tensor  # [N] int32
+
+
+def _addresses(tensors: Iterable[Tensor]) -> Tensor:
+    """Where they lie, int64 [N]. Made without an operation of torch, so also while a step is recorded."""
+    return torch.frombuffer(array.array("q", [each.data_ptr() for each in tensors]), dtype=torch.int64)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from attar.formats.forms import Progressive
+from attar.formats.forms import Lookup, Progressive
 from attar.formats.kv import LENGTH, RANDOM, WRITTEN, scheme
 from attar.formats.scheme import ITEM_BITS, Scheme
 from attar.kernels.native import reach
@@ -148,6 +148,9 @@ def read_bytes(rows: int, columns: int, scheme: Scheme | None, dtype: str = "bfl
         return 4 * rows * columns
     if isinstance(scheme.weight, Progressive):
         return _up(rows, LANES) * (columns * scheme.weight.bits // 8 + 2 * scheme.weight.groups(columns) + 4)
+    if isinstance(form := scheme.weight, Lookup):  # sixteen words of 32 bits at a time, a table of sixteen floats a row
+        vectors, outliers = -(-columns // (32 // form.bits * LANES)), form.count((rows, columns))
+        return rows * 64 * (vectors + 1) + (8 * outliers + 4 * (rows + 1) if outliers else 0)
     layout = layout_of(scheme)
     assert layout is not None, scheme.name
     scheme.check(columns)

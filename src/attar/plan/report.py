@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from attar.formats.kv import scheme
-from attar.kernels.native import reach
 from attar.plan.cards import CARDS
 from attar.plan.fit import Fit, Plan, Row, kept_free, size
 
@@ -67,8 +65,6 @@ def to_text(plan: Plan) -> str:
         lines.append(f"{FORMULA}, here {rates}: limits, not promises{by_compute}")
     slow = dict.fromkeys(row.weights for row in plan.rows if row.references)
     lines += [f"{name} has linears without a CPU kernel: slow, and held a second time as float32" for name in slow]
-    reasons = (reach.pages_against(scheme(kv)) for kv in dict.fromkeys(row.kv for row in plan.rows))
-    lines += [f"{reason}: attention by the reference, several times slower" for reason in reasons if reason]
     return "\n".join([*lines, answer(plan)])
 
 

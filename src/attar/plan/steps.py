@@ -26,6 +26,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from attar.formats.forms import Lookup, Progressive
+from attar.formats.scheme import Scheme
 from attar.model.config import ModelConfig
 from attar.plan.costs import LANES, Storage, against, matrices
 
@@ -120,7 +122,12 @@ def _gated_at_once(c: ModelConfig, storage: Storage) -> bool:
         return False
     stored = {each.name: storage.of(each) for each in matrices(c)}
     pairs = ([f"{c.names.layer.format(i=i)}.{name}" for name in c.names.gate_up] for i in range(c.layers))
-    return all(stored.get(gate) == stored.get(up) for gate, up in pairs)
+    return all(stored.get(gate) == stored.get(up) and not _apart(stored.get(gate)) for gate, up in pairs)
+
+
+def _apart(scheme: Scheme | None) -> bool:
+    """Whether such a weight has a kernel of its own, which makes no two products at once."""
+    return scheme is not None and isinstance(scheme.weight, Lookup | Progressive)
 
 
 def _feed_forward_widths(c: ModelConfig) -> set[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -145,3 +146,7 @@ def test_the_stub_names_what_the_extension_has() -> None:
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AnnAssign)
     }
     assert declared == {name for name in dir(_native) if not name.startswith("_")}
+    for node in ast.parse(stub.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            signature = getattr(_native, node.name).__doc__.splitlines()[0]
+            assert [each.arg for each in node.args.args] == re.findall(r"(\w+): ", signature), node.name

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from attar.formats.kv import BUCKET
-from attar.kernels.native import extension, reach
+from attar.kernels.native import extension
+from attar.kernels.nuq import Channels
 from attar.kernels.operands import AttentionForm, Norm
 from attar.kernels.pages import PARTS, Pages, Placement, Rotation
 from attar.kernels.planes import Basis
-
-against = reach.pages_against
-"""Why these kernels do not read such pages, or None where they do."""
 
 
 def write_kv(
@@ -120,10 +118,11 @@ def paged_attention(
 
 def _pages(pages: Pages) -> tuple[str | int, ...]:
     """The pages as the extension takes them."""
-    if (reason := against(pages.scheme)) is not None:
-        raise ValueError(reason)
     scheme, bases, recent = pages.scheme, 0, (0, 0, 0)
-    if pages.bases is not None:
+    if scheme.kind == "nuq":
+        _check_channels(pages)
+        bases = pages.channels.data_ptr()
+    elif pages.bases is not None:
         _check_bases(pages)
         bases = pages.bases.addresses.data_ptr()
     if pages.recent is not None:
@@ -141,11 +140,13 @@ def _pages(pages: Pages) -> tuple[str | int, ...]:
             addresses[name] = each.data_ptr()
         elif each is not None or name in expected:
             raise ValueError(f"{pages.scheme.name} pages have {', '.join(expected)}")
-    units = scheme.units(pages.head_dim) if scheme.planes else scheme.group
+    units, outliers = scheme.units(pages.head_dim) if scheme.planes else scheme.group, 0
+    if scheme.kind == "nuq":
+        units, outliers = round(scheme.bits), scheme.outliers(pages.head_dim)
     kind = scheme.name if scheme.kind == "float" else scheme.kind
     if scheme.planes and scheme.calibrated:
         kind = "planes of byte scales"
-    return kind, *addresses.values(), *sizes, bases, units, *recent
+    return kind, *addresses.values(), *sizes, bases, units, *recent, outliers
 
 
 def _tails(pages: Pages, place: Placement) -> tuple[int, int]:
@@ -168,6 +169,22 @@ def _check_bases(pages: Pages) -> None:
         for name, row in (("mean", each.mean), ("weights", each.weights), ("shares", each.shares)):
             _check(f"{name} of a basis", row, torch.float32, (heads, size))
         _check("bits of a basis", each.buckets, torch.uint8, (heads, size // BUCKET))
+
+
+def _check_channels(pages: Pages) -> None:
+    assert pages.bases is not None
+    heads, size, bits = pages.kv_heads, pages.head_dim, round(pages.scheme.bits)
+    for each, scaled in ((pages.bases.keys, False), (pages.bases.values, True)):
+        if not isinstance(each, Channels) or each.scaled != scaled:
+            raise ValueError("channels of values have a scale of each token, and those of keys have none")
+        for name, row in (("mean", each.mean), ("spread", each.spread)):
+            _check(f"{name} of channels", row, torch.float32, (heads, size))
+        _check("levels of channels", each.levels, torch.float32, (1 << bits,))
+    for name, part in pages.scheme.parts(heads, size, pages.block).items():
+        if name not in PARTS:
+            if name not in pages.more:
+                raise ValueError(f"{pages.scheme.name} pages have {name}")
+            _check(name, pages.more[name], getattr(torch, part.dtype), (pages.blocks, *part.shape))
 
 
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], rows_apart: bool = False) -> None:

@@ -24,6 +24,8 @@ from attar.kernels.native.workspace import Workspace
 if TYPE_CHECKING:
     from attar._native import Arena as Arena
     from attar._native import Factors as Factors
+    from attar._native import LookupFactors as LookupFactors
+    from attar._native import LookupMatrix as LookupMatrix
     from attar._native import Matrix as Matrix
     from attar._native import ProgressiveFactors as ProgressiveFactors
     from attar._native import ProgressiveMatrix as ProgressiveMatrix

@@ -32,7 +32,7 @@ def pack(weight: PackedTensor, layout: Layout, arena: Arena) -> Matrix:
     """The weight in the memory of `arena`. Raises ValueError where the shape has no kernel."""
     (rows, columns), form = weight.shape, weight.scheme.weight
     if layout.number in FLOATS:
-        return _pack_floats(weight, layout, arena)
+        return _pack_sparse(weight, layout, arena)
     layout = layout.of(columns)
     table = list(layout.table)
     if form.kind == "nf4":
@@ -58,14 +58,10 @@ def pack(weight: PackedTensor, layout: Layout, arena: Arena) -> Matrix:
     return made
 
 
-def _pack_floats(weight: PackedTensor, layout: Layout, arena: Arena) -> Matrix:
-    made: Matrix
-    if layout.sparse:
-        values, places = weight.parts["values"].contiguous(), weight.parts["places"].contiguous()
-        made = library.pack_sparse(arena, values.data_ptr(), places.data_ptr(), *weight.shape, layout.number)
-    else:
-        dense = weight.dequantize(getattr(torch, layout.number))
-        made = library.pack_dense(arena, dense.data_ptr(), *weight.shape, layout.number)
+def _pack_sparse(weight: PackedTensor, layout: Layout, arena: Arena) -> Matrix:
+    assert layout.sparse
+    values, places = weight.parts["values"].contiguous(), weight.parts["places"].contiguous()
+    made: Matrix = library.pack_sparse(arena, values.data_ptr(), places.data_ptr(), *weight.shape, layout.number)
     return made
 
 

@@ -9,9 +9,9 @@ A layout holds a weight's values exactly, in one of three ways:
 * bytes that are numbers (float8, int8) in groups of any size, multiplied in float32;
 * floats of 16 or 32 bits without a scale; of 2:4 sparse ones half, and where they were.
 
-A layout may take more bits than the file: GGML's six-bit scales become bytes, scales of eight bits become floats. Two
-forms are spread out, for want of a kernel that would gain: tables for each row (SqueezeLLM's) become floats, and 2:4
-sparse codes get their zeros back, for codes and places together are hardly fewer bits than codes alone.
+A layout may take more bits than the file: GGML's six-bit scales become bytes, scales of eight bits become floats, and
+2:4 sparse codes get their zeros back, for codes and places together are hardly fewer bits than codes alone. Codes of
+two levels (`progressive`) and tables for each row (`lookup`) lie in ways of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from attar.formats.forms import Form, Fp4, Fp8Blocks, GgmlBlocks, Int8Rows, Lookup, Nf4, Sparse24
+from attar.formats.forms import Form, Fp4, Fp8Blocks, GgmlBlocks, Int8Rows, Nf4, Sparse24
 from attar.formats.ggml import FP4_VALUES, IQ4_VALUES
 from attar.formats.scheme import FLOAT8, ITEM_BITS, Grid, Scheme
 
@@ -120,8 +120,6 @@ def layout_of(scheme: Scheme) -> Layout | None:
             return Layout(bits=8) if scheme.activation is None else Layout("int8")
         case GgmlBlocks():
             return _GGML.get(form.type.name)
-        case Lookup():
-            return Layout("float32" if form.outliers else form.numbers)
         case Sparse24(values=None):
             return Layout(scheme.scale_dtype, sparse=True)
         case Sparse24(values=Grid(kind="int") as values):  # a group of values spans twice as many columns

@@ -21,16 +21,26 @@ import torch
 from torch import Tensor
 
 from attar.formats import packing
-from attar.formats.forms import Fp4, GgmlBlocks, Outliers, Progressive
+from attar.formats.forms import Fp4, GgmlBlocks, Lookup, Outliers, Progressive
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Grid, Scheme
-from attar.kernels.native import extension, filling, progressive, reach
+from attar.kernels.native import extension, filling, lookup, progressive, reach
 from attar.kernels.native.extension import library
 from attar.kernels.native.layouts import RUN, layout_of
 from attar.kernels.operands import Activation, Linear
 
 if TYPE_CHECKING:
-    from attar.kernels.native.extension import Arena, Factors, Matrix, ProgressiveFactors, ProgressiveMatrix
+    from attar.kernels.native.extension import (
+        Arena,
+        Factors,
+        LookupFactors,
+        LookupMatrix,
+        Matrix,
+        ProgressiveFactors,
+        ProgressiveMatrix,
+    )
+
+    Plan = list[Factors | LookupFactors | ProgressiveFactors]
 
 Activations = Literal["exact", "int8", "int8g128", "int8g32"]
 """How rows meet a packed weight whose scheme leaves them alone: as they are, in float32, or rounded to int8 on the fly
@@ -45,13 +55,11 @@ DENSE = (torch.float32, torch.bfloat16, torch.float16)
 class KernelWeight:
     """A weight [O, I] that only the native kernels can read."""
 
-    matrix: Matrix | ProgressiveMatrix
+    matrix: Matrix | LookupMatrix | ProgressiveMatrix
     scheme: Scheme | None  # None: dense
     integer: bool  # whether rows are rounded to int8
     activation_group: int  # columns that share an activation scale; 0: the whole row
-    _plans: dict[tuple[str | weakref.ref[Linear], ...], list[Factors | ProgressiveFactors]] = field(
-        default_factory=dict, repr=False
-    )
+    _plans: dict[tuple[str | weakref.ref[Linear], ...], Plan] = field(default_factory=dict, repr=False)
     """For each tuple of linears that this one is the first of: what their products take, one entry a form. Linears are
     known by weak references: one that is gone equals no other, as its id may, and a held one would hold this weight."""
 
@@ -70,9 +78,9 @@ class KernelWeight:
         return self.integer or (self.scheme is not None and self.scheme.activation is not None)
 
     @property
-    def progressive(self) -> bool:
-        """Whether its codes have two levels: a kernel of their own."""
-        return self.scheme is not None and isinstance(self.scheme.weight, Progressive)
+    def apart(self) -> bool:
+        """Whether it has a kernel of its own: codes of two levels, and tables."""
+        return self.scheme is not None and isinstance(self.scheme.weight, Lookup | Progressive)
 
 
 def against(each: Linear) -> str | None:
@@ -98,7 +106,7 @@ def _shape_against(scheme: Scheme, columns: int) -> str | None:
         return f"rows of {columns} columns, a single block of {form.name}, have no CPU kernel"
     layout = layout_of(scheme)
     group = None if layout is None else layout.of(columns).group
-    if group is None and columns > LONGEST:
+    if group is None and columns > LONGEST and not isinstance(form, Lookup):
         return f"rows of {columns} columns with one scale have no CPU kernel: {LONGEST} at most"
     if isinstance(rounding, Grid) and rounding.kind == "int" and (wanted := rounding.group_size):
         of_weight = group or whole
@@ -143,6 +151,8 @@ def _pack(weight: PackedTensor, arena: Arena, activations: Activations) -> Kerne
     scheme, columns = weight.scheme, weight.shape[1]
     if isinstance(scheme.weight, Progressive):
         return KernelWeight(progressive.pack(weight, arena), scheme, True, 0)
+    if isinstance(scheme.weight, Lookup):
+        return KernelWeight(lookup.pack(weight, arena), scheme, False, 0)
     layout = layout_of(scheme)
     assert layout is not None
     by_words = isinstance(scheme.weight, Grid) and scheme.weight.kind == "int" and layout.number == "codes"
@@ -201,7 +211,7 @@ def gateable(linears: Sequence[Linear]) -> bool:
     """Whether these are two prepared weights of one shape and form."""
     if len(linears) != 2 or not all(isinstance(each.weight, KernelWeight) for each in linears):
         return False
-    if any(isinstance(each.weight, KernelWeight) and each.weight.progressive for each in linears):
+    if any(isinstance(each.weight, KernelWeight) and each.weight.apart for each in linears):
         return False
     a, b = linears
     same = (
@@ -223,7 +233,7 @@ def _multiply(x: Tensor, linears: Sequence[Linear], width: int, gate: str, level
     return out
 
 
-def _plan(linears: Sequence[Linear], width: int, gate: str) -> list[Factors | ProgressiveFactors]:
+def _plan(linears: Sequence[Linear], width: int, gate: str) -> Plan:
     first = linears[0].weight
     assert isinstance(first, KernelWeight)
     key: tuple[str | weakref.ref[Linear], ...] = (gate, *map(weakref.ref, linears))
@@ -242,11 +252,12 @@ def _form(each: Linear) -> tuple[object, ...]:
     """What linears must share for one call."""
     weight = each.weight
     assert isinstance(weight, KernelWeight), f"{each.name} is not prepared"
-    if weight.progressive:
-        return (weight.scheme and weight.scheme.weight,)
+    inputs = (each.permutation, each.input_scale, each.activation_scale)
+    if weight.apart:
+        form = weight.scheme and weight.scheme.weight
+        return (form, *(None if t is None else t.data_ptr() for t in inputs))
     group = cast("Matrix", weight.matrix).group if weight.integer else 0
     rounding = None if weight.scheme is None else weight.scheme.activation
-    inputs = (each.permutation, each.input_scale, each.activation_scale)
     return (
         weight.integer,
         weight.activation_group,
@@ -256,15 +267,16 @@ def _form(each: Linear) -> tuple[object, ...]:
     )
 
 
-def _factors(linears: Sequence[Linear], at: int, width: int, gate: str) -> Factors | ProgressiveFactors:
+def _factors(linears: Sequence[Linear], at: int, width: int, gate: str) -> Factors | LookupFactors | ProgressiveFactors:
     one, weight = linears[0], linears[0].weight
     assert isinstance(weight, KernelWeight)
     weights = []
     for each in linears:
         assert isinstance(each.weight, KernelWeight)
         weights.append((each.weight.matrix, 0 if each.bias is None else each.bias.data_ptr()))
-    if weight.progressive:
-        return progressive.factors(weights, at, width)
+    if weight.apart:
+        of_tables = weight.scheme is not None and isinstance(weight.scheme.weight, Lookup)
+        return lookup.factors(one, weights, at, width) if of_tables else progressive.factors(weights, at, width)
     fixed = weight.scheme is not None and weight.scheme.static
     assert not fixed or one.activation_scale is not None
     scale = float(one.activation_scale) if fixed and one.activation_scale is not None else 0.0

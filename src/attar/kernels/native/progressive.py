@@ -12,7 +12,7 @@ from attar.formats.packed import PackedTensor
 from attar.kernels.native.extension import library
 
 if TYPE_CHECKING:
-    from attar.kernels.native.extension import Arena, Matrix, ProgressiveFactors, ProgressiveMatrix
+    from attar.kernels.native.extension import Arena, LookupMatrix, Matrix, ProgressiveFactors, ProgressiveMatrix
 
 
 def pack(weight: PackedTensor, arena: Arena) -> ProgressiveMatrix:
@@ -27,7 +27,9 @@ def pack(weight: PackedTensor, arena: Arena) -> ProgressiveMatrix:
     return made
 
 
-def factors(weights: Sequence[tuple[Matrix | ProgressiveMatrix, int]], at: int, width: int) -> ProgressiveFactors:
+def factors(
+    weights: Sequence[tuple[Matrix | LookupMatrix | ProgressiveMatrix, int]], at: int, width: int
+) -> ProgressiveFactors:
     """The plan of a call: matrices with the addresses of their biases, side by side from column `at` of `width`."""
     made: ProgressiveFactors = library.progressive_factors(list(weights), at, width)
     return made

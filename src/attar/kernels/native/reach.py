@@ -1,12 +1,11 @@
-"""What the CPU kernels multiply by and read, told from schemes alone: torch-free, so that a plan asks what will run.
+"""What the CPU kernels multiply by, told from schemes alone: torch-free, so that a plan asks what will run.
 
 `None` says that a kernel takes it; anything else is the reason why the reference does the work, for people to read.
 """
 
 from __future__ import annotations
 
-from attar.formats.forms import Fp4, Outliers, Progressive
-from attar.formats.kv import KvScheme
+from attar.formats.forms import Fp4, Lookup, Outliers, Progressive
 from attar.formats.scheme import Grid, Scheme
 from attar.kernels.native.layouts import layout_of
 
@@ -16,6 +15,8 @@ def weight_against(scheme: Scheme) -> str | None:
     grid, rounding = scheme.weight, scheme.activation
     if isinstance(grid, Progressive):
         return None if rounding is not None else "weights of two levels meet rows of int8 alone"
+    if isinstance(grid, Lookup):
+        return None
     layout = layout_of(scheme)
     if layout is None:
         return f"{grid.name} weights have no CPU kernel yet"
@@ -32,10 +33,3 @@ def weight_against(scheme: Scheme) -> str | None:
     if rounding.granularity == "tensor" and not scheme.static:
         return "one activation scale for all rows of a call would tie them to each other"
     return None
-
-
-def pages_against(scheme: KvScheme) -> str | None:
-    """Why no CPU kernel reads keys and values that are kept so."""
-    if scheme.kind != "nuq":
-        return None
-    return f"keys and values in {scheme.name} have no CPU kernel yet"
