@@ -128,7 +128,7 @@ def integers(bits: int, group: int, iterations: int) -> Mapping[str, tuple[Job, 
 def lanes(group: int, iterations: int) -> dict[str, Lane]:
     def recipes(scheme: str) -> tuple[str, ...]:
         symmetric = tuple(f"{method}-{scheme}g{group}" for method in ("rtn", "gptq", "qronos", "guided", "guided+tune"))
-        others = ("gptq", "guided", "guided+tune", "guided+distill")
+        others = ("gptq", "guided", "guided+tune", "guided+distill", "rotate+guided")
         return (*symmetric, *(f"{method}-{scheme}g{group}-asym" for method in others))
 
     smooth = tuple(
@@ -141,7 +141,9 @@ def lanes(group: int, iterations: int) -> dict[str, Lane]:
         for through in (False, True)
         for s in (0.5, 0.8)
     )
-    rotated = ("rotate+gptq-w8a8", "quarot+gptq-w8a8", "quarot+guided-w8a8", "quarot+gptq+tune-w8a8")
+    rotated = (
+        "rotate+gptq-w8a8", "quarot+gptq-w8a8", "quarot+guided-w8a8", "quarot+gptq+tune-w8a8", "spinquant+gptq-w8a8",
+    )  # fmt: skip
     eights = ("rtn-w8a8", "smoothquant+gptq-w8a8", *rotated)
     fours = ("smoothquant+gptq-w4a4", "quarot+gptq-w4a4", "spinquant+gptq-w4a4", "spinquant+guided-w4a4")
     quarot = {"QuaRot, GPTQ": Recipe.from_dict({"recipe": "quarot+gptq-w4a4", "balance": False, "across": True})}
@@ -218,6 +220,7 @@ def main() -> None:
         "--final", action="store_true", help="score windows between those that so many --tokens are scored on otherwise"
     )
     parser.add_argument("--injected", action="store_true", help="outliers in all lanes")
+    parser.add_argument("--clean", action="store_true", help="outliers in no lane")
     parser.add_argument("--kinds", default=KINDS, help="of outliers, where they are injected")
     parser.add_argument("--programs", nargs="+", metavar="PEER", help="only these of a lane's peers")
     parser.add_argument("--jobs", nargs="+", metavar="NAME", help="only these of what the peers do")
@@ -300,7 +303,7 @@ def run(name: str, lane: Lane, original: Path, read: Texts, place: Path, args: a
     """One lane: everybody compresses, all are scored, the table is printed."""
     place.mkdir(parents=True, exist_ok=True)
     source = original
-    if lane.injected or args.injected:
+    if (lane.injected and not args.clean) or args.injected:
         source = place / f"injected-{args.kinds}"
         if not source.exists():  # the same in a kept folder
             inject(original, source, kinds=args.kinds)

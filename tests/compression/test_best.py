@@ -11,9 +11,8 @@ from torch import Tensor
 
 from attar.checkpoints.hf import Checkpoint
 from attar.cli.compression import gains
-from attar.compression import best, domain
+from attar.compression import best, candidates, domain
 from attar.compression.pipeline import compress
-from attar.compression.recipe import Recipe
 from attar.evaluation import outputs
 from tests.compression.test_experts import write
 from tests.conftest import token_ids
@@ -23,37 +22,6 @@ Ids = list[list[int]]
 
 class Stop(Exception):
     pass
-
-
-def test_names() -> None:
-    assert best.recipes("gptq-w4g128") is None
-    assert best.recipes("rtn-w4, gptq-w4") == ["rtn-w4", "gptq-w4"]
-    names = best.recipes("best-w3g64")
-    assert names is not None
-    assert names[:3] == ["rtn-w3g64", "awq-w3g64", "gptq-w3g64"]
-    assert names[-1] == "guided+tune-w3g64"
-    with pytest.raises(ValueError, match="unknown scheme 'w3x'"):
-        best.recipes("best-w3x")
-
-
-@pytest.mark.parametrize(
-    "scheme, only, never",
-    [
-        ("w4g128", "autoround", "quarot"),
-        ("w4a4", "spinquant+guided", "awq"),
-        ("fp8", "quarot+gptq", "autoround"),
-        ("lut3-s45", "squeezellm", "guided"),
-        ("q4_k_m", "guided", "tune"),
-        ("q4_k_m", "rotate+guided", "quarot"),
-    ],
-)
-def test_each_kind_of_scheme_has_a_ladder(scheme: str, only: str, never: str) -> None:
-    names = best.recipes(f"best-{scheme}")
-    assert names is not None
-    assert f"{only}-{scheme}" in names
-    assert not any(never in name for name in names)
-    assert [Recipe.load(name).name for name in names][1:] == names[1:]
-    assert len(set(names)) == len(names)
 
 
 def test_the_best_is_kept_and_the_receipt_says_why(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
@@ -148,7 +116,7 @@ def test_rungs_that_cannot_be_are_left_out(
     scheme: str, family: str, left: list[str], why: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tiny if family == "Llama" else write(family, tmp_path / "source")
-    monkeypatch.setattr(best, "LADDERS", dict.fromkeys(best.LADDERS, ("rtn", *left)))
+    monkeypatch.setattr(candidates, "LADDERS", dict.fromkeys(candidates.LADDERS, ("rtn", *left)))
     monkeypatch.setattr(best, "choose", lambda *rest: 1 / 0)  # what is left alone is not tried
     done = compress(source, tmp_path / "out", recipe=f"best-{scheme}", calibration=token_ids(3, 16, vocab=96))
     assert done.recipe == f"rtn-{scheme}"
@@ -167,7 +135,7 @@ def test_rungs_that_cannot_be_are_left_out(
 def test_rotated_rungs_resume_and_keep_one_output_at_a_time(
     tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(best, "LADDERS", {"activations": ("rtn", "smoothquant+gptq", "quarot+gptq")})
+    monkeypatch.setattr(candidates, "LADDERS", {"activations": ("rtn", "smoothquant+gptq", "quarot+gptq")})
     known: list[tuple[int, list[str]]] = []
     kept = tmp_path / ".out.attar-tried"
 
@@ -193,6 +161,46 @@ def test_a_ladder_without_a_rung_says_why(tiny: Path, calibration: Ids, tmp_path
     for scheme, sentence in (("w4g48", "group size 48 does not divide 128"), ("w4g", "w4g")):
         with pytest.raises(ValueError, match=sentence):
             compress(tiny, tmp_path / "out", recipe=f"best-{scheme}", calibration=calibration)
+
+
+def test_of_a_recipe_those_steps_are_kept_that_help(
+    tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever they are here, by the figures that the receipt gives; what comes of them is what they make alone."""
+
+    def stop(stage: str, done: int, total: int) -> None:
+        if stage == "recipes" and done == 2:
+            raise Stop
+
+    name = "ablate-awq+gptq+tune-w4g32"
+    with pytest.raises(Stop):
+        compress(tiny, tmp_path / "out", recipe=name, calibration=calibration, progress=stop)
+    seen: list[tuple[int, int]] = []
+    done = compress(
+        tiny, tmp_path / "out", recipe=name, calibration=calibration,
+        progress=lambda stage, count, total: seen.append((count, total)) if stage == "recipes" else None,
+    )  # fmt: skip
+    assert seen == [(2, 4), (3, 4), (4, 4)], "two were known"
+    assert done.selection is not None
+    tried = {each["recipe"]: each["kl"] for each in done.selection["tried"]}
+    kept, least = list[str](), tried["rtn-w4g32"]
+    for step, recipe in zip(("gptq", "awq", "tune"), list(tried)[1:], strict=True):
+        if tried[recipe] < least:
+            kept.append(step)
+            least = tried[recipe]
+        else:
+            assert step not in done.recipe
+    assert all(step in done.recipe for step in kept)
+    assert least == min(tried.values()) == tried[done.recipe]
+    compress(tiny, tmp_path / "alone", recipe=done.recipe, calibration=calibration[:-1])
+    model = "model.safetensors"
+    assert (tmp_path / "out" / model).read_bytes() == (tmp_path / "alone" / model).read_bytes()
+    for recipe, sentence in (("ablate-rtn-w4g32", "no step in rtn-w4g32"), ("ablate-gtpq-w4g32", "did you mean gptq")):
+        with pytest.raises(ValueError, match=sentence):
+            compress(tiny, tmp_path / "none", recipe=recipe, calibration=calibration)
+    moe = write("Mixtral", tmp_path / "moe")
+    with pytest.raises(ValueError, match="routers of a mixture"):  # refused whole: a user asked for that step
+        compress(moe, tmp_path / "none", recipe="ablate-guided-w4g32", calibration=token_ids(3, 16, vocab=96))
 
 
 def test_what_tuning_gained_is_said(tiny: Path, calibration: Ids, tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ def test_who_lost_is_told() -> None:
     lost = Gain(2048, 0.041, (0.04, 0.042), 0.036, None)
     (told,) = lost.warnings("smoothquant-w4g128")
     assert "smoothquant-w4g128 is worse than plain rounding (mean KL 0.041, without it 0.036)" in told
+    assert told.endswith("or leave out what does not help (ablate-smoothquant-w4g128)")
+    assert "ablate" not in lost.warnings("smoothattention-w4g128")[0], "that step stays"
     assert not Gain(2048, 0.036, None, 0.041, None).warnings("gptq-w4g128")
     assert Gain.from_dict(json.loads(json.dumps(lost.to_dict()))) == lost
 

@@ -13,6 +13,9 @@ from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.libraries import library_for
 from attar.compression import knobs
 from attar.compression.pipeline import compress
+from attar.formats import ggml_blocks
+from attar.formats.forms import GgmlBlocks
+from attar.formats.ggml import TYPES
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Scheme
 from attar.kernels.operands import Linear, Norm
@@ -81,12 +84,47 @@ def test_norms_and_biases_begin_as_stored_zeros_among_them() -> None:
     assert linear.bias.dtype == norms[0].weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize("name", sorted(ggml_blocks.CODED))
+def test_of_blocks_their_float16_numbers_are_trained(name: str) -> None:
+    """Whatever else the blocks hold stays, and what is computed with is what they decode to."""
+    kind = TYPES[name]
+    form = GgmlBlocks(kind)
+    weight = torch.randn(6, 2 * kind.elements, generator=torch.Generator().manual_seed(0))
+    packed = codec(form.kind).quantize(weight, Scheme(form, layout="plain"))
+    linear = Linear("a", packed)
+    knob = knobs.of_blocks(linear)
+    assert knob is not None
+    assert knob.name == "a.weight"
+    assert knob.base.shape[:2] == (6, 2)
+    assert torch.equal(ggml_blocks.with_numbers(kind, packed.parts["blocks"], knob.stored()), packed.parts["blocks"])
+    knob.put()
+    assert linear.dense is not None
+    assert torch.equal(linear.dense.detach(), packed.dequantize())
+    linear.dense.sum().backward()
+    assert knob.learned.grad is not None
+    assert knob.learned.grad.any()
+    with torch.no_grad():
+        knob.learned.copy_(0.2 * torch.rand(knob.base.shape, generator=torch.Generator().manual_seed(1)))
+    knob.put()
+    raw = ggml_blocks.with_numbers(kind, packed.parts["blocks"], knob.stored())
+    assert torch.equal(linear.dense.detach(), ggml_blocks.decode(kind, raw))
+    old, new = (ggml_blocks.unpack(kind, each.view(-1, kind.block_bytes)) for each in (packed.parts["blocks"], raw))
+    assert not torch.equal(old.d, new.d)
+    for part in ("codes", "scales", "mins"):
+        before, after = getattr(old, part), getattr(new, part)
+        assert (before is None and after is None) or torch.equal(before, after)
+
+
 def test_what_stores_nothing_but_codes_is_named() -> None:
     schemes = [Scheme.parse(name) for name in ("mxfp4", "q4_0", "iq4_xs", "q4_0", *PARTS)]
     assert knobs.untrained([*schemes, None]) == ("iq4_xs", "mxfp4", "q4_0")
     for scheme in schemes[:3]:
         linear = Linear("a", packed_as(scheme.name) if scheme.name != "iq4_xs" else torch.zeros(1, 1))
         assert knobs.of_weight(stand_in(packed_as("w8")), linear) is None
+    kinds = [Scheme(GgmlBlocks(TYPES[name]), layout="plain") for name in ("Q4_K", "MXFP4", "F16", "Q8_0")]
+    assert knobs.untrained_in_file([*kinds, None]) == ("mxfp4",)
+    blocks = torch.zeros((4, 2 * TYPES["MXFP4"].block_bytes), dtype=torch.uint8)
+    assert knobs.of_blocks(Linear("a", PackedTensor(kinds[1], (4, 64), {"blocks": blocks}))) is None
 
 
 def test_linears_that_engines_fuse_keep_one_number(tiny: Path, calibration: list[list[int]], tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ def test_a_group_that_does_not_divide_names_the_linear() -> None:
         ("recipe: gptq+tune-w4g128\ntune: 5", "what stands under it are its options by name, not 5"),
         ("recipe: gptq-w4g128\ntune: {epochs: 2}", "tune is a method that gptq-w4g128 does not use"),
         ("recipe: smoothquant-w8a8\nalpha: 1.5", "alpha is a number from 0 to 1"),
+        ("recipe: smoothquant-w8a8\nalpha: serch", "alpha is a number from 0 to 1, or search, not 'serch'"),
         ("recipe: awq-w4\nclip: 1", "clip is true or false"),
         ("recipe: gptq-w4\noverrides: {match: a, scheme: w8}", "list of entries"),
         ("recipe: gptq-w4\noverrides: [{match: a, shceme: w8}]", "did you mean scheme"),
@@ -248,8 +249,9 @@ def test_tuning_follows_any_recipe_of_scales() -> None:
     assert tuned.to_dict()["tune"]["epochs"] == 4
     with pytest.raises(ValueError, match=r"epochs is an option of .*tune and distill, which gptq-w4 does not use"):
         Recipe.from_dict({"recipe": "gptq-w4", "epochs": 2})
-    with pytest.raises(ValueError, match="no scales to tune"):
-        Recipe.load("gptq+tune-q4_k_m")
+    assert Recipe.load("gptq+tune-q4_k_m").tune == Tune()
+    with pytest.raises(ValueError, match="f16 holds plain numbers, which leave tune no scales"):
+        Recipe.load("rtn+tune-f16")
 
 
 def test_methods_that_are_gptq_with_other_defaults() -> None:

@@ -16,6 +16,7 @@ from attar.checkpoints import hf
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.writer import MAX_SHARD
 from attar.compression import allocate, best, calibrate, coverage, gradients, tune
+from attar.compression.candidates import Listed
 from attar.compression.order import Order
 from attar.compression.pipeline import compress
 from attar.compression.recipe import Recipe
@@ -82,7 +83,9 @@ def test_the_original_is_not_in_memory_while_a_recipe_is_made(tiny: Path, calibr
         assert not any(each() for each in loaded)
         return compress(tiny, out, recipe=name, overwrite=True).bits_per_weight
 
-    chosen = best.choose(["rtn-w8", "rtn-w4"], torch.tensor(calibration), base, run, tmp_path, lambda *told: None)
+    chosen = best.choose(
+        Listed(("rtn-w8", "rtn-w4")), torch.tensor(calibration), base, run, tmp_path, lambda *told: None
+    )
     assert chosen.winner == "rtn-w8"
     assert len(loaded) == 2
 

@@ -239,7 +239,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a grid": ({"recipe": "rotate-w4g32"}, "has no place in a GGUF file"),
     "nothing rounded": ({"recipe": "rotate-keep"}, "has no place in a GGUF file"),
-    "tuning": ({"recipe": "rotate+gptq+tune-q8_0"}, "writes a folder, not a GGUF file"),
 }
 
 

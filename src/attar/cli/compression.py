@@ -76,7 +76,8 @@ def compress(
         typer.Option(
             help="method[+method]-scheme, such as gptq-w4g128, the default; for OUT.gguf a type or mix, such as q4_k_m "
             "(the default), iq4_xs or f16; several with commas between, or best-w4g128, to keep the one that does best "
-            "on calibration text set aside; or a YAML file with overrides."
+            "on calibration text set aside; ablate- before a name, to keep those of its steps that help there; or a "
+            "YAML file with overrides."
         ),
     ] = None,
     head: Annotated[

@@ -1,15 +1,11 @@
 """Several recipes tried, one kept: the one closest to the original on text that none of them has seen.
 
-`rtn-w4g128,guided-w4g128` names the recipes; `best-w4g128` stands for attar's own ladder at that scheme, from the
-cheapest up (`LADDERS`), less those rungs that the model or the scheme cannot take: the receipt says which, and why.
-What has to be done at run time, QuaRot's matrix before down, is a rung only where activations are rounded: there alone
-it gains what it costs.
-
-Every eighth calibration sequence is set aside for the selection; the others calibrate. Each recipe is made, measured
-there by its mean KL divergence, and deleted; then the winner is made in its place, to the same bytes, which is simpler
-than moving what is finished and adds one run to several. Of equal ones the first wins. The receipt holds all that were
-tried with what each gained (`selection`): the text on which the cost is reported is a third one, which no choice was
-made on.
+Which are tried says `candidates`. Every eighth calibration sequence is set aside for the selection; the others
+calibrate. Each recipe is made, measured there by its mean KL divergence, and deleted; then the winner is made in its
+place, to the same bytes, which is simpler than moving what is finished and adds one run to several. Of equal ones the
+first wins. The receipt holds all that were tried with what each gained (`selection`), and which rungs of a ladder the
+model or the scheme cannot take, with the reason: the text on which the cost is reported is a third one, which no choice
+was made on.
 
 Figures are kept beside the output until it is finished, so that a killed run tries none twice.
 """
@@ -18,7 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,53 +26,14 @@ from attar.checkpoints import hf, sources
 from attar.checkpoints.receipt import combined_hash, environment
 from attar.compression import calibrate, state
 from attar.compression.calibrate import Calibration
+from attar.compression.candidates import Candidates, Listed
 from attar.compression.order import Order
 from attar.compression.recipe import Recipe
 from attar.compression.settings import Settings
-from attar.compression.spelling import parse_scheme
-from attar.formats import ggml_mix
-from attar.formats.forms import Lookup
 from attar.metrics.measure import measure
 from attar.model.decoder import Decoder
 
-PREFIX = "best-"
-LADDERS: Mapping[str, tuple[str, ...]] = {
-    "weights": ("rtn", "awq", "gptq", "qronos", "autoround", "guided", "rotate+guided", "guided+tune"),
-    "activations": (
-        "rtn", "smoothquant+gptq", "guided", "quarot+gptq", "quarot+guided", "spinquant+guided",
-        "spinquant+guided+tune",
-    ),
-    "tables": ("rtn", "squeezellm", "gptq", "qronos", "qronos+tune"),
-    "file": ("rtn", "awq", "gptq", "qronos", "guided", "rotate+guided"),
-}  # fmt: skip
-"""Of schemes of weights alone, of those that round activations too, of lookup tables, and of mixes of a GGUF file."""
-
 EVERY = 8  # sequences, of which one is for the selection
-
-
-def recipes(name: object) -> list[str] | None:
-    """The recipes that a name stands for, or None where it is one recipe's. Raises ValueError on an unknown scheme."""
-    if not isinstance(name, str):
-        return None
-    if name.startswith(PREFIX):
-        scheme = name.removeprefix(PREFIX)
-        return [f"{step}-{scheme}" for step in LADDERS[_kind(scheme)]]
-    return [part.strip() for part in name.split(",")] if "," in name else None
-
-
-def _kind(scheme: str) -> str:
-    """Which ladder is for a scheme. Raises ValueError on a word for none."""
-    if ggml_mix.find(scheme) is not None:
-        return "file"
-    found = parse_scheme(scheme)
-    if isinstance(found.weight, Lookup):
-        return "tables"
-    return "weights" if found.activation is None else "activations"
-
-
-def is_ladder(name: object) -> bool:
-    """Whether attar chose the recipes, and may leave some out."""
-    return isinstance(name, str) and name.startswith(PREFIX)
 
 
 @dataclass(frozen=True)
@@ -119,17 +76,16 @@ class Choice:
 
 
 def for_output(
-    names: Sequence[str],
+    candidates: Candidates,
     order: Order,
     settings: Settings,
     calibration: Calibration | None,
     run: Callable[[str, list[list[int]], Path], float],
-    ladder: bool,
 ) -> Choice:
-    """Try the recipes for the output of an order, beside which a folder keeps what is known until it is there.
+    """Try recipes for the output of an order, beside which a folder keeps what is known until it is there.
 
     `run(name, calibration, out)` makes one in the folder `out` and returns its bits a weight. Whether a recipe can be
-    made of so much calibration text is asked of all before the first is made. Of a `ladder` those that cannot are left
+    made of so much calibration text is asked of all before the first is made. Of a ladder those that cannot are left
     out, as long as one remains; the last one is not tried. Raises ValueError also where there is nothing to calibrate
     on, where there are fewer than two sequences, and where the output exists.
     """
@@ -138,7 +94,7 @@ def for_output(
         raise ValueError(f"{dst} exists and is kept; choose another output, or pass --overwrite")
     if calibration is None:
         raise ValueError("choosing among recipes needs calibration: give --calib a text file, or `self` to sample it")
-    left_out = _refused(names, order, _calibrating(calibrate.count(calibration, amount)), ladder)
+    left_out = _refused(candidates, order, _calibrating(calibrate.count(calibration, amount)))
     folder = checkpoint.folder.path
     tokenizer = calibrate.tokenizer_for(calibration, folder)
     kept = dst.absolute().parent / f".{dst.name}.attar-tried"
@@ -150,38 +106,46 @@ def for_output(
     ids = calibrate.tokens(
         calibration, checkpoint, tokenizer, amount, drawn, lambda done, total: progress("sampling", done, total)
     )
-    left_out |= _refused([n for n in names if n not in left_out], order, _calibrating(len(ids)), ladder)
-    names = [name for name in names if name not in left_out]
+    candidates = _without(candidates, left_out)
+    left_out |= (fewer := _refused(candidates, order, _calibrating(len(ids))))
+    candidates = _without(candidates, fewer)
     drawn_by = {"seed": amount.seed, "samples": amount.samples, "length": amount.length, "drawn": amount.drawn}
     about = {
         **environment(),
         **drawn_by,
         "source": source,
-        "recipes": [Recipe.load(name).to_dict() for name in names],  # a file may say something else by now
+        "recipes": [Recipe.load(name).to_dict() for name in candidates.names],  # a file may say something else by now
         "head": order.head,
         "file": order.to_file,
         "device": order.device,
     }
-    if len(names) == 1:  # nothing to choose: all of the text calibrates
-        return Choice((), ids.tolist(), 0, ids, tuple(left_out.items()), kept, names[0])
-    found = choose(names, ids, lambda: hf.load(folder, torch.float32), run, kept, progress, about)
+    if candidates.count == 1:  # nothing to choose: all of the text calibrates
+        return Choice((), ids.tolist(), 0, ids, tuple(left_out.items()), kept, candidates.names[0])
+    found = choose(candidates, ids, lambda: hf.load(folder, torch.float32), run, kept, progress, about)
     return replace(found, left_out=tuple(left_out.items()), folder=kept)
 
 
-def _refused(names: Sequence[str], order: Order, sequences: int, ladder: bool) -> dict[str, str]:
+def _refused(candidates: Candidates, order: Order, sequences: int) -> dict[str, str]:
     """Rungs of a ladder that cannot be, and why. Raises ValueError for recipes that a user named himself, and where no
     rung is left."""
     found: dict[str, str] = {}
-    for name in names:
+    for name in candidates.names:
         try:
             order.ready(name, sequences)
         except ValueError as error:
-            if not ladder:
+            if not candidates.ladder:
                 raise
             found[name] = str(error)
-    if names and len(found) == len(names):
-        raise ValueError(found[names[0]])
+    if len(found) == len(candidates.names):
+        raise ValueError(found[candidates.names[0]])
     return found
+
+
+def _without(candidates: Candidates, refused: Collection[str]) -> Candidates:
+    """The rungs of a ladder that are left."""
+    if not refused:
+        return candidates
+    return Listed(tuple(name for name in candidates.names if name not in refused), candidates.ladder)
 
 
 def _aside(count: int) -> Tensor:
@@ -197,7 +161,7 @@ def _calibrating(count: int) -> int:
 
 
 def choose(
-    names: Sequence[str],
+    candidates: Candidates,
     ids: Tensor,
     base: Callable[[], Decoder],
     run: Callable[[str, list[list[int]], Path], float],
@@ -209,17 +173,17 @@ def choose(
     `folder` holds what is known so far of a run `about` that."""
     aside = _aside(len(ids))
     selection, calibration = ids[aside], ids[~aside].tolist()
-    about = {**(about or {}), "tokens": calibrate.token_hash(ids), "names": list(names)}
+    about = {**(about or {}), "tokens": calibrate.token_hash(ids), "names": list(candidates.names)}
     about = json.loads(json.dumps(about))  # as it will be read again
     path, tried = folder / "tried.json", list[Tried]()
     if path.is_file() and (left := json.loads(path.read_bytes()))["about"] == about:
         tried = [Tried(**each) for each in left["tried"]]
-    for name in names[len(tried) :]:
-        progress("recipes", len(tried), len(names))
+    while (name := candidates.following([each.kl for each in tried])) is not None:
+        progress("recipes", len(tried), candidates.count)
         out = folder / ("out.gguf" if about.get("file") else "out")
         bits = run(name, calibration, out)
         found = measure(sources.load(out, torch.float32), selection.tolist(), base=base()).figures["kl_mean"]
         tried.append(Tried(name, bits, found.value, found.low, found.high))
         state.put(path, {"about": about, "tried": [asdict(each) for each in tried]})
-    progress("recipes", len(names), len(names))
+    progress("recipes", candidates.count, candidates.count)
     return Choice(tuple(tried), calibration, selection.numel(), ids)

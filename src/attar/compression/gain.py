@@ -4,14 +4,15 @@ A method can lose. It fits what calibration text shows, and where that is little
 for, plain rounding is closer: on 256 tokens `smoothquant` was in front of w4g128 of the embedded model (KL 0.041 on a
 novel, 0.036 without). So what reads a text is compared with what does not, on sequences of the same kind that nothing
 of the run has read: those that lie between the calibration sequences of a long text, or others that the model writes.
-The receipt holds both figures, and who lost is told. Which steps to keep is `best`'s to choose, on such text; a target
-is compared with what it asked for.
+The receipt holds both figures, and who lost is told. Which steps to keep is `best`'s to choose, on such text, where it
+is asked to (`candidates`); a target is compared with what it asked for.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from attar import machine
 from attar.checkpoints import hf, sources
 from attar.compression import calibrate
 from attar.compression.calibrate import Amount, Calibration
+from attar.compression.candidates import ABLATION, candidates
 from attar.compression.methods import Rtn
 from attar.compression.recipe import Recipe
 from attar.compression.walk import Progress
@@ -59,10 +61,15 @@ class Gain:
         """What to say of a recipe that lost."""
         if self.kl <= self.plain:
             return ()
+        advice = (
+            "give it more calibration text, or several recipes to choose from (best-..., or names with commas between)"
+        )
+        with suppress(ValueError):  # of some recipes no step can go
+            candidates(f"{ABLATION}{name}")
+            advice += f", or leave out what does not help ({ABLATION}{name})"
         return (
             f"on {self.tokens:,} tokens that calibrated nothing {name} is worse than plain rounding (mean KL "
-            f"{self.kl:.3g}, without it {self.plain:.3g}): give it more calibration text, or several recipes to choose "
-            "from (best-..., or names with commas between)",
+            f"{self.kl:.3g}, without it {self.plain:.3g}): {advice}",
         )
 
 

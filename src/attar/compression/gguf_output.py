@@ -22,13 +22,16 @@ from torch import Tensor
 from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
 from attar.checkpoints.gguf import export as gguf_export
 from attar.checkpoints.gguf.config import ROPE_FACTORS, file_name
+from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.gguf.writer import GgufPlan, plan
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.writer import FilePlan, ShardWriter
+from attar.compression import knobs
+from attar.compression.output import untrained_note
 from attar.compression.recipe import HEAD, Recipe
 from attar.compression.rotated import RotatedCheckpoint
 from attar.compression.solvers import rtn
-from attar.formats import ggml_codec, ggml_mix, ggml_round
+from attar.formats import ggml_blocks, ggml_codec, ggml_mix, ggml_round
 from attar.formats.forms import GgmlBlocks
 from attar.formats.ggml import TYPES, GgmlType
 from attar.formats.packed import PackedTensor
@@ -86,6 +89,9 @@ class GgufOutput:
                 "output.weight, which was token_embd.weight before, is a matrix of its own, because rotation folds the "
                 f"last norm into it{hint}.",
             )
+        if recipe.tune is not None:
+            blocks = [scheme for name, scheme in self.schemes.items() if name not in (HEAD, self._embed)]
+            self.notes += untrained_note(knobs.untrained_in_file(blocks), blocks, recipe.tune.method, dense=False)
         self._final = f"{config.names.final_norm}.weight"
         self._factors = factors
         self.plan: GgufPlan = plan(name, head_words | tokenizer, dict(self._tensors(shapes)))
@@ -187,6 +193,19 @@ class GgufOutput:
             if linear.bias is not None:
                 bias = gguf_export.neighbours(linear.bias, self.config.head_dim) if turned else linear.bias
                 _write_plain(writer, f"{linear.name}.bias", bias)
+
+    def write_again(self, writer: ShardWriter, found: Mapping[str, Tensor]) -> None:
+        """Replace what tuning found, by our names: norms and biases, and numbers within the blocks of matrices."""
+        file = GgufFile(writer.folder / self.name)
+        for name, values in found.items():
+            module = name.rpartition(".")[0]
+            if gguf_export.interleaves(self.config, module):
+                values = gguf_export.neighbours(values, self.config.head_dim)
+            if module in self.schemes and name.endswith(".weight"):
+                raw = file.read(file_name(name))
+                writer.write(file_name(name), ggml_blocks.with_numbers(self._kind(module), raw, values))
+            else:
+                _write_plain(writer, name, values)
 
     def round_head(self, rows: Tensor) -> PackedTensor:
         """Rows [R, I] of the output matrix as they are stored."""

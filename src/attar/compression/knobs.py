@@ -8,10 +8,11 @@ model of which linears nothing is trained:
   largest of 256 magnitudes, of NVFP4 the one for the tensor, which linears that read one input share. E4M3 scales move
   by 6 to 12 % or not at all, and tuning moves numbers by less than that;
 * tables that codes look up; the values of 2:4 sparse weights that are no codes; all weights of a pruned linear that
-  stays dense, but for its zeros.
+  stays dense, but for its zeros;
+* in GGUF files the float16 numbers that scale a block: codes, and scales of few bits, stay.
 
-Nothing is trained of MXFP4, whose scales are powers of two, nor of GGML's types, which keep scales of few bits and
-their float16 factors within blocks of codes; nor zero points, which are integers.
+Nothing is trained of MXFP4, whose scales are powers of two, nor of GGML's types in a folder; nor zero points, which are
+integers.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.libraries import Library, library_of
 from attar.compression.block.groups import input_groups
-from attar.formats import llm_int8, nf4
+from attar.formats import ggml_blocks, llm_int8, nf4
 from attar.formats.affine import by_scale
-from attar.formats.forms import Form, Fp4, Fp8Blocks, Int8Rows, Lookup, Nf4, Progressive, Sparse24
+from attar.formats.forms import Form, Fp4, Fp8Blocks, GgmlBlocks, Int8Rows, Lookup, Nf4, Progressive, Sparse24
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Grid, Scheme
 from attar.formats.sparse24 import unpack_24
@@ -35,6 +37,8 @@ from attar.kernels.operands import Linear, Norm
 from attar.model.layers import Block
 
 NVFP4 = Fp4("nvfp4")
+
+Stored = Checkpoint | GgufCheckpoint
 
 
 @dataclass(eq=False)
@@ -93,11 +97,18 @@ def part_of(form: Form) -> str | None:
 
 
 def untrained(schemes: Iterable[Scheme | None]) -> tuple[str, ...]:
-    """The names of those of the schemes of which nothing is trained."""
+    """The names of those of the schemes of which nothing is trained in a folder."""
     return tuple(sorted({each.name for each in schemes if each is not None and part_of(each.weight) is None}))
 
 
-def of_block(checkpoint: Checkpoint, block: Block, dense: Collection[str] = ()) -> Iterator[Knob]:
+def untrained_in_file(schemes: Iterable[Scheme | None]) -> tuple[str, ...]:
+    """The same of a GGUF file, where schemes are GGML's; plain numbers are none."""
+    forms = [each.weight for each in schemes if each is not None]
+    kinds = [form.type for form in forms if isinstance(form, GgmlBlocks) and form.type.elements > 1]
+    return tuple(sorted({kind.name.lower() for kind in kinds if kind.name not in ggml_blocks.CODED}))
+
+
+def of_block(checkpoint: Stored, block: Block, dense: Collection[str] = ()) -> Iterator[Knob]:
     """The knobs of a block. `dense` names the linears whose weights, but for zeros, are trained themselves."""
     first = {linear.name: members[0].name for members in input_groups(block) for linear in members}
     shared: dict[str, Knob] = {}
@@ -115,8 +126,10 @@ def of_block(checkpoint: Checkpoint, block: Block, dense: Collection[str] = ()) 
         yield from of_norm(checkpoint, norm)
 
 
-def of_weight(checkpoint: Checkpoint, linear: Linear, dense: bool = False) -> Knob | None:
+def of_weight(checkpoint: Stored, linear: Linear, dense: bool = False) -> Knob | None:
     """That of a linear's weight, if there is one."""
+    if isinstance(checkpoint, GgufCheckpoint):
+        return of_blocks(linear) if isinstance(linear.weight, PackedTensor) else None
     module, weight = checkpoint.stored_name(linear.name), linear.weight
     if isinstance(weight, PackedTensor) and (part := part_of(weight.scheme.weight)) is not None:
         base, made = weight.parts[part], _made(weight)
@@ -129,18 +142,48 @@ def of_weight(checkpoint: Checkpoint, linear: Linear, dense: bool = False) -> Kn
     return None
 
 
-def _of_bias(checkpoint: Checkpoint, owner: Linear | Norm) -> Iterator[Knob]:
+def of_blocks(linear: Linear) -> Knob | None:
+    """The numbers that scale the blocks of a weight in a GGUF file, [O, blocks of a row, 1 or 2] under its name."""
+    packed = linear.weight
+    assert isinstance(packed, PackedTensor)
+    form = packed.scheme.weight
+    assert isinstance(form, GgmlBlocks)
+    if form.type.name not in ggml_blocks.CODED:
+        return None
+    blocks = ggml_blocks.unpack(form.type, packed.parts["blocks"].reshape(-1, form.type.block_bytes))
+    codes, scales, mins = blocks.codes.to(torch.int8), blocks.scales, blocks.mins
+    base = ggml_blocks.numbers(blocks).view(packed.shape[0], -1, 1 if blocks.m is None else 2)
+
+    def install(value: Tensor) -> None:  # as `ggml_blocks.to_values`, with gradients
+        d, *m = value.view(len(codes), -1).split(1, 1)
+        if scales is None:
+            values = codes.float() * d + m[0] if m else codes.float() * d
+        else:
+            values = codes.view(*scales.shape, -1).float() * (d * scales.float())[..., None]
+            if mins is not None:
+                values = values - (m[0] * mins.float())[..., None]
+        linear.dense = values.view(packed.shape)
+
+    return Knob(f"{linear.name}.weight", base, base.float().abs(), install)
+
+
+def _of_bias(checkpoint: Stored, owner: Linear | Norm) -> Iterator[Knob]:
     if owner.bias is not None:
-        name = f"{checkpoint.stored_name(owner.name)}.bias"
+        name = f"{_stored_name(checkpoint, owner.name)}.bias"
         yield Knob(name, owner.bias, _rms(owner.bias), lambda value: setattr(owner, "bias", value))
 
 
-def of_norm(checkpoint: Checkpoint, norm: Norm) -> Iterator[Knob]:
+def of_norm(checkpoint: Stored, norm: Norm) -> Iterator[Knob]:
     """Those of a norm."""
     size = (norm.weight.float() + norm.offset).abs()
-    name = f"{checkpoint.stored_name(norm.name)}.weight"
+    name = f"{_stored_name(checkpoint, norm.name)}.weight"
     yield Knob(name, norm.weight, size, lambda value: setattr(norm, "weight", value))
     yield from _of_bias(checkpoint, norm)
+
+
+def _stored_name(checkpoint: Stored, module: str) -> str:
+    """What a module is called where its numbers are stored; of a GGUF file what we call it."""
+    return module if isinstance(checkpoint, GgufCheckpoint) else checkpoint.stored_name(module)
 
 
 def _library(checkpoint: Checkpoint) -> Library:

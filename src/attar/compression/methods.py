@@ -69,12 +69,16 @@ class SmoothQuant:
     """Divide activations and multiply weights by max|x|^alpha / max|w|^(1 - alpha), channel by channel."""
 
     method: ClassVar[str] = "smoothquant"
-    alpha: float | None = None  # None: the model family's own, `smoothquant.ALPHA`
+    alpha: float | Literal["search"] | None = None
+    """None: the model family's own, `smoothquant.ALPHA`; `search`: of each place the one whose rounded linears put out
+    least error."""
     through: bool = False  # also from linear to linear, up to down and v to o, which the paper leaves alone
     norms: bool = True  # and from norms; without them only from linear to linear
 
     def __post_init__(self) -> None:
-        if self.alpha is not None:
+        if isinstance(self.alpha, str) and self.alpha != "search":
+            raise ValueError(f"alpha is a number from 0 to 1, or search, not {self.alpha!r}")
+        if self.alpha is not None and self.alpha != "search":
             _number("alpha", self.alpha, 0, 1)
         _truth("through", self.through)
         _truth("norms", self.norms)

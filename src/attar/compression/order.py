@@ -83,8 +83,7 @@ class Order:
             plan = replace(plan, head=parse_head(FILE_HEADS.get(self.head, self.head) if self.to_file else self.head))
         if plan.mix is not None and not self.to_file:
             raise ValueError(f"{plan.name} is a mix of GGUF files: give an output that ends in .gguf, not {self.dst}")
-        whole = plan.structured is not None or plan.tune is not None
-        if self.to_file and (plan.pruning is not None or whole):
+        if self.to_file and (plan.pruning is not None or plan.structured is not None):
             raise ValueError(f"{plan.name} writes a folder, not a GGUF file: give an output that does not end in .gguf")
         if self.to_file:
             plan = plan.for_file()
@@ -103,7 +102,7 @@ class Order:
         # what options are for is known when the schemes are
         output = self.output(replace(plan, said=()) if targeted else plan, checkpoint)
         place.check(plan, output.schemes.values(), self.to_file, self.device)
-        reads = requirements.check(plan, checkpoint.config, output.schemes, sequences, self.to_file)
+        reads = requirements.check(plan, checkpoint.config, output.schemes, sequences)
         requirements.check_sparse(plan, checkpoint, output.schemes)
         return Ready(plan, checkpoint, output, reads)
 

@@ -129,11 +129,16 @@ class Output:
         if recipe.tune is not None:
             blocks = {name: scheme for name, scheme in self.schemes.items() if name != HEAD}
             learns = any(scheme is None and recipe.reshapes(name) for name, scheme in blocks.items())
-            self.notes += _untrained(blocks.values(), recipe.tune.method, learns)
+            self.notes += untrained_note(knobs.untrained(blocks.values()), blocks.values(), recipe.tune.method, learns)
         if recipe.structured is not None and self.sizes is not None:
             self.notes += (structured.account(config, recipe.structured.percent, self.sizes),)
         if isinstance(checkpoint, RotatedCheckpoint):
             self.notes += checkpoint.notes
+
+    def write_again(self, writer: ShardWriter, found: Mapping[str, Tensor]) -> None:
+        """Replace tensors that were written."""
+        for name, tensor in found.items():
+            writer.write(name, tensor)
 
     def plans(self, max_shard_bytes: int) -> list[FilePlan]:
         """The files of the layout. Raises ValueError as `plan_files`."""
@@ -338,10 +343,11 @@ def _known_to_vllm(scheme: Scheme) -> str | None:
     return "W8A8 of INT8" if weight.kind == "int" else "W8A8 of FP8"
 
 
-def _untrained(schemes: Collection[Scheme | None], method: str, dense: bool) -> tuple[str, ...]:
-    """What is to be said of linears of which tuning, whose `method` is named, trains nothing; `dense`: whether it
-    trains the weights of others."""
-    names = knobs.untrained(schemes)
+def untrained_note(
+    names: Sequence[str], schemes: Collection[Scheme | None], method: str, dense: bool
+) -> tuple[str, ...]:
+    """What is to be said where tuning, whose `method` is named, trains nothing of linears in schemes of these `names`;
+    `dense`: whether it trains the weights of others."""
     if not names:
         return ()
     some = dense or len(names) < len({scheme.name for scheme in schemes if scheme is not None})

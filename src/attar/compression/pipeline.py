@@ -24,7 +24,7 @@ from torch import Tensor
 from attar.checkpoints import receipt
 from attar.checkpoints.gguf.writer import atomic_file
 from attar.checkpoints.writer import MAX_SHARD, Workspace, atomic_folder
-from attar.compression import allocate, best, calibrate, domain, gain, requirements
+from attar.compression import allocate, best, calibrate, candidates, domain, gain, requirements
 from attar.compression.allocate import Allocated
 from attar.compression.block.record import Record
 from attar.compression.calibrate import Calibration
@@ -123,13 +123,13 @@ def compress(
     """Compress the checkpoint `src` (folder, Hub id or `demo`) into the folder `dst`, or the file, if it ends in .gguf.
 
     `recipe` is a name such as `gptq-w4g128`, a YAML file, or a Recipe; of several names, or `best-w4g128`, the one is
-    kept that does best on calibration text set aside (`best`). `head` is what the output matrix is stored in,
-    whatever the recipe says of it: `bf16` (as it is), `int8`, `int4`, or a scheme of weights alone. `calibration` is a
-    text file, token ids [S][L], or `self` for text sampled from the model; recipes that only round need none. With
-    `drawn`, it is followed by so many sequences that the model writes: what several recipes, or the bits of a target,
-    are chosen by, and what tuning judges by, is the given text alone. `imatrix`
-    is an importance matrix for a GGUF file, which weighs errors by it; with calibration alone one is computed.
-    With a `target`, each linear gets the scheme of `ladder` that `allocate` chooses, by default the recipe's with other
+    kept that does best on calibration text set aside (`best`), and of `ablate-` with a name the steps that help there.
+    `head` is what the output matrix is stored in, whatever the recipe says of it: `bf16` (as it is), `int8`, `int4`, or
+    a scheme of weights alone. `calibration` is a text file, token ids [S][L], or `self` for text that the model writes;
+    recipes that only round need none. With `drawn`, it is followed by so many sequences that the model writes: what
+    several recipes, or the bits of a target, are chosen by, and what tuning judges by, is the given text alone.
+    `imatrix` is an importance matrix for a GGUF file, which weighs errors by it; calibration alone gives one. With a
+    `target`, each linear gets the scheme of `ladder` that `allocate` chooses, by default the recipe's with other
     bits; an output that misses a target of KL is made anew with more, twice at most, where there is more to choose, and
     of those that all miss it the nearest is kept. `evaluation` is a held-out text file on which the cost is measured.
     At most `calib_memory` bytes of calibration activations are held in memory. A killed run resumes, unless `resume` is
@@ -145,23 +145,23 @@ def compress(
     if drawn and (calibration is None or calibrate.is_drawn(calibration)):
         raise ValueError("text is drawn to go with a calibration text: give one, or more samples of `self`")
     settings = Settings(amount, calib_memory, max_shard_bytes, overwrite, resume, report, time.monotonic())
-    names = best.recipes(recipe)
-    if names is not None and target is not None:
+    tries = candidates.candidates(recipe)
+    if tries is not None and target is not None:
         raise ValueError(
             f"a target chooses the bits of one recipe, and {recipe} tries several: leave the target out, or name one "
             "recipe with it, such as guided-w4g128"
         )
-    if names is not None and imatrix is not None:
+    if tries is not None and imatrix is not None:
         raise ValueError(
             f"{recipe} tries several recipes, which weigh errors by calibration text: leave the importance matrix out, "
             "or name one recipe with it, such as gptq-q4_k_m"
         )
     order = Order.take(src, dst, head, imatrix, calibration is not None, seed, device)
     choice = None
-    if names is not None:
-        if drawn and calibration is not None and not best.is_ladder(recipe):
+    if tries is not None:
+        if drawn and calibration is not None and not tries.ladder:
             count = calibrate.count(calibration, amount) + drawn
-            readies = (order.ready(name, count) for name in names)
+            readies = (order.ready(name, count) for name in tries.names)
             if not any(each.reads or order.weighs(each.plan) for each in readies):
                 raise ValueError(f"{recipe}: these read text only to be chosen by: leave the drawn text out")
 
@@ -169,7 +169,7 @@ def compress(
             trial = replace(order, dst=out)
             return _carry_out(trial, name, ids, replace(settings, overwrite=True), _Wish(trial=True)).bits_per_weight
 
-        choice = best.for_output(names, order, settings, calibration, make, ladder=best.is_ladder(recipe))
+        choice = best.for_output(tries, order, settings, calibration, make)
         recipe, calibration = choice.winner, choice.calibration
     wish = _Wish(target, ladder, imatrix, evaluation, eval_tokens, choice)
     return _carry_out(order, recipe, calibration, settings, wish)

@@ -37,11 +37,9 @@ from attar.model.decoder import compressible
 HEAD_ROWS = 1024  # of the output matrix that are looked at
 
 
-def check(
-    plan: Recipe, config: ModelConfig, schemes: Mapping[str, Scheme | None], sequences: int | None, to_file: bool
-) -> bool:
+def check(plan: Recipe, config: ModelConfig, schemes: Mapping[str, Scheme | None], sequences: int | None) -> bool:
     """Whether the recipe reads the inputs of linears. `schemes` are those that it gives the model's, `sequences` how
-    many of calibration text there will be at most, None without any, and `to_file` whether a GGUF file is written.
+    many of calibration text there will be at most, None without any.
 
     Raises ValueError where it needs what there is not, or takes what it cannot.
     """
@@ -85,8 +83,6 @@ def check(
             f"{compressible(config, 0)[0]}: its heads have {config.head_dim} columns, and smoothattention searches for "
             f"a cache whose bits go to {BUCKET} columns at a time: set key_alpha, 0.5 as published, or leave it out"
         )
-    if plan.tune is not None and to_file:
-        raise ValueError(f"{plan.name}: a GGUF file holds its scales within its blocks, which tuning does not write")
     if sequences is not None:
         enough(plan, sequences)
     return needs_inputs

@@ -27,7 +27,6 @@ from attar.compression.gguf_output import GgufOutput
 from attar.compression.guide import Guide, key
 from attar.compression.methods import SpinQuant, SqueezeLlm
 from attar.compression.order import Order, Ready
-from attar.compression.output import Output
 from attar.compression.recipe import HEAD, Recipe
 from attar.compression.rotated import RotatedCheckpoint
 from attar.compression.settings import Settings
@@ -103,8 +102,9 @@ class Run:
             self.learned["rotation"] = {"before": spun.before, "after": spun.after}
         if self.given is not None and self.order.weighs(self.plan):
             assert isinstance(self.output, GgufOutput)
+            read = self._with_drawn(self.given) if self.walked is None else self.walked
             self.output.importances = importance.kept(
-                self.checkpoint, self._with_drawn(self.given), self.work.state, self.name, self.memory, self.report
+                self.checkpoint, read, self.work.state, self.name, self.memory, self.report
             )
         guide, couples = self.plan.guide, self.plan.couples
         weighs_each = isinstance(self.plan.rounding, SqueezeLlm)
@@ -164,18 +164,16 @@ class Run:
         if self.plan.tune is None:
             return
         assert self.ids is not None
-        assert isinstance(self.output, Output)
-        out, schemes = self.work.out, self.output.schemes
+        schemes = self.output.schemes
         dense = [name for name, scheme in schemes.items() if scheme is None and self.plan.reshapes(name)]
         tuned = tune.run(
-            self.checkpoint, out, self.work.state, self.ids, self.plan.tune, drawn=self._drawn,
+            self.checkpoint, self.made, self.work.state, self.ids, self.plan.tune, drawn=self._drawn,
             seed=self.order.seed, progress=self.report, dense=dense,
         )  # fmt: skip
-        with ShardWriter(out, self.files, self.output.layout) as writer:
-            for name, tensor in tuned.tensors.items():
-                writer.write(name, tensor)
+        with ShardWriter(self.work.out, self.files, [name for file in self.files for name in file.slots]) as writer:
+            self.output.write_again(writer, tuned.tensors)
             writer.finish()
-        self.probed = tune.probes(out, self.order.seed)
+        self.probed = tune.probes(self.made, self.order.seed)
         self.records = [
             replace(r, measure=f"{r.measure}, before tuning") if r.name != HEAD else r for r in self.records
         ]

@@ -119,8 +119,8 @@ def _parse(name: str) -> Spelling:
             raise ValueError(f"recipe {name!r}: what is kept is not rounded, nor rotated at run time: rotate-{KEEP}")
         return Spelling((Rtn(),), None, rotate=rotate)
     found = _parse_passes(f"{'+'.join(words or ['rtn'])}-{scheme}" if rotate or tune else name)
-    if tune is not None and found.mix is not None:
-        raise ValueError(f"recipe {name!r}: there are no scales to tune in what {found.name} leaves")
+    if tune is not None and found.mix in ggml_mix.DENSE_MIXES:
+        raise ValueError(f"recipe {name!r}: {found.mix} holds plain numbers, which leave {tune.method} no scales")
     if rotate is not None and isinstance(found.passes[-1], Structured):
         raise ValueError(f"recipe {name!r}: {rotate.method} mixes the columns that structured pruning chooses among")
     return replace(found, rotate=rotate, tune=tune)

@@ -41,8 +41,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.probes import ProbeRun
+from attar.checkpoints.vocabulary import is_gguf
 from attar.compression import calibrate, gradients, knobs
 from attar.compression.hidden import HiddenStates, rows_at_once
 from attar.compression.knobs import Knob
@@ -68,8 +70,8 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Tuned:
-    """What tuning found: the tensors to store, by their names in the files, and the mean KL in nats on held-out
-    sequences of the calibration text before and after."""
+    """What tuning found: the numbers to store, by their names in a folder's files (of a GGUF file by ours), and the
+    mean KL in nats on held-out sequences of the calibration text before and after."""
 
     kl_before: float
     kl_after: float
@@ -89,7 +91,7 @@ class Tuned:
 
 def run(
     source: Checkpoint,
-    folder: Path,
+    made: Path,
     state: Path,
     ids: Tensor,
     options: Tune,
@@ -100,9 +102,9 @@ def run(
     progress: Progress | None = None,
     dense: Collection[str] = (),
 ) -> Tuned:
-    """Tune the finished model in `folder`, made from `source`, on token ids [S, L], and on `drawn` [D, L], unless the
-    options have other text drawn. The caller stores the tensors. `dense` names the linears whose weights, but for
-    zeros, are trained themselves.
+    """Tune the finished model `made` from `source`, a folder or a GGUF file, on token ids [S, L], and on `drawn`
+    [D, L], unless the options have other text drawn. The caller stores the tensors. `dense` names the linears whose
+    weights, but for zeros, are trained themselves.
 
     What is found is kept in the folder `state`, from which a run that was killed while it stored them takes it again.
     At most `memory` bytes are used (by default what this machine gives). Raises ValueError where that is too little,
@@ -126,7 +128,7 @@ def run(
     if drawn is not None:
         ids = torch.cat([ids, drawn])
     with torch.inference_mode(False), torch.enable_grad():
-        student = _Student(Checkpoint.open(folder), dense)
+        student = _Student(_opened(made), dense)
         sequences = max(1, options.batch // length)
         learned = sum(knob.base.numel() for knob in student.all_knobs())
         student.fit(sequences * length, learned, memory, "tuning")
@@ -159,12 +161,19 @@ def _taken(ids: Tensor) -> list[int]:
     return [i * len(ids) // count for i in range(count)]
 
 
+def _opened(made: Path) -> Checkpoint | GgufCheckpoint:
+    if is_gguf(made):
+        return GgufCheckpoint.open(made, torch.float32, as_stored=True, blocks=True)
+    return Checkpoint.open(made)
+
+
 @torch.inference_mode()
-def probes(folder: Path, seed: int) -> dict[str, Any]:
-    """The probes of the finished model in `folder`, for its receipt: those that the walk took are of what it was."""
-    checkpoint = Checkpoint.open(folder)
+def probes(made: Path, seed: int) -> dict[str, Any]:
+    """The probes of the finished model, for its receipt: those that the walk took are of what it was."""
+    checkpoint = _opened(made)
     config, run = checkpoint.config, ProbeRun(checkpoint.config, seed)
     embedding, head = decoder.build_ends(config, checkpoint)
+    head.keep_dense = False
     count, length = run.ids.shape
     rows = embedding.forward(run.ids.reshape(-1), Step((length,) * count, length).positions).float()
     seen = []
@@ -184,8 +193,10 @@ def probes(folder: Path, seed: int) -> dict[str, Any]:
 class _Student(WholeModel):
     """The compressed model and its knobs by block; the last are the final norm's."""
 
-    def __init__(self, checkpoint: Checkpoint, dense: Collection[str] = ()) -> None:
+    def __init__(self, checkpoint: Checkpoint | GgufCheckpoint, dense: Collection[str] = ()) -> None:
         super().__init__(checkpoint)
+        self.head.keep_dense = isinstance(self.head.weight, PackedTensor)  # it meets a few rows at a time
+        self.in_file = isinstance(checkpoint, GgufCheckpoint)
         self.knobs = [list(knobs.of_block(checkpoint, block, dense)) for block in self.blocks]
         self.knobs.append(list(knobs.of_norm(checkpoint, self.final_norm)))
 
@@ -199,7 +210,8 @@ class _Student(WholeModel):
     def untrained(self) -> tuple[str, ...]:
         """The schemes of linears of which nothing is trained."""
         weights = [linear.weight for block in self.blocks for linear in block.linears()]
-        return knobs.untrained(weight.scheme for weight in weights if isinstance(weight, PackedTensor))
+        schemes = [weight.scheme for weight in weights if isinstance(weight, PackedTensor)]
+        return knobs.untrained_in_file(schemes) if self.in_file else knobs.untrained(schemes)
 
 
 class _Teacher:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from attar import machine
 from attar.checkpoints import receipt
+from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.hf import Checkpoint
 from attar.checkpoints.safetensors import TensorFile
 from attar.checkpoints.writer import ShardWriter, plan_files, sync_path
@@ -46,7 +47,7 @@ class Damaged(ValueError):
 class WholeModel:
     """The model of a checkpoint, of any format, in memory. A subclass puts what it learns in place by `install`."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint | GgufCheckpoint) -> None:
         self.config = config = checkpoint.config
         self.recompute = True
         self.embedding, self.head = decoder.build_ends(config, checkpoint)
@@ -109,6 +110,7 @@ class WholeModel:
         heads = (self.config.heads + self.config.kv_heads) * self.config.head_dim
         graph = 4 * rows * (8 * self.config.hidden + 5 * heads + 6 * self.config.intermediate)  # of a block
         least = 2 * sum(sizes) + 2 * 4 * math.prod(self.head.shape) + 6 * 4 * learned + 3 * 4 * max(sizes)
+        least += 4 * math.prod(self.head.shape) if self.head.keep_dense else 0
         least += 4 * self.config.layers * rows * self.config.hidden + graph + 6 * 4 * LOGITS_AT_ONCE
         if least > limit:
             raise ValueError(f"{what} needs {least / 1e9:.3g} GB of memory and may use {limit / 1e9:.3g}: give it more")

@@ -21,7 +21,7 @@ of rows; what is needed beside the result stays small.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -193,6 +193,22 @@ _UNPACK: Mapping[str, Callable[[Fields], Blocks]] = {
     "IQ4_NL": _unpack_iq4_nl,
     "IQ4_XS": _unpack_iq4_xs,
 }
+
+
+CODED = frozenset(_UNPACK)
+"""Types of codes under float16 numbers: those that `unpack` takes apart."""
+
+
+def numbers(blocks: Blocks) -> Tensor:
+    """The float16 numbers of N blocks, [N, 1 or 2]: d, and m where there is one."""
+    return blocks.d if blocks.m is None else torch.cat([blocks.d, blocks.m], 1)
+
+
+def with_numbers(kind: GgmlType, raw: Tensor, found: Tensor) -> Tensor:
+    """Rows of blocks, uint8 [O, bytes of a row], with other float16 numbers [O, blocks of a row, 1 or 2]."""
+    blocks = unpack(kind, raw.reshape(-1, kind.block_bytes))
+    d, *m = found.reshape(len(blocks.d), -1).split(1, 1)
+    return pack(kind, replace(blocks, d=d.contiguous(), m=m[0].contiguous() if m else None)).view(raw.shape)
 
 
 def _both(blocks: Blocks) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,9 @@ from attar.compression.block import transforms
 from attar.compression.block.groups import input_groups
 from attar.compression.block.work import BlockWork
 from attar.compression.hidden import HiddenStates
-from attar.compression.methods import Awq
+from attar.compression.methods import Awq, SmoothQuant
 from attar.compression.recipe import Recipe
+from attar.compression.solvers import smoothquant
 from attar.compression.solvers.means import ColumnMean
 from attar.formats.scheme import Scheme
 from attar.model.decoder import Decoder
@@ -74,6 +75,42 @@ def test_importances_are_those_of_the_transformed_model(
         for ending in words.get(word, (f"{word}_proj",)):
             name = next(name for name in before if name.endswith(ending))
             assert not torch.allclose(before[name], after[name], rtol=0.1), f"{name} is not put to the test"
+
+
+@torch.no_grad()
+def test_smoothing_by_a_search_takes_an_alpha_for_each_place(
+    tiny_decoder: Callable[..., Decoder], tmp_path: Path
+) -> None:
+    """One of the grid each, not the family's everywhere, and the block computes what it did."""
+    found: dict[object, tuple[Tensor, Tensor]] = {}
+    for alpha in ("search", *smoothquant.GRID):
+        block = uneven(tiny_decoder(layers=1))
+        work = working(block, "smoothquant+rtn-w8a8", tmp_path)
+        wanted = block.run(work.hidden.read(range(4)), work.hidden.step(range(4)))
+        transforms.run(work, SmoothQuant(alpha=alpha))  # type: ignore[arg-type]
+        output = block.run(work.hidden.read(range(4)), work.hidden.step(range(4)))
+        torch.testing.assert_close(output, wanted, rtol=SAME, atol=SAME)
+        found[alpha] = block.attention_norm.weight, block.feed_forward_norm.weight
+    searched = found.pop("search")
+    chosen = [[alpha for alpha, norms in found.items() if norms[at].equal(searched[at])] for at in range(2)]
+    assert all(len(each) == 1 for each in chosen)
+    assert chosen != [[smoothquant.alpha_for("LlamaForCausalLM")]] * 2
+
+
+@pytest.mark.parametrize(
+    "options", [SmoothQuant(alpha="search"), Awq(points=3, clip=False)], ids=["smoothquant", "awq"]
+)
+@pytest.mark.parametrize("scheme", ["sparse24", "sparse24-w4g32"])
+@torch.no_grad()
+def test_searches_round_what_is_not_pruned_yet(
+    options: SmoothQuant | Awq, scheme: str, tiny_decoder: Callable[..., Decoder], tmp_path: Path
+) -> None:
+    block = uneven(tiny_decoder(layers=1))
+    work = working(block, f"{options.method}+prune-2:4-{scheme}", tmp_path)
+    wanted = block.run(work.hidden.read(range(4)), work.hidden.step(range(4)))
+    transforms.run(work, options)
+    found = block.run(work.hidden.read(range(4)), work.hidden.step(range(4)))
+    torch.testing.assert_close(found, wanted, rtol=SAME, atol=SAME)
 
 
 @torch.no_grad()

@@ -108,6 +108,32 @@ def test_smoothing_repairs_what_outliers_break() -> None:
     assert all(repaired[preset] < 0.2 * broken[preset] for preset in broken)
 
 
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8-atensor", "w8a8-static", "fp8", "w4g32"])
+def test_the_search_takes_what_rounds_with_the_least_error(scheme: str) -> None:
+    """By products that are made the way a model makes them: the reference, with packed weights and divided rows."""
+    norm, linears, x = outlier_layer()
+    x = ref.norm(x, None, norm)[1]
+    parsed, peaks = Scheme.parse(scheme), seen(x)
+    weights = [each.weight for each in linears if isinstance(each.weight, Tensor)]
+    schemes: list[Scheme | None] = [parsed, None, parsed]  # the second stays as it is
+
+    def error(alpha: float) -> float:
+        s = smoothquant.scales(peaks, weights, alpha)
+        total = 0.0
+        for weight in (weights[0], weights[2]):
+            rounded = Linear("l", codec(parsed.weight.kind).quantize(weight * s, parsed))
+            if parsed.static:
+                assert parsed.activation is not None
+                rounded.activation_scale = codec("int").fixed_scale((peaks / s).amax().reshape(1), parsed.activation)
+            total += float((ref.linear(x / s, [rounded]) - x @ weight.T).double().square().sum())
+        return total
+
+    alpha, errors = smoothquant.search(x, peaks, weights, schemes)
+    assert errors == pytest.approx([error(each) for each in smoothquant.GRID], rel=1e-4)
+    assert errors[smoothquant.GRID.index(alpha)] == min(errors)
+    assert min(errors) < 0.99 * max(errors), "some are better than others"
+
+
 def test_alpha_by_family() -> None:
     assert smoothquant.alpha_for("LlamaForCausalLM") == 0.85
     assert smoothquant.alpha_for("MistralForCausalLM") == 0.8

@@ -20,11 +20,11 @@ from attar.compression.block.work import BlockWork
 from attar.compression.hidden import Rows
 from attar.compression.memory import give_back
 from attar.compression.methods import Awq, Clip, Pass, SmoothAttention, SmoothQuant
-from attar.compression.solvers import awq, smooth_attention, smoothquant
+from attar.compression.solvers import awq, smooth_attention, smoothquant, zeros
 from attar.compression.solvers.means import ColumnMean
 from attar.formats import kv
 from attar.formats.forms import Progressive
-from attar.formats.scheme import Grid
+from attar.formats.scheme import Grid, Scheme
 from attar.kernels import ops
 from attar.kernels.operands import Linear, Norm
 from attar.model.cache import Step
@@ -50,19 +50,30 @@ def run(work: BlockWork, options: Pass) -> None:
 
 
 def _smooth(work: BlockWork, options: SmoothQuant) -> None:
-    alpha = smoothquant.alpha_for(work.architecture) if options.alpha is None else options.alpha
     places = [
         each for each in folds(work.block) if (options.norms if isinstance(each.before, Norm) else options.through)
     ]
     largest = {each.linears[-1].name: smoothquant.AbsMax(each.linears[-1].shape[1]) for each in places}
     work.watch({name: statistic.add for name, statistic in largest.items()})
+    rows = work.inputs(list(largest), smoothquant.SEARCH_ROWS) if options.alpha == "search" else {}
     for each in places:
-        peaks = largest[each.linears[-1].name].value
+        name = each.linears[-1].name  # which sees every row: in a mixture of experts it is a gate
+        peaks, alpha = largest[name].value, smoothquant.alpha_for(work.architecture)
+        if name in rows and any(schemes := _schemes(work, each)):
+            weights = [fold.dense_weight(linear) for linear in each.linears]
+            alpha, _ = smoothquant.search(rows[name], peaks, weights, schemes)
+        elif options.alpha is not None and options.alpha != "search":
+            alpha = options.alpha
         if isinstance(each.before, Norm):
             _scaled(work, each.linears, smoothquant.smooth(each.before, each.linears, peaks, alpha))
         else:
             found = smoothquant.scales(peaks, [fold.dense_weight(linear) for linear in each.linears], alpha)
             _fold(work, each, found)
+
+
+def _schemes(work: BlockWork, place: Fold) -> list[Scheme | None]:
+    """What the linears of a place are rounded to by whoever searches: what is to be pruned is not yet."""
+    return [zeros.solved_as(work.scheme(linear)) for linear in place.linears]
 
 
 def _smooth_attention(work: BlockWork, options: SmoothAttention) -> None:
@@ -187,7 +198,7 @@ def _search(work: BlockWork, place: Fold, inputs: Rows, mean: Tensor, points: in
             return total / (len(inputs) * reference.columns)
 
         weights = [fold.dense_weight(linear) for linear in linears]
-        found = awq.search_scales(weights, [work.scheme(each) for each in linears], mean, loss, points=points)
+        found = awq.search_scales(weights, _schemes(work, place), mean, loss, points=points)
     del weights
     if found.alpha > 0:
         _fold(work, place, found.scales)

@@ -11,8 +11,8 @@ only. At 0.5 both sides end with the same maximum in every channel; larger alpha
 weights.
 
 The best alpha depends on how large a family's outliers are. `ALPHA` holds the authors' published choices; everything
-else starts at the paper's 0.5. Not done: a search for alpha, which would want the model's end-to-end loss, and
-smoothing the inputs of o and down, which the paper leaves alone.
+else starts at the paper's 0.5. `search` finds one for each place instead, by what its linears put out once weights and
+activations are rounded: what the model as a whole would lose by it is not asked.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ import torch
 from torch import Tensor
 
 from attar.compression.block import fold
+from attar.formats.packed import codec
+from attar.formats.scheme import Scheme
 from attar.kernels.operands import Linear, Norm
 
 ALPHA: Mapping[str, float] = {"llama": 0.85, "mistral": 0.8, "mixtral": 0.8}
 """By family, the architecture's name up to `ForCausalLM`, in lower case."""
 
 DEFAULT_ALPHA = 0.5
+GRID = tuple(i / 20 for i in range(21))  # alphas that `search` tries
+SEARCH_ROWS = 2048
 SMALLEST = 1e-5  # of a maximum and of a scale: what is below is taken for it
 
 
@@ -60,6 +64,33 @@ def scales(act_max: Tensor, weights: Sequence[Tensor], alpha: float) -> Tensor:
     act_max = act_max.float()
     chosen = act_max.clamp(min=SMALLEST) ** alpha / weight_max.clamp(min=SMALLEST) ** (1 - alpha)
     return torch.where((act_max == 0) | (weight_max == 0), 1.0, chosen.clamp(min=SMALLEST))
+
+
+def search(
+    x: Tensor, act_max: Tensor, weights: Sequence[Tensor], schemes: Sequence[Scheme | None]
+) -> tuple[float, tuple[float, ...]]:
+    """The alpha of `GRID` whose scales leave the least squared error of the products of rows x [N, I] with weights
+    [O, I], each rounded as its scheme says, the rows too (None: neither is); and the errors of all. Fixed scales of
+    activations are for `act_max` [I], the largest |x| of all rows there are. The first of equal errors wins."""
+    exact = [x @ weight.float().T for weight in weights]
+
+    def error(alpha: float) -> float:
+        divided_by, total = scales(act_max, weights, alpha), 0.0
+        for weight, scheme, wanted in zip(weights, schemes, exact, strict=True):
+            if scheme is None:
+                continue
+            rows, form = x / divided_by, scheme.activation
+            if form is not None:
+                fixed = None
+                if scheme.static:
+                    fixed = codec(form.kind).fixed_scale((act_max / divided_by).amax().reshape(1), form)
+                rows = codec(form.kind).fake_quantize(rows, form, fixed)
+            packed = codec(scheme.weight.kind).quantize((weight.float() * divided_by).to(weight.dtype), scheme)
+            total += float((rows @ packed.dequantize().T - wanted).double().square().sum())
+        return total
+
+    errors = tuple(map(error, GRID))
+    return GRID[errors.index(min(errors))], errors
 
 
 def smooth(norm: Norm, linears: Sequence[Linear], act_max: Tensor, alpha: float) -> Tensor:
