@@ -38,7 +38,7 @@ POINTS = {
     "prompt.render": "A thread renders a conversation and turns it into token ids.",
     "prompt.decode": "A thread turns token ids into text, to be echoed.",
     "params.build": "Fields of the body become sampling parameters.",
-    "desk.submit": "Prompts and parameters become work for the engine.",
+    "dispatcher.submit": "Prompts and parameters become work for the engine.",
     "client.send": "Its commands are about to be written to the engine's socket.",
     "engine.submit": "The engine takes a request.",
     "engine.choice": "One choice's sampler, detokenizer and stop strings are made.",

@@ -19,6 +19,7 @@ from attar.engine.engine import Engine
 from attar.engine.limits import Limits
 from attar.engine.messages import (
     MAX_FRAME,
+    Ask,
     Beat,
     Cancel,
     Command,
@@ -30,6 +31,7 @@ from attar.engine.messages import (
     Ready,
     Stats,
     Submit,
+    Told,
     encode,
 )
 from attar.engine.process import Loop, Outbox, grown, listen
@@ -120,6 +122,22 @@ def test_a_request_and_the_state_behind_it(running: Running) -> None:
     assert isinstance(stats, Stats)
     assert (stats.running, stats.waiting, stats.generated_tokens) == (0, 0, 5)
     assert len(stats.blocks) == 8
+
+
+def test_how_far_requests_are(running: Running) -> None:
+    client = Client(running.path)
+    client.send(
+        Ask(("a",)), Submit("a", (1, 2, 3), SamplingParams(max_tokens=100, temperature=0, seed=0)), Ask(("b", "a"))
+    )
+    [told] = [event for event in client.until(Told) if isinstance(event, Told)]
+    assert (told.id, told.report.prompt_tokens, told.report.reuse_ended) == ("a", 3, "")
+    client.until(Delta)
+    client.send(Ask(("a",)))
+    [told] = [event for event in client.until(Told) if isinstance(event, Told)]
+    assert told.report.prefill > 0
+    [end] = [event for event in client.until(Finished) if isinstance(event, Finished)]
+    assert end.report is not None
+    assert end.report.decode >= told.report.decode
 
 
 def test_what_has_ended_wakes_nobody(running: Running) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from attar.engine.messages import (
+    Ask,
     Beat,
     Cancel,
     Command,
@@ -34,6 +35,7 @@ from attar.engine.messages import (
     Report,
     Stats,
     Submit,
+    Told,
     encode,
 )
 from attar.engine.request import TokenLogprob
@@ -59,8 +61,9 @@ class Choice:
 
 
 class FakeEngine:
-    """`held` stops the steps, and `beats` off also the heart; `busy` is how long it says that its step takes; `fail`
-    fails requests with a code after so many tokens; `die` ends the connection, as a process does when it dies."""
+    """`held` stops the steps, `beats` off also the heart, and `tells` off what is said of requests that run; `busy` is
+    how long it says that its step takes; `fail` fails requests with a code after so many tokens; `die` ends the
+    connection, as a process does when it dies."""
 
     def __init__(
         self,
@@ -79,6 +82,7 @@ class FakeEngine:
         self.commands: deque[Submit | Embed] = deque(maxlen=4096)  # that came
         self.held = False
         self.beats, self.busy = True, 0.0
+        self.tells = True
         self.fail: tuple[str, int] | None = None
         self.choices: list[Choice] = []
         self.cancelled = 0
@@ -175,6 +179,10 @@ class FakeEngine:
                 self.choices = [each for each in self.choices if each.request is not asked]
                 self._out.append(Failed(command.id, "cancelled", "as told", self._report(asked)))
                 self.cancelled += 1
+        elif isinstance(command, Ask):
+            running = {each.request.id: each.request for each in self.choices if each.request is not None}
+            known = [running[id] for id in command.ids if id in running and self.tells]
+            self._out += [Told(request.id, self._report(request)) for request in known]
         elif isinstance(command, Drain):
             self._drained = True
 

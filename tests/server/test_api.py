@@ -370,7 +370,7 @@ def choice_of(*logprobs: float) -> work.Choice:
 
 def test_the_loop_is_not_held_up_by_large_bodies_and_long_texts(server: Running) -> None:
     bodies: list[tuple[str, Any]] = [
-        (COMPLETIONS, {"prompt": [1] * 700_000}),
+        (COMPLETIONS, {"prompt": [1] * 1_000_000}),
         (COMPLETIONS, {"prompt": "word " * 400_000}),
         (CHAT, {"messages": [{"role": "user", "content": "x " * 500_000}]}),
         ("/v1/embeddings", {"input": [[1] * 100] * 2048}),
@@ -380,6 +380,21 @@ def test_the_loop_is_not_held_up_by_large_bodies_and_long_texts(server: Running)
     codes = [server.post(path, body).json.get("error", {}).get("code") for path, body in encoded]
     assert codes == ["context_length_exceeded"] * 3 + [None]
     assert server.server.metrics._worst < 1  # a tokenizer that keeps Python's lock holds it up for more than two
+
+
+def test_what_is_at_its_limit_is_taken(server: Running) -> None:
+    """Those beyond it are among the bad requests. What is too long for the context has passed all other limits."""
+    turn, biases = {"role": "user", "content": "a"}, {str(token): 1 for token in range(1024)}
+    longest = 4 * 2**20 - len(json.dumps({"prompt": ""}))
+    for path, body, code in (
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 1, "stop": ["x" * 256] * 16}, None),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 1, "logit_bias": biases}, None),
+        (CHAT, {"messages": [turn] * 2048, "max_tokens": 1}, "context_length_exceeded"),
+        (COMPLETIONS, {"prompt": "x" * longest}, "context_length_exceeded"),
+    ):
+        reply = server.post(path, json.dumps(body).encode())
+        assert reply.json.get("error", {}).get("code") == code, reply.json
+    assert server.post(COMPLETIONS, json.dumps({"prompt": "x" * (longest + 1)}).encode()).status == 413
 
 
 def test_the_document_is_of_the_same_types(server: Running) -> None:

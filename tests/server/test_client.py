@@ -22,9 +22,9 @@ from attar.faults import Fault
 from attar.server import client, connection
 from attar.server.client import MAX_HELD, MAX_WAITING, ROOM_SECONDS, WATCH_SECONDS, Answer, EngineClient
 from attar.server.door import Options
+from attar.server.heartbeat import LEAST_SLOW, SILENCE, STUCK
 from attar.server.logprobs import PromptScores
 from attar.server.places import Places
-from attar.server.pulse import LEAST_SLOW, SILENCE, STUCK
 from tests.server.conftest import Running
 from tests.server.test_protocol import connect, post
 
@@ -106,12 +106,12 @@ def test_readiness_follows_the_engine(fragile: Running) -> None:
 def test_a_long_step_refuses_nothing_and_one_that_never_ends_does(fragile: Running) -> None:
     fragile.engine.held = True
     with streaming(fragile) as sock:
-        stuck = fragile.server.engine.pulse.stuck
+        stuck = fragile.server.engine.heartbeat.stuck
         assert stuck >= STUCK
-        fragile.server.engine.pulse.longest = 0.1
+        fragile.server.engine.heartbeat.longest = 0.1
         for busy, ready, taken in ((LEAST_SLOW, 200, 200), (stuck - 1, 503, 200), (stuck + 1, 503, 503), (0, 200, 200)):
             fragile.engine.busy = busy
-            fragile.wait(lambda busy=busy: fragile.server.engine.pulse.busy == busy)  # type: ignore[misc]
+            fragile.wait(lambda busy=busy: fragile.server.engine.heartbeat.busy == busy)  # type: ignore[misc]
             reply = fragile.get("/readyz")
             assert reply.status == ready
             assert (reply.status == 200) or reply.code == "engine_down"
@@ -467,9 +467,9 @@ def test_what_the_engine_still_says_of_a_request_that_has_gone_is_read_and_then_
         name = next(iter(fragile.server.engine.open))
     fragile.wait(lambda: fragile.engine.cancelled == 1)
     fragile.wait(lambda: not fragile.server.engine._left)
-    story = fragile.get(f"/v1/requests/{name}/why").json
-    assert story["outcome"] == "cancelled"
-    assert story["prompts"][0]["decode"] > 0
+    trace = fragile.get(f"/v1/requests/{name}/why").json
+    assert trace["outcome"] == "cancelled"
+    assert trace["prompts"][0]["decode"] > 0
     fragile.engine.step = 0.001
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from attar.server import desk
+from attar.server import dispatcher
 from attar.server import prompts as prompts_module
 from tests.server.conftest import Running
 from tests.server.test_protocol import connect, post
@@ -88,7 +88,7 @@ def test_leaving_the_queue(server: Running) -> None:
 
 
 def test_leaving_a_stream_before_its_status(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk, "PROMPT_ANSWER", 1000.0)  # nothing but the leaving ends the wait for the first word
+    monkeypatch.setattr(dispatcher, "PROMPT_ANSWER", 1000.0)  # nothing but the leaving ends the wait for the first word
     server.engine.held = True
     try:
         socks = [connect(server) for _ in range(8)]

@@ -51,7 +51,7 @@ CASES = {
     "prompt.render": Case(CHAT, keyed=False),
     "prompt.decode": Case(more={"prompt": [11, 12, 13], "echo": True}, keyed=False),
     "params.build": Case(keyed=False),
-    "desk.submit": Case(),
+    "dispatcher.submit": Case(),
     "client.send": Case(),
     "client.receive": Case(),
     "work.take": Case(),
@@ -192,3 +192,21 @@ def test_both_processes_read_the_environment_and_say_so(monkeypatch: pytest.Monk
     assert replies[3][1]["choices"] == replies[0][1]["choices"]
     assert said.count("FAULTS ARE ARMED") == 2
     assert served.process.returncode == 0
+
+
+def test_what_is_logged_of_failures_holds_nothing_of_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine logs where each was raised, with a traceback."""
+    places = "engine.submit,engine.choice,runner.rows:after=3,detokenizer.push:after=9,events.encode:after=20"
+    monkeypatch.setenv("ATTAR_FAULTS", places)
+    served = Served()
+    secret = ASK | {"prompt": "CANARY in a prompt", "stop": ["CANARY in a stop"], "user": "CANARY"}
+    try:
+        served.wait_for(200, SECONDS)
+        statuses = [served.get(COMPLETIONS, secret)[0] for _ in range(8)]
+    finally:
+        served.process.terminate()
+        _, said = served.process.communicate(timeout=SECONDS)
+    assert statuses.count(500) >= 3
+    assert statuses[-1] == 200
+    assert said.count("Traceback") >= 3
+    assert "CANARY" not in said

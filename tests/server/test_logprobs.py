@@ -17,11 +17,11 @@ from attar.server import openai
 from attar.server.client import EngineClient
 from attar.server.connection import Connection
 from attar.server.connection import Event as Arrived
-from attar.server.desk import Desk
+from attar.server.dispatcher import Dispatcher
 from attar.server.errors import Refusal
 from attar.server.logprobs import LEAST, SLICE, Columns, Content, PromptScores, Turns, rows
 from attar.server.metrics import Metrics
-from attar.server.story import Story
+from attar.server.request_trace import RequestTrace
 from attar.server.work import Caller, Work
 from attar.text.tokenizer import Tokenizer
 
@@ -88,9 +88,9 @@ def test_nothing_more_is_written_for_a_reader_that_has_gone(
         nonlocal work
         engine = EngineClient(Path("nobody"))
         engine._arrived([Ready("fake", 512, 100, 10, 16, 8, ())])
-        desk = Desk(engine, Metrics(engine), 600.0)
+        dispatcher = Dispatcher(engine, Metrics(engine), 600.0)
         answer = engine.ask([Submit("a", (1, 2), SamplingParams())], 1)
-        work = Work(Caller("a", 0.0, b""), [(1, 2)], 1, answer, desk, Story("a", b"", 0.0, [None]))
+        work = Work(Caller("a", 0.0, b""), [(1, 2)], 1, answer, dispatcher, RequestTrace("a", b"", 0.0, [None]))
         engine._arrived([raw(scores(20 * SLICE, 0)), *[Finished("a", 0, "length", 0)] * finished])
         form = openai.CompletionFormat(tokenizer, True, 1, [(1, 2)], [""])
         if stream:
@@ -100,7 +100,7 @@ def test_nothing_more_is_written_for_a_reader_that_has_gone(
             with pytest.raises(Refusal, match="cancelled"):
                 await openai.whole(work, "fake", form)
         work.close()
-        assert desk.stories.find("a", b"").outcome == ("length" if finished else "cancelled")
+        assert dispatcher.traces.find("a", b"").outcome == ("length" if finished else "cancelled")
         assert written[0] <= 3 * SLICE
 
     work: Work
@@ -114,8 +114,8 @@ def test_what_is_written_of_an_answer_that_has_ended_well_is_all_of_it(tokenizer
         engine = EngineClient(Path("nobody"))
         engine._arrived([Ready("fake", 512, 100, 10, 16, 8, ())])
         answer = engine.ask([Submit("a", (1, 2), SamplingParams())], 1)
-        story = Story("a", b"", 0.0, [None])
-        work = Work(Caller("a", 0.0, b""), [(1, 2)], 1, answer, Desk(engine, Metrics(engine), 600.0), story)
+        trace = RequestTrace("a", b"", 0.0, [None])
+        work = Work(Caller("a", 0.0, b""), [(1, 2)], 1, answer, Dispatcher(engine, Metrics(engine), 600.0), trace)
         engine._arrived([raw(scores(4 * SLICE, 0)), Finished("a", 0, "length", 0)])
         form = openai.CompletionFormat(tokenizer, True, 1, [(1, 2)], [""])
         whole = json.loads(b"".join(await openai.whole(work, "fake", form)))

@@ -10,7 +10,7 @@ import pytest
 
 from attar.engine.messages import Delta, Submit
 from attar.engine.request import SamplingParams
-from attar.server import story, work
+from attar.server import request_trace, work
 from attar.server.client import Answer
 from attar.server.places import Places
 from tests.server.conftest import Running
@@ -43,11 +43,13 @@ def test_metrics_are_there_before_anything_ran_and_when_the_engine_is_gone(start
 
 def test_the_time_between_tokens_is_of_each_token(server: Running) -> None:
     count, total = (metric(server, f"attar_inter_token_seconds_{each}") for each in ("count", "sum"))
-    desk = server.server.desk
+    dispatcher = server.server.dispatcher
     caller = work.Caller("several", time.monotonic(), b"")
     command = Submit("several", (1,), SamplingParams())
     answer = Answer([command], 1, lambda answer, batch: None, lambda ids, tell: None, Places())
-    made = work.Work(caller, [(1,)], 1, answer, desk, story.Story("several", b"", caller.arrived, [None]))
+    made = work.Work(
+        caller, [(1,)], 1, answer, dispatcher, request_trace.RequestTrace("several", b"", caller.arrived, [None])
+    )
     made._note([Delta("several", 0, (1,), "a")])
     made._last["several", 0] -= 0.9
     made._note([Delta("several", 0, (1, 2, 3), "abc")])

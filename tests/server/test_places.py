@@ -18,7 +18,7 @@ from attar.engine.messages import Beat, Delta, Failed, Finished, Ready, Stats, S
 from attar.engine.request import SamplingParams
 from attar.server import client
 from attar.server.client import Answer, EngineClient
-from attar.server.desk import PROMPT_ANSWER, Desk
+from attar.server.dispatcher import PROMPT_ANSWER, Dispatcher
 from attar.server.door import Options
 from attar.server.errors import Refusal
 from attar.server.metrics import Metrics
@@ -251,11 +251,11 @@ def test_a_stream_s_status_waits_for_an_engine_that_may_have_no_room() -> None:
     """It says so between two steps, and of those the longest seen is what is known."""
     engine = EngineClient(Path("nobody"))
     engine._arrived([Ready("fake", 512, 100, 10, 16, 8, (), max_running=4), Beat(2.5), STATS])
-    desk = Desk(engine, Metrics(engine), 600.0)
-    assert engine.pulse.longest == 3.0
+    dispatcher = Dispatcher(engine, Metrics(engine), 600.0)
+    assert engine.heartbeat.longest == 3.0
     for waiting, seconds in ((8, PROMPT_ANSWER), (9, 6.0)):
         engine.places.take(b"", waiting - engine.places.total)
-        assert desk.patience() == seconds
+        assert dispatcher.patience() == seconds
 
 
 def test_what_finds_no_place_waits_here() -> None:
@@ -371,21 +371,23 @@ def test_a_request_that_finds_no_place_costs_its_key_nothing() -> None:
     engine = EngineClient(Path("nobody"), keys=2)
     engine.ready = Ready("fake", 512, 100, 10, 16, 8, ())
     engine.places.size = 8
-    desk = Desk(engine, Metrics(engine), 600.0)
+    dispatcher = Dispatcher(engine, Metrics(engine), 600.0)
     account = Quotas(Limits(tokens_per_minute=100), lambda _: None, clock=lambda: 0.0).enter(b"key")
     caller = Caller("a", time.monotonic(), b"key", account)
     engine.places.take(b"key", 6)
     for at in range(20):
-        desk.crowd.served(time.monotonic() - 5 + at / 10)
-    before = desk.crowd.retry_after(time.monotonic(), 0)
+        dispatcher.backoff.served(time.monotonic() - 5 + at / 10)
+    before = dispatcher.backoff.retry_after(time.monotonic(), 0)
     for ask in 20 * (
-        lambda: desk.submit(caller, [(1, 2)], SamplingParams(max_tokens=5), 1, "fake"),
-        lambda: desk.embed(caller, [(1, 2)], "mean", "fake"),
+        lambda: dispatcher.submit(caller, [(1, 2)], SamplingParams(max_tokens=5), 1, "fake"),
+        lambda: dispatcher.embed(caller, [(1, 2)], "mean", "fake"),
     ):
         with pytest.raises(Refusal, match="rate_limit_exceeded") as caught:
             ask()
         assert "this key has 6 of the 8 places" in caught.value.message
         assert caught.value.retry_after == 1
-    assert desk.crowd.retry_after(time.monotonic(), 0) <= before + 1, "a flood of one key sends others to the end"
+    assert dispatcher.backoff.retry_after(time.monotonic(), 0) <= before + 1, (
+        "a flood of one key sends others to the end"
+    )
     account.close()
     assert account.quotas.fill(account.state) == 100

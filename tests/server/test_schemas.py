@@ -28,7 +28,7 @@ from attar.server.schemas import (
 )
 
 if TYPE_CHECKING:
-    from attar.server.desk import Desk
+    from attar.server.dispatcher import Dispatcher
     from attar.server.metrics import Metrics
     from attar.server.prompts import Prompts
 
@@ -330,7 +330,7 @@ def test_the_documents_pattern_of_token_ids_is_exact(vocab: int, data: st.DataOb
 
 
 def test_the_document_names_what_is_served_and_asks_for_keys_where_they_are_needed() -> None:
-    app = make_app(cast("Desk", None), cast("Prompts", None), cast("Metrics", None))
+    app = make_app(cast("Dispatcher", None), cast("Prompts", None), cast("Metrics", None))
     before = document.document(app, document.Served())
     assert "security" not in before
     assert "401" not in before["paths"]["/tokenize"]["post"]["responses"]

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import uvicorn
 
-from attar.server import answers, desk, serve, sse
+from attar.server import answers, dispatcher, serve, sse
 from attar.server.protocol import LimitedProtocol
 from attar.server.sse import PART
 from tests.server.conftest import Running
@@ -117,7 +117,7 @@ def test_a_stream_that_has_nothing_to_say_says_that(
     path: str, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sse, "SILENCE", 0.05)
-    monkeypatch.setattr(desk, "PROMPT_ANSWER", 0.05)
+    monkeypatch.setattr(dispatcher, "PROMPT_ANSWER", 0.05)
     said = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
     server.engine.held = True
     threading.Timer(0.5, lambda: setattr(server.engine, "held", False)).start()

@@ -24,13 +24,13 @@ def ask(served: Served, path: str, body: Any = None) -> tuple[http.client.HTTPCo
 
 def why(served: Served, name: str) -> Any:
     connection, reply = ask(served, f"/v1/requests/{name}/why")
-    story = json.loads(reply.read())
+    trace = json.loads(reply.read())
     connection.close()
-    return story
+    return trace
 
 
 def whole(served: Served, path: str, body: Any) -> Any:
-    """The story of a request, once it has its answer."""
+    """The trace of a request, once it has its answer."""
     connection, reply = ask(served, path, body)
     assert reply.status == 200, reply.read()
     reply.read()
@@ -51,22 +51,24 @@ def test_a_request_of_one_step_and_an_embedding_are_told_of_to_the_last_step(rea
     assert all(each["prefill"] > 0 for each in embedded["prompts"])
 
 
-def test_a_request_is_running_until_it_is_left_and_then_has_a_report(real: Served) -> None:
+def test_a_request_is_told_of_while_it_runs_and_when_it_was_left(real: Served) -> None:
     connection, reply = ask(real, COMPLETIONS, LONG | {"stream": True})
     name = reply.headers["x-request-id"]
     while not reply.fp.readline().startswith(b"data: "):
         pass
-    story = why(real, name)
-    assert (story["outcome"], story["prompts"]) == ("running", [None])
-    assert 0 < story["seconds_to_first_token"] <= story["seconds"]
+    trace = why(real, name)
+    [report] = trace["prompts"]
+    assert (trace["outcome"], report["reuse_ended"]) == ("running", "differs")
+    assert 0 < report["decode"] <= trace["seconds"]
+    assert 0 < trace["seconds_to_first_token"] <= trace["seconds"]
     reply.close()
     connection.close()
     end = time.monotonic() + SECONDS
-    while (story := why(real, name))["prompts"] == [None]:
-        assert time.monotonic() < end, story
+    while (trace := why(real, name))["outcome"] == "running" or trace["prompts"] == [None]:
+        assert time.monotonic() < end, trace
         time.sleep(0.01)
-    assert story["outcome"] == "cancelled"
-    [report] = story["prompts"]
+    assert trace["outcome"] == "cancelled"
+    [report] = trace["prompts"]
     assert report["decode"] > 0
-    assert 0 < story["generated_tokens"] < MANY * CHOICES
+    assert 0 < trace["generated_tokens"] < MANY * CHOICES
     assert 0 < sum(report["limited_by"].values()) < MANY + CHOICES  # steps, however many choices had a part in one

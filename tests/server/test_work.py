@@ -14,10 +14,11 @@ from attar import faults
 from attar.engine.messages import Ready, Submit
 from attar.engine.request import SamplingParams
 from attar.faults import Fault
+from attar.server import client
 from attar.server.client import EngineClient
-from attar.server.desk import Desk
+from attar.server.dispatcher import Dispatcher
 from attar.server.metrics import Metrics
-from attar.server.story import Story
+from attar.server.request_trace import RequestTrace
 from attar.server.work import Caller, Work
 from tests.server.bad_requests import USER
 from tests.server.conftest import Running
@@ -29,10 +30,10 @@ from tests.server.test_protocol import connect, post
 def test_why(server: Running) -> None:
     reply = server.post(CHAT, {"messages": USER, "max_tokens": 3, "ignore_eos": True})
     for name in (reply.headers["x-request-id"], reply.json["id"]):
-        story = server.get(f"/v1/requests/{name}/why").json
-        assert (story["outcome"], story["generated_tokens"]) == ("length", 3)
-        assert 0 < story["seconds_to_first_token"] <= story["seconds"] < 5
-        [report] = story["prompts"]
+        trace = server.get(f"/v1/requests/{name}/why").json
+        assert (trace["outcome"], trace["generated_tokens"]) == ("length", 3)
+        assert 0 < trace["seconds_to_first_token"] <= trace["seconds"] < 5
+        [report] = trace["prompts"]
         assert report["limited_by"] == {"overhead": 1}
     assert server.get("/v1/requests/nobody/why").status == 404
 
@@ -51,17 +52,24 @@ def why(server: Running, name: str) -> Any:
     return server.get(f"/v1/requests/{name}/why").json
 
 
-def test_why_of_a_request_that_runs(start: Callable[..., Running]) -> None:
+def test_why_of_a_request_that_runs(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as the engine tells of it, which it may not do in time."""
+    monkeypatch.setattr(client, "TOLD_SECONDS", 0.1)
     made = start()
     made.engine.held = True
     with connect(made) as sock:
         sock.sendall(post(json.dumps(SEEDED).encode()))
         made.wait(lambda: made.engine.open == 1)
         [command] = made.engine.commands
-        story = why(made, command.id)
-        assert (story["outcome"], story["prompts"], story["generated_tokens"]) == ("running", [None], 0)
-        assert story["seconds_to_first_token"] is None
-        assert why(made, command.id)["seconds"] > story["seconds"] > 0
+        made.engine.tells = False
+        trace = why(made, command.id)
+        assert (trace["outcome"], trace["prompts"], trace["generated_tokens"]) == ("running", [None], 0)
+        made.engine.tells = True
+        monkeypatch.setattr(client, "TOLD_SECONDS", 10.0)
+        [report] = why(made, command.id)["prompts"]
+        assert (report["prefill"], report["prompt_tokens"]) == (0.002, len(command.prompt))
+        assert trace["seconds_to_first_token"] is None
+        assert why(made, command.id)["seconds"] > trace["seconds"] > 0
         made.engine.held = False
         made.wait(lambda: why(made, command.id)["outcome"] == "length")
 
@@ -76,9 +84,9 @@ def test_why_of_a_request_that_failed(start: Callable[..., Running], code: str, 
     assert first.id == second.id[:-1] + "0"
     name = first.id.partition(".")[0]
     made.wait(lambda: None not in why(made, name)["prompts"])  # the second's comes when it was cancelled
-    story = why(made, name)
-    assert (story["outcome"], story["generated_tokens"]) == (code, 6)
-    assert [report["prefill"] for report in story["prompts"]] == [0.002, 0.002]
+    trace = why(made, name)
+    assert (trace["outcome"], trace["generated_tokens"]) == (code, 6)
+    assert [report["prefill"] for report in trace["prompts"]] == [0.002, 0.002]
 
 
 def test_a_request_that_failed_here_is_not_running_any_more(start: Callable[..., Running]) -> None:
@@ -99,10 +107,10 @@ def test_embeddings_are_one_request_however_many_windows_they_take(start: Callab
     assert reply.status == 200
     assert len(reply.json["data"]) == 200
     assert metric(made, "attar_request_seconds_count") == before + 1
-    story = why(made, reply.headers["x-request-id"])
-    assert story["outcome"] == "stop"
-    assert len(story["prompts"]) == 128  # what is kept of so many
-    assert {report["reuse_ended"] for report in story["prompts"]} == {"bypassed"}
+    trace = why(made, reply.headers["x-request-id"])
+    assert trace["outcome"] == "stop"
+    assert len(trace["prompts"]) == 128  # what is kept of so many
+    assert {report["reuse_ended"] for report in trace["prompts"]} == {"bypassed"}
     deadlines = [command.deadline for command in made.engine.commands]
     assert deadlines == sorted(deadlines, reverse=True)
     assert len(set(deadlines)) > 1
@@ -113,10 +121,10 @@ def test_why_tells_the_end_of_an_answer_whose_reader_had_gone(code: str | None, 
     """The task that reads it may end before it has taken the answer's end; without one, the task is what failed."""
     engine = EngineClient(Path("nobody"))
     engine._arrived([Ready("fake", 512, 100, 10, 16, 8, ())])
-    desk = Desk(engine, Metrics(engine), 600.0)
+    dispatcher = Dispatcher(engine, Metrics(engine), 600.0)
     answer = engine.ask([Submit("a", (1,), SamplingParams())], 1)
-    work = Work(Caller("a", 0.0, b""), [(1,)], 1, answer, desk, Story("a", b"", 0.0, [None]))
+    work = Work(Caller("a", 0.0, b""), [(1,)], 1, answer, dispatcher, RequestTrace("a", b"", 0.0, [None]))
     if code is not None:
         answer.cancel(code)
     work.close()
-    assert desk.stories.find("a", b"").outcome == told
+    assert dispatcher.traces.find("a", b"").outcome == told

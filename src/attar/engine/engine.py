@@ -31,7 +31,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from attar.engine import graphs
@@ -41,7 +41,7 @@ from attar.engine.bounds import Bounds
 from attar.engine.choices import Choice, Request
 from attar.engine.flight import Drawn, Flight, Launcher
 from attar.engine.limits import Limits
-from attar.engine.messages import Embed, Event, Failed, Stats, Submit
+from attar.engine.messages import Embed, Event, Failed, Stats, Submit, Told
 from attar.engine.radix import RadixCache
 from attar.engine.request import SamplingParams
 from attar.engine.runner import Coming, Runner, horizon
@@ -170,6 +170,11 @@ class Engine:
     def cancel(self, id: str) -> None:
         """End a request that nobody waits for; its `Failed` comes with the next events."""
         self._fail(id, "cancelled")
+
+    def told(self, ids: Iterable[str]) -> list[Event]:
+        """The requests of these that have not ended, as they are."""
+        now = self.clock()
+        return [Told(id, self._requests[id].report(now)) for id in ids if id in self._requests]
 
     def drop(self, id: str) -> None:
         """End a request of which nothing more is to be said."""

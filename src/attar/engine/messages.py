@@ -54,7 +54,13 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Stop when all requests have ended."""
 
 
-Command = Submit | Embed | Cancel | Drain
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """Say a `Told` of each of these requests that has not ended."""
+
+    ids: tuple[str, ...]
+
+
+Command = Submit | Embed | Cancel | Drain | Ask
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -180,7 +186,14 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     busy: float = 0.0
 
 
-Event = Delta | PromptLogprobs | Finished | Embedding | Failed | Ready | Stats | Beat
+class Told(msgspec.Struct, frozen=True, tag="told"):
+    """A request as it is now."""
+
+    id: str
+    report: Report
+
+
+Event = Delta | PromptLogprobs | Finished | Embedding | Failed | Ready | Stats | Beat | Told
 
 
 def encode(messages: Sequence[Command] | Sequence[Event]) -> bytes:

@@ -36,6 +36,7 @@ from attar.engine.engine import SENTENCES, Engine
 from attar.engine.messages import (
     BEAT_SECONDS,
     MAX_FRAME,
+    Ask,
     Beat,
     Cancel,
     Command,
@@ -46,6 +47,7 @@ from attar.engine.messages import (
     Ready,
     Stats,
     Submit,
+    Told,
     encode,
 )
 from attar.engine.settings import CHANGED, HOPELESS, ChangedError, Settings
@@ -210,6 +212,7 @@ class Loop:
             self._hang_up("the server went away")
             return
         self._in += data
+        told: list[Event] = []
         while len(self._in) >= 4:
             size = int.from_bytes(self._in[:4], "little")
             if size > MAX_FRAME:
@@ -224,11 +227,13 @@ class Loop:
             except (msgspec.MsgspecError, ValueError):
                 self._hang_up("a frame is not of commands")
                 return
-            self._obey(commands)
-        if events := self.engine.said():
+            told += self._obey(commands)
+        if events := [*told, *self.engine.said()]:
             self._say(events)
 
-    def _obey(self, commands: Sequence[Command]) -> None:
+    def _obey(self, commands: Sequence[Command]) -> list[Event]:
+        """Returns what was asked for."""
+        told: list[Event] = []
         for command in commands:
             match command:
                 case Submit():
@@ -239,6 +244,9 @@ class Loop:
                     self.engine.cancel(command.id)
                 case Drain():
                     self.draining = True
+                case Ask():
+                    told += self.engine.told(command.ids)
+        return told
 
     def _say(self, events: list[Event]) -> None:
         now, idle = time.monotonic(), self.engine.idle
@@ -288,14 +296,14 @@ def _framed(events: Sequence[Event], lost: set[str]) -> bytes:
     failure: the id joins `lost`, and nothing more is said of it."""
     try:
         for event in events:
-            if not isinstance(event, Ready | Stats | Beat):
+            if not isinstance(event, Ready | Stats | Beat | Told):
                 point("events.encode", event.id)
         return encode(events)
     except Exception as error:
         if len(events) > 1:
             return b"".join(_framed([event], lost) for event in events if getattr(event, "id", "") not in lost)
         (event,) = events
-        assert not isinstance(event, Ready | Stats | Beat), "these are short"
+        assert not isinstance(event, Ready | Stats | Beat | Told), "these are short"
         lost.add(event.id)
         if isinstance(error, ValueError):
             return encode([Failed(event.id, "too_long", "the answer is too long to be sent")])

@@ -45,7 +45,8 @@ class Why(Answer, frozen=True):
     """Where a request's time went, or goes while `outcome` is `running`.
 
     `outcome` is otherwise how it ended: `stop` or `length`, or the code of its failure. `prompts` has a report for each
-    of its prompts that has ended, of an embedding's inputs for the first 128.
+    of its prompts, of an embedding's inputs for the first 128; while one runs, of what was done so far, or null where
+    it waits to be sent to the engine, or a step has kept that from answering for a second.
     """
 
     id: str

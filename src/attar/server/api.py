@@ -1,4 +1,4 @@
-"""The routes: what each reads, asks of the engine, and answers. What all share: `door.py`, `desk.py`, `work.py`."""
+"""The routes: what each reads, asks of the engine, and answers. All share `door.py`, `dispatcher.py` and `work.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import importlib.resources
 import math
-import time
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from attar.engine.messages import Ready
 from attar.faults import point
 from attar.server import answers, anthropic, openai, sse
 from attar.server.allowed import fits, room, written
-from attar.server.desk import Desk
+from attar.server.dispatcher import Dispatcher
 from attar.server.document import Served, document, giving, taking
 from attar.server.door import check_body, refuse
 from attar.server.errors import CANCELLED, INTERNAL, Refusal
@@ -62,7 +61,7 @@ POLICY = _policy(PAGE)
 encode = msgspec.json.encode
 
 
-def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False) -> FastAPI:
+def make_app(dispatcher: Dispatcher, prompts: Prompts, metrics: Metrics, keyed: bool = False) -> FastAPI:
     """The application, without its door. `keyed`: whether that asks for keys, which the document then says."""
     app = FastAPI(title="attar", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     _refusals(app)
@@ -82,7 +81,7 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
     @app.get("/readyz", openapi_extra=giving(answers.Alive))
     async def readyz() -> Response:
         """The model is loaded, the engine runs and gets on, and the server is not shutting down."""
-        desk.getting_on()
+        dispatcher.getting_on()
         return _json({"status": "ready"})
 
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -93,24 +92,24 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
     @app.get("/v1/engine", openapi_extra=giving(answers.Engine))
     async def engine() -> Response:
         """What the engine said when it was ready, and its state since; `blocks` is base64, a byte each."""
-        return _json({"ready": desk.ready(), "stats": desk.engine.stats})
+        return _json({"ready": dispatcher.ready(), "stats": dispatcher.engine.stats})
 
     @app.get("/v1/models", openapi_extra=giving(answers.Models))
     async def models() -> Response:
         """The served model and its adapters, in a list."""
-        ready = desk.ready()
+        ready = dispatcher.ready()
         return _json({"object": "list", "data": [_model(name, ready) for name in (ready.model, *ready.adapters)]})
 
     @app.get("/v1/models/{name:path}", openapi_extra=giving(answers.Model))
     async def one_model(name: str) -> Response:
         """The served model, or one of its adapters."""
-        return _json(_model(desk.model(name), desk.ready()))
+        return _json(_model(dispatcher.model(name), dispatcher.ready()))
 
     @app.get("/v1/requests/{name}/why", openapi_extra=giving(answers.Why))
     async def why(request: Request, name: str) -> Response:
         """Where a request's time went, or goes. `name` is its `X-Request-Id`, or the `id` of its answer."""
-        story = desk.stories.find(name.rpartition("-")[2].removeprefix("msg_"), _caller(request).salt)
-        return _json(story.told(time.monotonic()))
+        trace = dispatcher.traces.find(name.rpartition("-")[2].removeprefix("msg_"), _caller(request).salt)
+        return _json(await dispatcher.why(trace))
 
     @app.post(
         "/v1/chat/completions", openapi_extra=taking(ChatBody, answers.ChatCompletion, answers.ChatChunk, answers.Error)
@@ -118,16 +117,16 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
     async def chat(request: Request) -> Response:
         """OpenAI's chat completions."""
         body = await _read(prompts, request, ChatBody)
-        model, ready = desk.model(body.model), desk.ready()
+        model, ready = dispatcher.model(body.model), dispatcher.ready()
         async with _there(request):
             ids = await prompts.chat_ids(_caller(request).salt, chat_messages(body), ready.context)
         n = body.n or 1
         left, allowance = room([ids], ready.context, "messages"), _caller(request).allowance(len(ids), n)
         params = chat_params(body, left, ready.vocab_size, allowance)
-        fits(n, desk.engine.places.most, "n")
+        fits(n, dispatcher.engine.places.most, "n")
         written([ids], params, n, bool(body.stream))
         form = openai.ChatFormat(prompts.tokenizer, bool(body.logprobs))
-        work = desk.submit(_caller(request), [ids], params, n, model, body.priority or 0)
+        work = dispatcher.submit(_caller(request), [ids], params, n, model, body.priority or 0)
         if body.stream:
             return await _stream(request, work, openai.stream(work, model, form, body.with_usage), openai.failed)
         return await _whole(request, work, openai.whole(work, model, form))
@@ -139,7 +138,7 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
     async def completions(request: Request) -> Response:
         """OpenAI's text completions."""
         body = await _read(prompts, request, CompletionBody)
-        model, ready = desk.model(body.model), desk.ready()
+        model, ready = dispatcher.model(body.model), dispatcher.ready()
         asked = body.prompts()
         async with _there(request):
             ids = await prompts.ids(_caller(request).salt, asked, ready.vocab_size, "prompt", ready.context)
@@ -153,12 +152,12 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
                 ]
         n = body.n or 1
         made = body.best_of or n
-        fits(made, desk.engine.places.most, "best_of" if made > n else "n")
+        fits(made, dispatcher.engine.places.most, "best_of" if made > n else "n")
         scored = body.logprobs is not None
         if scored:
             written(ids, params, made, bool(body.stream))
         form = openai.CompletionFormat(prompts.tokenizer, scored, n, ids, echoed)
-        work = desk.submit(_caller(request), ids, params, made, model, body.priority or 0)
+        work = dispatcher.submit(_caller(request), ids, params, made, model, body.priority or 0)
         if body.stream:
             return await _stream(request, work, openai.stream(work, model, form, body.with_usage), openai.failed)
         return await _whole(request, work, openai.whole(work, model, form))
@@ -167,11 +166,11 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
     async def messages(request: Request) -> Response:
         """Anthropic's messages."""
         body = await _read(prompts, request, AnthropicBody)
-        model, ready = desk.model(body.model), desk.ready()
+        model, ready = dispatcher.model(body.model), dispatcher.ready()
         async with _there(request):
             ids = await prompts.chat_ids(_caller(request).salt, anthropic_messages(body), ready.context)
         params = anthropic_params(body, room([ids], ready.context, "messages"))
-        work = desk.submit(_caller(request), [ids], params, 1, model)
+        work = dispatcher.submit(_caller(request), [ids], params, 1, model)
         if body.stream:
             return await _stream(request, work, anthropic.stream(work, model), anthropic.failed, anthropic.PING)
         return await _whole(request, work, anthropic.whole(work, model))
@@ -180,7 +179,7 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
     async def count_tokens(request: Request) -> Response:
         """How many tokens of prompt /v1/messages would read."""
         body = await _read(prompts, request, AnthropicPrompt)
-        desk.model(body.model)
+        dispatcher.model(body.model)
         async with _there(request):
             ids = await prompts.chat_ids(_caller(request).salt, anthropic_messages(body))
         return _json({"input_tokens": len(ids)})
@@ -189,11 +188,11 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
     async def embeddings(request: Request) -> Response:
         """OpenAI's embeddings, of the model's final hidden states, each at unit length."""
         body = await _read(prompts, request, EmbeddingBody)
-        model, ready = desk.model(body.model), desk.ready()
+        model, ready = dispatcher.model(body.model), dispatcher.ready()
         async with _there(request):
             ids = await prompts.ids(_caller(request).salt, body.inputs(), ready.vocab_size, "input", ready.context)
         room(ids, ready.context, "input", new=0)
-        work = desk.embed(_caller(request), ids, body.pooling, model)
+        work = dispatcher.embed(_caller(request), ids, body.pooling, model)
         return await _whole(request, work, _embedded(work, model, body.encoding_format == "base64"))
 
     @app.post("/tokenize", openapi_extra=taking(TokenizeBody, answers.Tokenized))
@@ -201,25 +200,28 @@ def make_app(desk: Desk, prompts: Prompts, metrics: Metrics, keyed: bool = False
         """Token ids of a text, or of a conversation as the chat endpoint renders it, whose template writes the special
         tokens itself: `add_special_tokens` is about a text."""
         body = await _read(prompts, request, TokenizeBody)
-        desk.model(body.model)
+        dispatcher.model(body.model)
         async with _there(request):
             if body.prompt is None:
                 ids = list(await prompts.chat_ids(_caller(request).salt, chat_messages(body)))
             else:
                 ids = await prompts.text_ids(_caller(request).salt, body.prompt, body.add_special_tokens)
-        return _json({"tokens": ids, "count": len(ids), "max_model_len": desk.ready().context})
+        return _json({"tokens": ids, "count": len(ids), "max_model_len": dispatcher.ready().context})
 
     @app.post("/detokenize", openapi_extra=taking(DetokenizeBody, answers.Detokenized))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
         body = await _read(prompts, request, DetokenizeBody)
-        desk.model(body.model)
-        in_vocabulary(body.tokens, desk.ready().vocab_size, "tokens")
+        dispatcher.model(body.model)
+        in_vocabulary(body.tokens, dispatcher.ready().vocab_size, "tokens")
         async with _there(request):
             text = await prompts.text(_caller(request).salt, body.tokens)
         return _json({"prompt": text})
 
-    app.openapi = lambda: document(app, Served(keyed, desk.engine.ready, prompts.shortest, desk.engine.places.most))  # type: ignore[method-assign]
+    def described() -> dict[str, Any]:
+        return document(app, Served(keyed, dispatcher.engine.ready, prompts.shortest, dispatcher.engine.places.most))
+
+    app.openapi = described  # type: ignore[method-assign]
     return app
 
 

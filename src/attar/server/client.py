@@ -5,9 +5,9 @@ behind finds several events together, and one that falls behind for good loses i
 without bound. When the connection ends, so does every open request, in the same moment, with a `Failed`: the kernel
 tells of a process's death whatever it died of. The client then connects again, as soon as an engine listens.
 
-A process can also stop without dying (`pulse.py`). One that does not run may be continued, so its connection is kept,
-nothing new is taken, and what is open waits, until its deadline and `GRACE` have passed. Then its end comes from here:
-nobody else will tell it. One that runs but will not get on is `hung`, and whoever owns it ends it.
+A process can also stop without dying (`heartbeat.py`). One that does not run may be continued, so its connection is
+kept, nothing new is taken, and what is open waits, until its deadline and `GRACE` have passed. Then its end comes from
+here: nobody else will tell it. One that runs but will not get on is `hung`, and whoever owns it ends it.
 
 A request of many prompts enters the engine's queue a window at a time, so that it fits whatever its length, and leaves
 room for others. What is refused there because others have taken the room, while the request is under way, waits here;
@@ -29,6 +29,7 @@ from weakref import WeakSet
 import msgspec
 
 from attar.engine.messages import (
+    Ask,
     Beat,
     Cancel,
     Command,
@@ -39,15 +40,17 @@ from attar.engine.messages import (
     Failed,
     Finished,
     Ready,
+    Report,
     Stats,
     Submit,
+    Told,
     encode,
 )
 from attar.faults import point
 from attar.server.connection import AnswerEvent, Connection, Event
+from attar.server.heartbeat import STUCK, Heartbeat
 from attar.server.logprobs import PromptScores
 from attar.server.places import Places
-from attar.server.pulse import STUCK, Pulse
 
 MAX_WAITING = 128 << 10  # bytes, about, of events that a reader leaves for longer than PATIENCE
 MAX_HELD = 64 << 20  # the same of those that wait at all, also while it is at work on what came before
@@ -55,6 +58,7 @@ PATIENCE = 0.5  # seconds: this process may be late itself
 RETRY_SECONDS = 0.1
 WATCH_SECONDS = 0.1
 GRACE = 1.0  # seconds past its deadline that a request is left to the engine, which ends it between two steps
+TOLD_SECONDS = 1.0  # that the engine has to say how far a request is: it does so between two steps
 ROOM_SECONDS = 0.1  # until a request with prompts still to come, for which there was no room, asks again
 
 logger = logging.getLogger(__name__)
@@ -252,9 +256,9 @@ class EngineClient:
     """The connection to the engine at a Unix socket, made anew when it is lost."""
 
     def __init__(self, path: Path, stuck: float = STUCK, keys: int = 0) -> None:
-        """Nothing is expected of a step after `stuck` seconds (`pulse.py`). So many `keys` share the queue."""
+        """Nothing is expected of a step after `stuck` seconds (`heartbeat.py`). So many `keys` share the queue."""
         self.path = path
-        self.places, self.pulse = Places(keys), Pulse(stuck)
+        self.places, self.heartbeat = Places(keys), Heartbeat(stuck)
         self.ready: Ready | None = None
         """What the engine said when it was ready; None while there is none."""
         self.stats: Stats | None = None
@@ -263,6 +267,7 @@ class EngineClient:
         """The engine's requests that have not ended, by id."""
         self._answers: WeakSet[Answer] = WeakSet()
         self._left: dict[str, Answer] = {}  # those that ended here, and of which the engine has not said so yet
+        self._asked: dict[str, asyncio.Future[Report]] = {}  # what is to be told of requests that are open
         self.hung: Callable[[], None] | None = None
         """Called, again and again, while the engine runs but will not get on."""
         self._given_up = ""  # why the last connection was, if no engine has been ready since
@@ -272,7 +277,7 @@ class EngineClient:
     @property
     def trouble(self) -> str | None:
         """What is wrong with an engine that is there, in a sentence; None if nothing is."""
-        return self.pulse.trouble
+        return self.heartbeat.trouble
 
     @property
     def held(self) -> int:
@@ -308,6 +313,23 @@ class EngineClient:
             answer.go_on()
         return answer
 
+    async def reports(self, requests: Iterable[str]) -> dict[str, Report]:
+        """How far these requests are, by id: those of them that the engine has and tells of within `TOLD_SECONDS`."""
+        open, loop = [each for each in requests if each in self.open], asyncio.get_running_loop()
+        new = {each: loop.create_future() for each in open if each not in self._asked}
+        self._asked |= new
+        if new:
+            self._send([Ask(tuple(new))])  # once, however many wait to be told
+        asked = {each: self._asked[each] for each in open}
+        try:
+            if asked:
+                await asyncio.wait(asked.values(), timeout=TOLD_SECONDS)
+        finally:
+            for each, future in new.items():  # of what the engine refused meanwhile it says nothing
+                if self._asked.get(each) is future:
+                    del self._asked[each]
+        return {each: future.result() for each, future in asked.items() if future.done() and not future.cancelled()}
+
     def _forward(self, answer: Answer, commands: Sequence[Submit | Embed]) -> None:
         self.open.update((command.id, answer) for command in commands)
         code = ""
@@ -328,6 +350,8 @@ class EngineClient:
         tell = tell and self.ready is not None
         for request in requests:
             answer = self.open.pop(request, None)
+            if (asked := self._asked.pop(request, None)) is not None:
+                asked.cancel()
             if tell and answer is not None:
                 self._left[request] = answer
         if tell:
@@ -346,7 +370,7 @@ class EngineClient:
                     lambda ended=ended: Connection(self._arrived, ended.set, self._give_up),  # type: ignore[misc]
                     str(self.path),
                 )
-                self.pulse.begin()
+                self.heartbeat.begin()
                 await self._watch(ended)
                 self._lost()
             await asyncio.sleep(RETRY_SECONDS)
@@ -366,8 +390,8 @@ class EngineClient:
                     await ended.wait()
             if ended.is_set():  # what was last heard is not the next one's
                 return
-            self.pulse.silent += WATCH_SECONDS
-            if self.pulse.hung and self.hung is not None:
+            self.heartbeat.silent += WATCH_SECONDS
+            if self.heartbeat.hung and self.hung is not None:
                 self.hung()
             if (trouble := self.trouble) != known:
                 known = trouble
@@ -375,13 +399,16 @@ class EngineClient:
                 logger.log(level, "%s; open requests: %d", trouble or "the engine gets on again", len(self.open))
 
     def _arrived(self, events: Sequence[Event]) -> None:
-        self.pulse.silent = 0.0
+        self.heartbeat.silent = 0.0
         for event in events:
             if isinstance(event, Stats):
-                self.pulse.count(self.stats, event)
+                self.heartbeat.count(self.stats, event)
                 self.stats = event
             elif isinstance(event, Beat):
-                self.pulse.beat(event.busy)
+                self.heartbeat.beat(event.busy)
+            elif isinstance(event, Told):
+                if (told := self._asked.pop(event.id, None)) is not None:
+                    told.set_result(event.report)
             elif isinstance(event, Ready):
                 self.ready, self.was_ready, self._given_up = event, True, ""
                 self.places.size, self.places.slots = event.max_waiting, event.max_running

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from attar.engine.messages import MAX_FRAME, Beat, Delta, Embedding, Failed, Finished, Ready, Stats
+from attar.engine.messages import MAX_FRAME, Beat, Delta, Embedding, Failed, Finished, Ready, Stats, Told
 from attar.server.logprobs import PromptScores
 
 AnswerEvent = Delta | PromptScores | Finished | Embedding | Failed
-Event = AnswerEvent | Ready | Stats | Beat
+Event = AnswerEvent | Ready | Stats | Beat | Told
 
 
 class Connection(asyncio.Protocol):

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from attar.faults import point
-from attar.server.desk import Desk
+from attar.server.dispatcher import Dispatcher
 from attar.server.errors import ANTHROPIC, INTERNAL, Refusal
 from attar.server.metrics import Metrics
 from attar.server.protocol import MAX_BODY
@@ -97,8 +97,8 @@ class Options:
 class Door:
     """ASGI around `app`. `open` counts the requests inside, and `bodies` the bytes of what they send, by key."""
 
-    def __init__(self, app: Starlette, options: Options, desk: Desk, metrics: Metrics) -> None:
-        self.app, self.options, self.desk, self.metrics = app, options, desk, metrics
+    def __init__(self, app: Starlette, options: Options, dispatcher: Dispatcher, metrics: Metrics) -> None:
+        self.app, self.options, self.dispatcher, self.metrics = app, options, dispatcher, metrics
         self.paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
         self.open = 0
         self.bodies: Counter[bytes] = Counter()
@@ -174,12 +174,12 @@ class Door:
         return salt
 
     def _check_room(self, salt: bytes, size: int) -> None:
-        if self.desk.draining:
+        if self.dispatcher.draining:
             raise Refusal("draining", "the server is shutting down")
         own = MAX_BODIES // 2 if len(set(self.options.keys.hashes)) > 1 else MAX_BODIES
         large = self.bodies[salt] + size > own or self.bodies.total() + size > MAX_BODIES
         if large or self.open > self.options.max_requests:
-            raise self.desk.full("the server is full: try again later")
+            raise self.dispatcher.full("the server is full: try again later")
 
     def _cors(self, headers: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         if not self.options.origins:

@@ -107,7 +107,7 @@ class _Engine(Collector):
             ("attar_prefix_tokens_asked", "Prompt tokens that the prefix cache was asked for", stats.prompt_tokens),
             ("attar_prefix_tokens_hit", "Of those, reused", stats.reused_tokens),
             ("attar_engine_tokens", "Tokens generated, whether or not anyone still read them", stats.generated_tokens),
-            ("attar_preemptions", "Requests put back to make room for others", stats.preemptions),
+            ("attar_preemptions", "Choices put back to make room for others", stats.preemptions),
             ("attar_steps", "Steps of the engine", stats.steps),
             ("attar_step_seconds", "Time in steps of the engine", stats.step_seconds),
             ("attar_steps_ahead", "Steps launched before the last one's tokens were known", stats.steps_ahead),

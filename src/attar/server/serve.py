@@ -18,12 +18,12 @@ import uvicorn
 
 from attar.server.api import make_app
 from attar.server.client import EngineClient
-from attar.server.desk import Desk
+from attar.server.dispatcher import Dispatcher
 from attar.server.door import Door, Options
+from attar.server.heartbeat import STUCK
 from attar.server.metrics import Metrics
 from attar.server.prompts import Prompts
 from attar.server.protocol import KEEP_ALIVE_SECONDS, LimitedProtocol
-from attar.server.pulse import STUCK
 from attar.server.sockets import Waiting, allowed
 from attar.text.tokenizer import Tokenizer
 
@@ -49,10 +49,10 @@ class Server:
         keys = len(set(options.keys.hashes))
         self.engine = EngineClient(engine, max(STUCK, options.deadline), keys)
         self.metrics = Metrics(self.engine)
-        self.desk = Desk(self.engine, self.metrics, options.deadline)
+        self.dispatcher = Dispatcher(self.engine, self.metrics, options.deadline)
         self.prompts = Prompts(tokenizer, keys)
-        self.app = make_app(self.desk, self.prompts, self.metrics, keyed=bool(options.keys.hashes))
-        self.door = Door(self.app, options, self.desk, self.metrics)
+        self.app = make_app(self.dispatcher, self.prompts, self.metrics, keyed=bool(options.keys.hashes))
+        self.door = Door(self.app, options, self.dispatcher, self.metrics)
         self._stop, self._now = asyncio.Event(), asyncio.Event()
 
     def stop(self) -> None:
@@ -104,7 +104,7 @@ class Server:
             self.prompts.close()
 
     async def _drain(self) -> None:
-        self.desk.draining = True
+        self.dispatcher.draining = True
         logger.info("draining: %d requests are open", self.door.open)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.options.drain_seconds):

@@ -19,10 +19,10 @@ from attar.server.client import Answer
 from attar.server.connection import AnswerEvent
 from attar.server.logprobs import PromptScores, Turns, values
 from attar.server.quota import Account
-from attar.server.story import Story
+from attar.server.request_trace import RequestTrace
 
 if TYPE_CHECKING:
-    from attar.server.desk import Desk  # which makes them
+    from attar.server.dispatcher import Dispatcher  # which makes them
 
 logger = logging.getLogger(__name__)
 
@@ -76,13 +76,19 @@ class Work:
     """
 
     def __init__(
-        self, caller: Caller, prompts: Sequence[tuple[int, ...]], n: int, answer: Answer, desk: Desk, story: Story
+        self,
+        caller: Caller,
+        prompts: Sequence[tuple[int, ...]],
+        n: int,
+        answer: Answer,
+        dispatcher: Dispatcher,
+        trace: RequestTrace,
     ) -> None:
         self.caller, self.prompts, self.n, self.answer = caller, prompts, n, answer
         self.created = int(time.time())
         self.prompt_tokens = sum(map(len, prompts))
         self.reused = 0
-        self._desk, self._story = desk, story
+        self._dispatcher, self._trace = dispatcher, trace
         self._last: dict[tuple[str, int], float] = {}
         self._unheard = set(answer.prompts)
         self._peeked: list[AnswerEvent] = []
@@ -90,7 +96,7 @@ class Work:
         self._outcome = ""
         self._served = True
         self._finished = False
-        answer.late = story.reader(answer.prompts)
+        answer.late = trace.reader(answer.prompts)
 
     def number(self, event: Delta | Finished) -> int:
         """Which choice of the whole answer an event is about."""
@@ -99,12 +105,12 @@ class Work:
     async def admitted(self) -> None:
         """Wait a little for the engine's first word, so that a refusal can still be the answer's status."""
         try:
-            async with asyncio.timeout(self._desk.patience()):
+            async with asyncio.timeout(self._dispatcher.patience()):
                 self._peeked = await self._take()
         except TimeoutError:
             return
         if isinstance(self._peeked[0], Failed):
-            raise self._desk.refusal(self._peeked[0])
+            raise self._dispatcher.refusal(self._peeked[0])
 
     def leave(self) -> None:
         """Its reader is gone, perhaps after the engine has finished and before all is written."""
@@ -116,7 +122,7 @@ class Work:
         reads it any more."""
         self.answer.reading()
         if self._left or self.answer.failure == "cancelled":
-            raise self._desk.refusal(Failed(self.caller.id, "cancelled", ""))
+            raise self._dispatcher.refusal(Failed(self.caller.id, "cancelled", ""))
 
     async def events(self) -> AsyncIterator[list[AnswerEvent]]:
         """All events, those that came together together."""
@@ -147,7 +153,7 @@ class Work:
                 elif isinstance(event, PromptScores) and writer is not None:
                     await writer.add_prompt(self.answer.prompts[event.id], event, turns)
                 elif isinstance(event, Failed):
-                    raise self._desk.refusal(event)
+                    raise self._dispatcher.refusal(event)
         for choice, texts in zip(choices, pieces, strict=True):
             choice.text = "".join(texts)
         return choices
@@ -159,7 +165,7 @@ class Work:
         async for events in self.events():
             for event in events:
                 if isinstance(event, Failed):
-                    raise self._desk.refusal(event)
+                    raise self._dispatcher.refusal(event)
                 if isinstance(event, Embedding):
                     found[event.id] = event.vector
         return [found[each] for each in self.answer.prompts]
@@ -182,20 +188,20 @@ class Work:
     def _note(self, events: Sequence[AnswerEvent]) -> None:
         """Count, and keep what /why will tell."""
         point("metrics.observe", self.caller.id)
-        now, metrics, story = time.monotonic(), self._desk.metrics, self._story
+        now, metrics, trace = time.monotonic(), self._dispatcher.metrics, self._trace
         for event in events:
             if event.id in self._unheard and not isinstance(event, Failed):
                 self._unheard.remove(event.id)
                 metrics.prompt_tokens.inc(len(self.prompts[self.answer.prompts[event.id]]))
             if isinstance(event, Delta):
                 tokens = len(event.token_ids)
-                story.generated += tokens
+                trace.generated += tokens
                 if self.caller.account is not None:
                     self.caller.account.use(tokens)
                 key = (event.id, event.choice)
                 last = self._last.get(key)
-                if story.first is None:
-                    story.first = now
+                if trace.first is None:
+                    trace.first = now
                     metrics.ttft.observe(now - self.caller.arrived)
                 if last is not None:
                     for _ in range(tokens):
@@ -215,15 +221,15 @@ class Work:
 
     def _finish(self, now: float) -> None:
         self._finished = True
-        caller, metrics, story = self.caller, self._desk.metrics, self._story
-        story.outcome, story.ended = self._outcome or "stop", now
+        caller, metrics, trace = self.caller, self._dispatcher.metrics, self._trace
+        trace.outcome, trace.ended = self._outcome or "stop", now
         if self._served:  # a refusal is quick, and would make a full server look like a fast one
             metrics.end_to_end.observe(now - caller.arrived)
-            self._desk.crowd.served(now)
-        metrics.ended.labels(story.outcome).inc()
-        metrics.generated_tokens.inc(story.generated)
-        self._desk.stories.remember(story)
+            self._dispatcher.backoff.served(now)
+        metrics.ended.labels(trace.outcome).inc()
+        metrics.generated_tokens.inc(trace.generated)
+        self._dispatcher.traces.remember(trace)
         logger.info(
             "%s ended (%s): %d tokens in, %d reused, %d out, %.3f s",
-            caller.id, story.outcome, self.prompt_tokens, self.reused, story.generated, now - caller.arrived,
+            caller.id, trace.outcome, self.prompt_tokens, self.reused, trace.generated, now - caller.arrived,
         )  # fmt: skip

@@ -10,24 +10,24 @@ import pytest
 from attar.engine.messages import BEAT_SECONDS, Beat, Stats
 from attar.server import client
 from attar.server.client import EngineClient
-from attar.server.pulse import FAR, HUNG, LEAST_SLOW, SILENCE, STUCK, Pulse
+from attar.server.heartbeat import FAR, HUNG, LEAST_SLOW, SILENCE, STUCK, Heartbeat
 
 
-def after(pulse: Pulse, busy: float) -> Pulse:
-    pulse.busy = busy
-    return pulse
+def after(heartbeat: Heartbeat, busy: float) -> Heartbeat:
+    heartbeat.busy = busy
+    return heartbeat
 
 
 def test_a_step_far_longer_than_any_before_is_slow_long_before_it_is_hung() -> None:
-    pulse = Pulse(600.0)
-    assert after(pulse, 599.0).slow is None, "nothing is known of its steps yet"
+    heartbeat = Heartbeat(600.0)
+    assert after(heartbeat, 599.0).slow is None, "nothing is known of its steps yet"
     for longest in (0.01, 2.0, 0.5, 45.0):
-        pulse.longest = max(pulse.longest, longest)
-        bound = max(LEAST_SLOW, FAR * pulse.longest)
-        assert after(pulse, bound).slow is None
-        assert after(pulse, bound + 0.1).slow is not None
-        assert (pulse.trouble is None) == (bound + 0.1 <= 600.0)
-    assert after(pulse, 0.0).slow is None
+        heartbeat.longest = max(heartbeat.longest, longest)
+        bound = max(LEAST_SLOW, FAR * heartbeat.longest)
+        assert after(heartbeat, bound).slow is None
+        assert after(heartbeat, bound + 0.1).slow is not None
+        assert (heartbeat.trouble is None) == (bound + 0.1 <= 600.0)
+    assert after(heartbeat, 0.0).slow is None
 
 
 def stats(steps: int, seconds: float) -> Stats:
@@ -35,56 +35,56 @@ def stats(steps: int, seconds: float) -> Stats:
 
 
 def test_the_longest_step_is_told_by_the_counters_of_one_engine() -> None:
-    pulse = Pulse()
+    heartbeat = Heartbeat()
     counted = [(2, 1.0, 0.4), (2, 1.0, 6.0), (102, 2.0, 6.5), (103, 9.0, 6.8), (203, 10.0, 0.0)]
     known = None
     for steps, seconds, busy in counted:
-        pulse.beat(busy)
+        heartbeat.beat(busy)
         now = stats(steps, seconds)
-        pulse.count(known, now)
+        heartbeat.count(known, now)
         known = now
-    assert pulse.longest == 7.0
-    pulse.begin()
-    assert pulse.longest == 0.0
-    pulse.beat(0.4)
-    pulse.count(None, stats(1, 0.5))  # a new one
-    assert pulse.longest == 0.5
+    assert heartbeat.longest == 7.0
+    heartbeat.begin()
+    assert heartbeat.longest == 0.0
+    heartbeat.beat(0.4)
+    heartbeat.count(None, stats(1, 0.5))  # a new one
+    assert heartbeat.longest == 0.5
 
 
 def test_time_for_which_the_engine_was_stopped_makes_no_step_a_long_one() -> None:
-    pulse = Pulse(600.0)
-    pulse.count(None, known := stats(100, 10.0))
+    heartbeat = Heartbeat(600.0)
+    heartbeat.count(None, known := stats(100, 10.0))
     for busy in (0.3, 1.3):  # it was stopped within a step, for 300 s by the clock of `Stats`
-        pulse.beat(busy)
-    pulse.count(known, known := stats(101, 310.0))
-    assert 0.1 < pulse.longest <= 1.3 + 2 * BEAT_SECONDS
-    pulse.beat(0.0)
-    pulse.count(known, known := stats(111, 311.0))
-    assert after(pulse, FAR * 3.0).slow is not None
-    pulse.beat(45.0)  # one that ran
-    pulse.count(known, stats(112, 356.4))
-    assert pulse.longest == pytest.approx(45.4)
+        heartbeat.beat(busy)
+    heartbeat.count(known, known := stats(101, 310.0))
+    assert 0.1 < heartbeat.longest <= 1.3 + 2 * BEAT_SECONDS
+    heartbeat.beat(0.0)
+    heartbeat.count(known, known := stats(111, 311.0))
+    assert after(heartbeat, FAR * 3.0).slow is not None
+    heartbeat.beat(45.0)  # one that ran
+    heartbeat.count(known, stats(112, 356.4))
+    assert heartbeat.longest == pytest.approx(45.4)
 
 
 def test_one_that_is_not_heard_is_stopped_and_not_hung() -> None:
-    pulse = after(Pulse(60.0), HUNG + 1)
-    assert pulse.hung
-    pulse.silent = SILENCE
-    assert not pulse.hung
-    assert pulse.trouble is not None
-    pulse.begin()
-    assert not pulse.hung
-    assert pulse.trouble is None
+    heartbeat = after(Heartbeat(60.0), HUNG + 1)
+    assert heartbeat.hung
+    heartbeat.silent = SILENCE
+    assert not heartbeat.hung
+    assert heartbeat.trouble is not None
+    heartbeat.begin()
+    assert not heartbeat.hung
+    assert heartbeat.trouble is None
 
 
 @pytest.mark.parametrize("stuck", [STUCK, 1800.0])
 def test_a_step_that_is_refused_for_is_not_yet_one_to_end_the_engine_for(stuck: float) -> None:
     """One that a short deadline makes too long would be as long again, and six deaths end the server."""
     for busy, trouble, hung in ((stuck, False, False), (max(stuck, HUNG) + 1, True, True)):
-        pulse = after(Pulse(stuck), busy)
-        assert ((pulse.trouble is not None), pulse.hung) == (trouble, hung)
-    assert not after(Pulse(STUCK), HUNG).hung
-    assert after(Pulse(STUCK), HUNG).trouble is not None
+        heartbeat = after(Heartbeat(stuck), busy)
+        assert ((heartbeat.trouble is not None), heartbeat.hung) == (trouble, hung)
+    assert not after(Heartbeat(STUCK), HUNG).hung
+    assert after(Heartbeat(STUCK), HUNG).trouble is not None
 
 
 def test_an_engine_that_has_ended_is_not_hung(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,13 +114,13 @@ def test_who_owns_a_hung_engine_is_told(monkeypatch: pytest.MonkeyPatch) -> None
         calls = []
 
         def hung() -> None:
-            calls.append(engine.pulse.busy)
+            calls.append(engine.heartbeat.busy)
             ended.set()
 
         engine.hung = hung
         engine._arrived([Beat(HUNG)])
         watch = asyncio.create_task(engine._watch(ended))
-        while not engine.pulse.silent:  # it has looked
+        while not engine.heartbeat.silent:  # it has looked
             await asyncio.sleep(0)
         assert calls == []
         engine._arrived([Beat(HUNG + 0.5)])

@@ -21,7 +21,7 @@ WINDOW = 10.0  # seconds of the past that count
 COUNTED, LEAST = 256, 8  # requests served in it: the last so many, and too few to tell
 
 
-class Crowd:
+class Backoff:
     """Times are seconds on any clock that does not go back."""
 
     def __init__(self) -> None:

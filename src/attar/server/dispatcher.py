@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from attar.engine.messages import Embed, Failed, Ready, Submit
 from attar.engine.request import SamplingParams
 from attar.faults import point
+from attar.server.backoff import Backoff
 from attar.server.client import EngineClient
-from attar.server.crowd import Crowd
 from attar.server.errors import Refusal
 from attar.server.metrics import Metrics
+from attar.server.request_trace import RequestTrace, RequestTraces
 from attar.server.schemas import MAX_PROMPTS
-from attar.server.story import Stories, Story
 from attar.server.work import Caller, Work
 
 WINDOW = 32  # texts to embed that the engine has at once
 PROMPT_ANSWER = 1.0  # seconds that a stream's status waits for the engine's first word
 LATE_ANSWER = 10.0  # the same where the engine may have to refuse it, at most: clients wait for a status too
-SHARE_AFTER = 1  # seconds after which a key may ask again that has its share: no turn of `Crowd`, which all keys share
+SHARE_AFTER = 1  # seconds after which a key may ask again that has its share: all keys share the turns of `Backoff`
 
 
-class Desk:
+class Dispatcher:
     """Where requests become work: the engine's client, the metrics, and the memory of what became of requests."""
 
     def __init__(self, engine: EngineClient, metrics: Metrics, deadline: float) -> None:
         self.engine, self.metrics, self.deadline = engine, metrics, deadline
         self.draining = False
-        self.crowd = Crowd()
-        self.stories = Stories()
+        self.backoff = Backoff()
+        self.traces = RequestTraces()
 
     def ready(self) -> Ready:
         """The engine, ready to be asked. Raises Refusal when it is not."""
@@ -47,12 +48,12 @@ class Desk:
         places = self.engine.places
         if places.total <= places.size:
             return PROMPT_ANSWER
-        return min(max(PROMPT_ANSWER, 2 * self.engine.pulse.longest), LATE_ANSWER)
+        return min(max(PROMPT_ANSWER, 2 * self.engine.heartbeat.longest), LATE_ANSWER)
 
     def getting_on(self) -> None:
         """Raises Refusal unless the engine is healthy, and in no step that takes far longer than any before."""
         self.healthy()
-        if (slow := self.engine.pulse.slow) is not None:
+        if (slow := self.engine.heartbeat.slow) is not None:
             raise Refusal("engine_down", slow)
 
     def healthy(self) -> None:
@@ -73,7 +74,7 @@ class Desk:
         """There is no room; says when there may be."""
         places = self.engine.places
         waiting = len(self.engine.open) * places.total / max(1, places.total + places.running)
-        return Refusal("overloaded", message, retry_after=self.crowd.retry_after(time.monotonic(), waiting))
+        return Refusal("overloaded", message, retry_after=self.backoff.retry_after(time.monotonic(), waiting))
 
     def refusal(self, failed: Failed) -> Refusal:
         """What the engine's refusal is to a user."""
@@ -128,6 +129,14 @@ class Desk:
             message = f"{waiting}, and its share has no room for {count} more: try again later"
             raise Refusal("rate_limit_exceeded", message, retry_after=SHARE_AFTER)
 
+    async def why(self, trace: RequestTrace) -> dict[str, Any]:
+        """What became of a request, for JSON; of one that runs, how far it is, unless a long step keeps the engine."""
+        if trace.outcome != "running":
+            return trace.told(time.monotonic())
+        left = [name for name, ended in zip(trace.names, trace.reports, strict=True) if ended is None]
+        running = await self.engine.reports(left)
+        return trace.told(time.monotonic(), running)
+
     def _left(self, caller: Caller) -> float:
         """Seconds of the deadline, which began when the request came. Raises Refusal where it has passed."""
         left = caller.arrived + self.deadline - time.monotonic()
@@ -146,10 +155,11 @@ class Desk:
     def _work(
         self, caller: Caller, prompts: Sequence[tuple[int, ...]], n: int, commands: Sequence[Submit | Embed], most: int
     ) -> Work:
-        point("desk.submit", caller.id)
-        story = Story(caller.id, caller.salt, caller.arrived, [None] * min(len(prompts), MAX_PROMPTS))
-        self.stories.begin(story)
-        return Work(caller, prompts, n, self.engine.ask(commands, most), self, story)
+        point("dispatcher.submit", caller.id)
+        names = tuple(command.id for command in commands[:MAX_PROMPTS])
+        trace = RequestTrace(caller.id, caller.salt, caller.arrived, [None] * len(names), names=names)
+        self.traces.begin(trace)
+        return Work(caller, prompts, n, self.engine.ask(commands, most), self, trace)
 
 
 def _names(caller: Caller, count: int) -> list[str]:

@@ -19,7 +19,7 @@ REMEMBERED = 1000  # requests that /why can tell of when they have ended
 
 
 @dataclass(slots=True, weakref_slot=True)
-class Story:
+class RequestTrace:
     """What became of a request, as /why tells it. Times are monotonic."""
 
     id: str
@@ -31,16 +31,20 @@ class Story:
     first: float | None = None
     ended: float | None = None
     generated: int = 0
+    names: tuple[str, ...] = ()
+    """What the engine calls them."""
 
-    def told(self, now: float) -> dict[str, Any]:
-        """For JSON."""
+    def told(self, now: float, running: Mapping[str, Report] | None = None) -> dict[str, Any]:
+        """For JSON. `running` are reports of those that have not ended, by the engine's names."""
+        so_far = [(running or {}).get(name) for name in self.names] or [None] * len(self.reports)
+        reports = [ended or report for ended, report in zip(self.reports, so_far, strict=True)]
         return {
             "id": self.id,
             "outcome": self.outcome,
             "seconds": (now if self.ended is None else self.ended) - self.arrived,
             "seconds_to_first_token": None if self.first is None else self.first - self.arrived,
             "generated_tokens": self.generated,
-            "prompts": [None if report is None else msgspec.to_builtins(report) for report in self.reports],
+            "prompts": [None if report is None else msgspec.to_builtins(report) for report in reports],
         }
 
     def reader(self, prompts: Mapping[str, int]) -> Callable[[AnswerEvent], None]:
@@ -56,27 +60,27 @@ class Story:
         return read
 
 
-class Stories:
+class RequestTraces:
     """Those of the requests that run, and of the last that have ended. Each is told only to whoever has its key."""
 
     def __init__(self) -> None:
-        self._running: WeakValueDictionary[str, Story] = WeakValueDictionary()
-        self._ended: OrderedDict[str, Story] = OrderedDict()
+        self._running: WeakValueDictionary[str, RequestTrace] = WeakValueDictionary()
+        self._ended: OrderedDict[str, RequestTrace] = OrderedDict()
 
-    def begin(self, story: Story) -> None:
-        """Its request runs, for as long as somebody holds the story."""
-        self._running[story.id] = story
+    def begin(self, trace: RequestTrace) -> None:
+        """Its request runs, for as long as somebody holds the trace."""
+        self._running[trace.id] = trace
 
-    def remember(self, story: Story) -> None:
+    def remember(self, trace: RequestTrace) -> None:
         """Its request has ended; the oldest is forgotten."""
-        point("why.remember", story.id)
-        self._ended[story.id] = story
+        point("why.remember", trace.id)
+        self._ended[trace.id] = trace
         if len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
 
-    def find(self, request: str, salt: bytes) -> Story:
+    def find(self, request: str, salt: bytes) -> RequestTrace:
         """Raises Refusal where nobody knows of the request, or it was another's."""
-        story = self._running.get(request) or self._ended.get(request)
-        if story is None or story.salt != salt:
+        trace = self._running.get(request) or self._ended.get(request)
+        if trace is None or trace.salt != salt:
             raise Refusal("not_found", f"no such request is running, or among the last {REMEMBERED}")
-        return story
+        return trace

@@ -12,7 +12,7 @@ import pytest
 from attar.engine.messages import Ready, Submit
 from attar.engine.request import SamplingParams
 from attar.server.client import EngineClient
-from attar.server.desk import LATE_ANSWER, PROMPT_ANSWER, Desk
+from attar.server.dispatcher import LATE_ANSWER, PROMPT_ANSWER, Dispatcher
 from attar.server.door import Options
 from attar.server.errors import Refusal
 from attar.server.metrics import Metrics
@@ -35,10 +35,10 @@ def test_any_number_of_prompts_that_is_allowed_fits_into_a_small_queue(start: Ca
 def test_a_deadline_counts_from_when_the_request_came() -> None:
     engine = EngineClient(Path("nobody"))
     engine._arrived([Ready("fake", 512, 100, 10, 16, 8, ())])
-    desk = Desk(engine, Metrics(engine), 600.0)
+    dispatcher = Dispatcher(engine, Metrics(engine), 600.0)
     asks: list[Callable[[Caller], Work]] = [
-        lambda caller: desk.submit(caller, [(1,)], SamplingParams(), 1, "fake"),
-        lambda caller: desk.embed(caller, [(1,)], "mean", "fake"),
+        lambda caller: dispatcher.submit(caller, [(1,)], SamplingParams(), 1, "fake"),
+        lambda caller: dispatcher.embed(caller, [(1,)], "mean", "fake"),
     ]
 
     async def ask() -> None:
@@ -94,10 +94,10 @@ def test_without_keys_a_priority_may_be_less_than_0(server: Running) -> None:
 def test_a_streams_status_waits_for_a_queue_that_may_be_full_but_not_for_long() -> None:
     engine = EngineClient(Path("nobody"))
     engine._arrived([Ready("fake", 512, 100, 10, 16, 8, ())])
-    desk = Desk(engine, Metrics(engine), 600.0)
-    engine.pulse.longest = 300.0
-    assert desk.patience() == PROMPT_ANSWER
+    dispatcher = Dispatcher(engine, Metrics(engine), 600.0)
+    engine.heartbeat.longest = 300.0
+    assert dispatcher.patience() == PROMPT_ANSWER
     engine.places.take(b"", 9)
     for longest, patience in ((0.1, PROMPT_ANSWER), (2.0, 4.0), (300.0, LATE_ANSWER)):
-        engine.pulse.longest = longest
-        assert desk.patience() == patience
+        engine.heartbeat.longest = longest
+        assert dispatcher.patience() == patience

@@ -21,7 +21,7 @@ HUNG = 600.0  # the same before its engine is ended
 FAR, LEAST_SLOW = 20, 10.0  # times the longest step before, and seconds at least, that a slow one takes
 
 
-class Pulse:
+class Heartbeat:
     """What is known of an engine's process. Nothing is expected of a step after `stuck` seconds."""
 
     def __init__(self, stuck: float = STUCK) -> None:
