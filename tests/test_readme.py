@@ -62,7 +62,8 @@ def test_commands(place: Path) -> None:
         assert program == "attar", command
         result = CliRunner().invoke(app, arguments, input="Hello\n")
         assert result.exit_code == 0, f"{command}\n{result.output}"
-        assert result.stdout.strip(), command
+        # What chat says is drawn, and may be nothing but a turn's end.
+        assert result.stdout.strip() or arguments[0] == "chat", command
 
 
 def test_python(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
