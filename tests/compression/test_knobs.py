@@ -47,6 +47,16 @@ def stand_in(packed: PackedTensor) -> Checkpoint:
     return SimpleNamespace(stored_name=lambda name: name, folder=SimpleNamespace(config=config))  # type: ignore[return-value]
 
 
+def learn(knob: knobs.Knob, linear: Linear) -> None:
+    """Check that a gradient reaches the knob from what its linear computes with, and move it."""
+    assert linear.dense is not None
+    linear.dense.sum().backward()
+    assert knob.learned.grad is not None
+    assert knob.learned.grad.any()
+    with torch.no_grad():
+        knob.learned.copy_(0.2 * torch.rand(knob.base.shape, generator=torch.Generator().manual_seed(1)))
+
+
 @pytest.mark.parametrize("name", PARTS)
 def test_a_weight_begins_as_stored_and_changes_as_the_file_would(name: str) -> None:
     packed, part = packed_as(name), PARTS[name]
@@ -59,11 +69,7 @@ def test_a_weight_begins_as_stored_and_changes_as_the_file_would(name: str) -> N
     knob.put()
     assert linear.dense is not None
     assert torch.equal(linear.dense.detach(), packed.dequantize())
-    linear.dense.sum().backward()
-    assert knob.learned.grad is not None
-    assert knob.learned.grad.any()
-    with torch.no_grad():
-        knob.learned.copy_(0.2 * torch.rand(knob.base.shape, generator=torch.Generator().manual_seed(1)))
+    learn(knob, linear)
     assert not torch.equal(knob.stored(), knob.base)
     knob.put()
     changed = PackedTensor(packed.scheme, packed.shape, {**packed.parts, part: knob.stored()})
@@ -100,11 +106,7 @@ def test_of_blocks_their_float16_numbers_are_trained(name: str) -> None:
     knob.put()
     assert linear.dense is not None
     assert torch.equal(linear.dense.detach(), packed.dequantize())
-    linear.dense.sum().backward()
-    assert knob.learned.grad is not None
-    assert knob.learned.grad.any()
-    with torch.no_grad():
-        knob.learned.copy_(0.2 * torch.rand(knob.base.shape, generator=torch.Generator().manual_seed(1)))
+    learn(knob, linear)
     knob.put()
     raw = ggml_blocks.with_numbers(kind, packed.parts["blocks"], knob.stored())
     assert torch.equal(linear.dense.detach(), ggml_blocks.decode(kind, raw))
