@@ -348,6 +348,49 @@ def test_they_meet_anew_where_their_folder_was_cleaned_away(one: LLM, two: LLM) 
     assert tokens(two)[0] == found == tokens(one)[0]
 
 
+LATE = """
+import time
+from pathlib import Path
+from attar.engine import team, worker
+
+plain = team.meet_again
+
+def meet_again(job, groups, count):
+    plain(job, groups, count)
+    time.sleep(0.3)
+    Path(job.folder, f"through{count}").touch()
+
+team.meet_again = meet_again
+raise SystemExit(worker.main())
+"""
+
+
+@pytest.mark.usefixtures("disarmed")
+def test_nobody_goes_on_before_all_have_met(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is short of memory in the very next step too would leave while others are still making connections."""
+
+    class Late(subprocess.Popen[bytes]):
+        def __init__(self, command: list[str], **how: Any) -> None:
+            super().__init__([command[0], "-c", LATE], **how)
+
+    monkeypatch.setattr(subprocess, "Popen", Late)
+    llm = LLM(demo, tp=2)
+    through = []
+    plain = TeamRunner._meet
+
+    def meet(self: TeamRunner) -> None:
+        plain(self)
+        through.append((self.crew.folder / f"through{self.crew.met}").exists())
+
+    monkeypatch.setattr(TeamRunner, "_meet", meet)
+    try:
+        faults.arm(Fault("runner.memory", after=1, times=2))
+        tokens(llm)
+        assert through == [True, True]
+    finally:
+        llm.close()
+
+
 SHORT = """
 import torch
 from attar.engine import worker

@@ -122,7 +122,7 @@ Command = Pool | Adapt | Run | Meet | Room | Leave | Call | Logits | End
 
 class Said(msgspec.Struct, frozen=True):
     """What a worker says: that it has started, that it has loaded its part, or why it will not; then of each `Run` that
-    it `ran`, that it was `short` of memory, or that it was `broken` off."""
+    it `ran`, that it was `short` of memory, or that it was `broken` off, and of each `Meet` that it has `met` all."""
 
     what: str
     text: str = ""

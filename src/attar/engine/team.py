@@ -196,13 +196,13 @@ class Crew:
                         self.lose(self.ended() or f"process {number} of the model speaks no more")
                     self.heard.put(None)
                     return
-                if said.what != "ran":
+                if said.what not in ("ran", "met"):
                     self.abort()  # this process may wait for it
                 self.heard.put(said.what)
                 said = None
 
     def verdicts(self) -> set[str]:
-        """What all workers say of the step that they were told last. Raises RuntimeError where one is gone."""
+        """What all workers say of the step or meeting they were told last. Raises RuntimeError where one is gone."""
         found = set()
         for _ in self.children:
             try:
@@ -463,13 +463,17 @@ class TeamRunner(Runner):
             return error
 
     def _meet(self) -> None:
-        """Out of a step that not all could do: to where it began."""
+        """Out of a step that not all could do: to where it began. Raises RuntimeError where somebody is gone."""
         assert self.crew.groups is not None
         self.release()
         self.crew.met += 1
         machine.private_folder(self.crew.folder)  # without it torch waits for 300 s, and nothing can stop it
         tell(self.crew, Meet(self.crew.met))
         meet_again(self.job, self.crew.groups, self.crew.met)
+        # Somebody who left again at once, out of a step that is short too, would reset connections that others are
+        # still making: gloo fails in them, or ends the process.
+        if (verdicts := self.crew.verdicts()) != {"met"}:
+            raise RuntimeError(f"the processes of the model did not meet again: {verdicts}")
 
     def _told(self, plan: StepPlan, wanted: Mapping[str, Wanted]) -> Run:
         done = (Status.PREEMPTED, Status.ENDED)

@@ -211,6 +211,8 @@ def main() -> int:
             worker.decoder.groups.leave()  # the others may wait for this one, or will
         if isinstance(command, Run):
             say(verdict)
+        elif isinstance(command, Meet):
+            say("met")
     return 1
 
 
