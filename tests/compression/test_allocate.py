@@ -20,7 +20,7 @@ from attar.checkpoints.folder import Folder
 from attar.checkpoints.receipt import read_receipt
 from attar.checkpoints.safetensors import CheckpointError
 from attar.checkpoints.writer import MAX_SHARD, Workspace
-from attar.compression import allocate, calibrate, domain, gradients, importance, pipeline, sensitivity
+from attar.compression import allocate, calibrate, domain, gradients, importance, output_bits, pipeline, sensitivity
 from attar.compression.allocate import Allocation, Allocator
 from attar.compression.methods import Gptq, Rtn
 from attar.compression.order import Order
@@ -47,6 +47,7 @@ class Stop(Exception):
 
 LADDER = ("w2g32", "w4g64", "w8g64")
 
+SAME_TABLES = 3e-3  # relative difference of a divergence from the original, to that from the same with rotated tables
 SAME_FILE = 1e-3  # the same of a model that was written and read again
 SAME_PASS = 1e-4  # relative difference of a divergence, restarted in the middle and in float32, to the whole in float64
 
@@ -281,7 +282,7 @@ def test_an_output_that_misses_its_target_of_kl_is_made_anew_with_more_bits(
     assert done.warnings == ()
     assert done.bits_per_weight > plain.bits_per_weight
     table = table_of(tmp_path / "done")
-    assert table["kl_aims"] == [GOAL, pytest.approx(allocate.SLACK * before["kl"] * GOAL / 0.75)]
+    assert table["kl_aims"] == [GOAL, pytest.approx(output_bits.SLACK * before["kl"] * GOAL / 0.75)]
     assert table["kl"] <= table["kl_aims"][1]
     assert table["kl_missed"] == [0.75]
     assert not list(tmp_path.glob(".done*"))
@@ -292,7 +293,7 @@ def test_an_output_that_misses_its_target_of_kl_is_made_anew_with_more_bits(
             if name == "noted":
                 kill_walk(patch, 2)
             else:
-                patch.setattr(allocate.Allocated, "note", lambda found: _interrupt())
+                patch.setattr(output_bits.Allocated, "note", lambda found: _interrupt())
             with pytest.raises(KeyboardInterrupt):
                 towards_a_kl(tiny, tmp_path / name, calibration)
         left = reached(monkeypatch, *[0.75] * (name == "before"), 0.4)
@@ -309,11 +310,11 @@ def _interrupt() -> None:
 
 def test_no_walk_is_made_twice(tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A target that is missed by little, of a ladder whose next choice measures much less."""
-    left, choices, walk = reached(monkeypatch, *[1.01 * GOAL] * allocate.WALKS), list[Recipe](), Run.walk
+    left, choices, walk = reached(monkeypatch, *[1.01 * GOAL] * output_bits.WALKS), list[Recipe](), Run.walk
     monkeypatch.setattr(Run, "walk", lambda run: (choices.append(run.plan), walk(run)))
     towards_a_kl(tiny, tmp_path / "out", calibration, ladder=schemes(("w2g32", "w8g64")))
     assert not left
-    assert len({plan.overrides for plan in choices}) == allocate.WALKS
+    assert len({plan.overrides for plan in choices}) == output_bits.WALKS
     assert table_of(tmp_path / "out")["kl"] < table_of(tmp_path / "out")["kl_aims"][-1]
 
 
@@ -329,13 +330,13 @@ def test_candidates_that_have_no_room_are_told_before_they_are_rounded(
 def test_an_output_that_always_misses_its_target_says_so(
     tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left = reached(monkeypatch, *[0.75] * allocate.WALKS)
+    left = reached(monkeypatch, *[0.75] * output_bits.WALKS)
     missed = towards_a_kl(tiny, tmp_path / "missed", calibration)
     assert not left
     assert missed.warnings[0].startswith("the output's KL is 0.75 on the text that bits were chosen by, more than")
     found = json.loads((tmp_path / "missed" / "receipt.json").read_text())
     assert found["allocation"]["kl_finished"] == 0.75
-    assert len(found["allocation"]["kl_aims"]) == allocate.WALKS
+    assert len(found["allocation"]["kl_aims"]) == output_bits.WALKS
     assert found["warnings"] == list(missed.warnings)
 
 
@@ -348,7 +349,7 @@ def test_of_outputs_that_all_miss_the_nearest_is_kept(
         left = reached(monkeypatch, 0.6, 0.8, 0.7, 0.6)
         if name == "killed":
             with monkeypatch.context() as patch:
-                kill_walk(patch, allocate.WALKS + 1)
+                kill_walk(patch, output_bits.WALKS + 1)
                 with pytest.raises(KeyboardInterrupt):
                     towards_a_kl(tiny, tmp_path / name, calibration)
         kept = towards_a_kl(tiny, tmp_path / name, calibration)
@@ -463,6 +464,25 @@ def test_the_output_keeps_its_target(recipe: str, tiny: Path, calibration: Ids, 
         for fused in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
             assert len({checkpoint.scheme_of(f"{at}.{name}") for name in fused}) == 1
     assert not list(tmp_path.glob(".out*"))  # what a resumed run would need is gone
+
+
+@pytest.mark.parametrize(
+    "recipe, plain", [("rotate-w4g64", "rtn-w4g64"), ("quarot-w4g64", "rtn-w4g64"), ("rotate-q4_k_m", "q4_k_m")]
+)
+def test_bits_of_a_rotated_model_are_chosen_by_the_rotated_one(
+    recipe: str, plain: str, tiny: Path, calibration: Ids, tmp_path: Path
+) -> None:
+    """Plain rounding leaves nothing to the walk: the output costs what was measured."""
+    file = recipe.endswith("q4_k_m")
+    ladder = schemes(("q4_0", "q5_0", "q8_0") if file else LADDER)
+    found = {}
+    for name in (recipe, plain):
+        out = tmp_path / (f"{name}.gguf" if file else name)
+        done = compress(tiny, out, recipe=name, target=Target(bits=5.5), ladder=ladder, calibration=calibration)
+        found[name] = table_of(out)
+        assert found[name]["without"] == []
+        assert done.reached == pytest.approx(found[name]["kl"], rel=SAME_TABLES)
+    assert [each["kl"] for each in found[recipe]["groups"]] != [each["kl"] for each in found[plain]["groups"]]
 
 
 def test_a_size_is_kept_by_the_files(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
@@ -581,7 +601,8 @@ def test_mixtures_of_experts_keep_theirs_together(family: str, tmp_path: Path) -
 
 def test_the_receipt_says_what_was_not_measured(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     for recipe, without in (
-        ("rtn-w4g64", []), ("awq+gptq-w4g64", ["awq"]), ("guided+tune-w4g64", ["polish", "couple", "correct", "tune"]),
+        ("rtn-w4g64", []), ("awq+gptq-w4g64", ["awq"]), ("quarot+gptq-w4g64", []),
+        ("spinquant+gptq-w4g64", ["learned rotation"]), ("guided+tune-w4g64", ["polish", "couple", "correct", "tune"]),
     ):  # fmt: skip
         assert allocate.unmeasured(Recipe.load(recipe)) == without
     override = {"match": "*.0.*", "scheme": "w8a8"}
@@ -637,7 +658,7 @@ def test_a_rung_that_a_device_does_not_take_is_refused_first(tiny: Path, calibra
     settings = Settings(calibrate.Amount(), 0, MAX_SHARD, False, False, no_progress, 0.0)
     ready = order.ready("gptq-w4g64", len(calibration), targeted=True)
     with pytest.raises(ValueError, match="nf4 is not for cuda yet"):
-        allocate.for_output(order, ready, settings, Target(bits=4.0), schemes(("w3g64", "nf4")), calibration)
+        output_bits.for_output(order, ready, settings, Target(bits=4.0), schemes(("w3g64", "nf4")), calibration)
     assert not list(tmp_path.iterdir())
 
 
@@ -655,7 +676,7 @@ def test_drawn_text_is_its_models(tiny: Path, tmp_path: Path, monkeypatch: pytes
     def stop(*rest: object) -> None:
         raise Stop
 
-    monkeypatch.setattr(allocate, "Allocator", stop)
+    monkeypatch.setattr(output_bits, "Allocator", stop)
     other = tmp_path / "other"
     shutil.copytree(tiny, other)
     config = json.loads((other / "config.json").read_text())

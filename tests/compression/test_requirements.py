@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from attar.checkpoints import hf
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.writer import MAX_SHARD
-from attar.compression import allocate, best, calibrate, coverage, gradients, tune
+from attar.compression import allocate, best, calibrate, coverage, gradients, output_bits, tune
 from attar.compression.candidates import Listed
 from attar.compression.order import Order
 from attar.compression.pipeline import compress
@@ -218,7 +218,7 @@ def test_what_allocation_measures_on_is_not_what_tuning_judges_by(
         seen.append(ids.tolist())
         raise Begun
 
-    monkeypatch.setattr("attar.compression.allocate.Allocator", stop)
+    monkeypatch.setattr("attar.compression.output_bits.Allocator", stop)
     for recipe in ("rtn-w4g32", "rtn+tune-w4g32"):
         with pytest.raises(Begun):
             compress(
@@ -240,14 +240,14 @@ def test_what_allocation_measures_on_calibrates_nothing(
     order = Order.take(tiny, tmp_path / "found", None, None, True, 0, "cpu")
     settings = Settings(calibrate.Amount(), 0, MAX_SHARD, False, False, lambda *told: None, 0.0)
     ready = order.ready("rtn-w4g32", len(calibration), targeted=True)
-    found = allocate.for_output(order, ready, settings, Target(bits=4), parse_ladder("w2g32,w8g32"), calibration)
+    found = output_bits.for_output(order, ready, settings, Target(bits=4), parse_ladder("w2g32,w8g32"), calibration)
     assert (found.read.tolist(), found.calibration) == (calibration, calibration[:-2])
     found.forget()
     monkeypatch.setattr(allocate, "ROUNDS", 1)
     made = {}
     for name, ids in (("all", calibration), ("less", calibration[:-2])):
         if name == "less":
-            monkeypatch.setattr(allocate, "apart", lambda given: (given, torch.tensor(calibration[-2:])))
+            monkeypatch.setattr(output_bits, "apart", lambda given: (given, torch.tensor(calibration[-2:])))
         compress(
             tiny, tmp_path / name, recipe="gptq-w4g32", target=Target(bits=4), ladder=parse_ladder("w2g32,w8g32"),
             calibration=ids,

@@ -24,7 +24,6 @@ from attar.compression.methods import SpinQuant
 from attar.compression.pipeline import compress
 from attar.compression.recipe import Recipe
 from attar.compression.solvers import rotations
-from attar.compression.target import Target
 from attar.kernels import hadamard, ops
 from attar.model import decoder
 from attar.model.cache import Step
@@ -203,11 +202,9 @@ def test_a_rotation_at_run_time_that_nothing_asks_for_is_refused(
         rotation.rotated(hf.Checkpoint.open(tiny), Recipe.from_dict(told), seed=0)
 
 
-def test_outputs_without_a_place_for_rotations_are_refused(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+def test_outputs_without_a_place_for_rotations_are_refused(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="have a place in compressed-tensors alone"):
         compress(tiny, tmp_path / "out", recipe="quarot-nf4")
-    with pytest.raises(ValueError, match="a target measures the model as it is"):
-        compress(tiny, tmp_path / "out", recipe="rotate-w4g32", target=Target(bits=4.0), calibration=calibration)
 
 
 @pytest.mark.usefixtures("in_float64")

@@ -89,10 +89,6 @@ class Order:
             plan = plan.for_file()
         checkpoint = self.source
         if plan.rotate is not None:
-            if targeted:
-                raise ValueError(
-                    f"{plan.name}: a target measures the model as it is, not rotated: leave one of them out"
-                )
             if self.importances is not None:
                 raise ValueError(
                     f"{plan.name}: an importance matrix weighs inputs as the model has them, and {plan.rotate.method} "

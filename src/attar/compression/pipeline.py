@@ -24,8 +24,7 @@ from torch import Tensor
 from attar.checkpoints import receipt
 from attar.checkpoints.gguf.writer import atomic_file
 from attar.checkpoints.writer import MAX_SHARD, Workspace, atomic_folder
-from attar.compression import allocate, best, calibrate, candidates, domain, gain, requirements
-from attar.compression.allocate import Allocated
+from attar.compression import best, calibrate, candidates, domain, gain, output_bits, requirements
 from attar.compression.block.record import Record
 from attar.compression.calibrate import Calibration
 from attar.compression.gain import Gain
@@ -34,6 +33,7 @@ from attar.compression.guide import key
 from attar.compression.memory import large_blocks_apart
 from attar.compression.order import Order, Ready
 from attar.compression.output import Output, model_card
+from attar.compression.output_bits import Allocated
 from attar.compression.recipe import Recipe
 from attar.compression.run import Run, begin_anew
 from attar.compression.settings import Settings
@@ -202,7 +202,7 @@ def _carry_out(
     tokenizer = Tokenizer.load(order.source.folder.path) if texts else None
     held_out = None if wish.evaluation is None else _held_out(tokenizer, wish.evaluation, wish.eval_tokens)
     if wish.target is not None:
-        chosen = allocate.for_output(order, ready, settings, wish.target, wish.ladder, calibration)
+        chosen = output_bits.for_output(order, ready, settings, wish.target, wish.ladder, calibration)
         calibration = chosen.calibration
     made = (atomic_file if order.to_file else atomic_folder)(order.dst, settings.overwrite)
     with made as work, large_blocks_apart():
@@ -219,7 +219,7 @@ def _carry_out(
                 break
             begin_anew(work)  # first: a run that is killed here finds nothing of a walk by other bits
             other.note()
-            settings.report("target missed", len(other.missed), allocate.WALKS)
+            settings.report("target missed", len(other.missed), output_bits.WALKS)
             chosen = other
         gained = making.gain(run) if chosen is None and wish.choice is None and not wish.trial else None
         result = making.finished(run, held_out, chosen, reached, gained)

@@ -96,8 +96,8 @@ Change = Matrix | Vector | NormWeight | NormBias
 
 class RotatedFolder(Folder):
     """A folder whose tensors come out changed, in the dtypes and shapes that `info` says; `added` are tensors that it
-    has besides, under their names with those they are made of. Rows of tables that are `wide` come at least in float32:
-    whoever asks for them rounds them to something else."""
+    has besides, under their names with those they are made of. Tables that are `wide` come at least in float32: whoever
+    asks for them rounds them to something else."""
 
     def __init__(
         self, folder: Folder, changes: Mapping[str, Change], added: Mapping[str, str], config: Mapping[str, object]
@@ -126,7 +126,7 @@ class RotatedFolder(Folder):
             found = self._vector(change).to(dtype)
         elif change.by_rows:  # rows by rows, for tables larger than a block
             rows, columns = self.info(name).shape
-            found = torch.empty(rows, columns, dtype=dtype)
+            found = torch.empty(rows, columns, dtype=_at_least_float32(dtype) if name in self.wide else dtype)
             for some in row_slices(rows, columns):
                 found[some] = self.read_rows(name, some.start, some.stop)
         else:

@@ -142,10 +142,13 @@ class Trial:
         output: Output | GgufOutput | None = None,
         weighs: bool = False,
         keeps: bool = False,
+        original: Callable[[], Decoder] | None = None,
     ) -> None:
         """Hessians are of calibration tokens `ids` [S, L], divergences of those `measured` [T, L]. `told` is called
         after each measurement. `output` says how all else is stored, None: as it is; `weighs`, whether importances are
         measured, for an output that is given none; `keeps`, whether candidates stay beside the log for another trial.
+        `original` loads the model that divergences are from, where that is not `decoder` as it comes: what is rotated
+        has tables that were rounded once more.
         """
         self.groups, self.ladder = tuple(groups), tuple(ladder)
         self._output, self._weighs, self._keeps = output, weighs, keeps
@@ -171,8 +174,12 @@ class Trial:
         self._original = [self._embedded(measured)]  # what enters each block
         self._entered = self._original[0]  # what will enter the first
         last = self._run(self._original[0], 0, self._original)
+        if original is not None:
+            self._decoder = original()
+            last = self._run(self._embedded(measured), 0)
         with torch.inference_mode():
-            self._base = decoder.logits(last[self._rows]).log_softmax(-1)  # [P, V]
+            self._base = self._decoder.logits(last[self._rows]).log_softmax(-1)  # [P, V]
+        self._decoder = decoder
 
     # --- measurements -------------------------------------------------------------------------------------------------
 
@@ -407,8 +414,10 @@ class Trial:
 
 
 def _as_stored(weight: Tensor, scheme: Scheme) -> Tensor:
-    """In the dtype that a checkpoint stores it in, which scales have too, and which some codecs compute in."""
-    return weight.to(getattr(torch, scheme.scale_dtype))
+    """In the dtype that a checkpoint stores it in, which scales have too, and which some codecs compute in; what is not
+    of that dtype, because a rotation made it, as it is."""
+    stored = weight.to(getattr(torch, scheme.scale_dtype))
+    return stored if torch.equal(stored.to(weight.dtype), weight) else weight
 
 
 def _key(choice: Choice) -> str:
