@@ -35,8 +35,8 @@ from attar.checkpoints.convert.run import convert
 from attar.checkpoints.folder import INDEX, Folder
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.inspect import inspect
-from attar.checkpoints.safetensors import CheckpointError
 from attar.checkpoints.stored import stored
+from attar.checkpoints.untrusted import CheckpointError
 from attar.compression.pipeline import compress
 from attar.formats import ggml_search
 from attar.formats.ggml import TYPES

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from attar.checkpoints import hf
 from attar.checkpoints.folder import INDEX
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.model.cache import Step
 
 LOGITS = 1e-5  # of the logit range, float32 against float32

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load, save
 
 from attar.checkpoints.inspect import inspect
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.compression.recipe import Recipe
 from attar.formats.forms import FORMS, GgmlBlocks
 from tests.checkpoints.hostile_files import (

@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub import errors
 
 from attar.checkpoints import hub
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

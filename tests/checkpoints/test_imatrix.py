@@ -14,7 +14,7 @@ import torch
 from attar.checkpoints import imatrix
 from attar.checkpoints.gguf.writer import atomic_gguf
 from attar.checkpoints.imatrix import Imatrix
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.formats.ggml import TYPES
 from tests.checkpoints.hostile_files import Memory
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from attar import LLM, SamplingParams
 from attar.checkpoints import hf, lora, receipt, sources
 from attar.checkpoints.merge import _Errors, merge
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.compression.pipeline import compress
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from attar.checkpoints.patterns import LONGEST, MAX_PATTERNS, Patterns
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 
 
 @pytest.mark.parametrize(

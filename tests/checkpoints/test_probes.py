@@ -14,7 +14,7 @@ import torch
 
 from attar.checkpoints import probes
 from attar.checkpoints.probes import Probes, make_probes
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.formats.packed import PackedTensor
 from attar.kernels import ops
 from attar.kernels.native.linear import KernelWeight

@@ -15,7 +15,7 @@ import torch
 
 from attar.checkpoints import receipt
 from attar.checkpoints.probes import make_probes
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.formats.packed import PackedTensor
 from attar.kernels import ops
 from attar.kernels.native import linear as native

@@ -18,7 +18,7 @@ from torch import Tensor
 from attar.checkpoints import hf, sources
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.receipt import read_receipt
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.checkpoints.writer import MAX_SHARD, Workspace
 from attar.compression import allocate, calibrate, domain, gradients, importance, output_bits, pipeline, sensitivity
 from attar.compression.allocate import Allocation, Allocator

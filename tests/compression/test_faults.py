@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.cli.terminal import INTERRUPTED
 from attar.compression.pipeline import compress
 

@@ -20,7 +20,7 @@ from attar.checkpoints import hf, imatrix, sources
 from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.gguf.file import GgufFile
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.checkpoints.verify import verify
 from attar.compression import importance
 from attar.compression.pipeline import compress

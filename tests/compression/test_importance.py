@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from attar.checkpoints import hf, imatrix
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.compression import importance
 
 Ids = list[list[int]]

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 import attar
 from attar.checkpoints import hf
-from attar.checkpoints.safetensors import CheckpointError, TensorFile
+from attar.checkpoints.safetensors import TensorFile
+from attar.checkpoints.untrusted import CheckpointError
 from attar.compression import state
 from attar.compression.pipeline import compress
 from attar.model.cache import Step

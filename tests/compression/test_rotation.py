@@ -16,8 +16,8 @@ from torch import Tensor
 
 from attar.checkpoints import hf
 from attar.checkpoints.convert.run import convert
-from attar.checkpoints.safetensors import CheckpointError
 from attar.checkpoints.shards import cut_linear
+from attar.checkpoints.untrusted import CheckpointError
 from attar.compression import rotation, spin
 from attar.compression.block.groups import folds
 from attar.compression.methods import SpinQuant

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from attar.checkpoints import hf, lora
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.compression.pipeline import compress
 from attar.engine import loading
 from attar.engine.engine import Engine

@@ -21,7 +21,7 @@ import torch
 from attar import faults
 from attar.checkpoints import lora
 from attar.checkpoints.hub import embedded
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.engine import loading, team
 from attar.engine.engine import Engine
 from attar.engine.limits import Limits

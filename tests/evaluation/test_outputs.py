@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.compression.pipeline import compress
 from attar.evaluation.outputs import Figure, Layer, Speed, front, read, tell_apart
 

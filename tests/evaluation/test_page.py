@@ -14,7 +14,7 @@ import pytest
 from outliers import inject
 from typer.testing import CliRunner
 
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.cli.main import app
 from attar.compression.pipeline import compress
 from attar.compression.target import Target, parse_ladder

@@ -20,7 +20,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attar.checkpoints.safetensors import CONVERT, PICKLES, CheckpointError, TensorFile, near, parse_json
+from attar.checkpoints.safetensors import TensorFile
+from attar.checkpoints.untrusted import CONVERT, PICKLES, CheckpointError, near, parse_json
 from attar.formats.scheme import Part
 
 if TYPE_CHECKING:

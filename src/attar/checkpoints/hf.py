@@ -32,7 +32,7 @@ from attar.checkpoints.layouts.fp8 import Fp8
 from attar.checkpoints.layouts.gptq import Gptq
 from attar.checkpoints.layouts.own_format import OwnFormat
 from attar.checkpoints.layouts.squeezellm import SqueezeLlm
-from attar.checkpoints.safetensors import CheckpointError, near
+from attar.checkpoints.untrusted import CheckpointError, near
 from attar.formats.scheme import Part, Scheme
 from attar.kernels.operands import Linear
 from attar.kernels.ops import Store

@@ -14,7 +14,7 @@ import os
 import re
 from pathlib import Path
 
-from attar.checkpoints.safetensors import CONVERT, CheckpointError, near
+from attar.checkpoints.untrusted import CONVERT, CheckpointError, near
 
 DEMO = "demo"
 ALLOW = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.model.v*", "*.tiktoken", "LICENSE*", "NOTICE*"]

@@ -28,7 +28,8 @@ from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.gguf.header import MAGIC
 from attar.checkpoints.gguf.values import Typed
 from attar.checkpoints.gguf.writer import atomic_file, atomic_gguf
-from attar.checkpoints.safetensors import CheckpointError, byte_view
+from attar.checkpoints.safetensors import byte_view
+from attar.checkpoints.untrusted import CheckpointError
 from attar.checkpoints.writer import sync_path
 from attar.formats.ggml import TYPES, GgmlType
 

@@ -36,7 +36,8 @@ from torch import Tensor
 from attar.checkpoints import receipt
 from attar.checkpoints.folder import read_json
 from attar.checkpoints.patterns import Patterns
-from attar.checkpoints.safetensors import CheckpointError, TensorFile, near
+from attar.checkpoints.safetensors import TensorFile
+from attar.checkpoints.untrusted import CheckpointError, near
 from attar.kernels import ops
 from attar.kernels.operands import Adapter, Linear, PreparedAdapter
 from attar.model.config import ModelConfig, Names

@@ -24,7 +24,7 @@ from attar.checkpoints import lora
 from attar.checkpoints.convert.source import packed_linears, values_of
 from attar.checkpoints.folder import CONFIG, write_json
 from attar.checkpoints.hf import Checkpoint
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.checkpoints.vocabulary import is_gguf
 from attar.checkpoints.writer import MAX_SHARD, ShardWriter, atomic_folder, plan_files, require_free
 from attar.formats.forms import Sparse24

@@ -44,7 +44,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Grid
 from attar.kernels import ops

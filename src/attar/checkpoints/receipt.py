@@ -29,7 +29,7 @@ import torch
 
 from attar.checkpoints.folder import json_object, read_bytes
 from attar.checkpoints.probes import EXACT, NO_FLOOR, Probes, kernel_path, unrounded
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.kernels import ops
 from attar.model.decoder import Decoder
 from attar.version import __version__

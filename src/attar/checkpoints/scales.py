@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attar.checkpoints.folder import Folder
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 
 DTYPES = ("float32", "float16", "bfloat16")
 

@@ -21,8 +21,8 @@ from attar.checkpoints import hf, libraries
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.layouts import bitsandbytes
-from attar.checkpoints.safetensors import CheckpointError
 from attar.checkpoints.scales import activation_scale
+from attar.checkpoints.untrusted import CheckpointError
 from attar.checkpoints.vocabulary import is_gguf
 from attar.formats.cuts import Range, Units, units, within
 from attar.formats.packed import PackedTensor

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attar.checkpoints.folder import CONFIG, INDEX, SINGLE
-from attar.checkpoints.safetensors import DTYPES, CheckpointError, Slot, byte_view, check_name
+from attar.checkpoints.safetensors import DTYPES, Slot, byte_view
+from attar.checkpoints.untrusted import CheckpointError, check_name
 from attar.formats.scheme import ITEM_BITS, Part
 
 if TYPE_CHECKING:

@@ -123,7 +123,7 @@ def errors(as_json: bool, after_interrupt: str | None = None) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
         raise typer.Exit(PIPE_CLOSED) from None
     except (ValueError, OSError) as error:
-        from attar.checkpoints.safetensors import VerificationError
+        from attar.checkpoints.untrusted import VerificationError
 
         end(_sentence(error), CHECK_FAILED if isinstance(error, VerificationError) else BAD_INPUT)
     except (MemoryError, RuntimeError) as error:

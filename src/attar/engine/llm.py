@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints import hf, hub, lora, receipt, sources, vocabulary
-from attar.checkpoints.safetensors import VerificationError
+from attar.checkpoints.untrusted import VerificationError
 from attar.engine.engine import Engine
 from attar.engine.limits import Limits
 from attar.engine.messages import Delta, Failed, Finished, PromptLogprobs, Submit

@@ -18,7 +18,7 @@ from typing import Any
 
 from attar.checkpoints import hub, receipt
 from attar.checkpoints.inspect import inspect
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 
 TARGETS = {"bits": "{:g} bits a weight", "size": "{:,.0f} bytes", "kl": "a KL of {:g}"}
 """What an allocation was asked to keep, as receipts name it and as it reads."""

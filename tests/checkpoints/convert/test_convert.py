@@ -24,7 +24,7 @@ from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.inspect import inspect
 from attar.checkpoints.receipt import combined_hash, known, read_receipt
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.checkpoints.verify import verify
 from attar.checkpoints.vocabulary import tokenizer
 from attar.checkpoints.writer import ShardWriter

@@ -26,8 +26,8 @@ from attar.checkpoints.gguf.values import Array, Typed
 from attar.checkpoints.gguf.writer import atomic_gguf
 from attar.checkpoints.inspect import inspect
 from attar.checkpoints.probes import make_probes
-from attar.checkpoints.safetensors import CheckpointError
 from attar.checkpoints.stored import stored
+from attar.checkpoints.untrusted import CheckpointError
 from attar.formats import ggml_blocks, ggml_round, ggml_search
 from attar.formats.ggml import TYPES
 from attar.formats.packed import PackedTensor

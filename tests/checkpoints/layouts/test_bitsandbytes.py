@@ -15,7 +15,7 @@ from attar.checkpoints.folder import Folder
 from attar.checkpoints.layouts import bitsandbytes
 from attar.checkpoints.layouts.bitsandbytes import BitsAndBytes
 from attar.checkpoints.libraries import declared, parts_of
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.formats import nf4
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Part, Scheme

@@ -24,7 +24,7 @@ from attar.checkpoints.folder import Folder
 from attar.checkpoints.layouts import compressed_tensors
 from attar.checkpoints.layouts.compressed_tensors import CompressedTensors, quantization_config
 from attar.checkpoints.libraries import declared, parts_of
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.formats import affine
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Grid, Part, Scheme

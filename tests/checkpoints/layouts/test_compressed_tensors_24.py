@@ -14,7 +14,7 @@ from attar.checkpoints import hf
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.inspect import inspect
 from attar.checkpoints.layouts.compressed_tensors import CompressedTensors, quantization_config
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.formats import affine
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Scheme

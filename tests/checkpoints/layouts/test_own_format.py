@@ -12,7 +12,7 @@ import torch
 from attar.checkpoints import hf
 from attar.checkpoints.layouts import bitsandbytes, compressed_tensors, own_format
 from attar.checkpoints.libraries import declared, library_for, parts_of
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.compression.pipeline import compress
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Part, Scheme

@@ -16,7 +16,7 @@ from attar.checkpoints import hf
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.inspect import inspect
 from attar.checkpoints.layouts.squeezellm import SqueezeLlm
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.compression.pipeline import compress
 from attar.formats import lookup
 from attar.formats.forms import NUMBERS, Lookup

@@ -26,7 +26,7 @@ from torch import Tensor
 from attar.checkpoints.gguf import config as gguf_config
 from attar.checkpoints.gguf.config import EMBED, ROPE_FACTORS, file_name
 from attar.checkpoints.gguf.file import GgufFile
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.formats import affine, ggml_blocks
 from attar.formats.forms import GgmlBlocks
 from attar.formats.ggml import DECODED, GgmlType

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attar.checkpoints.gguf.header import GgufTensor, fill, read_header
-from attar.checkpoints.safetensors import CheckpointError, byte_view, near, open_regular
+from attar.checkpoints.safetensors import byte_view
+from attar.checkpoints.untrusted import CheckpointError, near, open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attar.checkpoints.gguf.values import ARRAY, SCALARS, STRING, VALUE_TYPES, Entry, Metadata
-from attar.checkpoints.safetensors import CheckpointError, check_name
+from attar.checkpoints.untrusted import CheckpointError, check_name
 from attar.formats.ggml import BY_ID, GgmlType
 
 MAGIC = b"GGUF"

@@ -32,7 +32,8 @@ from attar.checkpoints.gguf.header import (
 )  # fmt: skip
 from attar.checkpoints.gguf.values import SCALARS, encode, text
 from attar.checkpoints.receipt import receipt_path
-from attar.checkpoints.safetensors import CheckpointError, Slot, check_name
+from attar.checkpoints.safetensors import Slot
+from attar.checkpoints.untrusted import CheckpointError, check_name
 from attar.checkpoints.writer import (
     FULL,
     FilePlan,

@@ -32,8 +32,8 @@ from attar.checkpoints.layouts.compressed_tensors_groups import MIXED, Groups, c
 from attar.checkpoints.layouts.compressed_tensors_rotations import Rotations
 from attar.checkpoints.layouts.compressed_tensors_rotations import transform_config as transform_config
 from attar.checkpoints.layouts.gptq import by_group
-from attar.checkpoints.safetensors import CheckpointError
 from attar.checkpoints.scales import activation_scale
+from attar.checkpoints.untrusted import CheckpointError
 from attar.formats import affine
 from attar.formats.forms import Fp4, Sparse24
 from attar.formats.packed import PackedTensor

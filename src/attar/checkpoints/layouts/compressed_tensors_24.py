@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints.folder import Folder
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.formats import affine, sparse24
 from attar.formats.forms import Sparse24
 from attar.formats.packing import unpack_words

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attar.checkpoints.patterns import Patterns
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.formats.forms import Form, Fp4, Fp8Blocks
 from attar.formats.scheme import NVFP4, Granularity, Grid, Scheme
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attar.checkpoints.patterns import Patterns
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 
 MAX_ENTRIES = 1000  # of inputs: each is asked of every module
 FOLDED = ("weight_input", "weight_output")

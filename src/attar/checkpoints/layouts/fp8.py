@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attar.checkpoints.folder import Folder
-from attar.checkpoints.safetensors import CheckpointError
 from attar.checkpoints.scales import activation_scale
+from attar.checkpoints.untrusted import CheckpointError
 from attar.formats.forms import Fp8Blocks
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme

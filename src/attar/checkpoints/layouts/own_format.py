@@ -15,8 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from attar.checkpoints.folder import Folder
-from attar.checkpoints.safetensors import CheckpointError
 from attar.checkpoints.scales import activation_scale
+from attar.checkpoints.untrusted import CheckpointError
 from attar.formats import sparse24
 from attar.formats.forms import Sparse24
 from attar.formats.packed import PackedTensor

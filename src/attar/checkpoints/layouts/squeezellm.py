@@ -25,7 +25,7 @@ from torch import Tensor
 
 from attar.checkpoints.folder import MAX_CONFIG, Folder, read_json
 from attar.checkpoints.layouts.gptq import matrix
-from attar.checkpoints.safetensors import CheckpointError
+from attar.checkpoints.untrusted import CheckpointError
 from attar.formats.forms import NUMBERS, Lookup, ScaleDtype
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
