@@ -20,7 +20,18 @@ from attar.checkpoints.folder import Folder
 from attar.checkpoints.receipt import read_receipt
 from attar.checkpoints.untrusted import CheckpointError
 from attar.checkpoints.writer import MAX_SHARD, Workspace
-from attar.compression import allocate, calibrate, domain, gradients, importance, output_bits, pipeline, sensitivity
+from attar.compression import (
+    allocate,
+    calibrate,
+    domain,
+    gradients,
+    importance,
+    output_bits,
+    pipeline,
+    rotation,
+    sensitivity,
+    spin,
+)
 from attar.compression.allocate import Allocation, Allocator
 from attar.compression.methods import Gptq, Rtn
 from attar.compression.order import Order
@@ -35,6 +46,7 @@ from attar.compression.target import Target, parse_ladder
 from attar.formats.packed import PackedTensor, codec
 from attar.kernels.operands import Linear
 from attar.metrics.measure import measure
+from attar.model import decoder
 from attar.text.tokenizer import Tokenizer
 from tests.compression.test_experts import write
 
@@ -306,6 +318,43 @@ def test_an_output_that_misses_its_target_of_kl_is_made_anew_with_more_bits(
 
 def _interrupt() -> None:
     raise KeyboardInterrupt
+
+
+def test_a_rotation_is_learned_once_for_all_walks(
+    tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And candidates that were kept are those of the rotated model: chosen anew, the output is another's but no worse
+    than was measured."""
+    learned, optimize = list[str](), spin.learn
+    kept = list[bool]()
+
+    def learn(view: Any, ids: Tensor, options: Any, folder: Path, name: str, seed: int) -> Any:
+        kept.append(any(folder.glob("rotations-*")))
+        learned.append(name)
+        return optimize(view, ids, options, folder, name, seed)
+
+    monkeypatch.setattr(spin, "learn", learn)
+    left = reached(monkeypatch, 0.75, 0.4)
+    recipe = Recipe.from_dict({"recipe": "spinquant-w4g64", "online": False, "rotation_steps": 2})
+    done = towards_a_kl(tiny, tmp_path / "out", calibration, recipe=recipe)
+    assert not left
+    assert done.reached == 0.4
+    assert kept == [False, True]
+    assert len(set(learned)) == 1
+    table = table_of(tmp_path / "out")
+    assert table["without"] == ["learned rotation"]
+    assert table["kl"] <= table["kl_aims"][1]
+
+
+def test_what_is_measured_is_another_seeds(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
+    """Measurements of one rotation are not taken for another's."""
+    plan, texts = Recipe.load("rotate-w4g64"), apart(torch.tensor(calibration))
+    source, found = hf.Checkpoint.open(tiny, torch.float32), set[str]()
+    for seed in range(8):
+        view = rotation.rotated(source, plan, seed)
+        model = decoder.build(view.config, view)
+        found.add(sensitivity.fingerprint(model, groups_of(model, plan), schemes(), plan.rounding, *texts))
+    assert len(found) == 8
 
 
 def test_no_walk_is_made_twice(tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

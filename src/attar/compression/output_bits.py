@@ -27,6 +27,7 @@ from attar.compression.calibrate import Calibration
 from attar.compression.guide import key
 from attar.compression.order import Order, Ready
 from attar.compression.recipe import Override, Recipe
+from attar.compression.rotated import RotatedCheckpoint
 from attar.compression.sensitivity import Group, Log, apart, divisible
 from attar.compression.settings import Settings
 from attar.compression.target import Target, ladder_for, rounding_for
@@ -131,7 +132,8 @@ def for_output(
     names = checkpoint.config.names
     first = f"{names.layer.format(i=0)}.{names.output}.weight"
     stored = checkpoint.folder.info(checkpoint.stored_name(first)).dtype
-    if free := _free(checkpoint, recipe):
+    free = _free(checkpoint, recipe)
+    if free:
         whole = Group(0, tuple(free), tuple(map(checkpoint.linear_shape, free)))
         reachable(target, [whole], [scheme.with_scale_dtype(stored) for scheme in ladder])
     folder = checkpoint.folder.path
@@ -161,6 +163,8 @@ def for_output(
     def load() -> Decoder:
         wide = copy.copy(checkpoint)
         wide.dtype = torch.float32
+        if isinstance(wide, RotatedCheckpoint):
+            wide.rounded = {*wide.rounded, *free}  # whatever the recipe alone would keep
         return decoder.build(wide.config, wide)
 
     model = load()

@@ -37,7 +37,7 @@ from attar.metrics.measure import measure
 from attar.model.decoder import Decoder, compressible
 from attar.text.tokenizer import Tokenizer
 
-OF_THE_ORIGINAL = ("self-*.i32", "importances-*", "guide-*", "coverage-*", "surprise-*")
+OF_THE_ORIGINAL = ("self-*.i32", "rotations-*", "importances-*", "guide-*", "coverage-*", "surprise-*")
 """What a work folder holds whatever bits are chosen. What was shown to the blocks is among it, because it may have been
 the original's; a walk that shows them something notes it anew."""
 

@@ -434,7 +434,10 @@ class TeamRunner(Runner):
             verdicts = self.crew.verdicts()
             if "short" in verdicts or isinstance(found, torch.OutOfMemoryError):
                 del found  # and what was computed until it was raised
-                self._meet()
+                try:
+                    self._meet()
+                except torch.OutOfMemoryError as error:
+                    raise RuntimeError("too little memory to meet again") from error
                 raise torch.OutOfMemoryError("a process of the model has too little memory for the step")
             if isinstance(found, Exception):
                 raise found
