@@ -114,12 +114,17 @@ def engines(args: argparse.Namespace) -> dict[str, Engine]:
     return table
 
 
+def environment(threads: int) -> dict[str, str]:
+    """What every engine is started with: not what importing attar has told OpenMP, which each says for itself."""
+    mine = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    return mine | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
+
+
 def call(engine: Engine, command: Sequence[str], shape: str, threads: int) -> str:
     """What a process of the engine prints; `RuntimeError` with the end of it if it fails."""
     words = [word.format(shape=shape, cache=CACHE, threads=threads) for word in command]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
     try:
-        done = subprocess.run([engine.python, *words], capture_output=True, text=True, env=environment)
+        done = subprocess.run([engine.python, *words], capture_output=True, text=True, env=environment(threads))
     except OSError as error:
         raise RuntimeError(f"{error}; `make bench-peers` sets the peers up") from None
     if done.returncode:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import shlex
 import socket
 import subprocess
@@ -28,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines import CACHE, CHILDREN, ROOT
+from engines import CACHE, CHILDREN, ROOT, environment
 
 from attar.load.client import Server, fetch
 
@@ -136,10 +135,6 @@ def call(command: Sequence[str], threads: int) -> str:
         end = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
         raise RuntimeError(f"status {done.returncode} of {shlex.join(command)}\n{end}")
     return done.stdout or done.stderr
-
-
-def environment(threads: int) -> dict[str, str]:
-    return os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
 
 
 @contextmanager

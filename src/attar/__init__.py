@@ -5,14 +5,17 @@
     attar.evaluate("./out", against="./model", text="heldout.txt")
     attar.LLM("./out").generate("Once upon a time")
 
-Importing attar loads nothing heavy: torch and the native kernels come in with the first name that needs them.
+Importing attar loads nothing heavy: torch and the native kernels come in with the first name that needs them. It says
+how long threads of OpenMP spin, where nobody has said it yet (`threads.py`).
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
+from attar.threads import spin_briefly
 from attar.version import __version__
 
 if TYPE_CHECKING:
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from attar.engine.llm import LLM
     from attar.engine.request import Completion, SamplingParams
     from attar.evaluation.report import evaluate
+
+spin_briefly(os.environ)
 
 __all__ = ["LLM", "Completion", "SamplingParams", "__version__", "compress", "evaluate"]
 
