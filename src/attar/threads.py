@@ -2,9 +2,10 @@
 
 A product is cut between threads, which meet at its end. By default OpenMP's runtime (GNU's, which torch brings for
 Linux) has a thread that is early spin for milliseconds. That is quick where each has a core of its own. Where another
-program runs, a spinning thread keeps the one it waits for from the core, and every product takes a turn of the
-scheduler. On two cores shared with two other programs, decoding the embedded model took a hundred times as long as with
-`SPINS`; on two that nothing else used there was no difference (docs/LOG.md, 2026-11-25).
+program runs, a spinning thread may keep the one it waits for from the core, and then every product takes a turn of the
+scheduler: on two cores shared with two other programs, decoding the embedded model took up to a hundred times as long
+as with `SPINS`. On cores that nothing else used a model of 0.5 B was as quick either way; the embedded one, whose steps
+are short and pause often, made a tenth fewer tokens in batches (docs/LOG.md, 2026-11-25).
 
 Torch reads this from the environment when it is first imported, so it has to be there before: importing attar sees to
 that. A program that imports torch first waits as it was told.
