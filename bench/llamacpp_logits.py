@@ -1,6 +1,6 @@
 """llama.cpp's logits of GGUF files against ours, and where the difference between them comes from.
 
-    python bench/llamacpp_logits.py --text HELDOUT [--model demo] [--recipes q8_0 q4_k_m ...] [--tokens 4096]
+    python bench/llamacpp_logits.py --text HELDOUT [--model demo] [--recipes q8_0 q4_k_m ...] [--tokens N] [--calib TEXT]
 
 Both read the same file and the same token ids. Our float32 forward multiplies float rows by the file's values;
 llama.cpp first rounds the rows to 8 bits, in blocks of 32 with an fp16 scale (Q8_0) or of 256 with a float32 one
@@ -61,6 +61,7 @@ from attar.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = ROOT / ".venv-llamacpp" / "bin" / "python"
+SAMPLES = 16  # of calibration text: what llama.cpp computes of a file does not depend on how good it is
 RECIPES = ("f32", "q8_0", "q4_0", "q4_k_m", "q6_k", "iq4_xs")
 
 
@@ -172,6 +173,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="held-out text")
     parser.add_argument("--tokens", type=int, default=4096, help="of --text")
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
+    parser.add_argument("--calib", type=Path, help="calibration text, for recipes that read one")
     parser.add_argument("--margin", type=float, default=0.1, help="between the two largest logits, in nats")
     args = parser.parse_args()
     source = hub.resolve(args.model)
@@ -181,7 +183,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         print(f"{'recipe':<8}{'way':<10}{'KL':>9}{'top-1':>10}{'':<18}{'sure':>9}")
         for recipe in args.recipes:
-            path = compress(source, Path(name) / f"{recipe}.gguf", recipe=recipe).path
+            path = compress(
+                source, Path(name) / f"{recipe}.gguf", recipe=recipe, calibration=args.calib, samples=SAMPLES
+            ).path
             file, model = GgufCheckpoint.open(path), gguf_checkpoint.load(path, torch.float32)
             cut = [each.inputs for each in plan_windows(ids, min(512, model.config.context), bos=tokenizer.added_bos)]
             window = np.repeat(np.arange(len(cut), dtype=np.int64), [len(each) for each in cut])
