@@ -1,6 +1,6 @@
 """llama.cpp's logits of GGUF files against ours, and where the difference between them comes from.
 
-    python bench/llamacpp_logits.py --text HELDOUT [--model demo] [--recipes q8_0 q4_k_m ...] [--tokens N] [--calib TEXT]
+    python bench/llamacpp_logits.py --text HELDOUT [--model demo] [--recipes q8_0 q4_k_m ...] [--tokens N] [--calib F]
 
 Both read the same file and the same token ids. Our float32 forward multiplies float rows by the file's values;
 llama.cpp first rounds the rows to 8 bits, in blocks of 32 with an fp16 scale (Q8_0) or of 256 with a float32 one
