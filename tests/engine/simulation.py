@@ -259,8 +259,10 @@ class Simulation:
 
     def launch(self) -> None:
         ahead = bool(self.steps)
-        used = [block for sequence in self.scheduler.running if not self.late(sequence) for block in sequence.blocks]
-        used = [block for block in used if self.pool.kept(block)]
+        # Whoever ends within the planning leaves its tokens to the tree, where one that has more of a block's takes the
+        # place of one in use that has fewer: that is no eviction.
+        ends = any(map(self.late, self.scheduler.running))
+        used = [block for sequence in self.scheduler.running for block in sequence.blocks if self.pool.kept(block)]
         decoding = [each for each in self.scheduler.running if each.status is Status.DECODE and each.pending == 1]
         fired = self.fired
         with self.mishap():
@@ -268,7 +270,8 @@ class Simulation:
         self.deadlines()
         if step is None:
             return
-        evicted = not step.preempted and self.fired == fired and not all(map(self.pool.kept, used))
+        gave_way = ends or bool(step.preempted) or self.fired > fired
+        evicted = not gave_way and not all(map(self.pool.kept, used))
         assert not evicted, "a block in use was evicted"
         rows = {chunk.sequence for chunk in step.chunks}
         assert all(each in rows for each in decoding if each.status is Status.DECODE), "a decoder has to wait"
