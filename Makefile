@@ -123,7 +123,7 @@ bench-quality: $(VENV)/.installed-dev $(if $(PEERS),,.venv-peers/.installed) .ve
 	@for model in demo build/outliers; do \
 	  $(BIN)/python bench/kv.py --model $$model && \
 	  $(BIN)/python bench/allocation.py --model $$model && \
-	  $(BIN)/python bench/gguf_peers.py --model $$model --methods gptq --samples 128 --tokens 65536 || exit 1; \
+	  $(BIN)/python bench/gguf_peers.py --model $$model --methods gptq gptq+tune guided guided+tune --samples 128 --tokens 65536 || exit 1; \
 	done
 
 bench-hostile: $(VENV)/.installed-dev
