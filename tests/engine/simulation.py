@@ -145,6 +145,7 @@ class Simulation:
         self.pool = blocks.BlockPool(max(2, rng.choice([24, 48, 48, 96]) // size), size)
         self.cache = radix.RadixCache(self.pool, rng.choice([n for n in range(1, size + 1) if size % n == 0]))
         self.scheduler = scheduler.Scheduler(self.pool, self.cache, self.limits)
+        self.cache.evict = self.evict  # type: ignore[method-assign]
         self.memory: list[list[int | None]] = [[None] * size for _ in range(self.pool.total)]
         self.asked: dict[str, Asked] = {}
         self.requests = 0
@@ -256,6 +257,15 @@ class Simulation:
         with self.mishap():
             self.scheduler.commit(step.plan, step.outcomes, self.now)
         self.emitted()
+
+    def evict(self, n: int) -> None:
+        """The cache's own, whoever calls it and whatever becomes of it: what is in use stays."""
+        pool = self.pool
+        used = [block for block in range(pool.total) if pool.kept(block) and pool.holders(block)]
+        try:
+            type(self.cache).evict(self.cache, n)
+        finally:
+            assert all(map(pool.kept, used)), "a block in use was evicted"
 
     def launch(self) -> None:
         ahead = bool(self.steps)
