@@ -197,6 +197,28 @@ def test_of_a_private_folder_nothing_is_left_and_of_anything_else_everything(tmp
     assert [each.name for each in full.iterdir()] == ["other"]
 
 
+def test_a_folder_goes_with_what_others_write_there_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, rmdir, left = tmp_path / "folder", os.rmdir, [3]
+    (folder / "deeper").mkdir(parents=True)
+    (folder / "deeper/file").touch()
+
+    def late(path: str | Path, dir_fd: int | None = None) -> None:
+        if left[0] and Path(path).name == "folder":
+            left[0] -= 1
+            (folder / "store").touch()
+        rmdir(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "rmdir", late)
+    machine.remove_folder(folder)
+    assert left == [0]
+    assert not folder.exists()
+    machine.remove_folder(folder)
+    folder.mkdir()
+    left[0] = 10**9
+    machine.remove_folder(folder, 0.05)
+    assert folder.exists(), "it gives up"
+
+
 def test_a_private_folder_is_made_once_and_is_nobody_elses(tmp_path: Path) -> None:
     folder = tmp_path / "own"
     for _ in range(2):

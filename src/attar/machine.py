@@ -16,7 +16,9 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import shutil
 import stat
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -105,6 +107,17 @@ def remove_private_folder(path: Path, file: str) -> None:
         finally:
             os.close(folder)
         path.rmdir()
+
+
+def remove_folder(path: Path, seconds: float = 1.0) -> None:
+    """Remove a folder and all in it, for so long also what others are still writing there meanwhile. What cannot be
+    removed stays: nothing is raised."""
+    limit = time.monotonic() + seconds
+    while True:
+        shutil.rmtree(path, ignore_errors=True)
+        if not path.exists() or time.monotonic() > limit:
+            return
+        time.sleep(0.001)
 
 
 def _is_private(status: os.stat_result) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import os
 import select
-import shutil
 import signal
 import sys
 import threading
@@ -23,6 +22,7 @@ from typing import BinaryIO
 import msgspec
 import torch
 
+from attar import machine
 from attar.checkpoints import lora
 from attar.engine import team
 from attar.engine.orders import (
@@ -158,7 +158,7 @@ def _end_with(fd: int, folder: str) -> None:
     # Torch may wait for the others with the interpreter's lock held, and then nothing below would ever run: an alarm,
     # which nobody handles, ends the process without it.
     signal.setitimer(signal.ITIMER_REAL, ALARM_SECONDS)
-    shutil.rmtree(folder, ignore_errors=True)
+    machine.remove_folder(Path(folder))  # in which this process may be about to write, to meet the others
     os._exit(1)
 
 
