@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +19,20 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 
-settings.register_profile("attar", deadline=None)  # how long an example takes is the machine's affair
+# How long an example takes is the machine's affair. Examples are the same in every run, for a check that says whether
+# a change is good must not depend on luck: `--hypothesis-profile random` looks for new ones.
+settings.register_profile("attar", deadline=None, derandomize=True)
+settings.register_profile("random", deadline=None)
 settings.load_profile("attar")
+
+
+@pytest.fixture(autouse=True)
+def same_threads() -> Iterator[None]:
+    """Whatever a test loads, the next one computes with as many threads as this one: they decide about bits."""
+    before = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -48,11 +48,11 @@ class Budget:
             raise OutOfTime
 
         before, left = signal.signal(signal.SIGALRM, end), max(0.001, self.seconds + GRACE - self.spent)
-        signal.setitimer(signal.ITIMER_REAL, left)
         last = threading.Timer(left + LAST, os._exit, (HUNG,))
         last.daemon = True
         last.start()
         try:
+            signal.setitimer(signal.ITIMER_REAL, left)
             yield
         finally:
             last.cancel()

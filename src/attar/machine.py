@@ -14,6 +14,7 @@ all of what the process will hold: itself with torch (`plan/fit.py`), or weights
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import resource
 import shutil
@@ -113,9 +114,9 @@ def remove_folder(path: Path, seconds: float = 1.0) -> None:
     """Remove a folder and all in it, for so long also what others are still writing there meanwhile. What cannot be
     removed stays: nothing is raised."""
     limit = time.monotonic() + seconds
-    while True:
+    for tries in itertools.count(1):
         shutil.rmtree(path, ignore_errors=True)
-        if not path.exists() or time.monotonic() > limit:
+        if not path.exists() or (tries >= 10 and time.monotonic() > limit):  # this process may have stood still
             return
         time.sleep(0.001)
 

@@ -28,7 +28,7 @@ from attar.checkpoints.untrusted import NEAR, CheckpointError
 from attar.checkpoints.writer import ShardWriter, plan_files
 from attar.formats.scheme import Part
 
-SECONDS_PER_REFUSAL = 1.0  # reliability target is 0.2 s; this machine may be busy
+SECONDS_PER_REFUSAL = 1.0  # of the processor; what is held to is 0.2, and this machine may be busy
 
 
 def pack(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
@@ -242,10 +242,10 @@ def test_the_corpus_is_as_large_as_promised() -> None:
 @pytest.mark.parametrize("kind", REFUSED)
 def test_malformed_files_are_refused_quickly_with_their_name(kind: str, write: Callable[[bytes], Path]) -> None:
     path = write(REFUSED[kind])
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(CheckpointError) as caught:
         TensorFile(path)
-    assert time.perf_counter() - start < SECONDS_PER_REFUSAL
+    assert time.process_time() - start < SECONDS_PER_REFUSAL
     message = str(caught.value)
     assert message.startswith(str(path))
     assert len(message) < 1000  # a hostile header does not flood the terminal

@@ -190,7 +190,7 @@ def test_files_that_may_not_grow_are_a_full_disk(
 
 def test_ctrl_c_and_a_second_run_of_the_same_output(tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    options = ["--recipe", "awq-w4g32", "--calib", "self", "--samples", "64", "--length", "64"]
+    options = ["--recipe", "awq-w4g32", "--calib", "self", "--samples", "64", "--length", "64", "--quiet"]
     child = subprocess.Popen(
         [sys.executable, "-m", "attar", "compress", tiny, out, *options],
         stdout=subprocess.PIPE,

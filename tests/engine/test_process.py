@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +41,7 @@ from attar.engine.settings import Settings
 from attar.model.decoder import Decoder
 
 SECONDS = 20.0  # that anything here may take
+END_AT_ONCE = process._end_at_once  # which is not to end the tests
 GREEDY = SamplingParams(max_tokens=5, temperature=0, seed=0)
 
 
@@ -53,7 +55,7 @@ class Running:
         self.listener = listen(path)
         self.parent, self.pipe = os.pipe()
         self.loop = Loop(self.engine, self.ready, self.listener, self.parent)
-        self.thread = threading.Thread(target=self.loop.run)
+        self.thread = threading.Thread(target=self.loop.run, daemon=True)
         self.thread.start()
 
     def join(self) -> None:
@@ -74,12 +76,14 @@ class Client:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(SECONDS)
         self.socket.connect(str(path))
+        self.limit = time.monotonic() + 10 * SECONDS  # beats come for ever
         self.stream = self.socket.makefile("rb")
 
     def send(self, *commands: Command) -> None:
         self.socket.sendall(encode(commands))
 
     def frame(self) -> list[Event]:
+        assert time.monotonic() < self.limit, "what is waited for does not come"
         head = self.stream.read(4)
         if len(head) < 4:
             raise EOFError
@@ -104,6 +108,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hearts beat fast: beats come between all that these tests look at."""
     monkeypatch.setattr(process, "BEAT_SECONDS", 0.002)
 
+    def end(why: str) -> None:
+        raise AssertionError(f"this process would have ended: {why}")
+
+    monkeypatch.setattr(process, "_end_at_once", end)
+
 
 @pytest.fixture
 def running(tmp_path: Path, tiny_decoder: Callable[..., Decoder]) -> Iterator[Running]:
@@ -124,7 +133,20 @@ def test_a_request_and_the_state_behind_it(running: Running) -> None:
     assert len(stats.blocks) == 8
 
 
-def test_how_far_requests_are(running: Running) -> None:
+@pytest.fixture
+def steps(running: Running, monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """A step is made for each that is released: whoever has to look at a running request is never too late."""
+    permits, step = threading.Semaphore(3), running.engine.step
+
+    def permitted() -> list[Event]:
+        assert permits.acquire(timeout=SECONDS)
+        return step()
+
+    monkeypatch.setattr(running.engine, "step", permitted)
+    return permits
+
+
+def test_how_far_requests_are(running: Running, steps: threading.Semaphore) -> None:
     client = Client(running.path)
     client.send(
         Ask(("a",)), Submit("a", (1, 2, 3), SamplingParams(max_tokens=100, temperature=0, seed=0)), Ask(("b", "a"))
@@ -133,6 +155,7 @@ def test_how_far_requests_are(running: Running) -> None:
     assert (told.id, told.report.prompt_tokens, told.report.reuse_ended) == ("a", 3, "")
     client.until(Delta)
     client.send(Ask(("a",)))
+    steps.release(1000)
     [told] = [event for event in client.until(Told) if isinstance(event, Told)]
     assert told.report.prefill > 0
     [end] = [event for event in client.until(Finished) if isinstance(event, Finished)]
@@ -158,11 +181,12 @@ def test_a_cancelled_request_says_so(running: Running) -> None:
     assert [event.code for event in client.until(Failed) if isinstance(event, Failed)] == ["cancelled"]
 
 
-def test_it_ends_when_its_parent_does(running: Running) -> None:
+def test_it_ends_when_its_parent_does(running: Running, steps: threading.Semaphore) -> None:
     client = Client(running.path)
     client.send(Submit("a", (1,), SamplingParams(max_tokens=120, temperature=0, seed=0)))
     client.until(Delta)
     os.close(running.pipe)
+    steps.release(1000)
     running.join()
     client.until(Failed)
 
@@ -259,6 +283,7 @@ def test_a_socket_that_cannot_be_made_is_said_and_tried_again(
     monkeypatch.setattr(process.logs, "begin", lambda _: None)
     monkeypatch.setattr(process.loading, "engine", lambda _: (SimpleNamespace(runner=None), None))
     monkeypatch.setattr(process.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(process, "_end_at_once", END_AT_ONCE)
     monkeypatch.setattr(process.os, "_exit", sys.exit)
     with pytest.raises(SystemExit, match="1"):
         process.main()
@@ -379,19 +404,21 @@ def test_frames_of_two_threads_never_mix_and_one_that_nobody_reads_holds_up_neit
         while not ended.is_set():
             outbox.beat(encode([Beat(1.0)]))
 
-    thread = threading.Thread(target=heart)
+    thread = threading.Thread(target=heart, daemon=True)
     thread.start()
-    for event in said:  # nobody reads: the socket is full long before the end
-        outbox.put(encode([event]))
-    assert outbox.waiting > 0
-    received: list[Event] = []
-    far.settimeout(SECONDS)
-    with far.makefile("rb") as stream:
-        while len([event for event in received if isinstance(event, Delta)]) < len(said):
-            size = int.from_bytes(stream.read(4), "little")
-            received += msgspec.msgpack.decode(stream.read(size), type=list[Event])
-    ended.set()
-    thread.join()
+    try:
+        for event in said:  # nobody reads: the socket is full long before the end
+            outbox.put(encode([event]))
+        assert outbox.waiting > 0
+        received: list[Event] = []
+        far.settimeout(SECONDS)
+        with far.makefile("rb") as stream:
+            while len([event for event in received if isinstance(event, Delta)]) < len(said):
+                size = int.from_bytes(stream.read(4), "little")
+                received += msgspec.msgpack.decode(stream.read(size), type=list[Event])
+    finally:
+        ended.set()
+        thread.join(SECONDS)
     near.close()
     far.close()
     assert received[0] == ready

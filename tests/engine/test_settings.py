@@ -118,7 +118,7 @@ def test_an_engine_that_is_started_again_serves_no_other_model(demo: Path, tmp_p
     os.utime(folder / "model.safetensors")
     command = [sys.executable, "-m", "attar.engine.process"]
     given = msgspec.json.encode(asked) + b"\n"
-    done = subprocess.run(command, input=given, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(command, input=given, capture_output=True, timeout=300, check=False)
     assert done.returncode == CHANGED, done.stderr
     assert b"model.safetensors changed on disk since the server was started" in done.stderr
     assert b"Traceback" not in done.stderr

@@ -219,8 +219,8 @@ def test_a_worker_whose_gpu_does_not_answer_says_so(tmp_path: Path) -> None:
     assert worker.stdout is not None
     worker.stdin.write(job)
     worker.stdin.flush()
+    said = worker.stdout.read()  # to its end, however long importing takes
     assert gone(worker)
-    said = worker.stdout.read()
     worker.stdin.close()
     worker.stdout.close()
     assert worker.returncode == 2
@@ -261,6 +261,7 @@ def test_a_worker_that_reads_nothing_is_not_waited_for_without_end(
     for _ in range(2):
         with pytest.raises(RuntimeError, match="process 1 of the model reads nothing any more"):
             tell(crew, long)
+    assert folder.exists(), "who is lost may still be closing what it met by"
     crew.end()
     assert said == ["process 1 of the model reads nothing any more"]
     assert child.returncode == -signal.SIGKILL
@@ -290,17 +291,24 @@ def test_where_one_process_cannot_be_started_nothing_is_left(tmp_path: Path, mon
 
 def test_an_engine_ends_when_a_worker_dies(tmp_path: Path) -> None:
     settings = Settings(str(embedded()), str(tmp_path / "engine"), max_cached_tokens=512, context=128, tp=2, threads=1)
-    engine = subprocess.Popen([sys.executable, "-m", "attar.engine.process"], stdin=subprocess.PIPE)
+    (tmp_path / "temporary").mkdir()
+    engine = subprocess.Popen(
+        [sys.executable, "-m", "attar.engine.process"],
+        stdin=subprocess.PIPE,
+        env=os.environ | {"TMPDIR": str(tmp_path / "temporary")},
+    )
     assert engine.stdin is not None
     engine.stdin.write(msgspec.json.encode(settings) + b"\n")
     engine.stdin.flush()
-    while engine.poll() is None and not (tmp_path / "engine").exists():
+    while not (tmp_path / "engine").exists():
+        assert engine.poll() is None, "it does not start"
         time.sleep(0.05)
     children = Path(f"/proc/{engine.pid}/task/{engine.pid}/children").read_text().split()
     workers = [int(pid) for pid in children if "attar.engine.worker" in Path(f"/proc/{pid}/cmdline").read_text()]
     os.kill(workers[0], signal.SIGKILL)
     assert gone(engine)
     assert engine.returncode == 1
+    assert not list((tmp_path / "temporary").glob("attar-*")), "the folder of their meeting"
     engine.stdin.close()
 
 

@@ -111,12 +111,13 @@ def test_attention_in_bfloat16(form: AttentionForm) -> None:
 
 
 MEMORY = """
-import resource, torch
+import torch
 from attar.kernels import ref_attention
 from attar.kernels.operands import AttentionForm
 torch.set_num_threads(1)
 def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with open("/proc/self/status") as status:  # getrusage begins with what the parent had
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
 n, form = {n}, AttentionForm(1, 1, 8, 1.0{window})
 q, k, v = (torch.randn(n, 1, 8) for _ in range(3))
 at = torch.arange(n)
@@ -130,12 +131,13 @@ print(peak() - before)
 
 @pytest.mark.parametrize("window", ["", ", window=64"])
 def test_attention_never_holds_a_square(window: str) -> None:
-    """A mask of 8192 x 8192 would be 64 MiB as booleans and 256 MiB as float32 scores."""
-    unit = 1024 if sys.platform.startswith("linux") else 1  # what ru_maxrss counts in
+    """Of 8192 x 8192 the distances would be 512 MiB and the scores 256 MiB; what grows with the keys is some 60."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("the peak of a process's memory is read from /proc")
     done = subprocess.run(
         [sys.executable, "-c", MEMORY.format(n=8192, window=window)], capture_output=True, text=True, check=True
     )
-    assert int(done.stdout) * unit < 32 << 20
+    assert int(done.stdout) << 10 < 160 << 20
 
 
 def test_causality() -> None:

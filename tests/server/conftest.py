@@ -61,7 +61,7 @@ class Running:
         self._make = (tokenizer, options, engine)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
         self._thread.start()
-        assert self._begun.wait(20)
+        assert self._begun.wait(60)
         self.wait(lambda: self.server.engine.ready is not None)
 
     async def _main(self) -> None:
@@ -82,25 +82,27 @@ class Running:
         """Do something in the server's loop."""
         done = threading.Event()
         self.loop.call_soon_threadsafe(lambda: (work(), done.set()))
-        assert done.wait(10)
+        assert done.wait(60)
 
-    def wait(self, true: Callable[[], bool], seconds: float = 5.0) -> None:
-        """Until something holds."""
+    def wait(self, true: Callable[[], bool], seconds: float = 60.0) -> None:
+        """Until something holds. The last look is after the end: this thread may have stood still meanwhile."""
         end = time.monotonic() + seconds
         while not true():
-            assert time.monotonic() < end, "it never came true"
-            time.sleep(0.002)
+            late = time.monotonic() > end
+            time.sleep(0.1 if late else 0.002)
+            assert not late or true(), "it never came true"
 
-    def stop(self) -> None:
+    def stop(self) -> bool:
+        """Whether it ended."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.server.stop)
             self.loop.call_soon_threadsafe(self.server.stop)
-        self._thread.join(20)
-        assert not self._thread.is_alive()
+        self._thread.join(60)
+        return not self._thread.is_alive()
 
     def request(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Reply:
         """One request over a connection of its own; a body that is no bytes is sent as JSON."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             sent = {"Content-Type": "application/json"} if body is not None else {}
             data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
@@ -125,20 +127,26 @@ def tokenizer(demo: Path) -> Tokenizer:
     return Tokenizer.load(demo)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def start(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Running]]:
-    """Starts servers: `start(options=None, **arguments of FakeEngine)`; all are stopped at the end."""
+    """Starts servers: `start(options=None, **arguments of FakeEngine)`; all are stopped with the module."""
+    with starting(tokenizer, tmp_path_factory) as make:
+        yield make
+
+
+@contextlib.contextmanager
+def starting(tokenizer: Tokenizer, folders: pytest.TempPathFactory) -> Iterator[Callable[..., Running]]:
     logging.getLogger("attar").setLevel(logging.INFO)
     running: list[Running] = []
 
     def make(options: Options | None = None, **engine: Any) -> Running:
-        folder = tmp_path_factory.mktemp("engine")
+        folder = folders.mktemp("engine")
         running.append(Running(folder, tokenizer, options or Options(port=0), **engine))
         return running[-1]
 
     yield make
-    for each in running:
-        each.stop()
+    ended = [each.stop() for each in running]
+    assert all(ended)
 
 
 @pytest.fixture(scope="session")
@@ -154,6 +162,7 @@ def real() -> Iterator[Served]:
 
 
 @pytest.fixture(scope="session")
-def server(start: Callable[..., Running]) -> Running:
+def server(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server that tests share: they leave it as it was."""
-    return start()
+    with starting(tokenizer, tmp_path_factory) as make:
+        yield make()

@@ -296,7 +296,7 @@ def test_a_balancer_may_ask_for_the_head_alone(start: Callable[..., Running], pa
     if path == "/readyz":
         made.call(lambda: setattr(made.engine, "beats", False))
         made.call(lambda: setattr(made.engine, "held", True))
-        made.wait(lambda: made.get(path).status == 503, 10)
+        made.wait(lambda: made.get(path).status == 503)
         agree(503)
     refused = made.request("DELETE", path)
     assert (refused.status, refused.headers["allow"]) == (405, "GET, HEAD")

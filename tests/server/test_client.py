@@ -124,7 +124,7 @@ def test_an_engine_that_is_not_heard_is_not_ready_until_it_is_again(fragile: Run
     fragile.engine.held = True
     fragile.engine.beats = False
     with streaming(fragile) as sock:
-        fragile.wait(lambda: fragile.get("/readyz").status == 503, 20)
+        fragile.wait(lambda: fragile.get("/readyz").status == 503)
         assert fragile.post("/v1/completions", LONG).code == "engine_down"
         assert b"attar_engine_up 0.0" in fragile.get("/metrics").body
         assert fragile.engine.open == 1

@@ -96,7 +96,8 @@ def begun(server: Running) -> socket.socket:
     sock.sendall(post(json.dumps(CANARY | {"stream": True}).encode()))
     data = b""
     while b"data: " not in data:
-        data += sock.recv(1)
+        data += (more := sock.recv(1))
+        assert more, data
     return sock
 
 

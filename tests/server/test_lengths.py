@@ -20,7 +20,7 @@ from attar.text.tokenizer import Tokenizer
 from tests.server.conftest import Running
 from tests.text.test_tokenizer import byte_level, sentencepiece_like
 
-SECONDS = 2.0  # for a text whose tokens nobody counts: they take several times as long
+SECONDS = 10.0  # for a text whose tokens nobody counts: they take several times as long
 
 
 def embedded() -> Backend:

@@ -54,7 +54,7 @@ def test_the_time_between_tokens_is_of_each_token(server: Running) -> None:
     made._last["several", 0] -= 0.9
     made._note([Delta("several", 0, (1, 2, 3), "abc")])
     assert metric(server, "attar_inter_token_seconds_count") - count == 3
-    assert 0.9 <= metric(server, "attar_inter_token_seconds_sum") - total < 5
+    assert metric(server, "attar_inter_token_seconds_sum") - total >= 0.9
     made.close()
 
 

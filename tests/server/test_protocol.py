@@ -273,9 +273,10 @@ def test_a_request_that_does_not_arrive_ends(
     start = time.monotonic()
     with connect(server) as sock:
         sock.sendall(begin)
-        for _ in range(4):
-            time.sleep(0.05)
-            sock.sendall(drip)
+        with contextlib.suppress(ConnectionError):  # it may be over before the last of these
+            for _ in range(4):
+                time.sleep(0.05)
+                sock.sendall(drip)
         assert answer(sock)[0] == status
     assert time.monotonic() - start > 0.4
 
@@ -304,8 +305,8 @@ def test_an_answer_that_nobody_reads_is_given_up(start: Callable[..., Running], 
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", server.port))
         sock.sendall(post(body.encode()))
-        server.wait(lambda: server.engine.cancelled == 1, 20)
-        server.wait(lambda: server.server.door.open == 0, 20)
+        server.wait(lambda: server.engine.cancelled == 1)
+        server.wait(lambda: server.server.door.open == 0)
         with pytest.raises(ConnectionResetError):  # not an end behind which the kernel goes on
             read_all(sock)
     assert server.engine.cancelled == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import json
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -16,7 +17,7 @@ import uvicorn
 from attar.server import answers, dispatcher, serve, sse
 from attar.server.protocol import LimitedProtocol
 from attar.server.sse import PART
-from tests.server.conftest import Running
+from tests.server.conftest import Reply, Running
 
 LARGE = 16 << 20  # bytes
 SECONDS = 3.0  # for those: a hundred times what they take, and a third of what they did
@@ -116,20 +117,36 @@ def test_a_large_answer_arrives_as_fast_as_it_is_read() -> None:
 def test_a_stream_that_has_nothing_to_say_says_that(
     path: str, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sse, "SILENCE", 0.05)
+    silence = 0.05
+    monkeypatch.setattr(sse, "SILENCE", silence)
     monkeypatch.setattr(dispatcher, "PROMPT_ANSWER", 0.05)
     said = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
-    server.engine.held = True
-    threading.Timer(0.5, lambda: setattr(server.engine, "held", False)).start()
-    reply = server.post(path, said | {"max_tokens": 5, "stream": True})
     ping = b'event: ping\ndata: {"type":"ping"}\n\n' if path == "/v1/messages" else b": ping\n\n"
-    assert 3 <= reply.body.count(ping) <= 11
+    server.engine.held = True
+    began, body = time.monotonic(), b""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    try:
+        connection.request(
+            "POST", path, json.dumps(said | {"max_tokens": 5, "stream": True}), {"Content-Type": "application/json"}
+        )
+        answer = connection.getresponse()
+        while body.count(ping) < 3:
+            more = answer.read1(1 << 16)
+            assert more, body
+            body += more
+        server.engine.held = False
+        reply = Reply(answer.status, {}, body + answer.read())
+    finally:
+        server.engine.held = False
+        connection.close()
+    assert 3 <= reply.body.count(ping) <= (time.monotonic() - began) / silence
     rest = reply.body.replace(ping, b"")
     assert all(line.startswith((b"data: ", b"event: ")) for line in rest.split(b"\n") if line)
     assert (b"message_stop" in rest) or rest.endswith(b"data: [DONE]\n\n")
     if path == "/v1/messages":
         assert reply.events.count({"type": "ping"}) == reply.body.count(ping)
         msgspec.convert({"type": "ping"}, answers.Ping)
+    monkeypatch.setattr(sse, "SILENCE", 60.0)
     assert ping not in server.post(path, said | {"max_tokens": 20, "stream": True}).body, "it is never silent"
 
 

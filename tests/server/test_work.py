@@ -32,7 +32,7 @@ def test_why(server: Running) -> None:
     for name in (reply.headers["x-request-id"], reply.json["id"]):
         trace = server.get(f"/v1/requests/{name}/why").json
         assert (trace["outcome"], trace["generated_tokens"]) == ("length", 3)
-        assert 0 < trace["seconds_to_first_token"] <= trace["seconds"] < 5
+        assert 0 < trace["seconds_to_first_token"] <= trace["seconds"]
         [report] = trace["prompts"]
         assert report["limited_by"] == {"overhead": 1}
     assert server.get("/v1/requests/nobody/why").status == 404

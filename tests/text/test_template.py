@@ -5,10 +5,12 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import select
 import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jinja2
@@ -151,12 +153,12 @@ def test_refuses_what_is_not_a_message(message: Any) -> None:
 # Hostile templates. All must fail, soon, without the caller's memory growing, and the next render must work.
 
 
-def _refused(attack: str, seconds: float) -> str:
+def _refused(attack: str) -> str:
     before = _resident()
     start = time.perf_counter()
     with pytest.raises(TemplateError) as caught:
         ours(attack, [USER])
-    assert time.perf_counter() - start < seconds + SLACK
+    assert time.perf_counter() - start < module.STARVED_SECONDS + SLACK
     assert _resident() - before < RESIDENT_GROWTH
     assert ours("{{ messages[0].role }}", [USER]) == "user"
     sentence = str(caught.value)
@@ -173,7 +175,7 @@ def _resident() -> int:
 
 @pytest.mark.parametrize("attack", [*WALKS, *BIG], ids=lambda attack: attack[:40])
 def test_refuses_hostile_templates(attack: str) -> None:
-    _refused(attack, module.RENDER_SECONDS)
+    _refused(attack)
 
 
 @pytest.mark.parametrize("attack", SLOW, ids=lambda attack: attack[:40])
@@ -196,7 +198,7 @@ def test_refuses_endless_templates(attack: str, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_the_limit_is_named(attack: str, sentence: str) -> None:
-    assert sentence in _refused(attack, module.RENDER_SECONDS)
+    assert sentence in _refused(attack)
 
 
 def test_text_up_to_the_limit_passes() -> None:
@@ -283,6 +285,59 @@ def test_threads_get_their_own_answers() -> None:
     assert answers == {number: str(number) for number in range(16)}
 
 
+def test_a_deadline_asks_what_the_processor_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, used = [100.0], [5.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))  # here alone
+    monkeypatch.setattr(module, "_processor_seconds", lambda pid: used[0])
+    busy, starved = module._Deadline(1, 1.0), module._Deadline(1, 1.0)
+    clock[0], used[0] = 100.75, 5.75
+    assert busy.left() == 0.25
+    clock[0] = 101.0
+    with pytest.raises(TimeoutError):
+        busy.left()
+    used[0] = 5.125
+    assert starved.left() == 0.375, "of half a second an eighth was had"
+    clock[0] = 100 + module.STARVED_SECONDS
+    with pytest.raises(TimeoutError):
+        starved.left()
+    monkeypatch.setattr(module, "_processor_seconds", lambda pid: None)
+    unknown = module._Deadline(1, 1.0)
+    clock[0] += 1
+    with pytest.raises(TimeoutError):
+        unknown.left()
+    patient = module._Deadline(1, 2 * module.STARVED_SECONDS)
+    clock[0] += module.STARVED_SECONDS
+    assert patient.left() == module.STARVED_SECONDS
+
+
+def test_a_good_template_on_a_busy_machine_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that renders is stopped for longer than a render may take."""
+    assert ours("a", []) == "a"
+    child = module._renderer._child
+    assert child is not None
+    monkeypatch.setattr(module, "RENDER_SECONDS", 0.1)
+    monkeypatch.setattr(module, "STARVED_SECONDS", 600.0)
+    os.kill(child.pid, signal.SIGSTOP)
+    going_on = threading.Timer(0.5, os.kill, (child.pid, signal.SIGCONT))
+    going_on.start()
+    assert ours("b", []) == "b"
+    going_on.join()
+    assert module._renderer._child is child
+
+
+def test_a_process_that_is_ended_from_outside_is_not_called_slow() -> None:
+    assert ours("a", []) == "a"
+    child = module._renderer._child
+    assert child is not None
+    os.kill(child.pid, signal.SIGSTOP)
+    ending = threading.Timer(0.2, child.kill)
+    ending.start()
+    with pytest.raises(TemplateError, match="crashed its process"):
+        ours("b", [])
+    ending.join()
+    assert ours("c", []) == "c"
+
+
 def test_a_forked_process_does_not_read_the_parents_answers() -> None:
     assert ours("a", []) == "a"
     read, write = os.pipe()
@@ -294,9 +349,13 @@ def test_a_forked_process_does_not_read_the_parents_answers() -> None:
         finally:
             os._exit(0)
     os.close(write)
-    with os.fdopen(read, "rb") as answer:
-        assert answer.read() == b"b"
-    os.waitpid(pid, 0)
+    try:
+        assert select.select([read], [], [], 60)[0], "it hangs"
+        assert os.read(read, 10) == b"b"
+    finally:
+        os.close(read)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
     assert ours("c", []) == "c"
 
 

@@ -350,9 +350,15 @@ def main() -> int:
         logs.say(f"error: {error}")
         return CHANGED if isinstance(error, ChangedError) else HOPELESS
     if isinstance(engine.runner, TeamRunner):
-        engine.runner.crew.on_lost = _end_at_once
-        if engine.runner.crew.lost:  # before anybody listened
-            _end_at_once(engine.runner.crew.lost)
+        crew = engine.runner.crew
+
+        def lost(why: str) -> None:
+            machine.remove_folder(crew.folder)
+            _end_at_once(why)
+
+        crew.on_lost = lost
+        if crew.lost:  # before anybody listened
+            lost(crew.lost)
     gc.freeze()  # torch and the model stay: no collection between two steps need walk through them
     path = Path(settings.socket)
     try:

@@ -161,7 +161,7 @@ class Crew:
         view = memoryview(data)
         with contextlib.suppress(BrokenPipeError):  # it is dead: whoever waits for it learns so
             while view:
-                if not select.select([], [child.stdin.fileno()], [], UNREAD_SECONDS)[1]:
+                if not _ready(child.stdin.fileno(), select.POLLOUT, UNREAD_SECONDS):
                     self.lose(f"process {self.children.index(child) + 1} of the model reads nothing any more")
                     raise RuntimeError(self.lost)
                 view = view[child.stdin.write(view) or 0 :]
@@ -183,8 +183,11 @@ class Crew:
         """Hear what the workers say, until one of them ends."""
         children = {child.stdout.fileno(): child for child in self.children if child.stdout is not None}
         said: Said | None = None
+        poll = select.poll()
+        for fd in children:
+            poll.register(fd, select.POLLIN)
         while True:
-            for fd in select.select(list(children), [], [])[0]:
+            for fd, _ in poll.poll():
                 if self.ending:  # which closes the pipes: their numbers may be those of other files soon
                     self.heard.put(None)
                     return
@@ -193,7 +196,7 @@ class Crew:
                 if said is None:
                     if not self.ending:
                         number = self.children.index(children[fd]) + 1
-                        self.lose(self.ended() or f"process {number} of the model speaks no more")
+                        self.lose(self.ended(END_SECONDS) or f"process {number} of the model speaks no more")
                     self.heard.put(None)
                     return
                 if said.what not in ("ran", "met"):
@@ -220,9 +223,9 @@ class Crew:
         if self.groups is not None:
             self.groups.abort()
 
-    def ended(self) -> str:
+    def ended(self, seconds: float = MOMENT) -> str:
         """Which worker has ended, or does in the next moment; nothing where none has."""
-        limit = time.monotonic() + MOMENT
+        limit = time.monotonic() + seconds
         while True:
             for number, child in enumerate(self.children, 1):
                 if (status := child.poll()) is not None:
@@ -232,8 +235,7 @@ class Crew:
             time.sleep(MOMENT / 50)
 
     def lose(self, why: str) -> None:
-        self.lost = self.lost or why
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.lost = self.lost or why  # the folder stays until `end`: see `kernels/group.py`
         if self.on_lost is not None:
             self.on_lost(why)
         self.abort()
@@ -260,13 +262,19 @@ class Crew:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def _ready(fd: int, event: int, seconds: float) -> bool:
+    """Whether it can be read from, or written to, in time. Not by `select`, which takes no descriptor beyond 1023."""
+    poll = select.poll()
+    poll.register(fd, event)
+    return bool(poll.poll(1000 * seconds))
+
+
 def _read_said(child: subprocess.Popen[bytes], limit: float) -> Said | None:
     """One message of a worker, None where it ended instead. Raises RuntimeError where it comes too late."""
     assert child.stdout is not None
     fd, data = child.stdout.fileno(), b""
     while len(data) < 4 or len(data) < 4 + int.from_bytes(data[:4], "little"):
-        ready, _, _ = select.select([fd], [], [], max(0.0, limit - time.monotonic()))
-        if not ready:
+        if not _ready(fd, select.POLLIN, max(0.0, limit - time.monotonic())):
             raise RuntimeError("the processes of the model did not start in time")
         wanted = 4 - len(data) if len(data) < 4 else 4 + int.from_bytes(data[:4], "little") - len(data)
         more = os.read(fd, wanted)

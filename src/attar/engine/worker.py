@@ -49,7 +49,7 @@ from attar.kernels.operands import Routes
 from attar.model.cache import KVCache, Step, sent
 from attar.model.parallel import SplitDecoder
 
-ALARM_SECONDS = 2.0
+ALARM_SECONDS = 10.0
 
 
 class Worker:

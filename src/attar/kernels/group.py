@@ -10,6 +10,10 @@ Every wait is bounded: a process that is gone ends it within moments, because th
 somebody calls `abort` (NCCL, for gloo's does nothing), and one that is merely silent after `WAIT`. Of processes killed
 within the first milliseconds after a meeting gloo misses one in a hundred (its loop turns about a message that nobody
 will take): whoever waits for such a one waits for `WAIT`, unless, as a server's engine does, the program ends.
+
+The folder of a meeting stays while anybody who met there lives. A store that is closed looks whether its file is there
+and then opens it: where it goes in between, torch tries for `MEET` and then ends the process (an exception out of a
+destructor). One that is made where no folder is holds the interpreter's lock for minutes, hence the look before.
 """
 
 from __future__ import annotations
@@ -46,6 +50,8 @@ class Group:
     def meet(self, file: Path) -> None:
         """Meet the others; after `leave` once more, at a path that is new."""
         rank, size, device = self.rank, self.size, self.device
+        if not file.parent.is_dir():
+            raise RuntimeError("the folder in which processes meet is gone")
         store = dist.FileStore(str(file), size)
         store.set_timeout(MEET)
         if device.type == "cuda":

@@ -19,18 +19,21 @@ import datetime
 import importlib.util
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 MAX_TEMPLATE = 1 << 20  # bytes
 MAX_REQUEST = 16 << 20  # bytes: messages, tools and the template, as JSON
 MAX_ANSWER = (4 << 20) + 1
-RENDER_SECONDS = 1.2  # of wall time; a render takes about a millisecond
+RENDER_SECONDS = 1.2  # of which half on a processor; a render takes about a millisecond
+STARVED_SECONDS = 10.0  # in any case: no template can wait for anything but a processor
 START_SECONDS = 60.0  # importing jinja2 on a busy machine
 DEFAULT_DATE = datetime.date(2024, 7, 26)
 """The date Llama 3's own template falls back to."""
@@ -146,9 +149,12 @@ def _start() -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
+        bufsize=0,
         env={name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"},
         start_new_session=True,  # Ctrl-C in a terminal is for the caller
     )
+    assert child.stdin is not None
+    os.set_blocking(child.stdin.fileno(), False)  # of this end alone
     _ask(child, None, START_SECONDS)
     return child
 
@@ -165,38 +171,77 @@ def _jinja_folders() -> list[str]:
 
 
 def _ask(child: subprocess.Popen[bytes], request: bytes | None, seconds: float) -> bytes:
-    """Send a request, if any, and read one answer. At the deadline the child is killed, which ends the wait."""
-    stdin, stdout = child.stdin, child.stdout
-    assert stdin is not None
-    assert stdout is not None
-    timer = threading.Timer(seconds, child.kill)
-    timer.start()
+    """Send a request, if any, and read one answer. Raises TemplateError where none came by the deadline, or the child
+    ended instead: in both cases it is gone."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    deadline = _Deadline(child.pid, seconds)
     try:
         if request is not None:
-            stdin.write(len(request).to_bytes(4, "big") + request)
-            stdin.flush()
-        size = int.from_bytes(_read(stdout, 4), "big")
+            _write(child.stdin.fileno(), len(request).to_bytes(4, "big") + request, deadline)
+        size = int.from_bytes(_read(child.stdout.fileno(), 4, deadline), "big")
         if not 0 < size <= MAX_ANSWER:
             raise EOFError
-        return _read(stdout, size)
-    except (EOFError, BrokenPipeError) as error:
+        return _read(child.stdout.fileno(), size, deadline)
+    except (EOFError, BrokenPipeError, TimeoutError) as error:
         child.kill()
-        raise TemplateError(_cause(child.wait(), seconds)) from error
-    finally:
-        timer.cancel()
+        late = isinstance(error, TimeoutError)
+        status = child.wait()
+        if late or status == -signal.SIGXCPU:
+            raise TemplateError(f"the chat template took longer than {seconds:g} s") from error
+        raise TemplateError(f"the chat template crashed its process (status {status})") from error
 
 
-def _read(stream: IO[bytes], size: int) -> bytes:
-    data = stream.read(size)
-    if len(data) < size:
-        raise EOFError
-    return data
+class _Deadline:
+    """When a process has had its time: after so many seconds, if it had a processor for half of them. On a machine that
+    is too busy for that it gets more, as a good template must not fail because of others: up to `STARVED_SECONDS`."""
+
+    def __init__(self, pid: int, seconds: float) -> None:
+        self.pid, self.seconds = pid, seconds
+        self._began, self._used = time.monotonic(), _processor_seconds(pid)
+
+    def left(self) -> float:
+        """Seconds to wait before asking again. Raises TimeoutError where there are none."""
+        spent = time.monotonic() - self._began
+        if spent < self.seconds:
+            return self.seconds - spent
+        used = _processor_seconds(self.pid)
+        if used is None or self._used is None or spent >= max(self.seconds, STARVED_SECONDS):
+            raise TimeoutError
+        if (owed := self.seconds / 2 - (used - self._used)) <= 0:
+            raise TimeoutError
+        return max(owed, 0.01)
 
 
-def _cause(status: int, seconds: float) -> str:
-    if status in (-signal.SIGKILL, -signal.SIGXCPU):
-        return f"the chat template took longer than {seconds:g} s"
-    return f"the chat template crashed its process (status {status})"
+def _processor_seconds(pid: int) -> float | None:
+    """What a process has used; None where the system does not say."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _write(fd: int, data: bytes, deadline: _Deadline) -> None:
+    """To a pipe that does not block."""
+    poll, view = select.poll(), memoryview(data)
+    poll.register(fd, select.POLLOUT)
+    while view:
+        if poll.poll(1000 * deadline.left()):
+            with contextlib.suppress(BlockingIOError):
+                view = view[os.write(fd, view) :]
+
+
+def _read(fd: int, size: int, deadline: _Deadline) -> bytes:
+    poll, data = select.poll(), bytearray()
+    poll.register(fd, select.POLLIN)
+    while len(data) < size:
+        if poll.poll(1000 * deadline.left()):
+            more = os.read(fd, size - len(data))
+            if not more:
+                raise EOFError
+            data += more
+    return bytes(data)
 
 
 _renderer = _Renderer()

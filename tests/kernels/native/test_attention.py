@@ -475,14 +475,15 @@ def test_beyond_two_to_the_31_elements() -> None:
 
 
 MEMORY = """
-import resource, torch
+import torch
 from attar.formats.kv import scheme
 from attar.kernels.native import attention
 from attar.kernels.operands import AttentionForm
 from attar.kernels.pages import Pages, Placement
 torch.set_num_threads(2)
 def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with open("/proc/self/status") as status:  # getrusage begins with what the parent had
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
 def run(n):
     pages = Pages.zeros(n // 64, 64, 1, 16, scheme("{kv}"))
     batch = (torch.tensor(t).int() for t in ([0, n], [n], [list(range(n // 64))]))
@@ -499,7 +500,8 @@ print(run({n}))
 @for_every_scheme
 def test_memory_does_not_grow_with_the_square(kv: str) -> None:
     """A score for each of 8192 x 8192 pairs and head would be 512 MiB."""
-    unit = 1024 if sys.platform.startswith("linux") else 1  # what ru_maxrss counts in
+    if not sys.platform.startswith("linux"):
+        pytest.skip("the peak of a process's memory is read from /proc")
     code = MEMORY.format(n=8192, kv=kv)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) * unit < 8 << 20
+    assert int(done.stdout) << 10 < 8 << 20
