@@ -27,8 +27,9 @@ settings.load_profile("attar")
 
 
 @pytest.fixture(autouse=True)
-def same_threads() -> Iterator[None]:
-    """Whatever a test loads, the next one computes with as many threads as this one: they decide about bits."""
+def same_in_every_run() -> Iterator[None]:
+    """Random numbers, and as many threads as the test before had, whatever that loaded: they decide about bits."""
+    torch.manual_seed(0)
     before = torch.get_num_threads()
     yield
     if torch.get_num_threads() != before:
