@@ -10,7 +10,7 @@ INSTALL := $(PIP) install --quiet --constraint constraints-cpu.txt
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints-cpu.txt src/attar/version.py $(wildcard src/attar/csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint soak soak-api soak-faults soak-invariance sanitize neon test-triton gpu-check bench-compressors bench-quality \
+.PHONY: help demo test lint soak soak-load soak-api soak-faults soak-invariance sanitize neon test-triton gpu-check bench-compressors bench-quality \
   bench-hostile bench-peers bench-serving bench-lm-eval clean
 
 help:
@@ -18,6 +18,8 @@ help:
 	@echo "make test    everything that must pass: lint, then the tests"
 	@echo "make lint    ruff, mypy, import floors"
 	@echo "make soak    the scheduler's simulation with 20,000 seeds"
+	@echo "make soak-load"
+	@echo "             a server under load, in eight parts, each with its gates"
 	@echo "make soak-api"
 	@echo "             the server against its OpenAPI document, 2,000 examples an operation"
 	@echo "make soak-faults"
@@ -71,6 +73,10 @@ lint: $(VENV)/.installed-dev
 # The real scheduler, block pool and prefix tree through 20,000 random lives: some seven minutes.
 soak: $(VENV)/.installed-dev
 	@$(BIN)/python -m tests.engine.simulation --seeds 20000
+
+# A server under load, in eight parts with their gates: the better part of an hour.
+soak-load: $(VENV)/.installed-dev
+	@$(BIN)/python bench/soak.py
 
 # Every phase of schemathesis; a quarter of an hour.
 soak-api: $(VENV)/.installed-dev .venv-clients/.installed
