@@ -297,7 +297,10 @@ def test_a_file_of_gguf_takes_what_was_trained_on_the_folder(recipe: str, base: 
     assert (logits(changed) - expected(base)).abs().max() <= same
 
 
-@pytest.mark.parametrize("recipe, fits", [("gptq-w8", True), ("awq-w8", False), ("rotate-w8", False)])
+@pytest.mark.parametrize(
+    "recipe, fits",
+    [("gptq-w8", True), ("clip-w8", True), ("awq-w8", False), ("clip+awq-w8", False), ("rotate-w8", False)],
+)
 def test_bases_whose_linears_read_other_numbers_are_doubted(
     recipe: str, fits: bool, base: Path, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from attar.compression import (
     domain,
     gradients,
     importance,
+    knapsack,
     output_bits,
     pipeline,
     rotation,
@@ -78,8 +80,8 @@ def trial_of(folder: Path, ids: Ids, file: Path, recipe: str = "rtn-w4g64") -> T
 def chosen(
     model: Path, recipe: str, target: Target, texts: tuple[Tensor, Tensor], *rest: Any, **also: Any
 ) -> Allocation:
-    decoder = hf.load(model, torch.float32)
-    return Allocator(decoder, Recipe.load(recipe), target, also.pop("ladder", schemes()), *texts, *rest).choose(decoder)
+    decoder, ladder = hf.load(model, torch.float32), also.pop("ladder", schemes())
+    return Allocator(decoder, Recipe.load(recipe), target, ladder, *texts, *rest, **also).choose(decoder)
 
 
 def test_divergences_are_those_of_whole_passes(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
@@ -546,6 +548,82 @@ def test_a_size_is_kept_by_the_files(tiny: Path, calibration: Ids, tmp_path: Pat
         calibration=calibration,
     )
     assert 0.95 * target < done.bytes <= target
+
+
+@pytest.mark.parametrize(
+    "ladder, shard",
+    [
+        (("w4g32", "lut2-s45"), MAX_SHARD),  # each of another format than both
+        (("w2g32", "nf4", "w8g64"), MAX_SHARD),
+        (("w4g64", "w8a8-static"), MAX_SHARD),  # which has a scale that is no part of the weight
+        (("w2g32", "lut3", "w8"), 60_000),  # in several files
+    ],
+)
+def test_a_size_is_kept_by_files_of_several_forms(
+    ladder: tuple[str, ...], shard: int, tiny: Path, calibration: Ids, tmp_path: Path
+) -> None:
+    """Whatever headers say of their parts; and the smallest that there is can be asked for, but no byte less."""
+
+    def done(size: int) -> Compressed:
+        return compress(
+            tiny, tmp_path / "out", recipe=f"rtn-{ladder[0]}", target=Target(size=size), ladder=schemes(ladder),
+            calibration=calibration, max_shard_bytes=shard, overwrite=True,
+        )  # fmt: skip
+
+    sizes = [
+        compress(
+            tiny, tmp_path / "out", recipe=f"rtn-{name}", calibration=calibration, max_shard_bytes=shard, overwrite=True
+        ).bytes
+        for name in ladder
+    ]
+    low, high = min(sizes), max(sizes)
+    assert done(low).bytes == low
+    with pytest.raises(ValueError, match="1 bytes more than the target leaves"):
+        done(low - 1)
+    mixed = 0
+    for tenth in (1, 3, 5, 7, 9):
+        target = low + (high - low) * tenth // 10
+        found = done(target)
+        assert found.bytes <= target
+        assert found.bytes == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+        mixed += len({record.scheme for record in found.records}) > 1
+    assert mixed > 2
+
+
+def test_a_choice_that_is_over_leaves_so_much_less_to_others() -> None:
+    """Of a front of 16 choices, whose files take 3 bytes more for each group of the second scheme."""
+    front = knapsack.front([[(10, 8.0), (20, 4.0 - g)] for g in range(4)])
+    for limit, ones in ((92, 4), (91, 3), (79, 3), (78, 2), (53, 1), (52, 0), (40, 0), (39, None)):
+
+        def over(choice: tuple[int, ...], limit: int = limit) -> int:
+            return 40 + 13 * sum(choice) - limit
+
+        found = allocate._best_within(front, [(0, 1)] * 4, limit, over)
+        assert (None if found is None else sum(found)) == ones
+
+
+def test_what_a_killed_run_chose_is_chosen_anew_where_files_have_become_larger(
+    tiny: Path, calibration: Ids, tmp_path: Path
+) -> None:
+    """Such as by being cut into more of them: only those of the smallest schemes are as large as they were."""
+    plan, ladder = Recipe.load("rtn-w4g64"), schemes()
+    groups = groups_of(hf.load(tiny, torch.float32), plan)
+    shapes = {name: shape for group in groups for name, shape in zip(group.linears, group.shapes, strict=True)}
+
+    def bytes_of(found: Recipe, more: int) -> int:
+        size, stored = 0, [(each.match, each.scheme) for each in found.overrides if each.scheme is not None]
+        for name, scheme in stored:
+            size += scheme.bytes(shapes[name]) + (scheme != ladder[0]) * more
+        return size
+
+    sizes = [sum(group.bytes(scheme) for group in groups) for scheme in (ladder[0], ladder[-1])]
+    target, found = Target(size=sum(sizes) // 2), list[Allocation]()
+    for more in (0, 0, 500):
+        texts, size = apart(torch.tensor(calibration)), partial(bytes_of, more=more)
+        found.append(chosen(tiny, "rtn-w4g64", target, texts, tmp_path / "log", bytes_of=size))
+        assert bytes_of(found[-1].recipe, more) <= sum(sizes) // 2
+    assert found[0].to_dict() == found[1].to_dict()
+    assert bytes_of(found[0].recipe, 500) > sum(sizes) // 2
 
 
 def test_a_divergence_is_kept_on_what_it_is_measured_on(tiny: Path, calibration: Ids, tmp_path: Path) -> None:

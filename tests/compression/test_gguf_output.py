@@ -182,6 +182,54 @@ def test_overrides_and_kept_matrices(tiny: Path, tmp_path: Path) -> None:
     assert verify(tmp_path / "out.gguf").ok
 
 
+@pytest.mark.parametrize(
+    "text, head, output, file_type",
+    [
+        ("recipe: iq4_xs", "iq4_xs", "Q8_0", 30),
+        ("recipe: iq4_xs\noverrides: [{match: lm_head, scheme: keep}]", "keep", "BF16", 25),
+        ("recipe: iq4_xs\noverrides: [{match: 'model.layers.*', scheme: keep}]", "iq4_xs", "Q8_0", 32),
+        ("recipe: q4_0\nhead: int8", "q8_0", "Q8_0", 2),
+        ("recipe: q4_0\nhead: int4", "q4_0", "Q4_0", 2),
+        ("recipe: q4_0\noverrides: [{match: '*.mlp.*', scheme: q5_0}, {match: '*.q_proj', scheme: q5_0}]", "q4_0",
+         "Q8_0", 8),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_a_file_is_what_it_holds(
+    text: str, head: str, output: str, file_type: int, tiny: Path, tmp_path: Path
+) -> None:
+    """Of the output matrix, and of the most matrices, where they are not all as the mix would have them."""
+    (tmp_path / "recipe.yaml").write_text(text)
+    done = compress(tiny, tmp_path / "out.gguf", recipe=tmp_path / "recipe.yaml")
+    file = GgufFile(tmp_path / "out.gguf")
+    assert file.info("output.weight").kind.name == output
+    assert file.metadata["general.file_type"] == file_type
+    stored = json.loads((tmp_path / "out.gguf.receipt.json").read_text())
+    assert done.head == done.to_dict()["head"] == stored["recipe"]["head"] == head
+
+
+@pytest.mark.parametrize("word", ["bf16", "int8", "int4"])
+def test_a_word_for_the_head_means_the_same_in_a_recipe_and_beside_it(word: str, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(f"recipe: q5_0\nhead: {word}")
+    compress(tiny, tmp_path / "one.gguf", recipe=tmp_path / "recipe.yaml")
+    compress(tiny, tmp_path / "two.gguf", recipe="q5_0", head=word)
+    files = [GgufFile(tmp_path / name) for name in ("one.gguf", "two.gguf")]
+    assert all(torch.equal(*(file.read(name) for file in files)) for name in files[0].names())
+    receipts = [json.loads((tmp_path / f"{name}.gguf.receipt.json").read_text()) for name in ("one", "two")]
+    assert receipts[0]["recipe"] == receipts[1]["recipe"]
+
+
+def test_a_file_in_which_nothing_is_compressed_is_refused_unless_it_is_rotated(tiny: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    for name, kept in (("out", "rtn-w4g32"), ("out.gguf", "q4_0")):
+        recipe.write_text(f"recipe: {kept}\noverrides: [{{match: '*', scheme: keep}}]")
+        with pytest.raises(ValueError, match="with its overrides compresses nothing"):
+            compress(tiny, tmp_path / name, recipe=recipe)
+    recipe.write_text("recipe: rotate-q4_0\noverrides: [{match: '*', scheme: keep}]")
+    assert compress(tiny, tmp_path / "out.gguf", recipe=recipe).bits_per_weight == 16
+    recipe.write_text("recipe: q4_0\nhead: keep\noverrides: [{match: 'model.layers.*', scheme: keep}]")
+    assert compress(tiny, tmp_path / "ends.gguf", recipe=recipe).bits_per_weight == 16  # the embedding is compressed
+
+
 def test_rows_that_blocks_do_not_divide_are_told(tiny: Path, tmp_path: Path) -> None:
     done = compress(tiny, tmp_path / "out.gguf", recipe="q4_k_m")
     assert GgufFile(tmp_path / "out.gguf").info("blk.0.attn_q.weight").kind.name == "Q5_0"

@@ -91,6 +91,35 @@ def test_patterns_reach_the_head_like_any_linear(data: dict[str, object], scheme
     assert (found.name if found else None) == scheme
 
 
+@pytest.mark.parametrize(
+    ("data", "head"),
+    [
+        ({}, "q4_k_m"),
+        ({"head": "q8_0"}, "q8_0"),
+        ({"head": "keep"}, "keep"),
+        ({"head": "int8"}, "q8_0"),
+        ({"head": "int4"}, "q4_0"),
+        ({"head": "w8"}, "w8"),  # which files have no type for: it is refused by its name
+        ({"overrides": [{"match": "lm_head", "scheme": "keep"}]}, "keep"),
+        ({"overrides": [{"match": "lm_head", "scheme": "q4_k"}]}, "q4_k"),
+        ({"overrides": [{"match": "model.*", "scheme": "keep"}]}, "q4_k_m"),
+        ({"keep": ["lm_head"]}, "keep"),
+        ({"keep": ["*.mlp.gate"]}, "q4_k_m"),
+    ],
+)
+def test_the_head_of_a_file_is_its_mixs_unless_somebody_said_otherwise(data: dict[str, object], head: str) -> None:
+    recipe = Recipe.from_dict({"recipe": "q4_k_m", **data}).for_file()
+    assert recipe.head_name == recipe.to_dict()["head"] == head
+    assert recipe.for_file() == recipe
+
+
+def test_a_word_for_the_head_stands_for_the_last_one_given() -> None:
+    recipe = Recipe.from_dict({"recipe": "q4_k_m", "head": "int8"})
+    assert recipe.with_head("q6_k").for_file().head_name == "q6_k"
+    assert recipe.with_head("int4").for_file().head_name == "q4_0"
+    assert recipe.with_head("int4").head_name == "w4g128"
+
+
 def test_some_schemes_are_not_for_the_head() -> None:
     for scheme in ("w8a8", "fp8", "w4-tensor", "w8a8-static"):
         with pytest.raises(ValueError, match=rf"lm_head: .* not {scheme}$"):

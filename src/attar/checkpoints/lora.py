@@ -49,6 +49,8 @@ from attar.plan.costs import matrices
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "attar_base.json"
 """What `finetune` notes of the base beside them."""
+STILL = ("clip",)
+"""Passes of a recipe before the last after which linears read what those of the original do."""
 MAX_CONFIG = 1_000_000
 MAX_RANK = 512
 PREFIX = "base_model.model."
@@ -296,7 +298,7 @@ def doubt(adapter: Path, base: Path) -> str | None:
     recipe: Mapping[str, Any] = said if isinstance(said, dict) else {}
     passes = recipe.get("passes")
     methods = [each.get("method") for each in passes if isinstance(each, dict)] if isinstance(passes, list) else []
-    moved = methods[:-1]  # the last pass chooses codes, and moves nothing
+    moved = [each for each in methods[:-1] if each not in STILL]  # the last pass chooses codes, and moves nothing
     moved += ["rotate"] if recipe.get("rotate") else []
     if made is None and base.is_dir():
         quantization = read_json(base / "config.json", MAX_CONFIG).get("quantization_config")

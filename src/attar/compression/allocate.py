@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ from attar.formats.scheme import Scheme
 from attar.model.decoder import Decoder
 
 ROUNDS = 3  # of steps around the choice
-HEADER = 64  # bytes a linear by which the headers of files may differ between schemes
 
 Progress = Callable[[str, int, int], None]
 """progress(stage, done, total)"""
@@ -155,14 +155,14 @@ class Allocator:
         """
         self._recipe, self._target, self._ids, self._measured = recipe, target, ids, measured
         self._progress, self._output, self._weighs, self.file = progress, output, weighs, file
-        self._original = original
+        self._original, self._bytes_of = original, bytes_of
         self._rounding, self._groups = rounding_for(recipe), groups_of(decoder, recipe)
         _check(self._groups, ladder)
         named = {scheme.name: scheme.with_scale_dtype(scale_dtype) for scheme in ladder}
         self._ladder = tuple(sorted(named.values(), key=lambda scheme: sum(g.bytes(scheme) for g in self._groups)))
         if len(self._ladder) < 2:
             raise ValueError("a ladder has at least two schemes to choose among")
-        self._budget = _budget(target, self._groups, self._ladder, recipe, bytes_of)
+        self._budget = _budget(target, self._groups, self._ladder, self._over)
         self.log = Log(
             file, fingerprint(decoder, self._groups, self._ladder, self._rounding, ids, measured, output, weighs)
         )
@@ -173,7 +173,7 @@ class Allocator:
         Raises ValueError where not even the largest schemes keep a target of KL.
         """
         groups, ladder, count = self._groups, self._ladder, len(self._groups)
-        goal, budget = self._target.kl, self._budget
+        goal, budget, over = self._target.kl, self._budget, cache(self._over)
         aim = goal if aim is None else aim
         done, total = 0, count * (len(ladder) + 2 * ROUNDS)
 
@@ -184,7 +184,8 @@ class Allocator:
                 self._progress("allocating", done, total)
 
         finished = f"{self._target.to_dict()}, {budget}, {aim}"
-        if (known := self.log.get(finished)) is not None:  # the run was killed after this
+        known = self.log.get(finished)  # there, if the run was killed after this
+        if known is not None and over(tuple(known["choice"])) <= 0:  # files may be cut otherwise by now
             return self._allocation(known)
         if goal is not None:  # which outputs may miss, whereupon candidates are wanted again
             size = sum(group.bytes(scheme) for group in groups for scheme in ladder)
@@ -202,13 +203,12 @@ class Allocator:
             assert goal is not None
             assert aim is not None
             at = _smallest_within(front, goal, aim, trial)
+            first, budget = front.choice(at), int(front.bytes[at])
         else:
-            within = front.within(budget)
-            assert within is not None, "the smallest choice is on the front, and within the budget"
-            at = within
-        first = front.choice(at)
+            found = _best_within(front, [range(len(ladder))] * count, budget, over)
+            first = (0,) * count if found is None else found  # for which the budget was found to be enough
         unrefined = trial.whole(first)
-        choice, refined = refine(trial, first, unrefined, int(front.bytes[at]) if budget is None else budget)
+        choice, refined = refine(trial, first, unrefined, budget, over)
         uniform = [trial.whole((c,) * count) for c in range(len(ladder))]
         value = {"choice": choice, "unrefined": unrefined, "measured": refined, "uniform": uniform, "alone": alone}
         value["tokens"] = trial.tokens
@@ -220,15 +220,27 @@ class Allocator:
     def _allocation(self, value: Mapping[str, Any]) -> Allocation:
         """What the log holds of a choice."""
         choice = tuple(value["choice"])
+        return Allocation(
+            self._with(choice), self._target, self._ladder, tuple(self._groups), tuple(map(tuple, value["alone"])),
+            choice, value["unrefined"], value["measured"], tuple(value["uniform"]), value["tokens"],
+            calibrate.token_hash(self._ids), calibrate.token_hash(self._measured),
+        )  # fmt: skip
+
+    def _with(self, choice: Choice) -> Recipe:
+        """The recipe with what was chosen."""
         plain = [Scheme.parse(scheme.name) for scheme in self._ladder]  # what stores it says the dtype of its scales
         chosen = zip(self._groups, choice, strict=True)
         overrides = [Override(name, plain[c]) for group, c in chosen for name in group.linears]
-        return Allocation(
-            replace(self._recipe, overrides=(*self._recipe.overrides, *overrides)), self._target, self._ladder,
-            tuple(self._groups), tuple(map(tuple, value["alone"])), choice, value["unrefined"], value["measured"],
-            tuple(value["uniform"]), value["tokens"], calibrate.token_hash(self._ids),
-            calibrate.token_hash(self._measured),
-        )  # fmt: skip
+        return replace(self._recipe, overrides=(*self._recipe.overrides, *overrides))
+
+    def _over(self, choice: Choice) -> int:
+        """By how many bytes the weight files of a choice exceed a target of size, 0 for any other target. They are laid
+        out to know: how many parts a linear has differs between schemes, and how all are named, between formats, of
+        which the schemes together decide."""
+        if self._target.size is None:
+            return 0
+        assert self._bytes_of is not None, "a size is of files, which the caller lays out"
+        return self._bytes_of(self._with(choice)) - self._target.size
 
 
 def _check(groups: Sequence[Group], ladder: Sequence[Scheme]) -> None:
@@ -251,11 +263,11 @@ def _budget(
     target: Target,
     groups: Sequence[Group],
     ladder: Sequence[Scheme],
-    recipe: Recipe,
-    bytes_of: Callable[[Recipe], int] | None,
+    over: Callable[[Choice], int],
 ) -> int | None:
-    """Bytes that the groups may take; None where the target is a divergence. Raises ValueError where the smallest
-    choice takes more, or bits are asked for that the largest does not."""
+    """Bytes that the groups may take, for a target of size in files whose headers are those of the smallest choice;
+    None where the target is a divergence. Raises ValueError where the smallest choice takes more, or bits are asked for
+    that the largest does not."""
     if target.kl is not None:
         return None
     reachable(target, groups, ladder)
@@ -263,15 +275,10 @@ def _budget(
     if target.bits is not None:
         budget = math.floor(target.bits * sum(group.weights for group in groups) / 8)
     else:
-        assert target.size is not None
-        assert bytes_of is not None, "a size is of files, which the caller lays out"
-        smallest = [Override(name, ladder[0]) for group in groups for name in group.linears]
-        headers = HEADER * sum(len(group.linears) for group in groups)
-        whole = bytes_of(replace(recipe, overrides=(*recipe.overrides, *smallest)))
-        budget = target.size - (whole - least) - headers
+        budget = least - over((0,) * len(groups))
     if budget < least:
-        over = f"{least - budget:,} bytes more than the target leaves"
-        raise ValueError(f"with {ladder[0].name} everywhere the linears take {least:,} bytes, {over}")
+        more = f"{least - budget:,} bytes more than the target leaves"
+        raise ValueError(f"with {ladder[0].name} everywhere the linears take {least:,} bytes, {more}")
     return budget
 
 
@@ -296,9 +303,24 @@ def _smallest_within(found: knapsack.Front, goal: float, aim: float, trial: Tria
     return high
 
 
-def refine(trial: Trial, choice: Choice, measured: float, budget: int) -> tuple[Choice, float]:
+def _best_within(
+    found: knapsack.Front, options: Sequence[Sequence[int]], budget: int, over: Callable[[Choice], int]
+) -> Choice | None:
+    """The best choice of a front that takes `budget` bytes at most and is `over` nothing; one that is leaves so much
+    less to those after it. `options` are the schemes of each group on the front. None where no choice is left."""
+    while (at := found.within(budget)) is not None:
+        choice = tuple(row[i] for row, i in zip(options, found.choice(at), strict=True))
+        if (excess := over(choice)) <= 0:
+            return choice
+        budget = int(found.bytes[at]) - excess
+    return None
+
+
+def refine(
+    trial: Trial, choice: Choice, measured: float, budget: int, over: Callable[[Choice], int]
+) -> tuple[Choice, float]:
     """Step from a choice, whose divergence is `measured`, to neighbours that the model is closer with, within `budget`
-    bytes; returns the last choice and its divergence.
+    bytes and `over` nothing; returns the last choice and its divergence.
 
     In each round every group is measured one scheme up and one down, the others as chosen. The knapsack takes the best
     of these steps together; where that is no gain, only the four, then the two that promise most; then the search ends.
@@ -306,7 +328,7 @@ def refine(trial: Trial, choice: Choice, measured: float, budget: int) -> tuple[
     for _ in range(ROUNDS):
         steps = trial.neighbours(choice)
         for limit in (len(choice), 2, 1):
-            proposed = _proposed(trial, choice, measured, steps, budget, limit)
+            proposed = _proposed(trial, choice, measured, steps, budget, over, limit)
             found = measured if proposed == choice else trial.whole(proposed)
             if found < measured:
                 choice, measured = proposed, found
@@ -317,7 +339,13 @@ def refine(trial: Trial, choice: Choice, measured: float, budget: int) -> tuple[
 
 
 def _proposed(
-    trial: Trial, choice: Choice, measured: float, steps: Sequence[Mapping[int, float]], budget: int, limit: int
+    trial: Trial,
+    choice: Choice,
+    measured: float,
+    steps: Sequence[Mapping[int, float]],
+    budget: int,
+    over: Callable[[Choice], int],
+    limit: int,
 ) -> Choice:
     """What the steps promise most of together, of those up the `limit` that gain most a byte, of those down the `limit`
     that lose least a byte."""
@@ -338,6 +366,5 @@ def _proposed(
     found = knapsack.front([
         [(size(g, c), 0.0 if c == choice[g] else steps[g][c] - measured) for c in row] for g, row in enumerate(options)
     ])  # fmt: skip
-    at = found.within(budget)
-    assert at is not None, "the choice itself is within"
-    return tuple(row[i] for row, i in zip(options, found.choice(at), strict=True))
+    best = _best_within(found, options, budget, over)
+    return choice if best is None else best

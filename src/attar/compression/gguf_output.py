@@ -52,7 +52,7 @@ class GgufOutput:
 
     `calibrated` says whether importances will be known; they are set once they are, by our module names, each [I].
     Raises ValueError for an architecture or anything of the model that files have no words for, where the source is
-    compressed already, and for a recipe of schemes that are no GGML types.
+    compressed already, for a recipe of schemes that are no GGML types, and where nothing would change.
     """
 
     def __init__(self, checkpoint: Checkpoint, recipe: Recipe, name: str, calibrated: bool = False) -> None:
@@ -78,9 +78,11 @@ class GgufOutput:
                 raise ValueError(
                     f"{what}: {scheme.name} has no place in a GGUF file, which holds types such as q4_k or q6_k"
                 )
+        if not any(self.schemes.values()) and recipe.rotate is None:
+            raise ValueError(f"recipe {recipe.name} with its overrides compresses nothing")
         self.head = self.schemes[HEAD]
         self.packed_ends = self.shared and self.head is not None
-        head_words, factors = gguf_export.describe(self.config, self.mix.file_type, folder.path.resolve().name)
+        head_words, factors = gguf_export.describe(self.config, self._file_type(mixed), folder.path.resolve().name)
         tokenizer, note = gguf_export.words(folder.path, self.config)
         self.notes += () if note is None else (note,)
         if isinstance(checkpoint, RotatedCheckpoint) and checkpoint.untied:
@@ -95,8 +97,9 @@ class GgufOutput:
         self._final = f"{config.names.final_norm}.weight"
         self._factors = factors
         self.plan: GgufPlan = plan(name, head_words | tokenizer, dict(self._tensors(shapes)))
-        stored = [(scheme.bytes(shapes[each]), math.prod(shapes[each])) for each, scheme in self._counted()]
-        self.bits_per_weight = 8 * sum(size for size, _ in stored) / max(1, sum(count for _, count in stored))
+        counted = self._counted()
+        stored = sum(self._kind(module).bytes(shapes[module]) for module in counted)
+        self.bits_per_weight = 8 * stored / sum(math.prod(shapes[module]) for module in counted)
 
     # Layout
 
@@ -138,11 +141,23 @@ class GgufOutput:
         )
         return found, notes
 
-    def _counted(self) -> Iterator[tuple[str, Scheme]]:
-        """What bits a weight are counted over: the linears, and the output matrix if a recipe reaches it."""
-        for module, scheme in self.schemes.items():
-            if scheme is not None and (module == HEAD or module != self._embed):
-                yield module, scheme
+    def _counted(self) -> list[str]:
+        """What bits a weight are counted over: the linears and the output matrix, those that a recipe reaches; where it
+        is none, the linears as they are."""
+        linears = [module for module in self.schemes if module not in (HEAD, self._embed)]
+        reached = [module for module in (*linears, HEAD) if self.schemes[module] is not None]
+        return reached or linears
+
+    def _file_type(self, mixed: Mapping[str, Scheme]) -> int:
+        """`general.file_type`: the mix's where all types are its own. Else that of the type of most matrices, of
+        equally many the first: what llama.cpp takes a file for that does not say."""
+        kinds = {module: self._kind(module) for module in self.schemes}
+        if kinds == {module: ggml_codec.type_of(scheme) for module, scheme in mixed.items()}:
+            return self.mix.file_type
+        names = [kind.name for kind in kinds.values()]
+        found = ggml_mix.find(max(dict.fromkeys(names), key=names.count))
+        assert found is not None, "every type that is written is the name of a mix"
+        return found.file_type
 
     def _kind(self, module: str) -> GgmlType:
         """The type of the matrix that recipes know as `module`; one that is kept has that of its own numbers."""

@@ -18,11 +18,7 @@ from attar.compression import importance, place, requirements, rotation
 from attar.compression.gguf_output import GgufOutput
 from attar.compression.output import Output
 from attar.compression.recipe import Recipe
-from attar.compression.spelling import parse_head
 from attar.formats import ggml_mix
-
-FILE_HEADS = {"int8": "q8_0", "int4": "q4_0"}
-"""What the words for an output matrix mean in a GGUF file."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,7 @@ class Order:
         without any; `targeted`: its bits are chosen later. Raises ValueError saying what speaks against it."""
         plan = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
         if self.head is not None:
-            plan = replace(plan, head=parse_head(FILE_HEADS.get(self.head, self.head) if self.to_file else self.head))
+            plan = plan.with_head(self.head)
         if plan.mix is not None and not self.to_file:
             raise ValueError(f"{plan.name} is a mix of GGUF files: give an output that ends in .gguf, not {self.dst}")
         if self.to_file and (plan.pruning is not None or plan.structured is not None):

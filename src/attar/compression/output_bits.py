@@ -158,7 +158,8 @@ def for_output(
         seen = tune.without_judges(rest)
 
     def bytes_of(plan: Recipe) -> int:
-        return sum(each.size for each in order.output(plan, checkpoint).plans(settings.max_shard_bytes))
+        output = order.output(replace(plan, said=()), checkpoint)  # another choice may read what this one does not
+        return sum(each.size for each in output.plans(settings.max_shard_bytes))
 
     def load() -> Decoder:
         wide = copy.copy(checkpoint)

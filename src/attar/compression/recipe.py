@@ -14,8 +14,9 @@ An option belongs to the method that has it. Where several have one of its name 
 which any option may: `tune: {batch: 4096}`.
 
 The output matrix, `lm_head`, stays unless `head` (or an override, or a `keep` that leaves it out) says otherwise: bf16
-(as it is), int8, int4, or a scheme of weights alone. It can be larger than several blocks and is never in memory whole:
-it is rounded to nearest, rows after rows, whatever the method, with the method's `scale_search`.
+(as it is), int8, int4 (of which a GGUF file has types of its own), or a scheme of weights alone. It can be larger than
+several blocks and is never in memory whole: it is rounded to nearest, rows after rows, whatever the method, with the
+method's `scale_search`.
 
 Whatever is unknown in it is an error that offers the nearest names, and so is an option that none of its schemes reads:
 one that is silently ignored costs hours. `to_dict` is canonical (two spellings of one recipe give one dict, defaults
@@ -68,6 +69,9 @@ KEPT = (HEAD, "*.mlp.gate", "*.block_sparse_moe.gate", "*.shared_expert_gate")
 """Kept by default: the output matrix, and the routers of mixtures of experts, tiny matrices whose error picks the wrong
 expert."""
 
+FILE_HEADS: Mapping[str, str] = {"int8": "q8_0", "int4": "q4_0"}
+"""What the words for an output matrix mean in a GGUF file."""
+
 MAX_FILE_BYTES = 64 * 1024
 
 _KEYS = ("recipe", "overrides", "keep", "head", "activation_range")
@@ -103,6 +107,8 @@ class Recipe:
     activation_range: ActivationRange = "minmax"  # of scales that are fixed at calibration
     said: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     """Options that somebody set, and the method of each: those that nothing reads are refused."""
+    head_word: str | None = field(default=None, compare=False)
+    """The word that `head` was given by, if it was: in a GGUF file it may mean something else."""
 
     @property
     def name(self) -> str:
@@ -270,15 +276,21 @@ class Recipe:
 
     @property
     def head_name(self) -> str:
-        """The scheme of the output matrix by name, or `keep`."""
-        scheme = self.scheme_for(HEAD)
-        if self.mix is not None and self.head is None:
-            return self.mix
-        return KEEP if scheme is None else scheme.name
+        """The scheme of the output matrix by name, or `keep`; of a mix that decides about it, the mix."""
+        scheme = self.scheme_for(HEAD, None if self.mix is None else self.scheme)
+        if scheme is None:
+            return KEEP
+        said = self.head is not None or any(fnmatch.fnmatchcase(HEAD, each.match) for each in self.overrides)
+        return scheme.name if said or self.mix is None else self.mix
+
+    def with_head(self, word: object) -> Recipe:
+        """With what a user's word for the output matrix means. Raises ValueError as `parse_head`."""
+        return replace(self, head=parse_head(word), head_word=str(word))
 
     def for_file(self) -> Recipe:
-        """As a GGUF file takes it, where a type stands for the mix of its name, as llama.cpp has it, and SpinQuant
-        learns the rotations that weights take in, unless somebody asked for more.
+        """As a GGUF file takes it, where a type stands for the mix of its name, as llama.cpp has it, words for the
+        output matrix for types, and SpinQuant learns the rotations that weights take in, unless somebody asked for
+        more.
 
         Raises ValueError where its scheme is no type of GGML, and where inputs are to be rotated at run time.
         """
@@ -298,7 +310,8 @@ class Recipe:
                 f"{self.name} with {word}: true rotates what {reader} reads at run time, which no program that reads "
                 f"GGUF files does: say {word}: false, or use rotate or spinquant, which a file's weights take in"
             )
-        return replace(self, mix=mix.name, rotate=rotate)
+        meant = FILE_HEADS.get(self.head_word or "")
+        return replace(self, mix=mix.name, rotate=rotate, head=self.head if meant is None else parse_head(meant))
 
     @staticmethod
     def load(name_or_path: str | Path) -> Recipe:
@@ -359,7 +372,7 @@ class Recipe:
                     raise ValueError(
                         f"head and the pattern {pattern!r} both decide about {HEAD}: leave one of them out"
                     )
-            recipe = replace(recipe, head=parse_head(data["head"]))
+            recipe = recipe.with_head(data["head"])
         if (word := data.get("activation_range", "minmax")) not in get_args(ActivationRange):
             raise ValueError(f"activation_range is one of {', '.join(get_args(ActivationRange))}, not {word!r}")
         said = tuple((method, key) for method, own in options.items() for key in own)
