@@ -10,9 +10,14 @@ import pytest
 from torch import Tensor
 
 from attar.checkpoints.hf import Checkpoint
+from attar.checkpoints.untrusted import CheckpointError
 from attar.cli.compression import gains
 from attar.compression import best, candidates, domain
+from attar.compression.block import hessians
+from attar.compression.block.passes import Unsolved
 from attar.compression.pipeline import compress
+from attar.compression.solvers import gptq, two_sided
+from attar.compression.solvers.gptq import GptqResult
 from attar.evaluation import outputs
 from tests.compression.test_experts import write
 from tests.conftest import token_ids
@@ -130,6 +135,70 @@ def test_rungs_that_cannot_be_are_left_out(
     printed = list(gains(done))
     assert len(printed) == len(left)
     assert printed[0].startswith(f"not tried: {left[0]}-{scheme} (")
+
+
+@pytest.mark.parametrize("out, scheme", [("out", "w4g32"), ("out.gguf", "q4_0")])
+def test_a_rung_that_gives_up_on_the_walk_is_left_out(
+    out: str, scheme: str, tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it left behind stops no other, and a killed run does not begin it again."""
+    ladder = dict.fromkeys(candidates.LADDERS, ("guided", "rtn", "gptq"))
+    monkeypatch.setattr(candidates, "LADDERS", ladder)
+    begun: list[int] = []
+
+    def give_up(*rest: object, **more: object) -> GptqResult:
+        begun.append(1)
+        raise ValueError("no")
+
+    monkeypatch.setattr(two_sided, "solve", give_up)
+    seen: list[int] = []
+
+    def stop(stage: str, done: int, total: int) -> None:
+        if stage == "recipes" and done == 2:
+            raise Stop
+
+    with pytest.raises(Stop):
+        compress(tiny, tmp_path / out, recipe=f"best-{scheme}", calibration=calibration, progress=stop)
+    done = compress(
+        tiny, tmp_path / out, recipe=f"best-{scheme}", calibration=calibration,
+        progress=lambda stage, count, total: seen.append(count) if stage == "recipes" else None,
+    )  # fmt: skip
+    assert seen == [2, 3]
+    assert len(begun) == 1
+    assert done.selection is not None
+    assert [each["recipe"] for each in done.selection["tried"]] == [f"rtn-{scheme}", f"gptq-{scheme}"]
+    assert done.selection["kept"] in (f"rtn-{scheme}", f"gptq-{scheme}")
+    why = "it gave up: model.layers.0.self_attn.q_proj: no"
+    assert done.selection["left_out"] == [{"recipe": f"guided-{scheme}", "why": why}]
+    assert list(gains(done))[-1] == f"not tried: guided-{scheme} ({why})"
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_who_gives_up_is_said_where_nothing_else_is_left_or_a_user_named_it(
+    tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidates, "LADDERS", dict.fromkeys(candidates.LADDERS, ("gptq", "awq+gptq")))
+
+    def give_up(*rest: object, **more: object) -> GptqResult:
+        raise ValueError("no")
+
+    monkeypatch.setattr(gptq, "solve", give_up)
+    for recipe in ("best-w4g32", "rtn-w4g32,gptq-w4g32", "ablate-gptq-w4g32"):
+        with pytest.raises(Unsolved, match=r"model\.layers\.0\.self_attn\.q_proj: no"):
+            compress(tiny, tmp_path / recipe, recipe=recipe, calibration=calibration)
+
+
+def test_a_full_disk_is_no_rung_s_affair(
+    tiny: Path, calibration: Ids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidates, "LADDERS", dict.fromkeys(candidates.LADDERS, ("rtn", "gptq")))
+
+    def full(*rest: object, **more: object) -> GptqResult:
+        raise CheckpointError("no room for it")
+
+    monkeypatch.setattr(hessians, "_gather", full)
+    with pytest.raises(CheckpointError, match="no room"):
+        compress(tiny, tmp_path / "out", recipe="best-w4g32", calibration=calibration)
 
 
 def test_rotated_rungs_resume_and_keep_one_output_at_a_time(

@@ -58,6 +58,17 @@ def test_what_goes_is_each_time_what_can_best_be_made_up_for(problem: Problem, w
     assert found.error < found.plain_error
 
 
+@pytest.mark.parametrize(("width", "keep"), [(1, 7), (3, 2)])
+def test_of_what_reads_zeros_the_largest_stays_as_it_is(problem: Problem, width: int, keep: int) -> None:
+    weight, x = problem(1, rows=5, columns=12)
+    found = structured.shrink(weight, hessian(torch.zeros_like(x)), width, keep)
+    norms = weight.square().sum(0).view(-1, width).sum(1)
+    assert found.runs.tolist() == norms.topk(keep).indices.sort().values.tolist()
+    assert torch.allclose(found.weight, weight[:, structured.columns_of(found.runs, width)], atol=SAME)
+    assert found.error == pytest.approx(found.plain_error)
+    assert found.error == pytest.approx(1 - float(found.weight.square().sum() / weight.square().sum()), abs=SAME)
+
+
 def model(**changed: int) -> ModelConfig:
     sizes = {"hidden": 512, "heads": 8, "kv_heads": 4, "head_dim": 64, "intermediate": 1536} | changed
     return ModelConfig("LlamaForCausalLM", vocab_size=64, context=64, windows=(None,), ropes=(None,), **sizes)

@@ -4,8 +4,8 @@ Which are tried says `candidates`. Every eighth calibration sequence is set asid
 calibrate. Each recipe is made, measured there by its mean KL divergence, and deleted; then the winner is made in its
 place, to the same bytes, which is simpler than moving what is finished and adds one run to several. Of equal ones the
 first wins. The receipt holds all that were tried with what each gained (`selection`), and which rungs of a ladder the
-model or the scheme cannot take, with the reason: the text on which the cost is reported is a third one, which no choice
-was made on.
+model or the scheme cannot take, with the reason, those among them that gave up on a block: the text on which the cost
+is reported is a third one, which no choice was made on.
 
 Figures are kept beside the output until it is finished, so that a killed run tries none twice.
 """
@@ -25,6 +25,7 @@ from torch import Tensor
 from attar.checkpoints import hf, sources
 from attar.checkpoints.receipt import combined_hash, environment
 from attar.compression import calibrate, state
+from attar.compression.block.passes import Unsolved
 from attar.compression.calibrate import Calibration
 from attar.compression.candidates import Candidates, Listed
 from attar.compression.order import Order
@@ -86,8 +87,9 @@ def for_output(
 
     `run(name, calibration, out)` makes one in the folder `out` and returns its bits a weight. Whether a recipe can be
     made of so much calibration text is asked of all before the first is made. Of a ladder those that cannot are left
-    out, as long as one remains; the last one is not tried. Raises ValueError also where there is nothing to calibrate
-    on, where there are fewer than two sequences, and where the output exists.
+    out, as long as one remains, and so are those that give up on a block; where one is left at once, it is not tried.
+    Raises ValueError also where there is nothing to calibrate on, where there are fewer than two sequences, and where
+    the output exists.
     """
     checkpoint, amount, dst, progress = order.source, settings.amount, order.dst, settings.report
     if dst.exists() and not settings.overwrite:  # said now, not after all trials
@@ -122,7 +124,7 @@ def for_output(
     if candidates.count == 1:  # nothing to choose: all of the text calibrates
         return Choice((), ids.tolist(), 0, ids, tuple(left_out.items()), kept, candidates.names[0])
     found = choose(candidates, ids, lambda: hf.load(folder, torch.float32), run, kept, progress, about)
-    return replace(found, left_out=tuple(left_out.items()), folder=kept)
+    return replace(found, left_out=(*left_out.items(), *found.left_out), folder=kept)
 
 
 def _refused(candidates: Candidates, order: Order, sequences: int) -> dict[str, str]:
@@ -170,20 +172,32 @@ def choose(
     about: Mapping[str, Any] | None = None,
 ) -> Choice:
     """Try recipes on token ids [S, L] of the model that `base` loads, which is in memory only while one is measured;
-    `folder` holds what is known so far of a run `about` that."""
+    `folder` holds what is known so far of a run `about` that. Raises Unsolved where each rung of a ladder gives up, or
+    one recipe that a user named himself."""
     aside = _aside(len(ids))
     selection, calibration = ids[aside], ids[~aside].tolist()
     about = {**(about or {}), "tokens": calibrate.token_hash(ids), "names": list(candidates.names)}
     about = json.loads(json.dumps(about))  # as it will be read again
-    path, tried = folder / "tried.json", list[Tried]()
+    path, tried, gave_up = folder / "tried.json", list[Tried](), dict[str, str]()
     if path.is_file() and (left := json.loads(path.read_bytes()))["about"] == about:
-        tried = [Tried(**each) for each in left["tried"]]
-    while (name := candidates.following([each.kl for each in tried])) is not None:
-        progress("recipes", len(tried), candidates.count)
-        out = folder / ("out.gguf" if about.get("file") else "out")
-        bits = run(name, calibration, out)
-        found = measure(sources.load(out, torch.float32), selection.tolist(), base=base()).figures["kl_mean"]
-        tried.append(Tried(name, bits, found.value, found.low, found.high))
-        state.put(path, {"about": about, "tried": [asdict(each) for each in tried]})
+        tried, gave_up = [Tried(**each) for each in left["tried"]], left.get("gave_up", {})
+    out = folder / ("out.gguf" if about.get("file") else "out")
+    while (name := _without(candidates, gave_up).following([each.kl for each in tried])) is not None:
+        progress("recipes", len(tried) + len(gave_up), candidates.count)
+        try:
+            bits = run(name, calibration, out)
+        except Unsolved as error:
+            if not candidates.ladder:
+                raise
+            gave_up[name] = str(error)
+            # Before it is noted: nothing else begins where half of another recipe's output lies.
+            shutil.rmtree(out.with_name(f".{out.name}.attar-partial"), ignore_errors=True)
+        else:
+            found = measure(sources.load(out, torch.float32), selection.tolist(), base=base()).figures["kl_mean"]
+            tried.append(Tried(name, bits, found.value, found.low, found.high))
+        state.put(path, {"about": about, "tried": [asdict(each) for each in tried], "gave_up": gave_up})
     progress("recipes", candidates.count, candidates.count)
-    return Choice(tuple(tried), calibration, selection.numel(), ids)
+    if not tried:
+        raise Unsolved(gave_up[candidates.names[0]])
+    left_out = tuple((name, f"it gave up: {why}") for name, why in gave_up.items())
+    return Choice(tuple(tried), calibration, selection.numel(), ids, left_out)

@@ -153,9 +153,11 @@ def shrink(
 ) -> Shrunk:
     """Keep `keep` of the runs of `width` columns of a weight [O, I] of any float dtype whose inputs `hessian` saw.
 
-    With the `drift` of the inputs the weight is corrected for it first. Raises ValueError as `gptq.prepare`.
+    With the `drift` of the inputs the weight is corrected for it first. Where all inputs were zero, the runs of the
+    largest norms stay, as they are. Raises ValueError as `gptq.prepare`.
     """
-    prepared, mean = gptq.prepare(hessian, damping, "natural"), hessian.mean
+    prepared = gptq.prepare(hessian, damping, "natural")
+    mean = prepared.hessian
     original = weight.to(mean.dtype) if drift is None else qronos.corrected(weight, drift, prepared)
     level = mean.diagonal().mean()
     damped = mean.clone()

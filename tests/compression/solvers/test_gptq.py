@@ -214,6 +214,22 @@ def test_the_same_input_gives_the_same_bits() -> None:
     assert (a.error, a.rtn_error) == (b.error, b.rtn_error)
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-30])
+def test_inputs_of_zeros_leave_rounding_to_nearest(size: float) -> None:
+    """Also those whose squares are lost in float32."""
+    weight, x = problem(seed=11)
+    zero = Hessian(16)
+    zero.add(size * x.float())
+    assert zero.silent
+    assert not hessian(x).silent
+    found = gptq.solve(weight, gptq.prepare(zero), Scheme.parse("w4g8"))
+    assert isinstance(found.packed, PackedTensor)
+    plain = rtn.solve(weight.float(), Scheme.parse("w4g8"), scale_search="mse")
+    torch.testing.assert_close(found.packed.dequantize(), plain.dequantize())
+    assert found.error == pytest.approx(found.rtn_error)
+    assert found.error == pytest.approx(float((plain.dequantize() - weight).square().sum() / weight.square().sum()))
+
+
 def test_what_cannot_be_solved_is_refused() -> None:
     with pytest.raises(ValueError, match="no calibration token"):
         gptq.prepare(Hessian(4))

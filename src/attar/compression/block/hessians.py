@@ -3,7 +3,8 @@
 Every Hessian costs I x I numbers, and every pass that gathers some costs a run of the block over the calibration text.
 Without more ado the linears that read the same rows share one, and all of a dense block are gathered in one pass, on
 the block as it was. An expert of a mixture that no token was sent to is solved for its weights alone; whoever calls is
-told of it (`coverage`). Three options of the recipe change that:
+told of it (`coverage`). So is a linear whose inputs were all zero, as behind a `v` of zeros. Three options of the
+recipe change that; what the loss says is taken as far as it says anything (`heeded`):
 
 * `guide`: tokens weighted by what the loss minds, with other weights for each group of rows of each linear (`guide`),
   so that each has a Hessian of its own;
@@ -19,8 +20,9 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from attar.compression.block import fold
@@ -92,6 +94,31 @@ class _Statistics:
             self.drift.add(original, x, weights, residual)
 
 
+def heeded(guide: Mapping[str, Hints]) -> dict[str, Hints]:
+    """The hints without those that say nothing, as the gradients were zero: behind them is a linear of zeros, such as
+    an added block that computes the identity has, or a model that is certain of every token. Rows without weights of
+    tokens heed all alike, and rows that nothing couples are left to themselves."""
+    return {name: _heeded(hints) for name, hints in guide.items()}
+
+
+def _heeded(hints: Hints) -> Hints:
+    weights, outputs = hints.weights, hints.outputs
+    if weights is not None:
+        # What is less has lost digits, and one over a sum of it is no number any more.
+        weights = weights.masked_fill(weights < torch.finfo(weights.dtype).tiny, 0)
+        some = weights.any(0)
+        weights = weights.masked_fill(~some, 1) if some.any() else None
+    if outputs is not None and _coupling(outputs).silent:
+        outputs = None
+    return replace(hints, weights=weights, outputs=outputs)
+
+
+def _coupling(outputs: Tensor) -> Hessian:
+    found = Hessian(0)
+    found.mean = outputs
+    return found
+
+
 def solve(
     block: Block,
     groups: Sequence[Group],
@@ -102,8 +129,8 @@ def solve(
     importances: Mapping[str, Tensor],
 ) -> Iterator[Solved]:
     """Solve for all linears of the groups, in order. `guide` holds, by linear, what the recipe wants to know of the
-    loss; `original` is needed where the recipe corrects. `importances` say what columns count where scales of GGML
-    blocks are searched; of linears that they do not name, the Hessian's diagonal does.
+    loss, `heeded`; `original` is needed where the recipe corrects. `importances` say what columns count where scales of
+    GGML blocks are searched; of linears that they do not name, the Hessian's diagonal does.
 
     Weights are replaced here, each once nobody needs the block as it was any more. Raises ValueError, naming the
     linear, as the solvers do.
@@ -111,9 +138,6 @@ def solve(
     correct = not isinstance(options, SparseGpt) and options.correct
     weights = {name: hints.weights for name, hints in guide.items() if hints.weights is not None}
     twin = twin_of(block) if correct else None
-    couple = isinstance(options, Gptq) and options.couple
-    words = {"weighted": weights, "coupled": couple, "corrected": correct}
-    measure = " ".join([*(word for word, on in words.items() if on), "output"])
     largest = shared_largest(members for _, members in groups)
     takes_on = options.residual if isinstance(options, Gptq) else 0.0
     enders = {each.name for each in _added(block)} if takes_on else set()
@@ -133,9 +157,11 @@ def solve(
         _gather(block, hidden, twin, original, statistics)
         while statistics:
             found = statistics.pop(0)
-            blind = not found.hessian.tokens and isinstance(block.feed_forward, MixtureOfExperts)
-            if blind:  # an expert that no token was sent to: all that is known of it are its weights
-                found.hessian.mean.fill_diagonal_(1.0)
+            # Of inputs that were all zero, and of an expert that no token was sent to, nothing is known but weights.
+            known = found.hessian.tokens > 0 or isinstance(block.feed_forward, MixtureOfExperts)
+            blind = known and found.hessian.silent
+            if blind:
+                found.hessian.weigh_alike()
             with naming(found.share.users[0][0]):
                 prepared = _prepare(found.hessian, options)
             for linear, scheme, rows in found.share.users:
@@ -143,19 +169,29 @@ def solve(
                     weight = fold.dense_weight(linear)[rows]
                     if found.drift is not None:
                         weight = qronos.corrected(weight, found.drift, prepared, takes_on, rows)
-                    outputs = guide[linear.name].outputs if linear.name in guide else None
+                    hints = guide.get(linear.name)
+                    outputs = None if blind or hints is None else hints.outputs
                     shared = largest.get(linear.name)
                     counts = importances.get(linear.name)
                     result = _solve(weight, prepared, zeros.solved_as(scheme), options, outputs, shared, counts)
                 pieces.setdefault(linear.name, []).append(result)
                 if rows.stop == linear.shape[0]:
                     whole = gptq.stacked(pieces.pop(linear.name))
-                    yield Solved(linear, scheme, whole, "weight" if blind else measure)
+                    yield Solved(linear, scheme, whole, "weight" if blind else _measure(hints, correct))
                     solved.append((linear, zeros.stored_as(whole.packed, scheme)))
                 if correct or number == len(runs):  # the linears after are to see it, or nobody is
                     _install(solved)
             del prepared, found  # before the next factor is made
             give_back()
+
+
+def _measure(hints: Hints | None, corrected: bool) -> str:
+    words = {
+        "weighted": hints is not None and hints.weights is not None,
+        "coupled": hints is not None and hints.outputs is not None,
+        "corrected": corrected,
+    }
+    return " ".join([*(word for word, on in words.items() if on), "output"])
 
 
 def _prepare(hessian: Hessian, options: Options) -> gptq.Prepared:
@@ -181,10 +217,9 @@ def _solve(
         return prune.solve(weight, prepared, options.pattern, scheme, steps=options.steps, scale_search=search)
     assert scheme is not None, "only what is pruned stays dense"
     if outputs is not None:
-        coupling = Hessian(len(weight))
-        coupling.mean = outputs.to(weight.device)
+        coupling = gptq.prepare(_coupling(outputs.to(weight.device)), options.output_damping)
         return two_sided.solve(
-            weight, prepared, gptq.prepare(coupling, options.output_damping), scheme,
+            weight, prepared, coupling, scheme,
             scale_search=search, polish=options.polish, damping=options.damping, output_damping=options.output_damping,
             importance=importance,
         )  # fmt: skip

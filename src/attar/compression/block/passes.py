@@ -6,16 +6,21 @@ linear ends with a `Record` of what rounding did to it, beside what plain roundi
 
 from __future__ import annotations
 
-from attar.compression.block import fold, roundings, transforms
+from attar.checkpoints.untrusted import CheckpointError
+from attar.compression.block import fold, hessians, roundings, transforms
 from attar.compression.block.record import Record
 from attar.compression.block.work import BlockWork
 from attar.formats.packing import row_slices
 
 
+class Unsolved(ValueError):
+    """A recipe that a block cannot take, which shows only on the walk."""
+
+
 def run(work: BlockWork) -> list[Record]:
     """Run the recipe: leaves the block's linears packed and its norms folded.
 
-    Raises ValueError naming the linear where a value is not finite or a solver gives up.
+    Raises ValueError naming the linear where a value is not finite, and Unsolved where a solver gives up.
     """
     compressed = [pair for _, members in work.groups() for pair in members]
     pruned = [linear for _, members in work.pruned() for linear, _ in members]
@@ -23,11 +28,17 @@ def run(work: BlockWork) -> list[Record]:
         weight = fold.dense_weight(linear)
         if not all(weight[rows].isfinite().all() for rows in row_slices(*linear.shape)):
             raise ValueError(f"{linear.name}.weight holds a NaN or an infinity")
-    before = work.recipe.passes[:-1]
-    if before and not pruned:  # what prunes is compared with zeroing the smallest, by itself
-        work.rtn_errors = roundings.rtn_errors(work)
-    for each in before:
-        transforms.run(work, each)
-    if any(scheme.static for _, scheme in compressed):
-        roundings.fix_activation_scales(work)
-    return roundings.run(work)
+    work.guide = hessians.heeded(work.guide)
+    try:
+        before = work.recipe.passes[:-1]
+        if before and not pruned:  # what prunes is compared with zeroing the smallest, by itself
+            work.rtn_errors = roundings.rtn_errors(work)
+        for each in before:
+            transforms.run(work, each)
+        if any(scheme.static for _, scheme in compressed):
+            roundings.fix_activation_scales(work)
+        return roundings.run(work)
+    except CheckpointError:  # of the disk, whatever the recipe
+        raise
+    except ValueError as error:
+        raise Unsolved(str(error)) from error

@@ -7,7 +7,7 @@ what learns on the block's output (`learning`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -69,7 +69,7 @@ def rtn_errors(work: BlockWork) -> dict[str, float]:
     Scales are searched as that searches them: beside codes on searched scales, those that are not would flatter it.
     """
     groups, found = list(work.groups()), {}
-    inputs = work.inputs([name for name, _ in groups], ERROR_ROWS)
+    inputs = _error_rows(work, [name for name, _ in groups])
     largest = shared_largest(members for _, members in groups)
     for name, members in groups:
         for linear, scheme in members:
@@ -87,6 +87,12 @@ def rtn_errors(work: BlockWork) -> dict[str, float]:
                 else:
                     found[linear.name] = minded_error(x, weight, packed, hints)
     return found
+
+
+def _error_rows(work: BlockWork, names: Sequence[str]) -> dict[str, Tensor]:
+    """The inputs on which errors of the named linears are reported; none of a linear that reads only zeros, which is
+    judged by its weight, as an expert is that no token was sent to."""
+    return {name: x for name, x in work.inputs(names, ERROR_ROWS).items() if x.any()}
 
 
 def fix_activation_scales(work: BlockWork) -> None:
@@ -123,7 +129,7 @@ def _role(name: str) -> str:
 
 def _rtn(work: BlockWork, options: Rtn | Hqq) -> list[Record]:
     groups, records = list(work.groups()), []
-    inputs = work.inputs([name for name, _ in groups], ERROR_ROWS) if work.rtn_errors else {}
+    inputs = _error_rows(work, [name for name, _ in groups]) if work.rtn_errors else {}
     largest = shared_largest(members for _, members in groups)
     for name, members in groups:
         for linear, scheme in members:
@@ -155,7 +161,7 @@ def _autoround(work: BlockWork, options: AutoRound) -> list[Record]:
     """All linears of the block together, on the block's output for the inputs that it will really see."""
     plain = work.rtn_errors or rtn_errors(work)
     groups, records = list(work.groups()), []
-    inputs = work.inputs([name for name, _ in groups], ERROR_ROWS)
+    inputs = _error_rows(work, [name for name, _ in groups])
     weights = {linear.name: fold.dense_weight(linear) for _, members in groups for linear, _ in members}
     pairs = [pair for _, members in groups for pair in members]
     learning.solve(work.block, pairs, work.hidden, options, work.original)
@@ -209,7 +215,8 @@ def _prune(work: BlockWork, options: Magnitude | Wanda) -> list[Record]:
         for linear, scheme in members:
             weight, pattern, search = fold.dense_weight(linear), options.pattern, options.scale_search
             plain = zeros.solved_as(scheme)
-            by_inputs = squares[name].tokens > 0  # an expert that no token was sent to has its weights alone
+            # An expert that no token was sent to has its weights alone, and so has what reads only zeros.
+            by_inputs = squares[name].tokens > 0 and bool(squares[name].value.any())
             with naming(linear):
                 if by_inputs:
                     found = zeros.by_wanda(weight, squares[name].value, pattern, plain, search)
@@ -266,9 +273,9 @@ def _shrink_one(
 ) -> Tensor:
     """Leave the linear `keep` runs of `width` of its columns; returns which."""
     hessian, drift = hessians.of_inputs(work.block, linear, work.hidden, twin, work.original)
+    measure = "weight" if hessian.silent else "output" if twin is None else "corrected output"
     with naming(linear):
         found = structured.shrink(fold.dense_weight(linear), hessian, width, keep, options.damping, drift)
-    measure = "output" if twin is None else "corrected output"
     records.append(Record(linear.name, f"p{options.percent}", measure, found.error, found.plain_error))
     linear.weight = found.weight
     give_back()

@@ -23,7 +23,8 @@ Where peers go wrong, or differ:
   hold all updates so far, those of columns in the same block too (the authors' code misses these). That is the paper's
   way, and gains nothing that could be measured (docs/LOG.md, "When GPTQ sets its scales");
 * scales are rounded to the dtype they are stored in before a code is chosen, so codes are right for what is stored;
-* a column whose input was always zero gets weight zero;
+* a column whose input was always zero gets weight zero; where all of them were, nothing is known of what any column
+  counts, all count alike, and codes are those of rounding to nearest;
 * where H cannot be factored, this raises. It never falls back to rounding.
 """
 
@@ -84,6 +85,15 @@ class Hessian:
         if total:
             self.mean.mul_(self.tokens / total).add_(other.mean, alpha=other.tokens / total)
         self.tokens = total
+
+    @property
+    def silent(self) -> bool:
+        """Whether it says nothing: no row was seen, or all were zero, or so small that their squares are lost."""
+        return bool(self.mean.diagonal().max() < torch.finfo(self.mean.dtype).tiny)
+
+    def weigh_alike(self) -> None:
+        """Have all columns count the same and none go with another, as of inputs of which nothing is known."""
+        self.mean.zero_().fill_diagonal_(1.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,17 +170,21 @@ def stacked(parts: Sequence[GptqResult]) -> GptqResult:
 
 
 def prepare(hessian: Hessian, damping: float = 0.01, order: Order = "activation") -> Prepared:
-    """Damp and factor a Hessian, whose matrix is kept, unchanged, beside the factor.
+    """Damp and factor a Hessian, whose matrix is kept, unchanged, beside the factor. Of one that is `silent`, though it
+    saw tokens, columns are made to count alike first.
 
-    Raises ValueError where it saw no token or only zeros, holds a NaN or an infinity, or is not positive definite after
-    damping.
+    Raises ValueError where it saw no token, holds a NaN or an infinity, or is not positive definite after damping.
     """
     mean = hessian.mean
     diagonal = mean.diagonal()
     if not diagonal.isfinite().all():
         raise ValueError("the calibration inputs of this linear hold a NaN or an infinity, or overflow when squared")
-    if not diagonal.any():
-        raise ValueError("no calibration token reached this linear: give more calibration text, or keep it as it is")
+    if hessian.silent:
+        if not hessian.tokens:
+            raise ValueError(
+                "no calibration token reached this linear: give more calibration text, or keep it as it is"
+            )
+        hessian.weigh_alike()
     if order == "natural":
         sweep = torch.arange(len(mean), device=mean.device)
     else:
