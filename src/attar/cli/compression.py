@@ -194,7 +194,7 @@ def gains(done: Compressed) -> Iterator[str]:
         if rows:
             yield cost_table(rows)
         for each in chosen["left_out"]:
-            yield f"not tried: {each['recipe']} ({each['why']})"
+            yield f"left out: {each['recipe']} ({each['why']})"
     if (gained := done.gain) is not None:
         yield (
             f"on {gained['tokens']:,} tokens that calibrated nothing: mean KL {gained['kl']:.3g}, by plain rounding "
