@@ -134,7 +134,7 @@ def test_rungs_that_cannot_be_are_left_out(
     assert all(why in each["why"] for each in done.selection["left_out"])
     printed = list(gains(done))
     assert len(printed) == len(left)
-    assert printed[0].startswith(f"not tried: {left[0]}-{scheme} (")
+    assert printed[0].startswith(f"left out: {left[0]}-{scheme} (")
 
 
 @pytest.mark.parametrize("out, scheme", [("out", "w4g32"), ("out.gguf", "q4_0")])
@@ -170,7 +170,7 @@ def test_a_rung_that_gives_up_on_the_walk_is_left_out(
     assert done.selection["kept"] in (f"rtn-{scheme}", f"gptq-{scheme}")
     why = "it gave up: model.layers.0.self_attn.q_proj: no"
     assert done.selection["left_out"] == [{"recipe": f"guided-{scheme}", "why": why}]
-    assert list(gains(done))[-1] == f"not tried: guided-{scheme} ({why})"
+    assert list(gains(done))[-1] == f"left out: guided-{scheme} ({why})"
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
