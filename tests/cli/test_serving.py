@@ -20,7 +20,7 @@ from attar.kernels.native import limits
 from attar.plan.fit import ROOM
 from attar.server import supervisor
 from attar.server.door import Options
-from attar.server.serve import _listen
+from attar.server.supervisor import listen
 from tests.cli.test_commands import last_json, refused
 
 KEYS = {"largest step": "step", "KV cache": "cache"}
@@ -223,7 +223,7 @@ def test_a_delay_that_nothing_would_heed_is_refused(options: str, says: str) -> 
 
 
 def test_an_address_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "run", lambda settings, tokenizer, options, _: _listen(options.host, options.port))
+    monkeypatch.setattr(supervisor, "run", lambda settings, tokenizer, options, _: listen(options.host, options.port))
 
     def start(*options: str) -> Result:
         monkeypatch.setenv("ATTAR_API_KEY", "k" * 40)

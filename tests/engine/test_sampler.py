@@ -19,6 +19,7 @@ from attar.engine import device_sampler
 from attar.engine import sampler as module
 from attar.engine.request import SamplingParams, TokenLogprob
 from attar.engine.sampler import (
+    SORTED,
     BadLogits,
     Draw,
     Sampler,
@@ -210,6 +211,37 @@ def test_top_k_one_is_greedy(values: list[int], seed: int) -> None:
     greedy = Sampler(SamplingParams(temperature=0), [], len(values))
     narrow = Sampler(SamplingParams(top_k=1, seed=seed), [], len(values))
     assert draw(logits, [greedy])[0].token_id == draw(logits, [narrow])[0].token_id
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.2])
+def test_any_k_keeps_what_a_sort_of_everything_would(top_p: float) -> None:
+    """Few that are found in order and many that are not, equals at the edge or none, together as alone."""
+    size = 1000
+    ks = [1, 2, size // SORTED, size // SORTED + 1, size // 2, size - 1, size, size + 1, 0]
+    numbers = torch.Generator().manual_seed(0)
+    drawn = torch.randn(len(ks), size, generator=numbers)
+    for logits in (drawn, drawn.round()):
+        logits[:, 7] = -torch.inf
+        scaled = logits.double() - logits.max(-1, keepdim=True).values
+        expected = torch.full_like(scaled, -torch.inf)
+        for row, kept, k in zip(scaled, expected, ks, strict=True):
+            ids = np.argsort(-row.numpy(), kind="stable")[: k or size]
+            probabilities = row[ids].exp()
+            sums = probabilities.cumsum(-1)
+            few = ids[(sums - probabilities < top_p * sums[-1]).numpy()] if top_p < 1 else ids
+            kept[few] = row[few]
+        params = [SamplingParams(top_k=k, top_p=top_p) for k in ks]
+        assert torch.equal(module._filter(scaled, params), expected)
+        alone = [module._filter(row[None], [each]) for row, each in zip(scaled, params, strict=True)]
+        assert torch.equal(torch.cat(alone), expected)
+
+
+def test_a_k_of_the_whole_vocabulary_sorts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may come with every request, and a vocabulary takes longer to sort than to do all else with."""
+    logits = torch.randn(2, 500)
+    monkeypatch.setattr(torch.Tensor, "topk", lambda *_: pytest.fail("sorted"))
+    monkeypatch.setattr(torch.Tensor, "sort", lambda *_, **__: pytest.fail("sorted"))
+    draw(logits, [Sampler(SamplingParams(top_k=k, seed=0), [], 500) for k in (500, 499)])
 
 
 def test_top_p_keeps_the_fewest_that_reach_it() -> None:

@@ -20,7 +20,18 @@ from attar.engine.messages import MAX_FRAME, Delta, Embed, Embedding, Failed, Fi
 from attar.engine.request import SamplingParams
 from attar.faults import Fault
 from attar.server import client, connection
-from attar.server.client import MAX_HELD, MAX_WAITING, ROOM_SECONDS, WATCH_SECONDS, Answer, EngineClient
+from attar.server.client import (
+    LATENESS,
+    MAX_HELD,
+    MAX_LEFT,
+    MAX_TOTAL,
+    MAX_WAITING,
+    ROOM_SECONDS,
+    WATCH_SECONDS,
+    Answer,
+    Backlog,
+    EngineClient,
+)
 from attar.server.door import Options
 from attar.server.heartbeat import LEAST_SLOW, SILENCE, STUCK
 from attar.server.logprobs import PromptScores
@@ -242,13 +253,14 @@ def test_several_events_wait_as_one_batch_and_a_reader_too_far_behind_is_let_go(
     while not answer.ended:
         answer.put(delta)
         count += 1
-    assert MAX_WAITING / 8000 < count < MAX_WAITING / 4000 + 2
+    assert MAX_LEFT / 8000 < count < MAX_LEFT / 4000 + 2
     assert dropped == [(["a"], True)]
     answer.put(delta)
     with pytest.raises(StopIteration) as taken:
         answer.take().send(None)
     (event,) = taken.value.value  # what waited would never be read
     assert isinstance(event, Failed)
+    assert event.code == "slow_reader"
     with pytest.raises(StopIteration) as taken:
         answer.take().send(None)
     assert taken.value.value == []
@@ -257,13 +269,13 @@ def test_several_events_wait_as_one_batch_and_a_reader_too_far_behind_is_let_go(
 def test_what_waits_is_counted_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "PATIENCE", -1.0)
     large: list[tuple[Submit | Embed, PromptScores | Embedding]] = [
-        (Submit("a", (1,), SamplingParams()), PromptScores("a", msgspec.Raw(bytes(MAX_WAITING)))),
-        (Embed("a", (1,)), Embedding("a", bytes(MAX_WAITING))),
+        (Submit("a", (1,), SamplingParams()), PromptScores("a", msgspec.Raw(bytes(MAX_LEFT)))),
+        (Embed("a", (1,)), Embedding("a", bytes(MAX_LEFT))),
     ]
     for command, event in large:
         answer, _, dropped = answering([command])
         answer.put(event)
-        assert answer.failure == "cancelled"
+        assert answer.failure == "slow_reader"
         assert dropped == [(["a"], True)]
         whole = answering([command, Submit("b", (1,), SamplingParams())])[0]
         whole.whole = True  # nothing but this process keeps its reader from it
@@ -274,13 +286,13 @@ def test_what_waits_is_counted_by_its_size(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_reader_that_is_at_work_has_not_left_what_came_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "PATIENCE", 1000.0)
     answer = answering([Submit("a", (1,), SamplingParams())])[0]
-    delta = Delta("a", 0, (1,), "x" * MAX_WAITING)
+    delta = Delta("a", 0, (1,), "x" * MAX_LEFT)
     answer.put(delta)
-    answer._since -= 2000.0
+    answer.since -= 2000.0
     answer.reading()
     answer.put(delta)
     assert not answer.ended
-    answer._since -= 2000.0
+    answer.since -= 2000.0
     answer.put(delta)
     assert answer.ended
 
@@ -295,9 +307,88 @@ def test_what_waits_for_a_reader_that_is_at_work_is_bounded_too(monkeypatch: pyt
         answer.reading()
         assert not answer.ended
         answer.put(half)
-    assert stream.failure == "cancelled"
+    assert stream.failure == "slow_reader"
     assert len(stream._events) == 1  # none of what waited
     assert not whole.ended
+
+
+def test_where_all_streams_together_leave_too_much_the_one_that_leaves_most_is_let_go() -> None:
+    backlog = Backlog()
+
+    def stream() -> Answer:
+        command = Submit("a", (1,), SamplingParams())
+        places = Places()
+        places.size = 1
+        made = Answer([command], 1, lambda answer, batch: None, lambda ids, tell: None, places, backlog)
+        made.go_on()
+        return made
+
+    def taken(answer: Answer) -> list[object]:
+        with pytest.raises(StopIteration) as taken:
+            answer.take().send(None)
+        return list(taken.value.value)
+
+    some = Delta("a", 0, (1,), "x" * (MAX_WAITING // 8))  # half of what one may leave
+    most, recent, *others = (stream() for _ in range(2 * MAX_TOTAL // MAX_WAITING))
+    most.put(some)
+    most.put(Delta("a", 0, (1,), "x"))
+    most.put(Finished("a", 0, "length", 2))  # the engine has ended it
+    for answer in others:
+        answer.put(some)
+    for answer in (most, *others):
+        answer.since -= 2 * LATENESS
+    assert backlog.size < MAX_TOTAL
+    recent.put(Delta("a", 0, (1,), "x" * (MAX_WAITING // 5)))  # more than any, but it has just come
+    assert backlog.size < MAX_TOTAL
+    assert most.failure == "slow_reader"
+    assert [event.code for event in taken(most) if isinstance(event, Failed)] == ["slow_reader"]
+    assert taken(most) == []
+    assert not any(answer.ended for answer in (recent, *others))
+    assert taken(others[0]) == [some]
+    for answer in (recent, *others):
+        answer.close()
+        assert answer.ended
+    assert backlog.size == 0
+
+
+def pausing(server: Running) -> socket.socket:
+    """A stream whose reader has read nothing yet, and has little room for what comes."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.settimeout(60)
+    sock.connect(("127.0.0.1", server.port))
+    sock.sendall(post(json.dumps({**LONG, "n": 8, "max_tokens": 480, "logprobs": 1, "stream": True}).encode()))
+    return sock
+
+
+def test_a_reader_that_pauses_gets_all(fragile: Running) -> None:
+    fragile.engine.step = 4 * LATENESS / 480
+    with pausing(fragile) as sock:
+        fragile.wait(lambda: fragile.engine.open == 1)
+        fragile.wait(lambda: fragile.engine.open == 0)
+        data = rest(sock)
+    assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert data.count(b'"finish_reason":"length"') == 8
+    fragile.wait(lambda: fragile.server.engine.backlog.size == 0)
+    fragile.engine.step = 0.001
+
+
+def test_a_reader_that_is_too_slow_is_told_so(fragile: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "PATIENCE", 0.1)
+    fragile.engine.step = 0.002
+    fragile.engine.cancelled = 0
+    counted = b'attar_requests_ended_total{outcome="slow_reader"} 1.0'
+    assert counted not in fragile.get("/metrics").body
+    with pausing(fragile) as sock:
+        fragile.wait(lambda: fragile.engine.cancelled == 1)
+        data = rest(sock)
+    assert b"[DONE]" not in data
+    error = json.loads(data.split(b"data: ")[-1].partition(b"\n")[0])["error"]
+    assert error["code"] == "slow_reader"
+    assert error["message"] == "the stream was ended because its reader took too little for too long"
+    fragile.wait(lambda: fragile.server.engine.backlog.size == 0)
+    assert counted in fragile.get("/metrics").body
+    fragile.engine.step = 0.001
 
 
 def test_no_timer_holds_an_answer_that_has_ended() -> None:
@@ -479,7 +570,7 @@ def test_a_last_word_that_could_not_be_taken_is_read_and_forgotten(
     """The reader has fallen behind for good, or what takes it raises, at what the engine says last."""
     engine = EngineClient(tmp_path / "nobody")
     engine._arrived([Ready("fake", 512, 100, 10, 16, 8, ())])
-    monkeypatch.setattr(client, "MAX_WAITING", 0)
+    monkeypatch.setattr(client, "MAX_LEFT", 0)
     last = Finished("a", 0, "stop", 1, None, Report())
     for patience, armed in ((-1.0, None), (1000.0, Fault("client.receive"))):
         monkeypatch.setattr(client, "PATIENCE", patience)

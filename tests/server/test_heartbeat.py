@@ -10,7 +10,7 @@ import pytest
 from attar.engine.messages import BEAT_SECONDS, Beat, Stats
 from attar.server import client
 from attar.server.client import EngineClient
-from attar.server.heartbeat import FAR, HUNG, LEAST_SLOW, SILENCE, STUCK, Heartbeat
+from attar.server.heartbeat import FAR, FIRST_SLOW, HUNG, LEAST_SLOW, SILENCE, STUCK, Heartbeat
 
 
 def after(heartbeat: Heartbeat, busy: float) -> Heartbeat:
@@ -20,7 +20,6 @@ def after(heartbeat: Heartbeat, busy: float) -> Heartbeat:
 
 def test_a_step_far_longer_than_any_before_is_slow_long_before_it_is_hung() -> None:
     heartbeat = Heartbeat(600.0)
-    assert after(heartbeat, 599.0).slow is None, "nothing is known of its steps yet"
     for longest in (0.01, 2.0, 0.5, 45.0):
         heartbeat.longest = max(heartbeat.longest, longest)
         bound = max(LEAST_SLOW, FAR * heartbeat.longest)
@@ -28,6 +27,22 @@ def test_a_step_far_longer_than_any_before_is_slow_long_before_it_is_hung() -> N
         assert after(heartbeat, bound + 0.1).slow is not None
         assert (heartbeat.trouble is None) == (bound + 0.1 <= 600.0)
     assert after(heartbeat, 0.0).slow is None
+
+
+def test_the_first_prompt_of_a_large_model_is_nothing_unusual() -> None:
+    """Eight billion weights on two cores: 0.4 s for single tokens, 10.5 s for 512 at a time."""
+    heartbeat = Heartbeat(600.0)
+    heartbeat.longest = 0.4
+    assert after(heartbeat, 10.5).slow is None
+
+
+def test_a_first_step_that_hangs_is_slow_long_before_a_request_may_take_no_longer() -> None:
+    """Nothing is known of its steps yet; it may be cold, but not for ever."""
+    heartbeat = Heartbeat(600.0)
+    assert after(heartbeat, FIRST_SLOW).slow is None
+    slow = after(heartbeat, FIRST_SLOW + 0.1).slow
+    assert slow == "the engine has been in one step for more than 120 s, and it is the first"
+    assert heartbeat.trouble is None
 
 
 def stats(steps: int, seconds: float) -> Stats:

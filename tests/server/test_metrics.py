@@ -115,3 +115,19 @@ def test_metrics_have_their_names_and_grow(server: Running) -> None:
     assert after["attar_time_to_first_token_seconds_count"] - before["attar_time_to_first_token_seconds_count"] == 1
     key = 'attar_http_requests_total{route="/v1/completions",status="200"}'
     assert after[key] - before.get(key, 0) == 1
+
+
+def test_tokens_are_counted_as_they_come_and_once(start: Callable[..., Running]) -> None:
+    made = start(step=0.02)
+    name = "attar_generated_tokens_total"
+    for stream, before in ((True, 0), (False, 200)):
+        with connect(made) as sock:
+            body = SEEDED | {"max_tokens": 100, "n": 2, "ignore_eos": True, "stream": stream}
+            sock.sendall(post(json.dumps(body).encode()))
+            made.wait(lambda before=before: metric(made, name) > before)  # type: ignore[misc]
+            assert metric(made, "attar_http_requests_open") == 2  # it, and who asks
+            assert metric(made, name) < before + 200
+            made.wait(lambda: not made.server.engine.open)
+            made.wait(lambda before=before: metric(made, name) == before + 200)  # type: ignore[misc]
+    made.wait(lambda: metric(made, 'attar_requests_ended_total{outcome="length"}') == 2)
+    assert metric(made, name) == 400

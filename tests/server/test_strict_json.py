@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attar.server.strict_json import MAX_DEPTH, MAX_PARTS, MAX_QUOTES, JSONError, loads, shown
+from attar.server import strict_json
+from attar.server.strict_json import MAX_DEPTH, MAX_PARTS, MAX_QUOTES, PIECE, JSONError, loads, shown
 
 GOOD: list[tuple[bytes, Any]] = [
     (b"{}", {}),
@@ -142,3 +145,91 @@ def test_bytes_are_read_as_the_library_reads_them_or_refused(body: bytes) -> Non
 def test_names_are_shown_short_and_without_control_characters() -> None:
     assert shown("a\n\x1b[31mb") == "a??[31mb"
     assert len(shown("x" * 1000)) == 67
+
+
+def test_long_lists_of_numbers_are_read_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other thread runs while the parser does."""
+    most, parse, decoder = 0, json.loads, strict_json._INTEGERS
+
+    def parsed(text: str, **hooks: Any) -> Any:
+        nonlocal most
+        most = max(most, len(re.sub(r"\s", "", text)))
+        return parse(text, **hooks)
+
+    class Decoder:
+        def decode(self, text: str) -> list[int]:
+            nonlocal most
+            most = max(most, len(text))
+            return decoder.decode(text)
+
+    monkeypatch.setattr(json, "loads", parsed)
+    monkeypatch.setattr(strict_json, "_INTEGERS", Decoder())
+    many = b",".join([b"1"] * 1_000_000)
+    for body in (
+        b'{"prompt":[%b]}' % many,
+        b'{"prompt":[%b]}' % many.replace(b"1,1,1", b"1.0,-2"),
+        b'{"prompt":[%b]}' % b",".join([b"[%b]" % many[:8191]] * 256),
+        b'{"prompt":[%b,]}' % many,
+        b'{"prompt":[%b,,%b]}' % (many, many),
+    ):
+        most = 0
+        with contextlib.suppress(JSONError):
+            loads(body)
+        assert 0 < most < PIECE + 100
+    for body in (b'{"prompt":[%b]}' % b",".join([b"[1,1]"] * 99_000), b'["[",%b]' % b",".join([b'"[1]"'] * 99_000)):
+        assert loads(body) == parse(body)
+
+
+SMALL = {"FEW": 1, "PIECE": 7, "_NUMBERS": re.compile(strict_json._NUMBERS.pattern.replace(str(strict_json.LONG), "4"))}
+NUMBERS = st.sampled_from(
+    ["1", "0", "-3", "1.0", "2.5", "1e2", "9223372036854775807", "12345", " ", "\n", "01", "1.", ""]
+)
+LISTS = st.lists(NUMBERS, max_size=12).map(lambda parts: "[" + ",".join(parts) + "]")
+TEXTS = st.text('[]1,\\"N ', max_size=12).map(lambda text: json.dumps(text + "[1,2,3]"))
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.recursive(LISTS | TEXTS, lambda inner: st.lists(inner, max_size=4).map(lambda each: f"[{','.join(each)}]")))
+def test_what_is_read_in_pieces_is_what_is_read_at_once(text: str) -> None:
+    """Or both refuse it, perhaps for another of its faults."""
+
+    def outcome() -> Any:
+        try:
+            return repr(loads(text.encode()))
+        except JSONError:
+            return JSONError
+
+    at_once = outcome()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SMALL.items():
+            patch.setattr(strict_json, name, value)
+        assert outcome() == at_once
+
+
+@pytest.mark.parametrize(
+    "more, says",
+    [
+        ("[NaN]", "NaN is not JSON"),
+        ("[-Infinity]", "Infinity is not JSON"),
+        ("[" + "1," * 400 + "1e999]", "$[1][400] is too large"),
+        ("[" + "1," * 400 + "9223372036854775808]", "$[1][400] does not fit"),
+        ("[" + "1," * 400 + "9" * 5000 + "]", "too many digits"),
+        ("[" + "1,\n" * 400 + "]", "at line 401, column 1"),
+        ("[1 2]", "line 1, column 40009"),
+        ("{" + '"a":1,' * 2 + '"b":2}', "`a` is there twice"),
+        ('"\\ud800"', "lone surrogate, which is not Unicode, in the text at $[1]"),
+        ('"[' + "1," * 200 + '"', None),
+        ('"\\\\",["\\"[' + "1," * 200 + ']"]', None),
+        ("[" + "[1]," * 60_000 + "[" + "2," * 200 + "2]]", None),
+        ("[" + "[1,2,3,4,5,6,7]," * 60_000 + "1]", "more than 400000 values"),
+        ("[" + '"",' * (MAX_QUOTES // 2 + 1) + "1]", "or texts"),
+    ],
+)
+def test_beside_a_long_list_all_else_is_as_strict(more: str, says: str | None) -> None:
+    text = "[[" + "1," * 20_000 + "1]," + more + "]"
+    if says is None:
+        assert loads(text.encode()) == json.loads(text)
+    else:
+        with pytest.raises(JSONError) as error:
+            loads(text.encode())
+        assert says in str(error.value)

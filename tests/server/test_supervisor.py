@@ -329,7 +329,7 @@ def test_a_server_ends_where_its_folder_was_replaced(
     monkeypatch.setattr(supervisor.gc, "freeze", lambda: None)
     monkeypatch.setattr(supervisor.sockets, "allow", lambda _: None)
     monkeypatch.setattr(serve, "Server", Stub)
-    assert supervisor.run(Settings("", ""), Tokenizer.load(hub.resolve("demo")), Options(), lambda _: None) == 0
+    assert supervisor.run(Settings("", ""), Tokenizer.load(hub.resolve("demo")), Options(port=0), lambda _: None) == 0
     assert [each.name for each in other.iterdir()] == ["engine"]
     left = {"by a link", "by a file"}
     assert sorted(each.name for each in tmp_path.iterdir()) == ["attar-0"] * (replaced in left) + ["other"]

@@ -56,6 +56,8 @@ from attar.faults import point
 
 MAX_UNSENT = 64 << 20
 STATS_SECONDS = 0.1
+READ_SECONDS = 0.05  # that reading may take between two steps, where these are no longer
+REST_SECONDS = 0.01  # that the rest of a frame is waited for: it comes when the server has seen that there is room
 ORPHAN_SECONDS = 10.0  # that the loop has to see for itself that nobody wants its step any more
 
 logger = logging.getLogger(__name__)
@@ -121,6 +123,8 @@ class Loop:
         self._said_idle = True
         self._left: float | None = None
         """When the step began; None between steps."""
+        self._step_seconds = 0.0
+        """What the last one took."""
         self._stopped = threading.Event()
         self._socket = _place(listener)
         if engine.overlaps:
@@ -132,11 +136,12 @@ class Loop:
         heart.start()
         try:
             while not self.ended:
-                self._listen(0 if self._busy() else self._patience())
+                # As long as a step at most: whoever floods this process has half its time.
+                self._listen(0 if self._busy() else self._patience(), max(READ_SECONDS, self._step_seconds))
                 if self._busy():
-                    self._left = time.monotonic()
+                    self._left = began = time.monotonic()
                     self._say(self.engine.step())
-                    self._left = None
+                    self._left, self._step_seconds = None, time.monotonic() - began
                 if self.draining and self.engine.idle and not (self._outbox and self._outbox.waiting):
                     break
             self._say(self.engine.close())
@@ -180,13 +185,15 @@ class Loop:
         wake = self.engine.scheduler.wake()
         return None if wake is None else max(0.0, wake - self.engine.clock())
 
-    def _listen(self, patience: float | None) -> None:
+    def _listen(self, patience: float | None, seconds: float = 0.0) -> None:
+        """Wait for whoever says something, and hear it; the server for about so many seconds, if it goes on for so
+        long."""
         for key, ready in self._selector.select(patience):
             if key.fileobj is self.listener:
                 self._accept()
             elif key.fileobj is self._server:
                 if ready & selectors.EVENT_READ:
-                    self._read()
+                    self._read(seconds)
                 if ready & selectors.EVENT_WRITE and self._server is not None:
                     self._write()
             elif key.fileobj == self.parent and not os.read(key.fd, 4096):  # nothing is ever written to it
@@ -200,24 +207,39 @@ class Loop:
         self._outbox = Outbox(self._server, encode([self.ready]))
         self._write()
 
-    def _read(self) -> None:
+    def _read(self, seconds: float) -> None:
+        """Obey what the server says. The socket holds some 200 KB, of which one long prompt is several, and what stands
+        last may make the next step needless: so it is read until no more comes, for `seconds` at most."""
         assert self._server is not None
-        try:
-            data = self._server.recv(1 << 20)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._hang_up("the server went away")
-            return
-        self._in += data
+        limit, told = time.monotonic() + seconds, []
+        while True:
+            try:
+                data = self._server.recv(1 << 20)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            if not data:
+                self._hang_up("the server went away")
+                return
+            self._in += data
+            if (events := self._heard()) is None:
+                return
+            told += events
+            left = limit - time.monotonic()
+            if left <= 0 or not _readable(self._server, min(left, REST_SECONDS) if self._in else 0):
+                break
+        if events := [*told, *self.engine.said()]:
+            self._say(events)
+
+    def _heard(self) -> list[Event] | None:
+        """Obey what has arrived whole; returns what was asked for, None where the server was hung up on."""
         told: list[Event] = []
         while len(self._in) >= 4:
             size = int.from_bytes(self._in[:4], "little")
             if size > MAX_FRAME:
                 self._hang_up("a frame is too long")
-                return
+                return None
             if len(self._in) < 4 + size:
                 break
             frame = bytes(self._in[4 : 4 + size])
@@ -226,10 +248,9 @@ class Loop:
                 commands = self._decoder.decode(frame)
             except (msgspec.MsgspecError, ValueError):
                 self._hang_up("a frame is not of commands")
-                return
+                return None
             told += self._obey(commands)
-        if events := [*told, *self.engine.said()]:
-            self._say(events)
+        return told
 
     def _obey(self, commands: Sequence[Command]) -> list[Event]:
         """Returns what was asked for."""
@@ -309,6 +330,13 @@ def _framed(events: Sequence[Event], lost: set[str]) -> bytes:
             return encode([Failed(event.id, "too_long", "the answer is too long to be sent")])
         logger.error("what is to be said of request %s cannot be encoded", event.id, exc_info=error)
         return encode([Failed(event.id, "internal", SENTENCES["internal"])])
+
+
+def _readable(server: socket.socket, seconds: float) -> bool:
+    """Whether there is something to read, the end too, now or in so many seconds."""
+    poll = select.poll()
+    poll.register(server, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
 def grown(busy: float, left: float | None, now: float) -> float:

@@ -55,6 +55,7 @@ from attar.plan.steps import SAMPLED
 AT_ONCE = SAMPLED  # rows at most
 CACHED = 1 << 18  # logits: as float64 they fit the cache of a core
 CHANGE = 5  # numbers
+SORTED = 64  # of how many tokens one may be among the first, before finding these in order takes longer than without
 _WORD = 2**64 - 1
 BAD = "the model's logits hold NaN or no finite maximum, or its vector a number that is not finite"
 
@@ -301,44 +302,78 @@ def drawn(
 
 def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Steps 4 to 6: -inf for the tokens [b, V] that are dropped. The largest of each row is 0."""
-    cut = [i for i, p in enumerate(params) if 0 < p.top_k < scaled.shape[-1] or p.top_p < 1]
-    if cut:
-        kept = _top(scaled[cut], [params[i].top_k for i in cut], [params[i].top_p for i in cut])
-        scaled = scaled.index_copy(0, torch.tensor(cut, device=scaled.device), kept)
+    size = scaled.shape[-1]
+    ks = [p.top_k if p.top_k < size else 0 for p in params]  # 0: all
+    if cut := [i for i, p in enumerate(params) if ks[i] and p.top_p == 1]:
+        scaled = _with(scaled, cut, _largest(_rows(scaled, cut), [ks[i] for i in cut]))
+    if cut := [i for i, p in enumerate(params) if p.top_p < 1]:
+        scaled = _with(scaled, cut, _top(_rows(scaled, cut), [ks[i] for i in cut], [params[i].top_p for i in cut]))
     if any(p.min_p > 0 for p in params):
         floor = _column([p.min_p for p in params], scaled).log()  # min_p 0 is -inf: keeps all
         scaled = scaled.masked_fill(scaled < floor, -torch.inf)
     return scaled
 
 
+def _largest(scaled: Tensor, ks: Sequence[int]) -> Tensor:
+    """Step 4 alone, which needs no order: -inf for the tokens [b, V] below the first k."""
+    kth = _kth(scaled, ks)
+    kept = scaled >= kth
+    for row, (count, k) in enumerate(zip(kept.count_nonzero(-1).tolist(), ks, strict=True)):
+        if count > k:  # equals at the edge, of which the last are too many
+            equals = (scaled[row] == kth[row]).nonzero().squeeze(-1)
+            kept[row, equals[k - count :]] = False
+    return scaled.masked_fill(~kept, -torch.inf)
+
+
+def _kth(scaled: Tensor, ks: Sequence[int]) -> Tensor:
+    """The k-th largest of each row, [b, 1]."""
+    size, kth = scaled.shape[-1], scaled.new_empty((len(ks), 1))
+    few = [i for i, k in enumerate(ks) if k * SORTED <= size]
+    if few:  # torch sorts them
+        largest = _rows(scaled, few).topk(max(ks[i] for i in few)).values
+        kth[few] = largest.gather(-1, torch.tensor([[ks[i] - 1] for i in few]))
+    for i in set(range(len(ks))).difference(few):
+        kth[i] = np.partition(scaled[i].numpy(), size - ks[i])[size - ks[i]].item()
+    return kth
+
+
 def _top(scaled: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> Tensor:
-    """Steps 4 and 5: -inf for the tokens [b, V] below the first k, or below the first that hold the mass p.
+    """Steps 4 and 5: -inf for the tokens [b, V] below the first k, where k is not 0, or below the first that hold the
+    mass p < 1.
 
     Sorting a whole vocabulary is slow, so only candidates are sorted: from the k-th value up, or without a k, the
     tokens with at least (1 - p) / V of the mass. All others together have less than 1 - p, so top-p drops them.
     Sums are prefix sums, which go left to right whatever the batch and the threads; torch's own sum does not.
     """
     size = scaled.shape[-1]
-    k = torch.tensor([[top_k or size] for top_k in top_ks], device=scaled.device).clamp(max=size)  # [b, 1]
+    k = torch.tensor([[top_k or size] for top_k in top_ks])  # [b, 1]
     p = _column(top_ps, scaled)
     mass = scaled.exp().cumsum(-1)[:, -1:]
-    floor = ((1 - p) * mass / size).log()  # p = 1 is -inf
-    largest_k = min(max(top_ks), size)
-    if largest_k:
-        kth = scaled.topk(largest_k).values.gather(-1, k.clamp(max=largest_k) - 1)
-        floor = torch.where(k < size, kth, floor)
+    floor = ((1 - p) * mass / size).log()
+    if cut := [i for i, top_k in enumerate(top_ks) if top_k]:
+        floor[cut] = _kth(_rows(scaled, cut), [top_ks[i] for i in cut])
     few, rows, slots, ids = _candidates(scaled, floor)
     ranked, order = few.sort(dim=-1, descending=True, stable=True)
-    within = torch.arange(few.shape[-1], device=few.device) < k
+    within = torch.arange(few.shape[-1]) < k
     probabilities = ranked.exp() * within
     sums = probabilities.cumsum(-1)
     mass = torch.where(k < size, sums[:, -1:], mass)
-    keep = within & ((sums - probabilities < p * mass) | (p >= 1))  # the mass ranked before: 0 for the first
+    keep = within & (sums - probabilities < p * mass)  # the mass ranked before: 0 for the first
     kept = torch.empty_like(keep).scatter_(-1, order, keep)[rows, slots]
     rows, ids = rows[kept], ids[kept]
     result = torch.full_like(scaled, -torch.inf)
     result[rows, ids] = scaled[rows, ids]
     return result
+
+
+def _rows(values: Tensor, wanted: Sequence[int]) -> Tensor:
+    """These rows, in their order; all of them are not copied."""
+    return values if len(wanted) == len(values) else values[wanted]
+
+
+def _with(values: Tensor, places: Sequence[int], rows: Tensor) -> Tensor:
+    """The values with these rows in their places."""
+    return rows if len(rows) == len(values) else values.index_copy(0, torch.tensor(places), rows)
 
 
 def _pick(scaled: Tensor, uniforms: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ is doing.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import select
@@ -185,7 +186,8 @@ def main() -> int:
     threading.Thread(target=_end_with, args=(0, job.folder), name="lifeline", daemon=True).start()
 
     def say(what: str, text: str = "", free: int | None = None) -> None:
-        os.write(out, frame(Said(what, text, free)))
+        with contextlib.suppress(BrokenPipeError):  # the lifeline ends what nobody hears
+            os.write(out, frame(Said(what, text, free)))
 
     try:
         say("started", free=free(job.device))

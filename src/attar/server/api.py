@@ -30,7 +30,7 @@ from attar.server.errors import CANCELLED, INTERNAL, Refusal
 from attar.server.metrics import Metrics
 from attar.server.prompts import BodyType, Prompts, anthropic_messages, chat_messages
 from attar.server.protocol import MAX_BODY
-from attar.server.sampling import anthropic_params, chat_params, completion_params, in_vocabulary
+from attar.server.sampling import anthropic_params, chat_params, completion_params
 from attar.server.schemas import (
     AnthropicBody,
     AnthropicPrompt,
@@ -213,9 +213,9 @@ def make_app(dispatcher: Dispatcher, prompts: Prompts, metrics: Metrics, keyed: 
         """The text of token ids."""
         body = await _read(prompts, request, DetokenizeBody)
         dispatcher.model(body.model)
-        in_vocabulary(body.tokens, dispatcher.ready().vocab_size, "tokens")
+        vocab = dispatcher.ready().vocab_size
         async with _there(request):
-            text = await prompts.text(_caller(request).salt, body.tokens)
+            text = await prompts.text(_caller(request).salt, body.tokens, vocab)
         return _json({"prompt": text})
 
     def described() -> dict[str, Any]:

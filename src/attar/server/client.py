@@ -2,8 +2,12 @@
 
 One connection carries everything. What arrives is handed on at once, without a task per event; a reader that falls
 behind finds several events together, and one that falls behind for good loses its request, so that no queue grows
-without bound. When the connection ends, so does every open request, in the same moment, with a `Failed`: the kernel
-tells of a process's death whatever it died of. The client then connects again, as soon as an engine listens.
+without bound. A stream may leave MAX_WAITING, and MAX_LEFT for as long as it likes; what is between the two for
+PATIENCE, as long as whoever takes nothing is waited for. Where all streams together leave more than MAX_TOTAL, whoever
+leaves most is let go, so that many slow readers hold no more, but for what comes within LATENESS.
+
+When the connection ends, so does every open request, in the same moment, with a `Failed`: the kernel tells of a
+process's death whatever it died of. The client then connects again, as soon as an engine listens.
 
 A process can also stop without dying (`heartbeat.py`). One that does not run may be continued, so its connection is
 kept, nothing new is taken, and what is open waits, until its deadline and `GRACE` have passed. Then its end comes from
@@ -51,10 +55,14 @@ from attar.server.connection import AnswerEvent, Connection, Event
 from attar.server.heartbeat import STUCK, Heartbeat
 from attar.server.logprobs import PromptScores
 from attar.server.places import Places
+from attar.server.protocol import STALL_SECONDS
 
-MAX_WAITING = 128 << 10  # bytes, about, of events that a reader leaves for longer than PATIENCE
+MAX_LEFT = 128 << 10  # bytes, about, of events that a reader leaves for longer than PATIENCE
+MAX_WAITING = 2 << 20  # the same for longer than LATENESS: thousands of tokens
 MAX_HELD = 64 << 20  # the same of those that wait at all, also while it is at work on what came before
-PATIENCE = 0.5  # seconds: this process may be late itself
+MAX_TOTAL = 8 << 20  # the same of all streams together
+PATIENCE = STALL_SECONDS
+LATENESS = 0.5  # seconds: this process may be late itself
 RETRY_SECONDS = 0.1
 WATCH_SECONDS = 0.1
 GRACE = 1.0  # seconds past its deadline that a request is left to the engine, which ends it between two steps
@@ -64,6 +72,19 @@ ROOM_SECONDS = 0.1  # until a request with prompts still to come, for which ther
 logger = logging.getLogger(__name__)
 
 
+class Backlog:
+    """What the readers of all streams have left: `size` bytes, about."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.answers: WeakSet[Answer] = WeakSet()
+
+    def most(self, now: float) -> Answer | None:
+        """Of those that leave anything for longer than LATENESS, the one that leaves most."""
+        late = [each for each in self.answers if each.left and now - each.since > LATENESS]
+        return max(late, key=lambda each: each.left, default=None)
+
+
 class Answer:
     """The events of one HTTP request, which may be several of the engine's (`prompts`: their ids, in order).
 
@@ -71,7 +92,7 @@ class Answer:
     Then `ended` holds, and nothing follows; `failure` is the code of the `Failed` that ended it. At most `window`
     choices are in the engine at a time, or those of one prompt, and none for whom its key has no place among `places`.
     `late` is told what the engine still says of what was ended here. A `whole` one is never let go for what waits: no
-    connection keeps its reader from it.
+    connection keeps its reader from it. Whoever reads it closes it, so that what is left is no part of the `backlog`.
     """
 
     def __init__(
@@ -81,6 +102,7 @@ class Answer:
         send: Callable[[Answer, Sequence[Submit | Embed]], None],
         drop: Callable[[Iterable[str], bool], None],
         places: Places,
+        backlog: Backlog | None = None,
     ) -> None:
         self.prompts = {command.id: at for at, command in enumerate(commands)}
         self.ended = False
@@ -98,8 +120,10 @@ class Answer:
         self._unheard: dict[str, set[int]] = {}  # choices that were sent and of which the engine has said nothing yet
         self._running: dict[str, set[int]] = {}  # those that it has said something of, but not that they ended
         self._events: list[AnswerEvent] = []
-        self._size = 0
-        self._since = 0.0  # when the oldest of them came
+        self.left = 0  # bytes of them, about; of one that is whole 0
+        self.since = 0.0  # when the oldest of them came
+        self._backlog = Backlog() if backlog is None else backlog
+        self._backlog.answers.add(self)
         self._wake = asyncio.Event()
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
@@ -108,12 +132,16 @@ class Answer:
         if not self._events and not self.ended:
             self._wake.clear()
             await self._wake.wait()
-        events, self._events, self._size = self._events, [], 0
+        return self._emptied()
+
+    def _emptied(self) -> list[AnswerEvent]:
+        self._backlog.size -= self.left
+        events, self._events, self.left = self._events, [], 0
         return events
 
     def reading(self) -> None:
         """What was taken last is still being read: what came since has not been left."""
-        self._since = time.monotonic()
+        self.since = time.monotonic()
 
     @property
     def held(self) -> int:
@@ -158,13 +186,11 @@ class Answer:
             self._hear(event)
         now = time.monotonic()
         if not self._events:
-            self._since = now
-        self._size += _size(event)
-        left = self._size > MAX_HELD or (self._size > MAX_WAITING and now - self._since > PATIENCE)
-        if left and not self.whole:
-            self._events.clear()  # they would wait for as long as the connection stalls
-            self.cancel()
-            return
+            self.since = now
+        if not self.whole:
+            self._leave_more(_size(event), now)
+            if self.ended:
+                return
         self._events.append(event)
         self._wake.set()
         if isinstance(event, Failed):
@@ -179,6 +205,30 @@ class Answer:
             if not self._open:
                 self._end()
 
+    def _leave_more(self, size: int, now: float) -> None:
+        """So much has come. Who has left too much is let go: its own reader, or another."""
+        self.left += size
+        self._backlog.size += size
+        seconds = now - self.since
+        if (
+            self.left > MAX_HELD
+            or (self.left > MAX_WAITING and seconds > LATENESS)
+            or (self.left > MAX_LEFT and seconds > PATIENCE)
+        ):
+            self._let_go()
+        if self._backlog.size > MAX_TOTAL and (most := self._backlog.most(now)) is not None:
+            most._let_go()
+
+    def _let_go(self) -> None:
+        """What waits would do so for as long as the connection stalls."""
+        for event in self._emptied():
+            self.late(event)
+        if self.ended:  # by the engine, and its reader does not know
+            self.failure = "slow_reader"
+            self._events.append(Failed(next(iter(self.prompts)), "slow_reader", ""))
+        else:
+            self.cancel("slow_reader")
+
     def end_after(self, seconds: float) -> None:
         """End with `deadline` then, if it has not ended."""
         self._timers["deadline"] = asyncio.get_running_loop().call_later(seconds, self.cancel, "deadline")
@@ -190,6 +240,11 @@ class Answer:
             self._events.append(Failed(next(iter(self._open)), code, ""))
             self._wake.set()
             self._end()
+
+    def close(self) -> None:
+        """Nobody takes what still waits."""
+        self.cancel()
+        self._emptied()
 
     def _put_back(self, request: str) -> None:
         """Others were quicker: it is sent again when one before it has ended."""
@@ -258,7 +313,7 @@ class EngineClient:
     def __init__(self, path: Path, stuck: float = STUCK, keys: int = 0) -> None:
         """Nothing is expected of a step after `stuck` seconds (`heartbeat.py`). So many `keys` share the queue."""
         self.path = path
-        self.places, self.heartbeat = Places(keys), Heartbeat(stuck)
+        self.places, self.heartbeat, self.backlog = Places(keys), Heartbeat(stuck), Backlog()
         self.ready: Ready | None = None
         """What the engine said when it was ready; None while there is none."""
         self.stats: Stats | None = None
@@ -302,7 +357,7 @@ class EngineClient:
 
     def ask(self, commands: Sequence[Submit | Embed], window: int) -> Answer:
         """Send requests whose answers belong together, up to `window` choices at a time; their ids must be new."""
-        answer = Answer(commands, window, self._forward, self._drop, self.places)
+        answer = Answer(commands, window, self._forward, self._drop, self.places, self.backlog)
         self._answers.add(answer)
         if self.ready is None:
             answer.cancel("shutdown")

@@ -60,6 +60,7 @@ CATALOGUE: dict[str, Kind] = {
     "overloaded": Kind(429, "rate_limit_error", "rate_limit_error", 1),
     "rate_limit_exceeded": Kind(429, "rate_limit_error", "rate_limit_error", 1),
     "cancelled": Kind(499, "invalid_request_error", "invalid_request_error"),
+    "slow_reader": Kind(499, "invalid_request_error", "invalid_request_error"),
     "internal": Kind(500, "server_error", "api_error"),
     "bad_logits": Kind(500, "server_error", "api_error"),
     "loading": _BUSY,
@@ -82,6 +83,7 @@ _FAILURES = {  # the engine's code: entry, and our words, or None to show the en
     "internal": ("internal", INTERNAL),
     "cancelled": ("cancelled", CANCELLED),
     "shutdown": ("engine_down", "the engine is going down: the request was ended"),
+    "slow_reader": ("slow_reader", "the stream was ended because its reader took too little for too long"),
 }
 
 

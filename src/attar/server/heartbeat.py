@@ -5,7 +5,9 @@ stopped, and may be continued. Of one that is heard but has been in one step for
 (`stuck`) nothing is expected, and nothing new is asked; it is `hung`, and may be ended, only after `HUNG`, for a step
 that is merely long would be as long for the engine that follows. Long before that, a step that takes `FAR` times as
 long as any before is `slow`: that refuses nothing, for the first long prompt may be such a step, but a balancer that
-asks can send what is new elsewhere.
+asks can send what is new elsewhere. On two cores 512 tokens of a prompt may well take 10 s after steps of 0.4 s: hence
+`LEAST_SLOW`. Of a first step nothing is known but that it may have to read or compile what the others find there; it
+has `FIRST_SLOW`.
 
 Times of steps are by the engine's clock, which goes on while its process is stopped. The heart counts no such time, so
 a step is taken for no longer than its beats said.
@@ -18,7 +20,8 @@ from attar.engine.messages import BEAT_SECONDS, Stats
 SILENCE = 3 * BEAT_SECONDS
 STUCK = 60.0  # seconds, at least, that a step may take before nothing more is expected of it
 HUNG = 600.0  # the same before its engine is ended
-FAR, LEAST_SLOW = 20, 10.0  # times the longest step before, and seconds at least, that a slow one takes
+FAR, LEAST_SLOW = 20, 30.0  # times the longest step before, and seconds at least, that a slow one takes
+FIRST_SLOW = 120.0  # seconds that it takes where there was none before
 
 
 class Heartbeat:
@@ -50,13 +53,13 @@ class Heartbeat:
 
     @property
     def slow(self) -> str | None:
-        """That its step takes far longer than any before, in a sentence; None if it does not, or is the first."""
-        most = max(LEAST_SLOW, FAR * self.longest)
-        if self.longest and self.busy > most:
-            return (
-                f"the engine has been in one step for more than {most:.3g} s, and none before took {most / FAR:.3g} s"
-            )
-        return None
+        """That its step takes far longer than any before, or a first one far longer than such do, in a sentence; None
+        if it does not."""
+        most = max(LEAST_SLOW, FAR * self.longest) if self.longest else FIRST_SLOW
+        if self.busy <= most:
+            return None
+        before = f"none before took {most / FAR:.3g} s" if self.longest else "it is the first"
+        return f"the engine has been in one step for more than {most:.3g} s, and {before}"
 
     def begin(self) -> None:
         """A connection is new, and so may the engine be."""

@@ -28,6 +28,7 @@ from attar.text.tokenizer import Tokenizer
 
 THREADS = 2
 LARGE = 64 << 10  # characters
+FEW_IDS = 4096  # that are looked at on the spot, in less time than a thread is asked
 LARGE_BODY = 16 << 10  # bytes: smaller ones are parsed on the spot, in less time than a thread is asked
 
 Value = TypeVar("Value")
@@ -70,15 +71,13 @@ class Prompts:
         context: int | None = None,
     ) -> list[tuple[int, ...]]:
         """Token ids of prompts that are texts or token ids already. `name` is their field. Where a `context` is given,
-        what is seen to be longer by its bytes alone is refused; what is not may still be longer."""
-        for prompt in prompts:
-            if not isinstance(prompt, str):
-                in_vocabulary(prompt, vocab, name)
-        if all(not isinstance(prompt, str) for prompt in prompts):
-            found = [tuple(prompt) for prompt in prompts if not isinstance(prompt, str)]
+        what is seen to be longer by its bytes alone is refused; what is not may still be longer, and is not looked at
+        where it is token ids."""
+        size = sum(map(len, prompts))
+        if size <= FEW_IDS and not any(isinstance(prompt, str) for prompt in prompts):
+            found = self._encoded(prompts, vocab, name, context)
         else:
-            size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-            found = await self._beside(key, size, lambda: self._encoded(prompts, name, context))
+            found = await self._beside(key, size, lambda: self._encoded(prompts, vocab, name, context))
         if not all(found):
             raise Refusal("empty_prompt", f"{name}: no tokens", name)
         return found
@@ -100,26 +99,36 @@ class Prompts:
             raise Refusal("empty_prompt", "messages: no tokens", "messages")
         return ids
 
-    async def text(self, key: bytes, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens and all."""
-        return await self._beside(key, len(ids), lambda: self._decode(ids))
+    async def text(self, key: bytes, ids: Sequence[int], vocab: int | None = None) -> str:
+        """The text of token ids, special tokens and all. Raises Refusal for those beyond `vocab`."""
+
+        def decode() -> str:
+            if vocab is not None:
+                in_vocabulary(ids, vocab, "tokens")
+            return self._decode(ids)
+
+        return await self._beside(key, len(ids), decode)
 
     async def _beside(self, key: bytes, size: int, work: Callable[[], Value]) -> Value:
         return await (self._large if size > LARGE else self._texts).run(key, work)
 
-    def _encoded(self, prompts: Sequence[str | Sequence[int]], name: str, context: int | None) -> list[tuple[int, ...]]:
+    def _encoded(
+        self, prompts: Sequence[str | Sequence[int]], vocab: int, name: str, context: int | None
+    ) -> list[tuple[int, ...]]:
         for prompt in prompts:
             if isinstance(prompt, str):
                 self._check_length(prompt, name, context)
-        return [self._encode(prompt) for prompt in prompts]
+            elif context is None or len(prompt) <= context:
+                in_vocabulary(prompt, vocab, name)
+        return [self._encode(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
 
     def _check_length(self, text: str, name: str, context: int | None) -> None:
         if context is not None and (least := self._lengths.at_least(text)) > context:
             raise beyond(f"at least {least}", 0, context, name)
 
-    def _encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+    def _encode(self, prompt: str) -> tuple[int, ...]:
         point("prompt.tokenize")
-        return tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        return tuple(self.tokenizer.encode(prompt))
 
     def _decode(self, ids: Sequence[int]) -> str:
         point("prompt.decode")

@@ -142,6 +142,21 @@ _NEITHER: Mapping[str, tuple[Any, ...]] = {  # of both endpoints, or of other se
 }
 
 
+def _check_prompts(given: str | Sequence[Any], name: str, most: int, noun: str) -> None:
+    """Where a body is read, which is beside the event loop: token ids may be millions."""
+    if isinstance(given, str):
+        return
+    kinds = {type(part) for part in given}
+    if len(kinds) > 1:
+        raise Refusal("invalid_type", f"{name}: a list of strings, of token ids, or of lists of token ids", name)
+    if kinds != {int} and len(given) > most:
+        raise Refusal("invalid_length", f"{name}: at most {most} {noun}, not {len(given)}", name)
+
+
+def _prompts(checked: Any) -> Sequence[str | list[int]]:
+    return [checked] if isinstance(checked, str) or isinstance(checked[0], int) else checked
+
+
 class CompletionBody(Sampling, frozen=True, kw_only=True):
     """/v1/completions. Of `best_of` candidates, where those are more than `n`, the `n` with the highest log probability
     per token are the answer. Fewer there cannot be; as many there are where it is left out."""
@@ -168,22 +183,13 @@ class CompletionBody(Sampling, frozen=True, kw_only=True):
             raise Refusal("invalid_value", message, "best_of")
         if self.max_tokens == 0 and not self.echo:
             raise Refusal("out_of_range", "max_tokens: 0 only with echo = true", "max_tokens")
+        if self.prompt == []:
+            raise Refusal("empty_prompt", "prompt: an empty list", "prompt")
+        _check_prompts(self.prompt, "prompt", MAX_PROMPTS, "prompts")
 
     def prompts(self) -> Sequence[str | list[int]]:
         """The prompts, each a text or token ids."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if not prompt:
-            raise Refusal("empty_prompt", "prompt: an empty list", "prompt")
-        kinds = {type(part) for part in prompt}
-        if len(kinds) > 1:
-            raise Refusal("invalid_type", "prompt: a list of strings, of token ids, or of lists of token ids", "prompt")
-        if kinds == {int}:
-            return [prompt]  # type: ignore[list-item]
-        if len(prompt) > MAX_PROMPTS:
-            raise Refusal("invalid_length", f"prompt: at most {MAX_PROMPTS} prompts, not {len(prompt)}", "prompt")
-        return prompt  # type: ignore[return-value]
+        return _prompts(self.prompt)
 
 
 class CacheControl(Struct, frozen=True, forbid_unknown_fields=True):
@@ -365,18 +371,12 @@ class EmbeddingBody(Body, frozen=True, kw_only=True):
     pooling: Pooling = "mean"
     user: Label | None = None
 
+    def __post_init__(self) -> None:
+        _check_prompts(self.input, "input", MAX_INPUTS, "texts")
+
     def inputs(self) -> Sequence[str | list[int]]:
         """The texts, each as such or as token ids."""
-        if isinstance(self.input, str):
-            return [self.input]
-        kinds = {type(part) for part in self.input}
-        if len(kinds) > 1:
-            raise Refusal("invalid_type", "input: a list of strings, of token ids, or of lists of token ids", "input")
-        if kinds == {int}:
-            return [self.input]  # type: ignore[list-item]
-        if len(self.input) > MAX_INPUTS:
-            raise Refusal("invalid_length", f"input: at most {MAX_INPUTS} texts, not {len(self.input)}", "input")
-        return self.input  # type: ignore[return-value]
+        return _prompts(self.input)
 
 
 class TokenizeBody(Body, frozen=True, kw_only=True):

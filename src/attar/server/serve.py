@@ -25,9 +25,8 @@ from attar.server.metrics import Metrics
 from attar.server.prompts import Prompts
 from attar.server.protocol import KEEP_ALIVE_SECONDS, LimitedProtocol
 from attar.server.sockets import Waiting, allowed
+from attar.server.supervisor import BACKLOG, listen
 from attar.text.tokenizer import Tokenizer
-
-BACKLOG = 512
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +41,13 @@ def serve(engine: Path, tokenizer: Tokenizer, options: Options, started: Callabl
 
 
 class Server:
-    """One server. `stop` may be called from a signal handler of the loop, several times."""
+    """One server. `stop` may be called from a signal handler of the loop, several times. Without a `listener`, which it
+    closes, it listens where the options say once it runs."""
 
-    def __init__(self, engine: Path, tokenizer: Tokenizer, options: Options) -> None:
-        self.options = options
+    def __init__(
+        self, engine: Path, tokenizer: Tokenizer, options: Options, listener: socket.socket | None = None
+    ) -> None:
+        self.options, self._listener = options, listener
         keys = len(set(options.keys.hashes))
         self.engine = EngineClient(engine, max(STUCK, options.deadline), keys)
         self.metrics = Metrics(self.engine)
@@ -63,7 +65,7 @@ class Server:
 
     async def run(self, started: Callable[[str], None] | None = None, signals: bool = True) -> None:
         """Serve until stopped. Signals can be watched in the main thread only."""
-        listener = _listen(self.options.host, self.options.port)
+        listener = self._listener or listen(self.options.host, self.options.port)
 
         class Protocol(LimitedProtocol):
             waiting = Waiting(allowed())
@@ -117,17 +119,3 @@ class _Uvicorn(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Signals are `Server`'s."""
         yield
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off for sockets that say they are TCP; with 0, "the default", answers wait 40 ms.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener

@@ -8,19 +8,32 @@ ends the process. So the text is decoded first, as UTF-8 and nothing else, the t
 
 The parser lets no other thread run until it has ended. It takes its time by what it builds, not by bytes: a megabyte
 of text is nothing, and one of empty lists an eighth of a second, in which no stream gets on. So lists, objects and keys
-are counted first.
+are counted first. Numbers are legal by the million, in prompts of token ids: so long lists of them are taken out of the
+text and read a piece at a time, and of what is left there may be as much as any request could need.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from typing import Any
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any
+
+import msgspec
 
 MAX_DEPTH = 64
 MAX_PARTS = 100_000  # lists, objects and keys of a body: ten thousand messages have fewer
 MAX_QUOTES = 4 * MAX_PARTS  # of their texts
+MAX_VALUES = 4 * MAX_PARTS  # what commas part, long lists of numbers aside: 2,048 lists that are not long have fewer
 MIN_INT, MAX_INT = -(2**63), 2**63 - 1
+FEW = 16 << 10  # commas of a body that is read in one go, in less than a millisecond
+PIECE = 64 << 10  # characters of a list of numbers that are read at a time, in less than two
+LONG = 256  # characters of such a list, at least
+
+_TOO_MANY = f"the body has more than {MAX_PARTS} lists, objects and keys, or texts"
+_NUMBERS = re.compile(rf"\[[-+.0-9eE, \t\r\n]{{{LONG},}}+\]")
+_INTEGERS = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=MIN_INT, le=MAX_INT)]])  # several times as fast
 
 
 class JSONError(ValueError):
@@ -34,23 +47,96 @@ def loads(body: bytes) -> Any:
     if body.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
         raise JSONError("the body starts with a byte order mark: it must be plain UTF-8")
     if _parts(body) > MAX_PARTS:
-        raise JSONError(f"the body has more than {MAX_PARTS} lists, objects and keys, or texts")
+        raise JSONError(_TOO_MANY)
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
         raise JSONError(f"the body is not UTF-8 at byte {error.start}") from error
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_number)
+        rest, lists, known = _taken_out(text) if text.count(",") > FEW else (text, [], set())
+        value = _parsed(rest, _constant if not lists else _each(lists))
     except JSONError:
         raise
     except json.JSONDecodeError as error:
+        error = json.JSONDecodeError(error.msg, text, error.pos)  # lines may have been taken out
         raise JSONError(f"{error.msg} at line {error.lineno}, column {error.colno}") from error
     except RecursionError as error:
         raise JSONError(f"nested deeper than {MAX_DEPTH} levels") from error
     except ValueError as error:  # Python refuses to read integers of more than 4300 digits
         raise JSONError("an integer has too many digits: they must fit 64 bits, signed") from error
-    _check(value)
+    _check(value, known)
     return value
+
+
+def _parsed(text: str, constant: Callable[[str], Any]) -> Any:
+    return json.loads(text, object_pairs_hook=_object, parse_constant=constant, parse_float=_number)
+
+
+def _taken_out(text: str) -> tuple[str, list[list[Any]], set[int]]:
+    """The text with a constant and blanks in place of each long list of numbers; those lists; and which of them, by
+    `id`, hold integers alone that fit 64 bits."""
+    masked = text.replace("\\\\", "__").replace('\\"', "__")  # as long, and its quotes begin and end texts
+    lists: list[list[Any]] = []
+    known: set[int] = set()
+    rest: list[str] = []
+    quotes = at = 0
+    for found in _NUMBERS.finditer(masked):
+        start, end = found.span()
+        quotes += masked.count('"', at, start)
+        rest.append(text[at:start])
+        if quotes % 2:  # it is part of a text
+            rest.append(text[start:end])
+        else:
+            rest.append("NaN".ljust(end - start))  # which no JSON has, and the parser's hook gets to see
+            numbers, integers = _numbers(text, start + 1, end - 1)
+            lists.append(numbers)
+            if integers:
+                known.add(id(numbers))
+        at = end
+    rest.append(text[at:])
+    short = "".join(rest)
+    _check_rest(short, len(lists))
+    return short, lists, known
+
+
+def _numbers(text: str, at: int, end: int) -> tuple[list[Any], bool]:
+    """The numbers of a list between two places of `text`; whether all of them are integers that fit 64 bits."""
+    begin, found, integers = at, [], True
+    while at <= end:
+        cut = text.find(",", at + PIECE, end) if end - at > PIECE else -1
+        cut = end if cut < 0 else cut
+        piece = text[at:cut]
+        if not piece.strip() and (at, cut) != (begin, end):
+            raise json.JSONDecodeError("Expecting value", text, cut)
+        try:
+            found += _INTEGERS.decode(f"[{piece}]")
+        except msgspec.MsgspecError:
+            integers = False
+            try:
+                found += _parsed(f"[{piece}]", _constant)
+            except json.JSONDecodeError as error:
+                raise json.JSONDecodeError(error.msg, text, at + error.pos - 1) from error
+        at = cut + 1
+    return found, integers
+
+
+def _check_rest(text: str, constants: int) -> None:
+    """Of what is left of a long body; `constants` are ours."""
+    masked = text.replace("\\\\", "").replace('\\"', "")
+    if masked.count('"') > MAX_QUOTES:
+        raise JSONError(_TOO_MANY)
+    between = "".join(masked.split('"')[::2])  # what stands between texts
+    if between.count(",") > MAX_VALUES:
+        raise JSONError(f"the body has more than {MAX_VALUES} values, long lists of numbers aside")
+    for name, own in (("NaN", constants), ("Infinity", 0)):
+        if between.count(name) > own:
+            _constant(name)
+
+
+def _each(lists: Sequence[Any]) -> Callable[[str], Any]:
+    """The parser's hook for constants that stand for these."""
+    waiting: Iterator[Any] = iter(lists)
+    return lambda name: next(waiting)
 
 
 def _parts(body: bytes) -> int:
@@ -93,8 +179,8 @@ def _constant(name: str) -> Any:
     raise JSONError(f"{name} is not JSON")
 
 
-def _check(value: Any) -> None:
-    """Depth, range of numbers, and text that is Unicode; without recursion."""
+def _check(value: Any, known: set[int]) -> None:
+    """Depth, range of numbers, and text that is Unicode; without recursion. `known`: lists whose numbers need none."""
     waiting: list[tuple[Any, int, Any]] = [(value, 0, None)]  # value, depth of what holds it, path (holder's, its key)
     while waiting:
         value, depth, path = waiting.pop()
@@ -106,6 +192,8 @@ def _check(value: Any) -> None:
                 for key, inner in value.items():
                     _scalar(key, path)
                     waiting.append((inner, depth, (path, key)))
+                continue
+            if id(value) in known:
                 continue
             for at, inner in enumerate(value):  # long lists are of numbers: those need no entry of their own
                 if isinstance(inner, dict | list):

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import socket
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 RESTARTS, WITHIN = 5, 600.0  # more deaths in so many seconds end the server
 BACK_OFF = 2.0  # seconds before the second restart within that time; each later one waits twice as long
 END_SECONDS = 10.0  # that an engine has to end
+BACKLOG = 512
 
 logger = logging.getLogger(__name__)
 
@@ -67,26 +69,29 @@ class EngineProcess:
             self.child.kill()
 
     def end(self) -> None:
-        """See that the engine has ended. It was asked to; one that does not is killed."""
+        """See that the engine has ended. It was asked to; one that does not is killed, and at once one that is not
+        ready yet: it hears nothing while it loads its model, for minutes maybe, and leaves nothing half done."""
         with self._starting:
             self._ending.set()
-        child = self.child
+        child, patience = self.child, END_SECONDS
+        if not Path(self.settings.socket).exists():  # which it makes when it has loaded
+            patience = 0
         if child is None:
             return
         if child.stdin is not None:
             with contextlib.suppress(OSError):
                 child.stdin.close()
         try:
-            child.wait(END_SECONDS)
+            child.wait(patience)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
         self._watcher.join(1.0)
 
     def _spawn(self) -> None:
-        socket = Path(self.settings.socket)
-        machine.private_folder(socket.parent)  # temporary folders are cleaned, also of what is needed yet
-        socket.unlink(missing_ok=True)
+        path = Path(self.settings.socket)
+        machine.private_folder(path.parent)  # temporary folders are cleaned, also of what is needed yet
+        path.unlink(missing_ok=True)
         self.child = subprocess.Popen([sys.executable, "-m", "attar.engine.process"], stdin=subprocess.PIPE)
         assert self.child.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once: the watcher sees that
@@ -130,6 +135,21 @@ def waits(deaths: int) -> float:
     return 0.0 if deaths == 1 else BACK_OFF * 2 ** (deaths - 2)
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """Raises OSError when the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio turns Nagle's algorithm off for sockets that say they are TCP; with 0, "the default", answers wait 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
 @contextlib.contextmanager
 def _socket() -> Iterator[Path]:
     """A place for a socket that only this user can reach. What others put in the place of a folder that was cleaned
@@ -150,7 +170,8 @@ def run(settings: Settings, tokenizer: Tokenizer, options: Options, started: Cal
     faults.arm_from(env.get().faults)
     sockets.allow(options.max_requests)
     status = 0
-    with _socket() as path:
+    # First the address: without it nobody is to wait for a model. Who is early waits there until the loop runs.
+    with listen(options.host, options.port) as listener, _socket() as path:
 
         async def main() -> None:
             loop = asyncio.get_running_loop()
@@ -174,7 +195,7 @@ def run(settings: Settings, tokenizer: Tokenizer, options: Options, started: Cal
             try:
                 from attar.server.serve import Server  # a fifth of a second, in which the engine's process starts
 
-                server = Server(path, tokenizer, options)
+                server = Server(path, tokenizer, options, listener)
                 server.engine.hung = engine.kill
                 await server.run(started)
             finally:

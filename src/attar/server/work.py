@@ -121,8 +121,9 @@ class Work:
         """Between two slices of what is written: what came meanwhile has not been left. Raises Refusal where nobody
         reads it any more."""
         self.answer.reading()
-        if self._left or self.answer.failure == "cancelled":
-            raise self._dispatcher.refusal(Failed(self.caller.id, "cancelled", ""))
+        code = "cancelled" if self._left else self.answer.failure
+        if code in ("cancelled", "slow_reader"):
+            raise self._dispatcher.refusal(Failed(self.caller.id, code, ""))
 
     async def events(self) -> AsyncIterator[list[AnswerEvent]]:
         """All events, those that came together together."""
@@ -174,7 +175,7 @@ class Work:
         """Nobody reads on. What has not ended does; where its end was never taken, something here has failed, unless
         it had failed before: whoever ends an answer may also end the task that reads it."""
         outcome = self.answer.failure or "internal"
-        self.answer.cancel()
+        self.answer.close()
         if not self._finished:
             self._outcome, self._served = outcome, False
             self._finish(time.monotonic())
@@ -196,6 +197,7 @@ class Work:
             if isinstance(event, Delta):
                 tokens = len(event.token_ids)
                 trace.generated += tokens
+                metrics.generated_tokens.inc(tokens)  # as they come: rates look at less than an answer
                 if self.caller.account is not None:
                     self.caller.account.use(tokens)
                 key = (event.id, event.choice)
@@ -227,7 +229,6 @@ class Work:
             metrics.end_to_end.observe(now - caller.arrived)
             self._dispatcher.backoff.served(now)
         metrics.ended.labels(trace.outcome).inc()
-        metrics.generated_tokens.inc(trace.generated)
         self._dispatcher.traces.remember(trace)
         logger.info(
             "%s ended (%s): %d tokens in, %d reused, %d out, %.3f s",
