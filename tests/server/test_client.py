@@ -312,7 +312,9 @@ def test_what_waits_for_a_reader_that_is_at_work_is_bounded_too(monkeypatch: pyt
     assert not whole.ended
 
 
-def test_where_all_streams_together_leave_too_much_the_one_that_leaves_most_is_let_go() -> None:
+def test_where_all_streams_together_leave_too_much_the_one_that_leaves_most_is_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     backlog = Backlog()
 
     def stream() -> Answer:
@@ -329,7 +331,8 @@ def test_where_all_streams_together_leave_too_much_the_one_that_leaves_most_is_l
         return list(taken.value.value)
 
     some = Delta("a", 0, (1,), "x" * (MAX_WAITING // 8))  # half of what one may leave
-    most, recent, *others = (stream() for _ in range(2 * MAX_TOTAL // MAX_WAITING))
+    monkeypatch.setattr(client, "LOOK_SECONDS", 0.0)
+    most, recent, *others = (stream() for _ in range(1 + 2 * MAX_TOTAL // MAX_WAITING))
     most.put(some)
     most.put(Delta("a", 0, (1,), "x"))
     most.put(Finished("a", 0, "length", 2))  # the engine has ended it
@@ -337,9 +340,9 @@ def test_where_all_streams_together_leave_too_much_the_one_that_leaves_most_is_l
         answer.put(some)
     for answer in (most, *others):
         answer.since -= 2 * LATENESS
-    assert backlog.size < MAX_TOTAL
     recent.put(Delta("a", 0, (1,), "x" * (MAX_WAITING // 5)))  # more than any, but it has just come
-    assert backlog.size < MAX_TOTAL
+    assert backlog.size - recent.left < MAX_TOTAL
+    recent.put(PromptScores("a", msgspec.Raw(bytes(2 * MAX_TOTAL))))  # nobody else is let go for that
     assert most.failure == "slow_reader"
     assert [event.code for event in taken(most) if isinstance(event, Failed)] == ["slow_reader"]
     assert taken(most) == []

@@ -55,7 +55,12 @@ def test_the_time_between_tokens_is_of_each_token(server: Running) -> None:
     made._note([Delta("several", 0, (1, 2, 3), "abc")])
     assert metric(server, "attar_inter_token_seconds_count") - count == 3
     assert metric(server, "attar_inter_token_seconds_sum") - total >= 0.9
+    generated = metric(server, "attar_generated_tokens_total")
+    answer.late(Delta("several", 0, (1, 2), "ab"))  # of a reader that is let go: they were generated all the same
+    assert metric(server, "attar_generated_tokens_total") - generated == 2
     made.close()
+    answer.late(Delta("several", 0, (1, 2), "ab"))  # its account is settled
+    assert metric(server, "attar_generated_tokens_total") - generated == 2
 
 
 @pytest.mark.parametrize("code", ["full", "internal", "deadline"])

@@ -3,8 +3,8 @@
 One connection carries everything. What arrives is handed on at once, without a task per event; a reader that falls
 behind finds several events together, and one that falls behind for good loses its request, so that no queue grows
 without bound. A stream may leave MAX_WAITING, and MAX_LEFT for as long as it likes; what is between the two for
-PATIENCE, as long as whoever takes nothing is waited for. Where all streams together leave more than MAX_TOTAL, whoever
-leaves most is let go, so that many slow readers hold no more, but for what comes within LATENESS.
+PATIENCE, as long as whoever takes nothing is waited for. Where all that are late together leave more than MAX_TOTAL,
+whoever leaves most is let go, so that many slow readers hold no more, but for what comes within LATENESS.
 
 When the connection ends, so does every open request, in the same moment, with a `Failed`: the kernel tells of a
 process's death whatever it died of. The client then connects again, as soon as an engine listens.
@@ -60,9 +60,10 @@ from attar.server.protocol import STALL_SECONDS
 MAX_LEFT = 128 << 10  # bytes, about, of events that a reader leaves for longer than PATIENCE
 MAX_WAITING = 2 << 20  # the same for longer than LATENESS: thousands of tokens
 MAX_HELD = 64 << 20  # the same of those that wait at all, also while it is at work on what came before
-MAX_TOTAL = 8 << 20  # the same of all streams together
+MAX_TOTAL = 8 << 20  # the same of all streams together, those that leave anything for longer than LATENESS
 PATIENCE = STALL_SECONDS
 LATENESS = 0.5  # seconds: this process may be late itself
+LOOK_SECONDS = 0.05
 RETRY_SECONDS = 0.1
 WATCH_SECONDS = 0.1
 GRACE = 1.0  # seconds past its deadline that a request is left to the engine, which ends it between two steps
@@ -73,16 +74,27 @@ logger = logging.getLogger(__name__)
 
 
 class Backlog:
-    """What the readers of all streams have left: `size` bytes, about."""
+    """What the readers of all streams have left: `size` bytes, about, also of those that take what has just come."""
 
     def __init__(self) -> None:
         self.size = 0
         self.answers: WeakSet[Answer] = WeakSet()
+        self._looked = 0.0
 
-    def most(self, now: float) -> Answer | None:
-        """Of those that leave anything for longer than LATENESS, the one that leaves most."""
+    def excess(self, now: float) -> list[Answer]:
+        """Whom to let go, those that leave most, so that all that have left anything for longer than LATENESS leave no
+        more than MAX_TOTAL. All streams are looked at, and so only every LOOK_SECONDS."""
+        if self.size <= MAX_TOTAL or now - self._looked < LOOK_SECONDS:
+            return []
+        self._looked = now
         late = [each for each in self.answers if each.left and now - each.since > LATENESS]
-        return max(late, key=lambda each: each.left, default=None)
+        total, found = sum(each.left for each in late), []
+        for each in sorted(late, key=lambda each: each.left, reverse=True):
+            if total <= MAX_TOTAL:
+                break
+            total -= each.left
+            found.append(each)
+        return found
 
 
 class Answer:
@@ -91,8 +103,9 @@ class Answer:
     It ends with a `Failed`, which ends all of them, or with the `Finished` or `Embedding` after which none is open.
     Then `ended` holds, and nothing follows; `failure` is the code of the `Failed` that ended it. At most `window`
     choices are in the engine at a time, or those of one prompt, and none for whom its key has no place among `places`.
-    `late` is told what the engine still says of what was ended here. A `whole` one is never let go for what waits: no
-    connection keeps its reader from it. Whoever reads it closes it, so that what is left is no part of the `backlog`.
+    `late` is told what never reaches the reader: what waits when it is let go, and what the engine says after that. A
+    `whole` one is never let go for what waits: no connection keeps its reader from it. Whoever reads it closes it, so
+    that what is left is no part of the `backlog`.
     """
 
     def __init__(
@@ -216,8 +229,8 @@ class Answer:
             or (self.left > MAX_LEFT and seconds > PATIENCE)
         ):
             self._let_go()
-        if self._backlog.size > MAX_TOTAL and (most := self._backlog.most(now)) is not None:
-            most._let_go()
+        for each in self._backlog.excess(now):
+            each._let_go()
 
     def _let_go(self) -> None:
         """What waits would do so for as long as the connection stalls."""
@@ -244,7 +257,8 @@ class Answer:
     def close(self) -> None:
         """Nobody takes what still waits."""
         self.cancel()
-        self._emptied()
+        for event in self._emptied():
+            self.late(event)
 
     def _put_back(self, request: str) -> None:
         """Others were quicker: it is sent again when one before it has ended."""

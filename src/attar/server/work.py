@@ -96,7 +96,8 @@ class Work:
         self._outcome = ""
         self._served = True
         self._finished = False
-        answer.late = trace.reader(answer.prompts)
+        self._reported = trace.reader(answer.prompts)
+        answer.late = self._late
 
     def number(self, event: Delta | Finished) -> int:
         """Which choice of the whole answer an event is about."""
@@ -186,6 +187,18 @@ class Work:
             self._note(events)
         return events
 
+    def _late(self, event: AnswerEvent) -> None:
+        """What is said of it though nobody reads it: its tokens were generated all the same."""
+        if isinstance(event, Delta) and not self._finished:
+            self._generated(len(event.token_ids))
+        self._reported(event)
+
+    def _generated(self, tokens: int) -> None:
+        self._trace.generated += tokens
+        self._dispatcher.metrics.generated_tokens.inc(tokens)
+        if self.caller.account is not None:
+            self.caller.account.use(tokens)
+
     def _note(self, events: Sequence[AnswerEvent]) -> None:
         """Count, and keep what /why will tell."""
         point("metrics.observe", self.caller.id)
@@ -196,10 +209,7 @@ class Work:
                 metrics.prompt_tokens.inc(len(self.prompts[self.answer.prompts[event.id]]))
             if isinstance(event, Delta):
                 tokens = len(event.token_ids)
-                trace.generated += tokens
-                metrics.generated_tokens.inc(tokens)  # as they come: rates look at less than an answer
-                if self.caller.account is not None:
-                    self.caller.account.use(tokens)
+                self._generated(tokens)  # as they come: rates look at less than an answer
                 key = (event.id, event.choice)
                 last = self._last.get(key)
                 if trace.first is None:
@@ -210,7 +220,7 @@ class Work:
                         metrics.inter_token.observe((now - last) / tokens)
                 self._last[key] = now
                 continue
-            self.answer.late(event)
+            self._reported(event)
             if isinstance(event, Finished):
                 self._outcome = event.reason
                 self.reused += 0 if event.report is None else event.report.reused_tokens
