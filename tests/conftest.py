@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from attar.model.decoder import Decoder
 
 ROOT = Path(__file__).resolve().parent.parent
+THREADS = torch.get_num_threads()
 
 # How long an example takes is the machine's affair. Examples are the same in every run, for a check that says whether
 # a change is good must not depend on luck: `--hypothesis-profile random` looks for new ones.
@@ -27,13 +28,11 @@ settings.load_profile("attar")
 
 
 @pytest.fixture(autouse=True)
-def same_in_every_run() -> Iterator[None]:
-    """Random numbers, and as many threads as the test before had, whatever that loaded: they decide about bits."""
+def same_in_every_run() -> None:
+    """Random numbers, and as many threads as at the beginning, whatever was loaded since: they decide about bits."""
     torch.manual_seed(0)
-    before = torch.get_num_threads()
-    yield
-    if torch.get_num_threads() != before:
-        torch.set_num_threads(before)
+    if torch.get_num_threads() != THREADS:
+        torch.set_num_threads(THREADS)
 
 
 @pytest.fixture(scope="session")

@@ -831,6 +831,16 @@ def test_options_are_for_the_schemes_that_are_chosen(tiny: Path, calibration: Id
     assert (tmp_path / "out" / "model.safetensors").read_bytes() != (
         tmp_path / "plain" / "model.safetensors"
     ).read_bytes()
+    # Where the choice falls on what does not read it, the option has done nothing, which is no reason to end in.
+    least = compress(tiny, tmp_path / "least", recipe="rtn-nf4").bits_per_weight
+    target |= {"target": Target(bits=least), "ladder": schemes(("nf4", "w8g32"))}
+    done = compress(tiny, tmp_path / "nf4", recipe=recipe, **target)
+    assert done.bits_per_weight == least
+    seen: list[str] = []
+    target["ladder"] = schemes(("nf4", "fp8"))  # of which neither reads it
+    with pytest.raises(ValueError, match="scale_search of rtn is for grids"):
+        compress(tiny, tmp_path / "none", recipe=recipe, progress=lambda stage, *_: seen.append(stage), **target)
+    assert set(seen) <= {"hashing"}
 
 
 def no_progress(stage: str, done: int, total: int) -> None:

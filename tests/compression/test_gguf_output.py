@@ -207,6 +207,12 @@ def test_what_is_said_of_a_file_is_what_it_holds(
     assert done.head == done.to_dict()["head"] == stored["recipe"]["head"] == head
 
 
+def test_a_mix_with_another_output_matrix_is_still_that_mix(demo: Path, tmp_path: Path) -> None:
+    for recipe, file_type in (("rtn-q4_k_s", 14), ("rtn-q3_k_l", 13)):
+        compress(demo, tmp_path / f"{recipe}.gguf", recipe=recipe, head="int8")
+        assert GgufFile(tmp_path / f"{recipe}.gguf").metadata["general.file_type"] == file_type
+
+
 @pytest.mark.parametrize("word", ["bf16", "int8", "int4"])
 def test_a_word_for_the_head_means_the_same_in_a_recipe_and_beside_it(word: str, tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(f"recipe: q5_0\nhead: {word}")

@@ -130,8 +130,10 @@ def test_tokens_are_counted_as_they_come_and_once(start: Callable[..., Running])
             body = SEEDED | {"max_tokens": 100, "n": 2, "ignore_eos": True, "stream": stream}
             sock.sendall(post(json.dumps(body).encode()))
             made.wait(lambda before=before: metric(made, name) > before)  # type: ignore[misc]
+            made.engine.held = True
             assert metric(made, "attar_http_requests_open") == 2  # it, and who asks
             assert metric(made, name) < before + 200
+            made.engine.held = False
             made.wait(lambda: not made.server.engine.open)
             made.wait(lambda before=before: metric(made, name) == before + 200)  # type: ignore[misc]
     made.wait(lambda: metric(made, 'attar_requests_ended_total{outcome="length"}') == 2)

@@ -149,15 +149,13 @@ class GgufOutput:
         return reached or linears
 
     def _file_type(self, mixed: Mapping[str, Scheme]) -> int:
-        """`general.file_type`: the mix's where all types are its own. Else that of the type of most matrices, of
-        equally many the first: what llama.cpp takes a file for that does not say."""
+        """`general.file_type`: the mix's where all types are its own, or most matrices have the type that it is named
+        for. Else that of what most have."""
         kinds = {module: self._kind(module) for module in self.schemes}
-        if kinds == {module: ggml_codec.type_of(scheme) for module, scheme in mixed.items()}:
-            return self.mix.file_type
-        names = [kind.name for kind in kinds.values()]
-        found = ggml_mix.find(max(dict.fromkeys(names), key=names.count))
-        assert found is not None, "every type that is written is the name of a mix"
-        return found.file_type
+        found = gguf_export.file_type([kind.name for kind in kinds.values()])
+        own = {module: ggml_codec.type_of(scheme) for module, scheme in mixed.items()}
+        named = gguf_export.file_type([self.mix.base.name])
+        return self.mix.file_type if found == named or kinds == own else found
 
     def _kind(self, module: str) -> GgmlType:
         """The type of the matrix that recipes know as `module`; one that is kept has that of its own numbers."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from attar.checkpoints import hf
 from attar.checkpoints.safetensors import byte_view
+from attar.checkpoints.untrusted import CheckpointError
 from attar.formats.packed import PackedTensor
 from attar.kernels.operands import Linear
 from attar.model.cache import Step
@@ -71,7 +72,9 @@ class HiddenStates:
             return torch.cat([self._held[s] for s in batch]).to(self.device)
         out = torch.empty(len(batch) * self.shape[1], self.shape[2])
         if not _read(self._file, out, batch.start * self._row_bytes):
-            raise ValueError(f"{self.path} is shorter than it was written: the disk or the folder was tampered with")
+            raise CheckpointError(
+                f"{self.path} is shorter than it was written: the disk or the folder was tampered with"
+            )
         if self._held is not None:
             self._held.update(zip(batch, out.split(self.shape[1]), strict=True))
         return out.to(self.device)

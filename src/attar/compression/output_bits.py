@@ -127,7 +127,9 @@ def for_output(
         raise ValueError("a target needs calibration to measure on: give --calib a text file, or `self` to sample it")
     sequences = calibrate.count(calibration, amount)
     divisible(sequences)
-    for rung in _rungs(checkpoint, recipe, ladder):
+    rungs = list(_rungs(checkpoint, recipe, ladder))
+    recipe.check_read(rungs)
+    for rung in rungs:
         order.ready(rung, sequences + amount.drawn, targeted=True)
     names = checkpoint.config.names
     first = f"{names.layer.format(i=0)}.{names.output}.weight"

@@ -247,7 +247,8 @@ class _Making:
         is kept under a name that knows nothing of the choice: another one finds it again."""
         ready = self.asked
         if chosen is not None:
-            ready = self.order.ready(chosen.allocation.recipe, len(chosen.calibration) + self.settings.amount.drawn)
+            sequences = len(chosen.calibration) + self.settings.amount.drawn
+            ready = self.order.ready(chosen.allocation.recipe, sequences, targeted=True)
         given, drawn = self._texts(ready)
         about = self._about(given, drawn)
         name = key(about)

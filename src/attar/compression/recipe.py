@@ -28,7 +28,7 @@ planners read recipes too.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -85,6 +85,25 @@ class Override:
 
     match: str
     scheme: Scheme | None
+
+
+def _first(overrides: Sequence[Override]) -> Callable[[str], Override | None]:
+    """What finds the first override that matches a name. Where bits were chosen for each linear there are as many as
+    linears, and each names one: those are not tried on all others."""
+    named: dict[str, int] = {}
+    globs = []
+    for at, each in enumerate(overrides):
+        if any(mark in each.match for mark in "*?["):
+            globs.append(at)
+        else:
+            named.setdefault(each.match, at)
+
+    def find(name: str) -> Override | None:
+        found = named.get(name, len(overrides))
+        found = next((at for at in globs if at < found and fnmatch.fnmatchcase(name, overrides[at].match)), found)
+        return overrides[found] if found < len(overrides) else None
+
+    return find
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +181,16 @@ class Recipe:
                 return None if override.scheme is None else self.pruning.pattern
         return None if any(fnmatch.fnmatchcase(module, pattern) for pattern in self.keep) else self.pruning.pattern
 
-    def scheme_for(self, module: str, mixed: Scheme | None = None) -> Scheme | None:
+    def scheme_for(
+        self, module: str, mixed: Scheme | None = None, first: Callable[[str], Override | None] | None = None
+    ) -> Scheme | None:
         """The scheme of the linear with this module name; None where it stays as it is. `mixed` is what the mix of the
-        recipe makes of it, which only what a user said himself outweighs."""
+        recipe makes of it, which only what a user said himself outweighs. `first` is `_first` of the overrides, for
+        whoever asks for many."""
         if module == HEAD and self.head is not None:
             return None if self.head == KEEP else self.head
-        for override in self.overrides:
-            if fnmatch.fnmatchcase(module, override.match):
-                return override.scheme
+        if (override := (first or _first(self.overrides))(module)) is not None:
+            return override.scheme
         if mixed is not None and self.keep == KEPT:
             return mixed
         kept = any(fnmatch.fnmatchcase(module, pattern) for pattern in self.keep)
@@ -188,9 +209,10 @@ class Recipe:
         for method, key in self.said:
             self._check_read(method, key)
         for override in self.overrides:
-            if not any(fnmatch.fnmatchcase(name, override.match) for name in shapes):
+            if override.match not in shapes and not any(fnmatch.fnmatchcase(name, override.match) for name in shapes):
                 raise ValueError(f"override {override.match!r} matches no linear{offer(override.match, shapes)}")
-        chosen = {name: self.scheme_for(name, None if mixed is None else mixed[name]) for name in shapes}
+        first = _first(self.overrides)
+        chosen = {name: self.scheme_for(name, None if mixed is None else mixed[name], first) for name in shapes}
         if self.structured is not None and (self.overrides or self.keep != KEPT):
             raise ValueError("structured pruning leaves all layers of one size: it takes no overrides and keeps none")
         for name, (_, columns) in shapes.items():
@@ -210,6 +232,17 @@ class Recipe:
                         f"such as w8 or w4g128, not {scheme.name}"
                     )
         return chosen
+
+    def check_read(self, rungs: Sequence[Recipe]) -> None:
+        """Raise ValueError where an option was set that none of these, which are this one with other schemes, reads."""
+        for method, key in self.said:
+            for at, rung in enumerate(rungs, 1):
+                try:
+                    rung._check_read(method, key)
+                    break
+                except ValueError:
+                    if at == len(rungs):
+                        raise
 
     def _check_read(self, method: str, key: str) -> None:
         """Raise ValueError where an option is for schemes that the recipe has none of."""

@@ -19,8 +19,8 @@ from attar.checkpoints.convert.grids import GGML
 from attar.checkpoints.convert.proof import Digest, proof
 from attar.checkpoints.convert.run import convert
 from attar.checkpoints.convert.source import packed_linears, values_of
-from attar.checkpoints.convert.to_gguf import FILE_TYPES, _file_type
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
+from attar.checkpoints.gguf.export import FILE_TYPES, file_type
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.inspect import inspect
 from attar.checkpoints.receipt import combined_hash, known, read_receipt
@@ -29,7 +29,6 @@ from attar.checkpoints.verify import verify
 from attar.checkpoints.vocabulary import tokenizer
 from attar.checkpoints.writer import ShardWriter
 from attar.compression.pipeline import compress
-from attar.formats.ggml import TYPES
 from attar.formats.packed import PackedTensor
 from attar.model.cache import Step
 from attar.text.tokenizer import Tokenizer
@@ -563,8 +562,7 @@ def test_a_digest_does_not_depend_on_the_order() -> None:
 @pytest.mark.parametrize("names", [("Q4_K", "Q6_K"), ("Q6_K", "Q4_K"), ("Q8_0", "Q4_0"), ("Q4_0", "Q8_0")])
 def test_a_files_type_does_not_depend_on_the_order_of_a_set(names: tuple[str, str]) -> None:
     """Of equally many matrices: otherwise the file's bytes would change from process to process."""
-    kinds = {name: TYPES[name] for name in names}
-    assert _file_type(kinds, "BF16") == FILE_TYPES[names[0]]
+    assert file_type(names) == FILE_TYPES[names[0]]
 
 
 @pytest.mark.parametrize(

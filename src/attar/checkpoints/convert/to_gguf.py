@@ -35,14 +35,6 @@ from attar.formats import ggml_round
 from attar.formats.ggml import TYPES, GgmlType
 from attar.formats.packed import PackedTensor
 
-PLAIN = 0  # general.file_type of a file whose matrices are of several types, as llama.cpp's own writers say it
-
-FILE_TYPES: Mapping[str, int] = {
-    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q3_K": 11, "Q4_K": 14, "Q5_K": 16,
-    "Q6_K": 18, "Q2_K": 21, "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32, "MXFP4": 38, "NVFP4": 39,
-}  # fmt: skip
-"""general.file_type by the type of most matrices; of k-quants those of the mixes called small, nearly pure ones."""
-
 
 def folder_to_file(checkpoint: Checkpoint, dst: Path, overwrite: bool, report: Progress) -> Converted:
     """Write a folder to the GGUF file `dst`; `report` counts tensors.
@@ -61,7 +53,11 @@ def folder_to_file(checkpoint: Checkpoint, dst: Path, overwrite: bool, report: P
         kinds[name] = _chosen(checkpoint, name, each)
     if shared and config.names.head in kinds:
         kinds[config.names.embed] = kinds[config.names.head]
-    head, factors = gguf_export.describe(config, _file_type(kinds, config.dtype), folder.path.resolve().name)
+    head, factors = gguf_export.describe(
+        config,
+        gguf_export.file_type([kind.name for kind in kinds.values()] or [DENSE[config.dtype]]),
+        folder.path.resolve().name,
+    )
     words, note = gguf_export.words(folder.path, config)
     layout: dict[str, tuple[GgmlType, tuple[int, ...]]] = {}
     if factors is not None:
@@ -138,13 +134,6 @@ def _planned(checkpoint: Checkpoint, name: str, kinds: Mapping[str, GgmlType]) -
         reason = f"attar writes {', '.join(DENSE)} to GGUF files, not {part.dtype}"
         raise inexact(name, reason, checkpoint.folder.path)
     return TYPES[DENSE[part.dtype] if len(part.shape) == 2 else "F32"], part.shape
-
-
-def _file_type(kinds: Mapping[str, GgmlType], dtype: str) -> int:
-    """The number of what most matrices are, of equally many the first."""
-    names = [kind.name for kind in kinds.values()] or [DENSE[dtype]]
-    common = max(dict.fromkeys(names), key=names.count)
-    return FILE_TYPES.get(common, PLAIN)
 
 
 def _of_file(checkpoint: GgufCheckpoint, names: list[str], report: Progress) -> Digest:

@@ -12,7 +12,7 @@ works on rows of bytes as well as of numbers, for no block spans two rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,14 @@ from attar.model.decoder import compressible
 from attar.model.rope import frequencies
 from attar.text.gguf_vocabulary import lost, vocabulary
 from attar.text.tokenizer import Tokenizer
+
+PLAIN = 0  # general.file_type of a file whose matrices are of several types, as llama.cpp's own writers say it
+
+FILE_TYPES: Mapping[str, int] = {
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q3_K": 11, "Q4_K": 14, "Q5_K": 16,
+    "Q6_K": 18, "Q2_K": 21, "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32, "MXFP4": 38, "NVFP4": 39,
+}  # fmt: skip
+"""general.file_type by the type of most matrices; of k-quants those of the mixes called small, nearly pure ones."""
 
 QUANTIZATION_VERSION = 2  # of the layout of blocks, by llama.cpp's count
 
@@ -60,6 +68,11 @@ def architecture(config: ModelConfig) -> str:
             f"a {config.architecture} cannot be written to a GGUF file: attar writes {', '.join(sorted(WRITTEN))}"
         )
     return WRITTEN[config.architecture]
+
+
+def file_type(names: Sequence[str]) -> int:
+    """`general.file_type` by the types of a file's matrices: the number of what most are, of equally many the first."""
+    return FILE_TYPES.get(max(dict.fromkeys(names), key=names.count), PLAIN)
 
 
 def describe(config: ModelConfig, file_type: int, name: str) -> tuple[dict[str, Any], Tensor | None]:
