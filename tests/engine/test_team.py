@@ -233,6 +233,7 @@ def test_every_process_has_its_part_of_the_threads(demo: Path, monkeypatch: pyte
 
     def made(folder: Path, jobs: list[Job]) -> Crew:
         assert [job.threads for job in jobs] == [3]
+        folder.rmdir()
         raise Asked
 
     monkeypatch.setattr(team, "Crew", made)
