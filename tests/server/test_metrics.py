@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -61,6 +63,13 @@ def test_the_time_between_tokens_is_of_each_token(server: Running) -> None:
     made.close()
     answer.late(Delta("several", 0, (1, 2), "ab"))  # its account is settled
     assert metric(server, "attar_generated_tokens_total") - generated == 2
+    gc.disable()  # which is not needed to be rid of it
+    try:
+        gone = weakref.ref(made)
+        del made
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("code", ["full", "internal", "deadline"])

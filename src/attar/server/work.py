@@ -189,7 +189,7 @@ class Work:
 
     def _late(self, event: AnswerEvent) -> None:
         """What is said of it though nobody reads it: its tokens were generated all the same."""
-        if isinstance(event, Delta) and not self._finished:
+        if isinstance(event, Delta):
             self._generated(len(event.token_ids))
         self._reported(event)
 
@@ -233,6 +233,8 @@ class Work:
 
     def _finish(self, now: float) -> None:
         self._finished = True
+        # Its account is settled; and no circle stays for the collector, which would hold up every stream.
+        self.answer.late = self._reported
         caller, metrics, trace = self.caller, self._dispatcher.metrics, self._trace
         trace.outcome, trace.ended = self._outcome or "stop", now
         if self._served:  # a refusal is quick, and would make a full server look like a fast one
