@@ -1,12 +1,14 @@
-"""README.md keeps its word: its commands and its Python run as they stand, on the embedded model as `./model`.
+"""README.md and the pages under docs/ keep their word: their commands and their Python run as they stand.
 
-Blocks fenced `sh` and `python` are run in order, in one folder; `yaml` is the recipe file that they name. Targets of
-`make` are looked up and not run, since they run this. Blocks fenced otherwise are not run.
+Blocks fenced `sh` and `python` are run in the order of PAGES, in one folder, on the embedded model as `./model` and as the
+Hub model that README names; `yaml` is the recipe file that they name. Commands in blocks fenced `console` are parsed and
+not run: each option must exist. Targets of `make`, files and links that a page names must exist.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import runpy
 import shlex
@@ -15,14 +17,40 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer.main
+from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from attar.cli.main import app
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.M | re.S)
-COMMANDS = [line for kind, body in BLOCKS if kind == "sh" for line in body.splitlines()]
+PAGES = {
+    name: (ROOT / name).read_text()
+    for name in (
+        "README.md",
+        "docs/command_line.md",
+        "docs/recipes.md",
+        "docs/quality.md",
+        "docs/formats.md",
+        "docs/performance.md",
+        "docs/serving.md",
+        "docs/adapters.md",
+        "docs/numerics.md",
+        "docs/architecture.md",
+        "docs/roadmap.md",
+        "docs/glossary.md",
+        "docs/log/README.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+    )
+}
+BLOCKS = [
+    (page, kind, body)
+    for page, text in PAGES.items()
+    for kind, body in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.M | re.S)
+]
+COMMANDS = [line for _, kind, body in BLOCKS if kind == "sh" for line in body.splitlines()]
+SHOWN = [line for _, kind, body in BLOCKS if kind == "console" for line in body.replace("\\\n", "").splitlines()]
 ISSUE = [
     "attar compress ./model ./out --recipe gptq-w4g128 --calib text.txt --eval heldout.txt",
     "attar eval ./out --against ./model --text heldout.txt",
@@ -31,34 +59,43 @@ ISSUE = [
     "attar inspect ./out",
     "attar verify ./out",
 ]
+HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 @pytest.fixture(scope="module")
 def place(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where a reader stands: `./model`, two texts and the recipe file, and nothing else."""
-    folder = tmp_path_factory.mktemp("readme")
+    """Where a reader stands: `./model`, a cache that has the Hub model, two texts and the recipe file, nothing else."""
+    folder = tmp_path_factory.mktemp("docs")
     shutil.copytree(demo, folder / "model")
+    cached = folder / "cache" / f"models--{HUB.replace('/', '--')}"
+    shutil.copytree(demo, cached / "snapshots" / ("0" * 40))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
     text = (ROOT / "LICENSE").read_text()
     (folder / "text.txt").write_text(text[1000:3000])
     (folder / "heldout.txt").write_text(text[5000:7000])
-    (yaml,) = (body for kind, body in BLOCKS if kind == "yaml")
+    (yaml,) = (body for _, kind, body in BLOCKS if kind == "yaml")
     (folder / "recipe.yaml").write_text(yaml)
-    with contextlib.chdir(folder):
+    with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
         yield folder
 
 
 def test_the_promised_commands_are_there() -> None:
     assert [line for line in COMMANDS if line in ISSUE] == ISSUE
+    assert HUB in PAGES["README.md"].split("```")[1]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(PAGES["README.md"].splitlines()) <= 150
+    assert len(PAGES["README.md"].split()) <= 900
 
 
 def test_commands(place: Path) -> None:
     """All in one test, for they build on each other."""
     for command in COMMANDS:
         program, *arguments = shlex.split(command, comments=True)
-        if program == "make":
-            (target,) = arguments
-            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), command
-            continue
         assert program == "attar", command
         result = CliRunner().invoke(app, arguments, input="Hello\n")
         assert result.exit_code == 0, f"{command}\n{result.output}"
@@ -67,23 +104,48 @@ def test_commands(place: Path) -> None:
 
 
 def test_python(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (body,) = (body for kind, body in BLOCKS if kind == "python")
-    (place / "example.py").write_text(body)
+    blocks = [body for _, kind, body in BLOCKS if kind == "python"]
+    assert len(blocks) == 2
+    (place / "example.py").write_text("".join(blocks))
     runpy.run_path("example.py", run_name="__main__")
     assert "torch.Size([3, " in capsys.readouterr().out
 
 
-def test_the_tree_names_what_exists() -> None:
-    tree = next(body for kind, body in BLOCKS if kind == "text")
-    named = set(re.findall(r"^(\w+)/|^src/attar/ ", tree, re.M)) - {""}
-    assert {"examples", "bench", "tools", "tests", "docs"} <= named
-    for name in named:
-        assert (ROOT / name).is_dir(), name
-    for name in re.findall(r"^  (\S+) |  (\S+/) ", tree, re.M):
-        assert (ROOT / "src" / "attar" / "".join(name)).exists(), name
+def test_commands_that_are_shown_can_be_parsed(place: Path) -> None:
+    found = [line[line.index("attar ") :] for line in SHOWN if re.match(r"(\$ )?(\(.*&& )?attar ", line)]
+    assert len(found) >= 20
+    top = typer.main.get_command(app)
+    for command in found:
+        arguments = shlex.split(command, comments=True)[1:]
+        with top.make_context("attar", arguments) as context:
+            group = top
+            while hasattr(group, "resolve_command"):
+                name, group, arguments = group.resolve_command(context, arguments)
+                context = group.make_context(name, list(arguments), parent=context)
 
 
-def test_links_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([^):]+)\)", README)
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+def test_targets_of_make_exist() -> None:
+    targets = set(re.findall(r"^(?:\.PHONY: )?([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = {target for text in PAGES.values() for target in re.findall(r"`make ([\w-]+)", text)}
+    assert {"demo", "test"} <= named <= targets
+
+
+def test_files_that_are_named_exist() -> None:
+    for page, text in PAGES.items():
+        for name in re.findall(r"`((?:src|tests|bench|tools|docs|examples)/[\w./-]+)`", text):
+            assert (ROOT / name).exists(), f"{page}: {name}"
+
+
+def anchors(text: str) -> set[str]:
+    """What GitHub makes of headings."""
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", PAGES[page]):
+        path, _, anchor = link.partition("#")
+        file = Path(os.path.normpath((ROOT / page).parent / path)) if path else ROOT / page
+        assert file.exists(), link
+        assert not anchor or anchor in anchors(file.read_text()), link
