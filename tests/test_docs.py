@@ -1,8 +1,8 @@
-"""README.md and the pages under docs/ keep their word: their commands and their Python run as they stand.
+"""Tests that README.md and the pages under docs/ hold: commands and Python run as they stand.
 
-Blocks fenced `sh` and `python` are run in the order of PAGES, in one folder, on the embedded model as `./model` and as the
-Hub model that README names; `yaml` is the recipe file that they name. Commands in blocks fenced `console` are parsed and
-not run: each option must exist. Targets of `make`, files and links that a page names must exist.
+Blocks fenced `sh` and `python` run in the order of PAGES, in one folder. There the embedded model is `./model`, and the
+Hub model that README names; `yaml` is the recipe file that a command names. Commands in blocks fenced `console` are
+parsed and not run: each option must exist. Targets of `make`, files and links that a page names must exist.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import runpy
 import shlex
 import shutil
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,8 +31,8 @@ PAGES = {
         "README.md",
         "docs/command_line.md",
         "docs/recipes.md",
-        "docs/quality.md",
         "docs/formats.md",
+        "docs/quality.md",
         "docs/performance.md",
         "docs/serving.md",
         "docs/adapters.md",
@@ -136,6 +137,38 @@ def test_files_that_are_named_exist() -> None:
             assert (ROOT / name).exists(), f"{page}: {name}"
 
 
+def rows(heading: str) -> list[list[str]]:
+    """The cells of each row of the table under a heading of docs/architecture.md."""
+    section = PAGES["docs/architecture.md"].split(f"## {heading}\n")[1].split("\n## ")[0]
+    return [re.split(r" \| ", line.strip("| ")) for line in section.splitlines() if line.startswith("| ")][1:]
+
+
+def test_packages_are_in_their_layers() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (contract["layers"] for contract in contracts if contract["id"] == "layers")
+    wanted = [sorted(re.findall(r"\w+", layer)) for layer in layers if layer != "(__main__)"]
+    found: dict[str, list[str]] = {}
+    for number, names, _ in rows("Packages and layers"):
+        found.setdefault(number, []).extend(re.findall(r"`(\w+)(?:/|\.py)`", names))
+    assert list(found) == [str(at + 1) for at in range(len(found))]
+    assert [sorted(names) for names in found.values()] == wanted
+    source = ROOT / "src" / "attar"
+    for name in (name for names in wanted for name in names):
+        assert (source / name / "__init__.py").exists() or (source / f"{name}.py").exists(), name
+    for folder in re.findall(r"`([\w/]+/)`", PAGES["docs/architecture.md"].split("**Rules of imports.**")[0]):
+        assert any((parent / folder).is_dir() for parent in (ROOT, source, *source.iterdir())), folder
+
+
+def test_what_an_addition_touches_exists() -> None:
+    additions = rows("To add X, touch these files")
+    assert len(additions) == 10
+    for what, touched, tests in additions:
+        for cell, under in ((touched, ROOT / "src" / "attar"), (tests, ROOT)):
+            files = re.findall(r"`([\w./]+\.\w+)`", cell)
+            assert files, what
+            assert [name for name in files if not (under / name).is_file()] == [], what
+
+
 def anchors(text: str) -> set[str]:
     """What GitHub makes of headings."""
     headings = re.findall(r"^#+ (.*)$", text, re.M)
@@ -144,7 +177,7 @@ def anchors(text: str) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
-    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", PAGES[page]):
+    for link in re.findall(r"\](?:\(|: )(?!https?:)([^)\s]+)", PAGES[page]):
         path, _, anchor = link.partition("#")
         file = Path(os.path.normpath((ROOT / page).parent / path)) if path else ROOT / page
         assert file.exists(), link
