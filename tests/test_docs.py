@@ -125,6 +125,12 @@ def test_commands_that_are_shown_can_be_parsed(place: Path) -> None:
                 context = group.make_context(name, list(arguments), parent=context)
 
 
+def test_every_command_is_listed() -> None:
+    table = re.findall(r"^\| (`[^|]*`) \|", PAGES["docs/command_line.md"], re.M)
+    listed = [name for cell in table for name in re.findall(r"`([\w-]+)`", cell)]
+    assert sorted(listed) == sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
 def test_targets_of_make_exist() -> None:
     targets = set(re.findall(r"^(?:\.PHONY: )?([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     named = {target for text in PAGES.values() for target in re.findall(r"`make ([\w-]+)", text)}
