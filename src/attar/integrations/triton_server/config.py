@@ -1,4 +1,4 @@
-"""Conversion between the settings of an NVIDIA Triton Inference Server, as TensorRT-LLM's backend reads them, and those of
+"""Conversion between the settings of an NVIDIA Triton Inference Server with TensorRT-LLM's backend and those of
 `attar serve`. (The Triton language, in which the GPU kernels of `kernels/triton` are written, only shares the name.)
 
     max_batch_size                             --max-running; 0, no batching, is 1; a warning where it is not given
