@@ -168,8 +168,8 @@ def disarm() -> None:
 
 
 def arm_from(text: str | None) -> None:
-    """Arm the faults in `text`, the value of ATTAR_FAULTS, if there is one. Raises ValueError where it does not parse.
-    """
+    """Arm the faults in `text`, the value of ATTAR_FAULTS, if there is one. Raises ValueError where it does not
+    parse."""
     if not text:
         return
     faults = parse(text)

@@ -77,8 +77,8 @@ def _finite(digits: str) -> float:
 
 
 def check_name(name: str) -> str | None:
-    """Return the fault of a tensor's name, or None. Names end up in messages, receipts and file names of other tools.
-    """
+    """Return the fault of a tensor's name, or None. Names end up in messages, receipts and file names of other
+    tools."""
     if not name:
         return "an empty name"
     if not name.isprintable():  # controls, bidirectional marks, lone surrogates

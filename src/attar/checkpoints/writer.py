@@ -40,8 +40,8 @@ _SAFETENSORS = {torch_name: name for name, torch_name in DTYPES.items()}
 
 @dataclass(frozen=True)
 class FilePlan:
-    """Layout of one safetensors file before it exists: its name, each tensor's place in its data, and its first bytes.
-    """
+    """Layout of one safetensors file before it exists: its name, each tensor's place in its data, and its first
+    bytes."""
 
     name: str
     slots: Mapping[str, Slot]
@@ -248,8 +248,8 @@ def _pwrite(fd: int, view: memoryview, offset: int) -> None:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Folders of an output in progress: `out` becomes the output; `state` is the run's own and is removed at the end.
-    """
+    """Folders of an output in progress: `out` becomes the output; `state` is the run's own and is removed at the
+    end."""
 
     out: Path
     state: Path

@@ -152,8 +152,8 @@ class RandomWeights:
 
 
 def head_scheme(head: str) -> Scheme | None:
-    """Return the scheme of an LM head by its name, None where it is dense. Raises ValueError that names the known ones.
-    """
+    """Return the scheme of an LM head by its name, None where it is dense. Raises ValueError that names the known
+    ones."""
     if head not in HEADS:
         raise ValueError(f"unknown head {head!r}: known are {', '.join(HEADS)}")
     return None if (name := HEADS[head]) is None else Scheme.parse(name)

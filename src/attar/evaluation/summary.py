@@ -1,5 +1,5 @@
-"""Body of `attar report`: gather the figures of some outputs, measure what was requested besides, and write the page.
-"""
+"""Body of `attar report`: gather the figures of some outputs, measure what was requested besides, and write the
+page."""
 
 from __future__ import annotations
 

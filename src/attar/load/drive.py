@@ -118,8 +118,8 @@ async def first_model(server: Server) -> str:
 
 
 async def context(server: Server, model: str) -> int | None:
-    """Return the most tokens of a prompt and its answer, None where the server does not state it as vLLM and attar do.
-    """
+    """Return the most tokens of a prompt and its answer, None where the server does not state it as vLLM and
+    attar do."""
     try:
         listed = await fetch(server, "/v1/models")
         said = next(each["max_model_len"] for each in listed["data"] if each["id"] == model)

@@ -223,8 +223,8 @@ def _shared_tokens(prompts: Sequence[tuple[int, ...]]) -> int:
 
 
 def _thirds(run: Run) -> tuple[float, float]:
-    """Return the median seconds of the answers in the first and the last third of the arrivals; zeros for a short run.
-    """
+    """Return the median seconds of the answers in the first and the last third of the arrivals; zeros for a short
+    run."""
     took = [each.answer.ended - each.answer.sent for each in run.sent if each.answer.error is None]
     third = len(took) // 3
     if third < 4:

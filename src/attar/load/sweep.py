@@ -29,8 +29,8 @@ Arrivals = Literal["poisson", "trace"]
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a benchmark. Loads are `rates` (requests a second), `clients`, or, with neither, a trace as recorded.
-    """
+    """Options of a benchmark. Loads are `rates` (requests a second), `clients`, or, with neither, a trace as
+    recorded."""
 
     url: str
     key: str | None = None

@@ -67,6 +67,6 @@ def _at(log_probabilities: Tensor, targets: Tensor) -> Tensor:
 
 
 def in_rows(rows: Tensor, vocabulary: int | None = None) -> list[Tensor]:
-    """Split rows [T, ...] into runs of `DOUBLES_AT_ONCE` elements of `vocabulary` columns (default: their own width).
-    """
+    """Split rows [T, ...] into runs of `DOUBLES_AT_ONCE` elements of `vocabulary` columns (default: their own
+    width)."""
     return list(rows.split(max(1, DOUBLES_AT_ONCE // (vocabulary or rows.shape[1]))))

@@ -179,8 +179,8 @@ class WeightBytes:
 
 
 def weight_bytes(config: ModelConfig, storage: Storage) -> WeightBytes:
-    """Return the bytes of the weights in memory. Raises ValueError where a scheme's groups do not divide the columns.
-    """
+    """Return the bytes of the weights in memory. Raises ValueError where a scheme's groups do not divide the
+    columns."""
     parts = {"linears": 0, "head": 0}
     beside = 4 * config.hidden * (config.learned_positions + config.position_offset if config.names.positions else 0)
     for each in matrices(config):

@@ -195,7 +195,7 @@ def recorded_step(config: ModelConfig, storage: Storage, rows: int) -> int:
 
 
 def references(config: ModelConfig, storage: Storage) -> dict[str, str]:
-    """Return the linears that no kernel multiplies by, with the reason. A server is slow on them, and holds them twice.
-    """
+    """Return the linears that no kernel multiplies by, with the reason. A server is slow on them, and holds them
+    twice."""
     found = ((each.name, against(storage.of(each))) for each in matrices(config))
     return {name: reason for name, reason in found if reason is not None}

@@ -200,8 +200,8 @@ def _dynamic(scheme: Scheme) -> bool | str:
 
 
 def _args(form: Form, dynamic: bool | str) -> dict[str, Any]:
-    """Return the arguments of a form with every key spelled out: defaults have changed between versions of the readers.
-    """
+    """Return the arguments of a form with every key spelled out: defaults have changed between versions of the
+    readers."""
     args: dict[str, Any] = {"block_structure": None, "dynamic": dynamic}
     args |= {"actorder": None, "observer": None, "observer_kwargs": {}}
     if isinstance(form, Grid):

@@ -59,8 +59,8 @@ def library_for(schemes: Collection[Scheme]) -> Library:
 
 
 def library_of(method: str | None) -> Library:
-    """Return the format whose config names this `quant_method`; the first, where a folder holds no compressed weight.
-    """
+    """Return the format whose config names this `quant_method`; the first, where a folder holds no compressed
+    weight."""
     return next((library for library in LIBRARIES if method == library.METHOD), LIBRARIES[0])
 
 

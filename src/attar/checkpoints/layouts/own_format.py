@@ -92,7 +92,7 @@ class OwnFormat:
         return self._modules[module][0]
 
     def read(self, module: str) -> Linear:
-        """Return the linear, without its bias. Raises CheckpointError where its tensors do not fit together."""
+        """Return the linear, without its bias. Raises CheckpointError where places of 2:4 weights are invalid."""
         scheme, shape = self._modules[module]
         parts = {part: self.folder.read(f"{module}.{stored_part(part, scheme)}") for part in scheme.parts(shape)}
         if isinstance(scheme.weight, Sparse24) and not sparse24.in_order(parts["places"]):

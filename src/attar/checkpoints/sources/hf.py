@@ -158,8 +158,8 @@ class Checkpoint:
         return name
 
     def stored_linear(self, name: str) -> str:
-        """Return the module under which linear `name` is stored: the packed LM head of a tied model is its embedding.
-        """
+        """Return the module under which linear `name` is stored: the packed LM head of a tied model is its
+        embedding."""
         names = self.config.names
         shared = name == names.head and self.config.tied and not self._stored_module(name)
         return self.stored_name(names.embed if shared else name)

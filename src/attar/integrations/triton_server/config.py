@@ -365,8 +365,8 @@ def _strange(message: Message, path: str, known: frozenset[str]) -> Iterator[str
 
 
 def _truth(parameters: Mapping[str, str], name: str) -> bool | None:
-    """Return the truth value of a parameter, which is a string; None where it is unset. Raises ValueError for others.
-    """
+    """Return the truth value of a parameter, which is a string; None where it is unset. Raises ValueError for
+    others."""
     if not (text := parameters.get(name, "")):
         return None
     if text.lower() not in ("true", "false", "1", "0"):

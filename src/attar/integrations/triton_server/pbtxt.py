@@ -134,8 +134,8 @@ def load(path: Path) -> str:
 
 
 def parse(text: str) -> Message:
-    """Parse a text. Raises ValueError, naming the line, where it is not protobuf's text format or exceeds the bounds.
-    """
+    """Parse a text. Raises ValueError, naming the line, where it is not protobuf's text format or exceeds the
+    bounds."""
     if len(text) > MAX_BYTES or len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
         raise ValueError(f"the text is longer than {MAX_BYTES} bytes")
     return _Reader(text).message(None, 0)
