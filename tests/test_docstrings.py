@@ -35,7 +35,7 @@ def offenders(source: str) -> list[str]:
     found = []
     for line, text in docstrings(source):
         first = text.strip().split("\n")[0]
-        if BANNED.match(first) or not first[:1].isupper() and not first.startswith("`"):
+        if BANNED.match(first) or (not first[:1].isupper() and not first.startswith("`")):
             found.append(f"{line}: {first}")
     return found
 
