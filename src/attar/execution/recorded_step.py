@@ -2,9 +2,9 @@
 
 A step is a few hundred calls of kernels that are the same for every token; only numbers in fixed places change: the
 token ids, positions, slots and lengths. For a native model the first step is therefore recorded, and the others write
-those numbers and replay it, so that Python between the kernels costs microseconds (the CPU's analogue of a CUDA graph;
-on a GPU it is one). A model that cannot be recorded, such as a mixture of experts, runs every step in full, to the same
-numbers.
+those numbers and replay it. Python between the kernels then costs microseconds. This is the CPU's analogue of a CUDA
+graph; on a GPU it is one. A model that cannot be recorded, such as a mixture of experts, runs every step in full, to
+the same numbers.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ part. A scale of the whole tensor goes along with every piece.
 
 Some weights cannot be cut, because the stored data of a row is not found at that row. They are nf4 (its second-level
 scales cover 256 blocks wherever rows end), lookup tables with outliers (a share of the whole matrix, row by row), and
-every format that is not listed here. They are refused by name. Torch-free.
+all unlisted formats. They are refused by name. Torch-free.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ Three orders are in use:
 Files store unsigned values; in memory codes are signed, smaller by 2^(b-1), and zero points are shifted alike, so their
 difference, which is all that arithmetic uses, is unchanged.
 
-All work is done on bytes, not words: since words are little-endian, the dense order is also dense over bytes, so b
-bytes hold 8 values (fewer where b and 8 share a factor) and each value is an OR of at most two shifted bytes. uint8
+All work is done on bytes, not words: since words are little-endian, the dense order is also dense over bytes. So b
+bytes hold 8 values (fewer where b and 8 share a factor), and each value is an OR of at most two shifted bytes. uint8
 arithmetic wraps, as the shifts need. Rows go in slices of half a million elements, so temporaries stay small and in
 cache.
 """

@@ -1,9 +1,9 @@
 """The reference of every operation in `ops.py`: readable PyTorch, any device, the oracle of every test.
 
 It favours being obviously right. A packed weight is dequantized on first use and kept (`Linear.dense`), so that the
-reference is slow only once; kernels that multiply by packed weights directly replace it through the same dispatch.
-Where it may not be kept (`Linear.keep_dense`), and where a dense weight is stored in another dtype than the rows, a few
-rows of the weight at a time are converted to the dtype of the product.
+reference is slow only once; kernels that multiply by packed weights directly replace it through the same dispatch. Some
+weights may not be kept (`Linear.keep_dense`), and some dense ones have another dtype than the rows. A few rows of these
+at a time are converted to the dtype of the product.
 
 It is differentiable: where torch records gradients of the rows, products, norms, rotations, activations and attention
 do. A weight that learns is `Linear.weight`, or `Linear.dense` of a packed one, that requires its gradient; any other is

@@ -13,8 +13,8 @@ common tokens decide, and rare ones, on which a model's answers depend, are roun
 Keys turn with their position, and calibration texts are short. So each is placed at random in the context. Where angles
 depend on the length of a text they stay at its beginning.
 
-Texts go through a block one by one, so that besides all texts' hidden states, and one layer's keys and values, only the
-memory of a step of one text is needed (`plan.costs.calibration_bytes` counts it).
+Texts go through a block one by one. Besides all texts' hidden states, and one layer's keys and values, only the memory
+of a step of one text is needed (`plan.costs.calibration_bytes` counts it).
 
 A mean is subtracted, for values and for keys: softmax is invariant to its constant contribution to all scores of a
 query. With soft-capped scores it is not: there keys keep theirs.

@@ -24,9 +24,9 @@ is refused too, because its ranges of inputs are not ranges of heads.
 
 The results differ from one process's by rounding alone. Sums are taken in another order: some 1e-6 of a logit's size in
 float32, bfloat16's rounding steps in bfloat16. Where rows are rounded to a grid by their own largest number (w8a8,
-fp8), a row that is cut by inputs has one scale in each process, each as fine as the whole row's or finer: a different
-rounding of the same size. Fixed scales, and scales of groups that are cut whole (int8g128 on CPUs), are the same; there
-only a number on the boundary between two codes may round to the other one.
+fp8), a row that is cut by inputs has one scale in each process. Each is as fine as the whole row's or finer: a
+different rounding of the same size. Fixed scales, and scales of groups that are cut whole (int8g128 on CPUs), are the
+same; there only a number on the boundary between two codes may round to the other one.
 
 **Pipeline parallel** (`pp` stages, contiguous layers each). Hidden states go from stage to stage and back to the first.
 It has embedding, final norm and LM head, so a tied matrix is held once and the process that samples tokens has the

@@ -1,8 +1,8 @@
 """Writing a tokenizer as the metadata of a GGUF file, which `gguf.py` reads.
 
 A file expresses less than a tokenizer.json: the vocabulary with types and scores, the merges, the name of a splitting
-(`tokenizer.ggml.pre`), some ids and flags. So the result is tested. The pipeline is written as metadata, `gguf.py`
-builds a tokenizer from it, and the two must encode a text of everything that tokenizers differ in (`TRIAL`), and every
+(`tokenizer.ggml.pre`), some ids and flags. So the result is tested. The pipeline is written as metadata, and `gguf.py`
+builds a tokenizer from it. The two must encode a text of everything that tokenizers differ in (`TRIAL`), and every
 added token, to the same ids. Where they do not, or where the splitting has no name, the tokenizer cannot be written,
 which is an error: a file whose tokenizer is nearly right gives nearly right answers, and the cause is hard to find.
 

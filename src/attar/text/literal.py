@@ -2,9 +2,9 @@
 
 A chat template marks speakers with special tokens, and a rendered template is encoded with them recognised. So a
 message that contains `<|im_end|>` would end its own turn and begin another's, even the system's. Here such text in
-messages stays text. Before rendering each occurrence is replaced by a placeholder, and the rendered text around it, up
-to the template's own special tokens, is encoded by a copy of the tokenizer that recognises none. All the rest, and
-every conversation without such text, is encoded as usual.
+messages stays text. Before rendering each occurrence is replaced by a placeholder. The rendered text around it, up to
+the template's own special tokens, is encoded by a copy of the tokenizer that recognises none. All the rest, and every
+conversation without such text, is encoded as usual.
 
 Some tokenizers look for special tokens in normalized text, where fullwidth letters, capitals or accents may spell one
 too. For these the tokenizer itself finds the parts of a message that would become one.

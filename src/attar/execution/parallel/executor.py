@@ -30,8 +30,8 @@ any third process is waited for in vain, and so is one whose allocator happens t
 An adapter is read by the leader first, which reports its errors, and then, by its folder, by the others, which end
 where it has changed meanwhile.
 
-Not done: CUDA graphs and recorded steps of several processes, steps that are launched before the tokens of the one
-before are known, calibrated KV cache schemes, and probes of a receipt, whose noise is that of one process.
+Not done: CUDA graphs and recorded steps of several processes; steps launched before the tokens of the one before are
+known; calibrated KV cache schemes; probes of a receipt, whose noise is that of one process.
 """
 
 from __future__ import annotations

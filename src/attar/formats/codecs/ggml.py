@@ -8,9 +8,9 @@ of bytes, so every size is a product of integers. Three families share this tabl
 * k-quants and IQ4_XS: 256 elements with one or two fp16 scales, and small integers that scale groups of 16 or 32.
 
 `fields` lists a block's bytes in the order of the file; `ggml_blocks.py` decodes them. Types that attar does not decode
-(the IQ1 to IQ3 family, ternary ones, plain integers) are listed with their sizes, because a parser must know how long a
-tensor is before it can check the file. Bits per weight are those of a block; a file mixes types, and its average is
-higher (Q2_K is 2.625 bits a block; files of that name exceed 3).
+(the IQ1 to IQ3 family, ternary ones, plain integers) are listed with their sizes. A parser must know how long a tensor
+is before it can check the file. Bits per weight are those of a block; a file mixes types, and its average is higher
+(Q2_K is 2.625 bits a block; files of that name exceed 3).
 
 Left out on purpose: numbers that were withdrawn (4, 5, 31 to 33, 36 to 38), and Q8_1 and Q8_K, which exist only in the
 memory of running programs. A file that names one of them is refused.

@@ -2,8 +2,8 @@
 
 Reading goes in two steps, because they fail in different ways. `unpack` splits a block into small integers. That is
 only a matter of bit order and exactly reversible: `pack` restores the same bytes. `decode` then turns the integers into
-weights by a few float operations, in the order of GGML and its Python package, so that values agree to the bit (a NaN
-with any NaN: its bits depend on the processor).
+weights by a few float operations, in the order of GGML and its Python package. So values agree to the bit (a NaN with
+any NaN: its bits depend on the processor).
 
     value = d * code                        Q4_0, Q5_0, Q8_0, IQ4_NL
     value = d * code + m                    Q4_1, Q5_1

@@ -3,8 +3,8 @@
 In one dimension the cells of sorted values are intervals, and the best ones can be found: the best k cells up to a
 position are the best k - 1 up to some earlier position and one more (dynamic programming, Wang and Song 2011). Over all
 positions of a row of 4096 that would take too long, so it runs over the ends of a few bins for each centre. Bins are as
-dense as the third root of the row's own density, like the cells themselves in the limit of many (Panter and Dite 1951),
-so a lone outlier gets a bin to itself. Lloyd's algorithm then moves the boundaries to where they belong between bins.
+dense as the third root of the row's own density, like the cells themselves in the limit of many (Panter and Dite 1951).
+A lone outlier thus gets a bin to itself. Lloyd's algorithm then moves the boundaries to where they belong between bins.
 Lloyd's algorithm alone stops at the first local optimum, twice the error where tails are heavy.
 
 Everything works on running sums of counts and of weighted values. There is no randomness and no restart.

@@ -6,9 +6,9 @@ with a weight's squared error: the diagonal of the Fisher information. Without s
 A table costs 16 * 2^b / I bits a weight, 1/16 at 4 bits and 4096 columns, half of what groups of 128 pay.
 
 A few weights far from all others would each take a centre to themselves. The share of `outliers` with the largest
-magnitude (with sensitivities, the most sensitive 0.05 % of the matrix first, as in the paper) is left out of the means
-and stored apart as CSR: `starts` of each row, `places` (columns) and `extras`, which are *added* to the dense values,
-so that a product is the sum of a dense and a sparse one. They cost 48 bits each.
+magnitude is left out of the means. With sensitivities, the most sensitive 0.05 % of the matrix come first, as in the
+paper. They are stored apart as CSR: `starts` of each row, `places` (columns) and `extras`, which are *added* to the
+dense values, so that a product is the sum of a dense and a sparse one. They cost 48 bits each.
 """
 
 from __future__ import annotations

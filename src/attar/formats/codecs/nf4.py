@@ -11,8 +11,8 @@ all divided by F^-1(o), so that the ends are -1 and 1. `_TABLE` holds them as bi
 test derives them.
 
 The magnitudes cost half a bit a weight (`nf4-single`, 4.5 bits). Double quantization makes them eight bits: less their
-mean, they are divided by the largest of 256 and stored as the nearest of 256 values of a "dynamic" type, which spends
-its bits on a fraction where numbers are large and on a decimal exponent where they are small. That is 4 + 8/64 + 32/(64
+mean, they are divided by the largest of 256 and stored as the nearest of 256 values of a "dynamic" type. It spends its
+bits on a fraction where numbers are large and on a decimal exponent where they are small. That is 4 + 8/64 + 32/(64
 * 256) = 4.127 bits a weight, and 1.3 KB of constants a matrix.
 
 Layout, arithmetic and names of the parts are bitsandbytes' (0.50), so that transformers loads the files: codes follow

@@ -11,7 +11,7 @@ prompt.
 The launch never waits for the host: the kernel reads row starts, lengths and tables itself, so a recorded graph replays
 with new ones. The grid counts tiles from above: sequence b begins at tile row_starts[b] // TILE + b, which leaves room
 for each sequence's last, partly filled tile; tiles in excess return at once. The shapes of a call decide the size of
-tiles and the programs that share a sequence, so on this device a row's bits may depend on the rows and sequences beside
+tiles and the programs that share a sequence. So on this device a row's bits may depend on the rows and sequences beside
 it.
 
 Slots past a sequence's length may hold anything, even an earlier sequence's NaN: their values are not read.

@@ -21,8 +21,8 @@ one scale; its 64 x run codes lie together, so the program reads one piece of me
     zeros   uint8 [O / 64, I / group, 64]          on asymmetric grids
     zeros   int16 [O / 64, I / group, 64]          of progressive levels: factor + 256 * offset; `scales` are then [O]
 
-A byte's two nibbles are half a run apart, so the low ones of a tile are a matrix that multiplies the first half of the
-rows' run and the high ones another: nothing is ever interleaved in registers. O is padded to whole tiles by codes that
+A byte's two nibbles are half a run apart. So the low ones of a tile are a matrix that multiplies the first half of the
+rows' run, and the high ones another: nothing is ever interleaved in registers. O is padded to whole tiles by codes that
 mean zero. Linear layers that read the same rows are laid side by side, tile behind tile, and multiplied at once.
 
 Numbers are code - zero, exact in any of the rows' dtypes; the scale is applied in float32 to each run's sum. This is
