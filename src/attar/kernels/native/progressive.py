@@ -1,6 +1,8 @@
-"""Weights of two levels (`formats.progressive`) in the layout of the CPU kernels: `csrc/progressive.cpp` says how rows
-are multiplied by them. They are prepared, held and called as all others are (`linear`); this module only knows what is
-handed over."""
+"""Weights of two levels (`formats.codecs.progressive`) in the layout of the CPU kernels.
+
+`csrc/progressive.cpp` multiplies rows by them. `linear` prepares, holds and calls them like all others; this module
+only hands over their parts.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def pack(weight: PackedTensor, arena: Arena) -> ProgressiveMatrix:
-    """The weight in the memory of `arena`. Raises ValueError where a damaged file has numbers that are no int8."""
+    """Lay the weight out in the memory of `arena`. Raises ValueError where a damaged file has numbers that are
+    no int8."""
     form, (rows, columns) = weight.scheme.weight, weight.shape
     assert isinstance(form, Progressive)
     codes, factor, offset = (weight.parts[name].contiguous() for name in ("codes", "factor", "offset"))
@@ -30,6 +33,7 @@ def pack(weight: PackedTensor, arena: Arena) -> ProgressiveMatrix:
 def factors(
     weights: Sequence[tuple[Matrix | LookupMatrix | ProgressiveMatrix, int]], at: int, width: int
 ) -> ProgressiveFactors:
-    """The plan of a call: matrices with the addresses of their biases, side by side from column `at` of `width`."""
+    """Return the plan of a call: matrices with the addresses of their biases, side by side from column `at` of
+    `width`."""
     made: ProgressiveFactors = library.progressive_factors(list(weights), at, width)
     return made

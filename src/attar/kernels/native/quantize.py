@@ -1,4 +1,4 @@
-"""Rows quantized to int8, natively. Shapes: N rows, I input columns."""
+"""Rows quantized to int8, in C++. Shapes: N rows, I input columns."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from attar.kernels.native import extension
 
 
 def quantize_rows_int8(x: Tensor, level: str | None = None) -> tuple[Tensor, Tensor]:
-    """`ops.quantize_rows_int8` for rows that `extension.supports` accepts: x [N, I] to (codes [N, I], scale [N, 1]).
+    """Run `ops.quantize_rows_int8` on rows that `extension.supports` accepts: x [N, I] to (codes [N, I], scale [N, 1]).
 
-    Bit-identical to the reference at every level, for any thread count. `level` is for tests.
+    The bits equal the reference's at every level, for any thread count. `level` is for tests. Raises ValueError naming
+    the first row that holds a NaN or an infinity.
     """
     assert x.ndim == 2, x.shape
     assert extension.supports("quantize_rows_int8", x.device.type, x.dtype) is None
