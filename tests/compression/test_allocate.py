@@ -37,7 +37,7 @@ from attar.compression import (
 from attar.compression.allocate import Allocation, Allocator
 from attar.compression.methods import Gptq, Rtn
 from attar.compression.order import Order
-from attar.compression.output import Output
+from attar.compression.output import FolderOutput
 from attar.compression.pipeline import Compressed, compress
 from attar.compression.recipe import Recipe
 from attar.compression.run import Run
@@ -119,9 +119,9 @@ def test_what_is_not_chosen_for_is_part_of_divergences_of_the_whole(
     """A rounded output matrix and an override, against weights put in by hand; alone a group is what it was."""
     down = "model.layers.1.mlp.down_proj"
     plan = Recipe.from_dict({"recipe": "rtn-w4g64", "head": "int4", "overrides": [{"match": down, "scheme": "w2g32"}]})
-    output = Output(hf.Checkpoint.open(tiny), plan)
+    output = FolderOutput(hf.Checkpoint.open(tiny), plan)
 
-    def trial(name: str, output: Output | None) -> Trial:
+    def trial(name: str, output: FolderOutput | None) -> Trial:
         decoder = hf.load(tiny, torch.float32)
         log, texts = Log(tmp_path / name, "x"), apart(torch.tensor(calibration))
         return Trial(decoder, groups_of(decoder, plan), schemes(), Rtn(), *texts, log, lambda: None, output)
@@ -207,7 +207,7 @@ def test_kept_candidates_are_those_that_were_rounded(
     """Of every form, of overrides too; a block of which none are kept is rounded on what the others give it."""
     down = "model.layers.1.mlp.down_proj"
     plan = Recipe.from_dict({"recipe": "gptq-w4g64", "overrides": [{"match": down, "scheme": "w3g64-asym"}]})
-    output, texts = Output(hf.Checkpoint.open(tiny), plan), apart(torch.tensor(calibration))
+    output, texts = FolderOutput(hf.Checkpoint.open(tiny), plan), apart(torch.tensor(calibration))
     ladder = schemes(("w3g64", "q4_0", "nf4", "lut3", "nvfp4", "qserve-g64", "fp8-block"))
     rounded, round_one = list[str](), Trial._rounded
 

@@ -265,7 +265,7 @@ def test_what_needs_the_original_beside_it_asks_for_room(
     """Two files of 8 sequences of 32 tokens more, for the states that the original model sees."""
     asked: list[int] = []
     monkeypatch.setattr("attar.compression.run.require_free", lambda path, needed: asked.append(needed))
-    monkeypatch.setattr("attar.compression.output.Output.written", lambda self, done: 1 / 0)
+    monkeypatch.setattr("attar.compression.output.FolderOutput.written", lambda self, done: 1 / 0)
     for correct in (True, False):
         plan = Recipe.from_dict({"recipe": "autoround-w4g32", "correct": correct})
         with pytest.raises(ZeroDivisionError):

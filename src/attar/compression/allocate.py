@@ -28,9 +28,8 @@ from torch import Tensor
 
 from attar.checkpoints.writer import allocated, require_free
 from attar.compression import calibrate, knapsack
-from attar.compression.gguf_output import GgufOutput
 from attar.compression.methods import SpinQuant
-from attar.compression.output import Output
+from attar.compression.outputs.base import Output
 from attar.compression.recipe import Override, Recipe
 from attar.compression.sensitivity import Choice, Group, Log, Trial, fingerprint, groups_of
 from attar.compression.target import Target, rounding_for
@@ -140,7 +139,7 @@ class Allocator:
         scale_dtype: str = "float32",
         bytes_of: Callable[[Recipe], int] | None = None,
         progress: Progress | None = None,
-        output: Output | GgufOutput | None = None,
+        output: Output | None = None,
         weighs: bool = False,
         original: Callable[[], Decoder] | None = None,
     ) -> None:

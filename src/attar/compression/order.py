@@ -16,7 +16,8 @@ from attar.checkpoints import hf, hub
 from attar.checkpoints.vocabulary import is_gguf
 from attar.compression import importance, place, requirements, rotation
 from attar.compression.gguf_output import GgufOutput
-from attar.compression.output import Output
+from attar.compression.output import FolderOutput
+from attar.compression.outputs.base import Output
 from attar.compression.recipe import Recipe
 from attar.formats import ggml_mix
 
@@ -27,7 +28,7 @@ class Ready:
 
     plan: Recipe
     checkpoint: hf.Checkpoint  # what the walk begins with: the source, rotated if the recipe says so
-    output: Output | GgufOutput
+    output: Output
     reads: bool  # whether the walk reads the inputs of linears
 
 
@@ -98,13 +99,12 @@ class Order:
         requirements.check_sparse(plan, checkpoint, output.schemes)
         return Ready(plan, checkpoint, output, reads)
 
-    def output(self, plan: Recipe, checkpoint: hf.Checkpoint) -> Output | GgufOutput:
+    def output(self, plan: Recipe, checkpoint: hf.Checkpoint) -> Output:
         """Where everything will lie. Raises ValueError naming the linear whose shape a scheme cannot take."""
         if not self.to_file:
-            return Output(checkpoint, plan)
+            return FolderOutput(checkpoint, plan)
         output = GgufOutput(checkpoint, plan, self.dst.name, self.weighs(plan) or self.importances is not None)
-        output.importances = dict(self.importances or {})
-        return output
+        return output.weighing(dict(self.importances or {}))
 
     def weighs(self, plan: Recipe) -> bool:
         """Whether importances are to be had from calibration text before the walk."""

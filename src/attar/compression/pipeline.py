@@ -28,11 +28,9 @@ from attar.compression import best, calibrate, candidates, domain, gain, output_
 from attar.compression.block.record import Record
 from attar.compression.calibrate import Calibration
 from attar.compression.gain import Gain
-from attar.compression.gguf_output import GgufOutput
 from attar.compression.guide import key
 from attar.compression.memory import large_blocks_apart
 from attar.compression.order import Order, Ready
-from attar.compression.output import Output, model_card
 from attar.compression.output_bits import Allocated
 from attar.compression.recipe import Recipe
 from attar.compression.run import Run, begin_anew
@@ -318,7 +316,7 @@ class _Making:
         if ids is None:
             return None
         importances = self.order.importances
-        if isinstance(run.output, GgufOutput) and run.plan.rotate is None:  # once is enough, but for turned inputs
+        if self.order.to_file and run.plan.rotate is None:  # once is enough, but for turned inputs
             importances = run.output.importances
         dst = state / ("plain.gguf" if self.order.to_file else "plain")
         trial = replace(self.order, dst=dst, importances=importances)
@@ -367,9 +365,7 @@ class _Making:
             kinds,
             None if gained is None else gained.to_dict(),
         )
-        if isinstance(output, Output):
-            said = (result.recipe, result.head, result.bits_per_weight, result.bytes, cost, result.notes)
-            (self.work.out / "README.md").write_text(model_card(*said, output.method), encoding="utf-8")
+        output.write_card(self.work.out, result.bytes, cost)
         about |= run.learned
         about |= {} if choice is None else {"selection": result.selection}
         about |= {} if kinds is None else {"texts": kinds}

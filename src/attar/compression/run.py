@@ -23,7 +23,6 @@ from attar.checkpoints.writer import ShardWriter, Workspace, allocated, require_
 from attar.compression import coverage, domain, importance, spin, state, tune
 from attar.compression.block.record import Record
 from attar.compression.domain import Surprise
-from attar.compression.gguf_output import GgufOutput
 from attar.compression.guide import Guide, key
 from attar.compression.methods import SpinQuant, SqueezeLlm
 from attar.compression.order import Order, Ready
@@ -101,11 +100,9 @@ class Run:
             spun = spin.learn(self.checkpoint, self.walked, options, self.work.state, self.name, seed)
             self.learned["rotation"] = {"before": spun.before, "after": spun.after}
         if self.given is not None and self.order.weighs(self.plan):
-            assert isinstance(self.output, GgufOutput)
             read = self._with_drawn(self.given) if self.walked is None else self.walked
-            self.output.importances = importance.kept(
-                self.checkpoint, read, self.work.state, self.name, self.memory, self.report
-            )
+            known = importance.kept(self.checkpoint, read, self.work.state, self.name, self.memory, self.report)
+            self.output = self.output.weighing(known)
         guide, couples = self.plan.guide, self.plan.couples
         weighs_each = isinstance(self.plan.rounding, SqueezeLlm)
         if guide or couples or weighs_each:

@@ -36,10 +36,9 @@ from torch import Tensor
 
 from attar.compression.block import fold
 from attar.compression.block.groups import input_groups
-from attar.compression.gguf_output import GgufOutput
 from attar.compression.hidden import HEAD_ROWS, rows_at_once
 from attar.compression.methods import Gptq, Rtn
-from attar.compression.output import Output
+from attar.compression.outputs.base import Output
 from attar.compression.recipe import Recipe
 from attar.compression.solvers import gptq, rtn
 from attar.compression.solvers.form_levels import shared_largest
@@ -139,7 +138,7 @@ class Trial:
         measured: Tensor,
         log: Log,
         told: Callable[[], None],
-        output: Output | GgufOutput | None = None,
+        output: Output | None = None,
         weighs: bool = False,
         keeps: bool = False,
         original: Callable[[], Decoder] | None = None,
@@ -152,7 +151,7 @@ class Trial:
         """
         self.groups, self.ladder = tuple(groups), tuple(ladder)
         self._output, self._weighs, self._keeps = output, weighs, keeps
-        self._importances = dict(output.importances) if isinstance(output, GgufOutput) else {}
+        self._importances = {} if output is None else dict(output.importances)
         self._decoder, self._rounding, self._log, self._told = decoder, rounding, log, told
         self._length = ids.shape[1]
         self._rest = ids[: max(1, HESSIAN_TOKENS // self._length)]
@@ -394,13 +393,12 @@ class Trial:
         output, decoder = self._output, self._decoder
         if output is None:
             return
-        if isinstance(output, GgufOutput):
-            if self._weighs:
-                mean = ColumnMean(decoder.config.hidden, 2, decoder.head.name)
-                for part in states.split(self._batch):
-                    mean.add(ops.norm(part, None, decoder.final_norm)[1])
-                self._importances[decoder.config.names.head] = mean.value
-            output.importances = self._importances
+        if self._weighs:
+            mean = ColumnMean(decoder.config.hidden, 2, decoder.head.name)
+            for part in states.split(self._batch):
+                mean.add(ops.norm(part, None, decoder.final_norm)[1])
+            self._importances[decoder.config.names.head] = mean.value
+        output = output.weighing(self._importances)
         if output.head is not None:
             whole = _as_stored(fold.dense_weight(decoder.head), output.head)
             pieces = [output.round_head(rows) for rows in whole.split(HEAD_ROWS)]
@@ -431,7 +429,7 @@ def fingerprint(
     rounding: Any,
     ids: Tensor,
     measured: Tensor,
-    output: Output | GgufOutput | None = None,
+    output: Output | None = None,
     weighs: bool = False,
 ) -> str:
     """What measurements depend on, as one hash. A weighted sum of each matrix is enough to tell models apart; a plain
@@ -442,7 +440,7 @@ def fingerprint(
     schemes = {} if output is None else output.schemes
     stored = {name: scheme.name for name, scheme in schemes.items() if scheme is not None}
     digest = hashlib.sha256(json.dumps([names, sizes, repr(rounding), machine, stored, weighs]).encode())
-    for name, mean in output.importances.items() if isinstance(output, GgufOutput) else ():
+    for name, mean in () if output is None else output.importances.items():
         digest.update(name.encode() + mean.numpy().tobytes())
     digest.update(torch.cat((ids, measured)).to(torch.int32).numpy().tobytes())
     for block in decoder.blocks:

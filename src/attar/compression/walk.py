@@ -20,11 +20,10 @@ from attar.compression import coverage, gradients, hidden, place
 from attar.compression.block import passes
 from attar.compression.block.record import Record, weight_error
 from attar.compression.block.work import BlockWork
-from attar.compression.gguf_output import GgufOutput
 from attar.compression.guide import Guide
 from attar.compression.hidden import HiddenStates
 from attar.compression.memory import give_back
-from attar.compression.output import Output
+from attar.compression.outputs.base import Output
 from attar.compression.recipe import HEAD, Recipe
 from attar.compression.state import RunState
 from attar.formats.packed import PackedTensor
@@ -43,7 +42,7 @@ class Walk:
     def __init__(
         self,
         checkpoint: hf.Checkpoint,
-        output: Output | GgufOutput,
+        output: Output,
         recipe: Recipe,
         writer: ShardWriter,
         state: RunState,
@@ -101,13 +100,13 @@ class Walk:
         for linear in block.linears():
             linear.keep_dense = False  # its float32 copies would take four times the block
         inputs = self.streams[1][layer % 2] if len(self.streams) > 1 else None
-        weights = self.output.importances if isinstance(self.output, GgufOutput) else {}
         guide = None if self.guide is None else self.guide.of(layer)
         original = self._original(layer)
         place.move(block, self.device)
         work = BlockWork(
-            block, inputs, self.recipe, self.output.schemes, self.config.architecture, weights, guide, original,
-            self.output.sizes if isinstance(self.output, Output) else None,
+            block, inputs, self.recipe, self.output.schemes, self.config.architecture, self.output.importances,
+            guide, original,
+            self.output.sizes,
         )  # fmt: skip
         records = passes.run(work)
         place.move(block, place.CPU)
