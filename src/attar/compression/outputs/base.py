@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from attar.checkpoints.writer import FilePlan, ShardWriter
-from attar.compression.structured import Sizes
+from attar.compression.block.structured import Sizes
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.model.layers import Block

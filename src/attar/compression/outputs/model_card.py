@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from attar.checkpoints.layouts import bitsandbytes, own_format
-from attar.compression.spelling import KEEP
-from attar.formats.forms import Fp8Blocks
+from attar.compression.recipe.parser import KEEP
 from attar.formats.scheme import Grid, Scheme
+from attar.formats.weight_formats import Fp8Blocks
 
 DENSE = "safetensors"  # the method of an output in which nothing is packed
 
