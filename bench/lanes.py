@@ -52,11 +52,12 @@ import torch
 from compressors import DATA, ROOT, group_size
 from outliers import KINDS, inject
 
-import attar
 from attar.checkpoints import inspect
 from attar.checkpoints.sources import hf, hub
 from attar.compression.calibration import texts as calibrate
 from attar.compression.recipe.recipe import Recipe
+from attar.compression.request.request import CompressionRequest
+from attar.compression.runs.pipeline import compress_request
 from attar.evaluation.report import evaluate
 from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.measure import Report
@@ -428,10 +429,18 @@ def kept(out: Path, asked: str, make: Callable[[], Job]) -> Job:
 
 def ours(source: Path, out: Path, recipe: str | Recipe, calibration: list[list[int]], args: argparse.Namespace) -> Job:
     """Our output, its seconds and bits. In a kept folder an interrupted run goes on."""
-    done = attar.compress(
-        source, out, recipe=recipe, calibration=calibration, seed=args.seed, drawn=args.drawn, overwrite=True,
-        resume=args.keep is not None,
-    )  # fmt: skip
+    done = compress_request(
+        CompressionRequest(
+            source,
+            out,
+            recipe=recipe,
+            calibration=calibration,
+            seed=args.seed,
+            drawn=args.drawn,
+            overwrite=True,
+            resume=args.keep is not None,
+        )
+    )
     return {"seconds": done.seconds, "bits": done.bits_per_weight}
 
 

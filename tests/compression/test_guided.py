@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from attar.compression.calibration import loss_weights
 from attar.compression.recipe.recipe import Recipe
-from attar.compression.runs.pipeline import compress
+from attar.compression.request.request import CompressionRequest
+from attar.compression.runs.pipeline import compress, compress_request
 from attar.compression.solvers.rounding import gptq, qronos
 
 Ids = list[list[int]]
@@ -46,10 +47,10 @@ def test_a_stopped_run_resumes_to_the_same_bytes(name: str, tiny: Path, calibrat
         stops = [("gradients", 2), *stops[:1]]
     for stage, count in stops:
         with pytest.raises(Stop):
-            compress(
-                tiny, tmp_path / "out", recipe=recipe, calibration=calibration, calib_memory=0,
-                progress=stop_after(stage, count),
-            )  # fmt: skip
+            compress_request(
+                CompressionRequest(tiny, tmp_path / "out", recipe=recipe, calibration=calibration, calib_memory=0),
+                stop_after(stage, count),
+            )
     compress(tiny, tmp_path / "out", recipe=recipe, calibration=calibration)
     assert digest(tmp_path / "out") == digest(tmp_path / "whole")
 

@@ -19,8 +19,9 @@ from attar.checkpoints.safetensors import TensorFile
 from attar.checkpoints.sources import hf
 from attar.compression.calibration import hidden_states
 from attar.compression.recipe.recipe import HEAD, Override, Recipe
+from attar.compression.request.request import CompressionRequest
 from attar.compression.runs import block_pass
-from attar.compression.runs.pipeline import compress
+from attar.compression.runs.pipeline import compress, compress_request
 from attar.compression.solvers.rounding import rtn
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import HEADS, Scheme
@@ -274,13 +275,13 @@ def test_a_run_stopped_at_the_head_resumes_to_the_same_bytes(
     recipe: str, source: Path, calibration: list[list[int]], tmp_path: Path
 ) -> None:
     settings = {"recipe": recipe, "head": "int4", "calibration": calibration}
-    compress(source, tmp_path / "whole", **settings)  # type: ignore[arg-type]
+    compress_request(CompressionRequest(source, tmp_path / "whole", **settings))  # type: ignore[arg-type]
     for stage, done in (("blocks", 1), ("blocks", 3), ("output matrix", 64), ("output matrix", 256), ("copying", 1)):
         with pytest.raises(Stop):
-            compress(source, tmp_path / "out", progress=stop_at(stage, done), **settings)  # type: ignore[arg-type]
+            compress_request(CompressionRequest(source, tmp_path / "out", **settings), stop_at(stage, done))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="differs in recipe"):
-        compress(source, tmp_path / "out", **(settings | {"head": "int8"}))  # type: ignore[arg-type]
-    compress(source, tmp_path / "out", **settings)  # type: ignore[arg-type]
+        compress_request(CompressionRequest(source, tmp_path / "out", **settings | {"head": "int8"}))  # type: ignore[arg-type]
+    compress_request(CompressionRequest(source, tmp_path / "out", **settings))  # type: ignore[arg-type]
     assert digest(tmp_path / "out") == digest(tmp_path / "whole")
 
 

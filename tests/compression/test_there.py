@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from attar.checkpoints.receipts import receipt
 from attar.compression.recipe.methods import Awq, Gptq, Pass
 from attar.compression.recipe.recipe import Recipe
-from attar.compression.runs.pipeline import compress
+from attar.compression.request.request import CompressionRequest
+from attar.compression.runs.pipeline import compress, compress_request
 from attar.kernels import ops
 from tests.model.random_model import HEADS, LLAMA, SIZES, write
 from tests.pretend import there
@@ -54,7 +55,9 @@ def test_a_model_is_compressed_there(family: str, recipe: str, tmp_path: Path, m
     monkeypatch.setattr(ops, "require", lambda device: None)
     here = compress(model, tmp_path / "here", recipe=plan, calibration=IDS, head="int8")
     with there() as device:
-        away = compress(model, tmp_path / "away", recipe=plan, calibration=IDS, head="int8", device=str(device))
+        away = compress_request(
+            CompressionRequest(model, tmp_path / "away", recipe=plan, calibration=IDS, head="int8", device=str(device))
+        )
     assert [record.name for record in away.records] == [record.name for record in here.records]
     for one, other in zip(away.records, here.records, strict=True):
         assert one.error == pytest.approx(other.error, rel=ERRORS)

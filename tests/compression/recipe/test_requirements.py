@@ -14,16 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.sources import hf
-from attar.checkpoints.writer import MAX_SHARD
 from attar.compression.calibration import coverage, gradients, texts
 from attar.compression.recipe.parser import PRESETS
 from attar.compression.recipe.recipe import Recipe
-from attar.compression.request.order import Order
-from attar.compression.request.settings import Settings
-from attar.compression.runs.pipeline import compress
+from attar.compression.request.request import CompressionRequest
+from attar.compression.request.resolve import open_source, resolve
+from attar.compression.request.target import Target, parse_ladder
+from attar.compression.runs.pipeline import compress, compress_request
 from attar.compression.search import allocate, best, bit_budget
 from attar.compression.search.candidates import Listed
-from attar.compression.search.target import Target, parse_ladder
 from attar.compression.training import tune
 from attar.formats import affine
 from attar.formats.codecs import ggml_mix
@@ -84,7 +83,7 @@ def test_the_original_is_not_in_memory_while_a_recipe_is_made(tiny: Path, calibr
 
     def run(name: str, ids: Ids, out: Path) -> float:
         assert not any(each() for each in loaded)
-        return compress(tiny, out, recipe=name, overwrite=True).bits_per_weight
+        return compress_request(CompressionRequest(tiny, out, recipe=name, overwrite=True)).bits_per_weight
 
     chosen = best.choose(
         Listed(("rtn-w8", "rtn-w4")), torch.tensor(calibration), base, run, tmp_path, lambda *told: None
@@ -225,9 +224,12 @@ def test_what_allocation_measures_on_is_not_what_tuning_judges_by(
     for recipe in ("rtn-w4g32", "rtn+tune-w4g32"):
         with pytest.raises(Begun):
             compress(
-                tiny, tmp_path / "out", recipe=recipe, target=Target(bits=4), ladder=parse_ladder("w2g32,w8g32"),
+                tiny,
+                tmp_path / "out",
+                recipe=recipe,
+                target=Target(bits=4, ladder=parse_ladder("w2g32,w8g32")),
                 calibration=calibration,
-            )  # fmt: skip
+            )
     rest = calibration[:-2]  # the last are measured on
     judges = tune.aside(torch.tensor(rest))
     assert judges
@@ -240,10 +242,10 @@ def test_what_allocation_measures_on_calibrates_nothing(
     """Nor does it tune, or weigh importances: what is made is what those sequences were never part of."""
     with pytest.raises(ValueError, match="a target needs at least 2 calibration sequences"):
         compress(tiny, tmp_path / "no", recipe="gptq-w4g32", target=Target(bits=4), calibration=calibration[:1])
-    order = Order.take(tiny, tmp_path / "found", None, None, True, 0, "cpu")
-    settings = Settings(texts.Amount(), 0, MAX_SHARD, False, False, lambda *told: None, 0.0)
-    ready = order.ready("rtn-w4g32", len(calibration), targeted=True)
-    found = bit_budget.for_output(order, ready, settings, Target(bits=4), parse_ladder("w2g32,w8g32"), calibration)
+    target = Target(bits=4, ladder=parse_ladder("w2g32,w8g32"))
+    request = CompressionRequest(tiny, tmp_path / "found", target=target, calibration=calibration, resume=False)
+    resolved = resolve(request, open_source(request), "rtn-w4g32", len(calibration), targeted=True).with_texts()
+    found = bit_budget.for_output(resolved, lambda *told: None)
     assert (found.read.tolist(), found.calibration) == (calibration, calibration[:-2])
     found.forget()
     monkeypatch.setattr(allocate, "ROUNDS", 1)
@@ -252,9 +254,12 @@ def test_what_allocation_measures_on_calibrates_nothing(
         if name == "less":
             monkeypatch.setattr(bit_budget, "apart", lambda given: (given, torch.tensor(calibration[-2:])))
         compress(
-            tiny, tmp_path / name, recipe="gptq-w4g32", target=Target(bits=4), ladder=parse_ladder("w2g32,w8g32"),
+            tiny,
+            tmp_path / name,
+            recipe="gptq-w4g32",
+            target=Target(bits=4, ladder=parse_ladder("w2g32,w8g32")),
             calibration=ids,
-        )  # fmt: skip
+        )
         made[name] = (tmp_path / name / "model.safetensors").read_bytes()
     assert made["all"] == made["less"]
     receipt = json.loads((tmp_path / "all" / "receipt.json").read_text())
@@ -423,10 +428,16 @@ def test_a_list_of_recipes_goes_with_no_target(tiny: Path, calibration: Ids, tmp
 def test_a_list_of_recipes_goes_with_no_importance_matrix(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     """Said before the matrix is read, or the model looked for."""
     with pytest.raises(ValueError, match="leave the importance matrix out, or name one recipe with it"):
-        compress(
-            tmp_path / "none", tmp_path / "out.gguf", recipe="best-q4_k", imatrix=tmp_path / "none.dat",
-            calibration=calibration, progress=nothing_begins,
-        )  # fmt: skip
+        compress_request(
+            CompressionRequest(
+                tmp_path / "none",
+                tmp_path / "out.gguf",
+                recipe="best-q4_k",
+                imatrix=tmp_path / "none.dat",
+                calibration=calibration,
+            ),
+            nothing_begins,
+        )
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ from attar.compression.calibration import importance
 from attar.compression.calibration.texts import Amount, sample_from
 from attar.compression.recipe.methods import Rotate, SpinQuant
 from attar.compression.recipe.recipe import Recipe
-from attar.compression.runs.pipeline import compress
+from attar.compression.request.request import CompressionRequest
+from attar.compression.runs.pipeline import compress, compress_request
 from attar.formats.codecs.ggml import TYPES
 from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.measure import measure
@@ -187,7 +188,9 @@ def test_importances_are_of_rotated_inputs(tmp_path: Path) -> None:
     compress(source, tmp_path / "out.gguf", recipe="rotate-iq4_nl", calibration=text())
     compress(source, tmp_path / "rotated", recipe="rotate-keep")
     importance.make(tmp_path / "rotated", tmp_path / "m.gguf", calibration=text())
-    compress(tmp_path / "rotated", tmp_path / "after.gguf", recipe="iq4_nl", imatrix=tmp_path / "m.gguf")
+    compress_request(
+        CompressionRequest(tmp_path / "rotated", tmp_path / "after.gguf", recipe="iq4_nl", imatrix=tmp_path / "m.gguf")
+    )
     compress(source, tmp_path / "without.gguf", recipe="rotate-iq4_nl")
     ours, after, without = (GgufCheckpoint.open(tmp_path / f"{n}.gguf") for n in ("out", "after", "without"))
     names = [name.removesuffix(".weight") for name in load_file(tmp_path / "rotated" / "model.safetensors")]
@@ -254,7 +257,11 @@ def test_importances_of_other_inputs_are_refused(tiny: Path, calibration: Ids, t
     importance.make(tiny, tmp_path / "m.gguf", calibration=calibration)
     for recipe in ("rotate-q4_0", "spinquant+gptq-q4_0"):
         with pytest.raises(ValueError, match=r"turns them: leave it out, and give --calib"):
-            compress(tiny, tmp_path / "out.gguf", recipe=recipe, imatrix=tmp_path / "m.gguf", calibration=calibration)
+            compress_request(
+                CompressionRequest(
+                    tiny, tmp_path / "out.gguf", recipe=recipe, imatrix=tmp_path / "m.gguf", calibration=calibration
+                )
+            )
     with pytest.raises(ValueError, match="spinquant-q4_0 needs calibration"):
         compress(tiny, tmp_path / "out.gguf", recipe="spinquant-q4_0")
     with pytest.raises(ValueError, match="q4_k_m is a mix of GGUF files: give an output"):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,16 +27,17 @@ from attar.compression.calibration import texts as calibrate
 from attar.compression.outputs.folder import FolderOutput
 from attar.compression.recipe.methods import Gptq, Rtn
 from attar.compression.recipe.recipe import Recipe
-from attar.compression.request.order import Order
-from attar.compression.request.settings import Settings
+from attar.compression.request.request import CompressionRequest
+from attar.compression.request.resolve import open_source, resolve
+from attar.compression.request.target import Target, parse_ladder
+from attar.compression.resume import Log
 from attar.compression.rotation import rotation, spinquant_training
 from attar.compression.runs import pipeline
-from attar.compression.runs.pipeline import Compressed, compress
+from attar.compression.runs.pipeline import Compressed, compress, compress_request
 from attar.compression.runs.run import Run
 from attar.compression.search import allocate, bit_budget, knapsack, sensitivity
 from attar.compression.search.allocate import Allocation, Allocator
-from attar.compression.search.sensitivity import Group, Log, Trial, apart, groups_of
-from attar.compression.search.target import Target, parse_ladder
+from attar.compression.search.sensitivity import Group, Trial, apart, groups_of
 from attar.compression.solvers.rounding import rtn
 from attar.formats.packed import PackedTensor, codec
 from attar.kernels.operands import Linear
@@ -155,10 +157,17 @@ def test_the_divergence_in_the_receipt_is_that_of_the_output(
     imatrix = tmp_path / "m.dat" if given else None
     if imatrix is not None:
         importance.make(tiny, imatrix, calibration=[[5, 6, 7, 8] * 8])
-    compress(
-        tiny, tmp_path / name, recipe=recipe, head=head, target=Target(bits=5.5), ladder=schemes(ladder),
-        calibration=calibration, imatrix=imatrix,
-    )  # fmt: skip
+    compress_request(
+        CompressionRequest(
+            tiny,
+            tmp_path / name,
+            recipe=recipe,
+            head=head,
+            target=Target(bits=5.5, ladder=schemes(ladder)),
+            calibration=calibration,
+            imatrix=imatrix,
+        )
+    )
     found = read_receipt(tmp_path / name)
     assert found is not None
     made, base = opening.load(tmp_path / name, torch.float32), hf.load(tiny, torch.float32)
@@ -234,10 +243,9 @@ GOAL = 0.5
 
 
 def towards_a_kl(tiny: Path, out: Path, calibration: Ids, **also: Any) -> Compressed:
-    return compress(
-        tiny, out, calibration=calibration,
-        **{"recipe": "rtn-w4g64", "target": Target(kl=GOAL), "ladder": schemes()} | also,
-    )  # fmt: skip
+    target = replace(also.pop("target", Target(kl=GOAL)), ladder=also.pop("ladder", schemes()))
+    settings = {"recipe": "rtn-w4g64", "target": target} | also
+    return compress_request(CompressionRequest(tiny, out, calibration=calibration, **settings))
 
 
 def table_of(out: Path) -> dict[str, Any]:
@@ -488,7 +496,7 @@ def test_a_walk_made_anew_redoes_only_what_depends_on_the_bits(
 @pytest.mark.parametrize("recipe", ["rtn-w4g64", "gptq-w4g64"])
 def test_the_output_keeps_its_target(recipe: str, tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     done = compress(
-        tiny, tmp_path / "out", recipe=recipe, target=Target(bits=4.0), ladder=schemes(), calibration=calibration
+        tiny, tmp_path / "out", recipe=recipe, target=Target(bits=4.0, ladder=schemes()), calibration=calibration
     )
     assert 3.8 < done.bits_per_weight <= 4.0
     found = read_receipt(tmp_path / "out")
@@ -521,7 +529,7 @@ def test_bits_of_a_rotated_model_are_chosen_by_the_rotated_one(
     found = {}
     for name in (recipe, plain):
         out = tmp_path / (f"{name}.gguf" if file else name)
-        done = compress(tiny, out, recipe=name, target=Target(bits=5.5), ladder=ladder, calibration=calibration)
+        done = compress(tiny, out, recipe=name, target=Target(bits=5.5, ladder=ladder), calibration=calibration)
         found[name] = table_of(out)
         assert found[name]["without"] == []
         assert done.reached == pytest.approx(found[name]["kl"], rel=SAME_TABLES)
@@ -535,8 +543,7 @@ def test_a_size_is_kept_by_the_files(tiny: Path, calibration: Ids, tmp_path: Pat
         tiny,
         tmp_path / "out",
         recipe="rtn-w4g64",
-        target=Target(size=target),
-        ladder=schemes(),
+        target=Target(size=target, ladder=schemes()),
         calibration=calibration,
     )
     assert 0.95 * target < done.bytes <= target
@@ -557,14 +564,28 @@ def test_a_size_is_kept_by_files_of_several_forms(
     """Whatever headers say of their parts; and the smallest that there is can be asked for, but no byte less."""
 
     def done(size: int) -> Compressed:
-        return compress(
-            tiny, tmp_path / "out", recipe=f"rtn-{ladder[0]}", target=Target(size=size), ladder=schemes(ladder),
-            calibration=calibration, max_shard_bytes=shard, overwrite=True,
-        )  # fmt: skip
+        return compress_request(
+            CompressionRequest(
+                tiny,
+                tmp_path / "out",
+                recipe=f"rtn-{ladder[0]}",
+                target=Target(size=size, ladder=schemes(ladder)),
+                calibration=calibration,
+                max_shard_bytes=shard,
+                overwrite=True,
+            )
+        )
 
     sizes = [
-        compress(
-            tiny, tmp_path / "out", recipe=f"rtn-{name}", calibration=calibration, max_shard_bytes=shard, overwrite=True
+        compress_request(
+            CompressionRequest(
+                tiny,
+                tmp_path / "out",
+                recipe=f"rtn-{name}",
+                calibration=calibration,
+                max_shard_bytes=shard,
+                overwrite=True,
+            )
         ).bytes
         for name in ladder
     ]
@@ -704,9 +725,12 @@ def test_mixtures_of_experts_keep_theirs_together(family: str, tmp_path: Path) -
     """All experts of a block in one scheme, those that no token was sent to as well; gates stay."""
     source = write(family, tmp_path / "source")
     done = compress(
-        source, tmp_path / "out", recipe="gptq-w4g32", target=Target(bits=4.6), ladder=schemes(("w3g32", "w8g32")),
+        source,
+        tmp_path / "out",
+        recipe="gptq-w4g32",
+        target=Target(bits=4.6, ladder=schemes(("w3g32", "w8g32"))),
         calibration=[[5] * 16] * 4,
-    )  # fmt: skip
+    )
     assert done.bits_per_weight <= 4.6
     chosen = {record.name: record.scheme for record in done.records}
     assert set(chosen.values()) == {"w3g32", "w8g32"}
@@ -729,9 +753,12 @@ def test_the_receipt_says_what_was_not_measured(tiny: Path, calibration: Ids, tm
         "activation rounding"
     ]
     compress(
-        tiny, tmp_path / "out", recipe="awq+gptq-w4g64", target=Target(bits=4.0), ladder=schemes(),
+        tiny,
+        tmp_path / "out",
+        recipe="awq+gptq-w4g64",
+        target=Target(bits=4.0, ladder=schemes()),
         calibration=calibration,
-    )  # fmt: skip
+    )
     found = json.loads((tmp_path / "out" / "receipt.json").read_text())["allocation"]
     assert (found["rounding"], found["without"]) == ("gptq", ["awq"])
 
@@ -756,16 +783,23 @@ def test_what_cannot_be_is_refused_before_anything_is_measured(
         monkeypatch.delattr(calibrate, "tokens")
     with pytest.raises(ValueError, match=sentence):
         compress(
-            tiny, tmp_path / "out", recipe="rtn-w4g64", target=target, ladder=schemes(ladder), calibration=calibration
+            tiny,
+            tmp_path / "out",
+            recipe="rtn-w4g64",
+            target=replace(target, ladder=schemes(ladder)),
+            calibration=calibration,
         )
 
 
 def test_a_rung_that_reads_inputs_makes_the_walk_read_them(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     """The recipe alone reads none: what was chosen is held against the model again."""
     done = compress(
-        tiny, tmp_path / "out", recipe="rtn-w4g64", target=Target(bits=6.0), ladder=schemes(("w4g64", "w8a8-static")),
+        tiny,
+        tmp_path / "out",
+        recipe="rtn-w4g64",
+        target=Target(bits=6.0, ladder=schemes(("w4g64", "w8a8-static"))),
         calibration=calibration,
-    )  # fmt: skip
+    )
     assert {record.scheme for record in done.records} == {"w4g64", "w8a8-static"}
     found = json.loads((tmp_path / "out" / "receipt.json").read_text())
     assert found["allocation"]["without"] == ["activation rounding"]
@@ -773,20 +807,28 @@ def test_a_rung_that_reads_inputs_makes_the_walk_read_them(tiny: Path, calibrati
 
 
 def test_a_rung_that_a_device_does_not_take_is_refused_first(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
-    order = Order.take(tiny, tmp_path / "out", None, None, True, 0, "cuda")
-    settings = Settings(calibrate.Amount(), 0, MAX_SHARD, False, False, no_progress, 0.0)
-    ready = order.ready("gptq-w4g64", len(calibration), targeted=True)
+    target = Target(bits=4.0, ladder=schemes(("w3g64", "nf4")))
+    request = CompressionRequest(tiny, tmp_path / "out", target=target, calibration=calibration, device="cuda")
+    resolved = resolve(request, open_source(request), "gptq-w4g64", len(calibration), targeted=True).with_texts()
     with pytest.raises(ValueError, match="nf4 is not for cuda yet"):
-        bit_budget.for_output(order, ready, settings, Target(bits=4.0), schemes(("w3g64", "nf4")), calibration)
+        bit_budget.for_output(resolved, no_progress)
     assert not list(tmp_path.iterdir())
 
 
 def test_text_that_cannot_be_divided_is_refused_before_it_is_drawn(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least 2 calibration sequences"):
-        compress(
-            tiny, tmp_path / "out", recipe="rtn-w4g64", target=Target(bits=4.0), ladder=schemes(), calibration="self",
-            samples=1, length=16, progress=no_progress,
-        )  # fmt: skip
+        compress_request(
+            CompressionRequest(
+                tiny,
+                tmp_path / "out",
+                recipe="rtn-w4g64",
+                target=Target(bits=4.0, ladder=schemes()),
+                calibration="self",
+                samples=1,
+                length=16,
+            ),
+            no_progress,
+        )
 
 
 def test_drawn_text_is_its_models(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -803,12 +845,14 @@ def test_drawn_text_is_its_models(tiny: Path, tmp_path: Path, monkeypatch: pytes
     settings: dict[str, Any] = {"target": Target(bits=4.0), "ladder": schemes(), "samples": 3, "length": 8}
     for source in (tiny, other, tiny):
         with pytest.raises(Stop):
-            compress(source, tmp_path / "out", recipe="rtn-w4g64", calibration="self", **settings)
+            compress_request(
+                CompressionRequest(source, tmp_path / "out", recipe="rtn-w4g64", calibration="self", **settings)
+            )
     one, two = tmp_path.glob(".out.attar-allocation.self-*-3x8-0.i32")
     for file in (one, two):
         file.write_bytes(np.full(24, 10**6, dtype="<i4").tobytes())
     with pytest.raises(ValueError, match="holds a token id outside 0"):
-        compress(tiny, tmp_path / "out", recipe="rtn-w4g64", calibration="self", **settings)
+        compress_request(CompressionRequest(tiny, tmp_path / "out", recipe="rtn-w4g64", calibration="self", **settings))
 
 
 def test_options_are_for_the_schemes_that_are_chosen(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
@@ -816,22 +860,24 @@ def test_options_are_for_the_schemes_that_are_chosen(tiny: Path, calibration: Id
     recipe = Recipe.from_dict({"recipe": "rtn-nf4", "scale_search": "mse"})
     with pytest.raises(ValueError, match="scale_search of rtn is for grids"):
         compress(tiny, tmp_path / "out", recipe=recipe)
-    target: dict[str, Any] = {"target": Target(bits=4.5), "ladder": schemes(), "calibration": calibration}
-    done = compress(tiny, tmp_path / "out", recipe=recipe, **target)
-    plain = compress(tiny, tmp_path / "plain", recipe="rtn-nf4", **target)
+    target: dict[str, Any] = {"target": Target(bits=4.5, ladder=schemes()), "calibration": calibration}
+    done = compress_request(CompressionRequest(tiny, tmp_path / "out", recipe=recipe, **target))
+    plain = compress_request(CompressionRequest(tiny, tmp_path / "plain", recipe="rtn-nf4", **target))
     assert done.allocated == plain.allocated
     assert (tmp_path / "out" / "model.safetensors").read_bytes() != (
         tmp_path / "plain" / "model.safetensors"
     ).read_bytes()
     # Where the choice falls on what does not read it, the option has done nothing, which is no reason to end in.
     least = compress(tiny, tmp_path / "least", recipe="rtn-nf4").bits_per_weight
-    target |= {"target": Target(bits=least), "ladder": schemes(("nf4", "w8g32"))}
-    done = compress(tiny, tmp_path / "nf4", recipe=recipe, **target)
+    target["target"] = Target(bits=least, ladder=schemes(("nf4", "w8g32")))
+    done = compress_request(CompressionRequest(tiny, tmp_path / "nf4", recipe=recipe, **target))
     assert done.bits_per_weight == least
     seen: list[str] = []
-    target["ladder"] = schemes(("nf4", "fp8"))  # of which neither reads it
+    target["target"] = Target(bits=least, ladder=schemes(("nf4", "fp8")))  # of which neither reads it
     with pytest.raises(ValueError, match="scale_search of rtn is for grids"):
-        compress(tiny, tmp_path / "none", recipe=recipe, progress=lambda stage, *_: seen.append(stage), **target)
+        compress_request(
+            CompressionRequest(tiny, tmp_path / "none", recipe=recipe, **target), lambda stage, *_: seen.append(stage)
+        )
     assert set(seen) <= {"hashing"}
 
 
@@ -843,10 +889,12 @@ def no_progress(stage: str, done: int, total: int) -> None:
 @pytest.mark.parametrize("recipe", ["hqq-w4g32-asym", "autoround-w4g64", "prune-s50-w4g64"])
 def test_roundings_that_are_not_tried_are_refused_before_text_is_drawn(recipe: str, tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"rtn, gptq, qronos and guided, not for {recipe.split('-')[0]}"):
-        compress(
-            tiny, tmp_path / "out", recipe=recipe, target=Target(bits=4.0), calibration="self", samples=4, length=8,
-            progress=no_progress,
-        )  # fmt: skip
+        compress_request(
+            CompressionRequest(
+                tiny, tmp_path / "out", recipe=recipe, target=Target(bits=4.0), calibration="self", samples=4, length=8
+            ),
+            no_progress,
+        )
 
 
 def test_other_mistakes(tiny: Path, calibration: Ids, tmp_path: Path) -> None:

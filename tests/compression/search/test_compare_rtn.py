@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from attar.checkpoints.sources import opening
 from attar.compression.calibration import texts
 from attar.compression.recipe.recipe import Recipe
+from attar.compression.request.request import CompressionRequest
 from attar.compression.runs import pipeline
 from attar.compression.search import compare_rtn
 from attar.compression.search.compare_rtn import Gain
@@ -79,7 +80,9 @@ def test_both_are_measured_on_what_neither_read(tiny: Path, tmp_path: Path, monk
         return found
 
     monkeypatch.setattr(compare_rtn, "sequences", sequences)
-    done = pipeline.compress(tiny, tmp_path / "out", recipe="gptq-w3g32", calibration="self", samples=6, length=32)
+    done = pipeline.compress_request(
+        CompressionRequest(tiny, tmp_path / "out", recipe="gptq-w3g32", calibration="self", samples=6, length=32)
+    )
     pipeline.compress(tiny, tmp_path / "rounded", recipe="rtn-w3g32")
     (ids,) = seen
     windows = [[*row, 0] for row in ids.tolist()]
@@ -99,9 +102,9 @@ def test_both_are_measured_on_what_neither_read(tiny: Path, tmp_path: Path, monk
 def test_where_memory_is_short_nothing_is_compared(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(compare_rtn, "fits", lambda checkpoint: False)
-    done = pipeline.compress(
-        tiny, tmp_path / "out", recipe="gptq-w3g32", calibration="self", samples=6, length=32,
-        progress=lambda stage, at, total: said.append(stage),
-    )  # fmt: skip
+    done = pipeline.compress_request(
+        CompressionRequest(tiny, tmp_path / "out", recipe="gptq-w3g32", calibration="self", samples=6, length=32),
+        lambda stage, at, total: said.append(stage),
+    )
     assert done.gain is None
     assert "comparing with plain rounding takes too much memory" in said

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from attar.compression.recipe.recipe import Recipe
-from attar.compression.search.target import K_QUANTS, Target, ladder_for
+from attar.compression.request.target import Target
+from attar.compression.search.target import K_QUANTS, ladder_for
 
 
 def test_a_target_is_one_positive_number() -> None:

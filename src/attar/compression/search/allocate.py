@@ -31,9 +31,11 @@ from attar.compression.calibration import texts
 from attar.compression.outputs.base import Output
 from attar.compression.recipe.methods import SpinQuant
 from attar.compression.recipe.recipe import Override, Recipe
+from attar.compression.request.target import Target
+from attar.compression.resume import Log
 from attar.compression.search import knapsack
-from attar.compression.search.sensitivity import Choice, Group, Log, Trial, fingerprint, groups_of
-from attar.compression.search.target import Target, rounding_for
+from attar.compression.search.sensitivity import Choice, Group, Trial, fingerprint, groups_of
+from attar.compression.search.target import rounding_for
 from attar.formats.scheme import Scheme
 from attar.model.decoder import Decoder
 

@@ -23,12 +23,9 @@ import fnmatch
 import hashlib
 import json
 import math
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,11 +36,11 @@ from attar.compression.groups import input_groups
 from attar.compression.outputs.base import Output
 from attar.compression.recipe.methods import Gptq, Rtn
 from attar.compression.recipe.recipe import Recipe
+from attar.compression.resume import Log, restore, save
 from attar.compression.solvers.rounding import gptq, rtn
 from attar.compression.solvers.rounding.form_levels import shared_largest
 from attar.compression.solvers.rounding.means import ColumnMean
 from attar.compression.solvers.transforms import fold
-from attar.compression.training.trainable_model import keep, left
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.kernels import ops
@@ -300,7 +297,7 @@ class Trial:
         """Take the candidates of a block as an earlier trial kept them; false where none did."""
         if not self._keeps or not (kept := self._log.folder / f"block-{layer}").is_dir():
             return False
-        parts = left(kept)[1]
+        parts = restore(kept)[1]
 
         def packed(name: str, c: int, scheme: Scheme) -> PackedTensor:
             shape = self._linears[name].shape
@@ -315,7 +312,7 @@ class Trial:
         self._log.folder.mkdir(exist_ok=True)
         packed = {f"{name}.{c}": each for name, row in made.items() for c, each in enumerate(row)}
         parts = {f"{name}.{part}": tensor for name, each in packed.items() for part, tensor in each.parts.items()}
-        keep(self._log.folder / f"block-{layer}", {}, parts)
+        save(self._log.folder / f"block-{layer}", {}, parts)
 
     def _take(self, mine: Sequence[int], made: Mapping[str, list[PackedTensor]]) -> None:
         """Have the candidates of a block, by linear in the order of `_wanted`."""
@@ -449,41 +446,3 @@ def fingerprint(
             weights = torch.arange(weight.shape[1], dtype=torch.float64).cos()
             digest.update(repr(float((weight @ weights).sum())).encode())
     return digest.hexdigest()
-
-
-class Log:
-    """Values by key, on disk as they are made: JSON lines, the first of which says what they are about. Tensors about
-    the same are in `folder`, which is there once something is."""
-
-    def __init__(self, file: Path, about: str) -> None:
-        self._values: dict[str, Any] = {}
-        self._file, self.folder = file, file.with_suffix(".candidates")
-        first = json.dumps({"about": about})
-        lines = file.read_text().splitlines() if file.is_file() else []
-        if lines and lines[0] == first:
-            for line in lines[1:]:
-                try:
-                    key, value = json.loads(line)
-                except ValueError:  # the line in which a run was killed
-                    break
-                self._values[key] = value
-        elif self.folder.is_dir():
-            shutil.rmtree(self.folder)
-        file.write_text("\n".join([first, *map(json.dumps, self._values.items())]) + "\n")
-
-    @staticmethod
-    def remove(file: Path) -> None:
-        """Forget all that the log `file` holds."""
-        file.unlink(missing_ok=True)
-        shutil.rmtree(file.with_suffix(".candidates"), ignore_errors=True)
-
-    def get(self, key: str) -> Any:
-        """None where there is none."""
-        return self._values.get(key)
-
-    def put(self, key: str, value: Any) -> None:
-        self._values[key] = value
-        with self._file.open("a") as file:
-            file.write(json.dumps((key, value)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())

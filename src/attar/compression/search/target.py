@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from attar.compression.recipe.methods import Gptq, Rtn
 from attar.compression.recipe.recipe import Recipe
@@ -11,27 +10,6 @@ from attar.formats.scheme import Grid, Scheme
 from attar.formats.weight_formats import GgmlBlocks
 
 K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What the result must keep: `bits` a weight of the blocks' linears that no override decides about, `size` in bytes
-    of all weight files, or the mean `kl` on the tokens that allocation measures on. One of them."""
-
-    bits: float | None = None
-    size: int | None = None
-    kl: float | None = None
-
-    def __post_init__(self) -> None:
-        given = list(self.to_dict().values())
-        if len(given) != 1:
-            raise ValueError("give one target: bits, size or KL")
-        if not given[0] > 0 or not math.isfinite(given[0]):
-            raise ValueError(f"a target is a positive number, not {given[0]}")
-
-    def to_dict(self) -> dict[str, float]:
-        pairs = (("bits", self.bits), ("size", self.size), ("kl", self.kl))
-        return {name: value for name, value in pairs if value is not None}
 
 
 def rounding_for(recipe: Recipe) -> Gptq | Rtn:
@@ -62,8 +40,3 @@ def ladder_for(recipe: Recipe) -> tuple[Scheme, ...]:
     rungs = [replace(grid, bits=2, group_size=fine), replace(grid, bits=3), replace(grid, bits=3, group_size=fine)]
     rungs += [replace(grid, bits=bits) for bits in (4, 5, 6, 8)]
     return tuple(replace(scheme, weight=rung) for rung in dict.fromkeys(rungs))
-
-
-def parse_ladder(text: str) -> tuple[Scheme, ...]:
-    """Schemes by name, with commas between. Raises ValueError on an unknown one."""
-    return tuple(Scheme.parse(name.strip()) for name in text.split(","))

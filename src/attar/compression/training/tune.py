@@ -48,8 +48,9 @@ from attar.checkpoints.vocabulary import is_gguf
 from attar.compression.calibration import gradients, texts
 from attar.compression.calibration.hidden_states import HiddenStates, rows_at_once
 from attar.compression.recipe.methods import Tune
+from attar.compression.resume import restore, save
 from attar.compression.training import trainable_parameters
-from attar.compression.training.trainable_model import WholeModel, keep, left, schedule, shuffled
+from attar.compression.training.trainable_model import WholeModel, schedule, shuffled
 from attar.compression.training.trainable_parameters import Knob
 from attar.formats.packed import PackedTensor
 from attar.model import decoder
@@ -114,7 +115,7 @@ def run(
     """
     kept = state / FOUND
     if kept.is_dir():
-        figures, tensors = left(kept)  # damaged, nothing else would do: the model may hold some of it already
+        figures, tensors = restore(kept)  # damaged, nothing else would do: the model may hold some of it already
         lists = {name: tuple(figures[name]) for name in ("kl_epochs", "untrained")}
         return Tuned(**{**figures, **lists}, tensors=tensors)
     if len(ids) < 2:
@@ -139,7 +140,7 @@ def run(
             gradients.through(source, ids, states, lambda blocks: report("original", blocks, source.config.layers))
             found = _Tuning(student, _Teacher(source, states), ids, judged, options, seed).run(sequences, report)
         path.unlink()
-    keep(kept, found.to_dict(), found.tensors)
+    save(kept, found.to_dict(), found.tensors)
     return found
 
 
