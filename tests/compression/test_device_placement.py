@@ -17,7 +17,7 @@ import torch
 from attar.compression import device_placement
 from attar.compression.block import passes
 from attar.compression.block.record import Record
-from attar.compression.block.work import BlockWork
+from attar.compression.block.work import BlockWork, CalibrationStates
 from attar.compression.calibration.hidden_states import HiddenStates
 from attar.compression.recipe.methods import ActivationRange, Awq
 from attar.compression.recipe.recipe import Recipe
@@ -48,7 +48,7 @@ def compressed(
         pair.append(states)
     schemes: dict[str, Scheme | None] = {linear.name: plan.scheme for linear in block.linears()}
     device_placement.move(block, device)
-    records = passes.run(BlockWork(block, pair[0], plan, schemes, "LlamaForCausalLM", original=pair[1]))
+    records = passes.run(BlockWork(block, CalibrationStates(*pair), plan, schemes, "LlamaForCausalLM"))
     device_placement.move(block, device_placement.CPU)
     return records, block
 

@@ -36,8 +36,9 @@ from attar.compression.runs import pipeline
 from attar.compression.runs.pipeline import Compressed, compress, compress_request
 from attar.compression.runs.run import Run
 from attar.compression.search import allocate, bit_budget, knapsack, sensitivity
-from attar.compression.search.allocate import Allocation, Allocator
-from attar.compression.search.sensitivity import Group, Trial, apart, groups_of
+from attar.compression.search.allocate import Allocation, Allocator, Storage
+from attar.compression.search.sensitivity import Experiment, Trial, apart
+from attar.compression.search.target import Group, groups_of, rounding_for
 from attar.compression.solvers.rounding import rtn
 from attar.formats.packed import PackedTensor, codec
 from attar.kernels.operands import Linear
@@ -68,14 +69,16 @@ def trial_of(folder: Path, ids: Ids, file: Path, recipe: str = "rtn-w4g64") -> T
     decoder, plan = hf.load(folder, torch.float32), Recipe.load(recipe)
     groups = groups_of(decoder, plan)
     log = Log(file, "x")
-    return Trial(decoder, groups, schemes(), plan.rounding, *apart(torch.tensor(ids)), log, lambda: None)  # type: ignore[arg-type]
+    experiment = Experiment(groups, schemes(), rounding_for(plan), *apart(torch.tensor(ids)))
+    return Trial(decoder, experiment, log, lambda: None)
 
 
 def chosen(
-    model: Path, recipe: str, target: Target, texts: tuple[Tensor, Tensor], *rest: Any, **also: Any
+    model: Path, recipe: str, target: Target, texts: tuple[Tensor, Tensor], file: Path, **also: Any
 ) -> Allocation:
     decoder, ladder = hf.load(model, torch.float32), also.pop("ladder", schemes())
-    return Allocator(decoder, Recipe.load(recipe), target, ladder, *texts, *rest, **also).choose(decoder)
+    target, storage = replace(target, ladder=ladder), Storage(**also)
+    return Allocator(decoder, Recipe.load(recipe), target, texts, file, storage).choose(decoder)
 
 
 def test_divergences_are_those_of_whole_passes(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
@@ -118,7 +121,8 @@ def test_what_is_not_chosen_for_is_part_of_divergences_of_the_whole(
     def trial(name: str, output: FolderOutput | None) -> Trial:
         decoder = hf.load(tiny, torch.float32)
         log, texts = Log(tmp_path / name, "x"), apart(torch.tensor(calibration))
-        return Trial(decoder, groups_of(decoder, plan), schemes(), Rtn(), *texts, log, lambda: None, output)
+        experiment = Experiment(groups_of(decoder, plan), schemes(), Rtn(), *texts, output)
+        return Trial(decoder, experiment, log, lambda: None)
 
     here, again, without = trial("here", output), trial("again", output), trial("without", None)
     assert here.alone() == again.alone() == without.alone()
@@ -189,7 +193,8 @@ def test_candidates_of_every_form_are_rounded_as_the_walk_does(
     decoder, plan = hf.load(tiny, torch.float32), Recipe.load("gptq-w4g64")
     ladder = schemes(("q4_0", "nf4", "lut3", "nvfp4", "qserve-g64"))
     texts, log = apart(torch.tensor(calibration)), Log(tmp_path / "log", "x")
-    trial = Trial(decoder, groups_of(decoder, plan)[:2], ladder, plan.rounding, *texts, log, lambda: None)  # type: ignore[arg-type]
+    experiment = Experiment(groups_of(decoder, plan)[:2], ladder, rounding_for(plan), *texts)
+    trial = Trial(decoder, experiment, log, lambda: None)
     assert all(kl > 0 for row in trial.alone() for kl in row)
 
 
@@ -197,7 +202,7 @@ def test_the_model_is_as_it_was_afterwards(tiny: Path, calibration: Ids, tmp_pat
     decoder, plan = hf.load(tiny, torch.float32), Recipe.load("gptq-w4g64")
     before = {linear.name: linear.weight for block in decoder.blocks for linear in block.linears()}
     texts = apart(torch.tensor(calibration))
-    Allocator(decoder, plan, Target(bits=4.5), schemes(), *texts, tmp_path / "log").choose(decoder)
+    Allocator(decoder, plan, Target(bits=4.5, ladder=schemes()), texts, tmp_path / "log").choose(decoder)
     after = {linear.name: linear.weight for block in decoder.blocks for linear in block.linears()}
     assert all(after[name] is weight for name, weight in before.items())
 
@@ -222,7 +227,8 @@ def test_kept_candidates_are_those_that_were_rounded(
 
     def packed() -> list[PackedTensor]:
         decoder, log = hf.load(tiny, torch.float32), Log(tmp_path / "log", "x")
-        trial = Trial(decoder, groups_of(decoder, plan), ladder, Gptq(), *texts, log, lambda: None, output, keeps=True)
+        experiment = Experiment(groups_of(decoder, plan), ladder, Gptq(), *texts, output)
+        trial = Trial(decoder, experiment, log, lambda: None, keeps=True)
         trial.alone()
         every = [*trial._packed.values(), *(row for _, row in trial._fixed)]
         return [each for row in every for each in row]
@@ -355,7 +361,7 @@ def test_what_is_measured_is_another_seeds(tiny: Path, calibration: Ids, tmp_pat
     for seed in range(8):
         view = rotation.rotated(source, plan, seed)
         model = decoder.build(view.config, view)
-        found.add(sensitivity.fingerprint(model, groups_of(model, plan), schemes(), plan.rounding, *texts))
+        found.add(Experiment(groups_of(model, plan), schemes(), rounding_for(plan), *texts).fingerprint(model))
     assert len(found) == 8
 
 
@@ -669,7 +675,9 @@ def test_it_is_closer_than_uniform_bits(demo: Path, tmp_path: Path, monkeypatch:
     ids = torch.tensor(Tokenizer.load(demo).encode(text * 4, add_special_tokens=False)[:96]).view(3, 32)
     ladder = schemes(("w2g64", "w3g128", "w4g128"))
     monkeypatch.setattr(allocate, "ROUNDS", 1)
-    found = chosen(demo, "rtn-w3g128", Target(bits=3.13), apart(ids), tmp_path / "log", "bfloat16", ladder=ladder)
+    found = chosen(
+        demo, "rtn-w3g128", Target(bits=3.13), apart(ids), tmp_path / "log", scale_dtype="bfloat16", ladder=ladder
+    )
     assert found.bits_per_weight <= 3.13
     assert found.measured <= found.unrefined
     assert found.measured < found.uniform[1]

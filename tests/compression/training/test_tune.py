@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from attar import machine
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.receipts.verify import verify
@@ -20,6 +22,7 @@ from attar.checkpoints.sources import hf, opening
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.compression.calibration import gradients, hidden_states, texts
 from attar.compression.calibration.hidden_states import HiddenStates
+from attar.compression.calibration.texts import Tokens
 from attar.compression.recipe.methods import Distill, Tune
 from attar.compression.recipe.recipe import Recipe
 from attar.compression.runs.pipeline import compress
@@ -55,7 +58,7 @@ def run(
 ) -> tune.Tuned:
     state.mkdir(exist_ok=True)
     with torch.inference_mode():
-        return tune.run(Checkpoint.open(tiny), small, state, ids, options, drawn=drawn)
+        return tune.run(Checkpoint.open(tiny), small, state, Tokens(ids, drawn), options)
 
 
 def divergence(base: Path, model: Path, ids: Tensor) -> float:
@@ -279,11 +282,14 @@ def test_what_was_found_is_not_taken_where_it_is_damaged(tiny: Path, small: Path
         run(tiny, small, tmp_path / "state", ids)
 
 
-def test_what_cannot_be_is_refused(tiny: Path, small: Path, ids: Tensor, tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused(
+    tiny: Path, small: Path, ids: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match="at least 2 calibration sequences"):
         run(tiny, small, tmp_path, ids[:1])
+    monkeypatch.setattr(machine, "examine", lambda: SimpleNamespace(budget=1_000_000))
     with pytest.raises(ValueError, match=r"needs .* GB of memory and may use 0.001"):
-        tune.run(Checkpoint.open(tiny), small, tmp_path, ids, OPTIONS, memory=1_000_000)
+        run(tiny, small, tmp_path, ids)
     with pytest.raises(ValueError, match="at most 10"):
         Tune(epochs=11)
 

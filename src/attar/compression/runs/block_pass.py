@@ -18,7 +18,7 @@ from attar.checkpoints.writer import ShardWriter
 from attar.compression import device_placement
 from attar.compression.block import passes
 from attar.compression.block.record import Record, weight_error
-from attar.compression.block.work import BlockWork
+from attar.compression.block.work import BlockWork, CalibrationStates
 from attar.compression.calibration import coverage, gradients, hidden_states
 from attar.compression.calibration.hidden_states import HiddenStates
 from attar.compression.calibration.loss_weights import Guide
@@ -103,9 +103,8 @@ class Walk:
         original = self._original(layer)
         device_placement.move(block, self.device)
         work = BlockWork(
-            block, inputs, self.recipe, self.output.schemes, self.config.architecture, self.output.importances,
-            guide, original,
-            self.output.sizes,
+            block, None if inputs is None else CalibrationStates(inputs, original), self.recipe, self.output.schemes,
+            self.config.architecture, self.output.importances, guide, self.output.sizes,
         )  # fmt: skip
         records = passes.run(work)
         device_placement.move(block, device_placement.CPU)

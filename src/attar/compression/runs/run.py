@@ -25,6 +25,7 @@ from attar.compression.block.record import Record
 from attar.compression.calibration import coverage, domain, importance, texts
 from attar.compression.calibration.domain import Surprise
 from attar.compression.calibration.loss_weights import Guide, key
+from attar.compression.calibration.texts import Tokens
 from attar.compression.outputs.base import Output
 from attar.compression.recipe import requirements
 from attar.compression.recipe.methods import SpinQuant, SqueezeLlm
@@ -216,7 +217,7 @@ class Run:
         schemes = self.output.schemes
         dense = [name for name, scheme in schemes.items() if scheme is None and self.plan.reshapes(name)]
         tuned = tune.run(
-            self.checkpoint, self.made, self.work.state, self.ids, self.plan.tune, drawn=self._drawn,
+            self.checkpoint, self.made, self.work.state, Tokens(self.ids, self._drawn), self.plan.tune,
             seed=self.request.seed, progress=self.report, dense=dense,
         )  # fmt: skip
         with ShardWriter(self.work.out, self.files, [name for file in self.files for name in file.slots]) as writer:

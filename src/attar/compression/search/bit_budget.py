@@ -9,7 +9,6 @@ twice the room of a model in 16 bits.
 from __future__ import annotations
 
 import copy
-import fnmatch
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,9 +27,9 @@ from attar.compression.recipe.recipe import Override, Recipe
 from attar.compression.request.resolve import ResolvedCompression
 from attar.compression.resume import Log
 from attar.compression.rotation.rotated import RotatedCheckpoint
-from attar.compression.search.allocate import Allocation, Allocator, Progress, reachable
-from attar.compression.search.sensitivity import Group, apart, divisible
-from attar.compression.search.target import ladder_for, rounding_for
+from attar.compression.search.allocate import Allocation, Allocator, Progress, Storage
+from attar.compression.search.sensitivity import apart, divisible
+from attar.compression.search.target import Group, ladder_for, reachable, rounding_for, undecided
 from attar.compression.training import tune
 from attar.formats.scheme import Scheme
 from attar.model import decoder
@@ -130,7 +129,7 @@ def for_output(resolved: ResolvedCompression, report: Progress) -> Allocated:
     names = checkpoint.config.names
     first = f"{names.layer.format(i=0)}.{names.output}.weight"
     stored = checkpoint.folder.info(checkpoint.stored_name(first)).dtype
-    free = _free(checkpoint, recipe)
+    free = undecided(recipe, all_compressible(checkpoint.config))
     if free:
         whole = Group(0, tuple(free), tuple(map(checkpoint.linear_shape, free)))
         reachable(target, [whole], [scheme.with_scale_dtype(stored) for scheme in ladder])
@@ -167,10 +166,9 @@ def for_output(resolved: ResolvedCompression, report: Progress) -> Allocated:
         return decoder.build(wide.config, wide)
 
     model = load()
-    bits = Allocator(
-        model, recipe, target, ladder, seen, measured, file, stored, bytes_of, report, resolved.output,
-        resolved.weighs, None if recipe.rotate is None else lambda: hf.load(folder, torch.float32),
-    )  # fmt: skip
+    storage = Storage(resolved.output, resolved.weighs, stored, bytes_of)
+    original = None if recipe.rotate is None else lambda: hf.load(folder, torch.float32)
+    bits = Allocator(model, recipe, target, (seen, measured), file, storage, report, original)
     about = {"recipe": recipe.to_dict(), "target": target.to_dict(), "calibration": texts.token_hash(ids)}
     walks = f"walks of {key(about | {'seed': request.seed, 'drawn': amount.drawn, 'device': request.device})}"
     aims, missed = map(tuple, bits.log.get(walks) or ([] if target.kl is None else [target.kl], []))
@@ -182,15 +180,8 @@ def _rungs(checkpoint: hf.Checkpoint, recipe: Recipe, ladder: Sequence[Scheme]) 
     """The recipe with each scheme of the ladder in turn, to be held against the model: for one linear of each kind and
     shape that can be chosen for, since overrides for every linear, all experts of a mixture among them, take long."""
     kinds: dict[tuple[str, tuple[int, int]], str] = {}
-    for name in _free(checkpoint, recipe):
+    for name in undecided(recipe, all_compressible(checkpoint.config)):
         kinds.setdefault((re.sub(r"\d+", "", name), checkpoint.linear_shape(name)), name)
     for scheme in ladder:
         overrides = (Override(name, scheme) for name in kinds.values())
         yield replace(recipe, overrides=(*recipe.overrides, *overrides))
-
-
-def _free(checkpoint: hf.Checkpoint, recipe: Recipe) -> list[str]:
-    """The linears about which neither an override nor `keep` decides."""
-    decided = [*(override.match for override in recipe.overrides), *recipe.keep]
-    names = all_compressible(checkpoint.config)
-    return [name for name in names if not any(fnmatch.fnmatchcase(name, match) for match in decided)]

@@ -1,7 +1,6 @@
 """How much the predictions of a model suffer when some of its linears are compressed: what `allocate.py` decides by.
 
-Linears are taken in groups that must be of one scheme, because engines run them as one: q, k and v; gate and up; in a
-mixture, those of all experts. A `Trial` holds the model dense, and every group packed in every scheme of a ladder, by
+A `Trial` holds the model dense, and every group packed in every scheme of a ladder, by
 the recipe's own kind of rounding: GPTQ on Hessians of the original's inputs, or to nearest, with importances where the
 walk has them. It swaps groups in and out and measures the mean KL divergence from the model as it was. Hidden states
 that enter each block are kept, so that a measurement starts at the block that changed: half a forward pass on average.
@@ -19,14 +18,12 @@ Legend: S sequences, L tokens of each, N rows, I hidden size, V vocabulary, P po
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +32,8 @@ from attar.compression.calibration.hidden_states import HEAD_ROWS, rows_at_once
 from attar.compression.groups import input_groups
 from attar.compression.outputs.base import Output
 from attar.compression.recipe.methods import Gptq, Rtn
-from attar.compression.recipe.recipe import Recipe
 from attar.compression.resume import Log, restore, save
+from attar.compression.search.target import Choice, Group
 from attar.compression.solvers.rounding import gptq, rtn
 from attar.compression.solvers.rounding.form_levels import shared_largest
 from attar.compression.solvers.rounding.means import ColumnMean
@@ -47,63 +44,15 @@ from attar.kernels import ops
 from attar.kernels.operands import Linear, Tap
 from attar.model.cache import Step
 from attar.model.decoder import Decoder, Embedding
-from attar.model.layers import Block, MixtureOfExperts
+from attar.model.layers import Block
 
 MEASURED_TOKENS = 4096  # on which a divergence is measured
 HESSIAN_TOKENS = 32768
 LOGITS = 1 << 27  # of the original that are kept
 LOGITS_AT_ONCE = 1 << 22
 
-Choice = tuple[int, ...]
-"""For each group, the index of its scheme in the ladder."""
-
 Swap = tuple[Linear, Sequence[PackedTensor]]
 """A linear and its rounded weight, some rows after others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Linears of one block that share a scheme: their names and shapes (out, in)."""
-
-    layer: int
-    linears: tuple[str, ...]
-    shapes: tuple[tuple[int, int], ...]
-
-    @property
-    def weights(self) -> int:
-        return sum(map(math.prod, self.shapes))
-
-    def bytes(self, scheme: Scheme) -> int:
-        return sum(map(scheme.bytes, self.shapes))
-
-
-def groups_of(decoder: Decoder, recipe: Recipe) -> list[Group]:
-    """What can be chosen for, block by block: the linears about which neither an override nor `keep` decides.
-
-    Raises ValueError where that is none.
-    """
-    decided = [*(override.match for override in recipe.overrides), *recipe.keep]
-    found = []
-    for layer, block in enumerate(decoder.blocks):
-        for linears in _fused(block):
-            free = [each for each in linears if not any(fnmatch.fnmatchcase(each.name, match) for match in decided)]
-            if free:
-                found.append(Group(layer, tuple(e.name for e in free), tuple(e.shape for e in free)))
-    if not found:
-        raise ValueError(f"{recipe.name} leaves nothing to choose: its overrides decide about every linear")
-    return found
-
-
-def _fused(block: Block) -> Iterator[tuple[Linear, ...]]:
-    yield block.attention.qkv
-    yield (block.attention.output,)
-    forwards = list(block.feed_forwards())
-    if isinstance(block.feed_forward, MixtureOfExperts):
-        yield tuple(linear for each in forwards for linear in each.up)
-        yield tuple(each.down for each in forwards)
-    else:
-        yield forwards[0].up
-        yield (forwards[0].down,)
 
 
 def apart(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,33 +71,62 @@ def divisible(sequences: int) -> None:
         raise ValueError("a target needs at least 2 calibration sequences: one is to measure on; give more text")
 
 
+@dataclass(frozen=True, eq=False)
+class Experiment:
+    """What is measured: groups of linears, each rounded to every scheme of a ladder.
+
+    Hessians are of calibration tokens `ids` [S, L], divergences of those `measured` [T, L]. `output` says how all else
+    is stored, None: as it is; `weighs`, whether importances are measured, for an output that is given none.
+    """
+
+    groups: Sequence[Group]
+    ladder: Sequence[Scheme]
+    rounding: Gptq | Rtn
+    ids: Tensor
+    measured: Tensor
+    output: Output | None = None
+    weighs: bool = False
+
+    def fingerprint(self, decoder: Decoder) -> str:
+        """Hash what measurements depend on. A weighted sum of each matrix is enough to tell models apart; a plain
+        one is nearly the same of two rotations."""
+        names = [(scheme.name, scheme.scale_dtype) for scheme in self.ladder], [group.linears for group in self.groups]
+        sizes = MEASURED_TOKENS, HESSIAN_TOKENS, LOGITS, list(self.ids.shape), list(self.measured.shape)
+        machine = str(torch.__version__), torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
+        schemes = {} if self.output is None else self.output.schemes
+        stored = {name: scheme.name for name, scheme in schemes.items() if scheme is not None}
+        digest = hashlib.sha256(json.dumps([names, sizes, repr(self.rounding), machine, stored, self.weighs]).encode())
+        for name, mean in () if self.output is None else self.output.importances.items():
+            digest.update(name.encode() + mean.numpy().tobytes())
+        digest.update(torch.cat((self.ids, self.measured)).to(torch.int32).numpy().tobytes())
+        for block in decoder.blocks:
+            for linear in block.linears():
+                weight = fold.dense_weight(linear).double()
+                weights = torch.arange(weight.shape[1], dtype=torch.float64).cos()
+                digest.update(repr(float((weight @ weights).sum())).encode())
+        return digest.hexdigest()
+
+
 class Trial:
     """A dense model with some groups compressed. Between calls its weights are as they were."""
 
     def __init__(
         self,
         decoder: Decoder,
-        groups: Sequence[Group],
-        ladder: Sequence[Scheme],
-        rounding: Gptq | Rtn,
-        ids: Tensor,
-        measured: Tensor,
+        experiment: Experiment,
         log: Log,
         told: Callable[[], None],
-        output: Output | None = None,
-        weighs: bool = False,
         keeps: bool = False,
         original: Callable[[], Decoder] | None = None,
     ) -> None:
-        """Hessians are of calibration tokens `ids` [S, L], divergences of those `measured` [T, L]. `told` is called
-        after each measurement. `output` says how all else is stored, None: as it is; `weighs`, whether importances are
-        measured, for an output that is given none; `keeps`, whether candidates stay beside the log for another trial.
+        """`told` is called after each measurement. `keeps`: whether candidates stay beside the log for another trial.
         `original` loads the model that divergences are from, where that is not `decoder` as it comes: what is rotated
         has tables that were rounded once more.
         """
-        self.groups, self.ladder = tuple(groups), tuple(ladder)
-        self._output, self._weighs, self._keeps = output, weighs, keeps
-        self._importances = {} if output is None else dict(output.importances)
+        ids, measured, rounding = experiment.ids, experiment.measured, experiment.rounding
+        self.groups, self.ladder = tuple(experiment.groups), tuple(experiment.ladder)
+        self._output, self._weighs, self._keeps = experiment.output, experiment.weighs, keeps
+        self._importances = {} if self._output is None else dict(self._output.importances)
         self._decoder, self._rounding, self._log, self._told = decoder, rounding, log, told
         self._length = ids.shape[1]
         self._rest = ids[: max(1, HESSIAN_TOKENS // self._length)]
@@ -158,7 +136,7 @@ class Trial:
         self._rows = torch.arange(positions) * self.tokens // positions
         self._linears = {linear.name: linear for block in decoder.blocks for linear in block.linears()}
         chosen = {name for group in self.groups for name in group.linears}
-        schemes = {} if output is None else output.schemes
+        schemes = {} if self._output is None else self._output.schemes
         self._decided = {
             name: scheme
             for name, scheme in schemes.items()
@@ -376,10 +354,8 @@ class Trial:
         importance = self._importances.get(linear.name)
         if prepared is None or not isinstance(rounding, Gptq):
             return rtn.solve(weight, scheme, scale_search=rounding.scale_search, importance=importance, largest=largest)
-        found = gptq.solve(
-            weight, prepared, scheme, block=rounding.block, scale_search=rounding.scale_search,
-            static_groups=rounding.static_groups, largest=largest, importance=importance,
-        ).packed  # fmt: skip
+        plain = replace(rounding, polish=0)
+        found = gptq.solve(weight, prepared, scheme, plain, largest=largest, importance=importance).packed
         assert isinstance(found, PackedTensor)
         return found
 
@@ -417,32 +393,3 @@ def _as_stored(weight: Tensor, scheme: Scheme) -> Tensor:
 
 def _key(choice: Choice) -> str:
     return ",".join(map(str, choice))
-
-
-def fingerprint(
-    decoder: Decoder,
-    groups: Sequence[Group],
-    ladder: Sequence[Scheme],
-    rounding: Any,
-    ids: Tensor,
-    measured: Tensor,
-    output: Output | None = None,
-    weighs: bool = False,
-) -> str:
-    """What measurements depend on, as one hash. A weighted sum of each matrix is enough to tell models apart; a plain
-    one is nearly the same of two rotations."""
-    names = [(scheme.name, scheme.scale_dtype) for scheme in ladder], [group.linears for group in groups]
-    sizes = MEASURED_TOKENS, HESSIAN_TOKENS, LOGITS, list(ids.shape), list(measured.shape)
-    machine = str(torch.__version__), torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
-    schemes = {} if output is None else output.schemes
-    stored = {name: scheme.name for name, scheme in schemes.items() if scheme is not None}
-    digest = hashlib.sha256(json.dumps([names, sizes, repr(rounding), machine, stored, weighs]).encode())
-    for name, mean in () if output is None else output.importances.items():
-        digest.update(name.encode() + mean.numpy().tobytes())
-    digest.update(torch.cat((ids, measured)).to(torch.int32).numpy().tobytes())
-    for block in decoder.blocks:
-        for linear in block.linears():
-            weight = fold.dense_weight(linear).double()
-            weights = torch.arange(weight.shape[1], dtype=torch.float64).cos()
-            digest.update(repr(float((weight @ weights).sum())).encode())
-    return digest.hexdigest()
