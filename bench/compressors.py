@@ -41,7 +41,7 @@ from torch import Tensor
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.sources import hf, hub
 from attar.compression.calibration import texts as calibrate
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import recipe_from_dict
 from attar.compression.request.request import CompressionRequest
 from attar.compression.runs.pipeline import compress_request
 from attar.evaluation.report import evaluate
@@ -141,7 +141,7 @@ def compare(source: Path, label: str, place: Path, args: argparse.Namespace) -> 
     rows = {}
     for row in ROWS:
         ours, theirs = place / f"attar-{row.name}", place / f"peer-{row.job}"
-        recipe = Recipe.from_dict({"recipe": row.recipe.format(group=group), **row.options})
+        recipe = recipe_from_dict({"recipe": row.recipe.format(group=group), **row.options})
         done = compress_request(
             CompressionRequest(source, ours, recipe=recipe, calibration=calibration, overwrite=True, resume=False)
         )

@@ -31,7 +31,7 @@ from outliers import KINDS, inject
 from attar.checkpoints.sources import hf, hub, opening
 from attar.compression.calibration import importance
 from attar.compression.recipe.methods import Rtn, SpinQuant
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import load_recipe
 from attar.compression.request.request import CompressionRequest
 from attar.compression.runs.pipeline import compress, compress_request
 from attar.formats.codecs.ggml_mix import MIXES
@@ -128,7 +128,7 @@ def ours_alone(source: Path, read: Texts, base: Decoder, args: argparse.Namespac
         source = inject(source, Path(name) / "source", args.seed, args.kinds) if args.injected else source
         print(f"{'recipe':<26}{'calibrated':<12}{'bytes':>11}  {'text':<14}{'KL':>10}  / the first")
         for recipe in args.ours:
-            plan = Recipe.load(recipe)
+            plan = load_recipe(recipe)
             bare = plan.passes == (Rtn(),) and not isinstance(plan.rotate, SpinQuant)
             for calibration in (None, read.calibration) if bare else (read.calibration,):
                 compress_request(

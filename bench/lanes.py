@@ -56,6 +56,7 @@ from attar.checkpoints import inspect
 from attar.checkpoints.sources import hf, hub
 from attar.compression.calibration import texts as calibrate
 from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import recipe_from_dict
 from attar.compression.request.request import CompressionRequest
 from attar.compression.runs.pipeline import compress_request
 from attar.evaluation.report import evaluate
@@ -148,7 +149,7 @@ def lanes(group: int, iterations: int) -> dict[str, Lane]:
     )  # fmt: skip
     eights = ("rtn-w8a8", "smoothquant+gptq-w8a8", *rotated)
     fours = ("smoothquant+gptq-w4a4", "quarot+gptq-w4a4", "spinquant+gptq-w4a4", "spinquant+guided-w4a4")
-    quarot = {"QuaRot, GPTQ": Recipe.from_dict({"recipe": "quarot+gptq-w4a4", "balance": False, "across": True})}
+    quarot = {"QuaRot, GPTQ": recipe_from_dict({"recipe": "quarot+gptq-w4a4", "balance": False, "across": True})}
     whole = {"name": "torchao", "bits": 8, "group_size": None, "symmetric": True}
     damped = tuple(
         {"name": f"SparseGPT, damping {d:g}", "method": "sparsegpt", "pattern": "2:4", "damping": d}
@@ -185,7 +186,7 @@ def four_eight_four(group: int) -> Lane:
         {},
         0.70,
         published={
-            name: Recipe.from_dict({**said, **keys, **smooth, "scale_search": "minmax"})
+            name: recipe_from_dict({**said, **keys, **smooth, "scale_search": "minmax"})
             for name, said in published.items()
         },
         kv="int4",

@@ -232,11 +232,11 @@ def block(name: str, samples: int, length: int, recipe: str) -> Iterator[Row]:
     from attar.compression.block import passes
     from attar.compression.block.work import BlockWork, CalibrationStates
     from attar.compression.calibration.hidden_states import HiddenStates, rows_at_once
-    from attar.compression.recipe.recipe import Recipe
+    from attar.compression.recipe.recipe_file import load_recipe
     from attar.model.decoder import build_block
     from attar.model.shapes import shape
 
-    config, plan = shape(name), Recipe.load(recipe)
+    config, plan = shape(name), load_recipe(recipe)
     made = build_block(config, models.RandomWeights(config, "bf16"), 0)
     for linear in made.linears():
         linear.keep_dense = False
@@ -264,11 +264,11 @@ def block_as_on_a_cpu() -> tuple[float, float]:
     from attar.compression.block import passes
     from attar.compression.block.work import BlockWork, CalibrationStates
     from attar.compression.calibration.hidden_states import HiddenStates
-    from attar.compression.recipe.recipe import Recipe
+    from attar.compression.recipe.recipe_file import load_recipe
     from attar.model.decoder import build_block
     from attar.model.shapes import shape
 
-    config, plan, errors = shape(SMALL), Recipe.load("gptq-w4g32"), []
+    config, plan, errors = shape(SMALL), load_recipe("gptq-w4g32"), []
     made = build_block(config, models.RandomWeights(config, "bf16"), 0)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         for device in (device_placement.CPU, torch.device(DEVICE)):

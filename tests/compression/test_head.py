@@ -19,6 +19,7 @@ from attar.checkpoints.safetensors import TensorFile
 from attar.checkpoints.sources import hf
 from attar.compression.calibration import hidden_states
 from attar.compression.recipe.recipe import HEAD, Override, Recipe
+from attar.compression.recipe.recipe_file import load_recipe
 from attar.compression.request.request import CompressionRequest
 from attar.compression.runs import block_pass
 from attar.compression.runs.pipeline import compress, compress_request
@@ -134,7 +135,7 @@ def test_rows_at_a_time_are_the_whole(
     """However many rows are rounded at once: the stored parts are those of the whole matrix rounded at once."""
     monkeypatch.setattr(hidden_states, "HEAD_ROWS", 96)  # not a divisor of 256
     recipe = "gptq-w4g128" if search == "mse" else RECIPE
-    assert Recipe.load(recipe).rounding.scale_search == search
+    assert load_recipe(recipe).rounding.scale_search == search
     compress(source, tmp_path / "out", recipe=recipe, head=head, calibration=calibration)
     table = load_file(source / "model.safetensors")[f"{EMBED if source.name == 'tied' else HEAD}.weight"]
     scheme = Scheme.parse(head).with_scale_dtype("bfloat16")
@@ -147,7 +148,7 @@ def test_rows_at_a_time_are_the_whole(
 
 
 def test_only_the_head_may_be_compressed(source: Path, tmp_path: Path) -> None:
-    recipe = Recipe.load(RECIPE)
+    recipe = load_recipe(RECIPE)
     only = Recipe(recipe.passes, recipe.scheme, (Override("model.layers.*", None),), head=Scheme.parse("w8"))
     done = compress(source, tmp_path / "out", recipe=only)
     assert [record.name for record in done.records] == [HEAD]

@@ -15,7 +15,7 @@ from attar.compression.block.work import BlockWork, CalibrationStates
 from attar.compression.calibration.hidden_states import HiddenStates
 from attar.compression.groups import input_groups
 from attar.compression.recipe.methods import Awq, SmoothQuant
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import load_recipe
 from attar.compression.solvers.rounding.means import ColumnMean
 from attar.compression.solvers.transforms import smoothquant
 from attar.formats.scheme import Scheme
@@ -26,7 +26,7 @@ SAME = 1e-3  # relative: transforms leave what a block computes as it was within
 
 
 def working(block: Block, recipe: str, folder: Path, importances: Mapping[str, Tensor] | None = None) -> BlockWork:
-    plan = Recipe.load(recipe)
+    plan = load_recipe(recipe)
     passes = tuple(replace(each, points=4, clip=False) if isinstance(each, Awq) else each for each in plan.passes)
     states = HiddenStates(folder / "states.f32", (4, 24, 64), 1 << 20, 48)
     for s in range(4):

@@ -16,7 +16,7 @@ from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.sources import hf
 from attar.compression.calibration import coverage, gradients, texts
 from attar.compression.recipe.parser import PRESETS
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import recipe_from_dict
 from attar.compression.request.request import CompressionRequest
 from attar.compression.request.resolve import open_source, resolve
 from attar.compression.request.target import Target, parse_ladder
@@ -275,7 +275,7 @@ def test_what_needs_the_original_beside_it_asks_for_room(
     monkeypatch.setattr("attar.compression.runs.run.require_free", lambda path, needed: asked.append(needed))
     monkeypatch.setattr("attar.compression.outputs.folder.FolderOutput.written", lambda self, done: 1 / 0)
     for correct in (True, False):
-        plan = Recipe.from_dict({"recipe": "autoround-w4g32", "correct": correct})
+        plan = recipe_from_dict({"recipe": "autoround-w4g32", "correct": correct})
         with pytest.raises(ZeroDivisionError):
             compress(tiny, tmp_path / str(correct), recipe=plan, calibration=calibration)
     assert asked[0] - asked[1] == 2 * 4 * 128 * 8 * 32
@@ -382,7 +382,7 @@ def test_a_range_is_of_scales_that_are_fixed(
 @pytest.mark.parametrize("word", ["minmax", "average", "percentile", "mse", "kl"])
 def test_fixed_scales_are_those_of_the_observer(word: str, tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     """Of what q, k and v of the first block read, which nothing before has changed; batch by batch."""
-    plan = Recipe.from_dict({"recipe": "rtn-w8a8-static", "activation_range": word})
+    plan = recipe_from_dict({"recipe": "rtn-w8a8-static", "activation_range": word})
     compress(tiny, tmp_path / "out", recipe=plan, calibration=calibration)
     decoder, grid = hf.load(tiny, torch.float32), Scheme.parse("w8a8-static").activation
     assert isinstance(grid, Grid)
@@ -412,7 +412,7 @@ def test_heads_that_no_search_takes_are_refused_before_the_first_block(
     (source / "config.json").write_text(json.dumps(config | {"num_attention_heads": 4, "num_key_value_heads": 4}))
     with pytest.raises(ValueError, match=r"^model\.layers\.0\.self_attn\.q_proj: its heads have 20 columns"):
         compress(source, tmp_path / "out", recipe=recipe, calibration=ids, progress=nothing_begins)
-    plan = Recipe.from_dict({"recipe": recipe, "key_alpha": 0.5})
+    plan = recipe_from_dict({"recipe": recipe, "key_alpha": 0.5})
     assert compress(source, tmp_path / "out", recipe=plan, calibration=ids).recipe == recipe
 
 

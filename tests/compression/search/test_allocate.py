@@ -27,6 +27,7 @@ from attar.compression.calibration import texts as calibrate
 from attar.compression.outputs.folder import FolderOutput
 from attar.compression.recipe.methods import Gptq, Rtn
 from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import load_recipe, recipe_from_dict
 from attar.compression.request.request import CompressionRequest
 from attar.compression.request.resolve import open_source, resolve
 from attar.compression.request.target import Target, parse_ladder
@@ -66,7 +67,7 @@ def schemes(names: tuple[str, ...] = LADDER):  # type: ignore[no-untyped-def]
 
 
 def trial_of(folder: Path, ids: Ids, file: Path, recipe: str = "rtn-w4g64") -> Trial:
-    decoder, plan = hf.load(folder, torch.float32), Recipe.load(recipe)
+    decoder, plan = hf.load(folder, torch.float32), load_recipe(recipe)
     groups = groups_of(decoder, plan)
     log = Log(file, "x")
     experiment = Experiment(groups, schemes(), rounding_for(plan), *apart(torch.tensor(ids)))
@@ -78,7 +79,7 @@ def chosen(
 ) -> Allocation:
     decoder, ladder = hf.load(model, torch.float32), also.pop("ladder", schemes())
     target, storage = replace(target, ladder=ladder), Storage(**also)
-    return Allocator(decoder, Recipe.load(recipe), target, texts, file, storage).choose(decoder)
+    return Allocator(decoder, load_recipe(recipe), target, texts, file, storage).choose(decoder)
 
 
 def test_divergences_are_those_of_whole_passes(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ def test_what_is_not_chosen_for_is_part_of_divergences_of_the_whole(
 ) -> None:
     """A rounded output matrix and an override, against weights put in by hand; alone a group is what it was."""
     down = "model.layers.1.mlp.down_proj"
-    plan = Recipe.from_dict({"recipe": "rtn-w4g64", "head": "int4", "overrides": [{"match": down, "scheme": "w2g32"}]})
+    plan = recipe_from_dict({"recipe": "rtn-w4g64", "head": "int4", "overrides": [{"match": down, "scheme": "w2g32"}]})
     output = FolderOutput(hf.Checkpoint.open(tiny), plan)
 
     def trial(name: str, output: FolderOutput | None) -> Trial:
@@ -190,7 +191,7 @@ def test_candidates_of_every_form_are_rounded_as_the_walk_does(
         raise AssertionError("rounded to nearest")
 
     monkeypatch.setattr(rtn, "solve", refuse)
-    decoder, plan = hf.load(tiny, torch.float32), Recipe.load("gptq-w4g64")
+    decoder, plan = hf.load(tiny, torch.float32), load_recipe("gptq-w4g64")
     ladder = schemes(("q4_0", "nf4", "lut3", "nvfp4", "qserve-g64"))
     texts, log = apart(torch.tensor(calibration)), Log(tmp_path / "log", "x")
     experiment = Experiment(groups_of(decoder, plan)[:2], ladder, rounding_for(plan), *texts)
@@ -199,7 +200,7 @@ def test_candidates_of_every_form_are_rounded_as_the_walk_does(
 
 
 def test_the_model_is_as_it_was_afterwards(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
-    decoder, plan = hf.load(tiny, torch.float32), Recipe.load("gptq-w4g64")
+    decoder, plan = hf.load(tiny, torch.float32), load_recipe("gptq-w4g64")
     before = {linear.name: linear.weight for block in decoder.blocks for linear in block.linears()}
     texts = apart(torch.tensor(calibration))
     Allocator(decoder, plan, Target(bits=4.5, ladder=schemes()), texts, tmp_path / "log").choose(decoder)
@@ -212,7 +213,7 @@ def test_kept_candidates_are_those_that_were_rounded(
 ) -> None:
     """Of every form, of overrides too; a block of which none are kept is rounded on what the others give it."""
     down = "model.layers.1.mlp.down_proj"
-    plan = Recipe.from_dict({"recipe": "gptq-w4g64", "overrides": [{"match": down, "scheme": "w3g64-asym"}]})
+    plan = recipe_from_dict({"recipe": "gptq-w4g64", "overrides": [{"match": down, "scheme": "w3g64-asym"}]})
     output, texts = FolderOutput(hf.Checkpoint.open(tiny), plan), apart(torch.tensor(calibration))
     ladder = schemes(("w3g64", "q4_0", "nf4", "lut3", "nvfp4", "qserve-g64", "fp8-block"))
     rounded, round_one = list[str](), Trial._rounded
@@ -343,7 +344,7 @@ def test_a_rotation_is_learned_once_for_all_walks(
 
     monkeypatch.setattr(spinquant_training, "learn", learn)
     left = reached(monkeypatch, 0.75, 0.4)
-    recipe = Recipe.from_dict({"recipe": "spinquant-w4g64", "online": False, "rotation_steps": 2})
+    recipe = recipe_from_dict({"recipe": "spinquant-w4g64", "online": False, "rotation_steps": 2})
     done = towards_a_kl(tiny, tmp_path / "out", calibration, recipe=recipe)
     assert not left
     assert done.reached == 0.4
@@ -356,7 +357,7 @@ def test_a_rotation_is_learned_once_for_all_walks(
 
 def test_what_is_measured_is_another_seeds(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     """Measurements of one rotation are not taken for another's."""
-    plan, texts = Recipe.load("rotate-w4g64"), apart(torch.tensor(calibration))
+    plan, texts = load_recipe("rotate-w4g64"), apart(torch.tensor(calibration))
     source, found = hf.Checkpoint.open(tiny, torch.float32), set[str]()
     for seed in range(8):
         view = rotation.rotated(source, plan, seed)
@@ -625,7 +626,7 @@ def test_what_a_killed_run_chose_is_chosen_anew_where_files_have_become_larger(
     tiny: Path, calibration: Ids, tmp_path: Path
 ) -> None:
     """Such as by being cut into more of them: only those of the smallest schemes are as large as they were."""
-    plan, ladder = Recipe.load("rtn-w4g64"), schemes()
+    plan, ladder = load_recipe("rtn-w4g64"), schemes()
     groups = groups_of(hf.load(tiny, torch.float32), plan)
     shapes = {name: shape for group in groups for name, shape in zip(group.linears, group.shapes, strict=True)}
 
@@ -714,7 +715,7 @@ def test_a_killed_run_measures_only_what_is_missing(
 
 def test_what_a_recipe_decides_is_left_alone(tiny: Path) -> None:
     decoder = hf.load(tiny, torch.float32)
-    recipe = Recipe.from_dict(
+    recipe = recipe_from_dict(
         {
             "recipe": "rtn-w4g64",
             "overrides": [{"match": "*.0.mlp.*", "scheme": "w8"}, {"match": "*.k_proj", "scheme": "keep"}],
@@ -725,7 +726,7 @@ def test_what_a_recipe_decides_is_left_alone(tiny: Path) -> None:
     assert found[0].linears == ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj")
     assert found[0] == Group(0, found[0].linears, ((128, 128), (64, 128)))
     with pytest.raises(ValueError, match="leaves nothing to choose"):
-        groups_of(decoder, Recipe.from_dict({"recipe": "rtn-w4g64", "overrides": [{"match": "*", "scheme": "w8"}]}))
+        groups_of(decoder, recipe_from_dict({"recipe": "rtn-w4g64", "overrides": [{"match": "*", "scheme": "w8"}]}))
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen2Moe"])
@@ -755,9 +756,9 @@ def test_the_receipt_says_what_was_not_measured(tiny: Path, calibration: Ids, tm
         ("rtn-w4g64", []), ("awq+gptq-w4g64", ["awq"]), ("quarot+gptq-w4g64", []),
         ("spinquant+gptq-w4g64", ["learned rotation"]), ("guided+tune-w4g64", ["polish", "couple", "correct", "tune"]),
     ):  # fmt: skip
-        assert allocate.unmeasured(Recipe.load(recipe)) == without
+        assert allocate.unmeasured(load_recipe(recipe)) == without
     override = {"match": "*.0.*", "scheme": "w8a8"}
-    assert allocate.unmeasured(Recipe.from_dict({"recipe": "rtn-w4g64", "overrides": [override]})) == [
+    assert allocate.unmeasured(recipe_from_dict({"recipe": "rtn-w4g64", "overrides": [override]})) == [
         "activation rounding"
     ]
     compress(
@@ -865,7 +866,7 @@ def test_drawn_text_is_its_models(tiny: Path, tmp_path: Path, monkeypatch: pytes
 
 def test_options_are_for_the_schemes_that_are_chosen(tiny: Path, calibration: Ids, tmp_path: Path) -> None:
     """nf4 reads no way of finding scales; the grids of the ladder do."""
-    recipe = Recipe.from_dict({"recipe": "rtn-nf4", "scale_search": "mse"})
+    recipe = recipe_from_dict({"recipe": "rtn-nf4", "scale_search": "mse"})
     with pytest.raises(ValueError, match="scale_search of rtn is for grids"):
         compress(tiny, tmp_path / "out", recipe=recipe)
     target: dict[str, Any] = {"target": Target(bits=4.5, ladder=schemes()), "calibration": calibration}

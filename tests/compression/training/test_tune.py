@@ -24,7 +24,7 @@ from attar.compression.calibration import gradients, hidden_states, texts
 from attar.compression.calibration.hidden_states import HiddenStates
 from attar.compression.calibration.texts import Tokens
 from attar.compression.recipe.methods import Distill, Tune
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import load_recipe
 from attar.compression.runs.pipeline import compress
 from attar.compression.training import trainable_model, tune
 from attar.formats.codecs import ggml_blocks
@@ -182,7 +182,7 @@ def test_linears_of_every_form_with_a_number_that_moves_are_trained(
     """What is stored differs from the untuned in that number alone, and does what the figures say. The text is one
     sequence again and again: what is learned of it by heart is kept."""
     ids = ids[:1].repeat(9, 1)
-    compress(tiny, tmp_path / "tuned", recipe=replace(Recipe.load(recipe), tune=BY_HEART), calibration=ids.tolist())
+    compress(tiny, tmp_path / "tuned", recipe=replace(load_recipe(recipe), tune=BY_HEART), calibration=ids.tolist())
     walked = tune.without_judges(ids).tolist()
     compress(tiny, tmp_path / "plain", recipe=recipe.replace("+tune", ""), calibration=walked)
     made = [Checkpoint.open(tmp_path / name) for name in ("tuned", "plain")]
@@ -235,7 +235,7 @@ def test_a_file_is_tuned_within_its_blocks(name: str, tiny: Path, ids: Tensor, t
     """Its codes are those of the file that is not tuned, and a killed run ends in the same bytes. The text is one
     sequence again and again, which is learned by heart."""
     text = ids[:1].repeat(9, 1)
-    recipe = replace(Recipe.load(name), tune=BY_HEART)
+    recipe = replace(load_recipe(name), tune=BY_HEART)
 
     def stop(stage: str, done: int, total: int) -> None:
         if stage == "tuning" and done == 2:

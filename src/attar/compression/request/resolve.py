@@ -22,6 +22,7 @@ from attar.compression.outputs.folder import FolderOutput
 from attar.compression.outputs.gguf import GgufOutput
 from attar.compression.recipe import requirements
 from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import load_recipe
 from attar.compression.request.request import CompressionRequest
 from attar.compression.rotation import rotation
 from attar.formats.codecs import ggml_mix
@@ -102,7 +103,7 @@ def resolve(
     """
     if importances is None and request.imatrix is not None:
         importances = importance.known(request.imatrix, source)
-    plan = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+    plan = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     if request.head is not None:
         plan = plan.with_head(request.head)
     if plan.mix is not None and not request.to_file:

@@ -27,7 +27,7 @@ from attar.checkpoints.sources import hf, opening
 from attar.compression import resume
 from attar.compression.block.passes import Unsolved
 from attar.compression.calibration import texts
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import load_recipe
 from attar.compression.request.request import CompressionRequest
 from attar.compression.request.resolve import resolve
 from attar.compression.search.candidates import Candidates, Listed
@@ -116,7 +116,7 @@ def for_output(
         **environment(),
         **drawn_by,
         "source": source,
-        "recipes": [Recipe.load(name).to_dict() for name in candidates.names],  # a file may say something else by now
+        "recipes": [load_recipe(name).to_dict() for name in candidates.names],  # a file may say something else by now
         "head": request.head,
         "file": request.to_file,
         "device": request.device,
