@@ -25,8 +25,7 @@ from compressors import DATA, group_size
 from lanes import LENGTH, slug, texts
 
 from attar.checkpoints.sources import hf, hub
-from attar.compression.request.request import CompressionRequest
-from attar.compression.request.target import Target, parse_ladder
+from attar.compression.request.request import CompressionRequest, Target, parse_ladder
 from attar.compression.runs.pipeline import compress_request
 from attar.evaluation.report import evaluate
 from attar.metrics.bootstrap import LEVEL, resamples

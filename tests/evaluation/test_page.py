@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from attar.checkpoints.strict_io import CheckpointError
 from attar.cli.main import app
-from attar.compression.request.target import Target, parse_ladder
+from attar.compression.request.request import Target, parse_ladder
 from attar.compression.runs.pipeline import compress
 from attar.evaluation import page
 from attar.evaluation.outputs import read

@@ -19,7 +19,7 @@ from attar.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from attar.compression.request.target import Target
+    from attar.compression.request.request import Target
     from attar.compression.runs.pipeline import Compressed
 
 
@@ -49,7 +49,7 @@ Ladder = Annotated[
 
 def parse_target(bits: float | None, size: str | None, kl: float | None, ladder: str | None) -> Target | None:
     """What the options say. Raises ValueError for two targets, or a ladder without one."""
-    from attar.compression.request.target import Target, parse_ladder
+    from attar.compression.request.request import Target, parse_ladder
 
     if bits is None and size is None and kl is None:
         if ladder is not None:

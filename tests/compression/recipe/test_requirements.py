@@ -17,9 +17,8 @@ from attar.checkpoints.sources import hf
 from attar.compression.calibration import coverage, gradients, texts
 from attar.compression.recipe.parser import PRESETS
 from attar.compression.recipe.recipe_file import recipe_from_dict
-from attar.compression.request.request import CompressionRequest
+from attar.compression.request.request import CompressionRequest, Target, parse_ladder
 from attar.compression.request.resolve import open_source, resolve
-from attar.compression.request.target import Target, parse_ladder
 from attar.compression.runs.pipeline import compress, compress_request
 from attar.compression.search import allocate, best, bit_budget
 from attar.compression.search.candidates import Listed

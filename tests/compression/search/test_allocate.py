@@ -28,9 +28,8 @@ from attar.compression.outputs.folder import FolderOutput
 from attar.compression.recipe.methods import Gptq, Rtn
 from attar.compression.recipe.recipe import Recipe
 from attar.compression.recipe.recipe_file import load_recipe, recipe_from_dict
-from attar.compression.request.request import CompressionRequest
+from attar.compression.request.request import CompressionRequest, Target, parse_ladder
 from attar.compression.request.resolve import open_source, resolve
-from attar.compression.request.target import Target, parse_ladder
 from attar.compression.resume import Log
 from attar.compression.rotation import rotation, spinquant_training
 from attar.compression.runs import pipeline

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from attar.compression.recipe.recipe_file import load_recipe
-from attar.compression.request.target import Target
+from attar.compression.request.request import Target
 from attar.compression.search.target import K_QUANTS, ladder_for
 
 

@@ -38,48 +38,36 @@ class Output(Protocol):
 
     def weighing(self, importances: Mapping[str, Tensor]) -> Output:
         """Return this output with importances, or itself where it rounds nothing by them."""
-        ...
 
     def plans(self, max_shard_bytes: int) -> list[FilePlan]:
         """Lay out the files. Raises ValueError as `plan_files`."""
-        ...
 
     def written(self, blocks_done: int) -> list[str]:
         """Name the tensors that are on disk once so many blocks are done."""
-        ...
 
     def write_block(self, writer: ShardWriter, block: Block, layer: int) -> None:
         """Write every tensor of a finished block, and leave its weights as readers of the output have them."""
-        ...
 
     def round_head(self, rows: Tensor) -> PackedTensor:
         """Round rows [R, I] of the LM head as they are stored; every row's codes and scales are its own."""
-        ...
 
     def round_embedding(self, rows: Tensor) -> PackedTensor | None:
         """Round rows [R, I] of the embedding as they are stored; None where they stay as they are."""
-        ...
 
     def as_read(self, packed: PackedTensor) -> PackedTensor:
         """Return rows of the LM head as readers of the output have them."""
-        ...
 
     def write_head(self, writer: ShardWriter, pieces: Iterable[PackedTensor]) -> None:
         """Write the LM head, whose rows come in `pieces`, all but the last of a multiple of 32 rows."""
-        ...
 
     def copy_rest(self, writer: ShardWriter, report: Callable[[str, int, int], None]) -> None:
         """Write what belongs to no block, but for an LM head that `write_head` wrote."""
-        ...
 
     def write_config(self, folder: Path) -> None:
         """Write to `folder` what stands beside the weights."""
-        ...
 
     def write_again(self, writer: ShardWriter, found: Mapping[str, Tensor]) -> None:
         """Replace tensors that were written, by the names that tuning gives them."""
-        ...
 
     def write_card(self, folder: Path, size: int, cost: Mapping[str, Any] | None) -> None:
         """Write the model card, given the bytes of all weight files and the evaluation figures, if there are any."""
-        ...

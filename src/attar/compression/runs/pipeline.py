@@ -27,9 +27,8 @@ from attar.compression.calibration import domain, texts
 from attar.compression.calibration.texts import Calibration
 from attar.compression.memory import large_blocks_apart
 from attar.compression.recipe.recipe import Recipe
-from attar.compression.request.request import CompressionRequest
+from attar.compression.request.request import CompressionRequest, Target
 from attar.compression.request.resolve import ResolvedCompression, open_source, resolve
-from attar.compression.request.target import Target
 from attar.compression.resume import write_note
 from attar.compression.runs.block_pass import Progress
 from attar.compression.runs.run import Run, begin_anew

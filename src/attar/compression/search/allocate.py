@@ -31,7 +31,7 @@ from attar.compression.calibration import texts
 from attar.compression.outputs.base import Output
 from attar.compression.recipe.methods import SpinQuant
 from attar.compression.recipe.recipe import Override, Recipe
-from attar.compression.request.target import Target
+from attar.compression.request.request import Target
 from attar.compression.resume import Log
 from attar.compression.search import knapsack
 from attar.compression.search.sensitivity import Experiment, Trial

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from attar.compression.recipe.methods import Gptq, Rtn
 from attar.compression.recipe.recipe import Recipe
-from attar.compression.request.target import Target
+from attar.compression.request.request import Target
 from attar.formats.scheme import Grid, Scheme
 from attar.formats.weight_formats import GgmlBlocks
 from attar.kernels.operands import Linear
