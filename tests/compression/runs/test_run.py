@@ -143,22 +143,6 @@ def test_text_is_not_drawn_for_several_recipes_that_read_none(tiny: Path, calibr
         )
 
 
-@pytest.mark.parametrize("calibration", [None, "self"])
-def test_text_is_drawn_to_go_with_another(calibration: str | None, tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"to go with a calibration text: give one, or more samples of `self`"):
-        compress_request(
-            CompressionRequest(tiny, tmp_path / "out", recipe="gptq-w4g32", calibration=calibration, drawn=3)
-        )
-
-
-@pytest.mark.parametrize("count", [-1, 4097])
-def test_how_much_can_be_drawn(count: int, tiny: Path, calibration: Ids, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="0 to 4096 sequences can be drawn"):
-        compress_request(
-            CompressionRequest(tiny, tmp_path / "out", recipe="gptq-w4g32", calibration=calibration, drawn=count)
-        )
-
-
 def measuring(device: str) -> Run:
     """What is asked of a run that has written its output."""
     made, texts = Run.__new__(Run), {"held_out": [1, 2], "tokenizer": SimpleNamespace(added_bos=None)}

@@ -1,21 +1,11 @@
-"""What is asked of an allocation of bits."""
+"""The schemes that bits are chosen among."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 
 from attar.compression.recipe.recipe_file import load_recipe
-from attar.compression.request.request import Target
 from attar.compression.search.target import K_QUANTS, ladder_for
-
-
-def test_a_target_is_one_positive_number() -> None:
-    for wrong in ({}, {"bits": 3.0, "kl": 0.1}, {"bits": -1.0}, {"kl": float("nan")}):
-        with pytest.raises(ValueError, match="target"):
-            Target(**wrong)  # type: ignore[arg-type]
-    assert json.loads(json.dumps(Target(size=7).to_dict())) == {"size": 7}
 
 
 def test_ladders() -> None:
