@@ -45,7 +45,8 @@ from torch import Tensor
 from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.sources import hub
-from attar.compression.runs.pipeline import compress
+from attar.compression.request.request import CompressionRequest
+from attar.compression.runs.pipeline import compress_request
 from attar.formats.codecs import ggml_blocks
 from attar.formats.codecs.ggml import GgmlType
 from attar.kernels import ops
@@ -183,8 +184,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         print(f"{'recipe':<8}{'way':<10}{'KL':>9}{'top-1':>10}{'':<18}{'sure':>9}")
         for recipe in args.recipes:
-            path = compress(
-                source, Path(name) / f"{recipe}.gguf", recipe=recipe, calibration=args.calib, samples=SAMPLES
+            path = compress_request(
+                CompressionRequest(
+                    source, Path(name) / f"{recipe}.gguf", recipe=recipe, calibration=args.calib, samples=SAMPLES
+                )
             ).path
             file, model = GgufCheckpoint.open(path), gguf_checkpoint.load(path, torch.float32)
             cut = [each.inputs for each in plan_windows(ids, min(512, model.config.context), bos=tokenizer.added_bos)]

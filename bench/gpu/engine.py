@@ -230,13 +230,13 @@ def block(name: str, samples: int, length: int, recipe: str) -> Iterator[Row]:
     """One block compressed on the card: statistics gathered, linears solved for, in order."""
     from attar.compression import device_placement
     from attar.compression.block import passes
-    from attar.compression.block.work import BlockWork
+    from attar.compression.block.work import BlockWork, CalibrationStates
     from attar.compression.calibration.hidden_states import HiddenStates, rows_at_once
-    from attar.compression.recipe.recipe import Recipe
+    from attar.compression.recipe.recipe_file import load_recipe
     from attar.model.decoder import build_block
     from attar.model.shapes import shape
 
-    config, plan = shape(name), Recipe.load(recipe)
+    config, plan = shape(name), load_recipe(recipe)
     made = build_block(config, models.RandomWeights(config, "bf16"), 0)
     for linear in made.linears():
         linear.keep_dense = False
@@ -247,7 +247,7 @@ def block(name: str, samples: int, length: int, recipe: str) -> Iterator[Row]:
         for batch in states.batches():
             states.write(batch, torch.randn(len(batch) * length, config.hidden, device=DEVICE))
         began = time.perf_counter()
-        records = passes.run(BlockWork(made, states, plan, schemes, config.architecture))
+        records = passes.run(BlockWork(made, CalibrationStates(states), plan, schemes, config.architecture))
         device_placement.move(made, device_placement.CPU)
         took = time.perf_counter() - began
     worse = [record.name for record in records if record.error > record.rtn_error]
@@ -262,13 +262,13 @@ def block_as_on_a_cpu() -> tuple[float, float]:
     """Relative difference of what GPTQ leaves, on the card and on the CPU."""
     from attar.compression import device_placement
     from attar.compression.block import passes
-    from attar.compression.block.work import BlockWork
+    from attar.compression.block.work import BlockWork, CalibrationStates
     from attar.compression.calibration.hidden_states import HiddenStates
-    from attar.compression.recipe.recipe import Recipe
+    from attar.compression.recipe.recipe_file import load_recipe
     from attar.model.decoder import build_block
     from attar.model.shapes import shape
 
-    config, plan, errors = shape(SMALL), Recipe.load("gptq-w4g32"), []
+    config, plan, errors = shape(SMALL), load_recipe("gptq-w4g32"), []
     made = build_block(config, models.RandomWeights(config, "bf16"), 0)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         for device in (device_placement.CPU, torch.device(DEVICE)):
@@ -279,7 +279,7 @@ def block_as_on_a_cpu() -> tuple[float, float]:
                 rows = torch.randn(64, config.hidden, generator=torch.Generator().manual_seed(s))
                 states.write(range(s, s + 1), rows)
             schemes = {linear.name: plan.scheme for linear in made.linears()}
-            work = BlockWork(made, states, plan, schemes, config.architecture)
+            work = BlockWork(made, CalibrationStates(states), plan, schemes, config.architecture)
             errors.append([record.error for record in passes.run(work)])
             for linear, weight in zip(made.linears(), weights, strict=True):
                 linear.weight = weight

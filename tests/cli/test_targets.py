@@ -26,12 +26,12 @@ def test_a_target_on_the_command_line(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_what_the_options_say() -> None:
-    assert parse_target(None, None, None, None) == (None, None)
-    target, ladder = parse_target(None, "1.5MB", None, "w2g64,w4")
+    assert parse_target(None, None, None, None) is None
+    target = parse_target(None, "1.5MB", None, "w2g64,w4")
     assert target is not None
     assert target.to_dict() == {"size": 1_500_000}
-    assert ladder is not None
-    assert [scheme.name for scheme in ladder] == ["w2g64", "w4"]
+    assert target.ladder is not None
+    assert [scheme.name for scheme in target.ladder] == ["w2g64", "w4"]
     for wrong in (
         (3.0, "1MB", None, None),
         (None, None, 0.0, None),

@@ -16,7 +16,7 @@ from outliers import inject
 
 from attar.checkpoints.sources import hf
 from attar.compression.calibration.texts import Amount, sample_from
-from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import recipe_from_dict
 from attar.compression.runs.pipeline import compress
 from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.measure import Report, measure
@@ -47,7 +47,7 @@ class Bench:
 
     def report(self, recipe: str) -> Report:
         if recipe not in self.done:
-            plan = Recipe.from_dict(SPELT_OUT[recipe]) if recipe in SPELT_OUT else recipe
+            plan = recipe_from_dict(SPELT_OUT[recipe]) if recipe in SPELT_OUT else recipe
             compress(self.source, self.work / recipe, recipe=plan, calibration=self.calibration)
             compressed = hf.load(self.work / recipe, torch.float32)
             self.done[recipe] = measure(compressed, self.held_out, base=self.base)

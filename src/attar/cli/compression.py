@@ -19,9 +19,8 @@ from attar.cli.terminal import (
 )
 
 if TYPE_CHECKING:
+    from attar.compression.request.request import Target
     from attar.compression.runs.pipeline import Compressed
-    from attar.compression.search.target import Target
-    from attar.formats.scheme import Scheme
 
 
 RESUME = "the same command goes on after the last finished block, if there is one; --restart begins anew"
@@ -48,18 +47,16 @@ Ladder = Annotated[
 ]  # fmt: skip
 
 
-def parse_target(
-    bits: float | None, size: str | None, kl: float | None, ladder: str | None
-) -> tuple[Target | None, tuple[Scheme, ...] | None]:
+def parse_target(bits: float | None, size: str | None, kl: float | None, ladder: str | None) -> Target | None:
     """What the options say. Raises ValueError for two targets, or a ladder without one."""
-    from attar.compression.search.target import Target, parse_ladder
+    from attar.compression.request.request import Target, parse_ladder
 
     if bits is None and size is None and kl is None:
         if ladder is not None:
             raise ValueError("--ladder is what a target chooses among: give --target-bits, -size or -kl as well")
-        return None, None
-    target = Target(bits, None if size is None else parse_bytes(size), kl)
-    return target, None if ladder is None else parse_ladder(ladder)
+        return None
+    chosen = None if ladder is None else parse_ladder(ladder)
+    return Target(bits, None if size is None else parse_bytes(size), kl, chosen)
 
 
 def compress(
@@ -143,17 +140,17 @@ def compress(
     with errors(as_json, after_interrupt=RESUME), progress(quiet) as bar:
         from attar.checkpoints import vocabulary
         from attar.compression.recipe.parser import KEEP
-        from attar.compression.runs.pipeline import compress as run
-        from attar.compression.runs.pipeline import default_recipe
+        from attar.compression.request.request import CompressionRequest, default_recipe
+        from attar.compression.runs.pipeline import compress_request
         from attar.evaluation.table import Row, cost_table
 
-        target, rungs = parse_target(target_bits, target_size, target_kl, ladder)
-        done = run(
-            source, output, recipe=recipe or default_recipe(output), head=head, target=target, ladder=rungs,
-            calibration=calib, imatrix=imatrix, evaluation=evaluation, samples=samples, length=length, seed=seed,
-            drawn=drawn, calib_memory=parse_bytes(calib_memory), max_shard_bytes=parse_bytes(max_shard),
-            eval_tokens=eval_tokens, overwrite=overwrite, resume=not restart, progress=bar, device=device,
+        request = CompressionRequest(
+            source, output, recipe=recipe or default_recipe(output), head=head, calibration=calib, imatrix=imatrix,
+            target=parse_target(target_bits, target_size, target_kl, ladder), evaluation=evaluation, samples=samples,
+            length=length, seed=seed, drawn=drawn, calib_memory=parse_bytes(calib_memory), eval_tokens=eval_tokens,
+            max_shard_bytes=parse_bytes(max_shard), overwrite=overwrite, resume=not restart, device=device,
         )  # fmt: skip
+        done = compress_request(request, bar)
         bar.close()
         name = done.recipe if done.head in (KEEP, done.recipe) else f"{done.recipe}, head {done.head}"
         original = {"ppl": (done.cost or {}).get("ppl_base")}

@@ -96,9 +96,10 @@ def imatrix(
     """
     with errors(as_json), progress(quiet) as bar:
         from attar.compression.calibration.importance import make
+        from attar.compression.calibration.texts import Amount
 
         made = make(
-            model, output, calibration=calib, samples=samples, length=length, seed=seed,
+            model, output, calibration=calib, amount=Amount(samples, length, seed),
             calib_memory=parse_bytes(calib_memory), overwrite=overwrite, progress=bar,
         )  # fmt: skip
         bar.close()

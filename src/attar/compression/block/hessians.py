@@ -219,16 +219,8 @@ def _solve(
     assert scheme is not None, "only what is pruned stays dense"
     if outputs is not None:
         coupling = gptq.prepare(_coupling(outputs.to(weight.device)), options.output_damping)
-        return two_sided.solve(
-            weight, prepared, coupling, scheme,
-            scale_search=search, polish=options.polish, damping=options.damping, output_damping=options.output_damping,
-            importance=importance,
-        )  # fmt: skip
-    return gptq.solve(
-        weight, prepared, scheme,
-        block=options.block, scale_search=search, static_groups=options.static_groups,
-        polish=options.polish, damping=options.damping, largest=largest, importance=importance,
-    )  # fmt: skip
+        return two_sided.solve(weight, prepared, coupling, scheme, options, importance=importance)
+    return gptq.solve(weight, prepared, scheme, options, largest=largest, importance=importance)
 
 
 def _install(solved: list[tuple[Linear, Tensor | PackedTensor]]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attar.compression import state
+from attar.compression import resume
 from attar.kernels.operands import Linear
 from attar.model.config import ModelConfig
 from attar.model.layers import Block, MixtureOfExperts
@@ -53,7 +53,7 @@ class Coverage:
 
 def keep(folder: Path, key: str, layer: int, found: Coverage) -> None:
     """Note what a block was shown, under the `key` of what it is about."""
-    state.put(_file(folder, key, layer), found.to_dict())
+    resume.write_note(_file(folder, key, layer), found.to_dict())
 
 
 def kept(folder: Path, key: str, layers: int) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from attar.checkpoints.vocabulary import is_gguf
 from attar.compression.calibration import coverage, domain, hidden_states, texts
 from attar.compression.calibration.coverage import Coverage
 from attar.compression.calibration.hidden_states import HiddenStates
-from attar.compression.calibration.texts import Calibration
+from attar.compression.calibration.texts import Amount, Calibration
 from attar.compression.groups import input_groups
 from attar.compression.solvers.rounding.means import ColumnMean
 from attar.kernels import ops
@@ -159,9 +159,7 @@ def make(
     dst: str | Path,
     *,
     calibration: Calibration,
-    samples: int = 128,
-    length: int = 512,
-    seed: int = 0,
+    amount: Amount = Amount(),  # noqa: B008
     calib_memory: int = 2 << 30,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -186,7 +184,7 @@ def make(
     tokenizer = texts.tokenizer_for(calibration, source)
     with tempfile.TemporaryDirectory(prefix="attar-", dir=target.absolute().parent) as folder:
         ids = texts.tokens(
-            calibration, checkpoint, tokenizer, texts.Amount(samples, length, seed), Path(folder) / "drawn.i32",
+            calibration, checkpoint, tokenizer, amount, Path(folder) / "drawn.i32",
             lambda done, total: report("sampling", done, total),
         )  # fmt: skip
         means = collect(checkpoint, ids, Path(folder), "", calib_memory, report)

@@ -56,6 +56,14 @@ class Amount:
         return Amount(self.drawn, length, BESIDES + self.seed)
 
 
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Calibration ids: those `given` [S, L], and those `drawn` [D, L] from the model to go with them."""
+
+    given: Tensor
+    drawn: Tensor | None = None
+
+
 def is_text(calibration: Calibration | None) -> bool:
     """Whether it is a text file."""
     return isinstance(calibration, str | Path) and not is_drawn(calibration)

@@ -37,8 +37,8 @@ from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.vocabulary import is_gguf
 from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files
 from attar.compression.calibration.texts import token_hash, windows, within_context, within_vocabulary
-from attar.compression.state import differences
-from attar.compression.training.trainable_model import Damaged, WholeModel, keep, left, schedule, shuffled
+from attar.compression.resume import Damaged, differences, restore, save
+from attar.compression.training.trainable_model import WholeModel, schedule, shuffled
 from attar.formats.scheme import Part
 from attar.kernels.operands import Adapter, Linear
 from attar.model.decoder import all_compressible
@@ -256,7 +256,7 @@ class _Saves:
         tensors: dict[str, Tensor] = {}
         for i, each in enumerate(learner.parameters()):
             tensors |= {f"{i}.value": each.detach(), **{f"{i}.{key}": adam.state[each][key] for key in MOMENTS}}
-        keep(self._folder(len(losses)), {"about": self._about, "losses": list(losses)}, tensors)
+        save(self._folder(len(losses)), {"about": self._about, "losses": list(losses)}, tensors)
         for older in self._steps()[GENERATIONS:]:
             shutil.rmtree(self._folder(older))
 
@@ -266,7 +266,7 @@ class _Saves:
         damaged: dict[int, str] = {}
         for step in self._steps() if self._resumes else ():
             try:
-                figures, tensors = left(self._folder(step))
+                figures, tensors = restore(self._folder(step))
             except Damaged as error:
                 damaged[step] = error.sentence
                 continue
