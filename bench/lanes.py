@@ -29,7 +29,7 @@ chosen with an eye on the windows that are scored by default; those of --final l
 best, and over the best that stores no more. Bits are all stored bytes of the linears; what auto-round, HQQ and torchao
 round is written dense here, and their bits are those of their own formats.
 
-With --drawn N everybody's text is followed by N sequences that the model writes (`attar compress --drawn N`).
+With --drawn N everybody's text is followed by N sequences that the model writes (`attar compress --self-samples N`).
 Without test data both texts are sampled from the model, with other seeds than the calibration text's.
 """
 

@@ -203,15 +203,15 @@ def plan(*arguments: str) -> Result:
 
 
 def test_a_card_by_its_name() -> None:
-    found = last_json(plan("--card", "h100", "--context", "4096", "--users", "16", "--json"))
+    found = last_json(plan("--gpu", "h100", "--context", "4096", "--users", "16", "--json"))
     assert (found["card"], found["memory"], found["memory_source"]) == ("h100", 72 * GB, "h100")
-    half = last_json(plan("--card", "h100", "--kv-fraction", "0.5", "--json"))["rows"][0]
+    half = last_json(plan("--gpu", "h100", "--kv-fraction", "0.5", "--json"))["rows"][0]
     assert half["memory"] == 80 * GB
     left = half["memory"] - half["weights"] - half["step"]
     assert half["cache"] <= left / 2
     assert left / 2 - half["cache"] < half["block_bytes"] or half["blocks"] * 64 >= 32 * 131072
-    refused(plan("--card", "h300", "--json"), BAD_INPUT, "unknown card 'h300': known are a100-40gb", as_json=True)
-    refused(plan("--card", "h100", "--device", "cuda", "--json"), BAD_INPUT, "one of the two", as_json=True)
+    refused(plan("--gpu", "h300", "--json"), BAD_INPUT, "unknown card 'h300': known are a100-40gb", as_json=True)
+    refused(plan("--gpu", "h100", "--device", "cuda", "--json"), BAD_INPUT, "one of the two", as_json=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -258,4 +258,4 @@ def test_a_plan_for_a_named_card_needs_neither_torch_nor_kernels(monkeypatch: py
 
     monkeypatch.setattr("attar.kernels.native.limits.measure", never)
     monkeypatch.setattr(ops, "require", never)
-    assert json.loads(plan("--card", "l40s", "--json").stdout.splitlines()[-1])["fits"]
+    assert json.loads(plan("--gpu", "l40s", "--json").stdout.splitlines()[-1])["fits"]

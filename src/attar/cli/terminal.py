@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import typer
-from typer.core import TyperGroup
 
 CHECK_FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 LEAST = 10**6  # bytes that a number without a unit can mean
@@ -37,24 +36,6 @@ except ValueError as error:
 """
 
 Result = TypeVar("Result")
-
-USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # UsageError, of whichever click this typer is built on
-
-
-class Commands(TyperGroup):
-    """The table of subcommands; a command line with --json that cannot be understood leaves a JSON object as well."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta["json"] = "--json" in args
-        return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except USAGE_ERROR as error:
-            error.message = error.message.replace("Value error, ", "")  # of the library that typer converts with
-            emit(ctx.meta["json"], {"error": error.format_message()})
-            raise
 
 
 def emit(as_json: bool, value: dict[str, Any]) -> None:

@@ -81,6 +81,17 @@ class Load:
     batch: int = 1
 
 
+@dataclass(frozen=True)
+class Setup:
+    """A device and the way to compute on it. kv: a scheme of the KV cache, None as computed. tp, pp: processes."""
+
+    device: str = "cpu"
+    activations: str = "int8g128"
+    kv: str | None = None
+    tp: int = 1
+    pp: int = 1
+
+
 class RandomWeights:
     """Random `Weights` of a configuration, made on request: codes are random bits, scales keep outputs small.
 
@@ -194,23 +205,37 @@ def load(path: Path, store: Store) -> Decoder:
     return opening.load(path, store.dtype if isinstance(store, TritonStore) else torch.float32, None, store)
 
 
-def run_shared(
-    path: Path, tp: int, pp: int, load: Load, activations: str, kv: str | None, device: str
-) -> dict[str, Any]:
-    """Measure as `run`, with a model in several processes; bytes and linears are those of the first."""
+def measure_model(path: Path, options: Load, setup: Setup) -> dict[str, Any]:
+    """Measure a checkpoint as `run` does; of several processes, bytes and linears are the first one's."""
+    config, storage = stored(path)
+    if setup.tp * setup.pp == 1:
+        part = config, storage
+        return run(lambda store: load(path, store), options, setup.activations, setup.kv, setup.device, part)
     teams: list[Team] = []
 
     def make(store: Store) -> Decoder:
-        teams.append(Team(path, tp, pp, device=device, dtype=hf.compute_dtype(None, device), activations=activations))
+        dtype = hf.compute_dtype(None, setup.device)
+        teams.append(Team(path, setup.tp, setup.pp, device=setup.device, dtype=dtype, activations=setup.activations))
         return teams[0].decoder
 
-    config, storage = stored(path)
-    part = shared(config, storage, Share(0, tp))[1], storage  # stages run one after another
+    part = shared(config, storage, Share(0, setup.tp))[1], storage  # stages run one after another
     try:
-        return run(make, load, activations, kv, device, part) | {"tp": tp, "pp": pp}
+        found = run(make, options, setup.activations, setup.kv, setup.device, part)
+        return found | {"tp": setup.tp, "pp": setup.pp}
     finally:
         for team in teams:
             team.close()
+
+
+def measure_shape(name: str, scheme: str, head: str, options: Load, setup: Setup) -> dict[str, Any]:
+    """Measure random weights of a known shape as `run` does. Raises ValueError for several processes."""
+    if setup.tp * setup.pp > 1:
+        raise ValueError("--tp and --pp are of a model: a --shape is measured in one process")
+    found = run(
+        lambda store: build(name, scheme, head, store), options, setup.activations, setup.kv, setup.device,
+        part(name, scheme, head),
+    )  # fmt: skip
+    return found | {"shape": name, "scheme": scheme, "head": "bf16" if scheme == "bf16" else head}
 
 
 def run(

@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import ipaddress
 import os
+import re
 import stat
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from pathlib import Path
 
 MIN_KEY = 32  # characters
 KEY_VARIABLE = "ATTAR_API_KEY"
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[!-~]+")
+NO_PAGES = ("*", "null", "file://")
+DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
 
 
 def find_keys(file: Path | None, environ: MutableMapping[str, str]) -> tuple[str, ...]:
@@ -93,3 +97,32 @@ def host_name(header: bytes) -> str:
     if text.startswith("["):
         return text[1:].partition("]")[0]
     return text.partition(":")[0]
+
+
+def parse_origin(text: str) -> str:
+    """Spell an origin as browsers do: in small letters, without a path, not even `/`, and without a default port.
+
+    Raises ValueError for what no page's origin can be. `*` passes: what stands for more than one is the door's affair.
+    """
+    if text in NO_PAGES:
+        return text
+    origin = text.lower().removesuffix("/")
+    scheme, _, rest = origin.partition("://")
+    if not ORIGIN.fullmatch(origin) or set(rest) & set("/?#@"):
+        raise ValueError(
+            f"--origin {text!r} is no page's: write scheme, host and port, such as https://chat.example:8443"
+        )
+    return origin.removesuffix(DEFAULT_PORTS.get(scheme, ""))
+
+
+def check_host(host: str) -> None:
+    """Raise ValueError for what cannot be a name, which a socket refuses with an error of another kind.
+
+    An empty name is refused too: to a socket it means every address there is.
+    """
+    try:
+        sound = bool(host.encode("idna"))
+    except UnicodeError:
+        sound = False
+    if not sound:
+        raise ValueError(f"--host {host!r} is neither an address nor a name") from None

@@ -7,8 +7,10 @@ has waited longest for its next request is closed, as it would be a little later
 
 from __future__ import annotations
 
+import errno
 import logging
 import resource
+import socket
 from typing import Protocol
 
 FILES = 256  # descriptors of this process besides connections: half of all that there are, where those are few
@@ -66,3 +68,15 @@ def allowed() -> int:
     if kept < FILES:
         logger.warning("this process may open %d files, which leaves %d connections at a time", soft, most)
     return most
+
+
+def explained(error: OSError, host: str, port: int) -> Exception:
+    """Name the address in an error that says it cannot be had; return others as they are."""
+    if error.filename is not None:
+        return error
+    at = f"cannot listen at {host}, port {port}: {str(error.strerror).lower()}"
+    if error.errno in (errno.EADDRINUSE, errno.EACCES):
+        return ValueError(f"{at}; --port takes another, and 0 a free one")
+    if isinstance(error, socket.gaierror) or error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+        return ValueError(f"{at}; --host is an address or a name of this machine, such as 127.0.0.1 or ::1")
+    return error
