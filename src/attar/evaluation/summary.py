@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from attar.charts import png
 from attar.checkpoints import hub, sources, vocabulary
 from attar.engine import speed as bench
-from attar.evaluation import page, page_charts, pictures
+from attar.evaluation import page, page_charts
 from attar.evaluation.outliers import Profile, profile
 from attar.evaluation.outputs import Compressed, Speed, read, tell_apart
 from attar.text.files import read_text
@@ -51,7 +52,7 @@ def write(names: Sequence[str], options: Options, progress: Progress) -> dict[st
     if options.page.exists() and f"<title>{page.TITLE}</title>".encode() not in options.page.read_bytes():
         raise ValueError(f"{options.page} exists and is no report of attar's: choose another file")
     if options.png is not None:
-        pictures.check()
+        png.check("leave out --png")
     if options.source is not None and options.profile is None:
         raise ValueError("--source is the model that a --profile compares with: give the text to profile on")
     known = _speeds(options.speeds, names)
