@@ -20,9 +20,9 @@ from attar import LLM, SamplingParams
 from attar.checkpoints import hf, hub
 from attar.compression import calibrate
 from attar.compression.pipeline import compress
-from attar.compression.walk import Progress
 from attar.evaluation.report import evaluate
 from attar.evaluation.table import Row, cost_table
+from attar.progress import Progress
 
 ORIGINAL = "bf16"
 RECIPES = ("rtn-w4g128", "awq-w4g128", "gptq-w4g128")

@@ -17,13 +17,14 @@ from attar.checkpoints import hf
 from attar.checkpoints.inspect import inspect
 from attar.checkpoints.safetensors import TensorFile
 from attar.checkpoints.verify import verify
-from attar.compression import hidden, walk
+from attar.compression import hidden
 from attar.compression.pipeline import compress
 from attar.compression.recipe import HEAD, Override, Recipe
 from attar.compression.solvers import rtn
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import HEADS, Scheme
 from attar.model.cache import Step
+from attar.progress import Progress
 
 EMBED = "model.embed_tokens"
 IDS = torch.arange(3, 99, 4)
@@ -254,7 +255,7 @@ class Stop(Exception):
     pass
 
 
-def stop_at(stage: str, done: int) -> walk.Progress:
+def stop_at(stage: str, done: int) -> Progress:
     def progress(now: str, at: int, total: int) -> None:
         if (now, at) == (stage, done):
             raise Stop

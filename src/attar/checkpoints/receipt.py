@@ -32,6 +32,7 @@ from attar.checkpoints.probes import EXACT, NO_FLOOR, Probes, kernel_path, unrou
 from attar.checkpoints.untrusted import CheckpointError
 from attar.kernels import ops
 from attar.model.decoder import Decoder
+from attar.progress import StageProgress
 from attar.version import __version__
 
 NAME = "receipt.json"
@@ -124,7 +125,7 @@ def carry(
     output: Path,
     digest: str,
     bits_per_weight: float | None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: StageProgress | None = None,
 ) -> str | None:
     """Write the receipt of `output`, a conversion of `source` whose values are the same to the bit: what was done and
     what it cost is as true of it. `found` is the source's, `digest` of the values, and the bits are those of the

@@ -5,7 +5,6 @@ What is built from either is the same decoder, so that nobody above asks which i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,12 +15,13 @@ from attar.checkpoints.vocabulary import is_gguf
 from attar.kernels import ops
 from attar.kernels.ops import Store
 from attar.model.decoder import Decoder
+from attar.progress import StageProgress
 
 
 def load(
     path: Path,
     dtype: torch.dtype | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: StageProgress | None = None,
     store: Store | None = None,
 ) -> Decoder:
     """The whole model, ready to run. Arguments and errors as `hf.load`."""
@@ -32,7 +32,7 @@ def load_on(
     path: Path,
     device: str,
     dtype: torch.dtype | None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: StageProgress | None = None,
 ) -> Decoder:
     """The same, to be measured: on a CPU by the reference, elsewhere by the device's kernels, which compute in `dtype`.
     Raises ValueError also where nothing can be computed there."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import torch
 
 from attar.checkpoints import hf, hub, receipt, sources
 from attar.checkpoints.receipt import Verdict
 from attar.kernels import ops
+from attar.progress import Progress
 
 
 def verify(
@@ -18,7 +18,7 @@ def verify(
     hashes: bool = True,
     device: str = "cpu",
     dtype: str | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Verdict:
     """Check a folder, GGUF file, Hub id or `demo`: every hash unless `hashes` is false, then every probe.
 

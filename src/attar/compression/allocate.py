@@ -36,11 +36,9 @@ from attar.compression.sensitivity import Choice, Group, Log, Trial, fingerprint
 from attar.compression.target import Target, rounding_for
 from attar.formats.scheme import Scheme
 from attar.model.decoder import Decoder
+from attar.progress import Progress
 
 ROUNDS = 3  # of steps around the choice
-
-Progress = Callable[[str, int, int], None]
-"""progress(stage, done, total)"""
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,8 +27,8 @@ from attar.compression.calibrate import Amount, Calibration
 from attar.compression.candidates import ABLATION, candidates
 from attar.compression.methods import Rtn
 from attar.compression.recipe import Recipe
-from attar.compression.walk import Progress
 from attar.metrics.measure import measure
+from attar.progress import Progress
 from attar.text.tokenizer import Tokenizer
 
 SEQUENCES = 8

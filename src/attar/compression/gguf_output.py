@@ -12,7 +12,7 @@ its blocks. So what is calibrated on it, and the probes of the receipt, see the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from attar.formats.ggml import TYPES, GgmlType
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.model.layers import Block
+from attar.progress import Progress
 
 COPY_ROWS = 4096  # of a table at once
 DENSE: Mapping[str, GgmlType] = {
@@ -244,7 +245,7 @@ class GgufOutput:
         module = self.config.names.embed if self.shared else HEAD
         writer.write_rows(file_name(f"{module}.weight"), (piece.parts["blocks"] for piece in pieces))
 
-    def copy_rest(self, writer: ShardWriter, report: Callable[[str, int, int], None]) -> None:
+    def copy_rest(self, writer: ShardWriter, report: Progress) -> None:
         """Write what belongs to no block, but for an output matrix that `write_head` wrote."""
         _write_plain(writer, self._final, self.checkpoint.tensor(self._final))
         if self._factors is not None:

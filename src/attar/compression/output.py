@@ -14,7 +14,7 @@ tables, they stay two.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from attar.formats.scheme import Grid, Part, Scheme
 from attar.kernels.operands import Linear
 from attar.model.decoder import all_compressible, gates
 from attar.model.layers import Block
+from attar.progress import Progress
 
 COPY_BYTES = 16 << 20  # of a table copied at once
 DENSE = "safetensors"  # the method of an output in which nothing is packed
@@ -210,7 +211,7 @@ class Output:
         if "shape" in names:
             writer.write(names["shape"], torch.tensor(self.head_shape))
 
-    def copy_rest(self, writer: ShardWriter, report: Callable[[str, int, int], None]) -> None:
+    def copy_rest(self, writer: ShardWriter, report: Progress) -> None:
         """Copy what belongs to no block and stays as it is."""
         folder = self.checkpoint.folder
         done_already = self._in_block.keys() | self._head_parts.values()

@@ -39,9 +39,9 @@ from attar.compression.run import Run, begin_anew
 from attar.compression.settings import Settings
 from attar.compression.state import RunState, put
 from attar.compression.target import Target
-from attar.compression.walk import Progress
 from attar.formats.scheme import Scheme
 from attar.kernels import ops
+from attar.progress import Progress
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
 

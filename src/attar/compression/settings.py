@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attar.compression.calibrate import Amount
-from attar.compression.walk import Progress
+from attar.progress import Progress
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ from attar.compression.whole import WholeModel, keep, left, schedule, shuffled
 from attar.formats.packed import PackedTensor
 from attar.model import decoder
 from attar.model.cache import Step
+from attar.progress import Progress
 
 TOKENS = 1 << 16
 """Of the calibration text, at most: more would make this training rather than compression."""
@@ -63,9 +64,6 @@ DRAWN = 1 << 32
 HELD = 8
 BETAS = (0.9, 0.99)  # a few hundred steps: the usual 0.999 remembers them all
 FOUND = "tuned"
-
-Progress = Callable[[str, int, int], None]
-"""progress(stage, done, total)"""
 
 
 @dataclass(frozen=True)

@@ -73,14 +73,13 @@ from attar.model.cache import KVCache, Step
 from attar.model.decoder import Decoder
 from attar.model.parallel import Groups, SplitDecoder
 from attar.model.split import Share, split
+from attar.progress import StageProgress
 
 START_SECONDS = 120.0  # that a worker may take before it begins to load
 LOAD_SECONDS = 3600.0
 UNREAD_SECONDS = WAIT.total_seconds()  # that a worker may leave a full pipe unread
 END_SECONDS = 5.0
 MOMENT = 0.5  # seconds between the end of a connection and that of the process behind it
-
-Progress = Callable[[int, int], None]
 
 
 class Lost(BaseException):
@@ -112,7 +111,7 @@ def _meeting(job: Job, time: int) -> tuple[Path, Path]:
     return folder / f"layers{share.stage}.{time}", folder / f"stages{share.place}.{time}"
 
 
-def load(job: Job, groups: Groups, progress: Progress | None = None) -> SplitDecoder:
+def load(job: Job, groups: Groups, progress: StageProgress | None = None) -> SplitDecoder:
     """The part of the model that is this process's. Raises ValueError as `sources.load`."""
     device = torch.device(job.device)
     if device.type == "cuda":
@@ -303,7 +302,7 @@ class Team:
         activations: str = "int8g128",
         native: bool = True,
         threads: int | None = None,
-        progress: Progress | None = None,
+        progress: StageProgress | None = None,
     ) -> None:
         first = Share(0, tp, pp)
         check(path, first, device, native and dtype == torch.float32)

@@ -7,7 +7,7 @@ in front of a text; where it adds none, there is none, and the first token of th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from attar.engine import kv as engine_kv
 from attar.kernels import ops
 from attar.metrics.measure import Report, measure
 from attar.model.decoder import Decoder
+from attar.progress import Progress
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
 
@@ -25,9 +26,6 @@ Model = str | os.PathLike[str] | Decoder
 """A folder, a Hub id, `demo`, or a decoder that is loaded already."""
 
 KV_CONTEXT = 4096
-
-Progress = Callable[[str, int, int], None]
-"""progress(stage, done, total): blocks while loading, tokens while evaluating."""
 
 
 def evaluate(

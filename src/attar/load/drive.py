@@ -19,6 +19,7 @@ from typing import Any
 from attar.load.client import Answer, Server, complete, fetch, request
 from attar.load.schedule import Load
 from attar.load.traces import LOW, Ask
+from attar.progress import Progress
 
 HEARTBEAT = 0.05  # seconds between looks at how late the loop is
 LEAD = 0.1  # seconds from the first sleep to the beginning of a run
@@ -34,8 +35,6 @@ teacher force education
 """
 WORDS = tuple(_COMMON.split())
 """Each a token or little more in most vocabularies: what ids become where only text is taken."""
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from attar.kernels.pages import Bases
 from attar.model.cache import KVCache, Step
 from attar.model.config import ModelConfig
 from attar.model.layers import Attention, Block, FeedForward, MixtureOfExperts
+from attar.progress import StageProgress
 
 
 class Weights(Protocol):
@@ -416,7 +417,7 @@ def check(config: ModelConfig, outline: Weights) -> None:
 def build(
     config: ModelConfig,
     weights: Weights,
-    on_block: Callable[[int, int], None] | None = None,
+    on_block: StageProgress | None = None,
     store: Store | None = None,
 ) -> Decoder:
     """The whole decoder, its weights in `store` where one is given. `on_block(done, total)` reports progress."""
@@ -444,7 +445,7 @@ def build_blocks(
     config: ModelConfig,
     weights: Weights,
     layers: range,
-    on_block: Callable[[int, int], None] | None,
+    on_block: StageProgress | None,
     store: Store | None,
 ) -> list[Block]:
     """Blocks `layers` of the model, in `store` where one is given. `on_block(done, total)` reports progress."""

@@ -25,6 +25,7 @@ from attar.model import decoder
 from attar.model.cache import Step
 from attar.model.decoder import Decoder, Embedding, Weights
 from attar.model.split import Cut, Split
+from attar.progress import StageProgress
 
 PIECE = 256  # rows of a step that stages pass on at a time: as many as products are bound by arithmetic with
 
@@ -205,7 +206,7 @@ def build(
     split: Split,
     weights: Weights,
     groups: Groups,
-    on_block: Callable[[int, int], None] | None = None,
+    on_block: StageProgress | None = None,
     store: Store | None = None,
 ) -> SplitDecoder:
     """One process's part of a model. `weights` gives of each linear, and of the token table, what `split` keeps.
