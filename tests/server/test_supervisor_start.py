@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from attar.engine.settings import Settings
+from attar.protocol.settings import Settings
 from attar.server import supervisor
 from attar.server.supervisor import EngineProcess
 from tests.server.test_supervisor import SECONDS, Served

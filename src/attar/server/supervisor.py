@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from attar import env, faults, machine
-from attar.engine.settings import CHANGED, HOPELESS, Settings
-from attar.server import sockets
-from attar.server.door import Options
+from attar.protocol.settings import CHANGED, HOPELESS, Settings
+from attar.server.http import sockets
+from attar.server.http.middleware import Options
 from attar.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class EngineProcess:
         path = Path(self.settings.socket)
         machine.private_folder(path.parent)  # temporary folders are cleaned, also of what is needed yet
         path.unlink(missing_ok=True)
-        self.child = subprocess.Popen([sys.executable, "-m", "attar.engine.process"], stdin=subprocess.PIPE)
+        self.child = subprocess.Popen([sys.executable, "-m", "attar.engine.main"], stdin=subprocess.PIPE)
         assert self.child.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once: the watcher sees that
             self.child.stdin.write(msgspec.json.encode(self.settings) + b"\n")
