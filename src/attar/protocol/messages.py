@@ -4,8 +4,8 @@ The server holds connections, texts of requests and templates; the engine holds 
 one of these messages. Every request ends in exactly one `Failed`, or in one `Finished` for each of its choices. Times
 are seconds as spans, never clock readings: the two processes need not share a clock.
 
-Frames are a length of four bytes, little-endian, then an array of messages, at most `MAX_FRAME` bytes. A longer one, or
-one that does not decode, ends the connection, and with it the engine: neither side trusts what it cannot read.
+Frames (`framing.py`) hold an array of messages, at most `MAX_FRAME` bytes. A longer one, or one that does not decode,
+ends the connection, and with it the engine: neither side trusts what it cannot read.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from attar.protocol.framing import frame
 from attar.protocol.request import FinishReason, SamplingParams, TokenLogprob
 
 MAX_FRAME = 64 << 20
@@ -197,8 +198,5 @@ Event = Delta | PromptLogprobs | Finished | Embedding | Failed | Ready | Stats |
 
 
 def encode(messages: Sequence[Command] | Sequence[Event]) -> bytes:
-    """One frame. Raises ValueError where it would be longer than MAX_FRAME."""
-    body = msgspec.msgpack.encode(messages)
-    if len(body) > MAX_FRAME:
-        raise ValueError(f"a frame of {len(body)} bytes is longer than {MAX_FRAME}")
-    return len(body).to_bytes(4, "little") + body
+    """Return one frame. Raises FrameTooLong where it would be longer than MAX_FRAME."""
+    return frame(msgspec.msgpack.encode(messages), MAX_FRAME)

@@ -26,7 +26,7 @@ from attar.engine import loader
 from attar.engine.engine import Engine
 from attar.engine.llm import LLM
 from attar.execution.parallel import executor
-from attar.execution.parallel.commands import Call, Job, frame
+from attar.execution.parallel.commands import Call, Job, encode
 from attar.execution.parallel.executor import Crew, Lost, Team, TeamRunner, tell
 from attar.faults import Fault
 from attar.kernels.operands import Routes
@@ -196,7 +196,7 @@ def test_a_worker_ends_with_its_leader_whatever_it_is_doing(tmp_path: Path) -> N
     assert worker.stdout is not None
     folder = tmp_path / "folder"
     folder.mkdir()
-    worker.stdin.write(frame(Job("model", 1, 2, 1, "cpu", "float32", "int8g128", True, 1, str(folder))))
+    worker.stdin.write(encode(Job("model", 1, 2, 1, "cpu", "float32", "int8g128", True, 1, str(folder))))
     worker.stdin.flush()
     assert b"started" in worker.stdout.read(4 + 15)
     assert worker.poll() is None, "it waits for the first process, which never comes"
@@ -214,7 +214,7 @@ def test_a_worker_whose_gpu_does_not_answer_says_so(tmp_path: Path) -> None:
         "from attar.engine import worker\n"
         "raise SystemExit(worker.main())"
     )
-    job = frame(Job("model", 1, 2, 1, "cuda:1", "float32", "int8g128", True, 1, str(tmp_path)))
+    job = encode(Job("model", 1, 2, 1, "cuda:1", "float32", "int8g128", True, 1, str(tmp_path)))
     worker = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert worker.stdin is not None
     assert worker.stdout is not None

@@ -60,6 +60,7 @@ from attar.checkpoints.sources import shards
 from attar.execution.cuda_graphs import Record
 from attar.execution.model_runner import Coming, Runner, Wanted, waits
 from attar.execution.parallel.commands import (
+    MAX_FRAME,
     Adapt,
     Call,
     Command,
@@ -73,7 +74,7 @@ from attar.execution.parallel.commands import (
     Room,
     Run,
     Said,
-    frame,
+    encode,
 )
 from attar.kernels import ops
 from attar.kernels.group import WAIT, Group
@@ -86,6 +87,7 @@ from attar.model.decoder import Decoder
 from attar.model.parallel import Groups, SplitDecoder
 from attar.model.split import Share, split
 from attar.progress import StageProgress
+from attar.protocol import framing
 from attar.scheduling.sequence import Sequence as Tokens
 from attar.scheduling.sequence import Status
 from attar.scheduling.step_plan import StepPlan
@@ -163,7 +165,7 @@ class Crew:
                 self.children.append(child)
                 assert child.stdin is not None
                 os.set_blocking(child.stdin.fileno(), False)  # of this end alone
-                self.write(child, frame(job))
+                self.write(child, encode(job))
         except BaseException:
             self.end()
             raise
@@ -262,7 +264,7 @@ class Crew:
         for child in self.children:
             assert child.stdin is not None
             with contextlib.suppress(BrokenPipeError):
-                child.stdin.write(frame(End()))  # one that does not read is not waited for
+                child.stdin.write(encode(End()))  # one that does not read is not waited for
             child.stdin.close()
         limit = time.monotonic() + END_SECONDS
         for child in self.children:
@@ -287,15 +289,14 @@ def _read_said(child: subprocess.Popen[bytes], limit: float) -> Said | None:
     """One message of a worker, None where it ended instead. Raises RuntimeError where it comes too late."""
     assert child.stdout is not None
     fd, data = child.stdout.fileno(), b""
-    while len(data) < 4 or len(data) < 4 + int.from_bytes(data[:4], "little"):
+    while wanted := framing.missing(data, MAX_FRAME):
         if not _ready(fd, select.POLLIN, max(0.0, limit - time.monotonic())):
             raise RuntimeError("the processes of the model did not start in time")
-        wanted = 4 - len(data) if len(data) < 4 else 4 + int.from_bytes(data[:4], "little") - len(data)
         more = os.read(fd, wanted)
         if not more:
             return None
         data += more
-    return msgspec.msgpack.decode(data[4:], type=Said)
+    return msgspec.msgpack.decode(data[framing.HEAD :], type=Said)
 
 
 class Team:
@@ -383,7 +384,7 @@ def tell(crew: Crew, command: Command) -> None:
     """Raises RuntimeError where somebody is gone."""
     if crew.ending or crew.lost:
         raise RuntimeError(crew.lost or "the processes of the model were ended")
-    data = frame(command)
+    data = encode(command)
     for child in crew.children:
         crew.write(child, data)
 
