@@ -32,7 +32,8 @@ import msgspec
 
 from attar import env, faults, logs, machine
 from attar.engine import loader
-from attar.engine.engine import SENTENCES, Engine
+from attar.engine.engine import Engine
+from attar.engine.requests import SENTENCES
 from attar.execution.parallel.executor import TeamRunner
 from attar.faults import point
 from attar.protocol import framing
