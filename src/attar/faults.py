@@ -153,17 +153,12 @@ def _pass(name: str, key: str) -> None:
 
 
 def arm(*faults: Fault) -> None:
-    """These faults, and no others, are armed from now on. Their counts go on from where they are."""
+    """Arm these faults, and no others: none where none are given. Their counts go on from where they are."""
     global _armed
     armed: dict[str, list[Fault]] = {}
     for fault in faults:
         armed.setdefault(fault.name, []).append(fault)
     _armed = armed or None
-
-
-def disarm() -> None:
-    """Nothing fails on purpose any more."""
-    arm()
 
 
 def arm_from(text: str | None) -> None:

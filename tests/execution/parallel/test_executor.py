@@ -333,13 +333,6 @@ def tokens(llm: LLM) -> tuple[dict[str, list[int]], Engine]:
     return found, made
 
 
-@pytest.fixture
-def disarmed() -> Iterator[None]:
-    yield
-    faults.disarm()
-
-
-@pytest.mark.usefixtures("disarmed")
 def test_where_the_first_has_too_little_memory_all_run_smaller_steps(one: LLM, two: LLM) -> None:
     """Twice: they meet anew each time."""
     expected, _ = tokens(one)
@@ -351,7 +344,6 @@ def test_where_the_first_has_too_little_memory_all_run_smaller_steps(one: LLM, t
     assert made.runner.waits == "several processes compute a step together"
 
 
-@pytest.mark.usefixtures("disarmed")
 def test_they_meet_anew_where_their_folder_was_cleaned_away(one: LLM, two: LLM) -> None:
     found, made = tokens(two)
     assert isinstance(made.runner, TeamRunner)
@@ -377,7 +369,6 @@ raise SystemExit(worker.main())
 """
 
 
-@pytest.mark.usefixtures("disarmed")
 def test_nobody_goes_on_before_all_have_met(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is short of memory in the very next step too would leave while others are still making connections."""
 
@@ -457,7 +448,6 @@ def test_a_step_that_is_broken_off_ends_the_model(demo: Path, monkeypatch: pytes
         llm.close()
 
 
-@pytest.mark.usefixtures("disarmed")
 def test_others_that_wait_within_a_step_are_not_waited_for(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(demo, tp=2)
     try:
