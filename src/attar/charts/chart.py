@@ -1,8 +1,8 @@
 """Charts of points and lines as data, and the layout that every renderer draws.
 
-`Chart` is the data; `laid_out` says where everything in it lies. `svg.py` draws that for a page and `png.py` as a
-picture, so both have the same scales and labels. The colours are Okabe and Ito's, which stay apart for colour-blind
-readers. Shapes repeat what colours say, and labels stand beside their points.
+A chart is data (`Chart`), and `laid_out` computes the position of everything in it. `svg.py` draws that for a page and
+`png.py` as a picture, so both have the same scales and labels. The colours are the palette of Okabe and Ito, which
+colour-blind readers can distinguish. Shapes repeat what colours say, and labels stand beside their points.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ COLOURS = (
     ("#7a6500", "#d9bf3d"),
     ("#2f3f9e", "#98a4f5"),
 )
-"""On light and on dark paper, in the order in which series take them."""
+"""Colours on a light and on a dark background, in the order in which series take them."""
 
 SOFT = -1
-"""The colour of what is only there to compare with."""
+"""The colour index of a series that is shown only for comparison."""
 
 SHAPES = ("circle", "square", "triangle", "diamond", "down", "cross")
 
 Style = Literal["dots", "line", "both"]
 
-CHARACTER = 6.6  # width of one at the size of labels, on average
+CHARACTER = 6.6  # average width of one at the size of labels
 TEXT = 11  # size of labels
-MANY = 64  # points of a line: with more it is thin
+MANY = 64  # points of a line from which it is thin
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Point:
 class Series:
     name: str
     points: Sequence[Point]
-    colour: int = 0  # of COLOURS, or SOFT
+    colour: int = 0  # index into COLOURS, or SOFT
     style: Style = "both"
     hollow: bool = False
     dashed: bool = False
@@ -60,9 +60,9 @@ class Series:
 class Axis:
     label: str
     log: bool = False
-    whole: bool = False  # ticks at whole numbers alone
-    ends: tuple[float, float] | None = None  # values that it holds besides those drawn, so that charts compare
-    zero: bool = False  # begins at 0, just there
+    whole: bool = False  # ticks at integers only
+    ends: tuple[float, float] | None = None  # values that it includes besides the drawn ones, so that charts compare
+    zero: bool = False  # it begins at 0
 
     def at(self, value: float) -> float:
         return math.log10(value) if self.log else value
@@ -70,7 +70,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Series on two axes. A point that a logarithmic axis has no place for is left out of the drawing."""
+    """Series on two axes. A point that does not fit a logarithmic axis is not drawn."""
 
     title: str
     x: Axis
@@ -78,19 +78,19 @@ class Chart:
     series: Sequence[Series]
     width: int = 400
     height: int = 290
-    beside: int = 12  # free to the right of the axes: where lines are labelled at their ends, the labels' place
+    beside: int = 12  # free space right of the axes, for labels at the ends of lines
 
     def drawn(self, series: Series) -> list[Point]:
         return [p for p in series.points if _fits(p.x, self.x) and _fits(p.y, self.y)]
 
 
 def _fits(value: float, axis: Axis) -> bool:
-    """Whether an axis has a place for it, with room to both sides within float64."""
+    """Return whether an axis can show the value, with room to both sides within float64."""
     return abs(value) <= 1e120 and (value >= 1e-120 or not axis.log)
 
 
 def ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """Round numbers from `low` to `high`, both of which they may leave outside: about `count` of them."""
+    """Return about `count` round numbers between `low` and `high`."""
     span = high - low
     if not span > 0:
         return [low]
@@ -101,7 +101,10 @@ def ticks(low: float, high: float, count: int = 6) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 of each power of ten; over more than three powers those alone; over less than half, round steps."""
+    """Return tick values: 1, 2 and 5 of each power of ten.
+
+    Over many powers these become 1 and 3, then the powers alone; over less than half a power they are round steps.
+    """
     decades = math.log10(high / low)
     if decades < 0.4:
         return ticks(low, high, 4)
@@ -114,7 +117,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def number(value: float) -> str:
-    """A tick's or a label's number, short."""
+    """Return a short text of the number for a tick or a label."""
     if value and not 1e-3 <= abs(value) < 1e5:
         mantissa, exponent = f"{value:.4e}".split("e")
         mantissa = mantissa.rstrip("0").rstrip(".")
@@ -125,7 +128,7 @@ def number(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Where values lie on paper."""
+    """Map of values to positions in the drawing."""
 
     left: float
     right: float
@@ -142,7 +145,7 @@ class _Frame:
 
 
 def _ends(values: Sequence[float], axis: Axis, room: float) -> tuple[float, float]:
-    """The ends of an axis that holds all values, with `room` of its length left free at both."""
+    """Return the ends of an axis that holds all values, with the fraction `room` of its length free at both."""
     at = [axis.at(v) for v in (*values, *(axis.ends or ()), *(0.0,) * axis.zero) if _fits(v, axis)] or [0.0, 1.0]
     low, high = min(at), max(at)
     span = (high - low) or (0.3 if axis.log else abs(high) * 0.2 or 1.0)
@@ -151,7 +154,7 @@ def _ends(values: Sequence[float], axis: Axis, room: float) -> tuple[float, floa
 
 @dataclass(frozen=True, slots=True)
 class Stroke:
-    """A line through places. `kind` is its classes: what it is (grid, axis, line, whisker), and how it looks."""
+    """A line through positions. `kind` holds its CSS classes: its role (grid, axis, line, whisker), and its style."""
 
     kind: str
     places: Sequence[tuple[float, float]]
@@ -169,8 +172,8 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """`anchor` says which part of it stands at x, and y is its base line; or it is `turned`, reading upwards, about a
-    middle at both."""
+    """A text. `anchor` says which part of it stands at x, and y is its base line. A `turned` text reads upwards, with
+    its middle at (x, y)."""
 
     kind: str
     text: str
@@ -184,7 +187,7 @@ Piece: TypeAlias = Stroke | Mark | Text
 
 
 def laid_out(chart: Chart) -> list[Piece]:
-    """Everything that is drawn, in order, in a space of `chart.width` by `chart.height`, y downwards."""
+    """Return all that is drawn, in order, in a space of `chart.width` by `chart.height`, y downwards."""
     shown = [(series, chart.drawn(series)) for series in chart.series]
     points = [p for _, some in shown for p in some]
     ys = [v for p in points for v in (p.y, p.low, p.high) if v is not None and _fits(v, chart.y)]
@@ -225,7 +228,7 @@ def _series(chart: Chart, series: Series, points: Sequence[Point], frame: _Frame
     kind, shape = kind_of(series), shape_of(series)
     where = [(frame.px(chart.x.at(p.x)), frame.py(chart.y.at(p.y)), p) for p in points]
     if series.style != "dots" and len(where) > 1:
-        faint = " faint" * series.labelled  # what has labels is read by its points
+        faint = " faint" * series.labelled  # a labelled series is read by its points
         faint += " thin" * (len(where) > MANY)
         places = [(x, y) for x, y, _ in sorted(where, key=lambda each: each[0])]
         yield Stroke(f"line {kind}{' dashed' * series.dashed}{faint}", places)
@@ -239,19 +242,19 @@ def _series(chart: Chart, series: Series, points: Sequence[Point], frame: _Frame
 
 
 def kind_of(series: Series) -> str:
-    """Its class."""
+    """Return the CSS class of a series' colour."""
     return "soft" if series.colour == SOFT else f"c{series.colour % len(COLOURS)}"
 
 
 def shape_of(series: Series) -> str:
-    """One for each colour; where colours come round again, each with the next shape."""
+    """Return the shape of a series' marks: one for each colour. When colours repeat, each takes the next shape."""
     number = max(series.colour, 0)
     return SHAPES[(number + number // len(COLOURS)) % len(SHAPES)]
 
 
 def _labels(shown: Sequence[tuple[Series, Sequence[Point]]], chart: Chart, frame: _Frame) -> Iterator[Text]:
-    """Labels beside their points, each at the first of some places where it covers nothing; where there is none, the
-    hover text has to do."""
+    """Yield labels beside their points, each at the first of some positions where it covers nothing. A label without
+    such a position is left to the hover text."""
     taken = [
         (x - 5, y - 5, x + 5, y + 5)
         for _, points in shown

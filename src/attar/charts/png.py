@@ -1,7 +1,7 @@
-"""Charts as PNGs, for pages that show pictures only; matplotlib draws them, where it is installed.
+"""Charts as PNGs by matplotlib, where it is installed, for pages that show pictures only.
 
-What it draws is what `chart.laid_out` laid out for the page: it is paper here, with one axes that counts as a drawing
-does, and none of its own scales, labels or legends is used. The colours are those of light paper.
+`charts.laid_out` computes the positions, as for the page. Matplotlib serves as paper: one axes with the drawing's
+coordinates, without its own scales, labels or legends. The colours are those of a light background.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from attar.charts.chart import (
     shape_of,
 )
 
-TITLE = 22  # the height of a chart's title
-LINE = 18  # of a line of the legend
+TITLE = 22  # height of a chart's title
+LINE = 18  # height of a line of the legend
 INCH = 96  # units of a drawing in an inch
 
 COLOUR_OF = {"grid": "#ece8df", "axis": "#6d6a63", "soft": "#6d6a63", "tick": "#6d6a63", "name": "#6d6a63"} | {
     f"c{i}": light for i, (light, _) in enumerate(COLOURS)
 }
-"""By class; all else is ink."""
+"""Colours by class; all else is ink."""
 
 WIDTHS = {"grid": 0.8, "axis": 1.0, "whisker": 1.4, "thin": 0.9}
-"""Of strokes, by class."""
+"""Widths of strokes, by class."""
 
 MARKERS = {"circle": "o", "square": "s", "triangle": "^", "diamond": "D", "down": "v", "cross": "P"}
-"""What matplotlib calls the shapes."""
+"""Matplotlib's names of the shapes."""
 
 
 def check(instead: str) -> None:
@@ -50,7 +50,7 @@ def check(instead: str) -> None:
 
 
 def save(charts: Sequence[Chart], path: Path, title: str = "") -> None:
-    """Write the charts as one picture, side by side, their titles above them, and above all a title and one legend."""
+    """Draw charts as one picture, side by side, with their titles above them, a title and one legend above all."""
     from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
 
     columns = 2 if len(charts) == 4 else min(3, len(charts))
@@ -74,7 +74,7 @@ def save(charts: Sequence[Chart], path: Path, title: str = "") -> None:
 
 
 def _legend(charts: Sequence[Chart], width: float, title: str) -> Iterator[Piece]:
-    """The title, where there is one, and every series once, by its name, in lines of `width`."""
+    """Yield the title, where there is one, and every series once, by its name, in lines of `width`."""
     x, y, seen = 12.0, float(LINE + TITLE * bool(title)), set[str]()
     if title:
         yield Text("title", title, x, LINE, "start")
@@ -94,7 +94,7 @@ def _legend(charts: Sequence[Chart], width: float, title: str) -> Iterator[Piece
 
 
 def _draw(paper: Any, piece: Piece, across: float, down: float) -> None:
-    """A piece on a matplotlib axes that counts as drawings do, so far to the right and down."""
+    """Draw a piece on a matplotlib axes with the drawing's coordinates, shifted `across` and `down`."""
     from matplotlib.patheffects import withStroke  # type: ignore[import-not-found,unused-ignore]
 
     point = 72 / INCH  # matplotlib's unit of sizes
@@ -113,7 +113,7 @@ def _draw(paper: Any, piece: Piece, across: float, down: float) -> None:
         )  # fmt: skip
     else:
         paper.text(
-            across + piece.x, down + piece.y, piece.text.replace("$", r"\$"),  # which would begin a formula
+            across + piece.x, down + piece.y, piece.text.replace("$", r"\$"),  # else it would begin a formula
             color=colour, fontsize=(13 if kinds == ["title"] else TEXT - 1) * point,
             fontweight="bold" if kinds == ["title"] else "normal",
             horizontalalignment={"start": "left", "middle": "center", "end": "right"}[piece.anchor],

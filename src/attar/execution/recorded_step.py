@@ -1,9 +1,9 @@
 """Decode steps: one new token for each sequence of a cache, again and again.
 
-A step is a few hundred calls of kernels that do not change from token to token; only numbers in fixed places do: the
-token ids, positions, slots and lengths. Where a model is native the first step is therefore recorded, and the others
-write those numbers and replay it, so that Python between the kernels costs microseconds (the CPU's analogue of a CUDA
-graph; on a GPU it is one). A model that cannot be recorded, such as a mixture of experts, runs every step in full, to
+A step is a few hundred calls of kernels that are the same for every token; only numbers in fixed places change: the
+token ids, positions, slots and lengths. For a native model the first step is therefore recorded, and the others write
+those numbers and replay it. Python between the kernels then costs microseconds. This is the CPU's analogue of a CUDA
+graph; on a GPU it is one. A model that cannot be recorded, such as a mixture of experts, runs every step in full, to
 the same numbers.
 """
 
@@ -21,8 +21,10 @@ from attar.model.decoder import Decoder, soft_capped
 
 
 class Decoding:
-    """Steps of all sequences of `cache`, none of which gets longer than `horizon` positions. `record` says how they are
-    recorded as graphs: by default, on a GPU, as CUDA graphs."""
+    """Decode steps of all sequences of `cache`, none of which exceeds `horizon` positions.
+
+    `record` records them as graphs: by default, on a GPU, as CUDA graphs.
+    """
 
     def __init__(
         self, decoder: Decoder, cache: KVCache, horizon: int, record: cuda_graphs.Record | None = None
@@ -39,7 +41,7 @@ class Decoding:
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """Append one token to each sequence; returns the logits behind them, float32 [sequences, vocab].
+        """Append one token to each sequence; return the logits behind them, float32 [sequences, vocab].
 
         The next step overwrites them. Raises ValueError where the cache is full.
         """
@@ -89,7 +91,7 @@ class Decoding:
         self._recording = recording
 
     def _move_on(self) -> None:
-        """Write where the next rows go into the tensors that the recorded calls read."""
+        """Write the places of the next rows into the tensors that the recorded calls read."""
         place, block = self._step.place, self.cache.block
         assert place is not None
         self._require_room()

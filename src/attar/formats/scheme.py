@@ -1,16 +1,15 @@
-"""What a compressed number is: a `Grid` of representable values, or another `Form`, and the `Scheme` that stores a
+"""Schemes of compressed weights: a `Grid` of representable values or another `Form`, and the `Scheme` that stores a
 weight on one.
 
 Nothing here imports torch: planners compute sizes of models that no machine at hand could hold. `Scheme.parts` is the
-bit ledger: it declares every array that a stored weight consists of, with dtype and shape, so that bits per weight is a
-sum and never an estimate. The codecs fill exactly these parts; the writers store exactly these parts.
+bit ledger. It declares every array of a stored weight, with dtype and shape, so bits per weight is a sum and never an
+estimate. The codecs fill exactly these parts; the writers store exactly these parts.
 
-A `Grid` is uniform, or a float8: `affine.py` and `floats.py` are its codecs, and the kernels and the solvers that move
-weights column by column know no other form. Those of `forms.py` (blocks of GGML, 4-bit floats, lookup tables) are
-opaque to all but their codec. `Scheme.grid` is the way to say which of the two one needs.
+A `Grid` is uniform, or a float8: `affine.py` and `floats.py` are its codecs. The kernels, and the solvers that move
+weights column by column, know no other format. The formats of `weight_formats.py` (blocks of GGML, 4-bit floats, lookup
+tables) are opaque to all but their codec. Code that needs a grid asks for `Scheme.grid`.
 
-Two conventions that texts get wrong (see docs/numerics.md):
-
+Two conventions that are often stated wrongly (see docs/numerics.md):
 * symmetric grids use *signed* codes, -2^(b-1) .. 2^(b-1)-1, with scale = max|w| / ((2^b - 1) / 2);
 * asymmetric grids force zero into the range, so that zero is exactly representable.
 """
@@ -42,17 +41,18 @@ Granularity = Literal["tensor", "channel", "group", "token"]
 Layout = Literal["packed", "plain"]
 
 HEADS: Mapping[str, str | None] = {"bf16": None, "int8": "w8", "int4": "w4g128"}
-"""Short names of what an output matrix is stored in: schemes, or None for the dtype that it has."""
+"""Short names of how an LM head is stored: schemes, or None for its own dtype."""
 
 FLOAT8 = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The values a quantized tensor may take, and how much of the tensor shares one scale.
+    """The values that a quantized tensor may take, and how much of the tensor shares one scale.
 
     `tensor` has one scale; `channel` one per output row of a weight; `token` one per row of activations; `group` one
-    per `group_size` consecutive elements along the input dimension.
+    per `group_size` consecutive elements along the input dimension. Raises ValueError on construction where the fields
+    do not fit each other.
     """
 
     kind: Kind = "int"
@@ -86,13 +86,16 @@ class Grid:
 
     @property
     def qmax(self) -> float:
-        """Largest code (int) or largest finite value (float), before scaling. Asymmetric codes are stored signed too:
-        code and zero point are both shifted by 2^(bits-1), which leaves their difference as it was."""
+        """Largest code (int) or largest finite value (float), before scaling.
+
+        Asymmetric codes are stored signed too: code and zero point are both shifted by 2^(bits-1), which leaves their
+        difference unchanged.
+        """
         return {"int": float(2 ** (self.bits - 1) - 1), "e4m3": 448.0, "e5m2": 57344.0}[self.kind]
 
     @property
     def name(self) -> str:
-        """What it is called in the name of a scheme without quantized activations."""
+        """Name of the grid in schemes without quantized activations."""
         name = f"w{self.bits}" if self.kind == "int" else ("fp8" if self.kind == "e4m3" else "fp8-e5m2")
         name += {"group": f"g{self.group_size}", "tensor": "-tensor"}.get(self.granularity, "")
         return name if self.symmetric else f"{name}-asym"
@@ -107,7 +110,7 @@ class Grid:
     def parts(
         self, shape: tuple[int, int], scale_dtype: ScaleDtype = "float32", layout: Layout = "packed"
     ) -> dict[str, Part]:
-        """Every array that a weight of `shape` (out, in) is stored as. Raises ValueError where groups do not divide."""
+        """Return every array of a stored weight of `shape` (out, in). Raises ValueError where groups do not divide."""
         rows, columns = shape
         groups = self.groups(columns)
         scales = (1,) if self.granularity == "tensor" else (rows, groups)
@@ -125,7 +128,8 @@ class Grid:
         return parts
 
     def groups(self, columns: int) -> int:
-        """Scales per row for a row of `columns` elements. Raises ValueError where the group size does not divide."""
+        """Return the scales per row of `columns` elements. Raises ValueError where the group size does not
+        divide them."""
         if self.group_size is None:
             return 1
         if columns % self.group_size:
@@ -147,17 +151,18 @@ ROUNDS: Mapping[str, Form] = {
     "llm-int8": Outliers(),
     **{name: Grid(granularity="token") for name, form in FORMS.items() if isinstance(form, Progressive)},
 }
-"""What activations are rounded to beside weights of a form, unless its name ends in -weight."""
+"""Activation format of each weight format, unless the scheme's name ends in -weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How one linear's weight is stored and what its input becomes before the product.
+    """The storage of one linear layer's weight, and the rounding of its input before the product.
 
-    `layout` is of grids: `packed` (codes back to back in int32 words, none wasted, the order of compressed-tensors'
-    pack-quantized) or `plain` (one int8 or float8 an element); other forms have one of their own, and say `plain`.
-    `static` activations use a scale fixed at calibration, which belongs to the linear; dynamic ones are scaled from the
-    values at hand. NVFP4's do both: groups are scaled from the values, under one fixed number.
+    `layout` is for grids: `packed` (codes back to back in int32 words, none wasted, the order of compressed-tensors'
+    pack-quantized) or `plain` (one int8 or float8 an element). Other formats have their own and say `plain`. `static`
+    activations use a scale fixed at calibration, which belongs to the linear layer; dynamic ones are scaled from the
+    current values. NVFP4's do both: groups are scaled from the values, under one fixed number. Raises ValueError on
+    construction where the fields do not fit each other.
     """
 
     weight: Form
@@ -187,19 +192,19 @@ class Scheme:
 
     @property
     def grid(self) -> Grid:
-        """The weight's grid. Raises ValueError where its values lie on none, for whoever can do nothing else."""
+        """The weight's grid. Raises ValueError where its values lie on none."""
         if not isinstance(self.weight, Grid):
             raise ValueError(f"{self.name} is no uniform grid, such as w4g128, which is what is needed here")
         return self.weight
 
     def check(self, columns: int) -> None:
-        """Raise ValueError where a linear with so many inputs cannot have this scheme."""
+        """Raise ValueError where a linear layer with `columns` inputs cannot have this scheme."""
         self.weight.check(columns)
         if self.activation is not None:
             self.activation.check(columns)
 
     def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
-        """Every array that a weight of `shape` (out, in) is stored as. Raises ValueError where groups do not divide."""
+        """Return every array of a stored weight of `shape` (out, in). Raises ValueError where groups do not divide."""
         if isinstance(self.weight, Grid):
             return self.weight.parts(shape, self.scale_dtype, self.layout)
         return self.weight.parts(shape, self.scale_dtype)
@@ -217,7 +222,7 @@ class Scheme:
 
     @property
     def name(self) -> str:
-        """The short name that `parse` reads back: w4g128, w4g128-asym, w8a8, w8a8-static, fp8, fp8-e5m2, q4_k ..."""
+        """Short name that `parse` reads back: w4g128, w4g128-asym, w8a8, w8a8-static, fp8, fp8-e5m2, q4_k ..."""
         grid, activation = self.weight, self.activation
         if not isinstance(grid, Grid):
             return grid.name + ("-weight" if activation is None and grid.name in ROUNDS else "")
@@ -269,8 +274,10 @@ class Scheme:
 
 
 def multiplied_in(scheme: Scheme | None) -> Literal["bf16", "int8", "fp8"]:
-    """The numbers that meet in a GPU's tensor cores where a weight of this scheme, None being dense, has a kernel: what
-    rate of the card its products are to be held against."""
+    """Return the number format in which a GPU's tensor cores multiply a weight of this scheme; None is a dense weight.
+
+    It selects the GPU's peak rate with which its products are compared, where a kernel exists.
+    """
     rounding = None if scheme is None else scheme.activation
     if rounding is None:
         return "bf16"

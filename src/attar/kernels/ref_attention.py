@@ -1,6 +1,6 @@
 """The reference of `ops.rope`, `attention`, `write_kv` and `paged_attention`: readable PyTorch, any device.
 
-Pages are gathered into plain keys and values [S, G, D], and then it is the attention of any textbook.
+Pages are gathered into plain keys and values [S, G, D]; the rest is textbook attention.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def attention(
 
 
 def _attend_tiled(q: Tensor, k: Tensor, v: Tensor, at: Tensor, key_at: Tensor, form: AttentionForm) -> Tensor:
-    """Sequences of the same positions, q [B, T, H, D], k and v [B, S, G, D], to [B, T, H, D], in memory O(T + S)."""
+    """Attend in sequences of equal positions: q [B, T, H, D], k and v [B, S, G, D] to [B, T, H, D], in memory
+    O(T + S)."""
     if form.soft_cap is None and _is_triangle(at, key_at, form.window):
         return _attend(q, k, v, None, form)
     outputs = []
@@ -66,20 +67,20 @@ def _attend_tiled(q: Tensor, k: Tensor, v: Tensor, at: Tensor, key_at: Tensor, f
 
 
 def visible(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
-    """Which keys each query sees: bool [queries, keys]."""
+    """Return which keys each query sees: bool [queries, keys]."""
     distance = query_positions[:, None] - key_positions[None, :]
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 def _is_triangle(at: Tensor, key_at: Tensor, window: int | None) -> bool:
-    """Whether each query sees just its own key and those before it, which needs no mask and memory O(N)."""
+    """Return whether each query sees just its own key and those before it, which needs no mask and memory O(N)."""
     if not torch.equal(at, key_at) or not (at.diff() > 0).all():
         return False
     return window is None or len(at) == 0 or int(at[-1] - at[0]) < window
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: AttentionForm) -> Tensor:
-    """As `_attend_tiled`, by a mask [T, S] or, without, the lower triangle."""
+    """Attend like `_attend_tiled`, by a mask [T, S] or, without one, the lower triangle."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if form.soft_cap is None:
         grouped, scale = form.heads != form.kv_heads, form.scale
@@ -93,7 +94,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: Attentio
 
 
 def _weights(q: Tensor, k: Tensor, mask: Tensor, form: AttentionForm) -> Tensor:
-    """The softmax of queries [B, H, T, D] over keys [B, G, S, D] by a mask [T, S]: [B, H, T, S], at least float32."""
+    """Return the softmax of queries [B, H, T, D] over keys [B, G, S, D] by a mask [T, S]: [B, H, T, S], at least
+    float32."""
     wide = torch.promote_types(q.dtype, torch.float32)
     k = k.repeat_interleave(form.heads // form.kv_heads, 1)
     scores = (q.to(wide) @ k.to(wide).transpose(2, 3)) * form.scale
@@ -106,7 +108,7 @@ def _weights(q: Tensor, k: Tensor, mask: Tensor, form: AttentionForm) -> Tensor:
 
 
 def quantize_head(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Heads [..., D] to int8 codes [..., D] and scales [...]. What is not finite makes its scale NaN."""
+    """Quantize heads [..., D] to int8 codes [..., D] and scales [...]. A head that is not finite gets the scale NaN."""
     x = x.float()
     scale = x.abs().amax(-1) / INT8_MOST
     codes = (x / torch.where(scale == 0, 1.0, scale)[..., None]).round()
@@ -115,7 +117,8 @@ def quantize_head(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_head_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The same to e4m3, whose bits are returned as uint8."""
+    """Quantize heads [..., D] to e4m3 codes, returned as uint8 bits, and scales [...]; NaN where a head is not
+    finite."""
     x = x.float()
     scale = x.abs().amax(-1) / FP8_MOST
     codes = x / torch.where(scale == 0, 1.0, scale)[..., None]
@@ -125,8 +128,11 @@ def quantize_head_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def write_pages(k: Tensor, v: Tensor, pages: Pages, slots: Tensor, tails: Tensor | None = None) -> None:
-    """Keys and values [N, G, D] to their slots [N]; where pages keep unfinished blocks apart, to those of `tails` [N],
-    and blocks that a row finishes to their place."""
+    """Write keys and values [N, G, D] to their slots [N].
+
+    Where pages keep unfinished blocks apart, they go to the slots of `tails` [N], and blocks that a row finishes to
+    their place.
+    """
     if pages.bases is not None:
         k, v = pages.bases.keys.turn(k), pages.bases.values.turn(v)
     if pages.recent is not None:
@@ -172,7 +178,7 @@ def _write_recent(k: Tensor, v: Tensor, pages: Pages, slots: Tensor, tails: Tens
 
 
 def _write_planes(k: Tensor, v: Tensor, pages: Pages, slots: Tensor) -> None:
-    """Coordinates [N, G, D]. A run's 16 slots share bytes, so it is read, changed and written."""
+    """Write coordinates [N, G, D] as bit planes. A run's 16 slots share bytes, so it is read, changed and written."""
     assert pages.bases is not None
     assert pages.key_scales is not None
     assert pages.value_scales is not None
@@ -190,7 +196,7 @@ def _write_planes(k: Tensor, v: Tensor, pages: Pages, slots: Tensor) -> None:
 
 
 def _write_channels(k: Tensor, v: Tensor, pages: Pages, slots: Tensor) -> None:
-    """Coordinates [N, G, D]; those of a block's first slot also as they are."""
+    """Write coordinates [N, G, D] as channel codes; those of a block's first slot also unrounded."""
     assert pages.bases is not None
     assert pages.value_scales is not None
     block, place = slots // pages.block, slots % pages.block
@@ -210,8 +216,10 @@ def _write_channels(k: Tensor, v: Tensor, pages: Pages, slots: Tensor) -> None:
 
 
 def read_pages(pages: Pages, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values, each [..., slots, G, D], of the blocks of a table [..., width], all of them finished. Where the
-    pages have bases, coordinates."""
+    """Return keys and values, each [..., slots, G, D], of the finished blocks of a table [..., width].
+
+    Where the pages have bases, they are coordinates.
+    """
     if pages.scheme.layout in (Layout.BIT_PLANES, Layout.KIVI, Layout.KVQUANT):
         shape = (*blocks.shape[:-1], blocks.shape[-1] * pages.block, pages.kv_heads, pages.head_dim)
         keys, values = (
@@ -237,7 +245,7 @@ def read_pages(pages: Pages, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor
 
 
 def _read_blocks(pages: Pages, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of blocks [M], float32 [M, G, block, D] each."""
+    """Return keys and values of blocks [M], float32 [M, G, block, D] each."""
     if pages.scheme.layout == Layout.KVQUANT:
         return _read_channels(pages, blocks)
     assert pages.key_scales is not None
@@ -278,8 +286,10 @@ def _read_channels(pages: Pages, blocks: Tensor) -> tuple[Tensor, Tensor]:
 def read_sequence(
     pages: Pages, table: Tensor, length: int, tail: int | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The first `length` slots of a sequence, keys and values [S, G, D] each; the block of the last one from its tail,
-    where the pages keep unfinished blocks apart."""
+    """Return the first `length` slots of a sequence, keys and values [S, G, D] each.
+
+    The block of the last slot comes from its tail, where the pages keep unfinished blocks apart.
+    """
     if pages.recent is None or tail is None or not length:
         k, v = read_pages(pages, table[: -(-length // pages.block)], dtype)
         return k[:length], v[:length]

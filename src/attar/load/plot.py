@@ -1,4 +1,4 @@
-"""Latency and throughput against load, as one HTML page that needs nothing else, or as a PNG by matplotlib.
+"""Charts of latency and throughput against load, as one self-contained HTML page, or as a PNG by matplotlib.
 
 The page holds inline SVG: it opens anywhere, offline, for as long as browsers exist, and prints.
 """
@@ -47,7 +47,7 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def loads(runs: Sequence[Run]) -> tuple[list[float], str]:
-    """Where the runs stand on the horizontal axis, and what it is."""
+    """Return the runs' positions on the horizontal axis, and the axis's label."""
     if all(run["clients"] is not None for run in runs):
         return [float(run["clients"]) for run in runs], "clients"
     return [run["rate"] or run["requests"] / run["seconds"] for run in runs], "requests/s offered"
@@ -74,7 +74,7 @@ def save(path: Path, runs: Sequence[Run], title: str, table: str) -> None:
 
 
 def check(path: Path) -> None:
-    """Raise ValueError or OSError unless `save` can write such a file: asked before a run, not after it."""
+    """Raise ValueError or OSError unless `save` can write such a file. Callers check before a run, not after it."""
     if path.suffix not in (".html", ".png"):
         raise ValueError(f"a plot is a .html or a .png file, not {path.name!r}")
     if path.suffix == ".png":

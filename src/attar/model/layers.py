@@ -1,4 +1,4 @@
-"""The parts of a decoder block. Each is plain data and a short `forward` of calls through the kernel door.
+"""The parts of a decoder block. Each is plain data and a short `forward` of calls through the kernel dispatch.
 
 The residual stream travels as a pair (stream, delta): a block leaves its last addition to the norm that comes next, so
 that adding and normalising can be one kernel. Legend: N rows, I hidden size, H query heads, G key-value heads, D head
@@ -47,7 +47,8 @@ class Attention:
         return ops.linear(mixed, (self.output,), tap, step.routes)
 
     def heads(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [N, H, D], keys and values [N, G, D] of rows x [N, I], normed and rotated: what attention is of."""
+        """Return queries [N, H, D], keys and values [N, G, D] of rows x [N, I], normed and rotated, ready for
+        attention."""
         heads = ops.linear(x, self.qkv).view(x.shape[0], -1, self.form.head_dim)
         q, k, v = heads.split((self.form.heads, self.form.kv_heads, self.form.kv_heads), 1)
         return *self._placed(q, k, rotation), v
@@ -74,8 +75,11 @@ class FeedForward:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Of a column [N, 1]. torch's own takes whole vectors by other code than what is left over, so that a row's bits
-    would depend on where it stands; its softmax takes every row alone."""
+    """Return the sigmoid of a column [N, 1], independently of the row's place.
+
+    torch's own sigmoid takes whole vectors by other code than the remainder, so a row's bits would depend on its place;
+    its softmax takes every row alone.
+    """
     return torch.cat((x, torch.zeros_like(x)), -1).softmax(-1)[:, :1]
 
 
@@ -115,12 +119,12 @@ class Block:
     attention_post_norm: Norm | None = None
     feed_forward_post_norm: Norm | None = None
     sum: Callable[[Tensor], Tensor] | None = None
-    """Where several processes each have a part of the block's linears: adds up what these parts give."""
+    """Sum over the processes that each hold a part of the block's linear layers; None for one process."""
 
     def forward(
         self, stream: Tensor, delta: Tensor | None, step: Step, tap: Tap | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(stream, delta) in, both [N, I], to (stream, delta) out; the block's output is their sum."""
+        """Run the block on (stream, delta), both [N, I]; return (stream, delta), whose sum is its output."""
         stream, x = ops.norm(stream, delta, self.attention_norm)
         delta = self.attention.forward(x, step, tap)
         if self.sum is not None:
@@ -136,7 +140,7 @@ class Block:
         return stream, delta
 
     def run(self, hidden: Tensor, step: Step, tap: Tap | None = None) -> Tensor:
-        """Hidden states in, hidden states out, both [N, I]."""
+        """Run the block on hidden states [N, I]; return hidden states [N, I]."""
         stream, delta = self.forward(hidden, None, step, tap)
         return stream + delta
 
@@ -149,7 +153,7 @@ class Block:
             yield self.feed_forward.shared
 
     def linears(self) -> Iterator[Linear]:
-        """Every linear of the block, in the order in which a forward pass reads them."""
+        """Yield every linear layer of the block, in the order in which a forward pass reads them."""
         yield from self.attention.qkv
         yield self.attention.output
         if isinstance(self.feed_forward, MixtureOfExperts):
@@ -161,7 +165,7 @@ class Block:
             yield self.feed_forward.shared_gate
 
     def norms(self) -> Iterator[Norm]:
-        """Every norm of the block."""
+        """Yield every norm of the block."""
         attention = self.attention
         found = (self.attention_norm, self.attention_post_norm, self.feed_forward_norm, self.feed_forward_post_norm)
         for norm in (*found, attention.q_norm, attention.k_norm):

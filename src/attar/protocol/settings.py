@@ -1,7 +1,7 @@
-"""What an engine is started with, as its process reads it: the one value that the server writes to its standard input.
+"""Settings that an engine is started with: the one value that the server writes to the engine's standard input.
 
-Torch-free: the process that speaks HTTP makes it. It reads the tokenizer once, and an engine that died is started with
-the same settings; so they say what the model's files were like then, and an engine refuses to serve others.
+Torch-free: the process that speaks HTTP makes it. That process reads the tokenizer once, and restarts a crashed engine
+with the same settings. So they include fingerprints of the model's files, and an engine refuses to serve other files.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from attar.protocol.scheduler_config import PRESETS, Limits
 
 MAX_ADAPTERS = 64
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,255}")  # Hub ids among them; requests may name no longer one
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,255}")  # includes Hub ids; requests may name no longer one
 READ = (
     "*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer.*", "special_tokens_map.json", "vocab.json",
     "merges.txt",
 )  # fmt: skip
-"""Files of a model's or an adapter's folder that an engine reads. Not chat templates, which only the server does, nor
-reports and whatever else people put beside a model."""
-PIECES, PIECE = 4, 64 << 10  # of a file, and bytes of each, that tell one from another of the same size and date
+"""Files of a model's or an adapter's folder that an engine reads. Chat templates, which only the server reads, and
+reports or other files beside a model are not among them."""
+PIECES, PIECE = 4, 64 << 10  # of a file, and bytes of each, that tell files of equal size and date apart
 
 
 HOPELESS, CHANGED = 2, 3
-"""Exit statuses of an engine that cannot serve its model, and of one whose files are no longer those of the server."""
+"""Exit statuses of an engine that cannot serve its model, and of one whose files differ from the server's."""
 
 
 class ChangedError(ValueError):
-    """The files of a model are not those that a server was started with."""
+    """An error for a model's files that differ from those a server was started with."""
 
 
 def name_of(model: str) -> str:
-    """What a model goes by: a folder or file by its own name, a Hub id as it was given. Raises ValueError for a folder
-    without a name, the root. Links keep theirs: files in the Hub's cache lead to what is named by a hash."""
+    """Return a model's name: a folder's or file's own name, or a Hub id as given. Raises ValueError for a folder
+    without a name, the root. A link keeps its own name: files in the Hub's cache link to files named by a hash."""
     path = Path(model).expanduser()
     name = Path(os.path.abspath(path)).name if path.exists() else model
     if not name:
@@ -48,7 +48,7 @@ def name_of(model: str) -> str:
 
 
 def check_name(name: str) -> str:
-    """`name` for a model. Raises ValueError where requests could not ask for it."""
+    """Return `name`. Raises ValueError where it is no valid model name for requests."""
     if not MODEL_NAME.fullmatch(name):
         raise ValueError(
             f"--name {name[:160]!r}: a model's name is of letters, digits and . _ : @ / -, at most 256 of them"
@@ -57,9 +57,10 @@ def check_name(name: str) -> str:
 
 
 def fingerprints(folders: Iterable[str]) -> dict[str, str]:
-    """What the files of models and adapters are like that an engine reads, by path: size, date and some of the content.
+    """Return a fingerprint (size, date, hash of samples) of each file of models and adapters that an engine reads, by
+    path.
 
-    Not the number that a file system has for a file, which on some changes by itself. Raises OSError for what cannot be
+    Inode numbers are left out: on some file systems they change by themselves. Raises OSError for a file that cannot be
     read.
     """
     paths = (path for each in folders for path in _read_from(Path(each)))
@@ -84,10 +85,10 @@ def _fingerprint(path: Path) -> str:
 
 
 def parse_adapters(given: Sequence[str], model: str) -> tuple[tuple[str, str], ...]:
-    """Names and folders of adapters, each given as NAME=FOLDER, to be served beside `model`.
+    """Parse adapters, each given as NAME=FOLDER, to be served beside `model`: (name, folder) of each.
 
-    Raises ValueError for another form, a name that requests could not ask for or that stands for something already,
-    too many, and a folder that holds no adapter.
+    Raises ValueError for another form, a name that is invalid or taken, more than MAX_ADAPTERS, and a folder without an
+    adapter.
     """
     if len(given) > MAX_ADAPTERS:
         raise ValueError(f"{len(given)} adapters: at most {MAX_ADAPTERS} are served at a time")
@@ -108,7 +109,7 @@ def parse_adapters(given: Sequence[str], model: str) -> tuple[tuple[str, str], .
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to serve, and with how much of the machine. None: the default, or what fits."""
+    """The model to serve, and how much of the machine to use. None stands for the default, or for what fits."""
 
     model: str
     socket: str
@@ -119,39 +120,39 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context: int | None = None
     memory: int | None = None
     max_cached_tokens: int | None = None
-    kv_fraction: float | None = None  # of what the model leaves of the memory: what keys and values may take of it
+    kv_fraction: float | None = None  # fraction of the memory left after the model for the KV cache
     preset: str | None = None
     policy: str | None = None
     max_running: int | None = None
     max_step_tokens: int | None = None
     max_waiting: int | None = None
-    max_delay: float | None = None  # seconds, of the policy `dynamic`
+    max_delay: float | None = None  # seconds, for the policy `dynamic`
     max_preemptions: int | None = None
     threads: int | None = None
     verify: bool = True
     adapters: tuple[tuple[str, str], ...] = ()  # name and folder of each
     tp: int = 1  # processes that compute each layer together
     pp: int = 1  # stages of layers
-    name: str = ""  # what requests call the model; empty: `name_of` it
-    files: dict[str, str] = {}  # `fingerprints` of what is to be served; empty: whatever is there
+    name: str = ""  # the model's name in requests; empty: `name_of` it
+    files: dict[str, str] = {}  # `fingerprints` of the files to serve; empty: any files
 
     @property
     def computes_in(self) -> str:
-        """The name of the dtype."""
+        """Return the name of the dtype that the model computes in."""
         return self.dtype or ("float32" if self.device == "cpu" else "bfloat16")
 
     @property
     def served_as(self) -> str:
-        """What requests call the model."""
+        """Return the model's name in requests."""
         return self.name or name_of(self.model)
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Of the model and its adapters, as they are now."""
+        """Return the present fingerprints of the model and its adapters, by path."""
         return fingerprints((self.model, *(folder for _, folder in self.adapters)))
 
     def require_unchanged(self) -> None:
-        """Raises ChangedError, naming files, where the model is not the one that these settings were made for."""
+        """Raise ChangedError, naming files, where the model differs from the one that these settings were made for."""
         if not self.files or (now := self.fingerprints) == self.files:
             return
         changed = sorted(path for path in {*now, *self.files} if now.get(path) != self.files.get(path))
@@ -162,7 +163,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def limits(self) -> Limits:
-        """The preset with what was set besides. Raises ValueError for an unknown preset, or an impossible number."""
+        """Return the preset with the settings that differ from it. Raises ValueError for an unknown preset or invalid
+        values."""
         if self.preset is not None and self.preset not in PRESETS:
             raise ValueError(f"unknown preset {self.preset!r}: known are {', '.join(PRESETS)}")
         names = ("policy", "max_running", "max_step_tokens", "max_waiting", "max_delay", "max_preemptions")

@@ -1,7 +1,7 @@
 """The process that renders chat templates: reads requests on stdin, writes answers on stdout, until stdin ends.
 
 Started by `template.py` in a bare Python: it imports the standard library, jinja2 and the framing, and nothing else.
-Templates come with models, from strangers. The sandboxed environment keeps them from Python's internals; the limits
+Templates come with models and are untrusted. The sandboxed environment keeps them from Python's internals; the limits
 below keep them from the machine's memory, processor and files. A template that passes a limit costs this process, and
 nothing else.
 
@@ -45,7 +45,8 @@ KEPT_TEMPLATES = 8
 
 
 class Generation(Extension):
-    """`{% generation %}` marks what an assistant wrote, for training. Here its content is rendered as if unmarked."""
+    """The block `{% generation %}`, which marks an assistant's text for training. Its content is rendered as if
+    unmarked."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -55,7 +56,7 @@ class Generation(Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which touching a forbidden attribute is an error at once rather than an undefined value."""
+    """Jinja's sandbox, in which access to a forbidden attribute is an error at once rather than an undefined value."""
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
         raise SecurityError(f"the attribute {attribute!r} of {type(obj).__name__} is not for templates")
@@ -66,7 +67,7 @@ class TooLong(Exception):
 
 
 def make_environment() -> Sandbox:
-    """Jinja as transformers sets it up for chat templates, less the globals that no template needs."""
+    """Return Jinja set up like transformers' for chat templates, less the globals that no template needs."""
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
     for unused in ("lipsum", "cycler", "joiner"):
         del environment.globals[unused]
@@ -82,7 +83,7 @@ def raise_exception(message: str) -> None:
 def to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """JSON as text, without the HTML escapes of Jinja's own filter."""
+    """Return JSON as text, without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -124,7 +125,7 @@ def answer(environment: Sandbox, known: OrderedDict[str, jinja2.Template], body:
 
 
 def limit_resources() -> None:
-    """Once, after everything is imported: little more memory, no new files or sockets, nothing left behind."""
+    """Limit this process once everything is imported: little more memory, no new files, sockets or core dumps."""
     limits = {resource.RLIMIT_NOFILE: 3, resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
     if sys.platform == "linux":
         with open("/proc/self/statm") as statm:
@@ -155,5 +156,5 @@ def main() -> None:
             reply = answer(environment, known, body)
         except MemoryError:
             send(b"!the chat template needs more than %d MiB of memory" % (EXTRA_MEMORY >> 20))
-            return  # memory that failed once is not to be trusted: a fresh process is
+            return  # memory that failed once is not trusted again: a new process follows
         send(reply)

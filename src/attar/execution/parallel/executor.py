@@ -1,37 +1,37 @@
-"""A model in several processes: the first one leads, the others follow what it says.
+"""A model in several processes: the first one leads, the others follow its commands.
 
-The first process is whoever asked for the model: an `LLM`, or the engine's process of a server. It schedules, chooses
-tokens and computes its own part (`model/split.py`). The others are started by it (`worker.py`) and compute theirs: they
-run the same `Runner` on the same steps, which they are told as data. Between processes go two kinds of things. Numbers
-of the computation go by collectives (`kernels/group.py`). Everything else goes through the pipe that is a worker's
-standard input: first its job, then one command after another, each a length of four bytes and a msgpack value. Nothing
-is ever unpickled, and there is no port but gloo's own on loopback.
+The first process is the program that asked for the model: an `LLM`, or the engine's process of a server. It schedules,
+samples tokens and computes its own part (`model/split.py`). It starts the others (`worker.py`), which compute their
+parts: they run the same `Runner` on the same steps, which they receive as data. Two kinds of data go between processes.
+Numbers of the computation go by collectives (`kernels/group.py`). Everything else goes through the pipe that is a
+worker's standard input: first its job, then one command after another, each a length of four bytes and a msgpack value.
+Nothing is ever unpickled, and there is no port but gloo's own on loopback.
 
-Of a step a worker is told what it cannot know: which rows of which sequences run, their token ids, and the blocks that
-a sequence has gained. It keeps a `Sequence` for each, which nobody schedules.
+A worker's commands contain what it cannot know: the rows of each sequence in a step, their token ids, and the blocks
+that a sequence has gained. It keeps a `Sequence` for each, which no scheduler handles.
 
-**When something dies.** A worker ends the moment the pipe does, whatever its leader died of. A leader learns of a dead
-worker from the other pipe, the worker's standard output, through a thread that waits for its end: then every exchange
-under way is aborted, and what waits raises, as does whatever is called next: an engine's step `Lost`, other calls
-RuntimeError. A server's engine ends as soon as that thread knows (`on_lost`), and its supervisor starts another.
-A worker that lives but is stopped is lost too, where an exchange or a full pipe has waited for it too long.
+**When a process dies.** A worker ends the moment the pipe does, whatever its leader died of. A leader learns of a dead
+worker from the other pipe, the worker's standard output, through a thread that waits for its end. Every exchange under
+way is then aborted. Waiting calls and later ones raise: an engine's step `Lost`, other calls RuntimeError. A server's
+engine ends as soon as that thread knows (`on_lost`), and its supervisor starts another. A worker that lives but is
+stopped is lost too, once an exchange or a full pipe has waited for it too long.
 
-A process that raises within a step has left the others behind in theirs, waiting for it. Where it has too little
-memory they come back: each says of every step what became of it, exchanges that are under way are ended, all meet anew
-(`Meet`), and the leader raises what one process alone would, so that the step is run again in halves and later ones in
-pieces of that size. Whatever else raises, and fails one request in one process, is `Lost` here. That is no `Exception`,
-because an engine answers those by running the step again, sequence by sequence.
+A process that raises within a step leaves the others waiting for it in theirs. Where it has too little memory they
+recover. Each reports the result of every step, exchanges under way are ended, and all meet again (`Meet`). The leader
+raises the exception that one process alone would, so the step is run again in halves and later ones in pieces of that
+size. Any other exception, which fails one request in one process, is `Lost` here. It is no `Exception`, because an
+engine answers those by running the step again, sequence by sequence.
 
-Between GPUs a worker comes back only where its host is through with the step, and the device alone waits: nobody ends
-its exchanges but itself. A host that has to look at the device within a step (`Decoder.by_token`) hangs there for
-`WAIT`. So with such a model a leader that has too little memory says `Lost` at once; where a worker has, any third
-process is waited for in vain, and so is one whose allocator happens to wait for the device.
+Between GPUs a worker recovers only where its host is through with the step, and the device alone waits: no other
+process ends its exchanges. A host that has to read from the device within a step (`Decoder.by_token`) hangs there for
+`WAIT`. So with such a model a leader that has too little memory raises `Lost` at once; where a worker has too little,
+any third process is waited for in vain, and so is one whose allocator happens to wait for the device.
 
-An adapter is read by the leader first, which finds what is wrong with it, and then, by its folder, by the others, which
-end where it has changed meanwhile.
+An adapter is read by the leader first, which reports its errors, and then, by its folder, by the others, which end
+where it has changed meanwhile.
 
-Not done: CUDA graphs and recorded steps of several processes, steps that are launched before the tokens of the one
-before are known, key-value schemes that are calibrated, and probes of a receipt, whose noise is that of one process.
+Not done: CUDA graphs and recorded steps of several processes; steps launched before the tokens of the one before are
+known; calibrated KV cache schemes; probes of a receipt, whose noise is that of one process.
 """
 
 from __future__ import annotations
@@ -100,11 +100,11 @@ MOMENT = 0.5  # seconds between the end of a connection and that of the process 
 
 
 class Lost(BaseException):
-    """A process of the team was found gone, or out of step, while an engine ran one: nothing can be computed now."""
+    """A worker process is gone, or out of step, while an engine ran one: nothing can be computed now."""
 
 
 def job_groups(job: Job) -> Groups:
-    """Meet the others. Raises RuntimeError where they do not come."""
+    """Meet the other processes. Raises RuntimeError where they do not come."""
     share, device, (at_layers, at_stages) = job.share, torch.device(job.device), _meeting(job, 0)
     layers = stages = None
     if share.tp > 1:
@@ -115,7 +115,7 @@ def job_groups(job: Job) -> Groups:
 
 
 def meet_again(job: Job, groups: Groups, time: int) -> None:
-    """Meet the others for this many-th time, out of a step that not all of them could do."""
+    """Meet the others again, out of a step that not all completed; `time` counts these rendezvous."""
     groups.leave()
     for group, file in zip((groups.layers, groups.stages), _meeting(job, time), strict=True):
         if group is not None:
@@ -123,13 +123,13 @@ def meet_again(job: Job, groups: Groups, time: int) -> None:
 
 
 def _meeting(job: Job, time: int) -> tuple[Path, Path]:
-    """Where those of the same layers find each other, and those of the same place in every stage."""
+    """Return the rendezvous files of the processes of the same layers, and of the same place in every stage."""
     share, folder = job.share, Path(job.folder)
     return folder / f"layers{share.stage}.{time}", folder / f"stages{share.place}.{time}"
 
 
 def load(job: Job, groups: Groups, progress: StageProgress | None = None) -> SplitDecoder:
-    """The part of the model that is this process's. Raises ValueError as `sources.load`."""
+    """Load this process's part of the model. Raises ValueError like `shards.load`."""
     device = torch.device(job.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -145,19 +145,19 @@ def load(job: Job, groups: Groups, progress: StageProgress | None = None) -> Spl
 
 
 class Crew:
-    """The workers' processes, and what became of them. It knows no model: it ends the processes when that is gone."""
+    """The workers' processes and their state. It knows no model: it ends the processes when that is gone."""
 
     def __init__(self, folder: Path, jobs: Sequence[Job]) -> None:
         self.folder, self.lost, self.ending = folder, "", False
         self.groups: Groups | None = None
         self.met = 0
-        """How often all have met anew."""
+        """Number of repeated rendezvous."""
         self.heard: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        """What the workers say of steps; None where there will be no more."""
+        """Replies of the workers about steps; None where there will be no more."""
         self.on_lost: Callable[[str], None] | None = None
         self.children: list[subprocess.Popen[bytes]] = []
         self.free: int | None = None
-        """Bytes of the fullest of the workers' GPUs, when they started; None on CPUs."""
+        """Free bytes of the fullest of the workers' GPUs, when they started; None on CPUs."""
         command = [sys.executable, "-m", "attar.execution.parallel.worker"]
         try:
             for job in jobs:
@@ -171,11 +171,14 @@ class Crew:
             raise
 
     def write(self, child: subprocess.Popen[bytes], data: bytes) -> None:
-        """To a worker, which reads when it has done what it was told before. Raises RuntimeError where it reads nothing
-        for longer than it may be behind; it has a part of a command then, so nobody can speak with it any more."""
+        """Write to a worker, which reads after its earlier commands are done.
+
+        Raises RuntimeError where it reads nothing for longer than it may be behind. It then has a part of a command, so
+        no more can be sent.
+        """
         assert child.stdin is not None
         view = memoryview(data)
-        with contextlib.suppress(BrokenPipeError):  # it is dead: whoever waits for it learns so
+        with contextlib.suppress(BrokenPipeError):  # it is dead: waiting for it will show that
             while view:
                 if not _ready(child.stdin.fileno(), select.POLLOUT, UNREAD_SECONDS):
                     self.lose(f"process {self.children.index(child) + 1} of the model reads nothing any more")
@@ -183,8 +186,10 @@ class Crew:
                 view = view[child.stdin.write(view) or 0 :]
 
     def wait_for(self, what: str, seconds: float) -> None:
-        """Until every worker has said so. Raises ValueError with the words of one that cannot, RuntimeError where one
-        ended, or says nothing for so long."""
+        """Wait until every worker has replied `what`.
+
+        Raises ValueError with the text of one that cannot, RuntimeError where one ended, or gives no reply for so long.
+        """
         limit = time.monotonic() + seconds
         for number, child in enumerate(self.children, 1):
             said = _read_said(child, limit)
@@ -196,7 +201,7 @@ class Crew:
                 self.free = said.free if self.free is None else min(self.free, said.free)
 
     def watch(self) -> None:
-        """Hear what the workers say, until one of them ends."""
+        """Read the workers' replies, until one of them ends."""
         children = {child.stdout.fileno(): child for child in self.children if child.stdout is not None}
         said: Said | None = None
         poll = select.poll()
@@ -204,7 +209,7 @@ class Crew:
             poll.register(fd, select.POLLIN)
         while True:
             for fd, _ in poll.poll():
-                if self.ending:  # which closes the pipes: their numbers may be those of other files soon
+                if self.ending:  # this closes the pipes: their numbers may soon be those of other files
                     self.heard.put(None)
                     return
                 with contextlib.suppress(RuntimeError):
@@ -221,7 +226,7 @@ class Crew:
                 said = None
 
     def verdicts(self) -> set[str]:
-        """What all workers say of the step or meeting they were told last. Raises RuntimeError where one is gone."""
+        """Return all workers' replies to the last step or rendezvous. Raises RuntimeError where one is gone."""
         found = set()
         for _ in self.children:
             try:
@@ -240,7 +245,7 @@ class Crew:
             self.groups.abort()
 
     def ended(self, seconds: float = MOMENT) -> str:
-        """Which worker has ended, or does in the next moment; nothing where none has."""
+        """Return which worker has ended, or does within `seconds`; "" where none has."""
         limit = time.monotonic() + seconds
         while True:
             for number, child in enumerate(self.children, 1):
@@ -257,7 +262,7 @@ class Crew:
         self.abort()
 
     def end(self) -> None:
-        """See that all have ended."""
+        """End all workers."""
         if self.ending:
             return
         self.ending = True
@@ -279,14 +284,15 @@ class Crew:
 
 
 def _ready(fd: int, event: int, seconds: float) -> bool:
-    """Whether it can be read from, or written to, in time. Not by `select`, which takes no descriptor beyond 1023."""
+    """Return whether `fd` can be read from, or written to, in time. `select` is no choice: it stops at
+    descriptor 1023."""
     poll = select.poll()
     poll.register(fd, event)
     return bool(poll.poll(1000 * seconds))
 
 
 def _read_said(child: subprocess.Popen[bytes], limit: float) -> Said | None:
-    """One message of a worker, None where it ended instead. Raises RuntimeError where it comes too late."""
+    """Read one message of a worker, None where it ended instead. Raises RuntimeError where it comes too late."""
     assert child.stdout is not None
     fd, data = child.stdout.fileno(), b""
     while wanted := framing.missing(data, MAX_FRAME):
@@ -300,11 +306,11 @@ def _read_said(child: subprocess.Popen[bytes], limit: float) -> Said | None:
 
 
 class Team:
-    """A model in `tp * pp` processes, of which this is the first; `decoder` is its part, and speaks for all of them.
+    """A model in `tp * pp` processes, of which this is the first; `decoder` is its part, and leads all of them.
 
     On `cuda` each process has a GPU of its own. On CPUs they share the cores: that is for checking, not for speed.
-    Raises ValueError where the model cannot be shared so, before any process is started, or cannot be loaded, and
-    RuntimeError where a process is lost meanwhile.
+    Raises ValueError where the model cannot be split in this way, before any process is started, or cannot be loaded,
+    and RuntimeError where a process is lost meanwhile.
     """
 
     def __init__(
@@ -343,7 +349,7 @@ class Team:
             crew.end()
             raise
         self.close = weakref.finalize(self.decoder, crew.end)
-        """Ends the processes, as does the end of whoever holds the decoder."""
+        """Ends the processes, like the end of the decoder's owner."""
         threading.Thread(target=crew.watch, name="team-watch", daemon=True).start()
         self.decoder.lead = Caller(crew)
 
@@ -357,7 +363,7 @@ class Team:
         bases: Sequence[Bases] | None = None,
         record: Record | None = None,
     ) -> TeamRunner:
-        """A `Runner` of all processes, for an engine. The one before is no more."""
+        """Return a `Runner` of all processes, for an engine. It replaces the one before."""
         assert decoder is self.decoder
         assert bases is None, "calibrated schemes are refused"
         assert record is None, "steps of several processes are not recorded"
@@ -365,8 +371,10 @@ class Team:
 
 
 def check(path: Path, first: Share, device: str, native: bool) -> None:
-    """Raises ValueError where the model cannot be shared so, or there are not the devices, from headers alone. On a CPU
-    `native` kernels run a GGUF file's blocks, which are cut between them as `plan` does."""
+    """Raise ValueError where the model cannot be split in this way, or devices are missing, from headers alone.
+
+    On a CPU `native` kernels run a GGUF file's blocks, which `split` cuts between them.
+    """
     if not torch.distributed.is_available():
         raise ValueError("this build of torch has no torch.distributed: --tp and --pp need it")
     if device != "cpu":
@@ -381,7 +389,7 @@ def check(path: Path, first: Share, device: str, native: bool) -> None:
 
 
 def tell(crew: Crew, command: Command) -> None:
-    """Raises RuntimeError where somebody is gone."""
+    """Send a command to all workers. Raises RuntimeError where a worker is gone."""
     if crew.ending or crew.lost:
         raise RuntimeError(crew.lost or "the processes of the model were ended")
     data = encode(command)
@@ -390,7 +398,7 @@ def tell(crew: Crew, command: Command) -> None:
 
 
 class Caller:
-    """Tells of calls of the decoder itself, outside of an engine's steps."""
+    """A sender of calls of the decoder itself, outside of an engine's steps."""
 
     def __init__(self, crew: Crew) -> None:
         self.crew, self.stepping = crew, False
@@ -436,15 +444,18 @@ class TeamRunner(Runner):
         sequences: int,
     ) -> None:
         self.crew, self.job = crew, job
-        self._known: dict[Tokens, tuple[int, list[int]]] = {}  # a sequence's number, and the blocks it was told with
+        self._known: dict[Tokens, tuple[int, list[int]]] = {}  # a sequence's number, and the blocks sent so far
         self._numbers = itertools.count()
         tell(crew, Pool(blocks, context, (scheme or decoder.lossless).name, sequences))
         super().__init__(decoder, blocks, context, scheme, sequences)
         self.waits = "several processes compute a step together"
 
     def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: Coming | None = None) -> Tensor:
-        """As `Runner.run`, also torch.OutOfMemoryError where any process has too little memory. Raises Lost where a
-        process is gone, and for whatever else is raised within the step."""
+        """Run the step like `Runner.run`, in all processes.
+
+        Raises torch.OutOfMemoryError where any process has too little memory, and Lost where a process is gone and for
+        any other exception within the step.
+        """
         assert coming is None, "tokens are told by the host"
         assert isinstance(self.decoder, SplitDecoder)
         assert isinstance(self.decoder.lead, Caller)
@@ -456,7 +467,7 @@ class TeamRunner(Runner):
                 raise RuntimeError("too little memory, and the others wait within the step") from found
             verdicts = self.crew.verdicts()
             if "short" in verdicts or isinstance(found, torch.OutOfMemoryError):
-                del found  # and what was computed until it was raised
+                del found  # and its partial results
                 try:
                     self._meet()
                 except torch.OutOfMemoryError as error:
@@ -473,14 +484,14 @@ class TeamRunner(Runner):
             if not self.crew.lost:
                 self.crew.lose(self.crew.ended() or f"a step raised {type(error).__name__}: {error}")
             raise Lost(self.crew.lost) from error
-        except BaseException:  # Ctrl-C, say: what the others answer to this step would be taken for that of the next
+        except BaseException:  # Ctrl-C, say: the others' replies to this step would be taken for those of the next
             self.crew.lose("a step was broken off")
             raise
         finally:
             self.decoder.lead.stepping = False
 
     def _own(self, plan: StepPlan, wanted: dict[str, Wanted] | None) -> Tensor | Exception:
-        """This process's part, or what it raised."""
+        """Return the result of this process's part, or the exception that it raised."""
         try:
             return super().run(plan, wanted)
         except Exception as error:
@@ -489,14 +500,14 @@ class TeamRunner(Runner):
             return error
 
     def _meet(self) -> None:
-        """Out of a step that not all could do: to where it began. Raises RuntimeError where somebody is gone."""
+        """Return to the beginning of a step that not all completed. Raises RuntimeError where a process is gone."""
         assert self.crew.groups is not None
         self.release()
         self.crew.met += 1
         machine.private_folder(self.crew.folder)  # without it torch waits for 300 s, and nothing can stop it
         tell(self.crew, Meet(self.crew.met))
         meet_again(self.job, self.crew.groups, self.crew.met)
-        # Somebody who left again at once, out of a step that is short too, would reset connections that others are
+        # A process that left again at once, out of a step that is short too, would reset connections that others are
         # still making: gloo fails in them, or ends the process.
         if (verdicts := self.crew.verdicts()) != {"met"}:
             raise RuntimeError(f"the processes of the model did not meet again: {verdicts}")

@@ -1,9 +1,8 @@
-"""A process that computes its part of a model, as its leader says (`team.py`).
+"""A process that computes its part of a model on its leader's commands (`executor.py`).
 
 It has no settings, no socket and no scheduler: a job and then commands come through its standard input, and numbers by
-collectives. What it says, that it has started and loaded its part and what became of each step, goes out on its
-standard output; that this pipe is there tells its leader that it lives. When its input ends it ends too, in whatever it
-is doing.
+collectives. Its replies, that it has started and loaded its part and the result of each step, go out on its standard
+output; while that pipe is open, its leader knows that it lives. When its input ends it ends too, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ ALARM_SECONDS = 10.0
 
 
 class Worker:
-    """Does what it is told with its part of the model."""
+    """Executes commands with its part of the model."""
 
     def __init__(self, decoder: SplitDecoder, job: Job) -> None:
         self.decoder, self.job = decoder, job
@@ -83,8 +82,8 @@ class Worker:
                 self.runner = Runner(self.decoder, command.blocks, command.context, scheme, command.sequences)
             case Meet():
                 assert self.runner is not None
-                self.decoder.groups.leave()  # first: an exchange that nobody ends would be waited for below
-                self.runner.release()  # meeting takes memory of a GPU
+                self.decoder.groups.leave()  # first: an exchange that no process ends would be waited for below
+                self.runner.release()  # a rendezvous takes memory of a GPU
                 executor.meet_again(self.job, self.decoder.groups, command.time)
             case Room():
                 scheme = schemes.scheme(command.kv)
@@ -108,7 +107,7 @@ class Worker:
                     adapter=piece.adapter,
                 )  # fmt: skip
                 self.sequences[piece.sequence] = sequence
-            del sequence.tokens[piece.start :]  # what lies before was run, or is another's and never read
+            del sequence.tokens[piece.start :]  # earlier tokens were run, or are another's and unread
             sequence.tokens.extend([0] * (piece.start - len(sequence.tokens)))
             sequence.tokens.extend(piece.tokens)
             sequence.blocks[piece.kept :] = piece.blocks
@@ -137,23 +136,24 @@ class Worker:
 
 
 def _unread(chunk: Chunk, first: int, numbers: torch.Tensor) -> None:
-    """What the leader reads, for whose sake it is computed here too. Nobody here waits for it."""
+    """Ignore numbers that the leader reads; they are computed here too for its sake. Nothing here waits for them."""
 
 
 def _end_with(fd: int, folder: str) -> None:
-    """End this process when nobody can write to `fd` any more, and what its leader may have left behind with it."""
+    """End this process once no process can write to `fd`, and remove the folder that its leader may have left
+    behind."""
     poll = select.poll()
-    poll.register(fd, 0)  # hanging up is told unasked
+    poll.register(fd, 0)  # hanging up is reported unasked
     poll.poll()
-    # Torch may wait for the others with the interpreter's lock held, and then nothing below would ever run: an alarm,
-    # which nobody handles, ends the process without it.
+    # Torch may wait for the others with the interpreter's lock held, and then nothing below would ever run: an alarm
+    # without a handler ends the process even then.
     signal.setitimer(signal.ITIMER_REAL, ALARM_SECONDS)
-    machine.remove_folder(Path(folder))  # in which this process may be about to write, to meet the others
+    machine.remove_folder(Path(folder))  # this process may be about to write to it, to meet the others
     os._exit(1)
 
 
 def free(device: str) -> int | None:
-    """Bytes of a GPU's memory; None on CPUs. Raises ValueError where the GPU does not answer."""
+    """Return the free bytes of a GPU's memory; None on CPUs. Raises ValueError where the GPU does not answer."""
     if device == "cpu":
         return None
     try:
@@ -163,11 +163,11 @@ def free(device: str) -> int | None:
 
 
 def main() -> int:
-    """Exit status 2 where its part cannot be loaded, 1 where the leader went away."""
-    for each in (signal.SIGINT, signal.SIGTERM):  # they reach whole groups of processes; the leader says when to end
+    """Run the worker. Exit status 2: its part cannot be loaded; 1: the leader went away."""
+    for each in (signal.SIGINT, signal.SIGTERM):  # they reach whole groups of processes; the leader decides the end
         signal.signal(each, signal.SIG_IGN)
     out = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is not for the leader
+    os.dup2(2, 1)  # libraries' output is not for the leader
     commands, first = sys.stdin.buffer, read(sys.stdin.buffer, MAX_FRAME)
     if first is None:
         return 1
@@ -175,7 +175,7 @@ def main() -> int:
     threading.Thread(target=_end_with, args=(0, job.folder), name="lifeline", daemon=True).start()
 
     def say(what: str, text: str = "", free: int | None = None) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the lifeline ends what nobody hears
+        with contextlib.suppress(BrokenPipeError):  # the lifeline ends a process without a leader
             os.write(out, encode(Said(what, text, free)))
 
     try:

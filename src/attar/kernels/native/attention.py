@@ -1,7 +1,7 @@
-"""Attention over pages and the writing of them, natively.
+"""Attention over KV cache pages and the writing of pages, in C++.
 
-What a tensor is (dtype, shape, strides, device) is checked here, what it holds (block numbers, slots, lengths) in C++
-at every call: both before memory is touched. Shapes as in `kernels.pages`.
+Properties of tensors (dtype, shape, strides, device) are checked here, their contents (block numbers, slots, lengths)
+in C++ at every call: both before memory is touched. Shapes as in `kv.pages`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def write_kv(
     out: Tensor | None = None,
     level: str | None = None,
 ) -> Tensor:
-    """`ops.write_kv` of float32 rows; the norms are RMSNorms that differ in nothing but the weight.
+    """Run `ops.write_kv` on float32 rows; the two norms are RMSNorms that differ in the weight alone.
 
     `level` is for tests. Raises ValueError where shapes, dtypes, strides, slots or angles do not fit.
     """
@@ -82,7 +82,8 @@ def paged_attention(
     out: Tensor | None = None,
     level: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`ops.paged_attention` of float32 rows. Same bits at every level, for any thread count, batch and chunking.
+    """Run `ops.paged_attention` on float32 rows. The bits are the same at every level, thread count, batch and
+    chunking.
 
     `level` is for tests. Raises ValueError where shapes, dtypes, strides, lengths or block tables do not fit.
     """
@@ -119,7 +120,7 @@ def paged_attention(
 
 
 def _pages(pages: Pages) -> tuple[Any, ...]:
-    """Return the pages as the extension takes them."""
+    """Return the pages as arguments of the extension."""
     scheme, bases, recent = pages.scheme, 0, (0, 0, 0)
     if scheme.layout == Layout.KVQUANT:
         _check_channels(pages)
@@ -150,7 +151,7 @@ def _pages(pages: Pages) -> tuple[Any, ...]:
 
 
 def _tails(pages: Pages, place: Placement) -> tuple[int, int]:
-    """Which recent blocks are whose: addresses of row_starts and of their numbers; 0 where there are none."""
+    """Return the addresses of row_starts and of the numbers of sequences' recent blocks; 0 where there are none."""
     if pages.recent is None:
         return 0, 0
     if place.tails is None:
@@ -188,7 +189,7 @@ def _check_channels(pages: Pages) -> None:
 
 
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], rows_apart: bool = False) -> None:
-    """Raise ValueError unless it is a dense tensor of this dtype and shape; its rows may lie apart if so said."""
+    """Raise ValueError unless `tensor` is dense with this dtype and shape; with `rows_apart` its rows may lie apart."""
     if tensor.dtype != dtype or tuple(tensor.shape) != shape or tensor.device.type != "cpu":
         raise ValueError(
             f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}: it must be {dtype} {list(shape)} on cpu"

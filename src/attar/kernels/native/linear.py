@@ -1,10 +1,10 @@
 """Weights in the layout of the CPU kernels, and products with them.
 
-`prepare` turns a linear's weight, dense or packed, into a `KernelWeight`; the stored form is let go, so a model is in
-memory once. `layouts` says which layout a scheme has, and `filling` fills it. How rows are rounded before a product is
-settled there too: a scheme with quantized activations says it, and for one without, `Activations` does.
-`docs/numerics.md` draws the layout; `csrc/linear.cpp` states the order of float operations, which makes a row's result
-independent of the rows beside it.
+`prepare` turns a linear layer's weight, dense or packed, into a `KernelWeight` and releases the stored one, so a model
+is in memory once. `layouts` gives the layout of a scheme, and `filling` fills it. The rounding of rows before a product
+is fixed there too: by a scheme with quantized activations, and otherwise by `Activations`. `docs/numerics.md` draws the
+layout; `csrc/linear.cpp` states the order of float operations, which makes a row's result independent of the rows
+beside it.
 
 Shapes: N rows, I input columns, O output columns.
 """
@@ -43,9 +43,12 @@ if TYPE_CHECKING:
     Plan = list[Factors | LookupFactors | ProgressiveFactors]
 
 Activations = Literal["exact", "int8", "int8g128", "int8g32"]
-"""How rows meet a packed weight whose scheme leaves them alone: as they are, in float32, or rounded to int8 on the fly
-with one scale a row, or one for every 128 or 32 columns. The default everywhere is int8g128: the coarsest that adds no
-more than 5 % to the KL of a 4-bit model (docs/log/2026-11.md, 2026-11-21)."""
+"""Rounding of rows before a packed weight whose scheme has no quantized activations.
+
+Either none (float32), or int8 on the fly with one scale a row, or one for every 128 or 32 columns. The default
+everywhere is int8g128: the coarsest that adds no more than 5 % to the KL of a 4-bit model (docs/log/2026-11.md,
+2026-11-21).
+"""
 
 LONGEST = 65536  # columns that share a scale, so that sums of products fit their integers
 DENSE = (torch.float32, torch.bfloat16, torch.float16)
@@ -60,8 +63,11 @@ class KernelWeight:
     integer: bool  # whether rows are rounded to int8
     activation_group: int  # columns that share an activation scale; 0: the whole row
     _plans: dict[tuple[str | weakref.ref[Linear], ...], Plan] = field(default_factory=dict, repr=False)
-    """For each tuple of linears that this one is the first of: what their products take, one entry a form. Linears are
-    known by weak references: one that is gone equals no other, as its id may, and a held one would hold this weight."""
+    """Plans by the tuple of linear layers, of which this one is the first, and the gate.
+
+    The layers are weak references: a dead one equals no other, although its id may recur, and a strong one would hold
+    this weight.
+    """
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -69,22 +75,22 @@ class KernelWeight:
 
     @property
     def read_bytes(self) -> int:
-        """What one product reads."""
+        """Bytes that one product reads."""
         return self.matrix.bytes
 
     @property
     def rounds(self) -> bool:
-        """Whether rows are rounded before they meet it."""
+        """Return whether rows are rounded before the product."""
         return self.integer or (self.scheme is not None and self.scheme.activation is not None)
 
     @property
     def apart(self) -> bool:
-        """Whether it has a kernel of its own: codes of two levels, and tables."""
+        """Return whether the weight has a kernel of its own: codes of two levels, and tables."""
         return self.scheme is not None and isinstance(self.scheme.weight, Lookup | Progressive)
 
 
 def against(each: Linear) -> str | None:
-    """The reason why the kernels cannot multiply by this weight, or None where they can."""
+    """Return why the kernels cannot multiply by this weight, or None where they can."""
     weight = each.weight
     if isinstance(weight, KernelWeight):
         return None
@@ -99,9 +105,9 @@ def against(each: Linear) -> str | None:
 
 
 def _shape_against(scheme: Scheme, columns: int) -> str | None:
-    """Why no CPU kernel multiplies by rows of so many columns in this scheme."""
+    """Return why no CPU kernel multiplies by rows of `columns` in this scheme, or None."""
     form, rounding = scheme.weight, scheme.activation
-    whole = -(-columns // (2 * RUN)) * 2 * RUN  # as a row is padded that one scale serves
+    whole = -(-columns // (2 * RUN)) * 2 * RUN  # the padding of a row under one scale
     if isinstance(form, GgmlBlocks) and columns == RUN:
         return f"rows of {columns} columns, a single block of {form.name}, have no CPU kernel"
     layout = layout_of(scheme)
@@ -116,8 +122,11 @@ def _shape_against(scheme: Scheme, columns: int) -> str | None:
 
 
 def prepare(each: Linear, arena: Arena, activations: Activations = "int8g128") -> None:
-    """Put the weight into kernel layout, in the memory of `arena`. Raises ValueError where `against` gives a reason,
-    and where codes or zero points are beyond their bits."""
+    """Put the weight into kernel layout, in the memory of `arena`.
+
+    Raises ValueError where `against` gives a reason, where vectors do not fit the weight's shape, and where codes or
+    zero points exceed their bits.
+    """
     reason = against(each)
     if reason is not None:
         raise ValueError(f"{each.name}: {reason}")
@@ -167,8 +176,11 @@ def _pack(weight: PackedTensor, arena: Arena, activations: Activations) -> Kerne
 
 
 def _nested(wanted: int, of_weight: int, columns: int) -> int:
-    """Columns that share an activation's scale, 0 for a row, where `wanted` would be right: the two kinds of groups
-    must nest, and those of activations be of whole runs. The weight's own always nest."""
+    """Return the columns that share an activation's scale, 0 for a row, if possible `wanted`.
+
+    The groups of weights and activations must nest, and those of activations be whole runs. The weight's own always
+    nest.
+    """
     if not wanted or of_weight >= columns:
         return wanted if wanted and columns % wanted == 0 else 0
     if columns % wanted == 0 and max(wanted, of_weight) % min(wanted, of_weight) == 0:
@@ -177,7 +189,7 @@ def _nested(wanted: int, of_weight: int, columns: int) -> int:
 
 
 def _pack_words(weight: PackedTensor, arena: Arena) -> Matrix:
-    """Codes as grids store them, which C++ reads as they are."""
+    """Pack codes as grids store them; C++ reads them unchanged."""
     scheme, (rows, columns) = weight.scheme, weight.shape
     grid, plain = scheme.grid, scheme.layout == "plain"
     groups = grid.groups(columns)
@@ -195,20 +207,20 @@ def _pack_words(weight: PackedTensor, arena: Arena) -> Matrix:
 
 
 def linear(x: Tensor, linears: Sequence[Linear], level: str | None = None) -> Tensor:
-    """`ops.linear` for float32 rows x [N, I] and prepared weights. Bit-identical for any N, threads and batch mates."""
+    """Run `ops.linear` on float32 rows x [N, I] and prepared weights. Bits do not depend on N, threads or the batch."""
     return _multiply(x, linears, sum(each.shape[0] for each in linears), "", level)
 
 
 def gated_linear(x: Tensor, linears: Sequence[Linear], kind: Activation, level: str | None = None) -> Tensor:
-    """act(a) * b of the products (a, b) of rows x [N, I] with two linears that `gateable` accepts: [N, O].
+    """Return act(a) * b of the products (a, b) of rows x [N, I] with two linear layers that `gateable` accepts: [N, O].
 
-    The same bits as `activate` behind `linear`, without writing and reading what lies between.
+    The bits are those of `activate` after `linear`, without writing and reading the intermediate rows.
     """
     return _multiply(x, linears, linears[0].shape[0], kind, level)
 
 
 def gateable(linears: Sequence[Linear]) -> bool:
-    """Whether these are two prepared weights of one shape and form."""
+    """Return whether these are two prepared weights of one shape, scheme and rounding."""
     if len(linears) != 2 or not all(isinstance(each.weight, KernelWeight) for each in linears):
         return False
     if any(isinstance(each.weight, KernelWeight) and each.weight.apart for each in linears):
@@ -249,7 +261,7 @@ def _plan(linears: Sequence[Linear], width: int, gate: str) -> Plan:
 
 
 def _form(each: Linear) -> tuple[object, ...]:
-    """What linears must share for one call."""
+    """Return the properties that linear layers must share for one call."""
     weight = each.weight
     assert isinstance(weight, KernelWeight), f"{each.name} is not prepared"
     inputs = (each.permutation, each.input_scale, each.activation_scale)
@@ -288,7 +300,7 @@ def _factors(linears: Sequence[Linear], at: int, width: int, gate: str) -> Facto
 
 
 def _rounding(weight: KernelWeight, fixed: float) -> tuple[float, int, str]:
-    """How rows are rounded: a number, the columns that share a scale, and to what, "" where it is int8 or nothing."""
+    """Return the rounding of rows: a number, the columns that share a scale, and the format, "" for int8 or none."""
     form = None if weight.scheme is None else weight.scheme.activation
     match form:
         case Grid(kind="e4m3" | "e5m2"):

@@ -1,11 +1,11 @@
-"""`ops.write_kv` in Triton: norms of heads, rotation and the writing of keys and values, one launch for all three.
+"""`ops.write_kv` in Triton: norms of heads, rotation and the writing of keys and values, in one launch.
 
 One program takes one head of one row: a few hundred bytes, so it is a single warp. The partner of a rotated number is
-read a second time rather than moved between lanes, which for a head of 128 costs nothing that can be seen. In 4 bits
-heads are turned into coordinates before they are stored, queries with them (`nibbles.py`).
+read a second time rather than moved between lanes, which for a head of 128 has no visible cost. In 4 bits heads, and
+queries with them, are turned into coordinates before they are stored (`nibbles.py`).
 
-Slots, like everything in a `Placement`, are read when the kernel runs and are not checked: looking at them would stop
-the device. Whoever makes placements (`model.cache`) makes only slots that exist.
+Slots, like everything in a `Placement`, are read when the kernel runs and are not checked: checking them would stop the
+device. The maker of placements (`model.cache`) makes only slots that exist.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _head(
     source: tl.tensor, weight: tl.tensor, cos: tl.tensor, sin: tl.tensor, eps: tl.tensor, offset: tl.tensor,
     NORM: tl.constexpr, OFFSET: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """A head normed and rotated, rounded to its dtype as `ref` rounds it, in float32 [BLOCK]."""
+    """Return a head normed and rotated, rounded to its dtype like `ref`'s, in float32 [BLOCK]."""
     d = tl.arange(0, BLOCK)
     x = tl.load(source + d, mask=d < D, other=0.0)
     dtype: tl.constexpr = x.dtype
@@ -60,7 +60,7 @@ def _put(
     wide: tl.tensor, pages: tl.tensor, scales: tl.tensor, place: tl.tensor, SCALED: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A head [BLOCK] float32 to its slot, as it is or as codes with a scale."""
+    """Write a head [BLOCK] float32 to its slot, unrounded or as codes with a scale."""
     d = tl.arange(0, BLOCK)
     if SCALED:
         finite = tl.sum(tl.where(tl.abs(wide) < float("inf"), 0, 1), 0) == 0
@@ -127,7 +127,7 @@ def write_kv(
     q_norm: Norm | None = None,
     k_norm: Norm | None = None,
 ) -> Tensor:
-    """`ops.write_kv` into pages of any kind here; the norms are RMSNorms that differ in nothing but the weight.
+    """Run `ops.write_kv` on pages of any kind here; the two norms are RMSNorms that differ in the weight alone.
 
     Raises ValueError where shapes, strides or devices do not fit.
     """
