@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import settings
+
+from attar import faults
 
 if TYPE_CHECKING:
     from attar.kernels.ops import Store
@@ -28,11 +30,14 @@ settings.load_profile("attar")
 
 
 @pytest.fixture(autouse=True)
-def same_in_every_run() -> None:
-    """Random numbers, and as many threads as at the beginning, whatever was loaded since: they decide about bits."""
+def same_in_every_run() -> Iterator[None]:
+    """Random numbers, and as many threads as at the beginning, whatever was loaded since: they decide about bits. No
+    fault that a test arms is armed in another."""
     torch.manual_seed(0)
     if torch.get_num_threads() != THREADS:
         torch.set_num_threads(THREADS)
+    yield
+    faults.arm()
 
 
 @pytest.fixture(scope="session")

@@ -20,10 +20,10 @@ from attar import LLM, SamplingParams
 from attar.checkpoints.sources import hf, hub
 from attar.compression.calibration import texts as calibrate
 from attar.compression.request.request import CompressionRequest
-from attar.compression.runs.block_pass import Progress
 from attar.compression.runs.pipeline import compress_request
 from attar.evaluation.report import evaluate
 from attar.evaluation.table import Row, cost_table
+from attar.progress import Progress
 
 ORIGINAL = "bf16"
 RECIPES = ("rtn-w4g128", "awq-w4g128", "gptq-w4g128")

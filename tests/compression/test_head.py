@@ -21,12 +21,12 @@ from attar.compression.calibration import hidden_states
 from attar.compression.recipe.recipe import HEAD, Override, Recipe
 from attar.compression.recipe.recipe_file import load_recipe
 from attar.compression.request.request import CompressionRequest
-from attar.compression.runs import block_pass
 from attar.compression.runs.pipeline import compress, compress_request
 from attar.compression.solvers.rounding import rtn
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import HEADS, Scheme
 from attar.model.cache import Step
+from attar.progress import Progress
 
 EMBED = "model.embed_tokens"
 IDS = torch.arange(3, 99, 4)
@@ -257,7 +257,7 @@ class Stop(Exception):
     pass
 
 
-def stop_at(stage: str, done: int) -> block_pass.Progress:
+def stop_at(stage: str, done: int) -> Progress:
     def progress(now: str, at: int, total: int) -> None:
         if (now, at) == (stage, done):
             raise Stop

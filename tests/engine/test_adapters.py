@@ -21,11 +21,12 @@ from attar.kernels import ops
 from attar.model.cache import Step
 from attar.model.decoder import Decoder
 from attar.model.split import Share
-from attar.protocol.messages import Delta, Embed, Embedding, Event, Failed, Finished, Submit
+from attar.protocol.messages import Embed, Failed, Finished, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import Limits
 from attar.protocol.settings import Settings, parse_adapters
 from tests.conftest import token_ids
+from tests.engine.conftest import Answers, answers, make_engine, run
 from tests.model import test_families as families
 
 SAME = 1e-4  # max |difference| / max |reference| against merged float32 weights
@@ -100,30 +101,8 @@ def decoder(tiny: Path, folders: tuple[Path, Path], tmp_path_factory: pytest.Tem
     return made
 
 
-def engine(decoder: Decoder, **limits: int) -> Engine:
-    bounds = Limits(**{"max_step_tokens": 48, **limits})
-    return Engine(decoder, None, blocks=40, context=CONTEXT, limits=bounds, adapters=NAMES)
-
-
-def run(made: Engine, asks: list[Submit | Embed]) -> list[Event]:
-    for ask in asks:
-        made.submit(ask) if isinstance(ask, Submit) else made.embed(ask)
-    events: list[Event] = []
-    while not made.idle:
-        events += made.step()
-    return events
-
-
-def answers(events: list[Event]) -> dict[str, list[object]]:
-    found: dict[str, list[object]] = {}
-    for event in events:
-        if isinstance(event, Delta):
-            found.setdefault(event.id, []).extend((event.token_ids, event.logprobs))
-        elif isinstance(event, Embedding):
-            found[event.id] = [event.vector]
-        elif isinstance(event, Failed):
-            found[event.id] = [event.code]
-    return found
+def adapted(decoder: Decoder, limits: Limits | None = None) -> Engine:
+    return make_engine(decoder, limits=limits, adapters=NAMES)
 
 
 def asks() -> list[Submit | Embed]:
@@ -138,18 +117,18 @@ def asks() -> list[Submit | Embed]:
 
 
 def test_company_of_other_adapters_changes_no_bit(decoder: Decoder) -> None:
-    alone: dict[str, list[object]] = {}
-    one = engine(decoder, max_step_tokens=200)
+    alone: Answers = {}
+    one = adapted(decoder, Limits(max_step_tokens=200))
     for ask in asks():
         alone |= answers(run(one, [ask]))
         one.cache.flush()
-    assert alone["e0"] != alone["e1"] != alone["e2"]
-    assert answers(run(engine(decoder), asks())) == alone
-    assert answers(run(engine(decoder, max_step_tokens=7, max_running=3), asks()[::-1])) == alone
+    assert alone["e0", 0] != alone["e1", 0] != alone["e2", 0]
+    assert answers(run(adapted(decoder), asks())) == alone
+    assert answers(run(adapted(decoder, Limits(max_step_tokens=7, max_running=3)), asks()[::-1])) == alone
 
 
 def test_no_adapter_takes_what_another_has_cached(decoder: Decoder) -> None:
-    made = engine(decoder)
+    made = adapted(decoder)
     prompt, params = tuple(token_ids(1, 100)[0]), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     reused = []
     for i, (adapter, salt) in enumerate(
@@ -161,7 +140,7 @@ def test_no_adapter_takes_what_another_has_cached(decoder: Decoder) -> None:
 
 
 def test_only_steps_without_adapters_are_replayed(decoder: Decoder) -> None:
-    made = engine(decoder)
+    made = adapted(decoder)
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     run(made, [Submit("a", (1, 2, 3), params, adapter="tone")])
     assert not made.runner._batches
@@ -170,7 +149,7 @@ def test_only_steps_without_adapters_are_replayed(decoder: Decoder) -> None:
 
 
 def test_an_adapter_that_is_not_there_is_refused(decoder: Decoder) -> None:
-    (failed,) = run(engine(decoder), [Submit("a", (1, 2), SamplingParams(), adapter="other")])
+    (failed,) = run(adapted(decoder), [Submit("a", (1, 2), SamplingParams(), adapter="other")])
     assert isinstance(failed, Failed)
     assert (failed.code, failed.message) == ("invalid", "the engine has no adapter 'other'")
 

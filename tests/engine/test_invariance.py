@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from attar.engine.engine import Engine
 from attar.engine.llm import LLM
 from attar.kernels import ops
 from attar.model.decoder import Decoder
@@ -18,6 +17,7 @@ from attar.model.families import ARCHITECTURES
 from attar.protocol.messages import Delta, Failed, PromptLogprobs, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import Limits
+from tests.engine.conftest import make_engine
 from tests.model.random_model import LLAMA, write
 
 CONTEXT = 160
@@ -47,7 +47,7 @@ Said = dict[str, list[object]]
 
 def said(decoder: Decoder, rows: int, lengths: tuple[int, ...] = LENGTHS) -> Said:
     """What prompts of these lengths get together in one engine, whose steps have so many rows."""
-    engine = Engine(decoder, None, blocks=16, context=CONTEXT, limits=Limits(max_running=4, max_step_tokens=rows))
+    engine = make_engine(decoder, 16, Limits(max_running=4, max_step_tokens=rows), context=CONTEXT)
     for length in lengths:
         engine.submit(Submit(f"{length}", tuple((i * 37 + length) % 120 for i in range(length)), ASKED))
     found: Said = {}

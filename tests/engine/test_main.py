@@ -16,7 +16,6 @@ import msgspec
 import pytest
 
 from attar.engine import main
-from attar.engine.engine import Engine
 from attar.engine.main import Loop, Outbox, grown, listen
 from attar.model.decoder import Decoder
 from attar.protocol import messages
@@ -40,6 +39,7 @@ from attar.protocol.messages import (
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import Limits
 from attar.protocol.settings import Settings
+from tests.engine.conftest import make_engine
 
 SECONDS = 20.0  # that anything here may take
 END_AT_ONCE = main._end_at_once  # which is not to end the tests
@@ -51,7 +51,7 @@ class Running:
 
     def __init__(self, path: Path, decoder: Decoder) -> None:
         self.path = path
-        self.engine = Engine(decoder, None, blocks=8, context=128, limits=Limits(max_step_tokens=32))
+        self.engine = make_engine(decoder, 8, Limits(max_step_tokens=32), context=128)
         self.ready = Ready("tiny", 128, decoder.config.vocab_size, 8, 64, 256, (("weights", 1),))
         self.listener = listen(path)
         self.parent, self.pipe = os.pipe()

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from attar.engine import main
-from attar.engine.engine import Engine
 from attar.engine.main import Loop, listen
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Ask, Cancel, Delta, Event, Failed, Finished, Ready, Submit, encode
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import Limits
+from tests.engine.conftest import make_engine
 from tests.engine.test_main import SECONDS, Client, Running, held
 
 LONG = Submit("held", (1,), SamplingParams(max_tokens=100, temperature=0, seed=0))
@@ -74,7 +74,7 @@ def test_a_server_that_never_pauses_does_not_keep_the_engine_from_its_steps(
             assert time.monotonic() < end, "it is read for ever"
             return encode([Ask(("nobody",))])
 
-    engine = Engine(tiny_decoder(layers=1), None, blocks=8, context=128, limits=Limits())
+    engine = make_engine(tiny_decoder(layers=1), 8, Limits(), context=128)
     with listen(tmp_path / "socket") as listener:
         loop = Loop(engine, Ready("tiny", 128, 97, 8, 64, 256, ()), listener, None)
         loop._server = Endless()  # type: ignore[assignment]

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from attar.engine.loader import on_card
 from attar.engine.memory_profile import Footprint, Trial, measure
-from attar.kernels import ops
 from attar.kernels.operands import Adapter
 from attar.model.decoder import Decoder
 from attar.plan.costs import BLOCK
@@ -62,15 +61,6 @@ def test_each_part_is_what_it_added() -> None:
     card = Card()
     found = measure(card, 10_000, card)  # type: ignore[arg-type]
     assert found == Footprint(available=10_000, weights=1040, step=300, graphs=75, driver=213)
-
-
-@pytest.fixture(scope="module")
-def decoder(request: pytest.FixtureRequest) -> Decoder:
-    store = ops.store("int8g32")
-    if store is None:
-        pytest.skip("the native kernels are off or do not load")
-    made: Decoder = request.getfixturevalue("tiny_decoder")(scheme="w4g32", store=store)
-    return made
 
 
 @pytest.mark.parametrize(("context", "tokens"), [(1024, 96), (40, 45)])

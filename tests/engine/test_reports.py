@@ -11,6 +11,7 @@ from attar.model.decoder import Decoder
 from attar.protocol.messages import Embed, Embedding, Failed, Finished, Report, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import Limits
+from tests.engine.conftest import ask, make_engine
 
 PROMPT = tuple(range(1, 71))
 GREEDY = SamplingParams(max_tokens=4, temperature=0, seed=0)
@@ -31,16 +32,14 @@ def decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
 
 @pytest.fixture
 def engine(decoder: Decoder) -> Engine:
-    limits = Limits(max_running=2, max_step_tokens=32)
-    return Engine(decoder, None, blocks=16, context=128, limits=limits, clock=Clock())
+    return make_engine(decoder, limits=Limits(max_running=2, max_step_tokens=32), clock=Clock())
 
 
 def run(engine: Engine, *asks: Submit | Embed, steps: int = 100) -> dict[str, Report | None]:
     """The reports of those that end within so many steps, each of a second."""
     clock = engine.clock
     assert isinstance(clock, Clock)
-    for ask in asks:
-        engine.submit(ask) if isinstance(ask, Submit) else engine.embed(ask)
+    ask(engine, asks)
     found: dict[str, Report | None] = {}
     while steps and not engine.idle:
         steps -= 1

@@ -23,10 +23,13 @@ from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import Limits
 from attar.sampling import device_sampler
 from attar.sampling.sampler import BadLogits, Sampler, sample
-from tests.engine.test_engine import CONTEXT, ROOM, TIGHT, answers, run, some_requests
+from tests.engine.conftest import ROOM, TIGHT, answers, make_engine, run
+from tests.engine.test_engine import some_requests
 from tests.pretend import Late
 
 Make = Callable[..., Decoder]
+
+SMALL = Limits(max_running=6, max_step_tokens=48)
 
 
 class Again:
@@ -47,20 +50,9 @@ class Again:
         return Recorded(replay, result)
 
 
-@pytest.fixture(scope="module")
-def decoder(request: pytest.FixtureRequest) -> Decoder:
-    store = ops.store("int8g32")
-    if store is None:
-        pytest.skip("the native kernels are off or do not load")
-    made: Decoder = request.getfixturevalue("tiny_decoder")(scheme="w4g32", store=store)
-    return made
-
-
-def engine(decoder: Decoder, blocks: int = ROOM, record: Again | None = None, overlaps: bool = True) -> Engine:
-    limits = Limits(max_running=6, max_step_tokens=48)
-    return Engine(
-        decoder, None, blocks=blocks, context=CONTEXT, limits=limits, record=record or Again(), overlaps=overlaps
-    )
+def recording(decoder: Decoder, blocks: int = ROOM, record: Again | None = None) -> Engine:
+    """One that launches steps ahead, from graphs."""
+    return make_engine(decoder, blocks, SMALL, record=record or Again(), overlaps=True)
 
 
 @pytest.mark.parametrize(("most", "found"), [(1, (1,)), (2, (1, 2)), (8, (1, 2, 4, 8)), (12, (1, 2, 4, 8, 12))])
@@ -168,15 +160,15 @@ def test_all_are_recorded_at_once_the_largest_first(decoder: Decoder) -> None:
 def test_an_engine_with_graphs_answers_as_one_without(decoder: Decoder, blocks: int) -> None:
     asks = some_requests(3, 12, decoder.config.vocab_size)
     record = Again()
-    plain = Engine(decoder, None, blocks=blocks, context=CONTEXT, limits=Limits(max_running=6, max_step_tokens=48))
-    found, expected = run(engine(decoder, blocks, record), asks), run(plain, asks)
+    plain = make_engine(decoder, blocks, SMALL)
+    found, expected = run(recording(decoder, blocks, record), asks), run(plain, asks)
     assert answers(found) == answers(expected)
     assert record.replayed
     assert set(record.replayed) <= {1, 2, 4, 6}
 
 
 def test_what_a_step_gave_is_said_while_the_next_one_runs(decoder: Decoder) -> None:
-    made, running = engine(decoder), list[list[Event]]()
+    made, running = recording(decoder), list[list[Event]]()
     made.meanwhile = running.append
     made.submit(Submit("a", (1, 2, 3), SamplingParams(max_tokens=5, temperature=0, seed=0)))
     told = [made.step() for _ in range(5)]
@@ -186,7 +178,7 @@ def test_what_a_step_gave_is_said_while_the_next_one_runs(decoder: Decoder) -> N
 
 
 def test_what_the_last_step_gave_is_said_once_the_next_one_runs_where_that_had_to_wait(decoder: Decoder) -> None:
-    made = engine(decoder)
+    made = recording(decoder)
     made.runner.waits = "a reason"
     said: list[tuple[int, Event]] = []
     made.meanwhile = lambda events: said.extend((made.steps, event) for event in events)
@@ -199,7 +191,7 @@ def test_what_the_last_step_gave_is_said_once_the_next_one_runs_where_that_had_t
 
 
 def test_whoever_is_cancelled_is_told_of_no_more(decoder: Decoder) -> None:
-    made = engine(decoder)
+    made = recording(decoder)
     made.submit(Submit("a", (1, 2, 3), SamplingParams(max_tokens=50, temperature=0, seed=0)))
     events = made.step() + made.step()
     made.cancel("a")

@@ -16,6 +16,7 @@ from attar.cli.terminal import emit, errors, parse_bytes, progress, tell, tell_d
 if TYPE_CHECKING:
     from attar.compression.request.request import Target
     from attar.compression.runs.pipeline import Compressed
+    from attar.compression.training.finetune import FineTuning
 
 
 RESUME = "the same command resumes after the last finished block, if there is one; --restart starts over"

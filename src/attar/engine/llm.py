@@ -37,6 +37,7 @@ from attar.kernels import ops
 from attar.model.cache import BLOCK, Step
 from attar.model.decoder import Decoder
 from attar.model.split import Share
+from attar.progress import Progress
 from attar.protocol.messages import Delta, Failed, Finished, PromptLogprobs, Submit
 from attar.protocol.request import Completion, FinishReason, SamplingParams, TokenLogprob
 from attar.protocol.scheduler_config import Limits
@@ -52,7 +53,6 @@ ROOM = 2048  # tokens that an engine has room for at least, of one prompt or sev
 Said = Delta | PromptLogprobs | Finished | Failed
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(eq=False)

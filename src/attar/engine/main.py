@@ -36,6 +36,7 @@ from attar.engine.engine import Engine
 from attar.engine.requests import SENTENCES
 from attar.execution.parallel.executor import TeamRunner
 from attar.faults import point
+from attar.protocol import framing
 from attar.protocol.messages import (
     BEAT_SECONDS,
     MAX_FRAME,
@@ -236,22 +237,16 @@ class Loop:
     def _heard(self) -> list[Event] | None:
         """Obey what has arrived whole; returns what was asked for, None where the server was hung up on."""
         told: list[Event] = []
-        while len(self._in) >= 4:
-            size = int.from_bytes(self._in[:4], "little")
-            if size > MAX_FRAME:
-                self._hang_up("a frame is too long")
-                return None
-            if len(self._in) < 4 + size:
-                break
-            frame = bytes(self._in[4 : 4 + size])
-            del self._in[: 4 + size]
+        while True:
             try:
-                commands = self._decoder.decode(frame)
-            except (msgspec.MsgspecError, ValueError):
-                self._hang_up("a frame is not of commands")
+                if (body := framing.take(self._in, MAX_FRAME)) is None:
+                    return told
+                commands = self._decoder.decode(body)
+            except (msgspec.MsgspecError, ValueError) as error:
+                what = "too long" if isinstance(error, framing.FrameTooLong) else "not of commands"
+                self._hang_up(f"a frame is {what}")
                 return None
             told += self._obey(commands)
-        return told
 
     def _obey(self, commands: Sequence[Command]) -> list[Event]:
         """Returns what was asked for."""

@@ -15,7 +15,7 @@ Legend: N rows, I channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ from attar.formats.packing import row_slices
 from attar.kernels.operands import Linear
 from attar.model.cache import Step
 from attar.model.decoder import Decoder
+from attar.progress import StageProgress
 
 FACTOR = 10.0  # times the median channel's maximum
 TOP = 5  # channels that a table names
@@ -100,7 +101,7 @@ class Spread:
 
 @torch.inference_mode()
 def profile(
-    decoder: Decoder, sequences: Sequence[Sequence[int]], progress: Callable[[int, int], None] | None = None
+    decoder: Decoder, sequences: Sequence[Sequence[int]], progress: StageProgress | None = None
 ) -> list[Profile]:
     """Profile every place of a decoder that computes by the reference, over token sequences, in order of execution.
 

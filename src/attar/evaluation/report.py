@@ -7,7 +7,7 @@ of a text. Where it adds none, there is none, and the first token of the text is
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from attar.execution import kv_cache as engine_kv
 from attar.kernels import ops
 from attar.metrics.measure import Report, measure
 from attar.model.decoder import Decoder
+from attar.progress import Progress
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
 
@@ -27,9 +28,6 @@ Model = str | os.PathLike[str] | Decoder
 """A folder, a Hub id, `demo`, or a loaded decoder."""
 
 KV_CONTEXT = 4096
-
-Progress = Callable[[str, int, int], None]
-"""Callback progress(stage, done, total): blocks while loading, tokens while evaluating."""
 
 
 def evaluate(

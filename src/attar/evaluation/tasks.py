@@ -30,7 +30,7 @@ import torch
 
 from attar.checkpoints import vocabulary
 from attar.checkpoints.sources import hf, hub
-from attar.evaluation.report import Model, Progress, load
+from attar.evaluation.report import Model, load
 from attar.kernels import ops
 from attar.metrics import bootstrap
 from attar.metrics.bootstrap import LEVEL, RESAMPLES, SEED, Interval
@@ -38,6 +38,7 @@ from attar.metrics.perplexity import nll
 from attar.metrics.streaming import exp
 from attar.model.cache import Step
 from attar.model.decoder import Decoder
+from attar.progress import Progress
 from attar.text.files import read_texts
 from attar.text.tokenizer import Tokenizer
 

@@ -29,10 +29,6 @@ from torch import Tensor
 LARGEST_BASE = 1024  # a product with a base of b columns costs b operations an element
 
 
-def is_power_of_two(size: int) -> bool:
-    return size > 0 and size & (size - 1) == 0
-
-
 def block_of(columns: int) -> int:
     """Return the largest power of two that divides `columns`."""
     return columns & -columns

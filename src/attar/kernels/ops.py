@@ -33,7 +33,7 @@ from attar import env
 from attar.formats.packed import PackedTensor
 from attar.kernels import hadamard, ref, ref_attention
 from attar.kernels.native import attention as native_attention
-from attar.kernels.native import extension, quantize, rows
+from attar.kernels.native import extension, rows
 from attar.kernels.native import linear as products
 from attar.kernels.native.linear import Activations as Activations
 from attar.kernels.native.rows import Table as NativeTable
@@ -405,5 +405,5 @@ def quantize_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     Raises ValueError naming the first row that holds a NaN or an infinity.
     """
     if _is_native("quantize_rows_int8", x):
-        return quantize.quantize_rows_int8(x)
+        return rows.quantize_rows_int8(x)
     return ref.quantize_rows_int8(x)

@@ -23,6 +23,7 @@ from attar.kv.schemes import SCHEMES, KvScheme
 from attar.model.cache import KVCache, Step
 from attar.model.config import ModelConfig
 from attar.model.layers import Attention, Block, FeedForward, MixtureOfExperts
+from attar.progress import StageProgress
 
 
 class Weights(Protocol):
@@ -422,7 +423,7 @@ def check(config: ModelConfig, outline: Weights) -> None:
 def build(
     config: ModelConfig,
     weights: Weights,
-    on_block: Callable[[int, int], None] | None = None,
+    on_block: StageProgress | None = None,
     store: Store | None = None,
 ) -> Decoder:
     """Build the whole decoder, its weights in `store` where one is given. `on_block(done, total)` reports progress.
@@ -453,7 +454,7 @@ def build_blocks(
     config: ModelConfig,
     weights: Weights,
     layers: range,
-    on_block: Callable[[int, int], None] | None,
+    on_block: StageProgress | None,
     store: Store | None,
 ) -> list[Block]:
     """Build blocks `layers` of the model, in `store` where one is given. `on_block(done, total)` reports progress."""

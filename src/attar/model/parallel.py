@@ -25,6 +25,7 @@ from attar.model import decoder
 from attar.model.cache import Step
 from attar.model.decoder import Decoder, Embedding, Weights
 from attar.model.split import Cut, Split
+from attar.progress import StageProgress
 
 PIECE = 256  # rows of a step that stages pass on at a time: enough for products to be bound by arithmetic
 
@@ -211,7 +212,7 @@ def build(
     split: Split,
     weights: Weights,
     groups: Groups,
-    on_block: Callable[[int, int], None] | None = None,
+    on_block: StageProgress | None = None,
     store: Store | None = None,
 ) -> SplitDecoder:
     """Build one process's part of a model. `weights` holds the parts of linear layers and token table that `split`

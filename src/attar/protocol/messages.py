@@ -4,8 +4,8 @@ The server holds connections, texts of requests and templates; the engine holds 
 is one of these messages. Every request ends in exactly one `Failed`, or in one `Finished` for each of its choices.
 Times are spans in seconds, never clock readings: the two processes need not share a clock.
 
-A frame is a length of four bytes, little-endian, then an array of messages, at most `MAX_FRAME` bytes. A longer frame,
-or one that does not decode, ends the connection, and with it the engine: neither side trusts input that it cannot read.
+A frame (`framing.py`) holds an array of messages, at most `MAX_FRAME` bytes. A longer frame, or one that does not
+decode, ends the connection, and with it the engine: neither side trusts input that it cannot read.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from attar.protocol.framing import frame
 from attar.protocol.request import FinishReason, SamplingParams, TokenLogprob
 
 MAX_FRAME = 64 << 20
@@ -205,8 +206,5 @@ Event = Delta | PromptLogprobs | Finished | Embedding | Failed | Ready | Stats |
 
 
 def encode(messages: Sequence[Command] | Sequence[Event]) -> bytes:
-    """Encode messages as one frame. Raises ValueError where it would be longer than MAX_FRAME bytes."""
-    body = msgspec.msgpack.encode(messages)
-    if len(body) > MAX_FRAME:
-        raise ValueError(f"a frame of {len(body)} bytes is longer than {MAX_FRAME}")
-    return len(body).to_bytes(4, "little") + body
+    """Encode messages as one frame. Raises FrameTooLong where it would be longer than MAX_FRAME bytes."""
+    return frame(msgspec.msgpack.encode(messages), MAX_FRAME)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from attar.protocol.messages import Failed
-from attar.server.strict_json import shown
+from attar.strict_json import shown
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from attar import strict_json
 from attar.faults import point
-from attar.server import strict_json
 from attar.server.admission.request_limits import beyond
 from attar.server.api import schemas
 from attar.server.api.sampling_params import in_vocabulary

@@ -1,14 +1,15 @@
 """The process that renders chat templates: reads requests on stdin, writes answers on stdout, until stdin ends.
 
-Started by `template.py` in a bare Python: it imports the standard library and jinja2, and nothing else. Templates come
-with models and are untrusted. The sandboxed environment keeps them from Python's internals; the limits below keep them
-from the machine's memory, processor and files. A template that passes a limit costs this process, and nothing else.
+Started by `template.py` in a bare Python: it imports the standard library, jinja2 and the framing, and nothing else.
+Templates come with models and are untrusted. The sandboxed environment keeps them from Python's internals; the limits
+below keep them from the machine's memory, processor and files. A template that passes a limit costs this process, and
+nothing else.
 
 Once the limits are set no file can be opened, so modules that jinja2 and the codecs load at first use are loaded early.
 On macOS, which does not enforce RLIMIT_AS, memory is bounded only by the deadline.
 
-Frames both ways: 4 bytes of length, big-endian, then the body. Request: JSON. Answer, in UTF-8: `+` and the
-text, `-` and one sentence, or `!` and one sentence and the end of this process.
+Frames go both ways (`protocol/framing.py`). Request: JSON. Answer, in UTF-8: `+` and the text, `-` and one sentence, or
+`!` and one sentence and the end of this process.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from attar.protocol.framing import frame, read
 
 IMPORTED_EARLY = (encodings.unicode_escape, jinja2.debug, pprint, unicodedata)
 
@@ -138,7 +141,7 @@ def allow_more_cpu() -> None:
 
 
 def send(body: bytes) -> None:
-    sys.stdout.buffer.write(len(body).to_bytes(4, "big") + body)
+    sys.stdout.buffer.write(frame(body))
     sys.stdout.buffer.flush()
 
 
@@ -147,8 +150,7 @@ def main() -> None:
     known: OrderedDict[str, jinja2.Template] = OrderedDict()
     limit_resources()
     send(b"+")
-    while header := sys.stdin.buffer.read(4):
-        body = sys.stdin.buffer.read(int.from_bytes(header, "big"))
+    while (body := read(sys.stdin.buffer)) is not None:
         allow_more_cpu()
         try:
             reply = answer(environment, known, body)

@@ -29,6 +29,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from attar.protocol import framing
+
 MAX_TEMPLATE = 1 << 20  # bytes
 MAX_REQUEST = 16 << 20  # bytes: messages, tools and the template, as JSON
 MAX_ANSWER = (4 << 20) + 1
@@ -143,9 +145,9 @@ class _Renderer:
 def _start() -> subprocess.Popen[bytes]:
     # No site-packages and no environment: nothing runs before the child's own first line, and it knows no secrets.
     # Some Pythons find their own library only by LD_LIBRARY_PATH.
-    program = "import sys; sys.path += sys.argv[1:]; import _render_child; _render_child.main()"
+    program = "import sys; sys.path += sys.argv[1:]; from attar.text import _render_child; _render_child.main()"
     child = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", program, *_jinja_folders(), str(Path(__file__).parent)],
+        [sys.executable, "-I", "-S", "-c", program, *_jinja_folders(), str(Path(__file__).parents[2])],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -180,12 +182,9 @@ def _ask(child: subprocess.Popen[bytes], request: bytes | None, seconds: float) 
     deadline = _Deadline(child.pid, seconds)
     try:
         if request is not None:
-            _write(child.stdin.fileno(), len(request).to_bytes(4, "big") + request, deadline)
-        size = int.from_bytes(_read(child.stdout.fileno(), 4, deadline), "big")
-        if not 0 < size <= MAX_ANSWER:
-            raise EOFError
-        return _read(child.stdout.fileno(), size, deadline)
-    except (EOFError, BrokenPipeError, TimeoutError) as error:
+            _write(child.stdin.fileno(), framing.frame(request), deadline)
+        return _read(child.stdout.fileno(), deadline)
+    except (EOFError, BrokenPipeError, TimeoutError, framing.FrameTooLong) as error:
         child.kill()
         late = isinstance(error, TimeoutError)
         status = child.wait()
@@ -237,16 +236,19 @@ def _write(fd: int, data: bytes, deadline: _Deadline) -> None:
                 view = view[os.write(fd, view) :]
 
 
-def _read(fd: int, size: int, deadline: _Deadline) -> bytes:
+def _read(fd: int, deadline: _Deadline) -> bytes:
+    """One answer."""
     poll, data = select.poll(), bytearray()
     poll.register(fd, select.POLLIN)
-    while len(data) < size:
+    while wanted := framing.missing(data, MAX_ANSWER):
         if poll.poll(1000 * deadline.left()):
-            more = os.read(fd, size - len(data))
+            more = os.read(fd, wanted)
             if not more:
                 raise EOFError
             data += more
-    return bytes(data)
+    if len(data) == framing.HEAD:
+        raise EOFError
+    return bytes(data[framing.HEAD :])
 
 
 _renderer = _Renderer()

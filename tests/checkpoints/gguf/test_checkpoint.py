@@ -26,7 +26,6 @@ from attar.checkpoints.gguf.values import Array, Typed
 from attar.checkpoints.gguf.writer import atomic_gguf
 from attar.checkpoints.inspect import inspect
 from attar.checkpoints.receipts import receipt, verify
-from attar.checkpoints.receipts.probes import make_probes
 from attar.checkpoints.sources import hf, opening
 from attar.checkpoints.sources.stored import stored
 from attar.checkpoints.strict_io import CheckpointError
@@ -38,6 +37,7 @@ from attar.model.decoder import Decoder
 from attar.model.rope import frequencies
 from attar.text import convert
 from attar.text import gguf as text_gguf
+from tests.checkpoints.conftest import make_probes
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, WIDE, VOCAB = 3, 128, 4, 2, 256, 288
 HEAD = HIDDEN // HEADS

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from attar.checkpoints.receipts import probes
-from attar.checkpoints.receipts.probes import Probes, make_probes
+from attar.checkpoints.receipts.probes import Probes
 from attar.checkpoints.strict_io import CheckpointError
 from attar.formats.packed import PackedTensor
 from attar.kernels import ops
 from attar.kernels.native.linear import KernelWeight
 from attar.model.decoder import Decoder
+from tests.checkpoints.conftest import make_probes
 
 Make = Callable[..., Decoder]
 LAYERS = 3

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from attar.checkpoints.receipts import receipt
-from attar.checkpoints.receipts.probes import make_probes
 from attar.checkpoints.strict_io import CheckpointError
 from attar.formats.packed import PackedTensor
 from attar.kernels import ops
 from attar.kernels.native import linear as native
 from attar.kernels.operands import Linear
 from attar.model.decoder import Decoder
+from tests.checkpoints.conftest import make_probes
 
 Make = Callable[..., Decoder]
 

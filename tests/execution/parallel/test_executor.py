@@ -26,7 +26,7 @@ from attar.engine import loader
 from attar.engine.engine import Engine
 from attar.engine.llm import LLM
 from attar.execution.parallel import executor
-from attar.execution.parallel.commands import Call, Job, frame
+from attar.execution.parallel.commands import Call, Job, encode
 from attar.execution.parallel.executor import Crew, Lost, Team, TeamRunner, tell
 from attar.faults import Fault
 from attar.kernels.operands import Routes
@@ -196,7 +196,7 @@ def test_a_worker_ends_with_its_leader_whatever_it_is_doing(tmp_path: Path) -> N
     assert worker.stdout is not None
     folder = tmp_path / "folder"
     folder.mkdir()
-    worker.stdin.write(frame(Job("model", 1, 2, 1, "cpu", "float32", "int8g128", True, 1, str(folder))))
+    worker.stdin.write(encode(Job("model", 1, 2, 1, "cpu", "float32", "int8g128", True, 1, str(folder))))
     worker.stdin.flush()
     assert b"started" in worker.stdout.read(4 + 15)
     assert worker.poll() is None, "it waits for the first process, which never comes"
@@ -214,7 +214,7 @@ def test_a_worker_whose_gpu_does_not_answer_says_so(tmp_path: Path) -> None:
         "from attar.engine import worker\n"
         "raise SystemExit(worker.main())"
     )
-    job = frame(Job("model", 1, 2, 1, "cuda:1", "float32", "int8g128", True, 1, str(tmp_path)))
+    job = encode(Job("model", 1, 2, 1, "cuda:1", "float32", "int8g128", True, 1, str(tmp_path)))
     worker = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert worker.stdin is not None
     assert worker.stdout is not None
@@ -333,13 +333,6 @@ def tokens(llm: LLM) -> tuple[dict[str, list[int]], Engine]:
     return found, made
 
 
-@pytest.fixture
-def disarmed() -> Iterator[None]:
-    yield
-    faults.disarm()
-
-
-@pytest.mark.usefixtures("disarmed")
 def test_where_the_first_has_too_little_memory_all_run_smaller_steps(one: LLM, two: LLM) -> None:
     """Twice: they meet anew each time."""
     expected, _ = tokens(one)
@@ -351,7 +344,6 @@ def test_where_the_first_has_too_little_memory_all_run_smaller_steps(one: LLM, t
     assert made.runner.waits == "several processes compute a step together"
 
 
-@pytest.mark.usefixtures("disarmed")
 def test_they_meet_anew_where_their_folder_was_cleaned_away(one: LLM, two: LLM) -> None:
     found, made = tokens(two)
     assert isinstance(made.runner, TeamRunner)
@@ -377,7 +369,6 @@ raise SystemExit(worker.main())
 """
 
 
-@pytest.mark.usefixtures("disarmed")
 def test_nobody_goes_on_before_all_have_met(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is short of memory in the very next step too would leave while others are still making connections."""
 
@@ -457,7 +448,6 @@ def test_a_step_that_is_broken_off_ends_the_model(demo: Path, monkeypatch: pytes
         llm.close()
 
 
-@pytest.mark.usefixtures("disarmed")
 def test_others_that_wait_within_a_step_are_not_waited_for(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(demo, tp=2)
     try:

@@ -126,10 +126,10 @@ def test_torch_and_the_kernels_share_one_openmp_runtime() -> None:
     code = (
         "import torch\n"
         "from attar import doctor\n"
-        "from attar.kernels.native import extension, quantize\n"
+        "from attar.kernels.native import extension, rows\n"
         "torch.set_num_threads(2)\n"
         "x = torch.ones(64, 1024)\n"
-        "quantize.quantize_rows_int8(x); (x @ x.T)\n"
+        "rows.quantize_rows_int8(x); (x @ x.T)\n"
         "print(extension.openmp(), doctor.openmp_runtimes())"
     )
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()

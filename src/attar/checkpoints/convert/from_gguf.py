@@ -16,7 +16,7 @@ import torch
 
 from attar.checkpoints import vocabulary
 from attar.checkpoints.convert.gguf import DENSE
-from attar.checkpoints.convert.proof import Converted, Digest, Progress, compare
+from attar.checkpoints.convert.proof import Converted, Digest, compare
 from attar.checkpoints.convert.source import Stored, dense_values, inexact, values_of
 from attar.checkpoints.convert.targets import Target, bits_per_weight, packed_as
 from attar.checkpoints.folder import CONFIG, write_json
@@ -31,6 +31,7 @@ from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Part, Scheme
 from attar.formats.weight_formats import GgmlBlocks
 from attar.kernels.operands import Linear
+from attar.progress import Progress
 
 
 def file_to_folder(

@@ -14,7 +14,7 @@ than its architecture's tensors computes something else (an adapter, a head for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -40,6 +40,7 @@ from attar.kernels.ops import Store
 from attar.model import decoder
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
+from attar.progress import StageProgress
 
 SCHEMES: Mapping[str, Scheme] = {
     name: Scheme.parse(scheme).with_scale_dtype("float16")
@@ -266,7 +267,7 @@ class _Outline:
 def load(
     path: Path,
     dtype: torch.dtype | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: StageProgress | None = None,
     store: Store | None = None,
 ) -> Decoder:
     """Load the whole model of a GGUF file, ready to run. Arguments and errors as `hf.load`."""

@@ -35,11 +35,10 @@ Legend: P prompts, L tokens of a prompt, C copies of the prompts, I hidden size,
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -276,20 +275,6 @@ def _lay_out(block: Block) -> None:
         store.take(linear)
     for norm in block.norms():
         store.take_norm(norm)
-
-
-@torch.inference_mode()
-def make_probes(decoder: Decoder, seed: int) -> dict[str, Any]:
-    """Return probes of a whole reference decoder that computes in float32. Its blocks are read once, in order."""
-    assert decoder.dtype == torch.float32
-    assert decoder.store is None
-    run = ProbeRun(decoder.config, seed)
-    rows = decoder.embedding.forward(run.ids.flatten(), torch.arange(LENGTH).repeat(len(run.ids)))
-    observed = []
-    for layer, block in enumerate(decoder.blocks):
-        rows, seen = run.run(layer, copy.deepcopy(block), rows)
-        observed.append(seen)
-    return run.finish(observed, run.logits(decoder.final_norm, replace(decoder.head), rows[LENGTH - 1 :: LENGTH]))
 
 
 @dataclass(frozen=True, slots=True)

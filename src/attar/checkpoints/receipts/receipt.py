@@ -32,6 +32,7 @@ from attar.checkpoints.receipts.probes import EXACT, NO_FLOOR, Probes, kernel_pa
 from attar.checkpoints.strict_io import CheckpointError
 from attar.kernels import ops
 from attar.model.decoder import Decoder
+from attar.progress import StageProgress
 from attar.version import __version__
 
 NAME = "receipt.json"
@@ -124,7 +125,7 @@ def carry(
     output: Path,
     digest: str,
     bits_per_weight: float | None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: StageProgress | None = None,
 ) -> str | None:
     """Write the receipt of `output`, a conversion of `source` with bitwise equal values, to which the source's receipt
     applies too.

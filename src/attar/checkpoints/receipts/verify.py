@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import torch
 
@@ -11,6 +10,7 @@ from attar.checkpoints.receipts import receipt
 from attar.checkpoints.receipts.receipt import Verdict
 from attar.checkpoints.sources import hf, hub, opening
 from attar.kernels import ops
+from attar.progress import Progress
 
 
 def verify(
@@ -19,7 +19,7 @@ def verify(
     hashes: bool = True,
     device: str = "cpu",
     dtype: str | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Verdict:
     """Check a folder, GGUF file, Hub id or `demo`: every hash unless `hashes` is false, then every probe.
 

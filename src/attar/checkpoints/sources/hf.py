@@ -40,6 +40,7 @@ from attar.model import decoder
 from attar.model.config import ModelConfig, Names
 from attar.model.decoder import Decoder, Weights
 from attar.model.families import read_config
+from attar.progress import StageProgress
 
 GENERATION = "generation_config.json"
 
@@ -318,7 +319,7 @@ def compute_dtype(name: str | None, device: str = "cpu") -> torch.dtype | None:
 def load(
     path: Path,
     dtype: torch.dtype | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: StageProgress | None = None,
     store: Store | None = None,
 ) -> Decoder:
     """Load the whole model of a folder, ready to run. `progress(done, total)` counts blocks. Raises as

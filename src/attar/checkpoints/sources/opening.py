@@ -5,7 +5,6 @@ Both give the same decoder, so that code above does not depend on the form.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,12 +15,13 @@ from attar.checkpoints.vocabulary import is_gguf
 from attar.kernels import ops
 from attar.kernels.ops import Store
 from attar.model.decoder import Decoder
+from attar.progress import StageProgress
 
 
 def load(
     path: Path,
     dtype: torch.dtype | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: StageProgress | None = None,
     store: Store | None = None,
 ) -> Decoder:
     """Load the whole model, ready to run. Arguments and errors as `hf.load`."""
@@ -32,7 +32,7 @@ def load_on(
     path: Path,
     device: str,
     dtype: torch.dtype | None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: StageProgress | None = None,
 ) -> Decoder:
     """Load the model for measurements: on a CPU with the reference, elsewhere with the device's kernels, which compute
     in `dtype`. Raises ValueError also where the device cannot compute."""

@@ -9,7 +9,6 @@ machine, whose page cache reads the disk once for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +34,7 @@ from attar.model.config import ModelConfig
 from attar.model.parallel import Groups, SplitDecoder
 from attar.model.split import Cut, Share, Split, split
 from attar.plan.costs import matrices
+from attar.progress import StageProgress
 
 AT_ONCE = 1 << 24  # bytes of rows that are read to keep some of their columns
 
@@ -61,7 +61,7 @@ def load(
     share: Share,
     groups: Groups,
     dtype: torch.dtype | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: StageProgress | None = None,
     store: Store | None = None,
 ) -> SplitDecoder:
     """Load the part of `share`, ready to run with the others. Raises CheckpointError as `opening.load`, and ValueError

@@ -40,13 +40,12 @@ from attar.metrics.perplexity import in_rows
 from attar.model import decoder
 from attar.model.decoder import build_block, build_ends, build_final_norm
 from attar.model.layers import Block
+from attar.progress import Progress
 
 Watchers = Mapping[str, Callable[[Tensor, Tensor], None]]
 """Of some linears of a block, by name, who sees the rows [N, I] that each reads and the gradient [N, O] at its output.
 Both are only lent: whoever keeps them copies them."""
 
-Progress = Callable[[str, int, int], None]
-"""progress(stage, done, total)"""
 
 LOGITS_AT_ONCE = 1 << 22
 NO_LABEL = -100

@@ -9,7 +9,6 @@ recipe: one matrix serves every file made of a model (`attar imatrix`), and thos
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +32,7 @@ from attar.kernels import ops
 from attar.kernels.operands import Linear
 from attar.model.decoder import all_compressible, build_block, build_final_norm
 from attar.model.layers import Block
-
-Progress = Callable[[str, int, int], None]
-"""progress(stage, done, total)"""
+from attar.progress import Progress
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ looks closely, whose roundings then fit the text rather than the model: the mode
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from attar.compression.recipe.methods import MOST_DRAWN
 from attar.model.cache import Step
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
+from attar.progress import StageProgress
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
 
@@ -95,7 +96,7 @@ def tokens(
     tokenizer: Tokenizer | None,
     amount: Amount,
     drawn: Path,
-    progress: Callable[[int, int], None] | None = None,
+    progress: StageProgress | None = None,
 ) -> Tensor:
     """The calibration tokens, int64 [S, L], of whatever the user gave.
 
@@ -116,9 +117,7 @@ def tokens(
     return written(checkpoint, amount, drawn, progress)
 
 
-def written(
-    checkpoint: hf.Checkpoint, amount: Amount, drawn: Path, progress: Callable[[int, int], None] | None = None
-) -> Tensor:
+def written(checkpoint: hf.Checkpoint, amount: Amount, drawn: Path, progress: StageProgress | None = None) -> Tensor:
     """What the model writes, int64 [samples, length]: drawn, or from the file `drawn`, where it is kept for a run that
     resumes. Raises ValueError where that file holds an id out of range."""
     shape, config = (amount.samples, amount.length), checkpoint.config
@@ -206,7 +205,7 @@ def sample_from(
     decoder: Decoder,
     amount: Amount,
     temperature: float = 1.0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: StageProgress | None = None,
 ) -> Tensor:
     """Draw sequences from the model itself: int64 [samples, length].
 

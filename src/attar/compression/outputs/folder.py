@@ -14,7 +14,7 @@ tables, they stay two.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from attar.formats.scheme import Part, Scheme
 from attar.kernels.operands import Linear
 from attar.model.decoder import all_compressible, gates
 from attar.model.layers import Block
+from attar.progress import Progress
 
 COPY_BYTES = 16 << 20  # of a table copied at once
 
@@ -197,7 +198,7 @@ class FolderOutput:
         if "shape" in names:
             writer.write(names["shape"], torch.tensor(self.head_shape))
 
-    def copy_rest(self, writer: ShardWriter, report: Callable[[str, int, int], None]) -> None:
+    def copy_rest(self, writer: ShardWriter, report: Progress) -> None:
         folder = self.checkpoint.folder
         done_already = self._in_block.keys() | self._head_parts.values()
         rest = [name for name in self.layout if name not in done_already]

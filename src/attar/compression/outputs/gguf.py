@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.formats.weight_formats import GgmlBlocks
 from attar.model.layers import Block
+from attar.progress import Progress
 
 COPY_ROWS = 4096  # of a table at once
 DENSE: Mapping[str, GgmlType] = {
@@ -251,7 +252,7 @@ class GgufOutput:
         module = self.config.names.embed if self.shared else HEAD
         writer.write_rows(file_name(f"{module}.weight"), (piece.parts["blocks"] for piece in pieces))
 
-    def copy_rest(self, writer: ShardWriter, report: Callable[[str, int, int], None]) -> None:
+    def copy_rest(self, writer: ShardWriter, report: Progress) -> None:
         """Write what belongs to no block, but for an output matrix that `write_head` wrote."""
         _write_plain(writer, self._final, self.checkpoint.tensor(self._final))
         if self._factors is not None:

@@ -29,11 +29,9 @@ from attar.compression.runs.state import RunState
 from attar.formats.packed import PackedTensor
 from attar.kernels.operands import Linear
 from attar.model.decoder import build_block, build_final_norm
+from attar.progress import Progress
 
 STREAMS = ("probe", "calibration", "original")  # what goes through the blocks; the last as if nothing were compressed
-
-Progress = Callable[[str, int, int], None]
-"""progress(stage, done, total)"""
 
 
 class Walk:

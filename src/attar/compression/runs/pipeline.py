@@ -30,7 +30,6 @@ from attar.compression.recipe.recipe import Recipe
 from attar.compression.request.request import CompressionRequest, Target
 from attar.compression.request.resolve import ResolvedCompression, open_source, resolve
 from attar.compression.resume import write_note
-from attar.compression.runs.block_pass import Progress
 from attar.compression.runs.run import Run, begin_anew
 from attar.compression.search import best, bit_budget, candidates, compare_rtn
 from attar.compression.search.best import Choice
@@ -38,6 +37,7 @@ from attar.compression.search.bit_budget import Allocated
 from attar.compression.search.candidates import Candidates
 from attar.compression.search.compare_rtn import Gain
 from attar.kernels import ops
+from attar.progress import Progress
 
 
 @dataclass(frozen=True)

@@ -35,13 +35,14 @@ from attar.compression.resume import write_note
 from attar.compression.rotation import spinquant_training
 from attar.compression.rotation.rotated import RotatedCheckpoint
 from attar.compression.runs import state
-from attar.compression.runs.block_pass import Progress, Walk
+from attar.compression.runs.block_pass import Walk
 from attar.compression.runs.state import RunState
 from attar.compression.search.allocate import Allocation
 from attar.compression.training import tune
 from attar.formats.scheme import Scheme
 from attar.metrics.measure import measure
 from attar.model.decoder import Decoder, compressible
+from attar.progress import Progress
 
 OF_THE_ORIGINAL = ("self-*.i32", "rotations-*", "importances-*", "guide-*", "coverage-*", "surprise-*")
 """What a work folder holds whatever bits are chosen. What was shown to the blocks is among it, because it may have been

@@ -46,11 +46,9 @@ from attar.compression.search.target import (
 )
 from attar.formats.scheme import Scheme
 from attar.model.decoder import Decoder
+from attar.progress import Progress
 
 ROUNDS = 3  # of steps around the choice
-
-Progress = Callable[[str, int, int], None]
-"""progress(stage, done, total)"""
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,6 +33,7 @@ from attar.compression.request.resolve import resolve
 from attar.compression.search.candidates import Candidates, Listed
 from attar.metrics.measure import measure
 from attar.model.decoder import Decoder
+from attar.progress import Progress
 
 EVERY = 8  # sequences, of which one is for the selection
 
@@ -170,7 +171,7 @@ def choose(
     base: Callable[[], Decoder],
     run: Callable[[str, list[list[int]], Path], float],
     folder: Path,
-    progress: Callable[[str, int, int], None],
+    progress: Progress,
     about: Mapping[str, Any] | None = None,
 ) -> Choice:
     """Try recipes on token ids [S, L] of the model that `base` loads, which is in memory only while one is measured;

@@ -27,13 +27,14 @@ from attar.compression.recipe.recipe import Override, Recipe
 from attar.compression.request.resolve import ResolvedCompression
 from attar.compression.resume import Log
 from attar.compression.rotation.rotated import RotatedCheckpoint
-from attar.compression.search.allocate import Allocation, Allocator, Progress, Storage
+from attar.compression.search.allocate import Allocation, Allocator, Storage
 from attar.compression.search.sensitivity import apart, divisible
 from attar.compression.search.target import Group, ladder_for, reachable, rounding_for, undecided
 from attar.compression.training import tune
 from attar.formats.scheme import Scheme
 from attar.model import decoder
 from attar.model.decoder import Decoder, all_compressible
+from attar.progress import Progress
 
 WALKS = 3  # to keep a target of KL, at most
 SLACK = 0.98  # of what would just do, where less is aimed for

@@ -42,6 +42,7 @@ from attar.compression.training.trainable_model import WholeModel, schedule, shu
 from attar.formats.scheme import Part
 from attar.kernels.operands import Adapter, Linear
 from attar.model.decoder import all_compressible
+from attar.progress import Progress
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
 
@@ -50,9 +51,6 @@ NO_LABEL = -100
 LEARNED = "sequences to learn from"
 GENERATIONS = 2  # saves that are kept: should the newest be damaged, few steps are lost
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-Progress = Callable[[str, int, int], None]
-"""progress(stage, done, total)"""
 
 
 @dataclass(frozen=True, slots=True)

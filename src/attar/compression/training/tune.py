@@ -56,6 +56,7 @@ from attar.compression.training.trainable_parameters import Knob
 from attar.formats.packed import PackedTensor
 from attar.model import decoder
 from attar.model.cache import Step
+from attar.progress import Progress
 
 TOKENS = 1 << 16
 """Of the calibration text, at most: more would make this training rather than compression."""
@@ -66,9 +67,6 @@ DRAWN = 1 << 32
 HELD = 8
 BETAS = (0.9, 0.99)  # a few hundred steps: the usual 0.999 remembers them all
 FOUND = "tuned"
-
-Progress = Callable[[str, int, int], None]
-"""progress(stage, done, total)"""
 
 
 @dataclass(frozen=True)

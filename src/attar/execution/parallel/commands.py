@@ -1,7 +1,7 @@
 """Commands of the leading process to the workers (`executor.py`), and their replies: plain values, encoded as msgpack.
 
-A frame is a length of four bytes, little-endian, then one value. Frames go through pipes between a process and those
-that it started, so both sides trust what they read.
+A frame (`protocol/framing.py`) holds one value. Frames go through pipes between a process and those that it started, so
+both sides trust what they read.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from attar.model.split import Share
+from attar.protocol.framing import frame
 
 MAX_FRAME = 1 << 30
 
@@ -131,7 +132,6 @@ class Said(msgspec.Struct, frozen=True):
     free: int | None = None  # bytes of its GPU, before it has taken any
 
 
-def frame(value: msgspec.Struct) -> bytes:
-    body = msgspec.msgpack.encode(value)
-    assert len(body) <= MAX_FRAME, "a step is far shorter"
-    return len(body).to_bytes(4, "little") + body
+def encode(value: msgspec.Struct) -> bytes:
+    """Return the frame of a value, which is far shorter than MAX_FRAME."""
+    return frame(msgspec.msgpack.encode(value), MAX_FRAME)

@@ -60,6 +60,7 @@ from attar.checkpoints.sources import shards
 from attar.execution.cuda_graphs import Record
 from attar.execution.model_runner import Coming, Runner, Wanted, waits
 from attar.execution.parallel.commands import (
+    MAX_FRAME,
     Adapt,
     Call,
     Command,
@@ -73,7 +74,7 @@ from attar.execution.parallel.commands import (
     Room,
     Run,
     Said,
-    frame,
+    encode,
 )
 from attar.kernels import ops
 from attar.kernels.group import WAIT, Group
@@ -85,6 +86,8 @@ from attar.model.cache import KVCache, Step
 from attar.model.decoder import Decoder
 from attar.model.parallel import Groups, SplitDecoder
 from attar.model.split import Share, split
+from attar.progress import StageProgress
+from attar.protocol import framing
 from attar.scheduling.sequence import Sequence as Tokens
 from attar.scheduling.sequence import Status
 from attar.scheduling.step_plan import StepPlan
@@ -94,8 +97,6 @@ LOAD_SECONDS = 3600.0
 UNREAD_SECONDS = WAIT.total_seconds()  # that a worker may leave a full pipe unread
 END_SECONDS = 5.0
 MOMENT = 0.5  # seconds between the end of a connection and that of the process behind it
-
-Progress = Callable[[int, int], None]
 
 
 class Lost(BaseException):
@@ -127,7 +128,7 @@ def _meeting(job: Job, time: int) -> tuple[Path, Path]:
     return folder / f"layers{share.stage}.{time}", folder / f"stages{share.place}.{time}"
 
 
-def load(job: Job, groups: Groups, progress: Progress | None = None) -> SplitDecoder:
+def load(job: Job, groups: Groups, progress: StageProgress | None = None) -> SplitDecoder:
     """Load this process's part of the model. Raises ValueError like `shards.load`."""
     device = torch.device(job.device)
     if device.type == "cuda":
@@ -164,7 +165,7 @@ class Crew:
                 self.children.append(child)
                 assert child.stdin is not None
                 os.set_blocking(child.stdin.fileno(), False)  # of this end alone
-                self.write(child, frame(job))
+                self.write(child, encode(job))
         except BaseException:
             self.end()
             raise
@@ -268,7 +269,7 @@ class Crew:
         for child in self.children:
             assert child.stdin is not None
             with contextlib.suppress(BrokenPipeError):
-                child.stdin.write(frame(End()))  # one that does not read is not waited for
+                child.stdin.write(encode(End()))  # one that does not read is not waited for
             child.stdin.close()
         limit = time.monotonic() + END_SECONDS
         for child in self.children:
@@ -294,15 +295,14 @@ def _read_said(child: subprocess.Popen[bytes], limit: float) -> Said | None:
     """Read one message of a worker, None where it ended instead. Raises RuntimeError where it comes too late."""
     assert child.stdout is not None
     fd, data = child.stdout.fileno(), b""
-    while len(data) < 4 or len(data) < 4 + int.from_bytes(data[:4], "little"):
+    while wanted := framing.missing(data, MAX_FRAME):
         if not _ready(fd, select.POLLIN, max(0.0, limit - time.monotonic())):
             raise RuntimeError("the processes of the model did not start in time")
-        wanted = 4 - len(data) if len(data) < 4 else 4 + int.from_bytes(data[:4], "little") - len(data)
         more = os.read(fd, wanted)
         if not more:
             return None
         data += more
-    return msgspec.msgpack.decode(data[4:], type=Said)
+    return msgspec.msgpack.decode(data[framing.HEAD :], type=Said)
 
 
 class Team:
@@ -324,7 +324,7 @@ class Team:
         activations: str = "int8g128",
         native: bool = True,
         threads: int | None = None,
-        progress: Progress | None = None,
+        progress: StageProgress | None = None,
     ) -> None:
         first = Share(0, tp, pp)
         check(path, first, device, native and dtype == torch.float32)
@@ -392,7 +392,7 @@ def tell(crew: Crew, command: Command) -> None:
     """Send a command to all workers. Raises RuntimeError where a worker is gone."""
     if crew.ending or crew.lost:
         raise RuntimeError(crew.lost or "the processes of the model were ended")
-    data = frame(command)
+    data = encode(command)
     for child in crew.children:
         crew.write(child, data)
 

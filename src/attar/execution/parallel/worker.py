@@ -17,7 +17,6 @@ import threading
 import traceback
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 import torch
@@ -40,12 +39,13 @@ from attar.execution.parallel.commands import (
     Room,
     Run,
     Said,
-    frame,
+    encode,
 )
 from attar.kernels.operands import Routes
 from attar.kv import schemes
 from attar.model.cache import KVCache, Step, sent
 from attar.model.parallel import SplitDecoder
+from attar.protocol.framing import read
 from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import Chunk, Copy, StepPlan
 
@@ -139,17 +139,6 @@ def _unread(chunk: Chunk, first: int, numbers: torch.Tensor) -> None:
     """Ignore numbers that the leader reads; they are computed here too for its sake. Nothing here waits for them."""
 
 
-def read(file: BinaryIO) -> bytes | None:
-    """Read one frame; None at the end."""
-    head = file.read(4)
-    if len(head) < 4:
-        return None
-    size = int.from_bytes(head, "little")
-    assert size <= MAX_FRAME
-    body = file.read(size)
-    return body if len(body) == size else None
-
-
 def _end_with(fd: int, folder: str) -> None:
     """End this process once no process can write to `fd`, and remove the folder that its leader may have left
     behind."""
@@ -179,7 +168,7 @@ def main() -> int:
         signal.signal(each, signal.SIG_IGN)
     out = os.dup(1)
     os.dup2(2, 1)  # libraries' output is not for the leader
-    commands, first = sys.stdin.buffer, read(sys.stdin.buffer)
+    commands, first = sys.stdin.buffer, read(sys.stdin.buffer, MAX_FRAME)
     if first is None:
         return 1
     job = msgspec.msgpack.decode(first, type=Job)
@@ -187,7 +176,7 @@ def main() -> int:
 
     def say(what: str, text: str = "", free: int | None = None) -> None:
         with contextlib.suppress(BrokenPipeError):  # the lifeline ends a process without a leader
-            os.write(out, frame(Said(what, text, free)))
+            os.write(out, encode(Said(what, text, free)))
 
     try:
         say("started", free=free(job.device))
@@ -198,7 +187,7 @@ def main() -> int:
     say("loaded")
     gc.freeze()
     decoder = msgspec.msgpack.Decoder(Command)
-    while (body := read(commands)) is not None:
+    while (body := read(commands, MAX_FRAME)) is not None:
         command = decoder.decode(body)
         if isinstance(command, End):
             return 0

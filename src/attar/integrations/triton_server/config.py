@@ -6,11 +6,12 @@
       max_queue_delay_microseconds             --scheduler max-delay, of policy=dynamic
       default_queue_policy: max_queue_size     --scheduler max-waiting: one more is refused, with 429
     model_transaction_policy: decoupled        nothing: every request may ask for a stream
-    gpt_model_type, the batching strategy      --scheduler policy: inflight is continuous; V1 dynamic with a delay, else
-    static batch_scheduler_policy                     --scheduler max-preemptions: 0 for guaranteed_no_evict, and where
-    it is unset max_tokens_in_paged_kv_cache               --max-tokens-in-cache kv_cache_free_gpu_mem_fraction
-    --kv-fraction, default 0.9: of both the smaller holds (`plan/fit.py`) max_num_tokens --scheduler max-step-tokens;
-    usually fixed when an engine is built gpu_device_ids --device, where it is one
+    gpt_model_type, the batching strategy      --scheduler policy: inflight is continuous; V1 dynamic or static
+    batch_scheduler_policy                     --scheduler max-preemptions: 0 for guaranteed_no_evict, and if unset
+    max_tokens_in_paged_kv_cache               --max-tokens-in-cache
+    kv_cache_free_gpu_mem_fraction             --kv-fraction, default 0.9: of both the smaller holds (`plan/fit.py`)
+    max_num_tokens                             --scheduler max-step-tokens; usually fixed when an engine is built
+    gpu_device_ids                             --device, where it is one
 
 Each field has one of four outcomes. It becomes an option. It is what attar does anyhow: a note. It is unknown, or not
 supported without harm to the answers: a warning. It would change the answers, as beams, another sampler or an encoder

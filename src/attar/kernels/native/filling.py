@@ -18,15 +18,30 @@ from attar.formats.codecs.llm_int8 import LARGEST
 from attar.formats.packed import PackedTensor
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Grid, Scheme
-from attar.formats.weight_formats import Fp8Blocks, GgmlBlocks, Sparse24
+from attar.formats.weight_formats import Fp8Blocks, GgmlBlocks, Progressive, Sparse24
 from attar.kernels.native.extension import library
 from attar.kernels.native.layouts import FLOATS, LANES, Layout
 
 if TYPE_CHECKING:
-    from attar.kernels.native.extension import Arena, Matrix
+    from attar.kernels.native.extension import Arena, Matrix, ProgressiveMatrix
 
 Arrays = tuple[Tensor, Tensor, Tensor | None]
 """Arrays of R rows: codes [R, I], a byte each; scales [R, G]; zero points int8 [R, G], or None."""
+
+
+def pack_progressive(weight: PackedTensor, arena: Arena) -> ProgressiveMatrix:
+    """Lay a weight of two levels out in the memory of `arena`: `csrc/progressive.cpp` says how rows meet it.
+
+    Raises ValueError where a damaged file has numbers that are no int8.
+    """
+    form, (rows, columns) = weight.scheme.weight, weight.shape
+    assert isinstance(form, Progressive)
+    codes, factor, offset = (weight.parts[name].contiguous() for name in ("codes", "factor", "offset"))
+    scale = weight.parts["scale"].float().contiguous()
+    made: ProgressiveMatrix = library.pack_progressive(
+        arena, codes.data_ptr(), rows, columns, form.group, factor.data_ptr(), offset.data_ptr(), scale.data_ptr()
+    )
+    return made
 
 
 def pack(weight: PackedTensor, layout: Layout, arena: Arena) -> Matrix:

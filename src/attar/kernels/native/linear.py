@@ -24,7 +24,7 @@ from attar.formats import packing
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Grid, Scheme
 from attar.formats.weight_formats import Fp4, GgmlBlocks, Lookup, Outliers, Progressive
-from attar.kernels.native import capabilities, extension, filling, lookup, progressive
+from attar.kernels.native import capabilities, extension, filling, lookup
 from attar.kernels.native.extension import library
 from attar.kernels.native.layouts import RUN, layout_of
 from attar.kernels.operands import Activation, Linear
@@ -159,7 +159,7 @@ def prepare(each: Linear, arena: Arena, activations: Activations = "int8g128") -
 def _pack(weight: PackedTensor, arena: Arena, activations: Activations) -> KernelWeight:
     scheme, columns = weight.scheme, weight.shape[1]
     if isinstance(scheme.weight, Progressive):
-        return KernelWeight(progressive.pack(weight, arena), scheme, True, 0)
+        return KernelWeight(filling.pack_progressive(weight, arena), scheme, True, 0)
     if isinstance(scheme.weight, Lookup):
         return KernelWeight(lookup.pack(weight, arena), scheme, False, 0)
     layout = layout_of(scheme)
@@ -288,7 +288,7 @@ def _factors(linears: Sequence[Linear], at: int, width: int, gate: str) -> Facto
         weights.append((each.weight.matrix, 0 if each.bias is None else each.bias.data_ptr()))
     if weight.apart:
         of_tables = weight.scheme is not None and isinstance(weight.scheme.weight, Lookup)
-        return lookup.factors(one, weights, at, width) if of_tables else progressive.factors(weights, at, width)
+        return lookup.factors(one, weights, at, width) if of_tables else library.progressive_factors(weights, at, width)
     fixed = weight.scheme is not None and weight.scheme.static
     assert not fixed or one.activation_scale is not None
     scale = float(one.activation_scale) if fixed and one.activation_scale is not None else 0.0

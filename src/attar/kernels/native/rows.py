@@ -1,4 +1,4 @@
-"""Norms, activations and embedding of float32 rows, in C++. Shapes: N rows, I columns.
+"""Norms, activations, rounding and embedding of rows, in C++. Shapes: N rows, I columns.
 
 A row's bits depend on that row alone.
 """
@@ -83,3 +83,22 @@ def embed(
     second = None if of_positions is None else of_positions.native
     extension.call(library.embed, table.native, ids.data_ptr(), len(ids), scale, second, at, offset, out.data_ptr())
     return out
+
+
+def quantize_rows_int8(x: Tensor, level: str | None = None) -> tuple[Tensor, Tensor]:
+    """Run `ops.quantize_rows_int8` on rows that `extension.supports` accepts: x [N, I] to (codes [N, I], scale [N, 1]).
+
+    The bits equal the reference's at every level, for any thread count. `level` is for tests. Raises ValueError naming
+    the first row that holds a NaN or an infinity.
+    """
+    assert x.ndim == 2, x.shape
+    assert extension.supports("quantize_rows_int8", x.device.type, x.dtype) is None
+    x = x.contiguous()
+    codes = torch.empty(x.shape, dtype=torch.int8)  # [N, I]
+    scale = torch.empty((x.shape[0], 1), dtype=torch.float32)
+    kernel = library.quantize_rows_int8_float32 if x.dtype == torch.float32 else library.quantize_rows_int8_bfloat16
+    rows, columns = x.shape
+    bad = kernel(x.data_ptr(), rows, columns, codes.data_ptr(), scale.data_ptr(), level or extension.cpu_level())
+    if bad >= 0:
+        raise ValueError(f"row {bad} holds a NaN or an infinity: it cannot be quantized")
+    return codes, scale

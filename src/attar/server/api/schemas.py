@@ -19,8 +19,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, 
 import msgspec
 from msgspec import Meta, Struct
 
+from attar import strict_json
 from attar.protocol.request import MAX_REPETITION, MIN_REPETITION
-from attar.server import strict_json
 from attar.server.errors import Refusal
 
 MAX_PROMPTS = 128

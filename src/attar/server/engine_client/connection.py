@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from attar.protocol import framing
 from attar.protocol.messages import MAX_FRAME, Beat, Delta, Embedding, Failed, Finished, Ready, Stats, Told
 from attar.server.logprobs import PromptScores
 
@@ -37,24 +38,17 @@ class Connection(asyncio.Protocol):
             self.give_up("somebody else listens in the engine's place")
 
     def data_received(self, data: bytes) -> None:
-        buffer = self._buffer
-        buffer += data
-        at = 0
-        while len(buffer) >= at + 4:
-            size = int.from_bytes(buffer[at : at + 4], "little")
-            if size > MAX_FRAME:
-                self.give_up("a frame is too long")
-                return
-            if len(buffer) < at + 4 + size:
-                break
+        self._buffer += data
+        while True:
             try:
-                events = self._decoder.decode(memoryview(buffer)[at + 4 : at + 4 + size])
-            except msgspec.MsgspecError:
-                self.give_up("a frame is not of events")
+                if (body := framing.take(self._buffer, MAX_FRAME)) is None:
+                    return
+                events = self._decoder.decode(body)
+            except (msgspec.MsgspecError, framing.FrameTooLong) as error:
+                what = "too long" if isinstance(error, framing.FrameTooLong) else "not of events"
+                self.give_up(f"a frame is {what}")
                 return
-            at += 4 + size
             self._arrived(events)
-        del buffer[:at]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost()
