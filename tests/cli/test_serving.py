@@ -12,6 +12,7 @@ import pytest
 from huggingface_hub import constants
 from typer.testing import CliRunner, Result
 
+from attar.checkpoints.fingerprints import require_unchanged
 from attar.cli.main import app
 from attar.cli.serving import BESIDES
 from attar.engine import loading
@@ -96,7 +97,7 @@ def test_an_engine_is_told_what_it_may_serve(demo: Path, tmp_path: Path, monkeyp
     folder = Path(shutil.copytree(demo, tmp_path / "small"))
     made = served(monkeypatch, "", str(folder))
     assert {Path(path).name for path in made.files} >= {"config.json", "model.safetensors", "tokenizer.json"}
-    made.require_unchanged()
+    require_unchanged(made.files, made.folders)
     shutil.copy(demo / "model.safetensors", folder)
     with pytest.raises(ValueError, match=r"model\.safetensors changed on disk since the server was started"):
         loading.engine(made)

@@ -19,7 +19,7 @@ from attar.engine.engine import Engine
 from attar.engine.limits import Limits
 from attar.engine.messages import Delta, Embed, Embedding, Event, Failed, Finished, Submit
 from attar.engine.request import SamplingParams
-from attar.engine.settings import Settings, parse_adapters
+from attar.engine.settings import Settings
 from attar.kernels import ops
 from attar.model.cache import Step
 from attar.model.decoder import Decoder
@@ -202,18 +202,3 @@ def test_an_adapter_that_does_not_fit_ends_the_start_before_a_weight_is_read(
     settings = Settings(str(tiny), "", adapters=(("other", str(tmp_path / "other")),))
     with pytest.raises(CheckpointError, match=r"up_proj is \[256, 128\] and its rank 4, which A .* do not fit"):
         loading.engine(settings)
-
-
-def test_names_of_adapters(folders: tuple[Path, Path]) -> None:
-    tone, style = map(str, folders)
-    assert parse_adapters([f"a={tone}", f"b:1={style}"], "model") == (("a", tone), ("b:1", style))
-    for given, sentence in (
-        ([tone], "given as NAME=FOLDER"),
-        ([f"a/b={tone}"], "given as NAME=FOLDER"),
-        ([f"a={tone}", f"a={style}"], "the name of two adapters"),
-        ([f"model={tone}"], "the model's own name"),
-        (["a=nowhere"], "no adapter_config.json"),
-        ([f"a{i}={tone}" for i in range(65)], "at most 64"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            parse_adapters(given, "model")

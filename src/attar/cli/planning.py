@@ -94,6 +94,7 @@ def plan(
         from attar.model.split import Share
         from attar.plan import fit, report
         from attar.plan.costs import Storage
+        from attar.plan.steps import StepLimits
 
         if (model is None) == (shape is None):
             raise ValueError("name a model or a --shape, one of the two")
@@ -148,10 +149,13 @@ def plan(
         if budget is None:
             share = machine.SHARE if kv_fraction is None else 1.0
             budget = int(free * share) // (tp * pp if gpu is None else 1)
+        steps = StepLimits(
+            chosen.max_step_tokens, chosen.together, threads=threads or here.cores, headroom=chosen.headroom
+        )
         made = fit.plan(
             name, config, fit.usual(config, storage), fit.Demand(context, users),
             budget, (source if memory is None else "--memory") + each,
-            limits=chosen.steps(here.cores if threads is None else threads), max_tokens=max_tokens_in_cache,
+            limits=steps, max_tokens=max_tokens_in_cache,
             kv_schemes=None if kv is None else (kv_scheme(kv).name,),
             bandwidth=bandwidth, int8_rate=rate, adapters=beside, share=Share(0, tp, pp),
             fraction=kv_fraction, card=gpu,

@@ -139,11 +139,13 @@ def serve(
         from msgspec.structs import replace as replaced
 
         from attar.checkpoints import hub, vocabulary
-        from attar.engine.settings import Settings, check_name, name_of, parse_adapters
+        from attar.checkpoints.fingerprints import fingerprints
+        from attar.engine.settings import Settings
         from attar.formats.kv import scheme
         from attar.plan.fit import check_fraction
         from attar.server import supervisor
         from attar.server.door import Options
+        from attar.server.model_names import check_name, name_of, parse_adapters
         from attar.server.quota import Limits
         from attar.server.security import Keys, find_keys
         from attar.text import template
@@ -203,7 +205,9 @@ def serve(
             deadline=deadline,
             drain_seconds=drain_seconds,
         )
-        settings = replaced(settings, files=settings.fingerprints)  # first: what is replaced from now on is noticed
+        settings = replaced(
+            settings, files=fingerprints(settings.folders)
+        )  # first: what is replaced from now on is noticed
         tokenizer = vocabulary.tokenizer(path)
 
         def started(url: str) -> None:

@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from attar.plan.steps import StepLimits
-
 Policy = Literal["none", "static", "dynamic", "continuous"]
 
 
@@ -54,10 +52,6 @@ class Limits:
     def together(self) -> int:
         """Sequences that may run at the same time."""
         return 1 if self.policy == "none" else self.max_running
-
-    def steps(self, threads: int) -> StepLimits:
-        """What bounds a step on a CPU, of so many threads: what memory is planned by, before a start and at it."""
-        return StepLimits(rows=self.max_step_tokens, sequences=self.together, threads=threads, headroom=self.headroom)
 
     def told(self, preset: str | None) -> str:
         """All of them in one line, each with the default where it is another."""

@@ -21,6 +21,7 @@ import torch
 
 from attar import logs, machine
 from attar.checkpoints import hub, lora
+from attar.checkpoints.fingerprints import require_unchanged
 from attar.checkpoints.stored import stored
 from attar.engine import bounds
 from attar.engine import kv as kv_schemes
@@ -41,6 +42,7 @@ from attar.plan import fit as planning
 from attar.plan.costs import BLOCK, Storage
 from attar.plan.fit import Fit
 from attar.plan.roofline import Rates, Roofline
+from attar.plan.steps import StepLimits
 
 if TYPE_CHECKING:
     from attar.engine.llm import LLM
@@ -55,7 +57,7 @@ def engine(settings: Settings) -> tuple[Engine, Ready]:
     limits = settings.limits()
     threads = settings.threads or machine.cores()
     path = hub.resolve(settings.model)
-    settings.require_unchanged()
+    require_unchanged(settings.files, settings.folders)
     config, storage = stored(path)
     if settings.device != "cpu":
         return _on_card(settings, path, config, storage, limits, threads)
@@ -208,7 +210,7 @@ def _measured(device: torch.device) -> Rates | None:
 
 
 def _ready(settings: Settings, config: ModelConfig, found: Fit, limits: Limits, adapters: tuple[str, ...]) -> Ready:
-    settings.require_unchanged()  # nor while it was read
+    require_unchanged(settings.files, settings.folders)  # nor while it was read
     return Ready(
         settings.served_as, found.context, config.vocab_size, found.blocks, found.block, limits.max_waiting,
         found.table(), adapters, limits.together,
@@ -251,8 +253,9 @@ def fit(
         memory, source = here.budget if settings.kv_fraction is None else here.memory, here.limited_by
     memory //= share.count
     source += f", of which each of {share.count} processes has its part" if share.count > 1 else ""
+    steps = StepLimits(limits.max_step_tokens, limits.together, threads=threads, headroom=limits.headroom)
     found = planning.start(
-        config, storage, kv_name(settings), memory, limits.steps(threads), settings.context,
+        config, storage, kv_name(settings), memory, steps, settings.context,
         settings.max_cached_tokens, adapters, share, settings.kv_fraction,
     )  # fmt: skip
     if found.context < (settings.context or config.context):

@@ -31,6 +31,7 @@ from typing import NoReturn
 import msgspec
 
 from attar import env, faults, logs, machine
+from attar.checkpoints.fingerprints import ChangedError
 from attar.engine import loading
 from attar.engine.engine import SENTENCES, Engine
 from attar.engine.messages import (
@@ -50,7 +51,7 @@ from attar.engine.messages import (
     Told,
     encode,
 )
-from attar.engine.settings import CHANGED, HOPELESS, ChangedError, Settings
+from attar.engine.settings import CHANGED, HOPELESS, Settings
 from attar.engine.team import TeamRunner
 from attar.faults import point
 

@@ -1,15 +1,11 @@
-"""What an engine is started with, as its process reads it: the one value that the server writes to its standard input.
+"""Settings that an engine is started with: the one value that the server writes to its standard input.
 
-Torch-free: the process that speaks HTTP makes it. It reads the tokenizer once, and an engine that died is started with
-the same settings; so they say what the model's files were like then, and an engine refuses to serve others.
+The process that speaks HTTP makes them. It reads the tokenizer once, and an engine that died is started with the same
+settings; so they say what the model's files were like then, and an engine refuses to serve others.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-import re
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,94 +13,8 @@ import msgspec
 
 from attar.engine.limits import PRESETS, Limits
 
-MAX_ADAPTERS = 64
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,255}")  # Hub ids among them; requests may name no longer one
-READ = (
-    "*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer.*", "special_tokens_map.json", "vocab.json",
-    "merges.txt",
-)  # fmt: skip
-"""Files of a model's or an adapter's folder that an engine reads. Not chat templates, which only the server does, nor
-reports and whatever else people put beside a model."""
-PIECES, PIECE = 4, 64 << 10  # of a file, and bytes of each, that tell one from another of the same size and date
-
-
 HOPELESS, CHANGED = 2, 3
 """Exit statuses of an engine that cannot serve its model, and of one whose files are no longer those of the server."""
-
-
-class ChangedError(ValueError):
-    """The files of a model are not those that a server was started with."""
-
-
-def name_of(model: str) -> str:
-    """What a model goes by: a folder or file by its own name, a Hub id as it was given. Raises ValueError for a folder
-    without a name, the root. Links keep theirs: files in the Hub's cache lead to what is named by a hash."""
-    path = Path(model).expanduser()
-    name = Path(os.path.abspath(path)).name if path.exists() else model
-    if not name:
-        raise ValueError(f"{model} has no name that requests could ask for: give it one with --name")
-    return name
-
-
-def check_name(name: str) -> str:
-    """`name` for a model. Raises ValueError where requests could not ask for it."""
-    if not MODEL_NAME.fullmatch(name):
-        raise ValueError(
-            f"--name {name[:160]!r}: a model's name is of letters, digits and . _ : @ / -, at most 256 of them"
-        )
-    return name
-
-
-def fingerprints(folders: Iterable[str]) -> dict[str, str]:
-    """What the files of models and adapters are like that an engine reads, by path: size, date and some of the content.
-
-    Not the number that a file system has for a file, which on some changes by itself. Raises OSError for what cannot be
-    read.
-    """
-    paths = (path for each in folders for path in _read_from(Path(each)))
-    return {str(path): _fingerprint(path) for path in paths}
-
-
-def _read_from(path: Path) -> Iterator[Path]:
-    if not path.is_dir():
-        yield path
-        return
-    yield from sorted({found for pattern in READ for found in path.glob(pattern) if found.is_file()})
-
-
-def _fingerprint(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        status = os.fstat(file.fileno())
-        for start in range(0, status.st_size, max(PIECE, -(-status.st_size // PIECES))):
-            file.seek(start)
-            digest.update(file.read(PIECE))
-    return f"{status.st_size} {status.st_mtime_ns} {digest.hexdigest()}"
-
-
-def parse_adapters(given: Sequence[str], model: str) -> tuple[tuple[str, str], ...]:
-    """Names and folders of adapters, each given as NAME=FOLDER, to be served beside `model`.
-
-    Raises ValueError for another form, a name that requests could not ask for or that stands for something already,
-    too many, and a folder that holds no adapter.
-    """
-    if len(given) > MAX_ADAPTERS:
-        raise ValueError(f"{len(given)} adapters: at most {MAX_ADAPTERS} are served at a time")
-    found: dict[str, str] = {}
-    for each in given:
-        name, equals, folder = each.partition("=")
-        if not equals or not folder or not NAME.fullmatch(name):
-            raise ValueError(
-                f"an adapter is given as NAME=FOLDER, its name of letters, digits and . _ : -, not {each[:160]!r}"
-            )
-        if name in found or name == model:
-            what = "the model's own name" if name == model else "the name of two adapters"
-            raise ValueError(f"--adapter {name}: requests ask for one by its name, and this is {what}")
-        if not (Path(folder) / "adapter_config.json").is_file():
-            raise ValueError(f"--adapter {name}: {folder} holds no adapter_config.json: not a PEFT adapter's folder")
-        found[name] = folder
-    return tuple(found.items())
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -132,8 +42,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     adapters: tuple[tuple[str, str], ...] = ()  # name and folder of each
     tp: int = 1  # processes that compute each layer together
     pp: int = 1  # stages of layers
-    name: str = ""  # what requests call the model; empty: `name_of` it
-    files: dict[str, str] = {}  # `fingerprints` of what is to be served; empty: whatever is there
+    name: str = ""  # what requests call the model; empty: its folder's name
+    files: dict[str, str] = {}  # fingerprints of what is to be served; empty: whatever is there
 
     @property
     def computes_in(self) -> str:
@@ -143,23 +53,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def served_as(self) -> str:
         """What requests call the model."""
-        return self.name or name_of(self.model)
+        return self.name or Path(self.model).name
 
     @property
-    def fingerprints(self) -> dict[str, str]:
-        """Of the model and its adapters, as they are now."""
-        return fingerprints((self.model, *(folder for _, folder in self.adapters)))
-
-    def require_unchanged(self) -> None:
-        """Raises ChangedError, naming files, where the model is not the one that these settings were made for."""
-        if not self.files or (now := self.fingerprints) == self.files:
-            return
-        changed = sorted(path for path in {*now, *self.files} if now.get(path) != self.files.get(path))
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        raise ChangedError(
-            f"{changed[0]}{more} changed on disk since the server was started, which still has the tokenizer of then: "
-            "start the server again to serve what is there now"
-        )
+    def folders(self) -> tuple[str, ...]:
+        """The model and its adapters: what `files` are the fingerprints of."""
+        return (self.model, *(folder for _, folder in self.adapters))
 
     def limits(self) -> Limits:
         """The preset with what was set besides. Raises ValueError for an unknown preset, or an impossible number."""

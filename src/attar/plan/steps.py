@@ -73,7 +73,7 @@ class StepLimits:
     recordings: int = 4
     threads: int = 1
     idle: int = IDLE
-    headroom: float = 0.02  # as `Limits` has it, like rows and sequences
+    headroom: float = 0.02  # as the scheduler has it, like rows and sequences
 
     def __post_init__(self) -> None:
         for name, low in (("rows", 1), ("sequences", 1), ("sampled", 1), ("threads", 1), ("recordings", 0)):
