@@ -21,7 +21,7 @@ from attar.kernels.native import limits
 from attar.plan.fit import ROOM
 from attar.server import supervisor
 from attar.server.door import Options
-from attar.server.supervisor import listen
+from attar.server.sockets import listen
 from tests.cli.test_commands import last_json, refused
 
 KEYS = {"largest step": "step", "KV cache": "cache"}
@@ -48,7 +48,7 @@ def served(monkeypatch: pytest.MonkeyPatch, options: str, model: str = "demo") -
 )
 def test_the_door_lets_in_what_the_engine_may_have(monkeypatch: pytest.MonkeyPatch, options: str, most: int) -> None:
     found: list[Options] = []
-    monkeypatch.setattr(supervisor, "run", lambda settings, tokenizer, options, started: found.append(options) or 0)
+    monkeypatch.setattr(supervisor, "run", lambda settings, tokenizer, options, *_: found.append(options) or 0)
     done = CliRunner().invoke(app, ["serve", "demo", *shlex.split(options)])
     assert done.exit_code == 0, done.output
     assert found[0].max_requests == most
@@ -106,7 +106,7 @@ def test_an_engine_is_told_what_it_may_serve(demo: Path, tmp_path: Path, monkeyp
 def test_chat_templates_have_their_process_before_the_first_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
     warm = threading.Event()
     monkeypatch.setattr("attar.text.template.warm", warm.set)
-    monkeypatch.setattr(supervisor, "run", lambda settings, tokenizer, options, started: started("http://x") or 0)
+    monkeypatch.setattr(supervisor, "run", lambda *given: given[-1]("http://x") or 0)
     assert CliRunner().invoke(app, ["serve", "demo"]).exit_code == 0
     assert warm.wait(10)
 
@@ -141,7 +141,7 @@ def test_no_device_is_not_the_usual_one() -> None:
 )
 def test_an_origin_is_taken_as_browsers_say_it(monkeypatch: pytest.MonkeyPatch, given: str, origin: str) -> None:
     found: list[Options] = []
-    monkeypatch.setattr(supervisor, "run", lambda settings, tokenizer, options, started: found.append(options) or 0)
+    monkeypatch.setattr(supervisor, "run", lambda settings, tokenizer, options, *_: found.append(options) or 0)
     assert CliRunner().invoke(app, ["serve", "demo", "--origin", given]).exit_code == 0
     assert found[0].origins == {origin}
 
@@ -224,7 +224,7 @@ def test_a_delay_that_nothing_would_heed_is_refused(options: str, says: str) -> 
 
 
 def test_an_address_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "run", lambda settings, tokenizer, options, _: listen(options.host, options.port))
+    monkeypatch.setattr(supervisor, "run", lambda settings, tokenizer, options, *_: listen(options.host, options.port))
 
     def start(*options: str) -> Result:
         monkeypatch.setenv("ATTAR_API_KEY", "k" * 40)

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from attar.server import client, protocol, supervisor
+from attar.server import client, protocol, sockets
 from tests.server.conftest import Running
 
 BODY = json.dumps({"prompt": "hello", "max_tokens": 1, "temperature": 0}).encode()
@@ -186,7 +186,7 @@ def test_a_request_is_not_smuggled_behind_a_refused_one(server: Running) -> None
 
 def test_answers_do_not_wait_for_acknowledgements() -> None:
     """By their protocol asyncio knows the sockets for which it has to turn Nagle's algorithm off."""
-    with supervisor.listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+    with sockets.listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
         pass
     assert listener.proto == socket.IPPROTO_TCP
 

@@ -69,7 +69,7 @@ class Processes:
 def processes(request: pytest.FixtureRequest, demo: Path, tmp_path: Path) -> Iterator[Processes]:
     """A server and a fake engine of 10 ms a step; the parameter is how long the server drains."""
     path = tmp_path / "engine.sock"
-    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
+    environment = os.environ | {"PYTHONPATH": f"{HERE.parents[1]}:{os.environ.get('PYTHONPATH', '')}"}
     arguments = [sys.executable, str(HERE / "fake_engine.py"), str(path), str(demo), "0.01"]
     engine = subprocess.Popen(arguments, text=True, env=environment)
     arguments = [sys.executable, "-c", SERVE, str(path), str(demo), str(request.param)]

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import uvicorn
 
-from attar.server import answers, dispatcher, serve, sse, supervisor
+from attar.server import answers, dispatcher, serve, sockets, sse
 from attar.server.protocol import LimitedProtocol
 from attar.server.sse import PART
 from tests.server.conftest import Reply, Running
@@ -92,7 +92,7 @@ def test_nothing_more_is_made_for_a_reader_who_left(after: int) -> None:
 
 def test_a_large_answer_arrives_as_fast_as_it_is_read() -> None:
     """Over loopback, whose segments are larger than some send buffers: each then waits 40 ms for what it is told."""
-    listener = supervisor.listen("127.0.0.1", 0)
+    listener = sockets.listen("127.0.0.1", 0)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await sse.whole(b"x" * PART for _ in range(LARGE // PART))(scope, receive, send)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import sys
 import threading
 from enum import StrEnum
 from pathlib import Path
@@ -32,6 +33,7 @@ from attar.cli.scheduling import (
 from attar.cli.terminal import CHECK_FAILED, emit, errors, fail, progress, require_apart, tell, tell_shared
 
 BESIDES = 64  # HTTP requests open besides those that run or wait: read, refused, or about something else
+ENGINE = (sys.executable, "-m", "attar.engine.process")  # the command line of its process
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[!-~]+")
 NO_PAGES = ("*", "null", "file://")
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
@@ -217,7 +219,7 @@ def serve(
             emit(as_json, {"url": url, "pid": os.getpid()})
 
         try:
-            status = supervisor.run(settings, tokenizer, options, started)
+            status = supervisor.run(settings, tokenizer, options, ENGINE, started)
         except OSError as error:
             raise _named(error, host, port) from None
         if status:

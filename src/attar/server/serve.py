@@ -24,8 +24,7 @@ from attar.server.heartbeat import STUCK
 from attar.server.metrics import Metrics
 from attar.server.prompts import Prompts
 from attar.server.protocol import KEEP_ALIVE_SECONDS, LimitedProtocol
-from attar.server.sockets import Waiting, allowed
-from attar.server.supervisor import BACKLOG, listen
+from attar.server.sockets import BACKLOG, Waiting, allowed, listen
 from attar.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
