@@ -72,7 +72,7 @@ lint: $(VENV)/.installed-dev
 
 # The real scheduler, block pool and prefix tree through 20,000 random lives: some seven minutes.
 soak: $(VENV)/.installed-dev
-	@$(BIN)/python -m tests.engine.simulation --seeds 20000
+	@$(BIN)/python -m tests.scheduling.simulation --seeds 20000
 
 # A server under load, in eight parts with their gates: the better part of an hour.
 soak-load: $(VENV)/.installed-dev

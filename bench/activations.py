@@ -18,9 +18,9 @@ from typing import get_args
 
 import torch
 
-from attar.checkpoints import hf, hub
-from attar.compression.calibrate import Amount, sample_from
-from attar.compression.pipeline import compress
+from attar.checkpoints.sources import hf, hub
+from attar.compression.calibration.texts import Amount, sample_from
+from attar.compression.runs.pipeline import compress
 from attar.kernels import ops
 from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.measure import Report, measure

@@ -25,8 +25,8 @@ from compressors import DATA, group_size
 from lanes import LENGTH, slug, texts
 
 import attar
-from attar.checkpoints import hf, hub
-from attar.compression.target import Target, parse_ladder
+from attar.checkpoints.sources import hf, hub
+from attar.compression.search.target import Target, parse_ladder
 from attar.evaluation.report import evaluate
 from attar.metrics.bootstrap import LEVEL, resamples
 

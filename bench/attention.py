@@ -29,12 +29,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attar import machine
-from attar.formats.kv import BUCKET, UNIT, KvScheme, divide, scheme
 from attar.kernels.native import attention, extension
-from attar.kernels.nuq import Channels
 from attar.kernels.operands import AttentionForm
-from attar.kernels.pages import Bases, Pages, Placement
-from attar.kernels.planes import Basis
+from attar.kv.bit_planes import Basis
+from attar.kv.kvquant import Channels
+from attar.kv.pages import Bases, Pages, Placement
+from attar.kv.schemes import BUCKET, UNIT, KvScheme, divide, scheme
 
 SHAPES = {"llama-3.2-1b": (32, 8, 64), "qwen2.5-0.5b": (14, 2, 64), "llama-3.1-8b": (32, 8, 128)}
 BLOCK = 64

@@ -25,9 +25,9 @@ import torch
 
 from attar.checkpoints.writer import ShardWriter, plan_files
 from attar.cli.terminal import parse_bytes
-from attar.compression.hidden import IN_A_BLOCK
-from attar.compression.methods import Gptq, Rtn
-from attar.compression.recipe import Recipe
+from attar.compression.calibration.hidden_states import IN_A_BLOCK
+from attar.compression.recipe.methods import Gptq, Rtn
+from attar.compression.recipe.recipe import Recipe
 from attar.formats.scheme import Part
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FEED_FORWARD, VOCAB = 2048, 32, 8, 64, 8192, 128256

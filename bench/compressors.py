@@ -39,9 +39,10 @@ import torch
 from torch import Tensor
 
 import attar
-from attar.checkpoints import hf, hub, receipt
-from attar.compression import calibrate
-from attar.compression.recipe import Recipe
+from attar.checkpoints.receipts import receipt
+from attar.checkpoints.sources import hf, hub
+from attar.compression.calibration import texts as calibrate
+from attar.compression.recipe.recipe import Recipe
 from attar.evaluation.report import evaluate
 from attar.formats import affine
 from attar.formats.packed import PackedTensor

@@ -20,8 +20,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attar.engine import speed
-from attar.formats import ggml_mix
+from attar.evaluation import decode_speed
+from attar.formats.codecs import ggml_mix
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.kernels import ops
@@ -36,7 +36,7 @@ FILES = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "
          "up_proj": "ffn_up", "down_proj": "ffn_down"}  # fmt: skip
 
 
-class Mixed(speed.RandomWeights):
+class Mixed(decode_speed.RandomWeights):
     """Weights of the types that a mix of GGUF gives them."""
 
     def __init__(self, config: ModelConfig, mix: ggml_mix.Mix) -> None:
@@ -58,7 +58,7 @@ class Mixed(speed.RandomWeights):
 def make(model: str, scheme: str, head: str, store: ops.Store) -> Decoder:
     mix = ggml_mix.find(scheme) if scheme.endswith(("_m", "_s", "_l")) else None
     if mix is None:
-        return speed.build(model, scheme, head, store)
+        return decode_speed.build(model, scheme, head, store)
     config = shape(model)
     return decoder.build(config, Mixed(config, mix), None, store)
 
@@ -72,10 +72,13 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--gen", type=int, default=32)
     options = parser.parse_args()
-    load, rounds = speed.Load(options.prompt, options.gen), []
+    load, rounds = decode_speed.Load(options.prompt, options.gen), []
     for _ in range(options.rounds):
         rounds.append(
-            {scheme: speed.run(partial(make, options.shape, scheme, options.head), load) for scheme in options.schemes}
+            {
+                scheme: decode_speed.run(partial(make, options.shape, scheme, options.head), load)
+                for scheme in options.schemes
+            }
         )
     first, report = options.schemes[0], {}
     print(

@@ -28,12 +28,12 @@ from compressors import DATA, ROOT
 from lanes import LENGTH, Texts, texts
 from outliers import KINDS, inject
 
-from attar.checkpoints import hf, hub, sources
-from attar.compression import importance
-from attar.compression.methods import Rtn, SpinQuant
-from attar.compression.pipeline import compress
-from attar.compression.recipe import Recipe
-from attar.formats.ggml_mix import MIXES
+from attar.checkpoints.sources import hf, hub, opening
+from attar.compression.calibration import importance
+from attar.compression.recipe.methods import Rtn, SpinQuant
+from attar.compression.recipe.recipe import Recipe
+from attar.compression.runs.pipeline import compress
+from attar.formats.codecs.ggml_mix import MIXES
 from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.measure import Report, measure
 from attar.model.decoder import Decoder
@@ -71,7 +71,7 @@ def main() -> None:
     rows = []
 
     def cost(path: Path) -> dict[str, Report]:
-        model = sources.load(path, torch.float32)
+        model = opening.load(path, torch.float32)
         return {name: measure(model, ids, base=base) for name, ids in read.held_out.items()}
 
     with tempfile.TemporaryDirectory() as name:
@@ -124,7 +124,7 @@ def ours_alone(source: Path, read: Texts, base: Decoder, args: argparse.Namespac
             bare = plan.passes == (Rtn(),) and not isinstance(plan.rotate, SpinQuant)
             for calibration in (None, read.calibration) if bare else (read.calibration,):
                 compress(source, out, recipe=plan, calibration=calibration, overwrite=True, resume=False)
-                model, size = sources.load(out, torch.float32), out.stat().st_size
+                model, size = opening.load(out, torch.float32), out.stat().st_size
                 for text, ids in read.held_out.items():
                     found = measure(model, ids, base=base)
                     beside = first.setdefault(text, found).measurement.kl_windows

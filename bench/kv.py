@@ -11,7 +11,7 @@ those of a model made for the context is not known; every scheme is judged by th
 
 Peers are built here by their published formulas, on the same float32 model: llama.cpp's q4_0 (blocks of 32 columns, one
 float16 each: 4.5 bits), plain and with keys and values turned by a Hadamard matrix; and KIVI in 2 bits (`Kivi`), in
-groups of 32 and 64, with its windows of 16 bits as published. attar's own kivi2 has others (`attar.formats.kv`).
+groups of 32 and 64, with its windows of 16 bits as published. attar's own kivi2 has others (`attar.kv.schemes`).
 
 Bits are what a sequence of the context stores, 16-bit windows included: of attar's schemes all that is allocated; of
 KIVI's keys what their window has on average, half of its most, which favours KIVI where bits are compared. Calibrated
@@ -38,13 +38,15 @@ from compressors import DATA
 from lanes import contents
 from torch import Tensor
 
-from attar.checkpoints import hf, hub, vocabulary
-from attar.engine import kv as engine_kv
-from attar.formats.kv import SCHEMES, KvScheme
-from attar.kernels import kivi, ops, ref_attention
+from attar.checkpoints import vocabulary
+from attar.checkpoints.sources import hf, hub
+from attar.execution import kv_cache as engine_kv
+from attar.kernels import ops, ref_attention
 from attar.kernels.operands import AttentionForm, Norm
-from attar.kernels.pages import Bases, Pages, Placement, Rotation
-from attar.kernels.planes import hadamard
+from attar.kv import kivi
+from attar.kv.bit_planes import hadamard
+from attar.kv.pages import Bases, Pages, Placement, Rotation
+from attar.kv.schemes import SCHEMES, KvScheme
 from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.divergence import Comparison, compare
 from attar.metrics.measure import measure

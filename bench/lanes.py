@@ -53,9 +53,10 @@ from compressors import DATA, ROOT, group_size
 from outliers import KINDS, inject
 
 import attar
-from attar.checkpoints import hf, hub, inspect
-from attar.compression import calibrate
-from attar.compression.recipe import Recipe
+from attar.checkpoints import inspect
+from attar.checkpoints.sources import hf, hub
+from attar.compression.calibration import texts as calibrate
+from attar.compression.recipe.recipe import Recipe
 from attar.evaluation.report import evaluate
 from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.measure import Report

@@ -42,12 +42,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attar.checkpoints import hub
 from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
-from attar.compression.pipeline import compress
-from attar.formats import ggml_blocks
-from attar.formats.ggml import GgmlType
+from attar.checkpoints.sources import hub
+from attar.compression.runs.pipeline import compress
+from attar.formats.codecs import ggml_blocks
+from attar.formats.codecs.ggml import GgmlType
 from attar.kernels import ops
 from attar.kernels.operands import Linear, Tap
 from attar.metrics import bootstrap

@@ -32,7 +32,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from attar.checkpoints import hf, hub
+from attar.checkpoints.sources import hf, hub
 from attar.evaluation import tasks
 from attar.evaluation.tasks import Encoded, Score
 from attar.text.tokenizer import Tokenizer

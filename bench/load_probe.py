@@ -32,7 +32,7 @@ import torch
 from compress_memory import write_model
 
 import attar
-from attar.checkpoints.probes import LENGTH
+from attar.checkpoints.receipts.probes import LENGTH
 from attar.model.cache import Step
 
 BAR = 0.05

@@ -25,8 +25,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from attar.checkpoints import hf, hub
-from attar.compression import calibrate
+from attar.checkpoints.sources import hf, hub
+from attar.compression.calibration import texts
 from attar.model.cache import Step
 
 KINDS = "abcd"
@@ -34,7 +34,7 @@ CHANNELS = 6  # of a norm, and of up
 VALUES, PAIRS = 2, 2  # of each head
 COMPONENTS = 3
 SMALLEST, LARGEST = 20.0, 100.0
-AMOUNT = calibrate.Amount(8, 128)  # of text that shows the components
+AMOUNT = texts.Amount(8, 128)  # of text that shows the components
 READERS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
@@ -104,7 +104,7 @@ def _in_heads(
 def _components(source: Path) -> Tensor:
     """The principal components of the residual stream, in columns, the largest first: [hidden, hidden] float64."""
     decoder = hf.load(source, torch.float32)
-    ids = calibrate.sample_from(decoder, AMOUNT)
+    ids = texts.sample_from(decoder, AMOUNT)
     moment = torch.zeros(decoder.config.hidden, decoder.config.hidden, dtype=torch.float64)
 
     def add(layer: int, hidden: Tensor) -> None:

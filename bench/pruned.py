@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from attar.checkpoints import hf
-from attar.compression.pipeline import compress
-from attar.engine import speed
+from attar.checkpoints.sources import hf
+from attar.compression.runs.pipeline import compress
+from attar.evaluation import decode_speed
 
 HIDDEN, HEADS, KV_HEADS, WIDE, LAYERS, VOCAB = 768, 12, 4, 2048, 8, 4096
 RECIPES = (
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--gen", type=int, default=48)
     options = parser.parse_args()
-    load = speed.Load(options.prompt, options.gen)
+    load = decode_speed.Load(options.prompt, options.gen)
     with tempfile.TemporaryDirectory() as place:
         folders = {"dense": make(Path(place) / "dense")}
         ids = torch.randint(0, VOCAB, (8, 64), generator=torch.Generator().manual_seed(1)).tolist()
@@ -95,7 +95,7 @@ def main() -> None:
         for _ in range(options.rounds):
             taken = {}
             for name, folder in folders.items():
-                taken[name] = speed.run(partial(speed.load, folder), load)
+                taken[name] = decode_speed.run(partial(decode_speed.load, folder), load)
             rounds.append(taken)
     print(f"{'recipe':<24}{'weights':>14}{'bytes/token':>14}{'decode tok/s':>14}{'':>8}{'prefill tok/s':>15}{'':>8}")
     report = {}

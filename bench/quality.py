@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from outliers import inject
 
-from attar.checkpoints import hf, hub
-from attar.compression.calibrate import Amount, sample_from
-from attar.compression.pipeline import compress
+from attar.checkpoints.sources import hf, hub
+from attar.compression.calibration.texts import Amount, sample_from
+from attar.compression.runs.pipeline import compress
 from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.measure import Report, measure
 from attar.text.files import read_text

@@ -20,12 +20,12 @@ import threading
 import time
 from pathlib import Path
 
-from attar.checkpoints.hub import embedded
+from attar.checkpoints.sources.hub import embedded
 
 ENGINE = """
 import asyncio, sys
 import msgspec
-from attar.engine.messages import Cancel, Command, Delta, Finished, Ready, Submit, encode
+from attar.protocol.messages import Cancel, Command, Delta, Finished, Ready, Submit, encode
 
 async def serve(reader, writer):
     writer.write(encode([Ready("bench", 4096, 4096, 100, 16, 256, ())]))
@@ -62,7 +62,7 @@ asyncio.run(main())
 SERVER = """
 import sys
 from pathlib import Path
-from attar.server.door import Options
+from attar.server.http.middleware import Options
 from attar.server.serve import serve
 from attar.text.tokenizer import Tokenizer
 serve(Path(sys.argv[1]), Tokenizer.load(Path(sys.argv[2])), Options(port=0), lambda url: print(url, flush=True))

@@ -111,13 +111,13 @@ def over_http(model: str, streams: int, tokens: int, threads: int | None) -> dic
 
 
 def in_process(model: str, streams: int, tokens: int, threads: int | None) -> dict[str, float]:
-    from attar.engine import flight, loading
-    from attar.engine.messages import Submit
-    from attar.engine.request import SamplingParams
-    from attar.engine.settings import Settings
+    from attar.engine import inflight, loader
+    from attar.protocol.messages import Submit
+    from attar.protocol.request import SamplingParams
+    from attar.protocol.settings import Settings
 
     settings = Settings(model, "", max_cached_tokens=streams * 1024, max_running=streams, threads=threads)
-    engine, _ = loading.engine(settings)
+    engine, _ = loader.engine(settings)
     model_seconds = [0.0]
 
     def timed(call: Any) -> Any:
@@ -131,7 +131,7 @@ def in_process(model: str, streams: int, tokens: int, threads: int | None) -> di
         return run
 
     engine.runner.run = timed(engine.runner.run)  # type: ignore[method-assign]
-    flight.sample = timed(flight.sample)  # type: ignore[attr-defined] # which imports it
+    inflight.sample = timed(inflight.sample)  # type: ignore[attr-defined] # which imports it
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     for number in range(streams):
         engine.submit(Submit(str(number), tuple(PROMPT), params))

@@ -47,7 +47,7 @@ def shared() -> Path:
 @pytest.fixture(scope="session")
 def demo() -> Path:
     """The embedded model."""
-    from attar.checkpoints.hub import embedded
+    from attar.checkpoints.sources.hub import embedded
 
     return embedded()
 

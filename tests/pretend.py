@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from attar.engine.graphs import Recorded
+from attar.execution.cuda_graphs import Recorded
 
 THERE = torch.device("meta")
 waits: list[str] = []
@@ -101,7 +101,7 @@ class _Builds(TorchFunctionMode):
 class Late(TorchDispatchMode):
     """A CPU that, within, is as late as a GPU: what nobody waits for, copies and replays, is done in its order when
     somebody does. It is the recorder of such graphs too, `results` what their replays gave, and the mark (of
-    `engine/graphs.py`) by which a host waits."""
+    `execution/cuda_graphs.py`) by which a host waits."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from attar import demo
 from attar.cli.main import app
 from attar.cli.terminal import BAD_INPUT
-from attar.compression.calibrate import Amount
-from attar.engine.request import SamplingParams
+from attar.compression.calibration.texts import Amount
+from attar.protocol.request import SamplingParams
 
 
 def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def test_import_attar_is_quick_and_loads_nothing_heavy() -> None:
             "attar.model.config",
             "attar.plan.fit",
         ),
-        *("attar.engine.request", "attar.engine.scheduler", "attar.engine.settings", "attar.server.supervisor"),
+        *("attar.protocol.request", "attar.scheduling.scheduler", "attar.protocol.settings", "attar.server.supervisor"),
         *("attar.cli.main", "attar.load.sweep"),
     ],
 )

@@ -18,7 +18,7 @@ def test_who_has_said_how_threads_wait_has_the_last_word(said: dict[str, str]) -
     assert environ == said
 
 
-@pytest.mark.parametrize("first", ["attar", "attar.engine.worker", "attar.cli.main"])
+@pytest.mark.parametrize("first", ["attar", "attar.execution.parallel.worker", "attar.cli.main"])
 def test_threads_are_told_before_torch_is_imported(first: str) -> None:
     """OpenMP's runtime, which torch loads, prints what it goes by."""
     clean = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}

@@ -15,14 +15,14 @@ from gpu import tune
 from gpu.timing import DEVICE
 from torch import Tensor
 
-from attar.formats.kv import SCHEMES
 from attar.formats.packed import codec
 from attar.formats.scheme import Scheme
 from attar.kernels import ops, ref, ref_attention
 from attar.kernels.operands import AttentionForm, Linear, Norm
-from attar.kernels.pages import Pages, Placement, Rotation
 from attar.kernels.triton import attention, backend, kv_write, linear, rows, w8, weights
 from attar.kernels.triton.pages import PlainPages
+from attar.kv.pages import Pages, Placement, Rotation
+from attar.kv.schemes import SCHEMES
 
 DTYPES = (torch.float32, torch.float16) if backend.interpreted() else (torch.bfloat16, torch.float16, torch.float32)
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-23}

@@ -22,19 +22,21 @@ from gpu import models
 from gpu.timing import DEVICE
 from torch import Tensor
 
-from attar.engine import device_sampler, footprint, graphs
-from attar.engine.blocks import BlockPool
-from attar.engine.limits import Limits
-from attar.engine.radix import RadixCache
-from attar.engine.request import SamplingParams
-from attar.engine.runner import Coming, Runner
-from attar.engine.sampler import BadLogits, Sampler, sample
-from attar.engine.scheduler import Scheduler
-from attar.engine.sequence import Sequence
-from attar.engine.step import Chunk, Outcome, StepPlan
-from attar.formats.kv import SCHEMES
+from attar.engine import memory_profile
+from attar.execution import cuda_graphs
+from attar.execution.model_runner import Coming, Runner
 from attar.kernels.triton import backend
+from attar.kv.schemes import SCHEMES
 from attar.model.decoder import Decoder
+from attar.protocol.request import SamplingParams
+from attar.protocol.scheduler_config import Limits
+from attar.sampling import device_sampler
+from attar.sampling.sampler import BadLogits, Sampler, sample
+from attar.scheduling.block_pool import BlockPool
+from attar.scheduling.prefix_cache import RadixCache
+from attar.scheduling.scheduler import Scheduler
+from attar.scheduling.sequence import Sequence
+from attar.scheduling.step_plan import Chunk, Outcome, StepPlan
 
 SMALL = "tiny"
 PROMPTS = (3, 5, 9) if backend.interpreted() else (5, 70, 130)  # tokens, in a graph of four rows: one is left over
@@ -47,24 +49,26 @@ Row = dict[str, Any]
 class Again:
     """A recorder whose graphs run their call again: the same kernels on the same shapes, launched one by one."""
 
-    def __call__(self, call: Callable[[], Tensor]) -> graphs.Recorded:
+    def __call__(self, call: Callable[[], Tensor]) -> cuda_graphs.Recorded:
         result = call()
 
         def replay() -> None:
             result.copy_(call())
 
-        return graphs.Recorded(replay, result)
+        return cuda_graphs.Recorded(replay, result)
 
 
-def recorder() -> graphs.Record:
+def recorder() -> cuda_graphs.Record:
     """How the card records; in a rehearsal, the way beside it."""
-    return Again() if backend.interpreted() else graphs.CudaRecorder(torch.device(DEVICE))
+    return Again() if backend.interpreted() else cuda_graphs.CudaRecorder(torch.device(DEVICE))
 
 
 class Decoders:
     """Sequences of one runner, decoded greedily from their prompts."""
 
-    def __init__(self, decoder: Decoder, prompts: list[list[int]], steps: int, record: graphs.Record, kv: str) -> None:
+    def __init__(
+        self, decoder: Decoder, prompts: list[list[int]], steps: int, record: cuda_graphs.Record, kv: str
+    ) -> None:
         longest = max(map(len, prompts)) + steps
         width = -(-longest // 64)
         self.runner = Runner(decoder, len(prompts) * width, longest, SCHEMES[kv], 4, None, record)
@@ -206,7 +210,7 @@ def memory(name: str, scheme: str) -> Iterator[Row]:
     """What `attar serve` would measure at its start."""
     if backend.interpreted():
         return
-    held = footprint.CardMemory(torch.device(DEVICE))
+    held = memory_profile.CardMemory(torch.device(DEVICE))
     held.settle()
     available = held.free() + held.held()
     began = time.perf_counter()
@@ -214,8 +218,8 @@ def memory(name: str, scheme: str) -> Iterator[Row]:
     made = time.perf_counter() - began
     limits = Limits(max_running=128, max_step_tokens=2048)
     began = time.perf_counter()
-    trial = footprint.Trial(decoder, SCHEMES["bfloat16"], limits, 8192)
-    found = footprint.measure(held, available, trial)
+    trial = memory_profile.Trial(decoder, SCHEMES["bfloat16"], limits, 8192)
+    found = memory_profile.measure(held, available, trial)
     took = time.perf_counter() - began
     parts = {part: getattr(found, part) / 1e9 for part in ("available", "weights", "step", "graphs", "driver")}
     yield {"work": f"memory of {scheme}, measured", "us": took * 1e6, "made_s": made, "gb": parts}
@@ -224,11 +228,11 @@ def memory(name: str, scheme: str) -> Iterator[Row]:
 
 def block(name: str, samples: int, length: int, recipe: str) -> Iterator[Row]:
     """One block compressed on the card: statistics gathered, linears solved for, in order."""
-    from attar.compression import place
+    from attar.compression import device_placement
     from attar.compression.block import passes
     from attar.compression.block.work import BlockWork
-    from attar.compression.hidden import HiddenStates, rows_at_once
-    from attar.compression.recipe import Recipe
+    from attar.compression.calibration.hidden_states import HiddenStates, rows_at_once
+    from attar.compression.recipe.recipe import Recipe
     from attar.model.decoder import build_block
     from attar.model.shapes import shape
 
@@ -244,7 +248,7 @@ def block(name: str, samples: int, length: int, recipe: str) -> Iterator[Row]:
             states.write(batch, torch.randn(len(batch) * length, config.hidden, device=DEVICE))
         began = time.perf_counter()
         records = passes.run(BlockWork(made, states, plan, schemes, config.architecture))
-        place.move(made, place.CPU)
+        device_placement.move(made, device_placement.CPU)
         took = time.perf_counter() - began
     worse = [record.name for record in records if record.error > record.rtn_error]
     assert not worse, f"rounded to nearest would have been better: {worse}"
@@ -256,19 +260,19 @@ def block(name: str, samples: int, length: int, recipe: str) -> Iterator[Row]:
 
 def block_as_on_a_cpu() -> tuple[float, float]:
     """Relative difference of what GPTQ leaves, on the card and on the CPU."""
-    from attar.compression import place
+    from attar.compression import device_placement
     from attar.compression.block import passes
     from attar.compression.block.work import BlockWork
-    from attar.compression.hidden import HiddenStates
-    from attar.compression.recipe import Recipe
+    from attar.compression.calibration.hidden_states import HiddenStates
+    from attar.compression.recipe.recipe import Recipe
     from attar.model.decoder import build_block
     from attar.model.shapes import shape
 
     config, plan, errors = shape(SMALL), Recipe.load("gptq-w4g32"), []
     made = build_block(config, models.RandomWeights(config, "bf16"), 0)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        for device in (place.CPU, torch.device(DEVICE)):
-            place.move(made, device)
+        for device in (device_placement.CPU, torch.device(DEVICE)):
+            device_placement.move(made, device)
             weights = [linear.weight for linear in made.linears()]
             states = HiddenStates(Path(folder) / f"{device.type}.f32", (8, 64, config.hidden), 1 << 30, 128, device)
             for s in range(8):

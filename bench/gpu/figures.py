@@ -16,12 +16,12 @@ from gpu.report import Row
 from gpu.timing import DEVICE, HALF, copies, seconds
 from torch import Tensor
 
-from attar.formats.kv import scheme as kv_scheme
 from attar.kernels import ops
 from attar.kernels.operands import AttentionForm
-from attar.kernels.pages import Placement, Rotation
 from attar.kernels.triton import attention, backend, linear
 from attar.kernels.triton.pages import NibblePages, PlainPages
+from attar.kv.pages import Placement, Rotation
+from attar.kv.schemes import scheme as kv_scheme
 from attar.model.cache import Step
 from attar.model.decoder import Decoder
 from attar.model.shapes import shape

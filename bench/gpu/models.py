@@ -9,7 +9,7 @@ import torch
 from gpu.timing import DEVICE, HALF, copies
 from torch import Tensor
 
-from attar.formats import progressive
+from attar.formats.codecs import progressive
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Grid, Scheme, multiplied_in
 from attar.kernels import ops

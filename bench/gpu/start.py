@@ -104,15 +104,16 @@ def run(folder: Path, since: float) -> dict[str, float]:
     from gpu.engine import recorder
     from gpu.timing import DEVICE, HALF
 
-    from attar.checkpoints import hf
-    from attar.engine import device_sampler, footprint
-    from attar.engine.limits import Limits
-    from attar.engine.request import SamplingParams
-    from attar.engine.runner import Runner
-    from attar.engine.sampler import BadLogits, Sampler
-    from attar.engine.sequence import Sequence
-    from attar.engine.step import Chunk, StepPlan
+    from attar.checkpoints.sources import hf
+    from attar.engine import memory_profile
+    from attar.execution.model_runner import Runner
     from attar.kernels import ops
+    from attar.protocol.request import SamplingParams
+    from attar.protocol.scheduler_config import Limits
+    from attar.sampling import device_sampler
+    from attar.sampling.sampler import BadLogits, Sampler
+    from attar.scheduling.sequence import Sequence
+    from attar.scheduling.step_plan import Chunk, StepPlan
 
     ended: dict[str, float] = {}
 
@@ -122,14 +123,14 @@ def run(folder: Path, since: float) -> dict[str, float]:
         ended[stage] = time.time() - since
 
     store, limits = ops.store(device=DEVICE, dtype=HALF), Limits()
-    memory = footprint.CardMemory(torch.device(DEVICE)) if DEVICE == "cuda" else None
+    memory = memory_profile.CardMemory(torch.device(DEVICE)) if DEVICE == "cuda" else None
     available = 0 if memory is None else memory.free()
     end("imported")
     decoder = hf.load(folder, HALF, None, store)
     end("loaded")
     if memory is not None:
-        trial = footprint.Trial(decoder, decoder.lossless, limits, CONTEXT)
-        footprint.measure(memory, available, trial)
+        trial = memory_profile.Trial(decoder, decoder.lossless, limits, CONTEXT)
+        memory_profile.measure(memory, available, trial)
         del trial
         memory.settle()
     end("measured")

@@ -19,10 +19,10 @@ from attar.threads import spin_briefly
 from attar.version import __version__
 
 if TYPE_CHECKING:
-    from attar.compression.pipeline import compress
+    from attar.compression.runs.pipeline import compress
     from attar.engine.llm import LLM
-    from attar.engine.request import Completion, SamplingParams
     from attar.evaluation.report import evaluate
+    from attar.protocol.request import Completion, SamplingParams
 
 spin_briefly(os.environ)
 
@@ -30,9 +30,9 @@ __all__ = ["LLM", "Completion", "SamplingParams", "__version__", "compress", "ev
 
 _HOMES = {
     "LLM": "attar.engine.llm",
-    "Completion": "attar.engine.request",
-    "SamplingParams": "attar.engine.request",
-    "compress": "attar.compression.pipeline",
+    "Completion": "attar.protocol.request",
+    "SamplingParams": "attar.protocol.request",
+    "compress": "attar.compression.runs.pipeline",
     "evaluate": "attar.evaluation.report",
 }
 

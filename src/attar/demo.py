@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from attar import LLM, SamplingParams
-from attar.checkpoints import hf, hub
-from attar.compression import calibrate
-from attar.compression.pipeline import compress
-from attar.compression.walk import Progress
+from attar.checkpoints.sources import hf, hub
+from attar.compression.calibration import texts as calibrate
+from attar.compression.runs.block_pass import Progress
+from attar.compression.runs.pipeline import compress
 from attar.evaluation.report import evaluate
 from attar.evaluation.table import Row, cost_table
 

@@ -67,7 +67,7 @@ class Tiny:
         return logits
 
     def our_logits(self, folder: Path) -> Tensor:
-        from attar.checkpoints import hf
+        from attar.checkpoints.sources import hf
         from attar.model.cache import Step
 
         return hf.load(folder, torch.float32).forward(self.ids, Step((len(self.ids),), len(self.ids)))

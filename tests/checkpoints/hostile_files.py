@@ -30,16 +30,17 @@ import gguf as gguf_package
 import safetensors.torch as safetensors_package
 import torch
 
-from attar.checkpoints import sources, vocabulary
+from attar.checkpoints import vocabulary
 from attar.checkpoints.convert.run import convert
 from attar.checkpoints.folder import INDEX, Folder
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.inspect import inspect
-from attar.checkpoints.stored import stored
-from attar.checkpoints.untrusted import CheckpointError
-from attar.compression.pipeline import compress
-from attar.formats import ggml_search
-from attar.formats.ggml import TYPES
+from attar.checkpoints.sources import opening
+from attar.checkpoints.sources.stored import stored
+from attar.checkpoints.strict_io import CheckpointError
+from attar.compression.runs.pipeline import compress
+from attar.formats.codecs import ggml_search
+from attar.formats.codecs.ggml import TYPES
 from attar.kernels import ops
 from attar.model.cache import Step
 from tests.checkpoints import test_folder, test_safetensors
@@ -550,7 +551,7 @@ def _run(path: Path) -> list[str]:
     wrong = []
     for store in (None, ops.store("exact")):
         try:
-            decoder = sources.load(path, torch.float32, store=store)
+            decoder = opening.load(path, torch.float32, store=store)
             count = min(4, decoder.config.vocab_size, decoder.config.context)
             logits = decoder.forward(torch.arange(count), Step((count,), count, decoder.cache(count)))
         except ValueError as error:

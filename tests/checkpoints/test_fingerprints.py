@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from attar.checkpoints.fingerprints import PIECE, fingerprints, require_unchanged
-from attar.engine.settings import Settings
+from attar.protocol.settings import Settings
 
 
 @pytest.fixture

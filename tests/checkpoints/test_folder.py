@@ -14,7 +14,7 @@ import torch
 
 from attar.checkpoints import folder as checkpoint_folder
 from attar.checkpoints.folder import INDEX, MAX_CONFIG, Folder, read_json
-from attar.checkpoints.untrusted import MAX_WIDE, CheckpointError
+from attar.checkpoints.strict_io import MAX_WIDE, CheckpointError
 from attar.formats.scheme import Part
 
 A, B = {"a": torch.arange(6.0).view(3, 2)}, {"b": torch.ones(4, dtype=torch.bfloat16), "c": torch.zeros(())}

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load, save
 
 from attar.checkpoints.inspect import inspect
-from attar.checkpoints.untrusted import CheckpointError
-from attar.compression.recipe import Recipe
-from attar.formats.forms import FORMS, GgmlBlocks
+from attar.checkpoints.strict_io import CheckpointError
+from attar.compression.recipe.recipe import Recipe
+from attar.formats.weight_formats import FORMS, GgmlBlocks
 from tests.checkpoints.hostile_files import (
     COSTLY,
     DAMAGE,

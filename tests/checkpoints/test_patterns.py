@@ -7,7 +7,7 @@ import time
 import pytest
 
 from attar.checkpoints.patterns import LONGEST, MAX_PATTERNS, Patterns
-from attar.checkpoints.untrusted import CheckpointError
+from attar.checkpoints.strict_io import CheckpointError
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ import torch
 
 from attar.checkpoints import safetensors as ours
 from attar.checkpoints.safetensors import TensorFile
-from attar.checkpoints.untrusted import NEAR, CheckpointError
+from attar.checkpoints.strict_io import NEAR, CheckpointError
 from attar.checkpoints.writer import ShardWriter, plan_files
 from attar.formats.scheme import Part
 

@@ -19,7 +19,7 @@ import torch
 from attar.checkpoints import writer as module
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.safetensors import TensorFile, parse_header
-from attar.checkpoints.untrusted import CheckpointError
+from attar.checkpoints.strict_io import CheckpointError
 from attar.checkpoints.writer import HEADER_BYTES, ShardWriter, atomic_folder, plan_files, require_free
 from attar.formats.scheme import Part
 

@@ -424,7 +424,7 @@ def test_out_of_memory_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def hungry(*_: object, **__: object) -> None:
         torch.empty(2**60)
 
-    monkeypatch.setattr("attar.checkpoints.hf.load", hungry)
+    monkeypatch.setattr("attar.checkpoints.sources.hf.load", hungry)
     refused(attar("eval", "./model", "--text", "heldout.txt"), BAD_INPUT, "out of memory")
 
 
@@ -432,7 +432,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def buggy(*_: object, **__: object) -> None:
         raise RuntimeError("shapes differ")
 
-    monkeypatch.setattr("attar.checkpoints.hf.load", buggy)
+    monkeypatch.setattr("attar.checkpoints.sources.hf.load", buggy)
     with pytest.raises(RuntimeError, match="shapes differ"):
         CliRunner().invoke(app, ["eval", "./model", "--text", "heldout.txt"], catch_exceptions=False)
 
@@ -442,7 +442,7 @@ def test_ctrl_c(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("attar.compression.pipeline.compress", interrupted)
+    monkeypatch.setattr("attar.compression.runs.pipeline.compress", interrupted)
     monkeypatch.setattr("attar.evaluation.report.evaluate", interrupted)
     result = attar(command, "--json")
     refused(result, INTERRUPTED, "interrupted", as_json=True)

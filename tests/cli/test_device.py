@@ -10,12 +10,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from attar.checkpoints import hub
+from attar.checkpoints.sources import hub
 from attar.cli import generation, terminal
 from attar.cli.main import app
 from attar.cli.terminal import BAD_INPUT
 from attar.server import supervisor
-from attar.server.security import KEY_VARIABLE
+from attar.server.http.security import KEY_VARIABLE
 from tests.cli.test_commands import refused
 
 without = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from attar.checkpoints import hf
-from attar.compression.pipeline import compress
+from attar.checkpoints.sources import hf
+from attar.compression.runs.pipeline import compress
 from attar.model.cache import Step
 
 EXACT = 1e-4  # largest difference of logits between attar and transformers, of their range

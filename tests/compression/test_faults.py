@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from attar.checkpoints.untrusted import CheckpointError
+from attar.checkpoints.strict_io import CheckpointError
 from attar.cli.terminal import INTERRUPTED
-from attar.compression.pipeline import compress
+from attar.compression.runs.pipeline import compress
 
 Ids = list[list[int]]
 
@@ -110,7 +110,7 @@ def test_what_is_asked_for_is_what_the_walk_reserves(
 def test_tokens_drawn_before_do_not_count_as_room(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They stay beside what is still to be reserved."""
     asked: list[int] = []
-    monkeypatch.setattr("attar.compression.run.require_free", lambda path, needed: asked.append(needed))
+    monkeypatch.setattr("attar.compression.runs.run.require_free", lambda path, needed: asked.append(needed))
     for _ in range(2):
         with pytest.raises(InterruptedError):
             compress(

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 import attar
-from attar.checkpoints import hf, receipt
 from attar.checkpoints.inspect import inspect
+from attar.checkpoints.receipts import receipt
+from attar.checkpoints.sources import hf
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Scheme
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from attar.compression import guide
-from attar.compression.pipeline import compress
-from attar.compression.recipe import Recipe
-from attar.compression.solvers import gptq, qronos
+from attar.compression.calibration import loss_weights
+from attar.compression.recipe.recipe import Recipe
+from attar.compression.runs.pipeline import compress
+from attar.compression.solvers.rounding import gptq, qronos
 
 Ids = list[list[int]]
 
@@ -74,11 +74,11 @@ def test_a_weighted_hessian_is_the_weighted_mean() -> None:
 
 def test_weights_of_tokens_are_means_over_rows() -> None:
     g = torch.randn(6, 7, generator=torch.Generator().manual_seed(0))
-    found = guide.weights(g, 3)
+    found = loss_weights.weights(g, 3)
     assert found.shape == (6, 3)
     torch.testing.assert_close(found[:, 0], (g[:, :3] ** 2).sum(1) / 3)
     torch.testing.assert_close(found[:, 2], g[:, 6] ** 2)
-    assert guide.weights(g, 100).shape == (6, 7)
+    assert loss_weights.weights(g, 100).shape == (6, 7)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -120,10 +120,10 @@ def test_outputs_that_are_divided() -> None:
     x, g, scales = (torch.randn(shape, generator=generator) for shape in ((50, 4), (50, 6), (6,)))
     found = []
     for gradients in (g, g * scales):
-        taker = guide._Taker((6, 4), 0, True, False)
+        taker = loss_weights._Taker((6, 4), 0, True, False)
         taker(x, gradients)
         found += taker.numbers()
-    divided = guide.Hints(None, found[0]).divided(scales).outputs
+    divided = loss_weights.Hints(None, found[0]).divided(scales).outputs
     assert divided is not None
     torch.testing.assert_close(divided, found[1])
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from attar.checkpoints import hf
-from attar.compression import gradients
-from attar.compression.pipeline import compress
-from attar.compression.recipe import Recipe
-from attar.compression.solvers import gptq, qronos, two_sided
+from attar.checkpoints.sources import hf
+from attar.compression.calibration import gradients
+from attar.compression.recipe.recipe import Recipe
+from attar.compression.runs.pipeline import compress
+from attar.compression.solvers.rounding import gptq, qronos, two_sided
 from attar.formats.packed import PackedTensor
 
 Ids = list[list[int]]

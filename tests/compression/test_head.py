@@ -13,14 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from attar.checkpoints import hf
 from attar.checkpoints.inspect import inspect
+from attar.checkpoints.receipts.verify import verify
 from attar.checkpoints.safetensors import TensorFile
-from attar.checkpoints.verify import verify
-from attar.compression import hidden, walk
-from attar.compression.pipeline import compress
-from attar.compression.recipe import HEAD, Override, Recipe
-from attar.compression.solvers import rtn
+from attar.checkpoints.sources import hf
+from attar.compression.calibration import hidden_states
+from attar.compression.recipe.recipe import HEAD, Override, Recipe
+from attar.compression.runs import block_pass
+from attar.compression.runs.pipeline import compress
+from attar.compression.solvers.rounding import rtn
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import HEADS, Scheme
 from attar.model.cache import Step
@@ -130,7 +131,7 @@ def test_rows_at_a_time_are_the_whole(
     head: str, search: str, source: Path, calibration: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many rows are rounded at once: the stored parts are those of the whole matrix rounded at once."""
-    monkeypatch.setattr(hidden, "HEAD_ROWS", 96)  # not a divisor of 256
+    monkeypatch.setattr(hidden_states, "HEAD_ROWS", 96)  # not a divisor of 256
     recipe = "gptq-w4g128" if search == "mse" else RECIPE
     assert Recipe.load(recipe).rounding.scale_search == search
     compress(source, tmp_path / "out", recipe=recipe, head=head, calibration=calibration)
@@ -254,7 +255,7 @@ class Stop(Exception):
     pass
 
 
-def stop_at(stage: str, done: int) -> walk.Progress:
+def stop_at(stage: str, done: int) -> block_pass.Progress:
     def progress(now: str, at: int, total: int) -> None:
         if (now, at) == (stage, done):
             raise Stop
@@ -264,7 +265,7 @@ def stop_at(stage: str, done: int) -> walk.Progress:
 
 @pytest.fixture
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hidden, "HEAD_ROWS", 64)
+    monkeypatch.setattr(hidden_states, "HEAD_ROWS", 64)
 
 
 @pytest.mark.usefixtures("few_rows")

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from attar.checkpoints import hf
-from attar.checkpoints.hf import Checkpoint
-from attar.compression import tune
-from attar.compression.calibrate import Amount, sample_from
-from attar.compression.methods import Tune
-from attar.compression.pipeline import compress
-from attar.compression.recipe import Recipe
+from attar.checkpoints.sources import hf
+from attar.checkpoints.sources.hf import Checkpoint
+from attar.compression.calibration.texts import Amount, sample_from
+from attar.compression.recipe.methods import Tune
+from attar.compression.recipe.recipe import Recipe
+from attar.compression.runs.pipeline import compress
+from attar.compression.training import tune
 from attar.metrics.divergence import compare
 from attar.model.cache import Step
 from attar.model.decoder import Decoder

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from attar.checkpoints import hf
-from attar.checkpoints.verify import verify
-from attar.compression import hidden
+from attar.checkpoints.receipts.verify import verify
+from attar.checkpoints.sources import hf
 from attar.compression.block import hessians
-from attar.compression.hidden import Rows
-from attar.compression.pipeline import compress
-from attar.compression.solvers import rtn
+from attar.compression.calibration import hidden_states
+from attar.compression.calibration.hidden_states import Rows
+from attar.compression.runs.pipeline import compress
+from attar.compression.solvers.rounding import rtn
 from attar.formats.scheme import Grid, Scheme
 from attar.kernels import ref
 from attar.kernels.operands import Linear
@@ -66,7 +66,7 @@ def test_most_numbers_in_memory_at_once() -> None:
 
 def test_the_output_matrix_in_parts(tiny: Path, stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stored apart, and, tied, under either name: the probes that came out are those of the whole model."""
-    monkeypatch.setattr(hidden, "HEAD_ROWS", 100)
+    monkeypatch.setattr(hidden_states, "HEAD_ROWS", 100)
     for source in (tiny, stories):
         compress(source, tmp_path / source.name, recipe="rtn-w8")
         assert verify(tmp_path / source.name).ok
@@ -123,5 +123,5 @@ def test_rows_on_disk(tmp_path: Path) -> None:
 
 def test_large_models_run_fewer_rows_at_once(tiny: Path) -> None:
     config = hf.Checkpoint.open(tiny).config
-    assert hidden.rows_at_once(config) == hidden.ROWS_AT_ONCE
-    assert hidden.rows_at_once(replace(config, intermediate=8192)) == 512  # Llama-3.2-1B's
+    assert hidden_states.rows_at_once(config) == hidden_states.ROWS_AT_ONCE
+    assert hidden_states.rows_at_once(replace(config, intermediate=8192)) == 512  # Llama-3.2-1B's

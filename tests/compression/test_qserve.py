@@ -11,13 +11,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import attar
-from attar.checkpoints import hf
 from attar.checkpoints.convert import run as convert
-from attar.compression.recipe import Recipe
+from attar.checkpoints.sources import hf
+from attar.compression.recipe.recipe import Recipe
 from attar.evaluation.report import evaluate
-from attar.formats import progressive
-from attar.formats.forms import Progressive
+from attar.formats.codecs import progressive
 from attar.formats.packed import PackedTensor
+from attar.formats.weight_formats import Progressive
 from attar.model.cache import Step
 
 HIDDEN, VOCAB, LENGTH = 128, 64, 24

@@ -14,10 +14,10 @@ import pytest
 import torch
 from outliers import inject
 
-from attar.checkpoints import hf
-from attar.compression.calibrate import Amount, sample_from
-from attar.compression.pipeline import compress
-from attar.compression.recipe import Recipe
+from attar.checkpoints.sources import hf
+from attar.compression.calibration.texts import Amount, sample_from
+from attar.compression.recipe.recipe import Recipe
+from attar.compression.runs.pipeline import compress
 from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.measure import Report, measure
 from attar.model.cache import Step

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from attar.checkpoints import hf
-from attar.compression.pipeline import compress
+from attar.checkpoints.sources import hf
+from attar.compression.runs.pipeline import compress
 from attar.model.cache import Step
-from tests.compression.test_rotation import CASES, model_of
+from tests.compression.rotation.test_rotation import CASES, model_of
 
 LOST = 0.1  # of logits' norm, by 8-bit weights: where something is wrong it is about 1
 

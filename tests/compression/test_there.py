@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from attar.checkpoints import receipt
-from attar.compression.methods import Awq, Gptq, Pass
-from attar.compression.pipeline import compress
-from attar.compression.recipe import Recipe
+from attar.checkpoints.receipts import receipt
+from attar.compression.recipe.methods import Awq, Gptq, Pass
+from attar.compression.recipe.recipe import Recipe
+from attar.compression.runs.pipeline import compress
 from attar.kernels import ops
 from tests.model.random_model import HEADS, LLAMA, SIZES, write
 from tests.pretend import there

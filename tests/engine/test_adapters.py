@@ -11,19 +11,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from attar.checkpoints import hf, lora
-from attar.checkpoints.untrusted import CheckpointError
-from attar.compression.pipeline import compress
-from attar.engine import loading
+from attar.checkpoints.adapters import lora
+from attar.checkpoints.sources import hf
+from attar.checkpoints.strict_io import CheckpointError
+from attar.compression.runs.pipeline import compress
+from attar.engine import loader
 from attar.engine.engine import Engine
-from attar.engine.limits import Limits
-from attar.engine.messages import Delta, Embed, Embedding, Event, Failed, Finished, Submit
-from attar.engine.request import SamplingParams
-from attar.engine.settings import Settings
 from attar.kernels import ops
 from attar.model.cache import Step
 from attar.model.decoder import Decoder
 from attar.model.split import Share
+from attar.protocol.messages import Delta, Embed, Embedding, Event, Failed, Finished, Submit
+from attar.protocol.request import SamplingParams
+from attar.protocol.scheduler_config import Limits
+from attar.protocol.settings import Settings
 from tests.conftest import token_ids
 from tests.model import test_families as families
 
@@ -201,4 +202,4 @@ def test_an_adapter_that_does_not_fit_ends_the_start_before_a_weight_is_read(
     monkeypatch.setattr("attar.engine.llm.LLM", lambda *given, **more: pytest.fail("the model was loaded"))
     settings = Settings(str(tiny), "", adapters=(("other", str(tmp_path / "other")),))
     with pytest.raises(CheckpointError, match=r"up_proj is \[256, 128\] and its rank 4, which A .* do not fit"):
-        loading.engine(settings)
+        loader.engine(settings)

@@ -14,21 +14,16 @@ import torch
 from torch import Tensor
 
 from attar import machine
-from attar.checkpoints import sources
-from attar.checkpoints.stored import stored
-from attar.compression import place
-from attar.engine import bounds, device_sampler, llm, loading, speed
-from attar.engine.bounds import KernelMeter
+from attar.checkpoints.sources import opening
+from attar.checkpoints.sources.stored import stored
+from attar.compression import device_placement
+from attar.engine import bottleneck, llm, loader
+from attar.engine.bottleneck import KernelMeter
 from attar.engine.engine import Engine
-from attar.engine.graphs import Recorded
-from attar.engine.limits import Limits
-from attar.engine.messages import Cancel, Delta, Event, Failed, PromptLogprobs, Ready, Submit
-from attar.engine.process import Loop, listen
-from attar.engine.request import SamplingParams
-from attar.engine.runner import Runner
-from attar.engine.sampler import Sampler, sample
-from attar.engine.settings import Settings
-from attar.engine.step import StepPlan
+from attar.engine.main import Loop, listen
+from attar.evaluation import decode_speed
+from attar.execution.cuda_graphs import Recorded
+from attar.execution.model_runner import Runner
 from attar.kernels import ops
 from attar.kernels.operands import Adapter, Linear, Routes
 from attar.model.cache import KVCache, Step, pool
@@ -37,10 +32,17 @@ from attar.model.layers import FeedForward, MixtureOfExperts
 from attar.plan import cards
 from attar.plan.costs import matrices
 from attar.plan.fit import size
+from attar.protocol.messages import Cancel, Delta, Event, Failed, PromptLogprobs, Ready, Submit
+from attar.protocol.request import SamplingParams
+from attar.protocol.scheduler_config import Limits
+from attar.protocol.settings import Settings
+from attar.sampling import device_sampler
+from attar.sampling.sampler import Sampler, sample
+from attar.scheduling.step_plan import StepPlan
 from tests import pretend
 from tests.engine.test_engine import answers, run
-from tests.engine.test_graphs import Again
-from tests.engine.test_process import Client
+from tests.engine.test_main import Client
+from tests.execution.test_cuda_graphs import Again
 from tests.pretend import there
 
 Make = Callable[..., Decoder]
@@ -51,7 +53,7 @@ CONTEXT = 64
 def moved(decoder: Decoder, device: torch.device) -> Decoder:
     """As `place.move`, with what is no block's."""
     for block in decoder.blocks:
-        place.move(block, device)
+        device_placement.move(block, device)
     assert isinstance(decoder.embedding.table, Tensor)
     decoder.embedding.table = decoder.embedding.table.to(device)
     assert isinstance(decoder.head.weight, Tensor)
@@ -216,16 +218,18 @@ def test_a_report_of_a_card(tiny_decoder: Make, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ops, "store", lambda *_: ops.TritonStore(pretend.THERE, torch.float32))
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 7 * 10**6)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    monkeypatch.setattr(bounds, "card_limits", lambda device: (1000.0, {"bf16": 2.0, "int8": 4.0, "fp8": 8.0}))
-    part, load = speed.part("tiny", "fp8", "bf16"), speed.Load(prompt=16, gen=4, batch=2)
+    monkeypatch.setattr(bottleneck, "card_limits", lambda device: (1000.0, {"bf16": 2.0, "int8": 4.0, "fp8": 8.0}))
+    part, load = decode_speed.part("tiny", "fp8", "bf16"), decode_speed.Load(prompt=16, gen=4, batch=2)
     with there() as device:
-        report = speed.run(lambda store: moved(tiny_decoder(layers=1), device), load, device=str(device), part=part)
+        report = decode_speed.run(
+            lambda store: moved(tiny_decoder(layers=1), device), load, device=str(device), part=part
+        )
     products = 2.0 * 2 * sum(m.rows * m.columns / (2e9 if m.part == "head" else 8e9) for m in matrices(part[0]))
     scores = 2 * 4.0 * part[0].heads * part[0].head_dim * part[0].layers * (16 + 2 + 1) / 2e9
     assert report["roof_fraction"] == pytest.approx((products + scores) / (report["step_ms"] / 1e3))
     assert report["limited_by"] == "compute"
     assert (report["card"], report["peak_mb"], report["read_gb_s"], report["bf16_gops"]) == ("a card", 7.0, 1000.0, 2.0)
-    assert "of what compute would allow" in speed.to_text(report)
+    assert "of what compute would allow" in decode_speed.to_text(report)
 
 
 # Its memory
@@ -243,22 +247,22 @@ def test_an_engine_is_loaded_there(tiny: Path, fullest: int | None, monkeypatch:
 
     def loaded(path: Path, *, device: str, **_: Any) -> SimpleNamespace:
         team = None if fullest is None else SimpleNamespace(crew=SimpleNamespace(free=fullest))
-        decoder = moved(sources.load(path, torch.float32), torch.device(device))
+        decoder = moved(opening.load(path, torch.float32), torch.device(device))
         return SimpleNamespace(
             decoder=decoder, tokenizer=None, eos_ids=frozenset(), path=path, runner=Runner, team=team
         )
 
     monkeypatch.setattr(ops, "require", lambda device: None)
-    monkeypatch.setattr(loading, "CardMemory", lambda device: Memory())
-    monkeypatch.setattr(loading, "StreamMeter", lambda device: KernelMeter())
-    monkeypatch.setattr(bounds, "card_limits", lambda device: (1.0, {"bf16": 1.0, "int8": 1.0, "fp8": 1.0}))
+    monkeypatch.setattr(loader, "CardMemory", lambda device: Memory())
+    monkeypatch.setattr(loader, "StreamMeter", lambda device: KernelMeter())
+    monkeypatch.setattr(bottleneck, "card_limits", lambda device: (1.0, {"bf16": 1.0, "int8": 1.0, "fp8": 1.0}))
     monkeypatch.setattr(llm, "LLM", loaded)
     ask = Submit("a", (1, 2, 3), SamplingParams(max_tokens=3, temperature=0, seed=0))
     with there() as device:
-        made, ready = loading.engine(Settings(str(tiny), "", str(device), max_running=2, max_step_tokens=16))
+        made, ready = loader.engine(Settings(str(tiny), "", str(device), max_running=2, max_step_tokens=16))
         assert made.overlaps
         found = tokens(run(made, [ask]))
-    here = Engine(sources.load(tiny, torch.float32), None, blocks=4, context=64)
+    here = Engine(opening.load(tiny, torch.float32), None, blocks=4, context=64)
     assert found == tokens(run(here, [ask]))
     available = 4 * 10**6 if fullest is None else fullest
     assert sum(size for _, size in ready.table) == int(available * machine.SHARE)
@@ -275,12 +279,12 @@ def test_weights_that_a_card_has_no_room_for_are_not_read(tiny: Path, monkeypatc
             return 2**19
 
     monkeypatch.setattr(ops, "require", lambda device: None)
-    monkeypatch.setattr(loading, "CardMemory", lambda device: Full())
+    monkeypatch.setattr(loader, "CardMemory", lambda device: Full())
     monkeypatch.setattr(llm, "LLM", lambda *rest, **options: pytest.fail("the model is loaded"))
     needed = cards.weight_bytes(*stored(tiny), True).total
     sentence = rf"the weights need .*, but there are 524 kB \(free on {{}}\): {size(needed - 2**19)} too little"
     with there() as device, pytest.raises(ValueError, match=sentence.format(device)):
-        loading.engine(Settings(str(tiny), "", str(device)))
+        loader.engine(Settings(str(tiny), "", str(device)))
 
 
 def test_decode_steps_stay_small_once_memory_was_too_little(tiny_decoder: Make) -> None:

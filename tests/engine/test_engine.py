@@ -12,17 +12,17 @@ from typing import NoReturn
 import pytest
 import torch
 
-from attar.engine import flight
-from attar.engine.choices import Choice, Request
+from attar.engine import inflight
 from attar.engine.engine import Engine
-from attar.engine.limits import Limits, Policy
 from attar.engine.llm import LLM
-from attar.engine.messages import Delta, Embed, Embedding, Event, Failed, Finished, PromptLogprobs, Submit
-from attar.engine.request import SamplingParams
-from attar.formats.kv import SCHEMES
+from attar.engine.outputs import Choice, Request
 from attar.kernels import ops
+from attar.kv.schemes import SCHEMES
 from attar.model.cache import Step
 from attar.model.decoder import Decoder
+from attar.protocol.messages import Delta, Embed, Embedding, Event, Failed, Finished, PromptLogprobs, Submit
+from attar.protocol.request import SamplingParams
+from attar.protocol.scheduler_config import Limits, Policy
 
 Make = Callable[..., Decoder]
 
@@ -452,7 +452,7 @@ def test_a_device_that_is_lost_when_a_step_is_run_again_ends_the_engine(
     def raises(*asked: object) -> None:
         raise next(errors)
 
-    monkeypatch.setattr(*((made.runner, "run") if what == "run" else (flight, "sample")), raises)
+    monkeypatch.setattr(*((made.runner, "run") if what == "run" else (inflight, "sample")), raises)
     with pytest.raises(torch.AcceleratorError):
         made.step()
 
@@ -474,7 +474,7 @@ def test_prompts_of_several_blocks_in_one_step_keep_apart(
     def apart(*_: object) -> NoReturn:
         raise AssertionError("the step raised, and is healed one by one")
 
-    monkeypatch.setattr(flight.Launcher, "_apart", apart)
+    monkeypatch.setattr(inflight.Launcher, "_apart", apart)
     draw = random.Random(5)
     params = SamplingParams(max_tokens=3, temperature=0, seed=0, logprobs=3)
     prompts = [tuple(draw.randrange(decoder.config.vocab_size) for _ in range(n)) for n in (180, 30, 170, 130)]

@@ -12,15 +12,15 @@ import pytest
 
 from attar import faults
 from attar.engine.engine import Engine
-from attar.engine.limits import Limits
-from attar.engine.messages import Delta, Embed, Embedding, Event, Failed, Finished, Submit
-from attar.engine.request import SamplingParams
 from attar.faults import Fault
 from attar.kernels import ops
 from attar.model.decoder import Decoder
+from attar.protocol.messages import Delta, Embed, Embedding, Event, Failed, Finished, Submit
+from attar.protocol.request import SamplingParams
+from attar.protocol.scheduler_config import Limits
 from attar.text.tokenizer import Tokenizer
 from tests.engine.test_engine import Answers, answers
-from tests.engine.test_process import GREEDY, Client, Running
+from tests.engine.test_main import GREEDY, Client, Running
 
 CONTEXT = 320
 BLOCKS = 9  # so few that requests have to give way to each other

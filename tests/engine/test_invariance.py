@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from attar.engine.engine import Engine
-from attar.engine.limits import Limits
 from attar.engine.llm import LLM
-from attar.engine.messages import Delta, Failed, PromptLogprobs, Submit
-from attar.engine.request import SamplingParams
 from attar.kernels import ops
 from attar.model.decoder import Decoder
 from attar.model.families import ARCHITECTURES
+from attar.protocol.messages import Delta, Failed, PromptLogprobs, Submit
+from attar.protocol.request import SamplingParams
+from attar.protocol.scheduler_config import Limits
 from tests.model.random_model import LLAMA, write
 
 CONTEXT = 160

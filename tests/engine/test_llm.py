@@ -11,9 +11,9 @@ import pytest
 from attar.engine import llm as module
 from attar.engine.engine import Engine
 from attar.engine.llm import LLM
-from attar.engine.messages import Event, Finished
-from attar.engine.request import Completion, SamplingParams
 from attar.kernels import ops
+from attar.protocol.messages import Event, Finished
+from attar.protocol.request import Completion, SamplingParams
 
 TOKENS = 24
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0, seed=0, ignore_eos=True)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from attar.engine.engine import Engine
-from attar.engine.limits import Limits
-from attar.engine.messages import Embed, Embedding, Failed, Finished, Report, Submit
-from attar.engine.request import SamplingParams
 from attar.model.decoder import Decoder
+from attar.protocol.messages import Embed, Embedding, Failed, Finished, Report, Submit
+from attar.protocol.request import SamplingParams
+from attar.protocol.scheduler_config import Limits
 
 PROMPT = tuple(range(1, 71))
 GREEDY = SamplingParams(max_tokens=4, temperature=0, seed=0)

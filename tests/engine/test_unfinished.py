@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attar.engine.runner import Unfinished
-from attar.engine.sequence import Sequence, Status
-from attar.engine.step import Chunk
+from attar.execution.model_runner import Unfinished
+from attar.scheduling.sequence import Sequence, Status
+from attar.scheduling.step_plan import Chunk
 
 SIZE, RUNNING = 16, 3
 

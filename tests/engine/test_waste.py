@@ -12,12 +12,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from attar.engine.blocks import BlockPool
-from attar.engine.limits import Limits
-from attar.engine.radix import RadixCache
-from attar.engine.scheduler import Scheduler
-from attar.engine.sequence import Sequence
-from attar.engine.step import Outcome
+from attar.protocol.scheduler_config import Limits
+from attar.scheduling.block_pool import BlockPool
+from attar.scheduling.prefix_cache import RadixCache
+from attar.scheduling.scheduler import Scheduler
+from attar.scheduling.sequence import Sequence
+from attar.scheduling.step_plan import Outcome
 
 SLOTS, BLOCK, STEPS = 4096, 16, 400
 SIZES = [128, 256, 512, 1024]  # what clients ask for at most

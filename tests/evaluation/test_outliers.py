@@ -10,7 +10,7 @@ import torch
 from outliers import CHANNELS, KINDS, inject
 from safetensors.torch import load_file
 
-from attar.checkpoints import hf
+from attar.checkpoints.sources import hf
 from attar.evaluation.outliers import Spread, profile
 from attar.model.cache import Step
 from attar.model.decoder import Decoder

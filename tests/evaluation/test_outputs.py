@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from attar.checkpoints.untrusted import CheckpointError
-from attar.compression.pipeline import compress
+from attar.checkpoints.strict_io import CheckpointError
+from attar.compression.runs.pipeline import compress
 from attar.evaluation.outputs import Figure, Layer, Speed, front, read, tell_apart
 
 BENCH = {"decode_tok_s": 30.5, "prefill_tok_s": 700.0, "batch": 1, "threads": 2, "isa": "amx"}

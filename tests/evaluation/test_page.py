@@ -14,10 +14,10 @@ import pytest
 from outliers import inject
 from typer.testing import CliRunner
 
-from attar.checkpoints.untrusted import CheckpointError
+from attar.checkpoints.strict_io import CheckpointError
 from attar.cli.main import app
-from attar.compression.pipeline import compress
-from attar.compression.target import Target, parse_ladder
+from attar.compression.runs.pipeline import compress
+from attar.compression.search.target import Target, parse_ladder
 from attar.evaluation import page
 from attar.evaluation.outputs import read
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from attar.formats.forms import FORMS
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import FLOAT8, ITEM_BITS, ROUNDS, Grid, Kind, Scheme
+from attar.formats.weight_formats import FORMS
 
 SHAPES = [(1, 1), (3, 5), (7, 33), (8, 64), (33, 96), (64, 256)]
 NAMES = [

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attar.formats.kv import scheme
 from attar.kernels import ops, ref_attention
 from attar.kernels.operands import AttentionForm
-from attar.kernels.pages import Pages, Placement
+from attar.kv.pages import Pages, Placement
+from attar.kv.schemes import scheme
 
 FLOAT32 = 2e-6  # of values around 1, sums of a few hundred terms
 BFLOAT16 = 2**-7  # two roundings to 8 bits

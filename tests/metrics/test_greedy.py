@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from attar.formats.kv import SCHEMES
+from attar.kv.schemes import SCHEMES
 from attar.metrics import greedy
 from attar.metrics.measure import measure
 from attar.model.cache import Step

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from attar.checkpoints import libraries, shards
+from attar.checkpoints.layouts import export_layouts
+from attar.checkpoints.sources import shards
 from attar.formats.packed import codec
 from attar.formats.scheme import Scheme
 from attar.kernels.group import Group
@@ -52,10 +53,10 @@ def write(folder: Path, config: Mapping[str, Any], scheme: str | None = None, se
             tensors[f"{each.name}.weight"] = weight.T.contiguous() if names.is_transposed(each.name) else weight
             continue
         chosen = Scheme.parse(scheme)
-        library = libraries.library_for([chosen])
+        library = export_layouts.library_for([chosen])
         value = codec(chosen.weight.kind).quantize(weight, chosen)
         fixed = torch.tensor([0.02]) if chosen.static else None
-        tensors |= libraries.parts_of(library, each.name, value, fixed)
+        tensors |= export_layouts.parts_of(library, each.name, value, fixed)
         packed[each.name], shapes[each.name] = chosen, (each.rows, each.columns)
         settings = {"quantization_config": library.quantization_config(packed, [], (), shapes)}
     norms = [names.attention_norm, names.feed_forward_norm, names.attention_post_norm, names.feed_forward_post_norm]

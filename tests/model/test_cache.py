@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attar import env
-from attar.formats.kv import scheme
 from attar.kernels.operands import AttentionForm, Linear, Norm
+from attar.kv.schemes import scheme
 from attar.model.cache import KVCache, Step
 from attar.model.config import ModelConfig, Rope
 from attar.model.families import read_config

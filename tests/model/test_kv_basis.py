@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attar.engine import kv as engine_kv
-from attar.formats.kv import scheme
-from attar.kernels import planes
-from attar.kernels.nuq import Channels
-from attar.kernels.planes import Basis
+from attar.execution import kv_cache as engine_kv
+from attar.kv import bit_planes
+from attar.kv.bit_planes import Basis
+from attar.kv.kvquant import Channels
+from attar.kv.schemes import scheme
 from attar.model import kv_basis
 from attar.model.cache import Step
 from attar.model.decoder import Decoder
@@ -76,8 +76,8 @@ def test_errors_count_less_than_in_the_plain_rotation() -> None:
     root = torch.randn((2, 64, 64), generator=numbers, dtype=torch.float64)
     moment = root @ root.transpose(1, 2)
     errors = []
-    for one in (kv_basis.basis(x[:2000], moment, 32, centred=True), planes.rotation(2, 64, 32)):
-        rounded = one.turn_back(planes.dequantize(*planes.quantize(one.turn(x[2000:]), one), one))
+    for one in (kv_basis.basis(x[:2000], moment, 32, centred=True), bit_planes.rotation(2, 64, 32)):
+        rounded = one.turn_back(bit_planes.dequantize(*bit_planes.quantize(one.turn(x[2000:]), one), one))
         wrong = rounded.double() - x[2000:]
         errors.append(float(torch.einsum("ngd,gde,nge->", wrong, moment, wrong)))
     assert errors[0] <= GAIN * errors[1]

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attar.checkpoints import lora, sources
+from attar.checkpoints.adapters import lora
+from attar.checkpoints.sources import opening
 from attar.model import parallel
 from attar.model.cache import Step
 from attar.model.decoder import Decoder
@@ -55,7 +56,7 @@ def logits(decoder: Decoder) -> Tensor:
 
 def difference(path: Path, tp: int, pp: int) -> float:
     """From one process's logits, as a share of the largest."""
-    one, (several, *others) = logits(sources.load(path, torch.float32)), together(path, tp, pp, logits)
+    one, (several, *others) = logits(opening.load(path, torch.float32)), together(path, tp, pp, logits)
     assert all(len(each) == 0 for each in others), "one process tells the logits"
     return float((one - several).abs().max() / one.abs().max())
 
@@ -100,7 +101,7 @@ def test_quantized_weights_are_cut_between_groups(scheme: str, allowed: float, t
 def test_adapters_are_cut_as_their_linears(family: str, scheme: str | None, tp: int, pp: int, tmp_path: Path) -> None:
     """Of all linears, the router of experts and the output matrix among them; for some rows, then for all."""
     path, folder = write(tmp_path / "model", FAMILIES[family], scheme), tmp_path / "adapter"
-    one = sources.load(path, torch.float32)
+    one = opening.load(path, torch.float32)
     save(folder, lora.shapes_of(one), 0)
 
     @torch.inference_mode()
@@ -132,7 +133,7 @@ def test_stages_work_on_pieces_of_a_step(pieces: int, tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(parallel, "PIECE", len(IDS) // pieces)
     path = write(tmp_path / "model", LLAMA)
-    one, (first, _) = several(sources.load(path, torch.float32)), together(path, 1, 2, several)
+    one, (first, _) = several(opening.load(path, torch.float32)), together(path, 1, 2, several)
     assert float((one - first).abs().max() / one.abs().max()) < SUMMED
 
 
@@ -145,7 +146,7 @@ def test_every_block_of_the_first_stage_and_the_last_of_all_can_be_watched(tmp_p
         decoder.forward(IDS, Step((21,), 32), None, seen.__setitem__)
         return seen
 
-    one, (first, second) = watched(sources.load(path, torch.float32)), together(path, 1, 2, watched)
+    one, (first, second) = watched(opening.load(path, torch.float32)), together(path, 1, 2, watched)
     assert list(first) == [0, 1, 2]
     assert list(second) == [2]
     assert all(torch.equal(first[i], one[i]) for i in first)

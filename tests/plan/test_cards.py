@@ -12,8 +12,7 @@ from typer.testing import CliRunner, Result
 from attar.cli import planning
 from attar.cli.main import app
 from attar.cli.terminal import BAD_INPUT
-from attar.engine import bounds
-from attar.formats.kv import scheme as kv_scheme
+from attar.engine import bottleneck
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Scheme, multiplied_in
 from attar.kernels import ops, ref
@@ -21,6 +20,7 @@ from attar.kernels.operands import Linear
 from attar.kernels.triton import weights
 from attar.kernels.triton.pages import NibblePages, PlainPages
 from attar.kernels.triton.store import TritonStore
+from attar.kv.schemes import scheme as kv_scheme
 from attar.model.shapes import shape
 from attar.plan import cards, costs, fit, report
 from attar.plan.cards import CARDS, card
@@ -233,10 +233,10 @@ class Memory:
 
 def test_the_card_at_hand_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "require", lambda device: None)
-    monkeypatch.setattr("attar.engine.footprint.CardMemory", Memory)
+    monkeypatch.setattr("attar.engine.memory_profile.CardMemory", Memory)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Card")
     monkeypatch.setattr(weights, "knows_float8", lambda device: False)
-    monkeypatch.setattr(bounds, "card_limits", lambda device: (600.0, {"bf16": 125e3, "int8": 250e3, "fp8": 125e3}))
+    monkeypatch.setattr(bottleneck, "card_limits", lambda device: (600.0, {"bf16": 125e3, "int8": 250e3, "fp8": 125e3}))
     found = last_json(plan("--device", "cuda:1", "--context", "2048", "--json"))
     assert found["memory_source"] == "free on cuda:1, A Card"
     assert found["memory"] == int(0.9 * 24 * GB)
@@ -248,7 +248,7 @@ def test_the_card_at_hand_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(device: torch.device) -> NoReturn:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(bounds, "card_limits", full)
+    monkeypatch.setattr(bottleneck, "card_limits", full)
     refused(plan("--device", "cuda:1", "--json"), BAD_INPUT, "too little memory free to be measured", as_json=True)
 
 

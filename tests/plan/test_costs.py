@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from attar.formats.kv import scheme
 from attar.formats.packed import codec
 from attar.formats.scheme import Scheme
 from attar.kernels import ops
 from attar.kernels.native import linear as native
-from attar.kernels.nuq import Channels
 from attar.kernels.operands import Linear
-from attar.kernels.pages import Bases, Pages
-from attar.kernels.planes import Basis
+from attar.kv.bit_planes import Basis
+from attar.kv.kvquant import Channels
+from attar.kv.pages import Bases, Pages
+from attar.kv.schemes import scheme
 from attar.model import cache, decoder
 from attar.model.config import ModelConfig, Rope
 from attar.model.families import read_config

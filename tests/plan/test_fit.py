@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attar.formats.kv import scheme as kv_scheme
 from attar.formats.scheme import Scheme
+from attar.kv.schemes import scheme as kv_scheme
 from attar.model.shapes import shape
 from attar.plan import costs, fit
 from attar.plan.costs import BLOCK, USUAL_KV, Storage

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from attar.checkpoints import shards
-from attar.checkpoints.stored import stored
+from attar.checkpoints.sources import shards
+from attar.checkpoints.sources.stored import stored
 from attar.formats.scheme import Scheme
 from attar.kernels import ops
 from attar.kernels.operands import Prepared

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from soaks.served import Served
 
-from attar.server.door import Options
+from attar.server.http.middleware import Options
 from attar.server.serve import Server
 from attar.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine

@@ -1,4 +1,4 @@
-"""An engine that speaks `engine/messages.py` on a real Unix socket and knows no model: a token is a hash of what came
+"""An engine that speaks `protocol/messages.py` on a real Unix socket and knows no model: a token is a hash of what came
 before it, a step takes a millisecond, and it fails when it is told to.
 
 It runs in the loop of whoever starts it, or as a program (`python fake_engine.py SOCKET TOKENIZER STEP`, where `-` is
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from attar.engine.messages import (
+from attar.protocol.messages import (
     Ask,
     Beat,
     Cancel,
@@ -40,8 +40,8 @@ from attar.engine.messages import (
     Told,
     encode,
 )
-from attar.engine.request import TokenLogprob
-from attar.engine.stops import StopChecker
+from attar.protocol.request import TokenLogprob
+from attar.sampling.stop_strings import StopChecker
 from attar.text.tokenizer import Detokenizer, Tokenizer
 
 CONTEXT = 512

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from soaks.served import Served
 
-from attar.server import sse
+from attar.server.http import sse
 from tests.server.conftest import Running
 
 HERE = Path(__file__).parent

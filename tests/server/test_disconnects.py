@@ -16,7 +16,7 @@ import pytest
 from attar.server import dispatcher
 from attar.server import prompts as prompts_module
 from tests.server.conftest import Running
-from tests.server.test_protocol import connect, post
+from tests.server.http.test_limits import connect, post
 
 ENDS = 300
 KINDS = ["stream", "whole", "chat", "messages", "embeddings", "several"]

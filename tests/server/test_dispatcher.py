@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from attar.engine.messages import Ready, Submit
-from attar.engine.request import SamplingParams
-from attar.server.client import EngineClient
+from attar.protocol.messages import Ready, Submit
+from attar.protocol.request import SamplingParams
 from attar.server.dispatcher import LATE_ANSWER, PROMPT_ANSWER, Dispatcher
-from attar.server.door import Options
+from attar.server.engine_client.client import EngineClient
 from attar.server.errors import Refusal
+from attar.server.http.middleware import Options
+from attar.server.http.security import Keys
 from attar.server.metrics import Metrics
-from attar.server.security import Keys
-from attar.server.work import Caller, Work
+from attar.server.request_handler import Caller, Work
+from tests.server.api.test_routes import CHAT, COMPLETIONS, SEEDED
 from tests.server.bad_requests import USER
 from tests.server.conftest import Running
-from tests.server.test_api import CHAT, COMPLETIONS, SEEDED
 
 
 def test_any_number_of_prompts_that_is_allowed_fits_into_a_small_queue(start: Callable[..., Running]) -> None:

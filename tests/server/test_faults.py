@@ -16,9 +16,9 @@ from attar import faults
 from attar.faults import Fault
 from tests.server.bad_requests import USER
 from tests.server.conftest import Reply, Running
-from tests.server.test_client import rest
+from tests.server.engine_client.test_client import rest
+from tests.server.http.test_limits import connect, post
 from tests.server.test_disconnects import idle
-from tests.server.test_protocol import connect, post
 from tests.server.test_supervisor import ASK, SECONDS, Served
 
 COMPLETIONS, CHAT, MESSAGES, EMBEDDINGS = (

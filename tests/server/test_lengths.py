@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from attar.checkpoints import hub
+from attar.checkpoints.sources import hub
 from attar.server.lengths import Lengths
 from attar.text.tokenizer import Tokenizer
 from tests.server.conftest import Running

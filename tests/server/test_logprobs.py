@@ -11,18 +11,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from attar.engine.messages import Event, Finished, PromptLogprobs, Ready, Submit, encode
-from attar.engine.request import SamplingParams, TokenLogprob
-from attar.server import openai
-from attar.server.client import EngineClient
-from attar.server.connection import Connection
-from attar.server.connection import Event as Arrived
+from attar.protocol.messages import Event, Finished, PromptLogprobs, Ready, Submit, encode
+from attar.protocol.request import SamplingParams, TokenLogprob
+from attar.server.api import openai
 from attar.server.dispatcher import Dispatcher
+from attar.server.engine_client.client import EngineClient
+from attar.server.engine_client.connection import Connection
+from attar.server.engine_client.connection import Event as Arrived
 from attar.server.errors import Refusal
 from attar.server.logprobs import LEAST, SLICE, Columns, Content, PromptScores, Turns, rows
 from attar.server.metrics import Metrics
+from attar.server.request_handler import Caller, Work
 from attar.server.request_trace import RequestTrace
-from attar.server.work import Caller, Work
 from attar.text.tokenizer import Tokenizer
 
 

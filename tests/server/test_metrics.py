@@ -10,15 +10,15 @@ from collections.abc import Callable
 
 import pytest
 
-from attar.engine.messages import Delta, Submit
-from attar.engine.request import SamplingParams
-from attar.server import request_trace, work
-from attar.server.client import Answer
-from attar.server.places import Places
+from attar.protocol.messages import Delta, Submit
+from attar.protocol.request import SamplingParams
+from attar.server import request_handler, request_trace
+from attar.server.admission.fair_queue import Places
+from attar.server.engine_client.client import Answer
+from tests.server.api.test_routes import COMPLETIONS, SEEDED
 from tests.server.conftest import Running
 from tests.server.fake_engine import BLOCKS, CACHED
-from tests.server.test_api import COMPLETIONS, SEEDED
-from tests.server.test_protocol import connect, post
+from tests.server.http.test_limits import connect, post
 
 
 def metric(server: Running, name: str) -> float:
@@ -46,10 +46,10 @@ def test_metrics_are_there_before_anything_ran_and_when_the_engine_is_gone(start
 def test_the_time_between_tokens_is_of_each_token(server: Running) -> None:
     count, total = (metric(server, f"attar_inter_token_seconds_{each}") for each in ("count", "sum"))
     dispatcher = server.server.dispatcher
-    caller = work.Caller("several", time.monotonic(), b"")
+    caller = request_handler.Caller("several", time.monotonic(), b"")
     command = Submit("several", (1,), SamplingParams())
     answer = Answer([command], 1, lambda answer, batch: None, lambda ids, tell: None, Places())
-    made = work.Work(
+    made = request_handler.Work(
         caller, [(1,)], 1, answer, dispatcher, request_trace.RequestTrace("several", b"", caller.arrived, [None])
     )
     made._note([Delta("several", 0, (1,), "a")])

@@ -20,10 +20,11 @@ from pathlib import Path
 
 import pytest
 
-from attar.server import allowed, schemas
-from attar.server.door import Options
-from attar.server.protocol import MAX_BODY
-from attar.server.security import Keys
+from attar.server.admission import request_limits
+from attar.server.api import schemas
+from attar.server.http.limits import MAX_BODY
+from attar.server.http.middleware import Options
+from attar.server.http.security import Keys
 from tests.server.conftest import Running
 
 SCHEMATHESIS = Path(__file__).parents[2] / ".venv-clients" / "bin" / "schemathesis"
@@ -48,7 +49,7 @@ def test_the_server_does_what_its_document_says(
 ) -> None:
     if not SCHEMATHESIS.exists():
         pytest.skip(f"no schemathesis in {SCHEMATHESIS.parents[1].name}")
-    monkeypatch.setattr(allowed, "MAX_LOGPROBS", 2**60)
+    monkeypatch.setattr(request_limits, "MAX_LOGPROBS", 2**60)
     monkeypatch.setattr(schemas, "_check_last", lambda messages: None)
     server = start(
         Options(port=0, keys=Keys.of([KEY] if keyed else [])), context=2 * MAX_BODY, longest=3, step=0.0, queue=32

@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 SERVE = """
 import sys
 from pathlib import Path
-from attar.server.door import Options
+from attar.server.http.middleware import Options
 from attar.server.serve import serve
 from attar.text.tokenizer import Tokenizer
 options = Options(port=0, drain_seconds=float(sys.argv[3]))

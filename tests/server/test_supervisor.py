@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
-from attar.checkpoints import hub
-from attar.engine.settings import CHANGED, HOPELESS, Settings
+from attar.checkpoints.sources import hub
+from attar.protocol.settings import CHANGED, HOPELESS, Settings
 from attar.server import serve, supervisor
-from attar.server.door import Options
+from attar.server.http.middleware import Options
 from attar.server.supervisor import WITHIN, EngineProcess
 from attar.text.tokenizer import Tokenizer
 
@@ -71,7 +71,7 @@ class Served:
             int(pid)
             for file in children
             for pid in file.read_text().split()
-            if b"attar.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            if b"attar.engine.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
         )
 
 

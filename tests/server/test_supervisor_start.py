@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from attar.engine.settings import Settings
+from attar.protocol.settings import Settings
 from attar.server import supervisor
 from attar.server.supervisor import EngineProcess
 from tests.server.test_supervisor import SECONDS, Served
@@ -39,9 +39,9 @@ def test_a_port_that_is_taken_is_said_before_anything_of_the_model() -> None:
 SERVE = """
 import sys
 from pathlib import Path
-from attar.engine.settings import Settings
+from attar.protocol.settings import Settings
 from attar.server import supervisor
-from attar.server.door import Options
+from attar.server.http.middleware import Options
 from attar.text.tokenizer import Tokenizer
 
 def started(url):

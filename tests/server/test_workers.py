@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from attar.checkpoints import hub
-from attar.server.door import Options
+from attar.checkpoints.sources import hub
+from attar.server.http.middleware import Options
+from attar.server.http.security import Keys
 from attar.server.prompts import LARGE, THREADS, Prompts
-from attar.server.security import Keys
 from attar.server.serve import Server
 from attar.server.workers import Workers
 from attar.text.tokenizer import Tokenizer

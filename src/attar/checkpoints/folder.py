@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attar.checkpoints.safetensors import TensorFile
-from attar.checkpoints.untrusted import CONVERT, PICKLES, CheckpointError, near, parse_json
+from attar.checkpoints.strict_io import CONVERT, PICKLES, CheckpointError, near, parse_json
 from attar.formats.scheme import Part
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from attar.checkpoints import hf, hub, receipt
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
+from attar.checkpoints.receipts import receipt
+from attar.checkpoints.sources import hf, hub
 from attar.checkpoints.vocabulary import is_gguf
 from attar.formats.scheme import Part, Scheme
 from attar.model.decoder import all_compressible

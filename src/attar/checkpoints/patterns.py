@@ -11,7 +11,7 @@ import math
 import re
 import string
 
-from attar.checkpoints.untrusted import CheckpointError
+from attar.checkpoints.strict_io import CheckpointError
 
 MAX_PATTERN = 256
 MAX_WAYS = 50_000  # to share a name of LONGEST characters, which take some milliseconds. `.*a.*b.*c` has 47,905

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from attar.checkpoints.untrusted import (
+from attar.checkpoints.strict_io import (
     CONVERT,
     MAX_NAME,
     PICKLES,

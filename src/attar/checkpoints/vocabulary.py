@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from attar.checkpoints.gguf.file import GgufFile
-from attar.checkpoints.untrusted import CheckpointError
+from attar.checkpoints.strict_io import CheckpointError
 from attar.text.gguf import tokenizer_from_gguf
 from attar.text.tokenizer import Tokenizer
 

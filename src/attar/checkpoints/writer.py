@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from attar.checkpoints.folder import CONFIG, INDEX, SINGLE
 from attar.checkpoints.safetensors import DTYPES, Slot, byte_view
-from attar.checkpoints.untrusted import CheckpointError, check_name
+from attar.checkpoints.strict_io import CheckpointError, check_name
 from attar.formats.scheme import ITEM_BITS, Part
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from attar.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from attar.compression.pipeline import Compressed
-    from attar.compression.target import Target
+    from attar.compression.runs.pipeline import Compressed
+    from attar.compression.search.target import Target
     from attar.formats.scheme import Scheme
 
 
@@ -52,7 +52,7 @@ def parse_target(
     bits: float | None, size: str | None, kl: float | None, ladder: str | None
 ) -> tuple[Target | None, tuple[Scheme, ...] | None]:
     """What the options say. Raises ValueError for two targets, or a ladder without one."""
-    from attar.compression.target import Target, parse_ladder
+    from attar.compression.search.target import Target, parse_ladder
 
     if bits is None and size is None and kl is None:
         if ladder is not None:
@@ -142,9 +142,9 @@ def compress(
     """
     with errors(as_json, after_interrupt=RESUME), progress(quiet) as bar:
         from attar.checkpoints import vocabulary
-        from attar.compression.pipeline import compress as run
-        from attar.compression.pipeline import default_recipe
-        from attar.compression.spelling import KEEP
+        from attar.compression.recipe.parser import KEEP
+        from attar.compression.runs.pipeline import compress as run
+        from attar.compression.runs.pipeline import default_recipe
         from attar.evaluation.table import Row, cost_table
 
         target, rungs = parse_target(target_bits, target_size, target_kl, ladder)
@@ -234,9 +234,9 @@ def finetune(
     The model stays as it is, compressed or not. A run that was interrupted resumes where it was last saved.
     """
     with errors(as_json, "the same command resumes the run"), progress(quiet) as bar:
-        from attar.checkpoints import hub
-        from attar.compression.finetune import FineTuning, read_ids
-        from attar.compression.finetune import finetune as run
+        from attar.checkpoints.sources import hub
+        from attar.compression.training.finetune import FineTuning, read_ids
+        from attar.compression.training.finetune import finetune as run
 
         path = hub.resolve(model)
         options = FineTuning(rank, alpha, tuple(targets.split(",")), epochs, rate, batch, save_every, seed)
@@ -265,8 +265,8 @@ def merge(
     away; how far off it would be on the same grids again is said. `attar compress` makes it small once more.
     """
     with errors(as_json):
-        from attar.checkpoints import hub
-        from attar.checkpoints.merge import merge as run
+        from attar.checkpoints.adapters.merge import merge as run
+        from attar.checkpoints.sources import hub
 
         base = hub.resolve(model)
         tell_doubt(adapter, base)

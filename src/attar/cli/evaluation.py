@@ -52,7 +52,7 @@ def evaluate(
     with errors(as_json), progress(quiet) as bar:
         require(device)
         if adapter is not None:
-            from attar.checkpoints import hub
+            from attar.checkpoints.sources import hub
 
             tell_doubt(adapter, hub.resolve(model))
         if task is not None:
@@ -102,8 +102,10 @@ def _subject(
     that already, and its tokenizer."""
     if tp * pp == 1:
         return model, None, adapter
-    from attar.checkpoints import hf, hub, lora, vocabulary
-    from attar.engine.team import Team
+    from attar.checkpoints import vocabulary
+    from attar.checkpoints.adapters import lora
+    from attar.checkpoints.sources import hf, hub
+    from attar.execution.parallel.executor import Team
 
     tell_shared(device, tp, pp)
     path, computed = hub.resolve(model), hf.compute_dtype(dtype, device)
@@ -130,7 +132,7 @@ def verify(
     named, and the exit status is 1.
     """
     with errors(as_json), progress(quiet) as bar:
-        from attar.checkpoints.verify import verify as run
+        from attar.checkpoints.receipts.verify import verify as run
 
         verdict = run(model, hashes=not no_hashes, device=device, dtype=dtype, progress=bar)
         bar.close()

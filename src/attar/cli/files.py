@@ -34,7 +34,7 @@ def inspect(model: Model, as_json: Json = False) -> None:
     """
     with errors(as_json):
         from attar.checkpoints.inspect import inspect as run
-        from attar.checkpoints.receipt import missing
+        from attar.checkpoints.receipts.receipt import missing
 
         found = run(model)
         if not found.receipt:
@@ -95,7 +95,7 @@ def imatrix(
     The mean squares of the inputs of the original model's linears, for `attar compress --imatrix` and for llama.cpp.
     """
     with errors(as_json), progress(quiet) as bar:
-        from attar.compression.importance import make
+        from attar.compression.calibration.importance import make
 
         made = make(
             model, output, calibration=calib, samples=samples, length=length, seed=seed,

@@ -40,7 +40,7 @@ from attar.cli.terminal import (
 
 if TYPE_CHECKING:
     from attar.engine.llm import LLM
-    from attar.engine.request import Completion
+    from attar.protocol.request import Completion
 
 
 def _load(model: str, bar: Progress, adapter: Path | None, *, device: str, tp: int, pp: int, **how: Any) -> LLM:
@@ -108,7 +108,7 @@ def generate(
     tokens that end a text are taken, never a temperature or filter.
     """
     with errors(as_json), progress(quiet) as bar:
-        from attar.engine.request import SamplingParams
+        from attar.protocol.request import SamplingParams
 
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
@@ -158,7 +158,7 @@ def chat(
     One line is one turn; an empty line or Ctrl-D ends. With stdin piped, each of its lines is a turn.
     """
     with errors(as_json), progress(quiet) as bar:
-        from attar.engine.request import SamplingParams
+        from attar.protocol.request import SamplingParams
 
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
         llm = _load(
@@ -211,29 +211,31 @@ def bench(
 ) -> None:
     """Measure speed, beside what this machine can do."""
     with errors(as_json):
-        from attar.checkpoints import hub
-        from attar.checkpoints.stored import stored
-        from attar.engine import speed
+        from attar.checkpoints.sources import hub
+        from attar.checkpoints.sources.stored import stored
+        from attar.evaluation import decode_speed
 
         if (source is None) == (shape is None):
             raise ValueError("name a model or a --shape, one of the two")
         require(device)
-        load = speed.Load(prompt, gen, batch)
+        load = decode_speed.Load(prompt, gen, batch)
         if tp * pp > 1:
             if source is None:
                 raise ValueError("--tp and --pp are of a model: a --shape is measured in one process")
             tell_shared(device, tp, pp)
-            report = speed.run_shared(hub.resolve(source), tp, pp, load, activations.value, kv, device)
+            report = decode_speed.run_shared(hub.resolve(source), tp, pp, load, activations.value, kv, device)
         elif shape is not None:
             name = shape
-            report = speed.run(
-                lambda store: speed.build(name, scheme, head, store), load, activations.value, kv, device,
-                speed.part(name, scheme, head),
+            report = decode_speed.run(
+                lambda store: decode_speed.build(name, scheme, head, store), load, activations.value, kv, device,
+                decode_speed.part(name, scheme, head),
             )  # fmt: skip
             report |= {"shape": shape, "scheme": scheme, "head": "bf16" if scheme == "bf16" else head}
         else:
             path = hub.resolve(str(source))
             part = stored(path)
-            report = speed.run(lambda store: speed.load(path, store), load, activations.value, kv, device, part)
-        print(speed.to_text(report))
+            report = decode_speed.run(
+                lambda store: decode_speed.load(path, store), load, activations.value, kv, device, part
+            )
+        print(decode_speed.to_text(report))
         emit(as_json, report)

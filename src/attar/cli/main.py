@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from attar.cli import compression, evaluation, files, generation, machine, planning, serving, triton
+from attar.cli import compression, evaluation, files, generation, machine, planning, serving, tritonserver
 from attar.cli.terminal import Commands
 from attar.version import __version__
 
@@ -49,7 +49,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 }
 for name, command in COMMANDS.items():
     app.command(name)(command)
-app.add_typer(triton.app, name="triton")
+app.add_typer(tritonserver.app, name="triton")
 
 
 def version(show: bool) -> None:

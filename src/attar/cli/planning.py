@@ -88,13 +88,13 @@ def plan(
     """
     with errors(as_json):
         from attar import machine
-        from attar.engine.settings import Settings
-        from attar.formats.kv import scheme as kv_scheme
         from attar.formats.scheme import Scheme
+        from attar.kv.schemes import scheme as kv_scheme
         from attar.model.split import Share
         from attar.plan import fit, report
         from attar.plan.costs import Storage
         from attar.plan.steps import StepLimits
+        from attar.protocol.settings import Settings
 
         if (model is None) == (shape is None):
             raise ValueError("name a model or a --shape, one of the two")
@@ -105,8 +105,8 @@ def plan(
             name, config = shape, shapes.shape(shape)
             storage = Storage(None, None if head is None else Scheme.parse(head).with_scale_dtype("bfloat16"))
         else:
-            from attar.checkpoints import hub
-            from attar.checkpoints.stored import stored
+            from attar.checkpoints.sources import hub
+            from attar.checkpoints.sources.stored import stored
 
             if head is not None:
                 raise ValueError("--head is of a shape: a model's output matrix is as it is stored")
@@ -131,7 +131,7 @@ def plan(
             tell(f"for {users} users at once, as with {raised}")
         beside = 0
         if adapter:
-            from attar.checkpoints import lora
+            from attar.checkpoints.adapters import lora
 
             beside = lora.memory(adapter, config, chosen.max_step_tokens, Share(0, tp, pp))
         here, rate = machine.examine(), None
@@ -179,14 +179,14 @@ def _gpu(device: str, card: str | None, bandwidth: int | None) -> Card | None:
             return None
         import torch
 
-        from attar.engine import bounds
-        from attar.engine.footprint import CardMemory
+        from attar.engine import bottleneck
+        from attar.engine.memory_profile import CardMemory
         from attar.kernels.triton.weights import knows_float8
 
         place = torch.device(device)
         free = CardMemory(place).free()
         try:
-            gb_s, gops = bounds.card_limits(place)
+            gb_s, gops = bottleneck.card_limits(place)
         except torch.OutOfMemoryError:
             raise ValueError(f"{device} has too little memory free to be measured: name its --card") from None
         rates = {kind: 1e9 * rate for kind, rate in gops.items()}

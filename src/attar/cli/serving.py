@@ -33,7 +33,7 @@ from attar.cli.scheduling import (
 from attar.cli.terminal import CHECK_FAILED, emit, errors, fail, progress, require_apart, tell, tell_shared
 
 BESIDES = 64  # HTTP requests open besides those that run or wait: read, refused, or about something else
-ENGINE = (sys.executable, "-m", "attar.engine.process")  # the command line of its process
+ENGINE = (sys.executable, "-m", "attar.engine.main")  # the command line of its process
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[!-~]+")
 NO_PAGES = ("*", "null", "file://")
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
@@ -140,16 +140,17 @@ def serve(
     with errors(as_json):
         from msgspec.structs import replace as replaced
 
-        from attar.checkpoints import hub, vocabulary
+        from attar.checkpoints import vocabulary
         from attar.checkpoints.fingerprints import fingerprints
-        from attar.engine.settings import Settings
-        from attar.formats.kv import scheme
+        from attar.checkpoints.sources import hub
+        from attar.kv.schemes import scheme
         from attar.plan.fit import check_fraction
+        from attar.protocol.settings import Settings
         from attar.server import supervisor
-        from attar.server.door import Options
+        from attar.server.admission.rate_limits import Limits
+        from attar.server.http.middleware import Options
+        from attar.server.http.security import Keys, find_keys
         from attar.server.model_names import check_name, name_of, parse_adapters
-        from attar.server.quota import Limits
-        from attar.server.security import Keys, find_keys
         from attar.text import template
 
         _check_host(host)
@@ -358,7 +359,7 @@ def _named(error: OSError, host: str, port: int) -> Exception:
 
 def _of_triton(file: Path) -> dict[str, Any]:
     """Settings of a Triton configuration; what is lost of it is said, and what is as it is anyhow."""
-    from attar.server import triton_config
+    from attar.integrations.triton_server import config as triton_config
 
     imported = triton_config.load(file)
     for note in imported.notes:
@@ -371,7 +372,7 @@ def _of_triton(file: Path) -> dict[str, Any]:
 def _key(file: Path | None) -> str | None:
     """What a client sends: the key of a file or else of the environment, never of the command line, where every user of
     the machine could read it. Raises ValueError where the file holds none, or several."""
-    from attar.server.security import KEY_VARIABLE
+    from attar.server.http.security import KEY_VARIABLE
 
     if file is None:
         return os.environ.get(KEY_VARIABLE) or None

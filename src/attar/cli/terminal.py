@@ -123,7 +123,7 @@ def errors(as_json: bool, after_interrupt: str | None = None) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
         raise typer.Exit(PIPE_CLOSED) from None
     except (ValueError, OSError) as error:
-        from attar.checkpoints.untrusted import VerificationError
+        from attar.checkpoints.strict_io import VerificationError
 
         end(_sentence(error), CHECK_FAILED if isinstance(error, VerificationError) else BAD_INPUT)
     except (MemoryError, RuntimeError) as error:
@@ -171,7 +171,7 @@ def tell_shared(device: str, tp: int, pp: int) -> None:
 
 def tell_doubt(adapter: Path | None, base: Path) -> None:
     """Say it where an adapter may not fit its base."""
-    from attar.checkpoints import lora
+    from attar.checkpoints.adapters import lora
 
     if adapter is not None and (sentence := lora.doubt(adapter, base)) is not None:
         tell(sentence)

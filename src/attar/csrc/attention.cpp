@@ -54,7 +54,7 @@ constexpr float STEPS[TRIED] = {0.75f, 0.825f, 0.9f, 0.975f, 1.05f, 1.125f, 1.2f
 constexpr int LEAST_BYTE = -3;
 
 // Of b bits: the level of each code, and the code of the level nearest to each integer from -127, of two the lower. The
-// halves are those of formats/kv.py: Lloyd's levels for the normal distribution.
+// halves are those of kv/schemes.py: Lloyd's levels for the normal distribution.
 struct Tables {
     alignas(64) std::int8_t level[MOST_BITS + 1][64] = {};
     std::uint8_t code[MOST_BITS + 1][255] = {};

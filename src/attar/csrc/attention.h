@@ -8,7 +8,7 @@
 //   scales  [blocks, G, block], float32, of keys and of values, where the pages are int8 or fp8: value = code * scale
 // A slot that was never written must hold finite floats, such as zeros: it is multiplied by zero.
 //
-// Pages in planes hold coordinates of a few bits, and have a basis to turn to them (kernels/planes.py has the arithmetic).
+// Pages in planes hold coordinates of a few bits, and have a basis to turn to them (kv/bit_planes.py has the arithmetic).
 //   keys, values  [blocks, G, block / 16, U, 16]: of each run of slots, bit after bit of each 8 coordinates
 //   scales        [blocks, G, block], bfloat16, or where so said a byte, the upper half of a float16 without its sign
 //   recent        [tails, G, block, D], bfloat16, or none: where there is, the last block of each sequence lies in one of
@@ -20,7 +20,7 @@
 //   recent  as above
 //
 // Pages of KVQuant have codes of `units` bits, 3 or 4, of coordinates (x - mean) / spread, and what stands apart. K is how many
-// of a head's coordinates do; those of a block's first slot do besides (kernels/nuq.py has the arithmetic).
+// of a head's coordinates do; those of a block's first slot do besides (kv/kvquant.py has the arithmetic).
 //   keys, values       [blocks, G, block, units, D / 8]: bits of one rank, 8 columns a byte
 //   scales             [blocks, G, block], bfloat16, of values alone: value = levels[code] * scale
 //   outliers, columns  [blocks, G, block, K]: coordinates in bfloat16, and where they belong

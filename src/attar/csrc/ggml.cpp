@@ -1,7 +1,7 @@
 // Blocks of GGML's types, as GGUF files store them, taken apart into the codes, scales and offsets of kernel layout.
 //
 // What fields mean and in which order their bits lie is written down, and held to the gguf package, in
-// formats/ggml_blocks.py; this is the same for whoever loads a file and wants to wait less. A type is a struct: elements
+// formats/codecs/ggml_blocks.py; this is the same for whoever loads a file and wants to wait less. A type is a struct: elements
 // and bytes of a block, and `take`, which writes a block's parts to where its row has them.
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // Products of float rows with weights that are looked up in a table of each output's own, and a few that are stored
-// beside and added (formats/lookup.py). The specification is `linear` of kernels/ops.py.
+// beside and added (formats/codecs/lookup.py). The specification is `linear` of kernels/ops.py.
 #pragma once
 
 #include <nanobind/nanobind.h>

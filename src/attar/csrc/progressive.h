@@ -1,4 +1,4 @@
-// Products of rows with weights of two levels (formats/progressive.py): 4-bit codes that a whole number of their group
+// Products of rows with weights of two levels (formats/codecs/progressive.py): 4-bit codes that a whole number of their group
 // multiplies and another lessens to int8, and one float a row. The specification is `linear` of kernels/ops.py.
 #pragma once
 

@@ -34,24 +34,24 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from attar.engine import graphs
-from attar.engine import kv as kv_schemes
-from attar.engine.blocks import BlockPool
-from attar.engine.bounds import Bounds
-from attar.engine.choices import Choice, Request
-from attar.engine.flight import Drawn, Flight, Launcher
-from attar.engine.limits import Limits
-from attar.engine.messages import Embed, Event, Failed, Stats, Submit, Told
-from attar.engine.radix import RadixCache
-from attar.engine.request import SamplingParams
-from attar.engine.runner import Coming, Runner, horizon
-from attar.engine.sampler import BAD, BadLogits, Draw, Sampler, distinct, seed_of_choice
-from attar.engine.scheduler import Refused, Scheduler
-from attar.engine.sequence import Sequence as Tokens
-from attar.engine.step import Outcome, StepPlan
-from attar.engine.stops import StopChecker
+from attar.engine.bottleneck import Bounds
+from attar.engine.inflight import Drawn, Flight, Launcher
+from attar.engine.outputs import Choice, Request
+from attar.execution import cuda_graphs
+from attar.execution import kv_cache as kv_schemes
+from attar.execution.model_runner import Coming, Runner, horizon
 from attar.faults import point
 from attar.model.decoder import Decoder
+from attar.protocol.messages import Embed, Event, Failed, Stats, Submit, Told
+from attar.protocol.request import SamplingParams
+from attar.protocol.scheduler_config import Limits
+from attar.sampling.sampler import BAD, BadLogits, Draw, Sampler, distinct, seed_of_choice
+from attar.sampling.stop_strings import StopChecker
+from attar.scheduling.block_pool import BlockPool
+from attar.scheduling.prefix_cache import RadixCache
+from attar.scheduling.scheduler import Refused, Scheduler
+from attar.scheduling.sequence import Sequence as Tokens
+from attar.scheduling.step_plan import Outcome, StepPlan
 from attar.text.tokenizer import Detokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Engine:
         kv: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         adapters: tuple[str, ...] = (),
-        record: graphs.Record | None = None,
+        record: cuda_graphs.Record | None = None,
         overlaps: bool | None = None,
         bounds: Bounds | None = None,
         runner: Callable[..., Runner] = Runner,

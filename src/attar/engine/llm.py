@@ -25,18 +25,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.checkpoints import hf, hub, lora, receipt, sources, vocabulary
-from attar.checkpoints.untrusted import VerificationError
+from attar.checkpoints import vocabulary
+from attar.checkpoints.adapters import lora
+from attar.checkpoints.receipts import receipt
+from attar.checkpoints.sources import hf, hub, opening
+from attar.checkpoints.strict_io import VerificationError
 from attar.engine.engine import Engine
-from attar.engine.limits import Limits
-from attar.engine.messages import Delta, Failed, Finished, PromptLogprobs, Submit
-from attar.engine.request import Completion, FinishReason, SamplingParams, TokenLogprob
-from attar.engine.runner import Runner
-from attar.engine.team import Lost, Team
+from attar.execution.model_runner import Runner
+from attar.execution.parallel.executor import Lost, Team
 from attar.kernels import ops
 from attar.model.cache import BLOCK, Step
 from attar.model.decoder import Decoder
 from attar.model.split import Share
+from attar.protocol.messages import Delta, Failed, Finished, PromptLogprobs, Submit
+from attar.protocol.request import Completion, FinishReason, SamplingParams, TokenLogprob
+from attar.protocol.scheduler_config import Limits
 from attar.text.template import render_chat
 from attar.text.tokenizer import Tokenizer
 
@@ -111,7 +114,7 @@ class LLM:
     rounded to int8 on the fly, with one scale a row (`int8`) or for every 128 or 32 columns (`int8g128`, `int8g32`), or
     `exact`. On `cuda` they are left alone.
 
-    `tp` processes compute each layer together and `pp` stages have some of the layers each (`engine/team.py`): on
+    `tp` processes compute each layer together and `pp` stages have some of the layers each (`execution/parallel/executor.py`): on
     `cuda` with a GPU a process; on CPUs they share the cores, to check that it works. `threads` are those of all of
     them together, by default as many as there are cores. No probe is replayed then: it would tell of rounding that one
     process does not have. `close` ends the processes, as does this one's end.
@@ -156,7 +159,7 @@ class LLM:
             self.decoder = self.team.decoder
         else:
             store = None if computed is None else ops.store(activations, device, computed)
-            self.decoder = sources.load(self.path, computed, loading, store)
+            self.decoder = opening.load(self.path, computed, loading, store)
         self._engine: Engine | None = None
         self._ids = itertools.count()
         self._calls: dict[str, Call] = {}  # of requests that have not ended, by their ids

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attar.compression.block.groups import input_groups
+from attar.compression.groups import input_groups
 from attar.formats.packed import PackedTensor
 from attar.formats.packing import row_slices
 from attar.kernels.operands import Linear

@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attar.checkpoints import hub, receipt
 from attar.checkpoints.inspect import inspect
-from attar.checkpoints.untrusted import CheckpointError
+from attar.checkpoints.receipts import receipt
+from attar.checkpoints.sources import hub
+from attar.checkpoints.strict_io import CheckpointError
 
 TARGETS = {"bits": "{:g} bits a weight", "size": "{:,.0f} bytes", "kl": "a KL of {:g}"}
 """What an allocation was asked to keep, as receipts name it and as it reads."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from attar.evaluation.charts import CHARACTER, SOFT, Axis, Chart, Point, Series
 from attar.evaluation.outliers import Profile
 from attar.evaluation.outputs import Allocation, Choice, Compressed, front
-from attar.formats.ggml_mix import MIXES
+from attar.formats.codecs.ggml_mix import MIXES
 
 WORST = 3  # places whose channels are drawn one by one
 BINS = 256  # columns in which such a chart draws channels, each by its largest

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import torch
 
-from attar.checkpoints import hf, hub, lora, sources, vocabulary
-from attar.engine import kv as engine_kv
+from attar.checkpoints import vocabulary
+from attar.checkpoints.adapters import lora
+from attar.checkpoints.sources import hf, hub, opening
+from attar.execution import kv_cache as engine_kv
 from attar.kernels import ops
 from attar.metrics.measure import Report, measure
 from attar.model.decoder import Decoder
@@ -54,7 +56,7 @@ def evaluate(
     `stride` are explained in `metrics.perplexity`. Both models compute in `dtype` on `device`: by the reference on a
     CPU, in float32 by default; on `cuda` by its kernels, in bfloat16. One that is loaded already computes as it is.
 
-    `kv` names how keys and values are kept (`formats/kv.py`): each window then runs as a prompt through such a cache.
+    `kv` names how keys and values are kept (`kv/schemes.py`): each window then runs as a prompt through such a cache.
     Without `against`, that is compared with the model itself, keys and values as they are; windows have up to
     `KV_CONTEXT` tokens by default, for what such a cache costs grows with what is in it. `adapter` is the folder of a
     low-rank adapter that `model`, and not `against`, computes with. So many `prompts` from all over the text are
@@ -130,7 +132,7 @@ def load(
             raise ValueError("a decoder that is loaded already takes its adapter by lora.attach")
         return model
     path = folder or hub.resolve(model)
-    found = sources.load_on(path, device, dtype, lambda done, total: progress("loading", done, total))
+    found = opening.load_on(path, device, dtype, lambda done, total: progress("loading", done, total))
     if adapter is not None:
         lora.attach(found, adapter)
     return found

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from attar.checkpoints import hub, sources, vocabulary
-from attar.engine import speed as bench
+from attar.checkpoints import vocabulary
+from attar.checkpoints.sources import hub, opening
+from attar.evaluation import decode_speed as bench
 from attar.evaluation import page, page_charts, pictures
 from attar.evaluation.outliers import Profile, profile
 from attar.evaluation.outputs import Compressed, Speed, read, tell_apart
@@ -104,7 +105,7 @@ def _profiles(outputs: Sequence[Compressed], options: Options, progress: Progres
     ids = tokenizer.encode(read_text(options.profile), add_special_tokens=False)[: options.profile_tokens]
     found: dict[str, Sequence[Profile]] = {}
     for label, path in paths.items():
-        decoder, stage = sources.load(path, torch.float32), f"profile {label}"
+        decoder, stage = opening.load(path, torch.float32), f"profile {label}"
         if ids and max(ids) >= decoder.config.vocab_size:
             raise ValueError(f"{path} has another vocabulary than {next(iter(paths.values()))}: profile them apart")
         first = [] if tokenizer.added_bos is None else [tokenizer.added_bos]

@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from attar.checkpoints import hf, hub, vocabulary
+from attar.checkpoints import vocabulary
+from attar.checkpoints.sources import hf, hub
 from attar.evaluation.report import Model, Progress, load
 from attar.kernels import ops
 from attar.metrics import bootstrap

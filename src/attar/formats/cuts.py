@@ -17,8 +17,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from attar.formats.forms import Form, Fp4, Fp8Blocks, GgmlBlocks, Int8Rows, Lookup, Progressive, Sparse24
 from attar.formats.scheme import Grid, Layout, Scheme
+from attar.formats.weight_formats import Form, Fp4, Fp8Blocks, GgmlBlocks, Int8Rows, Lookup, Progressive, Sparse24
 
 
 class Unit(NamedTuple):

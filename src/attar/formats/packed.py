@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import attar.vml  # noqa: F401 - before anything is computed with weights
-from attar.formats.forms import Form
 from attar.formats.scheme import Scheme
+from attar.formats.weight_formats import Form
 
 ALL = slice(None)
 

@@ -23,9 +23,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
-from attar.formats.forms import FORMS, Form, Fp4, Fp8Blocks, Lookup, Outliers, Progressive, ScaleDtype, Sparse24
-from attar.formats.forms import ITEM_BITS as ITEM_BITS
-from attar.formats.forms import Part as Part
+from attar.formats.weight_formats import (
+    FORMS,
+    Form,
+    Fp4,
+    Fp8Blocks,
+    Lookup,
+    Outliers,
+    Progressive,
+    ScaleDtype,
+    Sparse24,
+)
+from attar.formats.weight_formats import ITEM_BITS as ITEM_BITS
+from attar.formats.weight_formats import Part as Part
 
 Kind = Literal["int", "e4m3", "e5m2"]
 Granularity = Literal["tensor", "channel", "group", "token"]

@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from attar import env
-from attar.formats.kv import KvScheme
 from attar.formats.packed import PackedTensor
 from attar.kernels import hadamard, ref, ref_attention
 from attar.kernels.native import attention as native_attention
@@ -50,13 +49,14 @@ from attar.kernels.operands import (
     Routes,
     Tap,
 )
-from attar.kernels.pages import Bases, Pages, Placement, Rotation
 from attar.kernels.triton import backend as gpu
 from attar.kernels.triton import store as gpu_store
 from attar.kernels.triton.pages import NibblePages, PlainPages
 from attar.kernels.triton.store import TritonStore as TritonStore
 from attar.kernels.triton.store import TritonTable
 from attar.kernels.triton.weights import TritonWeight, knows_float8
+from attar.kv.pages import Bases, Pages, Placement, Rotation
+from attar.kv.schemes import KvScheme
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -308,7 +308,7 @@ def write_kv(
 
     First `norm` of each head of q and k where norms are given, then `rope` where a rotation is, then the pages' own
     basis where they have one (`planes.py`). int8 pages are rounded symmetrically per token and head: scale =
-    max|x| / 127, code = round-half-even(x / scale); others as `formats/kv.py` says. What is not finite makes a scale
+    max|x| / 127, code = round-half-even(x / scale); others as `kv/schemes.py` says. What is not finite makes a scale
     NaN, for the reader to see. q, k and v may be columns of one matrix. Raises ValueError on slots or angles outside
     their arrays.
     """

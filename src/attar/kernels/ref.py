@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attar.formats.forms import Form
 from attar.formats.packed import PackedTensor, codec
+from attar.formats.weight_formats import Form
 from attar.kernels.operands import Activation, Linear, Norm
 
 WEIGHTS_AT_ONCE = 1 << 21  # enough for a product at full speed

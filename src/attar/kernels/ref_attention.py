@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attar.kernels import kivi, nuq
-from attar.kernels import planes as coding
-from attar.kernels.nuq import Channels
 from attar.kernels.operands import AttentionForm
-from attar.kernels.pages import Pages, Placement, Rotation
-from attar.kernels.planes import Basis
+from attar.kv import bit_planes as coding
+from attar.kv import kivi, kvquant
+from attar.kv.bit_planes import Basis
+from attar.kv.kvquant import Channels
+from attar.kv.pages import Pages, Placement, Rotation
 
 QUERY_TILE = 512  # queries that share one mask: memory grows with the keys, not with their square
 INT8_MOST, FP8_MOST = 127, 448.0
@@ -199,7 +199,7 @@ def _write_channels(k: Tensor, v: Tensor, pages: Pages, slots: Tensor) -> None:
         ("value", v, pages.bases.values, pages.values),
     ):
         assert isinstance(channels, Channels)
-        coded = nuq.quantize(y, channels, outliers)
+        coded = kvquant.quantize(y, channels, outliers)
         codes[block, :, place] = coded.codes
         pages.more[f"{side}_outliers"][block, :, place] = coded.outliers
         pages.more[f"{side}_columns"][block, :, place] = coded.columns
@@ -268,7 +268,7 @@ def _read_channels(pages: Pages, blocks: Tensor) -> tuple[Tensor, Tensor]:
     ):
         assert isinstance(channels, Channels)
         outliers, columns = (pages.more[f"{side}_{what}"][blocks] for what in ("outliers", "columns"))
-        y = nuq.dequantize(nuq.Coded(codes[blocks], outliers, columns, scales), channels)  # [M, G, block, D]
+        y = kvquant.dequantize(kvquant.Coded(codes[blocks], outliers, columns, scales), channels)  # [M, G, block, D]
         y[:, :, 0] = pages.more[f"{side}_firsts"][blocks].float()
         found.append(y)
     return found[0], found[1]

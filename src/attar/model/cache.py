@@ -4,7 +4,7 @@ A cache is pages (`kernels.pages`): blocks of slots that a sequence's row of the
 has its blocks from the start, side by side; an engine that hands them out as sequences grow brings tables of its own
 (`KVCache.over`), and nothing else changes. Keys are stored rotated (`Pages.keys_rotated`).
 
-Some schemes keep a sequence's unfinished block in 16 bits (`formats/kv.py`). A call's rows of a sequence then lie in
+Some schemes keep a sequence's unfinished block in 16 bits (`kv/schemes.py`). A call's rows of a sequence then lie in
 one block; `KVCache.pieces` cuts longer ones, and `Decoder.states` runs the pieces.
 """
 
@@ -17,10 +17,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attar.formats.kv import SCHEMES, KvScheme
 from attar.kernels import ops
 from attar.kernels.operands import Routes
-from attar.kernels.pages import Bases, Pages, Placement, Rotation
+from attar.kv.pages import Bases, Pages, Placement, Rotation
+from attar.kv.schemes import SCHEMES, KvScheme
 from attar.model.config import ModelConfig, Rope
 from attar.model.rope import rotation, table
 
@@ -33,7 +33,7 @@ Tails = Callable[[int, int], int]
 
 
 class KVCache:
-    """Room for `batch` sequences of up to `capacity` positions each, kept as `scheme` says (`formats/kv.py`).
+    """Room for `batch` sequences of up to `capacity` positions each, kept as `scheme` says (`kv/schemes.py`).
 
     `bases` are for schemes that are calibrated, one a layer. Raises ValueError where a block is no multiple of 16
     slots, or the scheme does not keep heads of the model's size.

@@ -14,12 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attar.formats.kv import SCHEMES, KvScheme
 from attar.formats.packed import PackedTensor
 from attar.kernels import ops
 from attar.kernels.operands import AttentionForm, Linear, Norm, Prepared, Routes
 from attar.kernels.ops import Store, Table, TritonStore
-from attar.kernels.pages import Bases
+from attar.kv.pages import Bases
+from attar.kv.schemes import SCHEMES, KvScheme
 from attar.model.cache import KVCache, Step
 from attar.model.config import ModelConfig
 from attar.model.layers import Attention, Block, FeedForward, MixtureOfExperts

@@ -19,7 +19,7 @@ is held than in a step of one text (`plan.costs.calibration_bytes` counts it).
 A mean is subtracted, for values and for keys: softmax does not see what it adds to all scores of a query. It would with
 soft-capped scores: there keys keep theirs.
 
-Of KVQuant's schemes (`kernels/nuq.py`) the same texts give each channel's mean and spread and a layer's levels.
+Of KVQuant's schemes (`kv/kvquant.py`) the same texts give each channel's mean and spread and a layer's levels.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attar.formats import kmeans
-from attar.formats.kv import BUCKET, UNIT, KvScheme, divide
-from attar.kernels import nuq, ops
-from attar.kernels.nuq import Channels
-from attar.kernels.pages import Bases, Rotation
-from attar.kernels.planes import Basis
+from attar.formats.codecs import kmeans
+from attar.kernels import ops
+from attar.kv import kvquant
+from attar.kv.bit_planes import Basis
+from attar.kv.kvquant import Channels
+from attar.kv.pages import Bases, Rotation
+from attar.kv.schemes import BUCKET, UNIT, KvScheme, divide
 from attar.model.cache import BLOCK, Step
 from attar.model.decoder import Decoder
 from attar.model.layers import Attention
@@ -149,10 +150,10 @@ def channels(x: Tensor, moment: Tensor, scheme: KvScheme, centred: bool, scaled:
         spread = (x - mean).square().mean(0).sqrt()
         spread = torch.where(spread > 0, spread, 1.0)
     y = (x - mean) / spread
-    kept = nuq.inliers(y, scheme.outliers(x.shape[2]))
+    kept = kvquant.inliers(y, scheme.outliers(x.shape[2]))
     counts = moment.diagonal(dim1=1, dim2=2) * spread.square() * kept
     if scaled:
-        size = nuq.sizes(y, kept)[..., None]
+        size = kvquant.sizes(y, kept)[..., None]
         y, counts = y / torch.where(size > 0, size, 1.0), counts * size.square()
     some = slice(None, None, -(-y.numel() // SOME))
     levels = kmeans.centres(y.flatten()[None, some], counts.flatten()[None, some], 1 << round(scheme.bits))

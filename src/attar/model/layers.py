@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attar.kernels import ops
 from attar.kernels.operands import AttentionForm, Linear, Norm, Routes, Tap
-from attar.kernels.pages import Rotation
+from attar.kv.pages import Rotation
 from attar.model.cache import Step, sent
 from attar.model.config import Activation, Rope
 

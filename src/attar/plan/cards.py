@@ -9,7 +9,7 @@ numbers tell, zero points that no kernel takes, is left out.
 
 A step is bounded as on a CPU, by results in float32, though a card computes in 16 bits; its tokens are chosen of up to
 `AT_ONCE` rows together. What a library or the driver takes, and what recorded graphs take, no formula knows: a server
-measures those when it starts (`engine/footprint.py`), and here the room is what `machine.SHARE` leaves. A card's memory
+measures those when it starts (`engine/memory_profile.py`), and here the room is what `machine.SHARE` leaves. A card's memory
 is its data sheet's figure in units of 10^9 bytes. Some show up to 7 % more, as their makers mean 2^30; of others error
 correction takes about that part. A plan is on the safe side: it is `--device` that asks the card itself. Torch-free.
 """
@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from attar.formats.forms import Fp8Blocks, Progressive
-from attar.formats.kv import scheme as kv_scheme
 from attar.formats.scheme import ITEM_BITS, Grid, Scheme, multiplied_in
+from attar.formats.weight_formats import Fp8Blocks, Progressive
+from attar.kv.schemes import scheme as kv_scheme
 from attar.model.config import ModelConfig
 from attar.plan import costs, steps
 from attar.plan.costs import BLOCK, Matrix, Storage, WeightBytes
@@ -29,7 +29,7 @@ from attar.plan.roofline import Rates
 from attar.plan.steps import StepLimits
 
 TILE = 64  # outputs that lie together
-AT_ONCE = 64  # rows whose tokens are chosen together (`engine/device_sampler.py`)
+AT_ONCE = 64  # rows whose tokens are chosen together (`sampling/device_sampler.py`)
 LEAST_GROUP, LEAST_ROUNDED = 32, 64  # columns of 4 bits under one scale: of rows as they are, and rounded to int8
 MOST_COLUMNS = 65536  # whose products of 8 by 8 bits one sum of 32 bits holds
 USUAL_KV = ("bfloat16", "int8", "int4")

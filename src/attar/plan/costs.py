@@ -1,7 +1,7 @@
 """What a model costs, in bytes and operations, from its configuration alone.
 
 Everything here is a sum over shapes, never an estimate, and it is the arithmetic of what runs: weights are counted as
-the native kernels lay them out (`csrc/matrix.h`), keys and values as pages store them (`kernels/pages.py`). Tests hold
+the native kernels lay them out (`csrc/matrix.h`), keys and values as pages store them (`kv/pages.py`). Tests hold
 both against the real thing, byte for byte. On disk a weight is smaller by the padding of its last 16 outputs;
 `Scheme.bytes` is that ledger.
 
@@ -22,11 +22,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from attar.formats.forms import Lookup, Progressive
-from attar.formats.kv import LENGTH, RANDOM, WRITTEN, scheme
 from attar.formats.scheme import ITEM_BITS, Scheme
-from attar.kernels.native import reach
+from attar.formats.weight_formats import Lookup, Progressive
+from attar.kernels.native import capabilities
 from attar.kernels.native.layouts import layout_of
+from attar.kv.schemes import LENGTH, RANDOM, WRITTEN, scheme
 from attar.model.config import ModelConfig
 
 Part = Literal["linears", "head"]
@@ -132,7 +132,7 @@ SHORT: Mapping[str, str] = {"float32": "fp32", "float16": "fp16", "bfloat16": "b
 
 def against(scheme: Scheme | None) -> str | None:
     """Why no CPU kernel multiplies by such a weight, or None where one does; dense ones (None) have one."""
-    return None if scheme is None else reach.weight_against(scheme)
+    return None if scheme is None else capabilities.weight_against(scheme)
 
 
 def read_bytes(rows: int, columns: int, scheme: Scheme | None, dtype: str = "bfloat16") -> int:

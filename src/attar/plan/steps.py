@@ -11,7 +11,7 @@ size I, q, k and v side by side C, query heads together A, feed-forward width W;
 
 Beside these are the buffers that threads of the kernels keep, the tables of rotary angles, and what the workspace keeps
 warm: results of a megabyte and more lie on pages of their own, of which up to `idle` bytes wait for the next step of
-their size (`kernels/native/workspace.py`). Recorded decode steps (`engine/runner.py`) keep all their results. Sampling
+their size (`kernels/native/workspace.py`). Recorded decode steps (`execution/model_runner.py`) keep all their results. Sampling
 works in float64 and sorts what its filters leave: up to `SAMPLING` bytes a logit (measured: 144, for flat logits and a
 top-p of 0.99999).
 
@@ -26,8 +26,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from attar.formats.forms import Lookup, Progressive
 from attar.formats.scheme import Scheme
+from attar.formats.weight_formats import Lookup, Progressive
 from attar.model.config import ModelConfig
 from attar.plan.costs import LANES, Storage, against, matrices
 

@@ -6,16 +6,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from attar.engine.messages import Embed, Failed, Ready, Submit
-from attar.engine.request import SamplingParams
 from attar.faults import point
-from attar.server.backoff import Backoff
-from attar.server.client import EngineClient
+from attar.protocol.messages import Embed, Failed, Ready, Submit
+from attar.protocol.request import SamplingParams
+from attar.server.admission.retry_after import Backoff
+from attar.server.api.schemas import MAX_PROMPTS
+from attar.server.engine_client.client import EngineClient
 from attar.server.errors import Refusal
 from attar.server.metrics import Metrics
+from attar.server.request_handler import Caller, Work
 from attar.server.request_trace import RequestTrace, RequestTraces
-from attar.server.schemas import MAX_PROMPTS
-from attar.server.work import Caller, Work
 
 WINDOW = 32  # texts to embed that the engine has at once
 PROMPT_ANSWER = 1.0  # seconds that a stream's status waits for the engine's first word

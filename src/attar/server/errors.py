@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from attar.engine.messages import Failed
+from attar.protocol.messages import Failed
 from attar.server.strict_json import shown
 
 

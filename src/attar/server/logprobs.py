@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from attar.engine.request import TokenLogprob
 from attar.faults import point
+from attar.protocol.request import TokenLogprob
 from attar.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # JSON has no infinity; OpenAI's number for it

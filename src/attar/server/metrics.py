@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from attar.engine.messages import Stats
-from attar.server.client import EngineClient
+from attar.protocol.messages import Stats
+from attar.server.engine_client.client import EngineClient
 
 BEAT = 0.05  # seconds between two looks at the loop's lag
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from attar.faults import point
-from attar.server import schemas, strict_json
-from attar.server.allowed import beyond
+from attar.server import strict_json
+from attar.server.admission.request_limits import beyond
+from attar.server.api import schemas
+from attar.server.api.sampling_params import in_vocabulary
+from attar.server.api.schemas import text_of
 from attar.server.errors import Refusal
 from attar.server.lengths import Lengths
-from attar.server.sampling import in_vocabulary
-from attar.server.schemas import text_of
 from attar.server.workers import Workers
 from attar.text.literal import LiteralChat, Messages
 from attar.text.template import TemplateError, render_chat

@@ -10,9 +10,9 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from attar.engine.messages import Embedding, Failed, Finished, Report
 from attar.faults import point
-from attar.server.connection import AnswerEvent
+from attar.protocol.messages import Embedding, Failed, Finished, Report
+from attar.server.engine_client.connection import AnswerEvent
 from attar.server.errors import Refusal
 
 REMEMBERED = 1000  # requests that /why can tell of when they have ended

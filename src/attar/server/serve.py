@@ -16,15 +16,15 @@ from pathlib import Path
 
 import uvicorn
 
-from attar.server.api import make_app
-from attar.server.client import EngineClient
+from attar.server.api.routes import make_app
 from attar.server.dispatcher import Dispatcher
-from attar.server.door import Door, Options
-from attar.server.heartbeat import STUCK
+from attar.server.engine_client.client import EngineClient
+from attar.server.engine_client.heartbeat import STUCK
+from attar.server.http.limits import KEEP_ALIVE_SECONDS, LimitedProtocol
+from attar.server.http.middleware import Door, Options
+from attar.server.http.sockets import BACKLOG, Waiting, allowed, listen
 from attar.server.metrics import Metrics
 from attar.server.prompts import Prompts
-from attar.server.protocol import KEEP_ALIVE_SECONDS, LimitedProtocol
-from attar.server.sockets import BACKLOG, Waiting, allowed, listen
 from attar.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

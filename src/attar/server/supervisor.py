@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from attar import env, faults, machine
-from attar.engine.settings import CHANGED, HOPELESS, Settings
-from attar.server import sockets
-from attar.server.door import Options
+from attar.protocol.settings import CHANGED, HOPELESS, Settings
+from attar.server.http import sockets
+from attar.server.http.middleware import Options
 from attar.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

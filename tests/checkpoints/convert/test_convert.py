@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attar.checkpoints import hf, receipt, sources
 from attar.checkpoints.convert.grids import GGML
 from attar.checkpoints.convert.proof import Digest, proof
 from attar.checkpoints.convert.run import convert
@@ -23,12 +22,14 @@ from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.gguf.export import FILE_TYPES, file_type
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.inspect import inspect
-from attar.checkpoints.receipt import combined_hash, known, read_receipt
-from attar.checkpoints.untrusted import CheckpointError
-from attar.checkpoints.verify import verify
+from attar.checkpoints.receipts import receipt
+from attar.checkpoints.receipts.receipt import combined_hash, known, read_receipt
+from attar.checkpoints.receipts.verify import verify
+from attar.checkpoints.sources import hf, opening
+from attar.checkpoints.strict_io import CheckpointError
 from attar.checkpoints.vocabulary import tokenizer
 from attar.checkpoints.writer import ShardWriter
-from attar.compression.pipeline import compress
+from attar.compression.runs.pipeline import compress
 from attar.formats.packed import PackedTensor
 from attar.model.cache import Step
 from attar.text.tokenizer import Tokenizer
@@ -40,7 +41,7 @@ Folders = dict[str, Path]
 
 
 def logits(path: Path) -> torch.Tensor:
-    return sources.load(path, torch.float32).forward(IDS, Step((len(IDS),), len(IDS)))
+    return opening.load(path, torch.float32).forward(IDS, Step((len(IDS),), len(IDS)))
 
 
 @pytest.fixture(scope="module")

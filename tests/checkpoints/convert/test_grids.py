@@ -17,12 +17,13 @@ from torch import Tensor
 from attar.checkpoints.convert.gguf import MULTIPLES, blocks, kinds_for
 from attar.checkpoints.convert.grids import GGML, as_half, as_scheme, blocks_of_fp4, fp4_of_blocks, grid_of, integers
 from attar.checkpoints.convert.source import Stored
-from attar.formats import affine, ggml_blocks, sparse24
-from attar.formats.forms import GgmlBlocks
-from attar.formats.ggml import TYPES, GgmlType
-from attar.formats.ggml_blocks import Blocks
+from attar.formats import affine
+from attar.formats.codecs import ggml_blocks, sparse24
+from attar.formats.codecs.ggml import TYPES, GgmlType
+from attar.formats.codecs.ggml_blocks import Blocks
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Scheme
+from attar.formats.weight_formats import GgmlBlocks
 
 WITHOUT_OFFSETS = [name for name, scheme in GGML.items() if scheme.grid.symmetric]
 WITH_OFFSETS = [name for name, scheme in GGML.items() if not scheme.grid.symmetric]

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attar.checkpoints import hf, receipt, sources, verify, vocabulary
+from attar.checkpoints import vocabulary
 from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
 from attar.checkpoints.gguf import config as gguf_config
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
@@ -25,11 +25,13 @@ from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.gguf.values import Array, Typed
 from attar.checkpoints.gguf.writer import atomic_gguf
 from attar.checkpoints.inspect import inspect
-from attar.checkpoints.probes import make_probes
-from attar.checkpoints.stored import stored
-from attar.checkpoints.untrusted import CheckpointError
-from attar.formats import ggml_blocks, ggml_round, ggml_search
-from attar.formats.ggml import TYPES
+from attar.checkpoints.receipts import receipt, verify
+from attar.checkpoints.receipts.probes import make_probes
+from attar.checkpoints.sources import hf, opening
+from attar.checkpoints.sources.stored import stored
+from attar.checkpoints.strict_io import CheckpointError
+from attar.formats.codecs import ggml_blocks, ggml_round, ggml_search
+from attar.formats.codecs.ggml import TYPES
 from attar.formats.packed import PackedTensor
 from attar.model.config import Rope
 from attar.model.decoder import Decoder
@@ -646,7 +648,7 @@ def test_a_folder_may_be_called_like_a_file(source: Path, tmp_path: Path) -> Non
     folder = tmp_path / "model.gguf"
     shutil.copytree(source, folder)
     assert not vocabulary.is_gguf(folder)
-    assert torch.equal(logits(sources.load(folder, torch.float32)), logits(hf.load(source, torch.float32)))
+    assert torch.equal(logits(opening.load(folder, torch.float32)), logits(hf.load(source, torch.float32)))
 
 
 def test_a_file_is_verified_against_its_receipt(write: Write) -> None:

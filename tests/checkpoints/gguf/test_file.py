@@ -25,8 +25,8 @@ from attar.checkpoints.gguf import writer as gguf_writer
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.gguf.values import Array, Typed
 from attar.checkpoints.gguf.writer import atomic_gguf, plan
-from attar.checkpoints.untrusted import NEAR, CheckpointError
-from attar.formats.ggml import TYPES
+from attar.checkpoints.strict_io import NEAR, CheckpointError
+from attar.formats.codecs.ggml import TYPES
 
 BYTES_PER_REFUSAL = 32 << 20  # and four times the header
 

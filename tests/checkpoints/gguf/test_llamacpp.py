@@ -12,14 +12,14 @@ import pytest
 import torch
 from llamacpp_logits import PYTHON, as_f32, llama_cpp, logits, product_errors, rounded, rounding_tap
 
-from attar.checkpoints import sources
 from attar.checkpoints.convert.run import convert
 from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
 from attar.checkpoints.gguf import export
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.gguf.export import describe
-from attar.compression.pipeline import compress
-from attar.formats.ggml import TYPES
+from attar.checkpoints.sources import opening
+from attar.compression.runs.pipeline import compress
+from attar.formats.codecs.ggml import TYPES
 from attar.metrics.divergence import compare
 
 IDS = [0, *(torch.arange(1, 96) * 37 % 4096).tolist()]
@@ -60,7 +60,7 @@ def test_a_folder_that_was_converted_is_read_alike(recipe: str, demo: Path, tmp_
     file = convert(tmp_path / "folder", tmp_path / "out.gguf", to="gguf").path
     theirs = llama_cpp(file, [IDS])
     texts = torch.zeros(len(IDS), dtype=torch.int64)
-    ours, original = (logits(sources.load(path, torch.float32), IDS) for path in (file, demo))
+    ours, original = (logits(opening.load(path, torch.float32), IDS) for path in (file, demo))
     found, far = (compare(each, theirs, texts).kl.mean() for each in (ours, original))
     assert found < KL_OF_ROWS
     assert found < far / 3  # what the weights lost, which is far more than how rows are read
@@ -75,7 +75,7 @@ def test_betas_of_yarn_are_read_by_neither_side(
         pytest.skip("llama.cpp is not built here: `make bench-peers` does")
     source, texts = yarn(family), torch.zeros(len(IDS), dtype=torch.int64)
     plain = convert(source, tmp_path / "plain.gguf", to="gguf").path
-    ours, theirs = logits(sources.load(plain, torch.float32), IDS), llama_cpp(plain, [IDS], "--exact-attention")
+    ours, theirs = logits(opening.load(plain, torch.float32), IDS), llama_cpp(plain, [IDS], "--exact-attention")
     assert compare(ours, theirs, texts).kl.mean() < KL_OF_YARN
     for key, value in (("beta_fast", 4.0), ("beta_slow", 0.25)):
 
@@ -87,14 +87,14 @@ def test_betas_of_yarn_are_read_by_neither_side(
             patch.setattr(export, "describe", with_beta)
             file = convert(source, tmp_path / f"{key}.gguf", to="gguf").path
         assert torch.equal(llama_cpp(file, [IDS], "--exact-attention"), theirs)
-        assert torch.equal(logits(sources.load(file, torch.float32), IDS), ours)
+        assert torch.equal(logits(opening.load(file, torch.float32), IDS), ours)
         config = json.loads((source / "config.json").read_text())
         config["rope_parameters"][key] = value
         other = tmp_path / key
         other.mkdir()
         (other / "config.json").write_text(json.dumps(config))
         shutil.copy(source / "model.safetensors", other)
-        assert compare(logits(sources.load(other, torch.float32), IDS), theirs, texts).kl.mean() > 1e4 * KL_OF_YARN
+        assert compare(logits(opening.load(other, torch.float32), IDS), theirs, texts).kl.mean() > 1e4 * KL_OF_YARN
 
 
 @pytest.fixture

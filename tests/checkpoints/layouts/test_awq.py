@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.layouts.awq import Awq
-from attar.checkpoints.untrusted import CheckpointError
+from attar.checkpoints.strict_io import CheckpointError
 from attar.formats.packed import PackedTensor
 from attar.kernels import ref
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from attar.checkpoints import hf
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.layouts import bitsandbytes
 from attar.checkpoints.layouts.bitsandbytes import BitsAndBytes
-from attar.checkpoints.libraries import declared, parts_of
-from attar.checkpoints.untrusted import CheckpointError
-from attar.formats import nf4
+from attar.checkpoints.layouts.export_layouts import declared, parts_of
+from attar.checkpoints.sources import hf
+from attar.checkpoints.strict_io import CheckpointError
+from attar.formats.codecs import nf4
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Part, Scheme
 

@@ -19,12 +19,12 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from attar.checkpoints import hf
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.layouts import compressed_tensors
 from attar.checkpoints.layouts.compressed_tensors import CompressedTensors, quantization_config
-from attar.checkpoints.libraries import declared, parts_of
-from attar.checkpoints.untrusted import CheckpointError
+from attar.checkpoints.layouts.export_layouts import declared, parts_of
+from attar.checkpoints.sources import hf
+from attar.checkpoints.strict_io import CheckpointError
 from attar.formats import affine
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Grid, Part, Scheme

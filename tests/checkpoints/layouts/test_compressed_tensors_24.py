@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from attar.checkpoints import hf
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.inspect import inspect
 from attar.checkpoints.layouts.compressed_tensors import CompressedTensors, quantization_config
-from attar.checkpoints.untrusted import CheckpointError
+from attar.checkpoints.sources import hf
+from attar.checkpoints.strict_io import CheckpointError
 from attar.formats import affine
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Scheme

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from attar.checkpoints import hf
-from attar.checkpoints.untrusted import CheckpointError
+from attar.checkpoints.sources import hf
+from attar.checkpoints.strict_io import CheckpointError
 from attar.formats.packed import PackedTensor
 from attar.kernels import ref
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from attar.checkpoints import hf
 from attar.checkpoints.layouts import bitsandbytes, compressed_tensors, own_format
-from attar.checkpoints.libraries import declared, library_for, parts_of
-from attar.checkpoints.untrusted import CheckpointError
-from attar.compression.pipeline import compress
+from attar.checkpoints.layouts.export_layouts import declared, library_for, parts_of
+from attar.checkpoints.sources import hf
+from attar.checkpoints.strict_io import CheckpointError
+from attar.compression.runs.pipeline import compress
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Part, Scheme
 

@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attar.checkpoints import hf
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.inspect import inspect
 from attar.checkpoints.layouts.squeezellm import SqueezeLlm
-from attar.checkpoints.untrusted import CheckpointError
-from attar.compression.pipeline import compress
-from attar.formats import lookup
-from attar.formats.forms import NUMBERS, Lookup
+from attar.checkpoints.sources import hf
+from attar.checkpoints.strict_io import CheckpointError
+from attar.compression.runs.pipeline import compress
+from attar.formats.codecs import lookup
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
+from attar.formats.weight_formats import NUMBERS, Lookup
 from attar.kernels import ops, ref
 from attar.model.cache import Step
 from tests.model.random_model import together

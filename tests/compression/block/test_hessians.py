@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from attar.checkpoints import hf
+from attar.checkpoints.sources import hf
 from attar.compression.block import hessians
-from attar.compression.guide import Hints
-from attar.compression.pipeline import Compressed, compress
-from attar.compression.recipe import Recipe
-from attar.compression.solvers import rtn
+from attar.compression.calibration.loss_weights import Hints
+from attar.compression.recipe.recipe import Recipe
+from attar.compression.runs.pipeline import Compressed, compress
+from attar.compression.solvers.rounding import rtn
 from attar.formats.packed import PackedTensor
 from attar.model.cache import Step
 from tests.conftest import token_ids

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attar.compression.block import record
-from attar.compression.guide import Hints, row_groups
-from attar.compression.solvers import rtn
+from attar.compression.calibration.loss_weights import Hints, row_groups
+from attar.compression.solvers.rounding import rtn
 from attar.formats.scheme import Scheme
 
 SAME = 1e-5  # relative: float32 products against float64

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from attar.compression.pipeline import compress
-from attar.compression.recipe import Recipe
+from attar.compression.recipe.recipe import Recipe
+from attar.compression.runs.pipeline import compress
 
 Ids = list[list[int]]
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from attar.compression.block import transforms
-from attar.compression.block.groups import input_groups
 from attar.compression.block.work import BlockWork
-from attar.compression.hidden import HiddenStates
-from attar.compression.methods import Awq, SmoothQuant
-from attar.compression.recipe import Recipe
-from attar.compression.solvers import smoothquant
-from attar.compression.solvers.means import ColumnMean
+from attar.compression.calibration.hidden_states import HiddenStates
+from attar.compression.groups import input_groups
+from attar.compression.recipe.methods import Awq, SmoothQuant
+from attar.compression.recipe.recipe import Recipe
+from attar.compression.solvers.rounding.means import ColumnMean
+from attar.compression.solvers.transforms import smoothquant
 from attar.formats.scheme import Scheme
 from attar.model.decoder import Decoder
 from attar.model.layers import Block

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attar import _native
-from attar.formats.kv import scheme
 from attar.kernels import ref, ref_attention
 from attar.kernels.native import attention as native
 from attar.kernels.operands import AttentionForm, Norm
-from attar.kernels.pages import Pages, Placement, Rotation
+from attar.kv.pages import Pages, Placement, Rotation
+from attar.kv.schemes import scheme
 
 TOLERANCE = {  # of outputs, relative to the largest: what the arithmetic adds, for the oracle reads what is stored
     "float32": 2e-6,
@@ -476,10 +476,10 @@ def test_beyond_two_to_the_31_elements() -> None:
 
 MEMORY = """
 import torch
-from attar.formats.kv import scheme
+from attar.kv.schemes import scheme
 from attar.kernels.native import attention
 from attar.kernels.operands import AttentionForm
-from attar.kernels.pages import Pages, Placement
+from attar.kv.pages import Pages, Placement
 torch.set_num_threads(2)
 def peak():
     with open("/proc/self/status") as status:  # getrusage begins with what the parent had

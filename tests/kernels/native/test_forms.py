@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from attar import _native
-from attar.formats import ggml_blocks
-from attar.formats.forms import GgmlBlocks
-from attar.formats.ggml import TYPES
+from attar.formats.codecs import ggml_blocks
+from attar.formats.codecs.ggml import TYPES
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Grid, Scheme
+from attar.formats.weight_formats import GgmlBlocks
 from attar.kernels import ref
 from attar.kernels.native import linear as native
 from attar.kernels.native.layouts import GGML, layout_of

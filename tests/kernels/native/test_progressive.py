@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attar import _native
-from attar.formats import progressive
+from attar.formats.codecs import progressive
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.kernels import ops, ref

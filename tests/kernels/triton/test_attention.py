@@ -16,12 +16,13 @@ pytest.importorskip("triton", reason="Triton is not installed here: `make test-t
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 interprets the kernels: `make test-triton` sets it", allow_module_level=True)
 
-from attar.formats.kv import scheme
-from attar.kernels import ops, planes, ref_attention
+from attar.kernels import ops, ref_attention
 from attar.kernels.operands import AttentionForm, Norm
-from attar.kernels.pages import Pages, Placement, Rotation
 from attar.kernels.triton import attention, kv_write, nibbles
 from attar.kernels.triton.pages import NibblePages, PlainPages
+from attar.kv import bit_planes
+from attar.kv.pages import Pages, Placement, Rotation
+from attar.kv.schemes import scheme
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}  # of outputs, relative to the largest: what the arithmetic adds
 ROTATED = {torch.float32: 1e-6, torch.float16: 2e-3}  # a norm and a rotation of values around 1
@@ -258,10 +259,10 @@ def test_four_bits_are_chosen_by_the_references_arithmetic() -> None:
         assert scales is not None
         packed, scale = (part[slots // block, :, slots % block] for part in (held, scales))
         y = basis.turn(x)
-        assert torch.allclose(scale, planes.quantize(y, basis)[1].float(), rtol=NEIGHBOUR, atol=0)
-        s = torch.where(scale < planes.SMALLEST, 1.0, scale)[..., None]
-        level = (y * (1 / s)).clamp(-planes.LAST, planes.LAST).round().long()
-        codes = planes.tables()[1][4, level + planes.LAST]
+        assert torch.allclose(scale, bit_planes.quantize(y, basis)[1].float(), rtol=NEIGHBOUR, atol=0)
+        s = torch.where(scale < bit_planes.SMALLEST, 1.0, scale)[..., None]
+        level = (y * (1 / s)).clamp(-bit_planes.LAST, bit_planes.LAST).round().long()
+        codes = bit_planes.tables()[1][4, level + bit_planes.LAST]
         assert torch.equal(torch.cat((packed & 15, packed >> 4), -1), codes)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attar.checkpoints import hf
+from attar.checkpoints.sources import hf
 from attar.formats.packed import codec
 from attar.formats.scheme import Scheme, multiplied_in
 from attar.kernels import ops

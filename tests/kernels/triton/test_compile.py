@@ -26,13 +26,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from attar.formats.kv import scheme
 from attar.formats.packed import codec
 from attar.formats.scheme import Scheme
 from attar.kernels.operands import AttentionForm, Linear, Norm
-from attar.kernels.pages import Placement, Rotation
 from attar.kernels.triton import attention, kv_write, linear, nibbles, rows, sampling, w4, w8, weights
 from attar.kernels.triton.pages import NibblePages, PlainPages
+from attar.kv.pages import Placement, Rotation
+from attar.kv.schemes import scheme
 
 SHARED = 227 << 10  # bytes of shared memory that a program of a Hopper card can have
 TARGET = GPUTarget("cuda", 90, 32)

@@ -12,15 +12,15 @@ pytest.importorskip("triton", reason="Triton is not installed here: `make test-t
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 interprets the kernels: `make test-triton` sets it", allow_module_level=True)
 
-from attar.engine.graphs import Record, Recorded
-from attar.engine.runner import Runner
-from attar.engine.sequence import Sequence
-from attar.engine.step import Chunk, StepPlan
-from attar.formats.kv import SCHEMES
+from attar.execution.cuda_graphs import Record, Recorded
+from attar.execution.model_runner import Runner
 from attar.kernels import ops
 from attar.kernels.triton.pages import PlainPages
+from attar.kv.schemes import SCHEMES
 from attar.model.cache import Step
 from attar.model.decoder import Decoder
+from attar.scheduling.sequence import Sequence
+from attar.scheduling.step_plan import Chunk, StepPlan
 
 INT8 = 0.02  # of logits, where keys and values are codes, of which some fall to the neighbour
 ROUNDED = 0.02  # of logits, where rows are: a number on the border of two codes may take the other

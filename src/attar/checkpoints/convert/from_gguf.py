@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from attar.checkpoints import hf, vocabulary
+from attar.checkpoints import vocabulary
 from attar.checkpoints.convert.gguf import DENSE
 from attar.checkpoints.convert.proof import Converted, Digest, Progress, compare
 from attar.checkpoints.convert.source import Stored, dense_values, inexact, values_of
@@ -24,11 +24,12 @@ from attar.checkpoints.gguf import config as gguf_config
 from attar.checkpoints.gguf import export as gguf_export
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.gguf.config import file_name
-from attar.checkpoints.hf import Checkpoint
+from attar.checkpoints.sources import hf
+from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.writer import ShardWriter, atomic_folder, plan_files
-from attar.formats.forms import GgmlBlocks
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Part, Scheme
+from attar.formats.weight_formats import GgmlBlocks
 from attar.kernels.operands import Linear
 
 

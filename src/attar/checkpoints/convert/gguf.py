@@ -22,12 +22,13 @@ from torch import Tensor
 
 from attar.checkpoints.convert.grids import GGML, as_half, as_scheme, blocks_of_fp4, grid_of, spread
 from attar.checkpoints.convert.source import Stored
-from attar.formats import affine, ggml_blocks
-from attar.formats.forms import Fp4, GgmlBlocks
-from attar.formats.ggml import IQ4_VALUES, TYPES, GgmlType
-from attar.formats.ggml_blocks import Blocks
+from attar.formats import affine
+from attar.formats.codecs import ggml_blocks
+from attar.formats.codecs.ggml import IQ4_VALUES, TYPES, GgmlType
+from attar.formats.codecs.ggml_blocks import Blocks
 from attar.formats.packed import PackedTensor
 from attar.formats.packing import row_slices
+from attar.formats.weight_formats import Fp4, GgmlBlocks
 
 GGUF = "gguf"  # what users call the format
 

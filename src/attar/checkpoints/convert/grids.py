@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints.gguf.checkpoint import SCHEMES
-from attar.formats import affine, fp4, ggml_blocks, progressive, sparse24
-from attar.formats.forms import FORMS, Fp4, GgmlBlocks, Int8Rows, Progressive, Sparse24
-from attar.formats.ggml import FP4_VALUES, TYPES, GgmlType
+from attar.formats import affine
+from attar.formats.codecs import fp4, ggml_blocks, progressive, sparse24
+from attar.formats.codecs.ggml import FP4_VALUES, TYPES, GgmlType
 from attar.formats.packed import PackedTensor
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Grid, Scheme
+from attar.formats.weight_formats import FORMS, Fp4, GgmlBlocks, Int8Rows, Progressive, Sparse24
 
 
 def _schemes(dtype: str, **names: str) -> dict[str, Scheme]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attar.checkpoints.hf import Checkpoint
+from attar.checkpoints.sources.hf import Checkpoint
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.kernels.operands import Linear

@@ -27,15 +27,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from attar.checkpoints import libraries
 from attar.checkpoints.convert.grids import as_scheme, grid_of
 from attar.checkpoints.convert.source import Stored
-from attar.checkpoints.layouts import compressed_tensors
+from attar.checkpoints.layouts import compressed_tensors, export_layouts
 from attar.formats import affine
-from attar.formats.forms import GgmlBlocks, Sparse24
 from attar.formats.packed import PackedTensor
 from attar.formats.packing import pack_awq, pack_words
 from attar.formats.scheme import Grid, Part, Scheme
+from attar.formats.weight_formats import GgmlBlocks, Sparse24
 from attar.kernels.operands import Linear
 
 
@@ -125,7 +124,7 @@ class ToCompressedTensors:
 
     def declared(self, module: str, each: Stored) -> dict[str, Part]:
         index = {f"{module}.weight_g_idx": Part("int32", (each.shape[1],))} if each.permuted else {}
-        return libraries.declared(compressed_tensors, module, each.scheme, each.shape) | index
+        return export_layouts.declared(compressed_tensors, module, each.scheme, each.shape) | index
 
     def arrays(self, module: str, linear: Linear) -> dict[str, Tensor]:
         packed, index = linear.weight, {}
@@ -135,7 +134,7 @@ class ToCompressedTensors:
             codes, groups = _in_order(codes, linear.permutation, scale.shape[1])
             packed = affine.encode(codes, scale, zero, packed.scheme, packed.shape)
             index = {f"{module}.weight_g_idx": groups}
-        return libraries.parts_of(compressed_tensors, module, packed, linear.activation_scale) | index
+        return export_layouts.parts_of(compressed_tensors, module, packed, linear.activation_scale) | index
 
     def config(self, modules: Mapping[str, Stored], dense: Sequence[str]) -> dict[str, Any]:
         found = compressed_tensors.quantization_config({name: each.scheme for name, each in modules.items()}, dense)

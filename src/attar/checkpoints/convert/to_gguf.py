@@ -30,9 +30,9 @@ from attar.checkpoints.gguf import export as gguf_export
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.gguf.config import ROPE_FACTORS, file_name
 from attar.checkpoints.gguf.writer import atomic_gguf
-from attar.checkpoints.hf import Checkpoint
-from attar.formats import ggml_round
-from attar.formats.ggml import TYPES, GgmlType
+from attar.checkpoints.sources.hf import Checkpoint
+from attar.formats.codecs import ggml_round
+from attar.formats.codecs.ggml import TYPES, GgmlType
 from attar.formats.packed import PackedTensor
 
 

@@ -26,13 +26,14 @@ from torch import Tensor
 from attar.checkpoints.gguf import config as gguf_config
 from attar.checkpoints.gguf.config import EMBED, ROPE_FACTORS, file_name
 from attar.checkpoints.gguf.file import GgufFile
-from attar.checkpoints.untrusted import CheckpointError
-from attar.formats import affine, ggml_blocks
-from attar.formats.forms import GgmlBlocks
-from attar.formats.ggml import DECODED, GgmlType
+from attar.checkpoints.strict_io import CheckpointError
+from attar.formats import affine
+from attar.formats.codecs import ggml_blocks
+from attar.formats.codecs.ggml import DECODED, GgmlType
 from attar.formats.packed import PackedTensor
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Scheme
+from attar.formats.weight_formats import GgmlBlocks
 from attar.kernels.native.layouts import GGML
 from attar.kernels.native.store import Store as NativeStore
 from attar.kernels.operands import Linear

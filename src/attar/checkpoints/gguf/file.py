@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from attar.checkpoints.gguf.header import GgufTensor, fill, read_header
 from attar.checkpoints.safetensors import byte_view
-from attar.checkpoints.untrusted import CheckpointError, near, open_regular
+from attar.checkpoints.strict_io import CheckpointError, near, open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor

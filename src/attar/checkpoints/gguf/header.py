@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attar.checkpoints.gguf.values import ARRAY, SCALARS, STRING, VALUE_TYPES, Entry, Metadata
-from attar.checkpoints.untrusted import CheckpointError, check_name
-from attar.formats.ggml import BY_ID, GgmlType
+from attar.checkpoints.strict_io import CheckpointError, check_name
+from attar.formats.codecs.ggml import BY_ID, GgmlType
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

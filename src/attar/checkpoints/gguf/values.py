@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attar.checkpoints.untrusted import CheckpointError
+from attar.checkpoints.strict_io import CheckpointError
 
 SCALARS: Mapping[str, struct.Struct] = {
     name: struct.Struct(f"<{code}")

@@ -31,9 +31,9 @@ from attar.checkpoints.gguf.header import (
     padded,
 )  # fmt: skip
 from attar.checkpoints.gguf.values import SCALARS, encode, text
-from attar.checkpoints.receipt import receipt_path
+from attar.checkpoints.receipts.receipt import receipt_path
 from attar.checkpoints.safetensors import Slot
-from attar.checkpoints.untrusted import CheckpointError, check_name
+from attar.checkpoints.strict_io import CheckpointError, check_name
 from attar.checkpoints.writer import (
     FULL,
     FilePlan,
@@ -44,7 +44,7 @@ from attar.checkpoints.writer import (
     sync_path,
     take_lock,
 )
-from attar.formats.ggml import GgmlType
+from attar.formats.codecs.ggml import GgmlType
 from attar.formats.scheme import Part
 
 VERSION = 3

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.layouts.gptq import checked_group_size, encode, matrix, scheme
-from attar.checkpoints.untrusted import CheckpointError
+from attar.checkpoints.strict_io import CheckpointError
 from attar.formats.packing import unpack_awq
 from attar.formats.scheme import Scheme
 from attar.kernels.operands import Linear

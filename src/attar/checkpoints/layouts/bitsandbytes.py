@@ -1,7 +1,7 @@
 """bitsandbytes checkpoints, read and written, as transformers stores them: NF4, and the int8 of LLM.int8().
 
 A module X has, in four bits, X.weight with two codes a byte and, under names that begin with X.weight, the magnitudes
-of its blocks, the tables that codes index, and a line of JSON (`formats/nf4.py`); in eight, X.weight int8, X.SCB
+of its blocks, the tables that codes index, and a line of JSON (`formats/codecs/nf4.py`); in eight, X.weight int8, X.SCB
 float32 (the largest magnitude of each row) and X.weight_format.
 
 What is quantized, and whether NF4's magnitudes are too, is read off the tensors; the config says which of the two it
@@ -16,11 +16,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from attar.checkpoints.folder import Folder
-from attar.checkpoints.untrusted import CheckpointError
-from attar.formats import nf4
-from attar.formats.forms import Outliers
+from attar.checkpoints.strict_io import CheckpointError
+from attar.formats.codecs import nf4
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
+from attar.formats.weight_formats import Outliers
 from attar.kernels.operands import Linear
 
 METHOD = "bitsandbytes"

@@ -32,12 +32,12 @@ from attar.checkpoints.layouts.compressed_tensors_groups import MIXED, Groups, c
 from attar.checkpoints.layouts.compressed_tensors_rotations import Rotations
 from attar.checkpoints.layouts.compressed_tensors_rotations import transform_config as transform_config
 from attar.checkpoints.layouts.gptq import by_group
-from attar.checkpoints.scales import activation_scale
-from attar.checkpoints.untrusted import CheckpointError
+from attar.checkpoints.layouts.scales import activation_scale
+from attar.checkpoints.strict_io import CheckpointError
 from attar.formats import affine
-from attar.formats.forms import Fp4, Sparse24
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import NVFP4, Grid, Layout, Scheme
+from attar.formats.weight_formats import Fp4, Sparse24
 from attar.kernels.operands import Linear
 
 METHOD = "compressed-tensors"

@@ -33,11 +33,12 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints.folder import Folder
-from attar.checkpoints.untrusted import CheckpointError
-from attar.formats import affine, sparse24
-from attar.formats.forms import Sparse24
+from attar.checkpoints.strict_io import CheckpointError
+from attar.formats import affine
+from attar.formats.codecs import sparse24
 from attar.formats.packing import unpack_words
 from attar.formats.scheme import FLOAT8, Grid, Scheme
+from attar.formats.weight_formats import Sparse24
 
 BITMASK = "sparse-24-bitmask"
 TILE, OUTPUTS = 16, 64  # inputs and outputs of a tile of Marlin's; kept inputs, that is

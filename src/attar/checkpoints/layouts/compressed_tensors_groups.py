@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from attar.checkpoints.patterns import Patterns
-from attar.checkpoints.untrusted import CheckpointError
-from attar.formats.forms import Form, Fp4, Fp8Blocks
+from attar.checkpoints.strict_io import CheckpointError
 from attar.formats.scheme import NVFP4, Granularity, Grid, Scheme
+from attar.formats.weight_formats import Form, Fp4, Fp8Blocks
 
 PLAIN = ("int-quantized", "float-quantized", "naive-quantized")
 MARLIN = "marlin-24"

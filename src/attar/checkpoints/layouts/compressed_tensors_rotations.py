@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attar.checkpoints.patterns import Patterns
-from attar.checkpoints.untrusted import CheckpointError
+from attar.checkpoints.strict_io import CheckpointError
 
 MAX_ENTRIES = 1000  # of inputs: each is asked of every module
 FOLDED = ("weight_input", "weight_output")

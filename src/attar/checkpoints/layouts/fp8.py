@@ -20,11 +20,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attar.checkpoints.folder import Folder
-from attar.checkpoints.scales import activation_scale
-from attar.checkpoints.untrusted import CheckpointError
-from attar.formats.forms import Fp8Blocks
+from attar.checkpoints.layouts.scales import activation_scale
+from attar.checkpoints.strict_io import CheckpointError
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
+from attar.formats.weight_formats import Fp8Blocks
 from attar.kernels.operands import Linear
 
 METHOD = "fp8"

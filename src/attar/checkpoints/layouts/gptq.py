@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints.folder import Folder
-from attar.checkpoints.untrusted import CheckpointError
+from attar.checkpoints.strict_io import CheckpointError
 from attar.formats import affine
 from attar.formats.packed import PackedTensor
 from attar.formats.packing import unpack_gptq, unpack_words

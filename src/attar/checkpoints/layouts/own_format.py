@@ -15,12 +15,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from attar.checkpoints.folder import Folder
-from attar.checkpoints.scales import activation_scale
-from attar.checkpoints.untrusted import CheckpointError
-from attar.formats import sparse24
-from attar.formats.forms import Sparse24
+from attar.checkpoints.layouts.scales import activation_scale
+from attar.checkpoints.strict_io import CheckpointError
+from attar.formats.codecs import sparse24
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
+from attar.formats.weight_formats import Sparse24
 from attar.kernels.operands import Linear
 
 METHOD = "attar"

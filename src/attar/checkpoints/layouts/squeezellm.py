@@ -5,7 +5,7 @@ A quantized linear X is
 * X.qweight int32 [I*bits/32, O], codes of 3 or 4 bits packed down the input dimension as GPTQ's are;
 * X.lookup_table [O, 2^bits], a row's numbers in no order, float32 as they were fitted (some conversions: 16 bits);
 * where it is dense and sparse, X.rows int32 [O + 1], X.cols int32 [n] and X.vals [n]: CSR of what is *added* to the
-  looked-up values, as `formats/lookup.py` has it;
+  looked-up values, as `formats/codecs/lookup.py` has it;
 * in some, X.startrows: where the threads of its GPU kernel begin. It follows from X.rows and is not read.
 
 So all of it is the scheme `lut4-s...`, number for number. What the project publishes are pickles, which are refused as
@@ -25,10 +25,10 @@ from torch import Tensor
 
 from attar.checkpoints.folder import MAX_CONFIG, Folder, read_json
 from attar.checkpoints.layouts.gptq import matrix
-from attar.checkpoints.untrusted import CheckpointError
-from attar.formats.forms import NUMBERS, Lookup, ScaleDtype
+from attar.checkpoints.strict_io import CheckpointError
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
+from attar.formats.weight_formats import NUMBERS, Lookup, ScaleDtype
 from attar.kernels.operands import Linear
 
 METHOD = "squeezellm"

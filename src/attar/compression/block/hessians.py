@@ -25,14 +25,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attar.compression.block import fold
-from attar.compression.guide import Hints, row_groups
-from attar.compression.hidden import HiddenStates
+from attar.compression.calibration.hidden_states import HiddenStates
+from attar.compression.calibration.loss_weights import Hints, row_groups
 from attar.compression.memory import give_back
-from attar.compression.methods import Gptq, Prune, SparseGpt
-from attar.compression.solvers import gptq, prune, qronos, sparsegpt, two_sided, zeros
-from attar.compression.solvers.form_levels import shared_largest
-from attar.compression.solvers.gptq import GptqResult, Hessian
+from attar.compression.recipe.methods import Gptq, Prune, SparseGpt
+from attar.compression.solvers.pruning import prune, sparsegpt, zeros
+from attar.compression.solvers.rounding import gptq, qronos, two_sided
+from attar.compression.solvers.rounding.form_levels import shared_largest
+from attar.compression.solvers.rounding.gptq import GptqResult, Hessian
+from attar.compression.solvers.transforms import fold
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.kernels.operands import Linear

@@ -15,11 +15,11 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
-from attar.compression.block import fold
 from attar.compression.block.hessians import naming
-from attar.compression.hidden import HiddenStates, Rows
-from attar.compression.methods import AutoRound
-from attar.compression.solvers import autoround
+from attar.compression.calibration.hidden_states import HiddenStates, Rows
+from attar.compression.recipe.methods import AutoRound
+from attar.compression.solvers.rounding import autoround
+from attar.compression.solvers.transforms import fold
 from attar.formats.scheme import Scheme
 from attar.kernels.operands import Linear
 from attar.model.layers import Block

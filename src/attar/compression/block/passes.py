@@ -6,10 +6,11 @@ linear ends with a `Record` of what rounding did to it, beside what plain roundi
 
 from __future__ import annotations
 
-from attar.checkpoints.untrusted import CheckpointError
-from attar.compression.block import fold, hessians, roundings, transforms
+from attar.checkpoints.strict_io import CheckpointError
+from attar.compression.block import hessians, roundings, transforms
 from attar.compression.block.record import Record
 from attar.compression.block.work import BlockWork
+from attar.compression.solvers.transforms import fold
 from attar.formats.packing import row_slices
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attar.compression.guide import Hints, row_groups
+from attar.compression.calibration.loss_weights import Hints, row_groups
 from attar.formats.packed import PackedTensor
 from attar.formats.packing import row_slices
 

@@ -14,13 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attar.compression import structured
-from attar.compression.block import fold, hessians, learning
+from attar.compression.block import hessians, learning, structured
 from attar.compression.block.hessians import naming
 from attar.compression.block.record import Record, error_on, measure_on, minded_error, weight_error
 from attar.compression.block.work import BlockWork
 from attar.compression.memory import give_back
-from attar.compression.methods import (
+from attar.compression.recipe.methods import (
     AutoRound,
     Gptq,
     Hqq,
@@ -32,9 +31,11 @@ from attar.compression.methods import (
     Structured,
     Wanda,
 )
-from attar.compression.solvers import hqq, rtn, squeezellm, zeros
-from attar.compression.solvers.form_levels import shared_largest
-from attar.compression.solvers.means import ColumnMean
+from attar.compression.solvers.pruning import zeros
+from attar.compression.solvers.rounding import hqq, rtn, squeezellm
+from attar.compression.solvers.rounding.form_levels import shared_largest
+from attar.compression.solvers.rounding.means import ColumnMean
+from attar.compression.solvers.transforms import fold
 from attar.formats import observers
 from attar.formats.observers import Observer
 from attar.formats.packed import PackedTensor, codec

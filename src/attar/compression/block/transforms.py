@@ -13,20 +13,21 @@ from contextlib import ExitStack, closing
 import torch
 from torch import Tensor
 
-from attar.compression.block import fold
-from attar.compression.block.groups import Fold, folds
 from attar.compression.block.hessians import naming
 from attar.compression.block.work import BlockWork
-from attar.compression.hidden import Rows
+from attar.compression.calibration.hidden_states import Rows
+from attar.compression.groups import Fold, folds
 from attar.compression.memory import give_back
-from attar.compression.methods import Awq, Clip, Pass, SmoothAttention, SmoothQuant
-from attar.compression.solvers import awq, smooth_attention, smoothquant, zeros
-from attar.compression.solvers.means import ColumnMean
-from attar.formats import kv
-from attar.formats.forms import Progressive
+from attar.compression.recipe.methods import Awq, Clip, Pass, SmoothAttention, SmoothQuant
+from attar.compression.solvers.pruning import zeros
+from attar.compression.solvers.rounding import awq
+from attar.compression.solvers.rounding.means import ColumnMean
+from attar.compression.solvers.transforms import fold, smooth_attention, smoothquant
 from attar.formats.scheme import Grid, Scheme
+from attar.formats.weight_formats import Progressive
 from attar.kernels import ops
 from attar.kernels.operands import Linear, Norm
+from attar.kv import schemes as kv
 from attar.model.cache import Step
 
 SEARCH_ROWS = 4096  # rows on which AWQ compares block outputs

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from attar.compression.block.groups import input_groups
-from attar.compression.guide import Hints
-from attar.compression.hidden import HiddenStates
-from attar.compression.recipe import Recipe
-from attar.compression.structured import Sizes
+from attar.compression.block.structured import Sizes
+from attar.compression.calibration.hidden_states import HiddenStates
+from attar.compression.calibration.loss_weights import Hints
+from attar.compression.groups import input_groups
+from attar.compression.recipe.recipe import Recipe
 from attar.formats.scheme import Scheme
 from attar.kernels.operands import Linear
 from attar.model.layers import Block

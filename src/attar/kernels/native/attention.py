@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attar.formats.kv import BUCKET
 from attar.kernels.native import extension
-from attar.kernels.nuq import Channels
 from attar.kernels.operands import AttentionForm, Norm
-from attar.kernels.pages import PARTS, Pages, Placement, Rotation
-from attar.kernels.planes import Basis
+from attar.kv.bit_planes import Basis
+from attar.kv.kvquant import Channels
+from attar.kv.pages import PARTS, Pages, Placement, Rotation
+from attar.kv.schemes import BUCKET
 
 
 def write_kv(

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attar.formats import fp4, nf4, packing, sparse24
-from attar.formats.forms import Fp8Blocks, GgmlBlocks, Sparse24
-from attar.formats.llm_int8 import LARGEST
+from attar.formats import packing
+from attar.formats.codecs import fp4, nf4, sparse24
+from attar.formats.codecs.llm_int8 import LARGEST
 from attar.formats.packed import PackedTensor
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Grid, Scheme
+from attar.formats.weight_formats import Fp8Blocks, GgmlBlocks, Sparse24
 from attar.kernels.native.extension import library
 from attar.kernels.native.layouts import FLOATS, LANES, Layout
 

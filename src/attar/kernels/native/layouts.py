@@ -21,9 +21,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from attar.formats.forms import Form, Fp4, Fp8Blocks, GgmlBlocks, Int8Rows, Nf4, Sparse24
-from attar.formats.ggml import FP4_VALUES, IQ4_VALUES
+from attar.formats.codecs.ggml import FP4_VALUES, IQ4_VALUES
 from attar.formats.scheme import FLOAT8, ITEM_BITS, Grid, Scheme
+from attar.formats.weight_formats import Form, Fp4, Fp8Blocks, GgmlBlocks, Int8Rows, Nf4, Sparse24
 
 LANES = 16  # outputs that lie together
 RUN = 32  # columns that codes are packed together in

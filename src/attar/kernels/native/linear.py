@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from attar.formats import packing
-from attar.formats.forms import Fp4, GgmlBlocks, Lookup, Outliers, Progressive
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Grid, Scheme
-from attar.kernels.native import extension, filling, lookup, progressive, reach
+from attar.formats.weight_formats import Fp4, GgmlBlocks, Lookup, Outliers, Progressive
+from attar.kernels.native import capabilities, extension, filling, lookup, progressive
 from attar.kernels.native.extension import library
 from attar.kernels.native.layouts import RUN, layout_of
 from attar.kernels.operands import Activation, Linear
@@ -95,7 +95,7 @@ def against(each: Linear) -> str | None:
     divided = each.permutation is not None or each.input_scale is not None
     if divided and isinstance(weight.scheme.weight, Progressive):
         return "rows that are reordered or divided have no kernel of two levels"
-    return reach.weight_against(weight.scheme) or _shape_against(weight.scheme, each.shape[1])
+    return capabilities.weight_against(weight.scheme) or _shape_against(weight.scheme, each.shape[1])
 
 
 def _shape_against(scheme: Scheme, columns: int) -> str | None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attar.formats.forms import Lookup
 from attar.formats.packed import PackedTensor
 from attar.formats.packing import row_slices, unpack_words
+from attar.formats.weight_formats import Lookup
 from attar.kernels.native.extension import library
 from attar.kernels.operands import Linear
 

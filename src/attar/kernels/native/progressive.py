@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from attar.formats.forms import Progressive
 from attar.formats.packed import PackedTensor
+from attar.formats.weight_formats import Progressive
 from attar.kernels.native.extension import library
 
 if TYPE_CHECKING:

@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 
 from attar.kernels.operands import AttentionForm
-from attar.kernels.pages import Placement
 from attar.kernels.triton import nibbles
 from attar.kernels.triton.backend import same_device
 from attar.kernels.triton.language import ACCUMULATE, arrive_last, counters, kernel, next_power, nothing, processors, tl
 from attar.kernels.triton.pages import NibblePages, PlainPages
+from attar.kv.pages import Placement
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 FEW, MANY = 16, 128  # queries of a tile: the tensor cores' least, and what registers have room for

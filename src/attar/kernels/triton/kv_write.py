@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from attar.kernels.operands import Norm
-from attar.kernels.pages import Placement, Rotation
 from attar.kernels.triton import nibbles
 from attar.kernels.triton.backend import same_device
 from attar.kernels.triton.language import kernel, next_power, nothing, tl
 from attar.kernels.triton.nibbles import put_nibbles, turned
 from attar.kernels.triton.pages import NibblePages, PlainPages
 from attar.kernels.triton.rows import ROUND
+from attar.kv.pages import Placement, Rotation
 
 
 @kernel

@@ -1,6 +1,6 @@
-"""Keys and values in 4 bits: the scheme `int4` of `formats/kv.py`, as Triton's kernels keep it.
+"""Keys and values in 4 bits: the scheme `int4` of `kv/schemes.py`, as Triton's kernels keep it.
 
-The coordinates are those of `kernels/planes.py`: heads rotated, a scale for each token, sixteen levels, and of eight
+The coordinates are those of `kv/bit_planes.py`: heads rotated, a scale for each token, sixteen levels, and of eight
 candidates for the scale the one that leaves the least error, rounded to bfloat16 before codes are chosen. Where those
 planes suit int8 products of one vector register, a byte here holds coordinates j and D / 2 + j of one token, so a
 token is one piece of memory and the tensor cores get rows.
@@ -22,31 +22,31 @@ import functools
 import torch
 from torch import Tensor
 
-from attar.formats.kv import UNIT
-from attar.kernels import planes
 from attar.kernels.triton.backend import same_device
 from attar.kernels.triton.language import kernel, tl
 from attar.kernels.triton.pages import NibblePages
 from attar.kernels.triton.rows import ROUND
+from attar.kv import bit_planes
+from attar.kv.schemes import UNIT
 
 BITS = 4
-TRIED = tl.constexpr(len(planes.STEPS))
-LAST = tl.constexpr(planes.LAST)
-SMALLEST = tl.constexpr(planes.SMALLEST)
+TRIED = tl.constexpr(len(bit_planes.STEPS))
+LAST = tl.constexpr(bit_planes.LAST)
+SMALLEST = tl.constexpr(bit_planes.SMALLEST)
 
 
 @functools.cache
 def tables(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """The level of each code, int8 [16]; the code of each integer from -127 to 127, uint8 [255]; the candidates for a
     scale, float32 [8], as shares of the root mean square."""
-    levels, nearest = planes.tables()
-    return levels[BITS, :16].to(device), nearest[BITS].to(device), torch.tensor(planes.STEPS, device=device)
+    levels, nearest = bit_planes.tables()
+    return levels[BITS, :16].to(device), nearest[BITS].to(device), torch.tensor(bit_planes.STEPS, device=device)
 
 
 @functools.cache
 def entry(size: int) -> float:
     """The size of every number of Hadamard's matrix."""
-    return float(planes.hadamard(size)[0, 0])
+    return float(bit_planes.hadamard(size)[0, 0])
 
 
 def share(size: int) -> float:

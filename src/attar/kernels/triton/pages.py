@@ -12,9 +12,9 @@ from typing import Self
 
 import torch
 
-from attar.formats.kv import KvScheme
-from attar.kernels.pages import RUN, Bases, Pages
-from attar.kernels.planes import rotation
+from attar.kv.bit_planes import rotation
+from attar.kv.pages import RUN, Bases, Pages
+from attar.kv.schemes import KvScheme
 
 SCALED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16, *SCALED_DTYPES)

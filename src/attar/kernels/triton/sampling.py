@@ -5,7 +5,7 @@ programs, each of which leaves the best of its share as one integer whose order 
 made monotone, above the place counted down, so that of equals the first wins; a NaN is above everything.
 
 Numbers to draw with come from the host: they follow from a request's seed and the token's index alone
-(`engine/sampler.py`), so they are known before the logits are.
+(`sampling/sampler.py`), so they are known before the logits are.
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ Six forms, by what meets in the tensor cores:
 * `w4a8`: the same codes, times rows rounded to int8; a group's scale comes behind the sum over its columns (Atom; Zhao
   et al. 2024);
 * `p4a8`: 4-bit codes in progressive levels, which become int8 on the way, times rows rounded to int8; one sum of whole
-  numbers over all columns, and one scale behind it (QServe; `formats/progressive.py`);
+  numbers over all columns, and one scale behind it (QServe; `formats/codecs/progressive.py`);
 * `w8a16`: int8 or E4M3 codes, likewise;
 * `w8a8`: such codes on both sides, rows rounded on the fly with a scale each.
 
-Of the last two, E4M3 codes may have a scale for every 128 by 128 block (`formats/fp8_blocks.py`), `scales` then being
+Of the last two, E4M3 codes may have a scale for every 128 by 128 block (`formats/codecs/fp8_blocks.py`), `scales` then being
 [O / 128, I / 128]; rows that are rounded have one for every 128 columns.
 
 Four bits are drawn for one program that walks along the input columns of 64 outputs. A *run* is 32 to 128 columns under
@@ -42,11 +42,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attar.formats import affine, progressive
-from attar.formats.forms import Fp8Blocks, Progressive
+from attar.formats import affine
+from attar.formats.codecs import progressive
 from attar.formats.packed import PackedTensor
 from attar.formats.packing import unpack_words
 from attar.formats.scheme import Grid, Scheme
+from attar.formats.weight_formats import Fp8Blocks, Progressive
 from attar.kernels.operands import Linear
 from attar.kernels.triton.backend import DTYPES
 

@@ -1,0 +1,368 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021) as PEFT stores them, read onto a model; `merge.py` merges them into one.
+
+A folder holds adapter_config.json and adapter_model.safetensors. Of each linear that it changes, the latter has
+`base_model.model.<module>.lora_A.weight` [r, I] and `...lora_B.weight` [O, r], and the linear computes
+
+    y = x' W^T + b + (alpha / r) (x A^T) B^T        (alpha / sqrt(r) for rank-stabilised LoRA, Kalajdzievski 2023).
+
+x' may be rounded, permuted or divided, as the stored W wants it; the adapter reads x as it comes (behind the rotation,
+where the linear rotates its inputs at run time), which is what it was trained on. So compressed bases will do, and W
+stays as it is: an adapter is there for every row (`attach`), or under a number for the rows that ask (`install`),
+beside others. Not so where a recipe moved scales from norms into weights, or rotated what runs between the blocks: the
+base then computes the same with an x that the adapter was not trained on, unless it was trained on that very base
+(`doubt`).
+
+Of a model in several processes each reads the adapter, for a mistake anywhere in it is to be found by the first, before
+the others hear of it, and keeps what belongs to its part of the linears (`parallel.cut_adapter`).
+
+An adapter that is read in part is a model that runs and answers otherwise than trained. So every tensor must have its
+place, every pair be whole, and every key of the config that changes what is computed be one that is known here: DoRA,
+trained biases or embeddings, activated and quantization-aware adapters are refused by name. All that the header and
+the config say is checked, and what memory the adapter will take is known (`Outline`), before a number of it is read.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from attar.checkpoints.folder import read_json
+from attar.checkpoints.patterns import Patterns
+from attar.checkpoints.receipts import receipt
+from attar.checkpoints.safetensors import TensorFile
+from attar.checkpoints.strict_io import CheckpointError, near
+from attar.kernels import ops
+from attar.kernels.operands import Adapter, Linear, PreparedAdapter
+from attar.model.config import ModelConfig, Names
+from attar.model.decoder import Decoder
+from attar.model.parallel import SplitDecoder, cut_adapter
+from attar.model.split import Cut, Share, split
+from attar.plan.costs import matrices
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE = "attar_base.json"
+"""What `finetune` notes of the base beside them."""
+STILL = ("clip",)
+"""Passes of a recipe before the last after which linears read what those of the original do."""
+MAX_CONFIG = 1_000_000
+MAX_RANK = 512
+PREFIX = "base_model.model."
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+ENDS = (".base_layer.weight", "embed_tokens.weight", "wte.weight", "lm_head.weight")
+"""Of a base's own ends, which PEFT saves along where one of them is a target."""
+
+KNOWN = frozenset(
+    (
+        "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config",
+        "ensure_weight_tying", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights",
+        "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "megatron_config",
+        "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
+        "runtime_config", "target_modules", "task_type", "use_rslora",
+    )
+)  # fmt: skip
+"""Keys of adapter_config.json that are read here, or say nothing of what a trained adapter computes. Any other is
+refused unless it is empty or false."""
+
+
+FLOATS = ("float32", "float16", "bfloat16", "float64")
+LANES = 16  # rows that lie together in the kernels' layout
+WHOLE = Share()
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The two tensors of a linear's adapter by their names in the file, its rank, and how often B A counts."""
+
+    down: str
+    up: str
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What an adapter is, from its config and header alone; `pairs` by the name of the linear that each changes."""
+
+    path: Path
+    pairs: Mapping[str, Pair]
+
+    def weight_bytes(self, shapes: Mapping[str, tuple[int, int]]) -> int:
+        """What its matrices take in memory, as the kernels of CPUs lay them out, of linears of `shapes` (O, I)."""
+        return sum(_laid_out(pair.rank, shapes[name]) for name, pair in self._of(shapes))
+
+    def step_bytes(self, shapes: Mapping[str, tuple[int, int]], rows: int) -> int:
+        """What a product with it takes at most besides: rows gathered, what lies between A and B, sums."""
+        each = (shapes[name][1] + pair.rank + 2 * shapes[name][0] for name, pair in self._of(shapes))
+        return 4 * rows * max(each, default=0)
+
+    def _of(self, shapes: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, Pair]]:
+        return ((name, pair) for name, pair in self.pairs.items() if name in shapes)
+
+
+def _laid_out(rank: int, shape: tuple[int, int]) -> int:
+    rows, columns = shape
+    return 4 * (-(-rank // LANES) * LANES * columns + -(-rows // LANES) * LANES * rank)
+
+
+def memory(folders: Sequence[Path], config: ModelConfig, rows: int, whole: Share = WHOLE) -> int:
+    """Bytes that adapters of a model of `config` take beside it, their products in steps of `rows` tokens included, by
+    their headers; of `whole.count` processes that share it, in the one where they take most.
+
+    Raises CheckpointError as `outline` does, and ValueError where the model cannot be shared so.
+    """
+    shapes = _whole(config)
+    found = [outline(folder, config.names, shapes) for folder in folders]
+    return max(_memory(found, config, rows, share) for share in whole.every()) if found else 0
+
+
+def _memory(found: Sequence[Outline], config: ModelConfig, rows: int, share: Share) -> int:
+    """In one process. Where the vocabulary is cut depends on how the output matrix is stored, too; by a few rows."""
+    part, names = split(config, share, {}), config.names
+    layers = tuple(f"{names.layer.format(i=i)}." for i in part.layers)
+    shapes = {
+        name: part.cuts.get(name, Cut()).shape(shape)
+        for name, shape in _whole(config).items()
+        if name.startswith(layers) or (name == names.head and part.vocabulary is not None)
+    }
+    step = max(each.step_bytes(shapes, rows) for each in found)
+    if config.gated:
+        step += 12 * rows * part.block.intermediate  # gate and up are no longer one call
+    return sum(each.weight_bytes(shapes) for each in found) + step
+
+
+def _whole(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """[O, I] of every linear of a model by name."""
+    return {each.name: (each.rows, each.columns) for each in matrices(config)}
+
+
+@dataclass(frozen=True, eq=False)
+class Lora:
+    """An adapter's matrices by the name of the linear that each changes."""
+
+    path: Path
+    adapters: Mapping[str, Adapter]
+
+
+def outline(path: Path, names: Names, shapes: Mapping[str, tuple[int, int]]) -> Outline:
+    """What the adapter folder `path` says it is, for a model whose linears, by name, have `shapes` (O, I).
+
+    Raises CheckpointError where it is no LoRA adapter, does what is not known here, has a tensor without a place, half
+    a pair, or one of another shape, rank or kind.
+    """
+    with closing(_open(path)) as file:
+        return _outline(path, file, names, shapes)
+
+
+def _open(path: Path) -> TensorFile:
+    if not (path / WEIGHTS).exists() and (path / "adapter_model.bin").exists():
+        raise CheckpointError(f"{path}: adapter_model.bin is a pickle, which is not read: have PEFT save safetensors")
+    return TensorFile(path / WEIGHTS)
+
+
+def _outline(path: Path, file: TensorFile, names: Names, shapes: Mapping[str, tuple[int, int]]) -> Outline:
+    config = read_json(path / CONFIG, MAX_CONFIG)
+    _check(config, path)
+    modules = {spelling: name for name in shapes for spelling in names.spellings(name)}
+    halves: dict[str, dict[str, str]] = {}
+    for tensor in file.names():
+        half = next((end for end in (DOWN, UP) if tensor.endswith(end)), None)
+        module = tensor.removeprefix(PREFIX)
+        if module.endswith(ENDS):
+            raise CheckpointError(
+                f"{file.path}: {tensor!r} is a matrix of the base itself, which training may have changed: have PEFT "
+                "save with save_embedding_layers=False"
+            )
+        if half is None or not tensor.startswith(PREFIX):
+            raise CheckpointError(f"{file.path}: tensor {tensor!r} is neither the A nor the B of a linear's LoRA")
+        module = module.removesuffix(half)
+        if module not in modules:
+            raise CheckpointError(f"{file.path}: the model has no linear {module!r}{near(module, modules)}")
+        part = file.info(tensor)
+        if part.dtype not in FLOATS or len(part.shape) != 2:
+            raise CheckpointError(f"{file.path}: tensor {tensor!r} is {part.dtype} {list(part.shape)}, not a matrix")
+        pair = halves.setdefault(modules[module], {})
+        if half in pair:
+            raise CheckpointError(f"{file.path}: holds {half.removeprefix('.')} of {modules[module]} twice")
+        pair[half] = tensor
+    if not halves:
+        raise CheckpointError(f"{file.path}: holds no adapter")
+    alphas = _Patterned(config, "alpha_pattern", "lora_alpha", path)
+    ranks = _Patterned(config, "rank_pattern", "r", path)
+    pairs = {}
+    for name, pair in halves.items():
+        if len(pair) < 2:
+            raise CheckpointError(f"{file.path}: {name} has only one of lora_A and lora_B")
+        rank = ranks.of(name)
+        if rank > MAX_RANK or rank != int(rank):
+            raise CheckpointError(f"{path / CONFIG}: a rank of {rank:g} for {name}: they are 1 to {MAX_RANK}")
+        down, up = file.info(pair[DOWN]).shape, file.info(pair[UP]).shape
+        if down != (rank, shapes[name][1]) or up != (shapes[name][0], rank):
+            raise CheckpointError(
+                f"{file.path}: {name} is {list(shapes[name])} and its rank {rank:g}, which A {list(down)} and "
+                f"B {list(up)} do not fit"
+            )
+        scale = alphas.of(name) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        pairs[name] = Pair(pair[DOWN], pair[UP], int(rank), scale)
+    return Outline(path, pairs)
+
+
+def read(path: Path, names: Names, shapes: Mapping[str, tuple[int, int]]) -> Lora:
+    """Read the adapter folder `path` for a model whose linears, by name, have `shapes` (O, I); in float32.
+
+    Raises CheckpointError as `outline` does, and for a value that is not finite.
+    """
+    with closing(_open(path)) as file:
+        adapters = {
+            name: Adapter(_finite(file, pair.down), _finite(file, pair.up, pair.scale))
+            for name, pair in _outline(path, file, names, shapes).pairs.items()
+        }
+    return Lora(path, adapters)
+
+
+def _finite(file: TensorFile, tensor: str, scale: float = 1.0) -> Tensor:
+    value = file.read(tensor).float() * scale
+    if not value.isfinite().all():
+        raise CheckpointError(f"{file.path}: tensor {tensor!r} holds a NaN or an infinity")
+    return value
+
+
+BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Of `init_lora_weights`: those of which the base stays as it was. Others take from it what the adapter begins with."""
+
+
+def _check(config: Mapping[str, Any], path: Path) -> None:
+    where = path / CONFIG
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(f"{where}: peft_type is {config.get('peft_type')!r}: only LORA is supported")
+    if config.get("bias", "none") != "none":
+        raise CheckpointError(f"{where}: bias is {config['bias']!r}: trained biases are not supported")
+    if (beginning := config.get("init_lora_weights", True)) not in BEGINNINGS:
+        raise CheckpointError(
+            f"{where}: init_lora_weights is {beginning!r}, which changes the base: have PEFT convert the "
+            "adapter when it saves it (path_initial_model_for_weight_conversion)"
+        )
+    for key, value in config.items():
+        if key not in KNOWN and value:
+            raise CheckpointError(f"{where}: {key} is set, which changes what is computed and is not supported")
+
+
+class _Patterned:
+    """A number of the config for each module: its pattern's, or else the general one."""
+
+    def __init__(self, config: Mapping[str, Any], patterns: str, general: str, path: Path) -> None:
+        where = f"{path / CONFIG}"
+        found = config.get(patterns) or {}
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{where}: {patterns} must be an object")
+        self._general = _positive(config.get(general), f"{where}: {general}")
+        compiled = Patterns()
+        self._patterns: list[tuple[re.Pattern[str], float]] = [
+            (compiled.compile(key, f"{where}: {patterns}"), _positive(value, f"{where}: {patterns}"))
+            for key, value in found.items()
+        ]
+
+    def of(self, module: str) -> float:
+        """The first pattern's that matches the module's name from some dot on, to its end."""
+        ends = [module, *(module[m.end() :] for m in re.finditer(r"\.", module))]
+        return next((value for key, value in self._patterns if any(map(key.fullmatch, ends))), self._general)
+
+
+def _positive(value: object, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+        raise CheckpointError(f"{where} must be a positive number, not {value!r}")
+    return value
+
+
+def linears_of(decoder: Decoder) -> Iterator[Linear]:
+    """Every linear of a model that is in this process, its output matrix last."""
+    for block in decoder.blocks:
+        yield from block.linears()
+    if not isinstance(decoder, SplitDecoder) or decoder.split.vocabulary is not None:
+        yield decoder.head
+
+
+def doubt(adapter: Path, base: Path) -> str | None:
+    """Why an adapter may not fit a base, in a sentence; None where nothing speaks against it.
+
+    Raises CheckpointError where the base's receipt is damaged, or its config.json.
+    """
+    made = receipt.read_receipt(base)
+    said = None if made is None else made.value["recipe"]
+    recipe: Mapping[str, Any] = said if isinstance(said, dict) else {}
+    passes = recipe.get("passes")
+    methods = [each.get("method") for each in passes if isinstance(each, dict)] if isinstance(passes, list) else []
+    moved = [each for each in methods[:-1] if each not in STILL]  # the last pass chooses codes, and moves nothing
+    moved += ["rotate"] if recipe.get("rotate") else []
+    if made is None and base.is_dir():
+        quantization = read_json(base / "config.json", MAX_CONFIG).get("quantization_config")
+        moved = ["awq"] if isinstance(quantization, dict) and quantization.get("quant_method") == "awq" else []
+    if not moved or not set(trained_on(adapter)).isdisjoint(receipt.known(base)):
+        return None
+    return (
+        f"{base} was made with {moved[0]}, after which its linears read other numbers than the original's: an adapter "
+        "that was trained on the original does not fit it; train it on this folder, or take one made with gptq"
+    )
+
+
+def trained_on(adapter: Path) -> list[str]:
+    """The `receipt.known` of its base that was noted when it was trained; empty where none was."""
+    if not (adapter / BASE).is_file():
+        return []
+    found = read_json(adapter / BASE, MAX_CONFIG).get("receipts")
+    return [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
+
+
+def attach(decoder: Decoder, path: Path) -> Lora:
+    """Read an adapter and have the model compute with it in every row; its weights stay as they are. Another takes its
+    place.
+
+    Raises CheckpointError as `read` does.
+    """
+    found = read(path, decoder.config.names, shapes_of(decoder))
+    for linear in linears_of(decoder):
+        linear.adapter = _prepared(found, linear, decoder)
+    _tell(decoder, 0, path)
+    return found
+
+
+def install(decoder: Decoder, number: int, path: Path) -> Lora:
+    """Read an adapter for the rows of a step that ask for `number`, which is 1 or more.
+
+    Raises CheckpointError as `read` does.
+    """
+    assert number > 0, "0 is for rows without an adapter"
+    found = read(path, decoder.config.names, shapes_of(decoder))
+    for linear in linears_of(decoder):
+        if (made := _prepared(found, linear, decoder)) is not None:
+            linear.adapters[number] = made
+    _tell(decoder, number, path)
+    return found
+
+
+def shapes_of(decoder: Decoder) -> dict[str, tuple[int, int]]:
+    """[O, I] of every linear by name; of a model in several processes, of all of it."""
+    if isinstance(decoder, SplitDecoder):
+        return _whole(decoder.split.config)
+    return {linear.name: linear.shape for linear in linears_of(decoder)}
+
+
+def _prepared(found: Lora, linear: Linear, decoder: Decoder) -> Adapter | PreparedAdapter | None:
+    change = found.adapters.get(linear.name)
+    if change is None:
+        return None
+    cut = decoder.split.cuts.get(linear.name) if isinstance(decoder, SplitDecoder) else None
+    change = change if cut is None else cut_adapter(change, cut)
+    return ops.prepare_adapter(change, decoder.store, decoder.device)
+
+
+def _tell(decoder: Decoder, number: int, path: Path) -> None:
+    """The other processes of the model, where there are any."""
+    if isinstance(decoder, SplitDecoder) and decoder.lead is not None:
+        decoder.lead.adapt(number, str(path.resolve()))

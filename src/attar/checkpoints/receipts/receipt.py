@@ -1,0 +1,376 @@
+"""receipt.json: what was compressed, how, what it cost, and how to check that a copy is still the same.
+
+A receipt holds the hashes of the source and of every file beside it, the recipe, the hash of the calibration tokens,
+the seed, the versions and what of the machine decides about the last bits (instruction set, threads, whether there are
+native kernels), the error of each layer as stored and had it only been rounded, the bits per weight, the evaluation
+figures, and the probes (`probes.py`). One that was carried over by a conversion holds what it was converted from under
+`converted`. It holds no clock, host, path or duration: the same inputs give the same bytes.
+The JSON is canonical, keys sorted and floats in their shortest form.
+
+A receipt is no signature. Who can change the weights can change the receipt; it finds accidents (a download that ended
+early, a conversion that lost something, a machine whose kernels are wrong), and it says what was done.
+
+Receipts come from strangers like everything in a folder: they are read strictly, and file names in them that would lead
+out of the folder are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from attar.checkpoints.folder import json_object, read_bytes
+from attar.checkpoints.receipts.probes import EXACT, NO_FLOOR, Probes, kernel_path, unrounded
+from attar.checkpoints.strict_io import CheckpointError
+from attar.kernels import ops
+from attar.model.decoder import Decoder
+from attar.version import __version__
+
+NAME = "receipt.json"
+FORMAT = 1
+MAX_BYTES = 64_000_000
+DEEPEST = 32  # levels of a receipt that is carried over; ours have fewer than ten, and each is a space a line
+_CHUNK = 1 << 20
+
+FIGURES = ("ppl", "bits_per_byte", "kl_mean", "kl_p999", "top1", "tokens")
+"""Evaluation figures that every receipt has, null where they were not measured."""
+
+READ = (".safetensors", ".json", ".jinja", ".model", ".tiktoken")
+"""Endings of files that a loader may read: one that appears beside those of the receipt is a difference."""
+
+_MACHINE = ("attar", "torch", "python", "instruction_set", "threads", "kernels")
+_REQUIRED = ("source", "recipe", "calibration", "seed", "versions", "layers", "bits_per_weight", "evaluation", "files")
+_OURS = (
+    "format", *_REQUIRED, "probes", "shard", "drawn", "device", "imatrix", "allocation", "rotation", "tune",
+    "selection", "texts", "gain", "warnings",
+)  # fmt: skip
+"""All keys that `write` gives a receipt."""
+
+Advance = Callable[[int], None]
+"""advance(bytes that were hashed since it was last called)"""
+
+
+def environment() -> dict[str, Any]:
+    """The versions, and what else decides about the last bits of a result: the instruction set and thread count of
+    torch's products, and whether there are native kernels, whose rounding the probes measure."""
+    return {
+        "attar": __version__,
+        "torch": str(torch.__version__),
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "kernels": "ref" if ops.store() is None else "native",
+    }
+
+
+def combined_hash(hashes: Mapping[str, str]) -> str:
+    """One SHA-256 over files' names and hashes, in the order of their names."""
+    lines = "".join(f"{hashes[name]}  {name}\n" for name in sorted(hashes))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def receipt_path(output: Path) -> Path:
+    """Where the receipt of an output lies: in a folder, or beside a file (a GGUF)."""
+    return output / NAME if output.is_dir() else output.with_name(f"{output.name}.{NAME}")
+
+
+def missing(output: Path) -> str:
+    """What is to be said of an output without a receipt."""
+    return f"no receipt: attar did not make this, or its {receipt_path(output).name} was not copied along"
+
+
+def write(
+    output: Path,
+    about: Mapping[str, Any],
+    source_files: Mapping[str, str],
+    layers: Sequence[Mapping[str, Any]],
+    bits_per_weight: float,
+    evaluation: Mapping[str, Any] | None,
+    probes: Mapping[str, Any],
+) -> Path:
+    """Write the receipt of `output`, whose other files must all be in place, and return its path.
+
+    `about` is `environment()` together with `recipe` (a dict), `calibration` (the token hash or None) and `seed`, and
+    may have others of `_OURS`. `source_files` maps the source's files to their SHA-256. Raises ValueError where a
+    figure is not finite, or nobody could read so long a receipt.
+    """
+    path = receipt_path(output)
+    value = {key: about[key] for key in about if key not in _MACHINE} | {
+        "format": FORMAT,
+        "versions": {key: about[key] for key in _MACHINE},
+        "source": {"files": dict(source_files), "sha256": combined_hash(source_files)},
+        "layers": [dict(layer) for layer in layers],
+        "bits_per_weight": bits_per_weight,
+        "evaluation": dict.fromkeys(FIGURES) | dict(evaluation or {}),
+        "files": {name: sha256(output_file(output, name)) for name in _files(output)},
+        "probes": probes,
+    }
+    assert set(value) <= set(_OURS), f"a conversion would leave out {sorted(set(value) - set(_OURS))}"
+    _put(path, _text(value))
+    return path
+
+
+def carry(
+    found: Receipt,
+    source: Path,
+    output: Path,
+    digest: str,
+    bits_per_weight: float | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> str | None:
+    """Write the receipt of `output`, a conversion of `source` whose values are the same to the bit: what was done and
+    what it cost is as true of it. `found` is the source's, `digest` of the values, and the bits are those of the
+    output, None where it packs nothing. `progress(done, total)` counts bytes that are hashed, of both.
+
+    Returns None, or why no receipt is written: that of the source is of other files than lie there now. Raises
+    ValueError where what it says could not be read back.
+    """
+    names, done = _files(output), 0
+    paths = [*(output_file(source, name) for name in found.files), *(output_file(output, name) for name in names)]
+    total = sum(path.stat().st_size for path in paths if path.is_file())
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    if (wrong := _verify_files(source, found, advance)) is not None:
+        return f"the output gets no receipt, because the source's does not hold: {wrong.detail}"
+    # A stranger may have written it: what none of ours has stays behind, and so does what indenting would make large.
+    value = {key: found.value[key] for key in _OURS if key in found.value}
+    if _deeper(value, DEEPEST):
+        raise ValueError(f"that of the source is nested more than {DEEPEST} deep")
+    value |= {
+        "converted": {"files": combined_hash(found.files), "values": digest, "receipts": found.known},
+        "files": {name: sha256(output_file(output, name), advance) for name in names},
+    }
+    value |= {} if bits_per_weight is None else {"bits_per_weight": bits_per_weight}
+    path, text = receipt_path(output), _text(value)
+    json_object(text, path)  # it may hold a little more than was accepted of the source's
+    _put(path, text)
+    return None
+
+
+def known(output: Path) -> list[str]:
+    """SHA-256 of an output's receipt, and of those of what it was converted from, which hold the same values. Empty
+    where it has none. Raises CheckpointError where it is no JSON."""
+    path = receipt_path(output)
+    if not path.is_file():
+        return []
+    text = read_bytes(path, MAX_BYTES)
+    return _known(json_object(text, path), text)
+
+
+def _known(value: Mapping[str, Any], text: bytes) -> list[str]:
+    before = value.get("converted")
+    earlier = before.get("receipts") if isinstance(before, dict) else None
+    others = [each for each in earlier if isinstance(each, str)] if isinstance(earlier, list) else []
+    return [hashlib.sha256(text).hexdigest(), *others]
+
+
+def _text(value: Mapping[str, Any]) -> bytes:
+    """Canonical JSON. Raises ValueError for more than `MAX_BYTES`, before they are all in memory."""
+    text = bytearray()
+    encoder = json.JSONEncoder(sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
+    for piece in encoder.iterencode(value):
+        text += piece.encode()
+        if len(text) >= MAX_BYTES:
+            raise ValueError(f"it would be longer than {MAX_BYTES} bytes, and nobody could read it")
+    return bytes(text + b"\n")
+
+
+def _deeper(value: object, levels: int) -> bool:
+    """Whether lists and objects are nested deeper than so many levels."""
+    level = [value]
+    for _ in range(levels + 1):
+        nested = [each for each in level if isinstance(each, list | dict)]
+        if not nested:
+            return False
+        level = [each for inner in nested for each in (inner.values() if isinstance(inner, dict) else inner)]
+    return True
+
+
+def _put(path: Path, text: bytes) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@dataclass(frozen=True, eq=False)
+class Receipt:
+    """A receipt that was read. `value` is the whole JSON object, `known` what the function of that name gives."""
+
+    value: Mapping[str, Any]
+    files: Mapping[str, str]
+    probes: Probes
+    known: list[str]
+
+
+def read_receipt(output: Path) -> Receipt | None:
+    """The receipt of a folder (or GGUF file), None where it has none. Raises CheckpointError where it is damaged."""
+    path = receipt_path(output)
+    if not path.is_file():
+        return None
+    text = read_bytes(path, MAX_BYTES)
+    value = json_object(text, path)
+    if value.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path}: its format is {value.get('format')!r}, not {FORMAT}: use another version of attar"
+        )
+    missing = [key for key in _REQUIRED if key not in value]
+    if missing:
+        raise CheckpointError(f"{path}: the receipt is damaged: it lacks {', '.join(missing)}")
+    files = value["files"]
+    if not isinstance(files, dict) or not all(_is_plain(n) and isinstance(h, str) for n, h in files.items()):
+        raise CheckpointError(f"{path}: the receipt is damaged: `files` must map names within the folder to hashes")
+    return Receipt(value, files, Probes.parse(value.get("probes"), str(path)), _known(value, text))
+
+
+@dataclass(frozen=True, slots=True)
+class PathVerdict:
+    """What the probes said on one kernel path; `ok` is None where the receipt has no noise floor for it."""
+
+    ok: bool | None
+    first_divergence: str | None
+    detail: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"ok": self.ok, "first_divergence": self.first_divergence, "detail": self.detail}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`first_divergence` names the file or the module that differs first, None where nothing does. `paths` holds what
+    was found on each kernel path that a probe was replayed on."""
+
+    ok: bool
+    first_divergence: str | None
+    detail: str
+    paths: Mapping[str, PathVerdict] = field(default_factory=dict)
+
+    @property
+    def sentence(self) -> str:
+        """For people."""
+        return f"ok: {self.detail}" if self.ok else f"failed: {self.detail}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "first_divergence": self.first_divergence,
+            "detail": self.detail,
+            "paths": {path: found.to_dict() for path, found in self.paths.items()},
+        }
+
+
+def verify(
+    output: Path,
+    decoder: Decoder | Callable[[], Decoder] | None,
+    *,
+    hashes: bool = True,
+    probes: Literal["all", "one", "none"] = "all",
+) -> Verdict:
+    """Check an output against its receipt: first the hashes of its files, then the probes on this machine's kernels.
+
+    `decoder` is the loaded output, or a function that loads it, which is called once the hashes are found right. Where
+    it rounds rows that its schemes leave alone, it is replayed on exact rows as well. Raises CheckpointError where the
+    receipt is damaged, of another model, or has no noise floor for any path that the decoder can run on.
+    """
+    receipt = read_receipt(output)
+    if receipt is None:
+        return Verdict(False, None, missing(output))
+    if hashes and (verdict := _verify_files(output, receipt)) is not None:
+        return verdict
+    count = len(receipt.files)
+    have = "1 file has the hash" if count == 1 else f"{count} files have the hashes"
+    done = [f"{have} of the receipt"] if hashes else []
+    if probes == "none":
+        return Verdict(True, None, "; ".join(done))
+    assert decoder is not None, "probes need the model"
+    count = 1 if probes == "one" else len(receipt.probes.prompts)
+    paths = _replay(receipt.probes, decoder if isinstance(decoder, Decoder) else decoder(), count)
+    for path, found in paths.items():
+        if found.ok is False:
+            return Verdict(False, found.first_divergence, f"on the {path} kernels {found.detail}", paths)
+    if all(found.ok is None for found in paths.values()):
+        raise CheckpointError("; ".join(found.detail for found in paths.values()))
+    done += [f"{path}: {found.detail}" for path, found in paths.items()]
+    return Verdict(True, None, "; ".join(done), paths)
+
+
+def _replay(probes: Probes, decoder: Decoder, count: int) -> dict[str, PathVerdict]:
+    """The first `count` probes on every path that the decoder can run on, the sharpest first."""
+    paths: dict[str, PathVerdict] = {}
+    own = kernel_path(decoder)
+    with unrounded(decoder):
+        if own != EXACT and kernel_path(decoder) == EXACT:
+            paths[EXACT] = _replay_path(probes, decoder, count)
+    paths[own] = _replay_path(probes, decoder, count)
+    return paths
+
+
+def _replay_path(probes: Probes, decoder: Decoder, count: int) -> PathVerdict:
+    path = kernel_path(decoder)
+    if probes.noise.get(path) is None:
+        return PathVerdict(None, None, NO_FLOOR.format(path))
+    found = probes.replay(decoder, count)
+    if found is not None:
+        return PathVerdict(False, found.where, str(found))
+    said = f"{count} probe{'s' * (count > 1)} of {len(probes.prompts)} replayed within the noise"
+    return PathVerdict(True, None, said)
+
+
+def _verify_files(output: Path, receipt: Receipt, advance: Advance | None = None) -> Verdict | None:
+    for name in sorted(receipt.files):
+        path = output_file(output, name)
+        if not path.is_file():
+            return Verdict(False, name, f"{name} is in the receipt, but not in the folder")
+        if sha256(path, advance) != receipt.files[name]:
+            return Verdict(False, name, f"{name} is not the file that was written: its SHA-256 is not the receipt's")
+    for name in _files(output):
+        if name not in receipt.files and name.endswith(READ):
+            return Verdict(False, name, f"{name} was added to the folder: the receipt does not know it")
+    return None
+
+
+def sha256(path: Path, advance: Advance | None = None) -> str:
+    """A file's SHA-256 in hex; `advance` is called with the size of each piece once it is hashed."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            if advance is not None:
+                advance(count)
+    return digest.hexdigest()
+
+
+def output_file(output: Path, name: str) -> Path:
+    return output / name if output.is_dir() else output
+
+
+def _files(output: Path) -> list[str]:
+    """Names of an output's files, relative to its folder and sorted, but for receipts and what hides behind a dot."""
+    if not output.is_dir():
+        return [output.name]
+    found = (path.relative_to(output) for path in output.rglob("*") if path.is_file())
+    return sorted(f.as_posix() for f in found if f.as_posix() != NAME and not any(p.startswith(".") for p in f.parts))
+
+
+def _is_plain(name: object) -> bool:
+    """Whether a file's name stays within the folder."""
+    return isinstance(name, str) and name.isprintable() and all(p not in ("", ".", "..") for p in name.split("/"))

@@ -1,0 +1,42 @@
+"""`attar verify`: a model as a user names it, against its receipt, on this machine's kernels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+from attar.checkpoints.receipts import receipt
+from attar.checkpoints.receipts.receipt import Verdict
+from attar.checkpoints.sources import hf, hub, opening
+from attar.kernels import ops
+
+
+def verify(
+    model: str | os.PathLike[str],
+    *,
+    hashes: bool = True,
+    device: str = "cpu",
+    dtype: str | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Verdict:
+    """Check a folder, GGUF file, Hub id or `demo`: every hash unless `hashes` is false, then every probe.
+
+    Probes are computed in `dtype`. The model is loaded only once its hashes are found right: in float32 for the native
+    kernels where there are any, and then replayed on each path that it has there; in another dtype for the reference.
+    On a `device` other than the CPU, in any dtype for its kernels.
+    `progress(stage, done, total)` tells of the loading. Raises ValueError where the model cannot be loaded or its
+    receipt is damaged.
+    """
+    ops.require(device)
+    path, computed = hub.resolve(model), hf.compute_dtype(dtype, device)
+    told = progress or (lambda stage, done, total: None)
+    store = None
+    if computed is not None and (device != "cpu" or computed == torch.float32):
+        store = ops.store(device=device, dtype=computed)
+    return receipt.verify(
+        path,
+        lambda: opening.load(path, computed, lambda done, total: told("loading", done, total), store),
+        hashes=hashes,
+    )

@@ -1,0 +1,113 @@
+"""From what a user calls a model to its folder or GGUF file on this machine: a path, a Hub id, or `demo`.
+
+A folder that exists always wins over a Hub id of the same spelling; `demo` always means the embedded model (a folder of
+that name is `./demo`), so that results do not hang on the directory one stands in. Downloads are `huggingface_hub`'s:
+its cache, progress bars, tokens, mirrors (HF_ENDPOINT) and offline mode (HF_HUB_OFFLINE). Only data is asked for:
+safetensors, JSON, templates and tokenizer files; never pickles or code. Neither torch nor huggingface_hub is imported
+before it is needed.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+import re
+from pathlib import Path
+
+from attar.checkpoints.strict_io import CONVERT, CheckpointError, near
+
+DEMO = "demo"
+ALLOW = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.model.v*", "*.tiktoken", "LICENSE*", "NOTICE*"]
+# Subfolders hold other formats and training states of the same model, except for chat templates; some repositories keep
+# a second copy of all weights as consolidated*.safetensors.
+IGNORE = ["*/*.safetensors", "*/*.json", "*/*.txt", "*/*.model", "*/*.model.v*", "*/*.tiktoken", "consolidated*"]
+
+_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
+
+
+def resolve(model: str | os.PathLike[str], *, revision: str | None = None, offline: bool | None = None) -> Path:
+    """The folder of a model given as a local folder, `org/name[@revision]` on the Hub, or `demo`; a GGUF file itself.
+
+    `offline` True looks in the cache alone; None leaves it to HF_HUB_OFFLINE. Raises CheckpointError with one sentence
+    that says what to do.
+    """
+    model = os.fspath(model)
+    if model == DEMO:
+        return embedded()
+    if not model:  # an unset variable of a shell, which Path would take for the current folder
+        raise CheckpointError("the model's name is empty: give a folder, a Hub id (org/name) or `demo`")
+    path = Path(model).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf"):
+        return path
+    if path.exists():
+        raise CheckpointError(f"{model} is a file; give the folder that holds the model, or a .gguf file")
+    match = _HUB_ID.fullmatch(model)
+    if path.suffix.lower() == ".gguf" and (match is None or path.parent.is_dir()):
+        raise CheckpointError(f"{model}: no such file{_neighbours(path, files=True)}")
+    if match is None:
+        kind = "and it is not a Hub id (org/name)" if "/" not in model else "at that path"
+        raise CheckpointError(f"no model folder {model!r} {kind}{_neighbours(path)}")
+    if match["revision"] and revision:
+        raise CheckpointError(f"{model!r} already names a revision: leave out {revision!r}")
+    return _download(match["repo"], match["revision"] or revision, bool(offline), _neighbours(path))
+
+
+def embedded() -> Path:
+    """The folder of the model that the package carries."""
+    folder = Path(str(importlib.resources.files("attar").joinpath("data", DEMO)))
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            "this build of attar carries no demo model; install a released wheel, or name a folder or a Hub id"
+        )
+    return folder
+
+
+def _neighbours(path: Path, files: bool = False) -> str:
+    """Folders (or GGUF files) next to `path` with names like its own, as the end of a sentence."""
+    try:
+        names = [
+            entry.name
+            for entry in path.parent.iterdir()
+            if (entry.suffix.lower() == ".gguf" and entry.is_file() if files else entry.is_dir())
+        ]
+    except OSError:
+        return ""
+    return near(path.name, names)
+
+
+def _download(repo: str, revision: str | None, offline: bool, hint: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    at = f"{repo}@{revision}" if revision else repo
+    try:
+        folder = huggingface_hub.snapshot_download(
+            repo, revision=revision, local_files_only=offline, allow_patterns=ALLOW, ignore_patterns=IGNORE
+        )
+    except errors.GatedRepoError as error:
+        raise CheckpointError(
+            f"{repo} is gated: accept its terms at https://huggingface.co/{repo}, then run `hf auth login`"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"no model {repo!r} on the Hub (a private one needs `hf auth login`) nor as a folder here{hint}"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise CheckpointError(f"{repo} has no revision {revision!r} on the Hub") from error
+    except errors.LocalEntryNotFoundError as error:
+        if offline or huggingface_hub.constants.HF_HUB_OFFLINE:
+            raise CheckpointError(
+                f"{at} is not whole in the local cache, and downloads are off; download it once while online, with "
+                f"`hf download {repo}`, or give a folder{hint}"
+            ) from error
+        raise CheckpointError(
+            f"the Hub cannot be reached and {at} is not whole in the local cache; check the network, or give a "
+            f"folder{hint}"
+        ) from error
+    except Exception as error:  # whatever the HTTP client of the installed version raises: it has changed twice
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(f"downloading {at} failed: {reason[0]}") from error
+    assert isinstance(folder, str)
+    if not any(Path(folder).glob("*.safetensors")):
+        raise CheckpointError(f"{at} has no safetensors weights on the Hub; if it has pickles (.bin): {CONVERT}")
+    return Path(folder)

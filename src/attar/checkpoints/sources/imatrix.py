@@ -1,0 +1,221 @@
+"""Importance matrices as llama.cpp stores them: E[x^2] of each column of a matrix, by the tensor's name in GGUF files.
+
+Two forms are in circulation. The newer is a GGUF file of `general.type` imatrix: for each matrix its sums of squares
+(`NAME.in_sum2`, [experts, I]) and how many rows they are of (`NAME.counts`, [experts, 1]). The older has no magic: a
+count of entries, each a name, a number of chunks and as many floats, the means times that number; then the number of
+chunks and the name of the text. Both are read, told apart by their first bytes, and written: the older where a path
+ends in .dat.
+
+They come from strangers like every file. Every length is checked against the bytes that are left before it is used, the
+older form ends where its last field does, and what is not finite or below zero is refused. Entries of mixtures of
+experts are refused too, for the models that attar writes GGUF files of have none.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from io import BufferedReader
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attar.checkpoints.gguf.file import GgufFile
+from attar.checkpoints.gguf.header import MAGIC
+from attar.checkpoints.gguf.values import Typed
+from attar.checkpoints.gguf.writer import atomic_file, atomic_gguf
+from attar.checkpoints.safetensors import byte_view
+from attar.checkpoints.strict_io import CheckpointError
+from attar.checkpoints.writer import sync_path
+from attar.formats.codecs.ggml import TYPES, GgmlType
+
+LEGACY = ".dat"
+MAX_BYTES = 1 << 30
+MAX_ENTRIES, MAX_NAME = 1 << 16, 1024
+
+_SUM, _COUNT = ".in_sum2", ".counts"
+_I32 = struct.Struct("<i")
+
+
+@dataclass(frozen=True, eq=False)
+class Imatrix:
+    """`means` are E[x^2], float32 [I], by tensor, of `counts` rows each: `chunks` of `chunk` tokens of `datasets`."""
+
+    means: Mapping[str, Tensor]
+    counts: Mapping[str, int]
+    chunks: int
+    chunk: int
+    datasets: tuple[str, ...] = field(default=())
+
+
+def read(path: str | Path) -> Imatrix:
+    """An importance matrix of either form. Raises CheckpointError where it is missing or malformed."""
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file")
+    if path.stat().st_size > MAX_BYTES:
+        raise CheckpointError(f"{path}: an importance matrix has at most {MAX_BYTES} bytes")
+    with path.open("rb") as file:
+        first = file.read(len(MAGIC))
+    found = _read_gguf(path) if first == MAGIC else _read_legacy(path)
+    for name, mean in found.means.items():
+        if not (mean.isfinite() & (mean >= 0)).all():
+            raise CheckpointError(f"{path}: {name!r} has importances that are below zero or not finite")
+    return found
+
+
+def write(path: str | Path, matrix: Imatrix, overwrite: bool = False) -> None:
+    """Write the newer form, or the older where `path` ends in .dat. Raises CheckpointError where it exists already."""
+    path = Path(path)
+    if path.suffix == LEGACY:
+        _write_legacy(path, matrix, overwrite)
+    else:
+        _write_gguf(path, matrix, overwrite)
+
+
+# The newer form
+
+
+def _read_gguf(path: Path) -> Imatrix:
+    file = GgufFile(path)
+    if file.metadata.get("general.type") != "imatrix":
+        raise CheckpointError(f"{path}: a GGUF file, but no importance matrix (its general.type is not imatrix)")
+    means, counts = {}, {}
+    for name in file.names():
+        if not name.endswith(_SUM):
+            continue
+        entry = name.removesuffix(_SUM)
+        shape = file.info(name).shape
+        if math.prod(file.info(entry + _COUNT).shape) != 1 or math.prod(shape) != shape[-1]:
+            raise CheckpointError(f"{path}: {entry!r} is of a mixture of experts, which is not read")
+        total, rows = _floats(file, name), _floats(file, entry + _COUNT)
+        if not rows.isfinite().all() or float(rows) < 0:
+            raise CheckpointError(f"{path}: {entry!r} has a count that is below zero or not finite")
+        if float(rows):  # without a row nothing is known of it
+            means[entry], counts[entry] = total.flatten() / rows.flatten(), int(rows)
+    if not means:
+        raise CheckpointError(f"{path}: holds no importances")
+    chunks, chunk = (file.metadata.get(f"imatrix.chunk_{each}", 0) for each in ("count", "size"))
+    datasets = file.metadata.get("imatrix.datasets", ())
+    if type(chunks) is not int or type(chunk) is not int or isinstance(datasets, str | int | float):
+        raise CheckpointError(f"{path}: the keys imatrix.* are of other types than they should be")
+    return Imatrix(means, counts, chunks, chunk, tuple(str(each) for each in datasets))
+
+
+def _floats(file: GgufFile, name: str) -> Tensor:
+    tensor = file.info(name)
+    if tensor.kind.name != "F32":
+        raise CheckpointError(f"{file.path}: tensor {name!r} must be F32, not {tensor.kind.name}")
+    return file.read(name).view(torch.float32)
+
+
+def _write_gguf(path: Path, matrix: Imatrix, overwrite: bool) -> None:
+    metadata = {
+        "general.type": "imatrix",
+        "imatrix.datasets": Typed("[string]", list(matrix.datasets)),
+        "imatrix.chunk_count": matrix.chunks,
+        "imatrix.chunk_size": matrix.chunk,
+    }
+    plain, names = TYPES["F32"], sorted(matrix.means)
+    layout: dict[str, tuple[GgmlType, tuple[int, ...]]] = {}
+    for name in names:
+        layout |= {name + _SUM: (plain, (1, len(matrix.means[name]))), name + _COUNT: (plain, (1, 1))}
+    with atomic_gguf(path, metadata, layout, overwrite) as writer:
+        for name in names:
+            count = float(matrix.counts[name])
+            writer.write(name + _SUM, (matrix.means[name] * count)[None].view(torch.uint8))
+            writer.write(name + _COUNT, torch.tensor([[count]]).view(torch.uint8))
+
+
+# The older form
+
+
+class _Reader:
+    """A file's fields, one after another; one that would reach beyond its end is an error before it is read."""
+
+    def __init__(self, path: Path, file: BufferedReader) -> None:
+        self.path, self._file, self._at, self._size = path, file, 0, os.fstat(file.fileno()).st_size
+
+    @property
+    def left(self) -> int:
+        return self._size - self._at
+
+    def skip(self, count: int, what: str) -> int:
+        """Leave out so many bytes; where they begin."""
+        if count > self.left:
+            raise CheckpointError(f"{self.path}: not an importance matrix, or cut off: {what} reaches beyond its end")
+        self._at += count
+        return self._at - count
+
+    def fill(self, view: bytearray | memoryview, at: int) -> None:
+        self._file.seek(at)
+        if self._file.readinto(view) != len(view):
+            raise CheckpointError(f"{self.path}: the file shrank while it was read; copy it again")
+
+    def take(self, count: int, what: str) -> bytearray:
+        at, taken = self.skip(count, what), bytearray(count)
+        self.fill(taken, at)
+        return taken
+
+    def integer(self, what: str, low: int, high: int) -> int:
+        (value,) = _I32.unpack(self.take(_I32.size, what))
+        if not low <= value <= high:
+            raise CheckpointError(f"{self.path}: not an importance matrix: {what} is {value}")
+        return int(value)
+
+    def text(self, what: str) -> str:
+        try:
+            return self.take(self.integer(f"the length of {what}", 0, MAX_NAME), what).decode()
+        except UnicodeDecodeError:
+            raise CheckpointError(f"{self.path}: not an importance matrix: {what} is not UTF-8") from None
+
+
+def _read_legacy(path: Path) -> Imatrix:
+    with path.open("rb") as file:
+        reader = _Reader(path, file)
+        entries: dict[str, tuple[int, int, int]] = {}
+        for i in range(reader.integer("the number of entries", 1, MAX_ENTRIES)):
+            name = reader.text(f"the name of entry {i}")
+            if name in entries:
+                raise CheckpointError(f"{path}: not an importance matrix: {name!r} is given twice")
+            calls = reader.integer(f"the number of chunks of {name!r}", 0, (1 << 31) - 1)
+            count = reader.integer(f"the number of values of {name!r}", 1, 1 << 28)
+            entries[name] = calls, count, reader.skip(4 * count, f"{name!r}")
+        chunks = 0
+        datasets: tuple[str, ...] = ()
+        if reader.left:  # older versions end here
+            chunks = reader.integer("the number of chunks", 0, (1 << 31) - 1)
+            datasets = (reader.text("the name of the text"),)
+        if reader.left:
+            raise CheckpointError(f"{path}: not an importance matrix: {reader.left} bytes follow its end")
+        means = {}
+        for name, (calls, count, at) in entries.items():  # no sooner: what is no importance matrix is not held
+            means[name] = torch.empty(count)
+            reader.fill(byte_view(means[name]), at)
+            means[name] /= max(1, calls)
+    return Imatrix(means, {name: calls for name, (calls, _, _) in entries.items()}, chunks, 0, datasets)
+
+
+def _write_legacy(path: Path, matrix: Imatrix, overwrite: bool) -> None:
+    calls = max(1, matrix.chunks)
+    pieces = [_I32.pack(len(matrix.means))]
+    for name in sorted(matrix.means):
+        values = (matrix.means[name] * calls).contiguous()
+        pieces += [_text(name), _I32.pack(calls), _I32.pack(len(values)), values.numpy().astype("<f4").tobytes()]
+    pieces += [_I32.pack(matrix.chunks), _text(matrix.datasets[-1] if matrix.datasets else "")]
+    with atomic_file(path, overwrite) as work:
+        whole = work.out / Path(os.path.realpath(path)).name
+        try:
+            whole.write_bytes(b"".join(pieces))
+            sync_path(whole)
+        except BaseException:
+            whole.unlink(missing_ok=True)  # nothing of it is worth keeping for another run
+            raise
+
+
+def _text(value: str) -> bytes:
+    return _I32.pack(len(value.encode())) + value.encode()

@@ -1,0 +1,43 @@
+"""A model on disk, whichever of the two it is: a Hugging Face folder or a GGUF file.
+
+What is built from either is the same decoder, so that nobody above asks which it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
+from attar.checkpoints.sources import hf
+from attar.checkpoints.vocabulary import is_gguf
+from attar.kernels import ops
+from attar.kernels.ops import Store
+from attar.model.decoder import Decoder
+
+
+def load(
+    path: Path,
+    dtype: torch.dtype | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    store: Store | None = None,
+) -> Decoder:
+    """The whole model, ready to run. Arguments and errors as `hf.load`."""
+    return (gguf_checkpoint.load if is_gguf(path) else hf.load)(path, dtype, progress, store)
+
+
+def load_on(
+    path: Path,
+    device: str,
+    dtype: torch.dtype | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Decoder:
+    """The same, to be measured: on a CPU by the reference, elsewhere by the device's kernels, which compute in `dtype`.
+    Raises ValueError also where nothing can be computed there."""
+    store = None
+    if device != "cpu":
+        assert dtype is not None, "kernels are laid out for one"
+        store = ops.store(device=device, dtype=dtype)
+    return load(path, dtype, progress, store)

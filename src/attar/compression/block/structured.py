@@ -1,0 +1,216 @@
+"""Structured pruning: whole heads and whole columns of the feed-forward go, and what is left is a smaller dense model.
+
+What must go together (LLM-Pruner's dependency groups; Ma et al. 2023): a key-value head with its rows of k and v, the
+rows of q of all query heads that share it, and their columns of o; a column of the feed-forward with its rows of gate
+and up and its column of down. Residual width and depth stay. All layers end with the same sizes, since that is all a
+config.json can say, so that transformers loads the result like any model (`Sizes`).
+
+Which ones: those whose loss costs the group's last linear, o or down, the least on the calibration inputs, *after* the
+others have made up for it. With H = E[x x^T] of its inputs, removing columns S of W costs, at best,
+
+    tr(W_S [(H^-1)_SS]^-1 W_S^T)
+
+(the optimal brain surgeon for groups; for feed-forwards ZipLM, Kurtic et al. 2023). The cheapest goes, W and H^-1 are
+brought up to date, and so on: of two columns that say the same, one stays. At the end what stays is solved for once
+more, W' = W H_:K (H_KK)^-1, which is the repair by least squares. W itself is first corrected for what the blocks
+before have changed (`qronos`). No gradients are needed.
+
+Tried and left out, as held-out KL was 1.1 to 1.5 times as large (docs/LOG.md): rows of W weighted by the Fisher
+matrix of the linear's outputs, Taylor scores from gradients as LLM-Pruner has them, and activation-weighted norms, all
+with the same repair. Not done: different sizes by layer, which no config.json can say; biases that take up a removed
+column's mean (most models have none); experts of mixtures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.compression.solvers.pruning.zeros import damage
+from attar.compression.solvers.rounding import gptq, qronos
+from attar.compression.solvers.rounding.gptq import Hessian
+from attar.compression.solvers.rounding.qronos import Drift
+from attar.formats.scheme import Part
+from attar.model.config import ModelConfig
+
+RESIZED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Whose config.json, read by transformers, may have fewer heads than hidden_size / head_dim."""
+
+DIVIDED = ("LlamaForCausalLM",)
+"""Those of which transformers wants a number of heads that divides the hidden size, although it reads head_dim. Of the
+published shapes few numbers do: 32 heads become 16 or stay. To call such a model Mistral's, which computes the same,
+would free it, and have transformers take its tokenizer for Mistral's too."""
+
+ROUNDS = 512  # that all columns would take to go
+STEP = 128  # the width stays divisible by this, or by as much of it as it was: kernels and groups of a scheme want it
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a pruned model has of what goes."""
+
+    heads: int
+    kv_heads: int
+    intermediate: int
+
+
+def sizes(config: ModelConfig, percent: int) -> Sizes:
+    """The sizes at which a block's linears have `percent` fewer weights, as nearly as `STEP` allows.
+
+    Heads give their share rounded down to whole key-value heads, and in the families of `DIVIDED` on to a number of
+    query heads that divides the hidden size; the feed-forward gives the rest. `account` says what became of it. Raises
+    ValueError where the family is another, or the feed-forward too narrow.
+    """
+    if config.architecture not in RESIZED:
+        raise ValueError(f"structured pruning knows {', '.join(RESIZED)}, not {config.architecture}")
+    shared = config.heads // config.kv_heads
+    gone = next(n for n in range(_share(config, percent), -1, -1) if _loads(config, config.heads - n * shared))
+    of_head = 2 * (shared + 1) * config.head_dim * config.hidden
+    of_column = (3 if config.gated else 2) * config.hidden
+    wanted = (config.kv_heads * of_head + config.intermediate * of_column) * percent / 100 - gone * of_head
+    step = STEP
+    while config.intermediate % step:
+        step //= 2
+    left = config.intermediate - round(wanted / of_column / step) * step
+    if left < step:
+        raise ValueError(f"structured-p{percent} would leave nothing of a feed-forward of {config.intermediate}")
+    return Sizes((config.kv_heads - gone) * shared, config.kv_heads - gone, left)
+
+
+def _share(config: ModelConfig, percent: int) -> int:
+    """How many key-value heads `percent` of them are, rounded down."""
+    return config.kv_heads * percent // 100
+
+
+def _loads(config: ModelConfig, heads: int) -> bool:
+    """Whether transformers loads the model with so many query heads."""
+    return heads == config.heads or config.architecture not in DIVIDED or config.hidden % heads == 0
+
+
+def account(config: ModelConfig, percent: int, new: Sizes) -> str:
+    """What went, of which transformers' rule may have kept heads, in words."""
+    gone, share = config.kv_heads - new.kv_heads, _share(config, percent)
+    said = (
+        f"structured-p{percent} left out {gone} of {config.kv_heads} key-value heads and "
+        f"{config.intermediate - new.intermediate:,} of {config.intermediate:,} feed-forward columns of each layer."
+    )
+    if gone == share:
+        return said
+    return (
+        f"{said} {share} of the heads would have been their share: transformers loads a {config.architecture} only "
+        f"where the number of heads divides the hidden size, {config.hidden}, so columns went in their place."
+    )
+
+
+def declared(config: ModelConfig, new: Sizes, tensor: str, part: Part) -> Part:
+    """How a tensor is stored once the model is pruned, given how it is now."""
+    module = tensor.rpartition(".")[0]
+    names, size = config.names, config.head_dim
+    rows = {
+        names.qkv[0]: new.heads * size,
+        **dict.fromkeys(names.qkv[1:], new.kv_heads * size),
+        **dict.fromkeys(names.gate_up, new.intermediate),
+    }
+    columns = {names.output: new.heads * size, names.down: new.intermediate}
+    for name, count in rows.items():
+        if module.endswith(f".{name}"):
+            return replace(part, shape=(count, *part.shape[1:]))
+    for name, count in columns.items():
+        if module.endswith(f".{name}") and len(part.shape) == 2:
+            return replace(part, shape=(part.shape[0], count))
+    return part
+
+
+def config_json(config: Mapping[str, Any], head_dim: int, new: Sizes) -> dict[str, Any]:
+    """config.json of the pruned model, given its source's."""
+    return {
+        **config,
+        "num_attention_heads": new.heads,
+        "num_key_value_heads": new.kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": new.intermediate,
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class Shrunk:
+    """Which runs of columns of a weight stay, ascending [K] int64, the weight [O, K * width] that makes up for the
+    others, and its error tr(E H E^T) / tr(W H W^T); `plain_error` is that of the runs of the largest norms, unrepaired.
+    """
+
+    runs: Tensor
+    weight: Tensor
+    error: float
+    plain_error: float
+
+
+def shrink(
+    weight: Tensor, hessian: Hessian, width: int, keep: int, damping: float = 0.01, drift: Drift | None = None
+) -> Shrunk:
+    """Keep `keep` of the runs of `width` columns of a weight [O, I] of any float dtype whose inputs `hessian` saw.
+
+    With the `drift` of the inputs the weight is corrected for it first. Where all inputs were zero, the runs of the
+    largest norms stay, as they are. Raises ValueError as `gptq.prepare`.
+    """
+    prepared = gptq.prepare(hessian, damping, "natural")
+    mean = prepared.hessian
+    original = weight.to(mean.dtype) if drift is None else qronos.corrected(weight, drift, prepared)
+    level = mean.diagonal().mean()
+    damped = mean.clone()
+    damped.diagonal().add_(damping * level)
+    runs = _survivors(original, damped, width, keep)
+    kept = columns_of(runs, width)
+    repaired = torch.linalg.solve(damped[kept][:, kept], damped[kept] @ original.T).T
+    energy = damage(original, mean)
+    norms = original.square().sum(0).view(-1, width).sum(1)
+    plain = columns_of(norms.argsort(descending=True, stable=True)[:keep].sort().values, width)
+    stored = repaired.to(weight.dtype)
+    errors = []
+    for columns, left in ((kept, stored.to(original.dtype)), (plain, original[:, plain])):
+        difference = original.clone()
+        difference[:, columns] -= left
+        errors.append(damage(difference, mean) / energy if energy else 0.0)
+    return Shrunk(runs, stored.contiguous(), *errors)
+
+
+def _survivors(weight: Tensor, hessian: Tensor, width: int, keep: int) -> Tensor:
+    """Which runs of columns are left when the one that costs least has gone, again and again: ascending [keep].
+
+    Of very many, the few that cost least go together.
+    """
+    work, inverse = weight.clone(), torch.linalg.inv(hessian)
+    groups = len(hessian) // width
+    assert 0 < keep <= groups
+    alive, left = torch.ones(groups, dtype=torch.bool, device=weight.device), groups
+    while left > keep:
+        if width == 1:
+            cost = work.square().sum(0) / inverse.diagonal()  # what has gone: 0 / 0
+        else:
+            own = _blocks(inverse, width)  # [G, w, w]
+            own[~alive] = torch.eye(width, dtype=own.dtype, device=own.device)
+            runs = work.view(len(work), groups, width).permute(1, 2, 0)  # [G, w, O]
+            cost = (runs * torch.linalg.solve(own, runs)).sum((1, 2))
+        count = min(max(1, groups // ROUNDS), left - keep)
+        least = torch.where(alive, cost, torch.inf).topk(count, largest=False).indices
+        gone = columns_of(least, width)
+        pull = torch.linalg.solve(inverse[gone][:, gone], inverse[gone])  # [w, I]
+        work -= work[:, gone] @ pull
+        inverse -= inverse[:, gone] @ pull
+        alive[least] = False
+        left -= count
+    return alive.nonzero()[:, 0]
+
+
+def _blocks(matrix: Tensor, width: int) -> Tensor:
+    """The blocks along the diagonal, [I / w, w, w]: a copy."""
+    groups = len(matrix) // width
+    return matrix.view(groups, width, groups, width).diagonal(dim1=0, dim2=2).permute(2, 0, 1).clone()
+
+
+def columns_of(groups: Tensor, width: int) -> Tensor:
+    """The columns of runs of `width`, given their numbers [K]: int64 [K * width]."""
+    return (groups[:, None] * width + torch.arange(width, device=groups.device)).reshape(-1)

@@ -1,0 +1,211 @@
+"""The gradient of a model's loss at every product, shown block by block from the last to the first, one in memory.
+
+Rounding that knows the loss weighs an error of a linear's output by how much the loss minds it, and for that needs, of
+every token, the rows x [N, I] that a linear reads and the gradient g [N, O] at what it puts out. A forward pass keeps
+what enters each block, in files (`HiddenStates`). At the output matrix the loss is taken; then each block, from the
+last to the first, is run again on its inputs with gradients recorded, and differentiated from the gradient at its
+output to the one at its input, which is the next one's. So memory is one block and the graph of one forward call,
+whatever the depth; time is that of two forward passes and a backward one.
+
+The loss is the sum over positions of -log p(label), in nats, not a mean: g does not depend on how much text there is.
+Labels are *sampled* from the model's own prediction, one a position, from counters of (seed, sequence). The mean of
+g g^T is then the Fisher matrix, which is the Hessian of KL(model || changed model): what compression is judged by. With
+the text's next tokens as labels it is the "empirical Fisher", which is something else (Kunstner et al. 2019) and is
+there to compare; the last position of a sequence then has no label.
+
+Everything is float32, on the reference path. Not done: keeping fewer states and running several blocks again (the disk
+is cheaper than the time); gradients of weights, which are g^T x, the watcher's to sum.
+
+Legend: S sequences, L tokens of each, N rows of one call (whole sequences, one after another, but for the rows that a
+router chose), I input and O output columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attar.checkpoints.sources.hf import Checkpoint
+from attar.checkpoints.writer import allocated, require_free
+from attar.compression import device_placement
+from attar.compression.calibration import hidden_states
+from attar.compression.calibration.hidden_states import HiddenStates, rows_at_once
+from attar.metrics.perplexity import in_rows
+from attar.model import decoder
+from attar.model.decoder import build_block, build_ends, build_final_norm
+from attar.model.layers import Block
+
+Labels = Literal["sampled", "text"]
+
+Watchers = Mapping[str, Callable[[Tensor, Tensor], None]]
+"""Of some linears of a block, by name, who sees the rows [N, I] that each reads and the gradient [N, O] at its output.
+Both are only lent: whoever keeps them copies them."""
+
+Progress = Callable[[str, int, int], None]
+"""progress(stage, done, total)"""
+
+LOGITS_AT_ONCE = 1 << 22
+NO_LABEL = -100
+
+
+def walk(
+    source: Checkpoint,
+    ids: Tensor,
+    folder: Path,
+    watch: Callable[[int, Block], Watchers],
+    done: Callable[[int], None] = lambda layer: None,
+    *,
+    memory: int = 2 << 30,
+    labels: Labels = "sampled",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> float:
+    """Show the gradients of all blocks on token ids [S, L]; returns the mean loss of a label, in nats.
+
+    For each block, from the last to the first, `watch(layer, block)` names the watchers, which then see one call after
+    another, the same whenever all else is; after the last, `done(layer)` is called. `folder` takes (layers + 2) x S x L
+    x hidden float32 for as long as it lasts; at most `memory` bytes of it are held in memory as well. May be called
+    where inference mode is on. Raises ValueError where the disk is too small, where no position has a label, and,
+    naming the place, where a loss or a gradient is not finite.
+    """
+    report = progress or (lambda stage, done, total: None)
+    config, shape = source.config, (*ids.shape, source.config.hidden)
+    had = allocated(folder.glob("gradient-*.f32"))  # by a killed run, and used again
+    require_free(folder, 4 * (config.layers + 2) * ids.numel() * config.hidden - had)
+    with torch.inference_mode(False), _states(folder, shape, config.layers + 2, memory, rows_at_once(config)) as states:
+        *inputs, gradient = states
+        _forward(source, ids, inputs, report)
+        loss = _at_head(source, ids, inputs[-1], gradient, labels, seed, report)
+        for done_blocks, layer in enumerate(reversed(range(config.layers)), 1):
+            block = build_block(config, source, layer)
+            watchers = watch(layer, block)
+            for linear in block.linears():
+                linear.keep_dense = False
+                linear.on_gradient = watchers.get(linear.name)
+            _through_block(layer, block, inputs[layer], gradient)
+            done(layer)
+            report("gradients", done_blocks, config.layers)
+    return loss
+
+
+@contextmanager
+def _states(
+    folder: Path, shape: tuple[int, int, int], count: int, memory: int, rows: int
+) -> Iterator[list[HiddenStates]]:
+    """Files of hidden states that last as long as the context."""
+    paths = [folder / f"gradient-{i}.f32" for i in range(count)]
+    made: list[HiddenStates] = []
+    try:
+        for path in paths:
+            made.append(HiddenStates(path, shape, memory // count, rows))
+        yield made
+    finally:
+        for each in made:
+            each.close()
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+
+def _forward(source: Checkpoint, ids: Tensor, inputs: list[HiddenStates], report: Progress) -> None:
+    """Fill `inputs`: what enters each block, and, last, what the final norm reads."""
+    hidden_states.embed(source, ids, inputs[0])
+    for layer in range(source.config.layers):
+        advance(source, layer, inputs[layer], inputs[layer + 1])
+        report("states", layer + 1, source.config.layers)
+
+
+@torch.no_grad()
+def advance(source: Checkpoint, layer: int, here: HiddenStates, there: HiddenStates) -> None:
+    """Run block `layer` on the states `here` and write its outputs `there`, which may be the same place."""
+    block = build_block(source.config, source, layer)
+    device_placement.move(block, torch.device(here.device))
+    for linear in block.linears():
+        linear.keep_dense = False
+    for batch in here.batches():
+        there.write(batch, block.run(here.read(batch), here.step(batch)))
+
+
+def through(
+    source: Checkpoint, ids: Tensor, states: HiddenStates, done: Callable[[int], None] = lambda blocks: None
+) -> None:
+    """Leave in `states` what the final norm reads on token ids [S, L]; `done` is told the number of blocks so far."""
+    hidden_states.embed(source, ids, states)
+    for layer in range(source.config.layers):
+        advance(source, layer, states, states)
+        done(layer + 1)
+
+
+@torch.enable_grad()
+def _at_head(
+    source: Checkpoint,
+    ids: Tensor,
+    final: HiddenStates,
+    gradient: HiddenStates,
+    labels: Labels,
+    seed: int,
+    report: Progress,
+) -> float:
+    """Write the gradient at the final norm's input; returns the mean loss."""
+    config, length = source.config, ids.shape[1]
+    norm, head = build_final_norm(config, source), build_ends(config, source)[1]
+    head.keep_dense = False
+    at_once, total, count = max(1, LOGITS_AT_ONCE // config.vocab_size), 0.0, 0
+    following = F.pad(ids[:, 1:], (0, 1), value=NO_LABEL)
+    for batch in final.batches():
+        noise = torch.from_numpy(np.concatenate([uniforms(seed, s, length) for s in batch]))
+        wanted = following[batch.start : batch.stop].reshape(-1)
+        parts, slopes = (each.split(at_once) for each in (final.read(batch), noise)), []
+        for rows, draws, texts in zip(*parts, wanted.split(at_once), strict=True):
+            rows = rows.detach().requires_grad_()
+            logits = decoder.logits(config, norm, head, rows)
+            chosen = draw(logits.detach(), draws) if labels == "sampled" else texts
+            loss = F.cross_entropy(logits, chosen, ignore_index=NO_LABEL, reduction="sum")
+            slopes.append(torch.autograd.grad(loss, rows)[0])
+            total += float(loss.detach())
+            count += int((chosen != NO_LABEL).sum())
+        found = torch.cat(slopes)
+        if not found.isfinite().all():
+            raise ValueError("the gradient of the loss at the output matrix holds a NaN or an infinity")
+        gradient.write(batch, found)
+        report("loss", batch.stop, ids.shape[0])
+    if not count:
+        raise ValueError("sequences of one token have no next token to learn from")
+    return total / count
+
+
+@torch.enable_grad()
+def _through_block(layer: int, block: Block, inputs: HiddenStates, gradient: HiddenStates) -> None:
+    """Turn the gradient at the block's output into the one at its input, showing it to the linears on the way."""
+    for batch in inputs.batches():
+        rows = inputs.read(batch).detach().requires_grad_()
+        out = block.run(rows, inputs.step(batch))
+        (found,) = torch.autograd.grad(out, rows, gradient.read(batch))
+        if not found.isfinite().all():
+            raise ValueError(f"the gradient at the input of block {layer} holds a NaN or an infinity")
+        gradient.write(batch, found)
+
+
+def draw(logits: Tensor, noise: Tensor) -> Tensor:
+    """One token a row from the softmax of logits [N, V], by numbers `noise` [N] in [0, 1), float64: int64 [N]."""
+    drawn = []
+    for rows, numbers in zip(runs := in_rows(logits), noise.split([len(run) for run in runs]), strict=True):
+        cumulative = rows.double().softmax(-1).cumsum(-1)
+        drawn.append(torch.searchsorted(cumulative, numbers[:, None] * cumulative[:, -1:], right=True)[:, 0])
+    return torch.cat(drawn).clamp(max=logits.shape[1] - 1)
+
+
+def uniforms(seed: int, sequence: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """`count` numbers in [0, 1) of stream (seed, sequence): the top 53 bits of Philox words, whose values are fixed.
+
+    The counter begins where no text sampled from the model by the same seed (`calibrate.sample_from`) gets to: labels
+    would otherwise be that very text.
+    """
+    stream = np.random.Philox(key=np.array([seed, sequence], dtype=np.uint64), counter=np.array([0, 0, 1, 0]))
+    return (np.asarray(stream.random_raw(count)) >> np.uint64(11)).astype(np.float64) * 2.0**-53

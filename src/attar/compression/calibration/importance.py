@@ -1,0 +1,201 @@
+"""How much the columns of each linear's weight count: the mean square of its inputs, over calibration text.
+
+The damage that rounding does to a linear's output is the sum over columns of error^2 E[x^2], if inputs of different
+columns are uncorrelated: so that is the weight of an error when scales and codes of GGML blocks are searched, and what
+llama.cpp's importance matrices hold. It is measured on the original model, with one block in memory, and depends on no
+recipe: one matrix serves every file made of a model (`attar imatrix`), and those of other programs can be read.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.checkpoints.gguf import export as gguf_export
+from attar.checkpoints.gguf.config import file_name
+from attar.checkpoints.sources import hub, imatrix
+from attar.checkpoints.sources.hf import Checkpoint
+from attar.checkpoints.sources.imatrix import Imatrix
+from attar.checkpoints.vocabulary import is_gguf
+from attar.compression.calibration import coverage, domain, hidden_states, texts
+from attar.compression.calibration.coverage import Coverage
+from attar.compression.calibration.hidden_states import HiddenStates
+from attar.compression.calibration.texts import Calibration
+from attar.compression.groups import input_groups
+from attar.compression.solvers.rounding.means import ColumnMean
+from attar.kernels import ops
+from attar.kernels.operands import Linear
+from attar.model.decoder import all_compressible, build_block, build_final_norm
+from attar.model.layers import Block
+
+Progress = Callable[[str, int, int], None]
+"""progress(stage, done, total)"""
+
+
+@torch.inference_mode()
+def collect(
+    checkpoint: Checkpoint, ids: Tensor, folder: Path, key: str, memory: int, progress: Progress
+) -> dict[str, Tensor]:
+    """E[x^2], float32 [I], of each linear's inputs on the tokens `ids` [S, L], by module name, the output matrix's too.
+
+    Hidden states are kept in files of `folder`, and in memory up to `memory` bytes; what was shown to each block stays
+    there, under `key` (`coverage.kept`). Raises ValueError naming the block whose output is not finite, and a linear
+    that no token reached.
+    """
+    config = checkpoint.config
+    shape, rows = (*ids.shape, config.hidden), hidden_states.rows_at_once(config)
+    spare = (memory - hidden_states.IN_A_BLOCK) // 2
+    streams = [HiddenStates(folder / f"importance-{i}.f32", shape, spare, rows) for i in range(2)]
+    found: dict[str, Tensor] = {}
+    try:
+        hidden_states.embed(checkpoint, ids, streams[0])
+        for layer in range(config.layers):
+            block = build_block(config, checkpoint, layer)
+            for linear in block.linears():
+                linear.keep_dense = False
+            shown = Coverage(block)
+            found |= _block(block, streams[layer % 2], streams[1 - layer % 2], layer, shown)
+            coverage.keep(folder, key, layer, shown)
+            progress("importances", layer + 1, config.layers)
+        norm = build_final_norm(config, checkpoint)
+        last = ColumnMean(config.hidden, 2, config.names.head)
+        for batch in streams[config.layers % 2].batches():
+            last.add(ops.norm(streams[config.layers % 2].read(batch), None, norm)[1])
+        found[config.names.head] = last.value
+    finally:
+        for stream in streams:
+            stream.close()
+            stream.path.unlink()
+    return found
+
+
+def kept(
+    checkpoint: Checkpoint, ids: Tensor, folder: Path, key: str, memory: int, progress: Progress
+) -> dict[str, Tensor]:
+    """As `collect`, but computed once: a resumed run finds them in `folder`, under the `key` of what it is about."""
+    path = folder / f"importances-{key}.gguf"
+    if not path.exists():
+        imatrix.write(path, as_imatrix(collect(checkpoint, ids, folder, key, memory, progress), ids, "calibration"))
+    return known(path, checkpoint)
+
+
+def as_imatrix(means: dict[str, Tensor], ids: Tensor, dataset: str) -> Imatrix:
+    """Importances as files hold them, under the names of a GGUF file's tensors."""
+    named = {file_name(f"{module}.weight"): mean for module, mean in means.items()}
+    return Imatrix(named, dict.fromkeys(named, ids.numel()), len(ids), ids.shape[1], (dataset,))
+
+
+def known(path: str | Path, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The importances of a file, [I] by module name.
+
+    Raises ValueError where it is malformed, of a model with other columns, or knows none of the model's linears.
+    """
+    found, config = imatrix.read(path).means, checkpoint.config
+    modules = all_compressible(config)
+    importances: dict[str, Tensor] = {}
+    for module in [*modules, config.names.head]:
+        mean = found.get(file_name(f"{module}.weight"))
+        if mean is None:
+            continue
+        columns = config.hidden if module == config.names.head else checkpoint.linear_shape(module)[1]
+        if len(mean) != columns:
+            raise ValueError(f"{path}: {file_name(module)} has {len(mean)} columns, and {columns} in the model")
+        importances[module] = mean
+    if missing := [module for module in modules if module not in importances]:
+        raise ValueError(
+            f"{path}: knows nothing of {file_name(missing[0])}.weight"
+            + (f" and {len(missing) - 1} other matrices" if len(missing) > 1 else "")
+            + f" of {checkpoint.folder.path}: it was made of another model"
+        )
+    return importances
+
+
+def _block(block: Block, inputs: HiddenStates, outputs: HiddenStates, layer: int, shown: Coverage) -> dict[str, Tensor]:
+    """What the inputs of a block's linears are, while its outputs are written."""
+    groups = {group[0].name: group for group in input_groups(block)}
+    means = {name: ColumnMean(group[0].shape[1], 2, name) for name, group in groups.items()}
+
+    def tap(linear: Linear, x: Tensor) -> None:
+        shown.tap(linear, x)
+        if linear.name in means:
+            means[linear.name].add(x)
+
+    for batch in inputs.batches():
+        out = block.run(inputs.read(batch), inputs.step(batch), tap)
+        if not out.isfinite().all():
+            raise ValueError(f"the output of block {layer} holds a NaN or an infinity")
+        outputs.write(batch, out)
+    return {each.name: means[name].value for name, group in groups.items() for each in group}
+
+
+@dataclass(frozen=True)
+class Made:
+    """What `make` did."""
+
+    path: Path
+    tokens: int
+    matrices: int
+    widest: tuple[str, float]  # the matrix whose columns differ most, and its largest importance over its mean
+    warnings: tuple[str, ...] = ()  # of calibration text that says too little
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "path": str(self.path),
+            "tokens": self.tokens,
+            "matrices": self.matrices,
+            "widest": {"matrix": self.widest[0], "ratio": self.widest[1]},
+            "warnings": list(self.warnings),
+        }
+
+
+def make(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    calibration: Calibration,
+    samples: int = 128,
+    length: int = 512,
+    seed: int = 0,
+    calib_memory: int = 2 << 30,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Made:
+    """Measure the importances of the checkpoint `src` (folder, Hub id or `demo`), and write them to the file `dst`.
+
+    `calibration` is as in `pipeline.compress`. The file is of the older form where its name ends in .dat. Raises
+    ValueError for anything a user can mend: an existing output, a text that is too short, a GGUF file as source.
+    """
+    source, target = hub.resolve(src), Path(dst)
+    if not str(dst) or target.is_dir():
+        raise ValueError(f"{str(dst)!r} is no name of a file to write")
+    if is_gguf(source):
+        raise ValueError(f"{source} is a GGUF file: give the folder it was made from")
+    if target.exists() and not overwrite:
+        raise ValueError(f"{target} exists and is kept; choose another output, or pass --overwrite")
+    if not target.parent.is_dir():
+        raise ValueError(f"{target.parent}: no such folder to write {target.name} into: make it first")
+    report = progress or (lambda stage, done, total: None)
+    checkpoint = Checkpoint.open(source)
+    gguf_export.architecture(checkpoint.config)
+    tokenizer = texts.tokenizer_for(calibration, source)
+    with tempfile.TemporaryDirectory(prefix="attar-", dir=target.absolute().parent) as folder:
+        ids = texts.tokens(
+            calibration, checkpoint, tokenizer, texts.Amount(samples, length, seed), Path(folder) / "drawn.i32",
+            lambda done, total: report("sampling", done, total),
+        )  # fmt: skip
+        means = collect(checkpoint, ids, Path(folder), "", calib_memory, report)
+        warnings = (
+            *coverage.of(checkpoint.config, ids, Path(folder), ""),
+            *domain.warnings(domain.surprise(checkpoint, ids, Path(folder)), None),
+        )
+    named = as_imatrix(means, ids, Path(str(calibration)).name if texts.is_text(calibration) else "self")
+    imatrix.write(target, named, overwrite)
+    ratios = {name: float(mean.max() / mean.mean().clamp_min(1e-30)) for name, mean in named.means.items()}
+    widest = max(ratios, key=lambda name: ratios[name])
+    return Made(target, ids.numel(), len(ratios), (widest, ratios[widest]), warnings)

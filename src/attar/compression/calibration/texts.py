@@ -1,0 +1,236 @@
+"""Calibration: which tokens the statistics come from.
+
+Tokens come from a text, from ids, or from the model itself (`sample_from`): a language model's own samples are close
+enough to what it was trained on to calibrate with, and need no data at all. A text is often too short for a method that
+looks closely, whose roundings then fit the text rather than the model: the model may write more to go with it
+(`Amount.drawn`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attar.checkpoints.sources import hf
+from attar.compression.recipe.methods import MOST_DRAWN
+from attar.model.cache import Step
+from attar.model.config import ModelConfig
+from attar.model.decoder import Decoder
+from attar.text.files import read_text
+from attar.text.tokenizer import Tokenizer
+
+Calibration = str | Path | Sequence[Sequence[int]]
+"""A text file, token ids [S][L], or `SELF`."""
+
+SELF = "self"
+
+BESIDES = 2 << 32
+"""What the seed of text drawn to go with a calibration text is larger by."""
+
+CACHE_BYTES = 256 << 20  # of keys and values while sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """How much text to take, and the seed of what is drawn at random."""
+
+    samples: int = 128  # sequences
+    length: int = 512  # tokens of each
+    seed: int = 0
+    drawn: int = 0  # sequences that the model writes besides
+
+    def __post_init__(self) -> None:
+        if self.samples < 1 or self.length < 2 or self.seed < 0:
+            raise ValueError("calibration takes at least 1 sequence of at least 2 tokens, and a seed of at least 0")
+        if not 0 <= self.drawn <= MOST_DRAWN:
+            raise ValueError(f"0 to {MOST_DRAWN} sequences can be drawn from the model besides, not {self.drawn}")
+
+    def besides(self, length: int) -> Amount:
+        """What is drawn besides, in sequences of `length` tokens: another text than `SELF` of the same seed."""
+        return Amount(self.drawn, length, BESIDES + self.seed)
+
+
+def is_text(calibration: Calibration | None) -> bool:
+    """Whether it is a text file."""
+    return isinstance(calibration, str | Path) and not is_drawn(calibration)
+
+
+def is_drawn(calibration: Calibration | None) -> bool:
+    """Whether the model is to draw it."""
+    return isinstance(calibration, str | Path) and str(calibration) == SELF
+
+
+def tokenizer_for(calibration: Calibration, folder: Path) -> Tokenizer | None:
+    """The tokenizer of the model in `folder`, where a text needs one: ids and `SELF` do without."""
+    return Tokenizer.load(folder) if is_text(calibration) else None
+
+
+def count(calibration: Calibration, amount: Amount) -> int:
+    """How many sequences there will be, at most."""
+    return amount.samples if isinstance(calibration, str | Path) else len(calibration)
+
+
+def drawn_name(source: str, amount: Amount) -> str:
+    """The name of the file for what is drawn from the model whose files have the hash `source`."""
+    return f"self-{source[:16]}-{amount.samples}x{amount.length}-{amount.seed}.i32"
+
+
+def tokens(
+    calibration: Calibration,
+    checkpoint: hf.Checkpoint,
+    tokenizer: Tokenizer | None,
+    amount: Amount,
+    drawn: Path,
+    progress: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """The calibration tokens, int64 [S, L], of whatever the user gave.
+
+    Sampling from the model takes its time, so what it drew is kept in the file `drawn` for a resumed run. Raises
+    ValueError where there is nothing to calibrate on, an id is out of range, or sequences are longer than the context.
+    """
+    config = checkpoint.config
+    if not isinstance(calibration, str | Path):
+        ids = as_tokens(calibration, config.vocab_size)
+        within_context(ids.shape[1], config)
+        return ids
+    within_context(amount.length, config)
+    if is_text(calibration):
+        assert tokenizer is not None
+        ids = windows(read(calibration, tokenizer), amount.samples, amount.length, tokenizer.added_bos)
+        within_vocabulary(ids, config.vocab_size)
+        return ids
+    return written(checkpoint, amount, drawn, progress)
+
+
+def written(
+    checkpoint: hf.Checkpoint, amount: Amount, drawn: Path, progress: Callable[[int, int], None] | None = None
+) -> Tensor:
+    """What the model writes, int64 [samples, length]: drawn, or from the file `drawn`, where it is kept for a run that
+    resumes. Raises ValueError where that file holds an id out of range."""
+    shape, config = (amount.samples, amount.length), checkpoint.config
+    if drawn.is_file() and drawn.stat().st_size == 4 * shape[0] * shape[1]:
+        known = torch.from_numpy(np.fromfile(drawn, dtype="<i4").astype(np.int64)).view(shape)
+        if int(known.min()) < 0 or int(known.max()) >= config.vocab_size:
+            raise ValueError(
+                f"{drawn}, which an interrupted run drew, holds a token id outside 0..{config.vocab_size - 1}: "
+                "--restart draws anew"
+            )
+        return known
+    found = sample_from(hf.load(checkpoint.folder.path, torch.float32), amount, progress=progress)
+    temporary = drawn.with_suffix(".tmp")
+    temporary.write_bytes(found.numpy().astype("<i4").tobytes())
+    temporary.replace(drawn)
+    return found
+
+
+def read(text: str | Path, tokenizer: Tokenizer) -> list[int]:
+    """The token ids of a text file."""
+    return tokenizer.encode(read_text(text), add_special_tokens=False)
+
+
+def within_context(length: int, config: ModelConfig, what: str = "calibration sequences") -> None:
+    """Raise ValueError, beginning with `what`, where sequences are longer than the model can place: with rotary
+    positions it would compute what nobody trained it for, with a table of positions there is no row."""
+    if length > config.context:
+        raise ValueError(f"{what} of {length} tokens exceed the model's context of {config.context}")
+
+
+def within_vocabulary(ids: Tensor, vocab_size: int, what: str = "calibration") -> None:
+    """Raise ValueError where one of the ids [S, L] is no token of the model's."""
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise ValueError(f"a {what} token id lies outside 0..{vocab_size - 1}")
+
+
+def windows(ids: Sequence[int], samples: int, length: int, bos: int | None) -> Tensor:
+    """Cut a text's token ids into at most `samples` windows, evenly spread over it: int64 [S, length].
+
+    Each window begins with `bos` where the tokenizer adds one. A text shorter than one window is used whole.
+    Raises ValueError where there are fewer than two tokens.
+    """
+    if len(ids) < 2:
+        raise ValueError(f"the calibration text has {len(ids)} tokens: at least 2 are needed")
+    body = min(len(ids), length if bos is None else length - 1)
+    return _cut(ids, _spread(range(len(ids) // body), samples), body, bos)
+
+
+def between(ids: Sequence[int], samples: int, length: int, bos: int | None, most: int) -> Tensor | None:
+    """At most `most` of the windows that `windows` does not take, evenly spread: int64 [S, length]. None where it takes
+    all."""
+    body = length if bos is None else length - 1
+    every = range(len(ids) // body)
+    left = sorted({*every} - {*_spread(every, samples)})
+    return _cut(ids, _spread(left, most), body, bos) if left else None
+
+
+def _spread(of: Sequence[int], most: int) -> Sequence[int]:
+    return of if len(of) <= most else [of[i * len(of) // most] for i in range(most)]
+
+
+def _cut(ids: Sequence[int], which: Sequence[int], body: int, bos: int | None) -> Tensor:
+    head = [] if bos is None else [bos]
+    return torch.tensor([head + list(ids[i * body : (i + 1) * body]) for i in which])
+
+
+def as_tokens(sequences: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
+    """Token ids given by the caller, int64 [S, L]. Raises ValueError where lengths differ or an id is out of range."""
+    lengths = {len(s) for s in sequences}
+    if len(lengths) != 1 or not all(lengths):
+        raise ValueError(f"calibration sequences must be of one length, not {sorted(lengths)}")
+    ids = torch.tensor([list(s) for s in sequences])
+    within_vocabulary(ids, vocab_size)
+    return ids
+
+
+def token_hash(ids: Tensor) -> str:
+    """SHA-256 of the ids [S, L] as little-endian int32, rows in order, with the shape in front."""
+    shape = f"{ids.shape[0]}x{ids.shape[1]}:".encode()
+    return hashlib.sha256(shape + ids.to(torch.int32).numpy().astype("<i4").tobytes()).hexdigest()
+
+
+@torch.inference_mode()
+def sample_from(
+    decoder: Decoder,
+    amount: Amount,
+    temperature: float = 1.0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """Draw sequences from the model itself: int64 [samples, length].
+
+    Each begins with BOS, or with a random token where the model has none, and takes its random numbers from a counter
+    keyed by (seed, sequence). Raises ValueError where that BOS is no token of the model's.
+    """
+    config, samples, length = decoder.config, amount.samples, amount.length
+    if config.bos_ids and config.bos_ids[0] >= config.vocab_size:
+        raise ValueError(
+            f"no text can be drawn from this model: its bos_token_id, {config.bos_ids[0]}, lies outside its vocabulary "
+            f"of {config.vocab_size}; mend config.json, or give a text to --calib"
+        )
+    noise = torch.from_numpy(np.stack([_uniforms(amount.seed, s, length) for s in range(samples)]))
+    first = [config.bos_ids[0]] * samples if config.bos_ids else (noise[:, 0] * config.vocab_size).long().tolist()
+    ids = torch.zeros(samples, length, dtype=torch.int64)
+    ids[:, 0] = torch.tensor(first)
+    at_once = max(1, CACHE_BYTES // (8 * length * config.layers * config.kv_heads * config.head_dim))
+    for begin in range(0, samples, at_once):
+        rows = slice(begin, min(begin + at_once, samples))
+        batch = rows.stop - rows.start
+        cache = decoder.cache(length, batch)
+        for t in range(1, length):
+            logits = decoder.forward(ids[rows, t - 1], Step((1,) * batch, length, cache))
+            cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
+            drawn = torch.searchsorted(cumulative, noise[rows, t, None] * cumulative[:, -1:], right=True)
+            ids[rows, t] = drawn[:, 0].clamp(max=config.vocab_size - 1)
+            if progress is not None:
+                progress(begin * length + t * batch, samples * length)
+    return ids
+
+
+def _uniforms(seed: int, sequence: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """`count` numbers in [0, 1) of stream (seed, sequence): the top 53 bits of Philox words, whose values are fixed."""
+    raw = np.random.Philox(key=np.array([seed, sequence], dtype=np.uint64)).random_raw(count)
+    return (np.asarray(raw) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,0 +1,284 @@
+"""The GGUF file that comes out: what `output.Output` is for a folder, with the same part in the walk.
+
+Every matrix of a file has a type, so there is no "left alone" here but for storing what a matrix has: the embedding and
+the output matrix are in the mix too, norms and biases are F32, as llama.cpp wants them. Which type a matrix gets is
+`formats.ggml_mix`'s rules, unless the recipe overrides one. Types are met as schemes (`forms.GgmlBlocks`), so that
+whatever chooses codes for a scheme can choose them for a file.
+
+A block that was written is left as a reader of the file has it: the grids that schemes name as such, everything else as
+its blocks. So what is calibrated on it, and the probes of the receipt, see the file's model, and its kernels' rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
+from attar.checkpoints.gguf import export as gguf_export
+from attar.checkpoints.gguf.config import ROPE_FACTORS, file_name
+from attar.checkpoints.gguf.file import GgufFile
+from attar.checkpoints.gguf.writer import GgufPlan, plan
+from attar.checkpoints.sources.hf import Checkpoint
+from attar.checkpoints.writer import FilePlan, ShardWriter
+from attar.compression.outputs.folder import untrained_note
+from attar.compression.recipe.recipe import HEAD, Recipe
+from attar.compression.rotation.rotated import RotatedCheckpoint
+from attar.compression.solvers.rounding import rtn
+from attar.compression.training import trainable_parameters
+from attar.formats.codecs import ggml_blocks, ggml_codec, ggml_mix, ggml_round
+from attar.formats.codecs.ggml import TYPES, GgmlType
+from attar.formats.packed import PackedTensor
+from attar.formats.scheme import Scheme
+from attar.formats.weight_formats import GgmlBlocks
+from attar.model.layers import Block
+
+COPY_ROWS = 4096  # of a table at once
+DENSE: Mapping[str, GgmlType] = {
+    "float32": TYPES["F32"],
+    "float16": TYPES["F16"],
+    "bfloat16": TYPES["BF16"],
+    "float64": TYPES["F32"],
+}
+
+
+class GgufOutput:
+    """Names, types and sizes of the file `name` that one recipe makes of one checkpoint.
+
+    `calibrated` says whether importances will be known; they are set once they are, by our module names, each [I].
+    Raises ValueError for an architecture or anything of the model that files have no words for, where the source is
+    compressed already, for a recipe of schemes that are no GGML types, and where nothing would change.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, recipe: Recipe, name: str, calibrated: bool = False) -> None:
+        folder, config = checkpoint.folder, checkpoint.config
+        if "quantization_config" in folder.config:
+            raise ValueError(
+                f"{folder.path} is compressed already: start from the original checkpoint, or see `attar convert`"
+            )
+        assert recipe.mix is not None, "`Recipe.for_file` makes it one"
+        self.checkpoint, self.recipe, self.name = checkpoint, recipe, name
+        self.mix = ggml_mix.MIXES[recipe.mix]
+        self.importances: Mapping[str, Tensor] = {}
+        ends = [checkpoint.stored_name(each) for each in (config.names.embed, HEAD)]
+        self.shared = config.tied and not all(folder.has(f"{end}.weight") for end in ends)
+        self.config = replace(config, tied=self.shared)
+        self._embed = HEAD if self.shared else config.names.embed  # under which name recipes know the embedding
+        shapes = self._shapes()
+        mixed, self.notes = self._mixed(shapes, calibrated)
+        self.schemes: dict[str, Scheme | None] = recipe.schemes(shapes, mixed)
+        for module, scheme in self.schemes.items():
+            if scheme is not None and not isinstance(scheme.weight, GgmlBlocks):
+                what = "the output matrix" if module == HEAD else module
+                raise ValueError(
+                    f"{what}: {scheme.name} has no place in a GGUF file, which holds types such as q4_k or q6_k"
+                )
+        if not any(self.schemes.values()) and recipe.rotate is None:
+            raise ValueError(f"recipe {recipe.name} with its overrides compresses nothing")
+        self.head = self.schemes[HEAD]
+        self.packed_ends = self.shared and self.head is not None
+        head_words, factors = gguf_export.describe(self.config, self._file_type(mixed), folder.path.resolve().name)
+        tokenizer, note = gguf_export.words(folder.path, self.config)
+        self.notes += () if note is None else (note,)
+        if isinstance(checkpoint, RotatedCheckpoint) and checkpoint.untied:
+            hint = ": `--head int4` makes it smaller" if recipe.head is None else ""
+            self.notes += (
+                "output.weight, which was token_embd.weight before, is a matrix of its own, because rotation folds the "
+                f"last norm into it{hint}.",
+            )
+        if recipe.tune is not None:
+            blocks = [scheme for name, scheme in self.schemes.items() if name not in (HEAD, self._embed)]
+            self.notes += untrained_note(
+                trainable_parameters.untrained_in_file(blocks), blocks, recipe.tune.method, dense=False
+            )
+        self._final = f"{config.names.final_norm}.weight"
+        self._factors = factors
+        self.plan: GgufPlan = plan(name, head_words | tokenizer, dict(self._tensors(shapes)))
+        counted = self._counted()
+        stored = sum(self._kind(module).bytes(shapes[module]) for module in counted)
+        self.bits_per_weight = 8 * stored / sum(math.prod(shapes[module]) for module in counted)
+
+    # Layout
+
+    def plans(self, max_shard_bytes: int) -> list[FilePlan]:
+        """The one file, whatever its size: llama.cpp's splits are not written."""
+        return [self.plan]
+
+    def written(self, blocks_done: int) -> list[str]:
+        """The tensors that are on disk once so many blocks are done."""
+        return [each for each in self.plan.slots if each.startswith("blk.") and int(each.split(".")[1]) < blocks_done]
+
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of every matrix, by the name that recipes know it by."""
+        found = {}
+        for module, _, _ in gguf_export.matrices(self.config):
+            end = module == self.config.names.embed
+            shape = (self.config.vocab_size, self.config.hidden) if end else self.checkpoint.linear_shape(module)
+            found[self._embed if end else module] = shape
+        return found
+
+    def _mixed(
+        self, shapes: Mapping[str, tuple[int, int]], calibrated: bool
+    ) -> tuple[dict[str, Scheme], tuple[str, ...]]:
+        """What the recipe's mix makes of each matrix, and what is to be said about it."""
+        config = self.config
+        about = ggml_mix.About(config.layers, config.heads, config.kv_heads, self.shared, calibrated)
+        found: dict[str, Scheme] = {}
+        others: dict[tuple[str, int, str], list[str]] = {}
+        for module, matrix, layer in gguf_export.matrices(config):
+            ours = self._embed if module == config.names.embed else module
+            columns = shapes[ours][1]
+            kind, wanted = ggml_mix.choose(self.mix, matrix, layer, columns, about)
+            found[ours] = ggml_mix.scheme(kind)
+            if wanted is not None:
+                others.setdefault((wanted, columns, kind.name), []).append(file_name(module))
+        notes = tuple(
+            f"{', '.join(names)}: rows of {columns} columns are not whole blocks of {wanted}, so they are {kind}."
+            for (wanted, columns, kind), names in others.items()
+        )
+        return found, notes
+
+    def _counted(self) -> list[str]:
+        """What bits a weight are counted over: the linears and the output matrix, those that a recipe reaches; where it
+        is none, the linears as they are."""
+        linears = [module for module in self.schemes if module not in (HEAD, self._embed)]
+        reached = [module for module in (*linears, HEAD) if self.schemes[module] is not None]
+        return reached or linears
+
+    def _file_type(self, mixed: Mapping[str, Scheme]) -> int:
+        """`general.file_type`: the mix's where all types are its own, or most matrices have the type that it is named
+        for. Else that of what most have."""
+        kinds = {module: self._kind(module) for module in self.schemes}
+        found = gguf_export.file_type([kind.name for kind in kinds.values()])
+        own = {module: ggml_codec.type_of(scheme) for module, scheme in mixed.items()}
+        named = gguf_export.file_type([self.mix.base.name])
+        return self.mix.file_type if found == named or kinds == own else found
+
+    def _kind(self, module: str) -> GgmlType:
+        """The type of the matrix that recipes know as `module`; one that is kept has that of its own numbers."""
+        scheme = self.schemes[module]
+        if scheme is not None:
+            return ggml_codec.type_of(scheme)
+        stored = self.config.names.embed if module == self._embed and self._stores_embed() else module
+        return DENSE[self.checkpoint.folder.info(f"{self.checkpoint.stored_name(stored)}.weight").dtype]
+
+    def _stores_embed(self) -> bool:
+        return self.checkpoint.has(f"{self.config.names.embed}.weight")
+
+    def _tensors(self, shapes: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, tuple[GgmlType, tuple[int, ...]]]]:
+        """Every tensor of the file: name, type and shape."""
+        plain, embed = TYPES["F32"], self.config.names.embed
+        if self._factors is not None:
+            yield ROPE_FACTORS, (plain, (len(self._factors),))
+        for name in gguf_export.tensor_names(self.config, self.checkpoint.has):
+            module = self._embed if name == f"{embed}.weight" else name.removesuffix(".weight")
+            if module in shapes:
+                yield file_name(name), (self._kind(module), shapes[module])
+            else:
+                yield file_name(name), (plain, self._size(name))
+
+    def _size(self, name: str) -> tuple[int, ...]:
+        """The shape of a norm or a bias."""
+        return self.checkpoint.folder.info(self.checkpoint.stored_name(name)).shape
+
+    # Writing
+
+    def write_block(self, writer: ShardWriter, block: Block, layer: int) -> None:
+        """Write every tensor of the block, and leave its weights as a reader of the file has them."""
+        for norm in block.norms():
+            _write_plain(writer, f"{norm.name}.weight", norm.weight)
+        for linear in block.linears():
+            weight = linear.weight
+            assert isinstance(weight, Tensor | PackedTensor)
+            if isinstance(weight, PackedTensor):
+                raw = weight.parts["blocks"]
+                linear.weight = as_read(weight)
+            else:
+                raw = ggml_round.encode(self._kind(linear.name), weight)
+            turned = gguf_export.interleaves(self.config, linear.name)
+            writer.write(
+                file_name(f"{linear.name}.weight"),
+                gguf_export.neighbours(raw, self.config.head_dim) if turned else raw,
+            )
+            if linear.bias is not None:
+                bias = gguf_export.neighbours(linear.bias, self.config.head_dim) if turned else linear.bias
+                _write_plain(writer, f"{linear.name}.bias", bias)
+
+    def write_again(self, writer: ShardWriter, found: Mapping[str, Tensor]) -> None:
+        """Replace what tuning found, by our names: norms and biases, and numbers within the blocks of matrices."""
+        file = GgufFile(writer.folder / self.name)
+        for name, values in found.items():
+            module = name.rpartition(".")[0]
+            if gguf_export.interleaves(self.config, module):
+                values = gguf_export.neighbours(values, self.config.head_dim)
+            if module in self.schemes and name.endswith(".weight"):
+                raw = file.read(file_name(name))
+                writer.write(file_name(name), ggml_blocks.with_numbers(self._kind(module), raw, values))
+            else:
+                _write_plain(writer, name, values)
+
+    def round_head(self, rows: Tensor) -> PackedTensor:
+        """Rows [R, I] of the output matrix as they are stored."""
+        assert self.head is not None
+        return self._rounded(HEAD, self.head, rows)
+
+    def round_embedding(self, rows: Tensor) -> PackedTensor | None:
+        """Rows [R, I] of the embedding as they are stored; None where they are kept."""
+        scheme = self.schemes[self._embed]
+        return None if scheme is None else self._rounded(self._embed, scheme, rows)
+
+    def _rounded(self, module: str, scheme: Scheme, rows: Tensor) -> PackedTensor:
+        try:
+            return rtn.solve(rows, scheme, importance=self.importances.get(module))
+        except ValueError as error:
+            raise ValueError(f"{module}: {error}") from None
+
+    def as_read(self, packed: PackedTensor) -> PackedTensor:
+        return as_read(packed)
+
+    def write_head(self, writer: ShardWriter, pieces: Iterable[PackedTensor]) -> None:
+        """Write the output matrix, whose rows come in `pieces`."""
+        module = self.config.names.embed if self.shared else HEAD
+        writer.write_rows(file_name(f"{module}.weight"), (piece.parts["blocks"] for piece in pieces))
+
+    def copy_rest(self, writer: ShardWriter, report: Callable[[str, int, int], None]) -> None:
+        """Write what belongs to no block, but for an output matrix that `write_head` wrote."""
+        _write_plain(writer, self._final, self.checkpoint.tensor(self._final))
+        if self._factors is not None:
+            _write_plain(writer, ROPE_FACTORS, self._factors)
+        ends = [self._embed, *([] if self.shared else [HEAD])]
+        left = [module for module in ends if module != HEAD or self.head is None]
+        for done, module in enumerate(left, 1):
+            name = self.config.names.embed if module == self._embed else module
+            writer.write_rows(file_name(f"{name}.weight"), self._table(module))
+            report("copying", done, len(left))
+
+    def _table(self, module: str) -> Iterator[Tensor]:
+        """The embedding or the output matrix, some rows at a time, as bytes."""
+        stored = self.config.names.embed if module == self._embed and self._stores_embed() else HEAD
+        name = self.checkpoint.stored_name(f"{stored}.weight")
+        scheme = self.schemes[module]
+        for at in range(0, self.config.vocab_size, COPY_ROWS):
+            rows = self.checkpoint.folder.read_rows(name, at, min(at + COPY_ROWS, self.config.vocab_size))
+            if scheme is None:
+                yield ggml_round.encode(self._kind(module), rows)
+            else:
+                yield self._rounded(module, scheme, rows).parts["blocks"]
+
+    def write_config(self, folder: Path) -> None:
+        """Nothing: a file says of itself what a folder's config.json does."""
+
+
+def as_read(packed: PackedTensor) -> PackedTensor:
+    """A weight in GGML blocks as `GgufCheckpoint` gives it: a grid that a scheme names, or the blocks."""
+    kind = ggml_codec.type_of(packed.scheme)
+    return gguf_checkpoint.as_grid(kind, packed.parts["blocks"]) if kind.name in gguf_checkpoint.SCHEMES else packed
+
+
+def _write_plain(writer: ShardWriter, name: str, values: Tensor) -> None:
+    writer.write(file_name(name), values.float().contiguous().view(torch.uint8))

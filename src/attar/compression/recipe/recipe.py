@@ -1,0 +1,487 @@
+"""A recipe: which passes run over a model, in which order, and which linear is stored in which scheme. Pure data.
+
+A recipe has a short name, `method[+method]-scheme` (`spelling`): `rtn-w4g128`, `awq-w3g64`, `smoothquant+gptq-w8a8`.
+Or it is a YAML file, with the methods' options and per-layer overrides:
+
+    recipe: gptq-w4g128
+    damping: 0.02
+    head: int8
+    overrides:
+      - {match: "*.down_proj", scheme: w8}
+      - {match: "model.layers.0.*", scheme: keep}
+
+An option belongs to the method that has it. Where several have one of its name it stands under the method's own name,
+which any option may: `tune: {batch: 4096}`.
+
+The output matrix, `lm_head`, stays unless `head` (or an override, or a `keep` that leaves it out) says otherwise: bf16
+(as it is), int8, int4 (of which a GGUF file has types of its own), or a scheme of weights alone. It can be larger than
+several blocks and is never in memory whole: it is rounded to nearest, rows after rows, whatever the method, with the
+method's `scale_search`.
+
+Whatever is unknown in it is an error that offers the nearest names, and so is an option that none of its schemes reads:
+one that is silently ignored costs hours. `to_dict` is canonical (two spellings of one recipe give one dict, defaults
+written out) because the receipt stores it and a resumed run compares it. Not done: options per layer. An override
+changes the scheme, never the method, so that the walk over the blocks stays the same for every recipe. Torch-free:
+planners read recipes too.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+
+from attar.compression.recipe import parser
+from attar.compression.recipe.methods import (
+    METHODS,
+    ROTATIONS,
+    TUNINGS,
+    ActivationRange,
+    AutoRound,
+    Awq,
+    Gptq,
+    Hqq,
+    Pass,
+    Prune,
+    Pruning,
+    Rotate,
+    Rtn,
+    SpinQuant,
+    SqueezeLlm,
+    Structured,
+    Tune,
+)
+from attar.compression.recipe.parser import KEEP, Keep, Spelling, offer, parse_head, parse_scheme
+from attar.compression.recipe.pattern import Pattern
+from attar.formats.codecs import ggml_mix
+from attar.formats.scheme import Grid, Scheme
+from attar.formats.weight_formats import Form, Fp4, GgmlBlocks, Lookup, Progressive, Sparse24
+from attar.text.files import neighbours
+
+HEAD = "lm_head"
+"""The output matrix of every family."""
+
+KEPT = (HEAD, "*.mlp.gate", "*.block_sparse_moe.gate", "*.shared_expert_gate")
+"""Kept by default: the output matrix, and the routers of mixtures of experts, tiny matrices whose error picks the wrong
+expert."""
+
+FILE_HEADS: Mapping[str, str] = {"int8": "q8_0", "int4": "q4_0"}
+"""What the words for an output matrix mean in a GGUF file."""
+
+MAX_FILE_BYTES = 64 * 1024
+
+_KEYS = ("recipe", "overrides", "keep", "head", "activation_range")
+
+_Method = TypeVar("_Method", bound=Pass | Rotate | Tune)
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """Linears whose module name matches the glob `match` are stored in `scheme`; where it is None, they stay."""
+
+    match: str
+    scheme: Scheme | None
+
+
+def _first(overrides: Sequence[Override]) -> Callable[[str], Override | None]:
+    """What finds the first override that matches a name. Where bits were chosen for each linear there are as many as
+    linears, and each names one: those are not tried on all others."""
+    named: dict[str, int] = {}
+    globs = []
+    for at, each in enumerate(overrides):
+        if any(mark in each.match for mark in "*?["):
+            globs.append(at)
+        else:
+            named.setdefault(each.match, at)
+
+    def find(name: str) -> Override | None:
+        found = named.get(name, len(overrides))
+        found = next((at for at in globs if at < found and fnmatch.fnmatchcase(name, overrides[at].match)), found)
+        return overrides[found] if found < len(overrides) else None
+
+    return find
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The passes to run, the scheme of every linear they reach, and the linears they leave alone.
+
+    Only linears are ever compressed: embeddings and norms stay, whatever a pattern says, but for an embedding that is
+    the output matrix. The first override that matches a linear decides; then `keep`; then the default `scheme`. Of the
+    output matrix `head` decides before them all, unless it is None.
+    """
+
+    passes: tuple[Pass, ...]
+    scheme: Scheme | None  # None: what is pruned, or only rotated, stays dense
+    overrides: tuple[Override, ...] = ()
+    keep: tuple[str, ...] = KEPT
+    head: Scheme | Keep | None = None
+    tune: Tune | None = None  # what follows after the last block
+    mix: str | None = None  # of a GGUF file: `formats.ggml_mix` says the scheme of each matrix, and nothing is kept
+    rotate: Rotate | None = None  # what comes before the first block
+    activation_range: ActivationRange = "minmax"  # of scales that are fixed at calibration
+    said: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    """Options that somebody set, and the method of each: those that nothing reads are refused."""
+    head_word: str | None = field(default=None, compare=False)
+    """The word that `head` was given by, if it was: in a GGUF file it may mean something else."""
+
+    @property
+    def name(self) -> str:
+        """The canonical short name; it says nothing of options, overrides, `keep` and `head`."""
+        return Spelling(self.passes, self.scheme, self.mix, self.rotate, self.tune).name
+
+    @property
+    def pruning(self) -> Pruning | None:
+        """The last pass, where it prunes."""
+        last = self.passes[-1]
+        return last if isinstance(last, Pruning) else None
+
+    @property
+    def structured(self) -> Structured | None:
+        """The one pass, where it leaves structures out."""
+        last = self.passes[-1]
+        return last if isinstance(last, Structured) else None
+
+    def reshapes(self, module: str) -> bool:
+        """Whether the linear with this module name gets zeros, or may lose rows or columns."""
+        return module != HEAD if self.structured is not None else self.pattern_for(module) is not None
+
+    @property
+    def rounding(self) -> Rtn | Gptq | AutoRound | Hqq | SqueezeLlm | Pruning | Structured:
+        """The last pass, which chooses the codes."""
+        last = self.passes[-1]
+        assert isinstance(last, Rtn | Gptq | AutoRound | Hqq | SqueezeLlm | Pruning | Structured)
+        return last
+
+    @property
+    def corrects(self) -> bool:
+        """Whether the last pass makes up for what was rounded before, and so reads the original model's states too."""
+        return isinstance(self.rounding, Gptq | Prune | AutoRound | Structured) and self.rounding.correct
+
+    @property
+    def guide(self) -> int:
+        """How many Hessians a linear has, of tokens weighted by how the loss minds them; 0: one, unweighted."""
+        return self.rounding.guide if isinstance(self.rounding, Gptq | Prune) else 0
+
+    @property
+    def couples(self) -> bool:
+        """Whether rows make up for one another, as far as the loss couples them."""
+        return isinstance(self.rounding, Gptq) and self.rounding.couple
+
+    def pattern_for(self, module: str) -> Pattern | None:
+        """Where the linear with this module name gets zeros; None where it does not. The output matrix never does."""
+        if self.pruning is None or module == HEAD:
+            return None
+        for override in self.overrides:
+            if fnmatch.fnmatchcase(module, override.match):
+                return None if override.scheme is None else self.pruning.pattern
+        return None if any(fnmatch.fnmatchcase(module, pattern) for pattern in self.keep) else self.pruning.pattern
+
+    def scheme_for(
+        self, module: str, mixed: Scheme | None = None, first: Callable[[str], Override | None] | None = None
+    ) -> Scheme | None:
+        """The scheme of the linear with this module name; None where it stays as it is. `mixed` is what the mix of the
+        recipe makes of it, which only what a user said himself outweighs. `first` is `_first` of the overrides, for
+        whoever asks for many."""
+        if module == HEAD and self.head is not None:
+            return None if self.head == KEEP else self.head
+        if (override := (first or _first(self.overrides))(module)) is not None:
+            return override.scheme
+        if mixed is not None and self.keep == KEPT:
+            return mixed
+        kept = any(fnmatch.fnmatchcase(module, pattern) for pattern in self.keep)
+        return None if kept else mixed or self.scheme
+
+    def schemes(
+        self, shapes: Mapping[str, tuple[int, int]], mixed: Mapping[str, Scheme] | None = None
+    ) -> dict[str, Scheme | None]:
+        """The scheme of each linear, given the module name and shape (out, in) of all of them, and, where the recipe
+        has a mix, what that makes of each.
+
+        Raises ValueError where an override matches no linear, and, naming the linear, where a group size does not
+        divide its columns or a scheme is not for the output matrix, and where no scheme reads an option that was set:
+        all before any work is done.
+        """
+        for method, key in self.said:
+            self._check_read(method, key)
+        for override in self.overrides:
+            if override.match not in shapes and not any(fnmatch.fnmatchcase(name, override.match) for name in shapes):
+                raise ValueError(f"override {override.match!r} matches no linear{offer(override.match, shapes)}")
+        first = _first(self.overrides)
+        chosen = {name: self.scheme_for(name, None if mixed is None else mixed[name], first) for name in shapes}
+        if self.structured is not None and (self.overrides or self.keep != KEPT):
+            raise ValueError("structured pruning leaves all layers of one size: it takes no overrides and keeps none")
+        for name, (_, columns) in shapes.items():
+            if (sparsity := self.pattern_for(name)) is not None:
+                _check_sparsity(name, sparsity, chosen[name], columns)
+        for name, scheme in chosen.items():
+            if scheme is not None:
+                try:
+                    scheme.check(shapes[name][1])
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None
+                if name != HEAD:
+                    self._check_rounding(name, scheme, shapes[name][1])
+                if name == HEAD and (scheme.activation is not None or not scheme.weight.by_row):
+                    raise ValueError(
+                        f"{name}: the output matrix has a scheme of weights alone, with a scale for each row or group, "
+                        f"such as w8 or w4g128, not {scheme.name}"
+                    )
+        return chosen
+
+    def check_read(self, rungs: Sequence[Recipe]) -> None:
+        """Raise ValueError where an option was set that none of these, which are this one with other schemes, reads."""
+        for method, key in self.said:
+            for at, rung in enumerate(rungs, 1):
+                try:
+                    rung._check_read(method, key)
+                    break
+                except ValueError:
+                    if at == len(rungs):
+                        raise
+
+    def _check_read(self, method: str, key: str) -> None:
+        """Raise ValueError where an option is for schemes that the recipe has none of."""
+        others = [each.scheme for each in self.overrides if each.match != HEAD]
+        blocks = [scheme.weight for scheme in (self.scheme, *others) if scheme is not None]
+        head = self.scheme_for(HEAD)
+        if key == "scale_search":
+            of_head = isinstance(self.rounding, Hqq | SqueezeLlm | Structured)
+            if self.pruning is not None:  # what is stored sparse is rounded as it would be dense
+                blocks = [each.values if isinstance(each, Sparse24) and each.values else each for each in blocks]
+            read = any(map(_is_searched, [*([] if of_head else blocks), *([] if head is None else [head.weight])]))
+            schemes = "grids of integers such as w4g128, for nvfp4 and mxfp4, and for two levels such as qserve-g128"
+            what = f"for a head in {schemes}" if of_head else f"for {schemes}"
+        elif key == "static_groups":
+            read = any(isinstance(each, Grid | Progressive) for each in blocks)  # of these `_check_rounding` says more
+            what = "for grids such as w4g128: all others have their scales from the start"
+        elif (method, key) == (Awq.method, "clip"):
+            read = any(isinstance(each, Grid | Progressive) for each in blocks)
+            what = "for grids such as w4g128, and for two levels such as qserve-g128"
+        else:
+            return
+        if not read:
+            raise ValueError(f"{key} of {method} is {what}; {self.name} has none, so leave it out")
+
+    def _check_rounding(self, name: str, scheme: Scheme, columns: int) -> None:
+        """Raise ValueError where the last pass has no way to round a linear to its scheme."""
+        method, form = self.rounding.method, scheme.weight
+        integers = isinstance(form, Grid) and form.kind == "int"
+        if isinstance(self.rounding, AutoRound | Hqq) and not integers:
+            raise ValueError(f"{name}: {method} is for grids such as w4g128; {scheme.name} is for rtn and gptq")
+        if isinstance(self.rounding, Gptq) and isinstance(form, Sparse24):
+            raise ValueError(f"{name}: {scheme.name} is for what is pruned, as by prune-2:4-{scheme.name}")
+        if isinstance(self.rounding, SqueezeLlm) and not isinstance(form, Lookup):
+            raise ValueError(f"{name}: {method} finds tables such as lut4, lut3-s45 or lut4-s5, not {scheme.name}")
+        if isinstance(self.rounding, Gptq) and isinstance(form, GgmlBlocks) and form.type.elements == 1:
+            raise ValueError(
+                f"{name}: no quantized type takes rows of {columns} columns, so {self.mix or scheme.name} leaves them "
+                f"in 16 bits, and {method} has nothing to round: leave {method} out, or override that linear"
+            )
+        if isinstance(self.rounding, Gptq) and isinstance(form, Progressive) and not self.rounding.static_groups:
+            raise ValueError(f"{name}: {scheme.name} sets a row's scale for all its groups: leave static_groups on")
+        levelled = isinstance(form, Grid | GgmlBlocks | Progressive)
+        if self.couples and not levelled:
+            raise ValueError(
+                f"{name}: {method} lets rows make up for one another on grids and GGUF types only: {scheme.name} is "
+                "for rtn, gptq and qronos"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready and canonical: equal recipes give equal dicts."""
+        found = {
+            "recipe": self.name,
+            "passes": [{"method": p.method, **asdict(p)} for p in self.passes],
+            "scheme": KEEP if self.scheme is None else self.scheme.name,
+            "overrides": [{"match": o.match, "scheme": o.scheme.name if o.scheme else KEEP} for o in self.overrides],
+            "keep": list(self.keep),
+            "head": self.head_name,
+        } | {
+            key: {"method": each.method, **asdict(each)} if key == "rotate" else asdict(each)
+            for key, each in (("rotate", self.rotate), ("tune", self.tune))
+            if each is not None
+        }
+        return found | ({} if self.activation_range == "minmax" else {"activation_range": self.activation_range})
+
+    @property
+    def head_name(self) -> str:
+        """The scheme of the output matrix by name, or `keep`; of a mix that decides about it, the mix."""
+        scheme = self.scheme_for(HEAD, None if self.mix is None else self.scheme)
+        if scheme is None:
+            return KEEP
+        said = self.head is not None or any(fnmatch.fnmatchcase(HEAD, each.match) for each in self.overrides)
+        return scheme.name if said or self.mix is None else self.mix
+
+    def with_head(self, word: object) -> Recipe:
+        """With what a user's word for the output matrix means. Raises ValueError as `parse_head`."""
+        return replace(self, head=parse_head(word), head_word=str(word))
+
+    def for_file(self) -> Recipe:
+        """As a GGUF file takes it, where a type stands for the mix of its name, as llama.cpp has it, words for the
+        output matrix for types, and SpinQuant learns the rotations that weights take in, unless somebody asked for
+        more.
+
+        Raises ValueError where its scheme is no type of GGML, and where inputs are to be rotated at run time.
+        """
+        named = None if self.scheme is None else self.mix or self.scheme.name
+        mix = None if named is None else ggml_mix.find(named)
+        if mix is None:
+            raise ValueError(
+                f"{self.name} has no place in a GGUF file, which holds types and mixes such as q4_k_m or q6_k: name "
+                "one, or an output that does not end in .gguf"
+            )
+        rotate = self.rotate
+        if isinstance(rotate, SpinQuant) and (rotate.method, "online") not in self.said:
+            rotate = replace(rotate, online=False)
+        if rotate is not None and (rotate.online or rotate.across):
+            word, reader = ("online", "down") if rotate.online else ("across", "o")
+            raise ValueError(
+                f"{self.name} with {word}: true rotates what {reader} reads at run time, which no program that reads "
+                f"GGUF files does: say {word}: false, or use rotate or spinquant, which a file's weights take in"
+            )
+        meant = FILE_HEADS.get(self.head_word or "")
+        return replace(self, mix=mix.name, rotate=rotate, head=self.head if meant is None else parse_head(meant))
+
+    @staticmethod
+    def load(name_or_path: str | Path) -> Recipe:
+        """Read a recipe's short name, or the YAML file at a path that ends in .yaml or .yml.
+
+        Raises ValueError on anything unknown, naming what is near, and where the file does not exist.
+        """
+        if Path(name_or_path).suffix in (".yaml", ".yml"):
+            path = Path(name_or_path)
+            if not path.exists():
+                raise ValueError(f"{path}: no such file{neighbours(path)}")
+            with path.open("rb") as file:
+                text = file.read(MAX_FILE_BYTES + 1)
+            if len(text) > MAX_FILE_BYTES:
+                raise ValueError(f"{path}: a recipe file has at most {MAX_FILE_BYTES} bytes")
+            try:
+                return Recipe.from_dict(yaml.safe_load(text))
+            except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+                raise ValueError(f"{path} is not valid YAML: {error}") from None
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
+        return _named(str(name_or_path))
+
+    @staticmethod
+    def from_dict(data: object) -> Recipe:
+        """Build a recipe from what its YAML file holds. Raises ValueError as `load` does."""
+        if not isinstance(data, dict) or not isinstance(data.get("recipe"), str):
+            raise ValueError("a recipe file is a mapping with a name under `recipe`, for example recipe: gptq-w4g128")
+        recipe = _named(data["recipe"])
+        options = _sorted(recipe, {key: value for key, value in data.items() if key not in _KEYS})
+
+        def told(one: _Method) -> _Method:
+            return replace(one, **options[one.method])
+
+        recipe = replace(
+            recipe,
+            passes=tuple(told(each) for each in recipe.passes),
+            rotate=None if recipe.rotate is None else told(recipe.rotate),
+            tune=None if recipe.tune is None else told(recipe.tune),
+        )
+        for key, switch in recipe.rounding.needs.items() if isinstance(recipe.rounding, Gptq) else ():
+            if key in options[recipe.rounding.method] and not getattr(recipe.rounding, switch):
+                raise ValueError(f"{key} is read with {switch}: true alone, which {recipe.name} does not have")
+        if "overrides" in data:
+            entries = data["overrides"]
+            if not isinstance(entries, list):
+                raise ValueError("overrides is a list of entries {match: <pattern>, scheme: <scheme or keep>}")
+            recipe = replace(recipe, overrides=tuple(_override(entry) for entry in entries))
+        if "keep" in data:
+            patterns = data["keep"]
+            if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns):
+                raise ValueError("keep is a list of module name patterns, for example [lm_head]")
+            recipe = replace(recipe, keep=tuple(patterns))
+        if "head" in data:
+            patterns = [o.match for o in recipe.overrides] + (list(recipe.keep) if "keep" in data else [])
+            for pattern in patterns:
+                if fnmatch.fnmatchcase(HEAD, pattern):
+                    raise ValueError(
+                        f"head and the pattern {pattern!r} both decide about {HEAD}: leave one of them out"
+                    )
+            recipe = recipe.with_head(data["head"])
+        if (word := data.get("activation_range", "minmax")) not in get_args(ActivationRange):
+            raise ValueError(f"activation_range is one of {', '.join(get_args(ActivationRange))}, not {word!r}")
+        said = tuple((method, key) for method, own in options.items() for key in own)
+        return replace(recipe, activation_range=word, said=said)
+
+
+def _named(name: str) -> Recipe:
+    """The recipe of a short name."""
+    said = parser.parse(name)
+    return Recipe(said.passes, said.scheme, mix=said.mix, rotate=said.rotate, tune=said.tune)
+
+
+def _override(entry: object) -> Override:
+    if not isinstance(entry, dict):
+        raise ValueError(f"an override is {{match: <pattern>, scheme: <scheme or keep>}}, not {entry!r}")
+    for key in entry:
+        if key not in ("match", "scheme"):
+            raise ValueError(f"unknown key {key!r} in an override{offer(str(key), ('match', 'scheme'))}")
+    match, scheme = entry.get("match"), entry.get("scheme")
+    if not isinstance(match, str) or not isinstance(scheme, str):
+        raise ValueError("an override needs both match, a module name pattern, and scheme, a scheme or `keep`")
+    return Override(match, None if scheme == KEEP else parse_scheme(scheme))
+
+
+def _check_sparsity(name: str, sparsity: Pattern, scheme: Scheme | None, columns: int) -> None:
+    try:
+        sparsity.check(columns)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    if scheme is not None and isinstance(scheme.weight, Sparse24):
+        if sparsity.name != "2:4":
+            raise ValueError(f"{name}: {scheme.name} stores 2:4 sparse weights, not {sparsity.name}")
+    elif scheme is not None and not isinstance(scheme.weight, Grid):
+        raise ValueError(f"{name}: what is pruned is rounded to a grid with a zero, such as w4g128, not {scheme.name}")
+
+
+def _sorted(recipe: Recipe, options: Mapping[Any, Any]) -> dict[str, dict[str, Any]]:
+    """The options of each of the recipe's methods: those under its name, and those of which it alone has one so called.
+    Raises ValueError on what is unknown, and where it is not clear whose an option is."""
+    methods = {one.method: one for one in (recipe.rotate, *recipe.passes, recipe.tune) if one is not None}
+    everything = (*ROTATIONS.values(), *METHODS.values(), *TUNINGS.values())
+    found: dict[str, dict[str, Any]] = {method: {} for method in methods}
+
+    def give(method: str, key: str, value: object) -> None:
+        if key in found[method]:
+            raise ValueError(f"{key} of {method} is given twice")
+        found[method][key] = value
+
+    for key, value in options.items():
+        owners = [method for method, one in methods.items() if key in _options(one)]
+        if key in methods and isinstance(value, Mapping):
+            for name, own in value.items():
+                if name not in _options(methods[key]):
+                    raise ValueError(f"unknown option {name!r} of {key}{offer(str(name), _options(methods[key]))}")
+                give(key, name, own)
+        elif len(owners) > 1:
+            ways = " or ".join(f"{method}: {{{key}: {value}}}" for method in owners)
+            raise ValueError(f"{key} is an option of {' and of '.join(owners)}: say whose, as {ways}")
+        elif owners:
+            give(owners[0], key, value)
+        elif key in methods:
+            raise ValueError(f"{key} is a method: what stands under it are its options by name, not {value!r}")
+        elif elsewhere := [each.method for each in everything if key in _options(each)]:
+            raise ValueError(f"{key} is an option of {' and '.join(elsewhere)}, which {recipe.name} does not use")
+        elif any(key == each.method for each in everything):
+            raise ValueError(f"{key} is a method that {recipe.name} does not use")
+        else:
+            known = set(_KEYS).union(methods, *(_options(one) for one in methods.values()))
+            raise ValueError(f"unknown key {key!r}{offer(str(key), known)}")
+    return found
+
+
+def _is_searched(form: Form) -> bool:
+    """Whether scales of this form are found by a `scale_search`."""
+    return isinstance(form, Fp4 | Progressive) or (isinstance(form, Grid) and form.kind == "int")
+
+
+def _options(one: Any) -> set[str]:
+    return {f.name for f in fields(one)}

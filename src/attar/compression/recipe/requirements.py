@@ -1,0 +1,114 @@
+"""What a recipe asks of a model and of calibration text: what speaks against it is said before anything is computed.
+
+Which schemes a model's shapes can take is asked before, where the output is laid out (`Recipe.schemes`). What follows
+from the numbers in the weights, a NaN or a solver that gives up, is known in the walk alone; but whether weights are
+2:4 sparse, where a recipe takes them to be, two linears tell for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from attar.checkpoints.sources.hf import Checkpoint
+from attar.compression.recipe.methods import (
+    Awq,
+    Clip,
+    Gptq,
+    Hqq,
+    Magnitude,
+    Prune,
+    Rtn,
+    SmoothAttention,
+    SmoothQuant,
+    SpinQuant,
+    SqueezeLlm,
+)
+from attar.compression.recipe.recipe import HEAD, Recipe
+from attar.formats.codecs import sparse24
+from attar.formats.scheme import Grid, Scheme
+from attar.formats.weight_formats import Progressive, Sparse24
+from attar.kv.schemes import BUCKET
+from attar.model.config import ModelConfig
+from attar.model.decoder import compressible
+
+HEAD_ROWS = 1024  # of the output matrix that are looked at
+
+
+def check(plan: Recipe, config: ModelConfig, schemes: Mapping[str, Scheme | None], sequences: int | None) -> bool:
+    """Whether the recipe reads the inputs of linears. `schemes` are those that it gives the model's, `sequences` how
+    many of calibration text there will be at most, None without any.
+
+    Raises ValueError where it needs what there is not, or takes what it cannot.
+    """
+    static = any(scheme.static for scheme in schemes.values() if scheme is not None)
+    learned = plan.tune is not None or isinstance(plan.rotate, SpinQuant)
+    needs_inputs = static or learned or not isinstance(plan.passes[0], Rtn | Hqq | Magnitude)
+    if needs_inputs and sequences is None:
+        raise ValueError(
+            f"{plan.name} needs calibration: give --calib a text file, or `self` to sample it from the model"
+        )
+    corrects = isinstance(plan.rounding, Gptq | Prune) and plan.corrects  # autoround compares outputs of whole blocks
+    if (plan.guide or plan.couples or corrects) and config.experts is not None:
+        raise ValueError(
+            f"{plan.name} compares tokens across models, and routers of a mixture of experts send the same token to "
+            "different experts: use gptq, or sparsegpt to prune"
+        )
+    scaling = [p.method for p in plan.passes if isinstance(p, Awq | SmoothAttention)]
+    scaling += [p.method for p in plan.passes if isinstance(p, SmoothQuant) and p.through]
+    if plan.guide and scaling:
+        raise ValueError(f"{plan.name}: {scaling[0]} scales rows that guide has weighed before: leave one of them out")
+    if isinstance(plan.rounding, SqueezeLlm) and len(plan.passes) > 1:
+        raise ValueError(f"{plan.name}: {plan.passes[0].method} changes weights after squeezellm has weighed them")
+    grids = [s for s in schemes.values() if s is not None and isinstance(s.weight, Grid | Progressive)]
+    if any(isinstance(p, Clip) for p in plan.passes) and not grids:
+        raise ValueError(f"{plan.name}: clip narrows the range of a grid, which none of its schemes has")
+    if plan.activation_range != "minmax":
+        fixed = {name: s.activation for name, s in schemes.items() if s is not None and s.static}
+        if not fixed:
+            raise ValueError(f"{plan.name} fixes no activation scales: activation_range is for schemes as w8a8-static")
+        integers = all(isinstance(form, Grid) and form.kind == "int" for form in fixed.values())
+        if plan.activation_range in ("mse", "kl") and not integers:
+            raise ValueError(f"{next(iter(fixed))}: activation_range {plan.activation_range} is for integers alone")
+    turning = any(isinstance(p, SmoothAttention) and p.values for p in plan.passes)
+    if turning and plan.rotate is not None and plan.rotate.across:
+        raise ValueError(
+            f"{plan.name}: across turns what smoothattention would, behind attention: set values: false, or no across"
+        )
+    searched = any(isinstance(p, SmoothAttention) and p.key_alpha is None for p in plan.passes)
+    if searched and config.head_dim % BUCKET:
+        raise ValueError(
+            f"{compressible(config, 0)[0]}: its heads have {config.head_dim} columns, and smoothattention searches for "
+            f"a cache whose bits go to {BUCKET} columns at a time: set key_alpha, 0.5 as published, or leave it out"
+        )
+    if sequences is not None:
+        enough(plan, sequences)
+    return needs_inputs
+
+
+def check_sparse(plan: Recipe, checkpoint: Checkpoint, schemes: Mapping[str, Scheme | None]) -> None:
+    """Raise ValueError where a linear is to be stored 2:4 sparse that the recipe does not prune so and that is not so
+    already: by the weights of the first and the last of them, since those of all would be the whole model."""
+    sparse = [name for name, scheme in schemes.items() if scheme is not None and isinstance(scheme.weight, Sparse24)]
+    taken = [name for name in sparse if plan.pattern_for(name) is None]
+    weights = checkpoint.rows(torch.arange(min(HEAD_ROWS, checkpoint.config.vocab_size)))
+    for name in dict.fromkeys((*taken[:1], *taken[-1:])):
+        weight, scheme = weights.linear(name).weight, schemes[name]
+        assert isinstance(weight, Tensor)
+        assert scheme is not None
+        try:
+            sparse24.pack_24(weight)
+        except ValueError as error:
+            other = "give it another scheme" if name == HEAD else f"prune it, as by prune-2:4-{scheme.name}"
+            raise ValueError(f"{name}: {scheme.name} stores 2:4 sparse weights, and {error}: {other}") from None
+
+
+def enough(plan: Recipe, sequences: int) -> None:
+    """Raise ValueError where there are too few sequences of calibration text for what a recipe does with them."""
+    if plan.tune is not None and sequences < 2:
+        raise ValueError(
+            f"{plan.name} needs at least 2 calibration sequences, of which tuning trains on some and judges by others: "
+            "give more text, more samples, or a shorter length"
+        )

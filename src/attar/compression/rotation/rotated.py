@@ -1,0 +1,255 @@
+"""A checkpoint seen in other coordinates: what each stored tensor becomes, computed when it is read.
+
+Nothing is stored twice: a tensor is changed on its way from the file, in float64, and rounded to the dtype that it is
+stored in, unless it is about to be compressed anyway. Whoever reads through the view, from the walk over blocks to
+gradients and tuning, sees an ordinary model. What goes where is decided in `rotation`; here are the changes, as data,
+and the view that makes them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attar.checkpoints.folder import Folder
+from attar.checkpoints.sources.hf import Checkpoint
+from attar.compression.solvers.transforms.rotations import Rotation
+from attar.formats.packing import row_slices
+from attar.formats.scheme import Part
+from attar.kernels.operands import Linear
+from attar.model.decoder import Weights
+
+
+@dataclass(frozen=True, eq=False)
+class Balance:
+    """Scales [n] that outputs of one linear are divided by and inputs of another multiplied: such that the rows of the
+    one, columns multiplied by the weight of `norm`, and the columns of the other have the same norms.
+
+    Of rows that are all alike random, a channel's share of the error after rotation is that of its size, and what that
+    error costs is that of the columns that read it: their product is least where both are the same (Cauchy-Schwarz).
+    """
+
+    source: str  # the weight whose last n outputs they are
+    norm: str
+    reader: str
+    size: int  # n
+    head_dim: int  # of channels that are read `groups` times, head after head
+    groups: int
+    turned: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A linear's weight [O, I], or a table of rows [O, I]: of the stored tensor `source`, columns multiplied by the
+    weight of `norm` or by `times`, then rotated by `inputs`; its `last` rows, or all where that is 0, divided by
+    `over`, then rotated by `outputs`."""
+
+    source: str
+    norm: str | None = None
+    inputs: Rotation | None = None
+    outputs: Rotation | None = None
+    last: int = 0
+    turned: bool = False  # whether it is stored [I, O]
+    times: Balance | None = None
+    over: Balance | None = None
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether each stored row can be had alone."""
+        return self.outputs is None and self.over is None and not self.turned
+
+
+@dataclass(frozen=True, eq=False)
+class Vector:
+    """A linear's bias [O], rotated like the outputs of its weight, plus what that makes of the bias of `norm`."""
+
+    source: str
+    outputs: Rotation | None = None
+    last: int = 0
+    weight: str = ""
+    norm: str | None = None
+    turned: bool = False
+    over: Balance | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class NormWeight:
+    """What is left of a norm's weight once the linears behind it have taken it in."""
+
+    value: float
+
+
+@dataclass(frozen=True, eq=False)
+class NormBias:
+    """What is left of a norm's bias: nothing where biases take it in, else (bias / weight) R."""
+
+    norm: str
+    inputs: Rotation | None
+
+
+Change = Matrix | Vector | NormWeight | NormBias
+
+
+class RotatedFolder(Folder):
+    """A folder whose tensors come out changed, in the dtypes and shapes that `info` says; `added` are tensors that it
+    has besides, under their names with those they are made of. Tables that are `wide` come at least in float32: whoever
+    asks for them rounds them to something else."""
+
+    def __init__(
+        self, folder: Folder, changes: Mapping[str, Change], added: Mapping[str, str], config: Mapping[str, object]
+    ) -> None:
+        self.path, self.files, self.mapped = folder.path, folder.files, False
+        self.config = dict(config)
+        self._plain, self._changes = folder, changes
+        self._balances: dict[Balance, Tensor] = {}
+        self._where = {name: folder._file(added.get(name, name)) for name in (*folder.names(), *added)}
+        self._added = added
+        self.wide: Collection[str] = ()
+
+    def info(self, name: str) -> Part:
+        return self._plain.info(self._added.get(name, name))
+
+    def read(self, name: str, out: Tensor | None = None) -> Tensor:
+        change = self._changes.get(name)
+        if change is None:
+            return self._plain.read(self._added.get(name, name), out)
+        dtype: torch.dtype = getattr(torch, self.info(name).dtype)
+        if isinstance(change, NormWeight):
+            found = torch.full(self.info(name).shape, change.value, dtype=dtype)
+        elif isinstance(change, NormBias):
+            found = self._norm_bias(change).to(dtype)
+        elif isinstance(change, Vector):
+            found = self._vector(change).to(dtype)
+        elif change.by_rows:  # rows by rows, for tables larger than a block
+            rows, columns = self.info(name).shape
+            found = torch.empty(rows, columns, dtype=_at_least_float32(dtype) if name in self.wide else dtype)
+            for some in row_slices(rows, columns):
+                found[some] = self.read_rows(name, some.start, some.stop)
+        else:
+            found = self._matrix(change).to(dtype)
+        return found if out is None else out.copy_(found)
+
+    def exact(self, name: str) -> Tensor:
+        """The matrix or bias `name` before it is rounded to the dtype that it is stored in, at least in float32."""
+        change = self._changes[name]
+        assert isinstance(change, Matrix | Vector)
+        found = self._matrix(change) if isinstance(change, Matrix) else self._vector(change)
+        return found.to(_at_least_float32(getattr(torch, self.info(name).dtype)))
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        change = self._changes.get(name)
+        if change is None:
+            return self._plain.read_rows(self._added.get(name, name), start, stop)
+        if isinstance(change, Matrix) and change.by_rows:
+            rows = self._plain.read_rows(change.source, start, stop)
+            return self._columns(change, rows.double()).to(
+                _at_least_float32(rows.dtype) if name in self.wide else rows.dtype
+            )
+        return self.read(name)[start:stop]
+
+    def _columns(self, change: Matrix, weight: Tensor) -> Tensor:
+        """Rows of a matrix with their columns changed."""
+        if change.norm is not None:
+            weight = weight * self._weight_of(change.norm)
+        if change.times is not None:
+            balance = change.times
+            scales = self._scales(balance).view(-1, 1, balance.head_dim).expand(-1, balance.groups, -1)
+            weight = weight * scales.reshape(-1)
+        return weight if change.inputs is None else change.inputs.apply(weight)
+
+    def _matrix(self, change: Matrix) -> Tensor:
+        stored = self._plain.read(change.source).double()
+        weight = self._columns(change, stored.T if change.turned else stored)
+        if change.over is not None:
+            weight[-change.last :] /= self._scales(change.over)[:, None]
+        if change.outputs is not None:
+            weight[-change.last :] = change.outputs.apply(weight[-change.last :].T).T
+        return weight.T.contiguous() if change.turned else weight
+
+    def _vector(self, change: Vector) -> Tensor:
+        bias = self._plain.read(change.source).double()
+        if change.norm is not None:
+            weight = self._plain.read(change.weight).double()
+            bias = bias + (weight.T if change.turned else weight) @ self._plain.read(f"{change.norm}.bias").double()
+        if change.over is not None:
+            bias[-change.last :] /= self._scales(change.over)
+        if change.outputs is not None:
+            bias[-change.last :] = change.outputs.apply(bias[-change.last :])
+        return bias
+
+    def _norm_bias(self, change: NormBias) -> Tensor:
+        bias = self._plain.read(f"{change.norm}.bias").double()
+        if change.inputs is None:
+            return torch.zeros_like(bias)
+        weight = self._weight_of(change.norm)
+        if bool(((weight == 0) & (bias != 0)).any()):
+            raise ValueError(f"{change.norm}: a channel has weight 0 and a bias, which no linear behind it takes in")
+        return change.inputs.apply(torch.where(bias == 0, 0.0, bias / weight))
+
+    def _scales(self, balance: Balance) -> Tensor:
+        """[n], 1 where a row or its columns are zero."""
+        if balance not in self._balances:
+            weight, reader = self._plain.read(balance.source).double(), self._plain.read(balance.reader).double()
+            weight, reader = (weight.T, reader.T) if balance.turned else (weight, reader)
+            rows = (weight[-balance.size :] * self._weight_of(balance.norm)).norm(dim=1)
+            columns = reader.norm(dim=0).view(-1, balance.groups, balance.head_dim).norm(dim=1).flatten()
+            found = (rows / columns).sqrt()
+            self._balances[balance] = torch.where((rows == 0) | (columns == 0), 1.0, found)
+        return self._balances[balance]
+
+    def _weight_of(self, norm: str) -> Tensor:
+        """Of a norm, by the name of its module in the files."""
+        return self._plain.read(f"{norm}.weight").double()
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(torch.float32, dtype)
+
+
+class RotatedCheckpoint(Checkpoint):
+    """The view: a checkpoint whose linears `online`, by name, are read by rows that are rotated at run time."""
+
+    online: Mapping[str, int]
+    rounded: Collection[str]  # linears that get a scheme, whose weights need not be rounded to the stored dtype first
+    stream: Rotation  # of the residual stream
+    heads: Sequence[Rotation | None]  # of what each layer's heads mix
+    untied: bool  # whether the output matrix was the embedding, and is no more
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What whoever loads the result elsewhere must know."""
+        said = []
+        if self.online:
+            said.append(
+                "Inputs of some linears are rotated at run time, as `transform_config` says: what loads it without "
+                "reading that, such as transformers 5.23, answers nonsense."
+            )
+        if self.untied:
+            said.append(
+                "The output matrix, which was the embedding's before, is stored apart, because rotation folds the last "
+                "norm into it: `--head int8` or `int4` makes it smaller."
+            )
+        return tuple(said)
+
+    def rows(self, ids: Tensor) -> Weights:
+        wide = copy.copy(self)
+        if isinstance(self.folder, RotatedFolder) and self.folder.wide:
+            wide.dtype = _at_least_float32(self.dtype)
+        return Checkpoint.rows(wide, ids)
+
+    def linear(self, name: str) -> Linear:
+        if name in self.rounded and isinstance(self.folder, RotatedFolder):
+            weight = self.folder.exact(self.stored_name(f"{name}.weight"))
+            found = Linear(name, weight.T.contiguous() if self.config.names.is_transposed(name) else weight)
+            bias = f"{name}.bias"
+            if self.has(bias):
+                exact = self.stored_name(bias) in self.folder.wide
+                found.bias = self.folder.exact(self.stored_name(bias)) if exact else self.tensor(bias)
+        else:
+            found = super().linear(name)
+        found.hadamard = self.online.get(name, 0)
+        return found

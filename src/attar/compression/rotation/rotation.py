@@ -1,0 +1,228 @@
+"""Rotations folded into a model's weights: the same function, in coordinates where no channel stands out.
+
+Large models have a few channels a hundred times the others, and rounding pays for them with everybody's precision. An
+orthogonal matrix spreads them over all channels (QuaRot: Ashkboos et al. 2024; of weights, QuIP: Chee et al. 2023):
+
+* the residual stream, x' = x R. What reads it takes R in, W' = W R; what adds to it, W' = R^T W. RMSNorm without its
+  weight commutes with R, so the weights of norms go into the linears that read them first, and ones are left behind.
+  The output matrix takes in the final norm's: a tied one is untied, unless that norm's weights are ones already.
+* what each head mixes, v' = v R_v, which o takes back: one matrix a layer, in every head.
+* `online`: what down reads, by a Hadamard matrix at run time (`Linear.hadamard`), since what comes before is no linear.
+* `across`: what o reads as well, since attention keeps heads apart. (QuaRot turns each head of v by a Hadamard matrix
+  offline, and across heads at run time: multiplied, that is the one matrix of all columns, used here at run time. The
+  rotation of heads is then left out, for the two would undo each other within each head.)
+
+A rotation mixes a channel that is large and unimportant, because small weights read it, into all others. So what o and
+down read is scaled first (`balance`): each row of v and up, with the norm's weight in it, and the columns of o and down
+that read it get the same norms. Where channels have been scaled up and their readers down, that takes it back exactly.
+
+LayerNorm subtracts the mean, and commutes with the rotations that leave the vector of ones where it is. Its bias goes
+to the biases of those that read it, or where they have none stays, as (bias / weight) R.
+
+A norm behind attention or feed-forward (Gemma 2 and 3) weighs the stream's channels where no linear follows: such
+models are refused, as are sizes of which no Hadamard matrix is known (`rotation: orthogonal` knows all of them). Not
+done: rotating queries and keys at run time, which caches do for themselves (`model.kv_basis`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from attar.checkpoints.sources.hf import Checkpoint
+from attar.compression.recipe.methods import Rotate, SpinQuant
+from attar.compression.recipe.recipe import HEAD, Recipe
+from attar.compression.rotation.rotated import (
+    Balance,
+    Change,
+    Matrix,
+    NormBias,
+    NormWeight,
+    RotatedCheckpoint,
+    RotatedFolder,
+    Vector,
+)
+from attar.compression.solvers.transforms.rotations import Rotation, draw
+from attar.kernels import hadamard
+from attar.model.config import ModelConfig
+from attar.model.decoder import all_compressible, gates
+
+STREAM = -1  # the number of the residual stream's rotation, beside those of layers
+
+
+def against(config: ModelConfig) -> str | None:
+    """The reason why a model cannot be rotated, or None where it can."""
+    if config.names.attention_post_norm is not None or config.names.feed_forward_post_norm is not None:
+        return (
+            f"{config.architecture} has norms behind attention and feed-forward, whose weights no linear takes in: "
+            "the residual stream of such a model cannot be rotated"
+        )
+    return None
+
+
+def rotated(checkpoint: Checkpoint, recipe: Recipe, seed: int) -> RotatedCheckpoint:
+    """A view of the checkpoint as `recipe.rotate` wants it.
+
+    Raises ValueError where the family cannot be rotated, there is no Hadamard matrix of one of its sizes, or what is to
+    be rotated at run time nowhere can be.
+    """
+    assert recipe.rotate is not None
+    reason = against(checkpoint.config)
+    if reason is not None:
+        raise ValueError(f"{recipe.name}: {reason}")
+    if "quantization_config" in checkpoint.folder.config:
+        raise ValueError(f"{checkpoint.folder.path} is compressed already: start from the original checkpoint")
+    try:
+        plan = _Plan(checkpoint, recipe, recipe.rotate, seed)
+        for layer in range(checkpoint.config.layers):
+            plan.layer(layer)
+        plan.ends()
+    except ValueError as error:
+        raise ValueError(f"{recipe.name}: {error}") from None
+    names = checkpoint.config.names
+    for word, name in (("online", names.down), ("across", names.output)):
+        if getattr(recipe.rotate, word) and word not in plan.turned:
+            raise ValueError(
+                f"{recipe.name}: {word} is for {name}, where that is rounded and has an even number of columns, which "
+                f"it nowhere does here: say {word}: false"
+            )
+    stated = {"tie_word_embeddings": False} if plan.untied else {}
+    folder = RotatedFolder(checkpoint.folder, plan.changes, plan.added, {**checkpoint.folder.config, **stated})
+    config = replace(checkpoint.config, tied=checkpoint.config.tied and not plan.untied)
+    view = RotatedCheckpoint(folder, config, checkpoint.dtype)
+    view.online, view.stream, view.heads = plan.online, plan.stream, plan.heads
+    view.untied = plan.untied
+    view.rounded = {name for name in all_compressible(config) if recipe.scheme_for(name) is not None}
+    if recipe.mix is not None:  # a GGUF file, in which the tables have types too, and everything else is float32
+        ends = {names.embed: HEAD if config.tied else names.embed, HEAD: HEAD}
+        rounded = [end for end, known in ends.items() if recipe.scheme_for(known, recipe.scheme) is not None]
+        folder.wide = {checkpoint.stored_name(f"{end}.weight") for end in rounded}
+        folder.wide |= {name for name, change in plan.changes.items() if isinstance(change, Vector)}
+    return view
+
+
+def _feed_forwards(config: ModelConfig, layer: int) -> Iterator[tuple[list[str], str]]:
+    """Of each feed-forward of a layer, the names of the linears that read its norm, up the last, and of down."""
+    names, at = config.names, config.names.layer.format(i=layer)
+    if config.experts is None or not config.is_sparse(layer):
+        yield [f"{at}.{name}" for name in names.gate_up], f"{at}.{names.down}"
+        return
+    modules = [names.expert.format(e=e) for e in range(config.experts.count)]
+    for module in [*modules, *([names.shared_expert] if config.experts.shared else [])]:
+        yield [f"{at}.{module}.{name}" for name in names.expert_gate_up], f"{at}.{module}.{names.expert_down}"
+
+
+class _Plan:
+    """What becomes of every tensor of a checkpoint, layer by layer."""
+
+    def __init__(self, checkpoint: Checkpoint, recipe: Recipe, options: Rotate, seed: int) -> None:
+        self._compressed = recipe.scheme_for
+        self.checkpoint, self.config, self.options, self.seed = checkpoint, checkpoint.config, options, seed
+        self.changes: dict[str, Change] = {}
+        self.added: dict[str, str] = {}
+        self.online: dict[str, int] = {}
+        self.turned = set[str]()  # the options by which they are
+        self.heads: list[Rotation | None] = []
+        self.untied = False
+        assert not self.config.norm_offset, "families whose norms have one have norms behind attention too"
+        self._mean = self.config.norm == "layer"
+        if self._mean and (options.rotation != "hadamard" or isinstance(options, SpinQuant)):
+            raise ValueError(
+                "LayerNorm commutes only with rotations that keep the mean: use quarot, rotation: hadamard"
+            )
+        self.stream = draw(options.rotation, self.config.hidden, seed, STREAM, self._mean)
+
+    def layer(self, layer: int) -> None:
+        """Everything of layer `layer`."""
+        config, names = self.config, self.config.names
+        at = names.layer.format(i=layer)
+        norm, qkv, output = f"{at}.{names.attention_norm}", [f"{at}.{n}" for n in names.qkv], f"{at}.{names.output}"
+        mixed = self._at_run_time("across", output)
+        turns = self.options.heads and mixed is None
+        heads = draw(self.options.rotation, config.head_dim, self.seed, layer) if turns else None
+        self.heads.append(heads)
+        groups = config.heads // config.kv_heads
+        values = self._balance(norm, qkv[-1], output, config.kv_heads * config.head_dim, config.head_dim, groups)
+        self._reads(norm, qkv, {qkv[-1]: values}, heads)
+        self._adds(output, mixed or heads, values)
+        norm, readers, overs = f"{at}.{names.feed_forward_norm}", gates(config, layer), dict[str, Balance | None]()
+        scales_pass = config.gated or config.activation == "relu"
+        for up, down in _feed_forwards(config, layer):
+            width = self.checkpoint.linear_shape(down)[1]
+            balance = self._balance(norm, up[-1], down, width, width, 1) if scales_pass else None
+            overs[up[-1]] = balance
+            readers += up
+            self._adds(down, self._at_run_time("online", down), balance)
+        self._reads(norm, readers, overs)
+
+    def _at_run_time(self, option: str, name: str) -> Rotation | None:
+        """Has the inputs of a linear rotated in blocks, where the option says so, it is rounded and there are any."""
+        block = hadamard.block_of(self.checkpoint.linear_shape(name)[1])
+        if not getattr(self.options, option) or block == 1 or not self._compressed(name):
+            return None
+        self.online[name] = block
+        self.turned.add(option)
+        return Rotation(block, torch.ones(block, dtype=torch.float64))
+
+    def _balance(self, norm: str, source: str, reader: str, size: int, head_dim: int, groups: int) -> Balance | None:
+        stored = self.checkpoint.stored_name
+        if not self.options.balance:
+            return None
+        turned = self.config.names.is_transposed(source)
+        names = stored(f"{source}.weight"), stored(norm), stored(f"{reader}.weight")
+        return Balance(*names, size, head_dim, groups, turned)
+
+    def ends(self) -> None:
+        """The tables of tokens and positions, the final norm, and the output matrix."""
+        config, names, stored = self.config, self.config.names, self.checkpoint.stored_name
+        embed, head = (stored(f"{name}.weight") for name in (names.embed, HEAD))
+        has_embed, has_head = (self.checkpoint.has(f"{name}.weight") for name in (names.embed, HEAD))
+        source = {embed: embed if has_embed else head, head: head if has_head else embed}
+        norm = stored(names.final_norm)
+        if names.positions is not None:
+            at = stored(f"{names.positions}.weight")
+            self.changes[at] = Matrix(at, inputs=self.stream)
+        if has_embed != has_head:
+            ones = bool((self.checkpoint.tensor(f"{names.final_norm}.weight") == 1).all())
+            if ones and not self._mean:  # one table still serves both ends
+                only = source[embed]
+                self.changes[only] = Matrix(only, inputs=self.stream)
+                return
+            self.added = {embed if has_head else head: source[embed]}
+        self.untied = config.tied
+        self.changes[embed] = Matrix(source[embed], inputs=self.stream)
+        self.changes[head] = Matrix(source[head], norm=norm, inputs=self.stream)
+        self._norm(names.final_norm, biases=False)
+
+    def _reads(
+        self, norm: str, linears: list[str], overs: Mapping[str, Balance | None], values: Rotation | None = None
+    ) -> None:
+        """Linears that read what `norm` gives; by name those whose last outputs are scaled, as many as their balance
+        has. `values` rotates the last of all, a layer's values."""
+        names, stored = self.config.names, self.checkpoint.stored_name
+        biases = self._mean and all(self.checkpoint.has(f"{name}.bias") for name in linears)
+        for name in linears:
+            after, over = values if name == linears[-1] else None, overs.get(name)
+            last = self.config.kv_heads * self.config.head_dim if over is None else over.size
+            turned, weight, bias = names.is_transposed(name), stored(f"{name}.weight"), stored(f"{name}.bias")
+            self.changes[weight] = Matrix(weight, stored(norm), self.stream, after, last, turned, over=over)
+            if self.checkpoint.has(f"{name}.bias") and (biases or after is not None or over is not None):
+                self.changes[bias] = Vector(bias, after, last, weight, stored(norm) if biases else None, turned, over)
+        self._norm(norm, biases)
+
+    def _adds(self, name: str, inputs: Rotation | None, times: Balance | None) -> None:
+        """A linear whose products go to the residual stream, from rows scaled and then rotated by `inputs`."""
+        stored, turned = self.checkpoint.stored_name, self.config.names.is_transposed(name)
+        weight, bias = stored(f"{name}.weight"), stored(f"{name}.bias")
+        self.changes[weight] = Matrix(weight, inputs=inputs, outputs=self.stream, turned=turned, times=times)
+        if self.checkpoint.has(f"{name}.bias"):
+            self.changes[bias] = Vector(bias, self.stream)
+
+    def _norm(self, norm: str, biases: bool) -> None:
+        """A norm whose weight the linears behind it have taken in, and, if `biases`, its bias."""
+        stored = self.checkpoint.stored_name(norm)
+        self.changes[f"{stored}.weight"] = NormWeight(1.0)
+        if self._mean:
+            self.changes[f"{stored}.bias"] = NormBias(stored, None if biases else self.stream)

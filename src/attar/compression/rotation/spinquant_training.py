@@ -1,0 +1,128 @@
+"""SpinQuant's rotations of a whole model, learned from what its linears read: gathers rows, leaves the descent to the
+solver.
+
+Of the residual stream the rows are those that norms give, of every layer, and one matrix turns them all; of heads those
+that o reads, and each layer has a matrix of its own. They are seen in the coordinates of the model as it is, but for
+what is folded and scaled whatever the rotation. One block is in memory at a time. What an error of a row costs is taken
+relative to what its linears put out, |W|^2 / mean |W x|^2, so that layers with large weights do not outweigh others.
+Weights have no rows among them: GPTQ makes up for their rounding afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attar.compression.memory import give_back
+from attar.compression.recipe.methods import SpinQuant
+from attar.compression.rotation.rotated import RotatedCheckpoint
+from attar.compression.solvers.transforms import spinquant
+from attar.compression.solvers.transforms.rotations import Rotation
+from attar.compression.solvers.transforms.spinquant import Learned
+from attar.kernels.operands import Linear
+from attar.model.cache import Step
+from attar.model.decoder import build_block, build_embedding
+from attar.model.layers import Block, MixtureOfExperts
+
+TOKENS = 8192  # that go through the model
+ROWS_BYTES = 512 << 20  # of the rows of the stream that are kept, float32
+ROWS = 65536  # of them, at most
+
+
+def learn(source: RotatedCheckpoint, ids: Tensor, options: SpinQuant, folder: Path, key: str, seed: int) -> Learned:
+    """Learn the rotations from token ids [S, L], and make `source` a view by them; returns what became of the stream's.
+
+    What was learned is kept in `folder` under `key` for a resumed run. Raises ValueError where a row is not finite.
+    """
+    turned = [source.stream, *(each for each in source.heads if each is not None)]
+    kept = folder / f"rotations-{key}.f64"
+    if kept.is_file() and kept.stat().st_size == 8 * (2 + sum(each.size**2 for each in turned)):
+        numbers = torch.from_numpy(np.fromfile(kept, dtype="<f8"))
+        found = Learned(numbers[: turned[0].size ** 2].view(turned[0].size, -1), *numbers[-2:].tolist())
+        parts = numbers[:-2].split([each.size**2 for each in turned])
+        matrices = [part.view(each.size, -1) for part, each in zip(parts, turned, strict=True)]
+    else:
+        found, matrices = _learned(source, ids, options, turned, seed)
+        figures = torch.tensor([found.before, found.after], dtype=torch.float64)
+        temporary = kept.with_suffix(".tmp")
+        temporary.write_bytes(torch.cat([*(m.flatten() for m in matrices), figures]).numpy().astype("<f8").tobytes())
+        temporary.replace(kept)
+    for each, matrix in zip(turned, matrices, strict=True):
+        each.matrix = matrix
+    return found
+
+
+def _learned(
+    source: RotatedCheckpoint, ids: Tensor, options: SpinQuant, turned: Sequence[Rotation], seed: int
+) -> tuple[Learned, list[Tensor]]:
+    starts = [each.apply(torch.eye(each.size, dtype=torch.float64)) for each in turned]
+    for each in turned:
+        each.matrix = torch.eye(each.size, dtype=torch.float64)
+    walked = _Rows(source, ids)
+    steps, batch = options.rotation_steps, options.rotation_batch
+    found = []
+    for rows, costs, start in zip(walked.rows, walked.costs, starts, strict=True):
+        found.append(spinquant.solve(rows, costs, start, steps=steps, batch=batch, seed=seed))
+    return found[0], [each.matrix for each in found]
+
+
+class _Rows:
+    """Rows [N, I], and what an error of each costs, [N], for every rotation: of the stream, then of heads by layer."""
+
+    @torch.no_grad()
+    def __init__(self, source: RotatedCheckpoint, ids: Tensor) -> None:
+        config = source.config
+        sequences = max(1, min(len(ids), TOKENS // ids.shape[1]))
+        ids = ids[[i * len(ids) // sequences for i in range(sequences)]]
+        places = 2 * config.layers
+        count = max(1, min(ids.numel(), ROWS // places, ROWS_BYTES // (4 * config.hidden * places)))
+        self._chosen = torch.arange(count) * ids.numel() // count
+        step = Step((ids.shape[1],) * len(ids), ids.shape[1])
+        hidden = build_embedding(config, source).forward(ids.flatten(), step.positions).float()
+        stream: list[tuple[Tensor, Tensor]] = []
+        self.rows, self.costs = list[Tensor](), list[Tensor]()
+        for layer in range(config.layers):
+            block = build_block(config, source, layer)
+            for linear in block.linears():
+                linear.keep_dense = False
+            seen: dict[str, Tensor] = {}
+
+            def tap(linear: Linear, x: Tensor, seen: dict[str, Tensor] = seen) -> None:
+                if not x.isfinite().all():
+                    raise ValueError(f"the input of {linear.name} holds a NaN or an infinity")
+                if len(x) > int(self._chosen[-1]):  # others see what routers sent them
+                    seen[linear.name] = x[self._chosen].clone()
+
+            hidden = block.run(hidden, step, tap)
+            for linears in _readers(block):
+                rows = seen[linears[-1].name]
+                stream.append((rows, torch.full((len(rows),), _cost(rows, linears))))
+            if source.heads[layer] is not None:
+                rows = seen[block.attention.output.name]
+                self.rows.append(rows)
+                self.costs.append(torch.ones(len(rows)))
+            give_back()
+        self.rows.insert(0, torch.cat([rows for rows, _ in stream]))
+        self.costs.insert(0, torch.cat([costs for _, costs in stream]))
+
+
+def _readers(block: Block) -> list[tuple[Linear, ...]]:
+    """What reads each of a block's two norms, last a linear that sees all rows."""
+    mlp = block.feed_forward
+    readers = tuple(linear for each in block.feed_forwards() for linear in each.up)
+    return [block.attention.qkv, (*readers, mlp.router) if isinstance(mlp, MixtureOfExperts) else readers]
+
+
+def _cost(rows: Tensor, linears: tuple[Linear, ...]) -> float:
+    """|W|^2 over the mean of |W x|^2, of what the linears hold together."""
+    size = out = 0.0
+    for linear in linears:
+        assert isinstance(linear.weight, Tensor)
+        weight = linear.weight.float()
+        size += float(weight.square().sum())
+        out += float((rows @ weight.T).square().sum(1).mean())
+    return size / out if out else 0.0

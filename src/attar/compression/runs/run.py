@@ -1,0 +1,239 @@
+"""One recipe carried out in a work folder, from what is asked of the original model to what the output cost.
+
+The order is fixed: what is known of the loss is gathered before the first block changes; the walk compresses and writes
+block after block; tuning learns what codes leave free; then the cost is measured. Each step keeps what it found on disk
+under the name of the run, so that one that was killed goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.checkpoints.receipts.probes import ProbeRun
+from attar.checkpoints.sources import hf, opening
+from attar.checkpoints.writer import ShardWriter, Workspace, allocated, require_free
+from attar.compression import state
+from attar.compression.block.record import Record
+from attar.compression.calibration import coverage, domain, importance
+from attar.compression.calibration.domain import Surprise
+from attar.compression.calibration.loss_weights import Guide, key
+from attar.compression.outputs.gguf import GgufOutput
+from attar.compression.recipe.methods import SpinQuant, SqueezeLlm
+from attar.compression.recipe.recipe import HEAD, Recipe
+from attar.compression.request.order import Order, Ready
+from attar.compression.request.settings import Settings
+from attar.compression.rotation import spinquant_training
+from attar.compression.rotation.rotated import RotatedCheckpoint
+from attar.compression.runs.block_pass import Walk
+from attar.compression.state import RunState
+from attar.compression.training import tune
+from attar.formats.scheme import Scheme
+from attar.metrics.measure import measure
+from attar.model.decoder import Decoder, compressible
+from attar.text.tokenizer import Tokenizer
+
+OF_THE_ORIGINAL = ("self-*.i32", "rotations-*", "importances-*", "guide-*", "coverage-*", "surprise-*")
+"""What a work folder holds whatever bits are chosen. What was shown to the blocks is among it, because it may have been
+the original's; a walk that shows them something notes it anew."""
+
+
+def begin_anew(work: Workspace) -> None:
+    """Remove what came of one choice of bits, so that a walk by another can begin. Whoever is killed meanwhile finds
+    no state, and so half a walk is never taken for a whole one."""
+    (work.state / state.NAME).unlink(missing_ok=True)
+    kept = {path for pattern in OF_THE_ORIGINAL for path in work.state.glob(pattern)}
+    for path in {*work.out.iterdir(), *work.state.iterdir()} - kept:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+class Run:
+    """A recipe carried out in a work folder: gather what is known of the loss, walk, tune, measure, in this order.
+
+    `given` [S, L] is calibration text, if there is any, and `drawn` [D, L] what the model wrote to go with it. `name`
+    is of all that is asked, whatever bits are chosen: what an earlier run asked of the original is found again, and no
+    other's. What tuning judges by at the end is kept from everything before.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        ready: Ready,
+        settings: Settings,
+        work: Workspace,
+        state: RunState,
+        given: Tensor | None,
+        drawn: Tensor | None,
+        name: str,
+    ) -> None:
+        self.order, self.work, self.state, self.name = order, work, state, name
+        self.plan, self.checkpoint, self.output = ready.plan, ready.checkpoint, ready.output
+        self.memory, self.report = settings.calib_memory, settings.report
+        self.files = ready.output.plans(settings.max_shard_bytes)
+        self.made = work.out / self.files[0].name if order.to_file else work.out
+        self.probes = ProbeRun(self.checkpoint.config, order.seed)
+        self.probed: dict[str, Any] = {}
+        self.records: list[Record] = []
+        self.learned: dict[str, Any] = {}  # what steps that learn say of themselves, for the receipt
+        self.guide: Guide | None = None
+        self.surprise: Surprise | None = None  # of the calibration text, where somebody looked
+        self.given, self._drawn = given, drawn
+        self.ids = given if ready.reads else None
+        self.walked: Tensor | None = None
+        if self.ids is not None:
+            judged = self.plan.tune is not None and len(self.ids) > 1
+            self.walked = self._with_drawn(tune.without_judges(self.ids) if judged else self.ids)
+
+    def _with_drawn(self, ids: Tensor) -> Tensor:
+        return ids if self._drawn is None else torch.cat([ids, self._drawn])
+
+    def gather(self) -> None:
+        """What is asked of the whole original model before the walk: a learned rotation, then importances, of what that
+        turns, and gradients. Raises ValueError also where the disk has no room for the run."""
+        if isinstance(self.plan.rotate, SpinQuant):
+            assert self.walked is not None
+            assert isinstance(self.checkpoint, RotatedCheckpoint)
+            seed, options = self.order.seed, self.plan.rotate
+            spun = spinquant_training.learn(self.checkpoint, self.walked, options, self.work.state, self.name, seed)
+            self.learned["rotation"] = {"before": spun.before, "after": spun.after}
+        if self.given is not None and self.order.weighs(self.plan):
+            assert isinstance(self.output, GgufOutput)
+            read = self._with_drawn(self.given) if self.walked is None else self.walked
+            self.output.importances = importance.kept(
+                self.checkpoint, read, self.work.state, self.name, self.memory, self.report
+            )
+        guide, couples = self.plan.guide, self.plan.couples
+        weighs_each = isinstance(self.plan.rounding, SqueezeLlm)
+        if guide or couples or weighs_each:
+            assert self.walked is not None
+            linears = _guided(self.checkpoint, self.plan, self.output.schemes, whole=guide < 2)
+            about = key({"run": self.name, "linears": linears})  # which a choice of bits can change
+            self.guide = Guide(self.work.state, about, linears, self.walked.numel(), guide, couples, weighs_each)
+        if not self.state.blocks_done:
+            self._require_room()
+        if self.guide is not None and self.walked is not None:
+            self.guide.collect(self.checkpoint, self.walked, self.memory, self.order.seed, self.report)
+
+    def look(self) -> None:
+        """How much calibration text surprises the original: before the walk, whose hours nothing here then costs. Where
+        there is a NaN it says nothing, for the walk names its place."""
+        if self.given is None:
+            return
+        kept = self.work.state / f"surprise-{self.name}.json"
+        if kept.is_file():
+            found = json.loads(kept.read_bytes())
+            self.surprise = None if found is None else Surprise(**found)
+        else:
+            self.surprise = domain.surprise(self.order.source, self.given, self.work.state, self.order.device)
+            state.put(kept, None if self.surprise is None else asdict(self.surprise))
+
+    def _require_room(self) -> None:
+        row, ids, walked = 4 * self.checkpoint.config.hidden, self.ids, self.walked
+        streams = self.probes.ids.numel() + (0 if walked is None else (1 + self.plan.corrects) * walked.numel())
+        needed = sum(f.size for f in self.files) + 2 * row * streams
+        if ids is not None and self.plan.tune is not None:  # what tuning aims at
+            own = self.plan.tune.drawn * ids.shape[1]
+            needed += row * (ids.numel() + own if own else self._with_drawn(ids).numel())
+        if self.guide is not None and self.walked is not None:
+            gradients = row * (self.checkpoint.config.layers + 2) * self.walked.numel()
+            first = 0 if self.guide.collected else gradients
+            needed = self.guide.bytes + max(first, needed)  # the gradients are gone before the walk begins
+        had = [*(self.work.out / f.name for f in self.files), *self.work.state.glob("*.f32")]
+        had += [] if self.guide is None else self.work.state.glob(f"guide-{self.guide.key}-*")
+        require_free(self.work.out, needed - allocated(had))  # by a killed run, and used again
+
+    def walk(self) -> None:
+        """Every block compressed and written, and what is no block's."""
+        with ShardWriter(self.work.out, self.files, self.output.written(self.state.blocks_done)) as writer:
+            walk = Walk(
+                self.checkpoint, self.output, self.plan, writer, self.state, self.walked, self.memory, self.probes,
+                self.guide, self.order.device, self.name,
+            )  # fmt: skip
+            self.probed = walk.run(self.report)
+            self.records = self.state.records + walk.head_records
+            self.output.copy_rest(writer, self.report)
+            writer.finish()
+        self.output.write_config(self.work.out)
+
+    def tune(self) -> None:
+        """Learn scales and norms, where the recipe says so; the probes are those of what came of it."""
+        if self.plan.tune is None:
+            return
+        assert self.ids is not None
+        schemes = self.output.schemes
+        dense = [name for name, scheme in schemes.items() if scheme is None and self.plan.reshapes(name)]
+        tuned = tune.run(
+            self.checkpoint, self.made, self.work.state, self.ids, self.plan.tune, drawn=self._drawn,
+            seed=self.order.seed, progress=self.report, dense=dense,
+        )  # fmt: skip
+        with ShardWriter(self.work.out, self.files, [name for file in self.files for name in file.slots]) as writer:
+            self.output.write_again(writer, tuned.tensors)
+            writer.finish()
+        self.probed = tune.probes(self.made, self.order.seed)
+        self.records = [
+            replace(r, measure=f"{r.measure}, before tuning") if r.name != HEAD else r for r in self.records
+        ]
+        self.learned["tune"] = tuned.to_dict()
+
+    def divergence(self, ids: Tensor) -> float:
+        """Mean KL of what was made from the original, in nats, at every position of token ids [T, L]: in float32 by
+        the reference, as bits are chosen, whatever the device."""
+        windows = [[*row, 0] for row in ids.tolist()]  # no divergence depends on the last token, whatever it is
+        made, base = (opening.load(path, torch.float32) for path in (self.made, self.order.source.folder.path))
+        found = measure(made, windows, base=base, context=ids.shape[1])
+        return found.figures["kl_mean"].value
+
+    def warnings(self, shared: float | None) -> tuple[str, ...]:
+        """What calibration text was too little for; `shared` is the part of the evaluation text that is of it."""
+        shown: tuple[str, ...] = ()
+        if self.given is not None:
+            read = self._with_drawn(self.given) if self.walked is None else self.walked
+            shown = coverage.of(self.checkpoint.config, read, self.work.state, self.name)
+        return *shown, *domain.warnings(self.surprise, shared)
+
+    def measure(self, held_out: list[int], tokenizer: Tokenizer | None) -> dict[str, Any]:
+        """What it cost, on text that nothing here has read: by the reference in float32, or on the device as `attar
+        eval` measures there. Raises ValueError where that has no room for both models."""
+        assert tokenizer is not None
+        try:
+            return measure(
+                self._whole(self.made),
+                held_out,
+                base=self._whole(self.order.source.folder.path),
+                bos=tokenizer.added_bos,
+                bytes_of=tokenizer,
+                progress=lambda done, total: self.report("evaluating", done, total),
+            ).to_dict()
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"{self.order.device} has too little memory to measure the output beside the original: the same "
+                "command without --eval ends at once, and `attar eval OUTPUT --against ORIGINAL` measures it on a CPU "
+                f"({error})"
+            ) from None
+
+    def _whole(self, path: Path) -> Decoder:
+        device = self.order.device
+        return opening.load_on(path, device, hf.compute_dtype(None, device))
+
+
+def _guided(
+    checkpoint: hf.Checkpoint, recipe: Recipe, schemes: Mapping[str, Scheme | None], whole: bool
+) -> dict[int, dict[str, tuple[int, int]]]:
+    """By block, the linears to compress with their shapes; unless their rows are solved for as a whole, not
+    those whose rows share a scale."""
+    found = {}
+    for layer in range(checkpoint.config.layers):
+        names = compressible(checkpoint.config, layer)
+        pruned = {name for name in names if recipe.pattern_for(name) is not None}
+        chosen = [
+            n for n in names if (n in pruned if (scheme := schemes.get(n)) is None else whole or scheme.weight.by_row)
+        ]
+        found[layer] = {name: checkpoint.linear_shape(name) for name in chosen}
+    return found

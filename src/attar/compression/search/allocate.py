@@ -1,0 +1,371 @@
+"""Bit allocation: which linears get how many bits, by what each choice does to the model's predictions.
+
+Uniform bits spend as much on linears that hardly matter as on those that do. Here every group of linears is compressed
+alone, with each scheme of a ladder, and the divergence from the original is measured (`sensitivity.py`; forward passes
+only). A multiple-choice knapsack (`knapsack.py`) then spends the budget where it buys most, as if damages added up.
+They do not quite: errors meet in later layers. So the choice is measured whole, then each group one scheme up and one
+down around it, and the knapsack decides again among those neighbours; a step is kept only if the whole model is closer
+for it. (The local search of EvoPress, Sieberling et al. 2024, arXiv:2410.14649, with measured steps for random ones.)
+
+What comes out is a recipe with an override for each linear, which the usual walk then runs with all of its methods:
+transforms, guides and corrections are not part of the measurements, which the receipt says (`unmeasured`); nor is text
+that the model writes to go with what was given. A rotation is, because it is the rotated model that is measured; of a
+learned one, what it starts from. The output matrix, overrides and what a recipe keeps are left as the recipe says; so
+is what the mix of a GGUF file makes of the ends of a model. What that costs is part of every divergence of the whole
+model, and so of a target of KL (`output_bits.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from attar.checkpoints.writer import allocated, require_free
+from attar.compression.calibration import texts
+from attar.compression.outputs.folder import Output
+from attar.compression.outputs.gguf import GgufOutput
+from attar.compression.recipe.methods import SpinQuant
+from attar.compression.recipe.recipe import Override, Recipe
+from attar.compression.search import knapsack
+from attar.compression.search.sensitivity import Choice, Group, Log, Trial, fingerprint, groups_of
+from attar.compression.search.target import Target, rounding_for
+from attar.formats.scheme import Scheme
+from attar.model.decoder import Decoder
+
+ROUNDS = 3  # of steps around the choice
+
+Progress = Callable[[str, int, int], None]
+"""progress(stage, done, total)"""
+
+
+@dataclass(frozen=True, eq=False)
+class Allocation:
+    """What was chosen: `choice` [G] indexes `ladder`; `alone` [G][C] are the divergences with one group compressed.
+
+    `measured` is the divergence of the whole model as chosen, `unrefined` that of the first choice, and `uniform` that
+    of each scheme for all groups: all on the same tokens, each group rounded by itself.
+    """
+
+    recipe: Recipe
+    target: Target
+    ladder: tuple[Scheme, ...]
+    groups: tuple[Group, ...]
+    alone: tuple[tuple[float, ...], ...]
+    choice: Choice
+    unrefined: float
+    measured: float
+    uniform: tuple[float, ...]
+    tokens: int
+    calibration: str  # the hash of the tokens that calibrated
+    selection: str  # of those that divergences were measured on
+
+    @property
+    def bits_per_weight(self) -> float:
+        return _bits(self.groups, self.ladder, self.choice)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the receipt."""
+        each_uniform = [
+            {"bits": _bits(self.groups, self.ladder, (c,) * len(self.groups)), "kl": kl}
+            for c, kl in enumerate(self.uniform)
+        ]
+        return {
+            "target": self.target.to_dict(),
+            "ladder": [scheme.name for scheme in self.ladder],
+            "calibration": self.calibration,
+            "selection": self.selection,
+            "rounding": self.recipe.rounding.method,
+            "without": unmeasured(self.recipe, self.ladder),
+            "tokens": self.tokens,
+            "bits": self.bits_per_weight,
+            "kl": self.measured,
+            "kl_unrefined": self.unrefined,
+            "uniform": each_uniform,
+            "groups": [
+                {
+                    "layer": group.layer,
+                    "linears": list(group.linears),
+                    "weights": group.weights,
+                    "kl": list(row),
+                    "chosen": self.ladder[chosen].name,
+                }
+                for group, row, chosen in zip(self.groups, self.alone, self.choice, strict=True)
+            ],
+        }
+
+
+def unmeasured(recipe: Recipe, ladder: Sequence[Scheme] = ()) -> list[str]:
+    """What of a recipe and its ladder is not part of measurements, and follows in the walk or when the model runs:
+    methods, options of its rounding, and the rounding of activations, for weights alone are swapped."""
+    found = ["learned rotation"] * isinstance(recipe.rotate, SpinQuant)
+    found += [each.method for each in recipe.passes[:-1]]
+    found += [name for name in ("polish", "guide", "couple", "correct") if getattr(recipe.rounding, name, False)]
+    found += [] if recipe.tune is None else [recipe.tune.method]
+    used = [*ladder, *(each.scheme for each in recipe.overrides if each.scheme is not None)]
+    return found + ["activation rounding"] * any(scheme.activation is not None for scheme in used)
+
+
+def reachable(target: Target, groups: Sequence[Group], ladder: Sequence[Scheme]) -> None:
+    """Raise ValueError where a target of bits lies outside what the ladder can give."""
+    if target.bits is None or len(ladder) < 2:
+        return
+    ends = sorted((_bits(groups, (scheme,), (0,) * len(groups)), scheme.name) for scheme in ladder)
+    (least, smallest), (most, largest) = ends[0], ends[-1]
+    if not least <= target.bits <= most:
+        least, most = math.ceil(1e3 * least) / 1e3, math.floor(1e3 * most) / 1e3  # both can be asked for
+        raise ValueError(
+            f"{target.bits:g} bits a weight are out of reach: the linears take {least:g} with {smallest} everywhere, "
+            f"and {most:g} with {largest}"
+        )
+
+
+class Allocator:
+    """Schemes of a ladder chosen for every group of a dense decoder, as often as is asked: each choice costs what none
+    before it has measured. `log` keeps that. Deterministic, given the same torch, machine and threads."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        recipe: Recipe,
+        target: Target,
+        ladder: Sequence[Scheme],
+        ids: Tensor,
+        measured: Tensor,
+        file: Path,
+        scale_dtype: str = "float32",
+        bytes_of: Callable[[Recipe], int] | None = None,
+        progress: Progress | None = None,
+        output: Output | GgufOutput | None = None,
+        weighs: bool = False,
+        original: Callable[[], Decoder] | None = None,
+    ) -> None:
+        """`ids` [S, L] are calibration tokens, `measured` [T, L] others, on which divergences are measured. `file` is
+        the log's. `scale_dtype` is what scales are stored in. `bytes_of` says how many bytes the weight files of a
+        recipe have, for a target of bytes. `output` says how all is stored that is not chosen for, None: as it is;
+        `weighs`, whether the walk rounds with importances that it measures; `original` loads the model that divergences
+        are from, None: it is `decoder`.
+
+        Raises ValueError where no choice keeps the target, a scheme does not fit a linear, or there is nothing to
+        choose.
+        """
+        self._recipe, self._target, self._ids, self._measured = recipe, target, ids, measured
+        self._progress, self._output, self._weighs, self.file = progress, output, weighs, file
+        self._original, self._bytes_of = original, bytes_of
+        self._rounding, self._groups = rounding_for(recipe), groups_of(decoder, recipe)
+        _check(self._groups, ladder)
+        named = {scheme.name: scheme.with_scale_dtype(scale_dtype) for scheme in ladder}
+        self._ladder = tuple(sorted(named.values(), key=lambda scheme: sum(g.bytes(scheme) for g in self._groups)))
+        if len(self._ladder) < 2:
+            raise ValueError("a ladder has at least two schemes to choose among")
+        self._budget = _budget(target, self._groups, self._ladder, self._over)
+        self.log = Log(
+            file, fingerprint(decoder, self._groups, self._ladder, self._rounding, ids, measured, output, weighs)
+        )
+
+    def choose(self, decoder: Decoder, aim: float | None = None) -> Allocation:
+        """The choice of what the target asks for. `aim` is for a target of KL that outputs have missed: a lower one.
+
+        Raises ValueError where not even the largest schemes keep a target of KL.
+        """
+        groups, ladder, count = self._groups, self._ladder, len(self._groups)
+        goal, budget, over = self._target.kl, self._budget, cache(self._over)
+        aim = goal if aim is None else aim
+        done, total = 0, count * (len(ladder) + 2 * ROUNDS)
+
+        def told() -> None:
+            nonlocal done
+            done = min(done + 1, total)
+            if self._progress is not None:
+                self._progress("allocating", done, total)
+
+        finished = f"{self._target.to_dict()}, {budget}, {aim}"
+        known = self.log.get(finished)  # there, if the run was killed after this
+        if known is not None and over(tuple(known["choice"])) <= 0:  # files may be cut otherwise by now
+            return self._allocation(known)
+        if goal is not None:  # which outputs may miss, whereupon candidates are wanted again
+            size = sum(group.bytes(scheme) for group in groups for scheme in ladder)
+            require_free(self.log.folder, size - allocated(self.log.folder.glob("*/*")))
+        trial = Trial(
+            decoder, groups, ladder, self._rounding, self._ids, self._measured, self.log, told, self._output,
+            self._weighs, keeps=goal is not None, original=self._original,
+        )  # fmt: skip
+        alone = trial.alone()
+        front = knapsack.front([
+            [(group.bytes(scheme), cost) for scheme, cost in zip(ladder, row, strict=True)]
+            for group, row in zip(groups, alone, strict=True)
+        ])  # fmt: skip
+        if budget is None:
+            assert goal is not None
+            assert aim is not None
+            at = _smallest_within(front, goal, aim, trial)
+            first, budget = front.choice(at), int(front.bytes[at])
+        else:
+            found = _best_within(front, [range(len(ladder))] * count, budget, over)
+            first = (0,) * count if found is None else found  # for which the budget was found to be enough
+        unrefined = trial.whole(first)
+        choice, refined = refine(trial, first, unrefined, budget, over)
+        uniform = [trial.whole((c,) * count) for c in range(len(ladder))]
+        value = {"choice": choice, "unrefined": unrefined, "measured": refined, "uniform": uniform, "alone": alone}
+        value["tokens"] = trial.tokens
+        self.log.put(finished, value)
+        done = total
+        told()
+        return self._allocation(value)
+
+    def _allocation(self, value: Mapping[str, Any]) -> Allocation:
+        """What the log holds of a choice."""
+        choice = tuple(value["choice"])
+        return Allocation(
+            self._with(choice), self._target, self._ladder, tuple(self._groups), tuple(map(tuple, value["alone"])),
+            choice, value["unrefined"], value["measured"], tuple(value["uniform"]), value["tokens"],
+            texts.token_hash(self._ids), texts.token_hash(self._measured),
+        )  # fmt: skip
+
+    def _with(self, choice: Choice) -> Recipe:
+        """The recipe with what was chosen."""
+        plain = [Scheme.parse(scheme.name) for scheme in self._ladder]  # what stores it says the dtype of its scales
+        chosen = zip(self._groups, choice, strict=True)
+        overrides = [Override(name, plain[c]) for group, c in chosen for name in group.linears]
+        return replace(self._recipe, overrides=(*self._recipe.overrides, *overrides))
+
+    def _over(self, choice: Choice) -> int:
+        """By how many bytes the weight files of a choice exceed a target of size, 0 for any other target. They are laid
+        out to know: how many parts a linear has differs between schemes, and how all are named, between formats, of
+        which the schemes together decide."""
+        if self._target.size is None:
+            return 0
+        assert self._bytes_of is not None, "a size is of files, which the caller lays out"
+        return self._bytes_of(self._with(choice)) - self._target.size
+
+
+def _check(groups: Sequence[Group], ladder: Sequence[Scheme]) -> None:
+    """Raise ValueError, naming the linear, where a scheme does not fit it."""
+    for group in groups:
+        for name, (_, columns) in zip(group.linears, group.shapes, strict=True):
+            for scheme in ladder:
+                try:
+                    scheme.check(columns)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None
+
+
+def _bits(groups: Sequence[Group], ladder: Sequence[Scheme], choice: Choice) -> float:
+    size = sum(group.bytes(ladder[chosen]) for group, chosen in zip(groups, choice, strict=True))
+    return 8 * size / sum(group.weights for group in groups)
+
+
+def _budget(
+    target: Target,
+    groups: Sequence[Group],
+    ladder: Sequence[Scheme],
+    over: Callable[[Choice], int],
+) -> int | None:
+    """Bytes that the groups may take, for a target of size in files whose headers are those of the smallest choice;
+    None where the target is a divergence. Raises ValueError where the smallest choice takes more, or bits are asked for
+    that the largest does not."""
+    if target.kl is not None:
+        return None
+    reachable(target, groups, ladder)
+    least = sum(group.bytes(ladder[0]) for group in groups)
+    if target.bits is not None:
+        budget = math.floor(target.bits * sum(group.weights for group in groups) / 8)
+    else:
+        budget = least - over((0,) * len(groups))
+    if budget < least:
+        more = f"{least - budget:,} bytes more than the target leaves"
+        raise ValueError(f"with {ladder[0].name} everywhere the linears take {least:,} bytes, {more}")
+    return budget
+
+
+def _smallest_within(found: knapsack.Front, goal: float, aim: float, trial: Trial) -> int:
+    """The smallest point of the front whose choice, measured, has at most the divergence `aim`, by bisection: along the
+    front it falls, but for noise far below the difference of most points. The last point, if none has.
+
+    Raises ValueError where even that has more than `goal`.
+    """
+    low, high = -1, len(found) - 1
+    if (least := trial.whole(found.choice(high))) > goal:
+        raise ValueError(
+            f"a KL of {goal:g} cannot be kept: with the largest schemes it is {least:.3g}; name larger ones, or allow "
+            "more"
+        )
+    while high - low > 1:
+        middle = (low + high) // 2
+        if trial.whole(found.choice(middle)) <= aim:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _best_within(
+    found: knapsack.Front, options: Sequence[Sequence[int]], budget: int, over: Callable[[Choice], int]
+) -> Choice | None:
+    """The best choice of a front that takes `budget` bytes at most and is `over` nothing; one that is leaves so much
+    less to those after it. `options` are the schemes of each group on the front. None where no choice is left."""
+    while (at := found.within(budget)) is not None:
+        choice = tuple(row[i] for row, i in zip(options, found.choice(at), strict=True))
+        if (excess := over(choice)) <= 0:
+            return choice
+        budget = int(found.bytes[at]) - excess
+    return None
+
+
+def refine(
+    trial: Trial, choice: Choice, measured: float, budget: int, over: Callable[[Choice], int]
+) -> tuple[Choice, float]:
+    """Step from a choice, whose divergence is `measured`, to neighbours that the model is closer with, within `budget`
+    bytes and `over` nothing; returns the last choice and its divergence.
+
+    In each round every group is measured one scheme up and one down, the others as chosen. The knapsack takes the best
+    of these steps together; where that is no gain, only the four, then the two that promise most; then the search ends.
+    """
+    for _ in range(ROUNDS):
+        steps = trial.neighbours(choice)
+        for limit in (len(choice), 2, 1):
+            proposed = _proposed(trial, choice, measured, steps, budget, over, limit)
+            found = measured if proposed == choice else trial.whole(proposed)
+            if found < measured:
+                choice, measured = proposed, found
+                break
+        else:
+            return choice, measured
+    return choice, measured
+
+
+def _proposed(
+    trial: Trial,
+    choice: Choice,
+    measured: float,
+    steps: Sequence[Mapping[int, float]],
+    budget: int,
+    over: Callable[[Choice], int],
+    limit: int,
+) -> Choice:
+    """What the steps promise most of together, of those up the `limit` that gain most a byte, of those down the `limit`
+    that lose least a byte."""
+
+    def size(g: int, c: int) -> int:
+        return trial.groups[g].bytes(trial.ladder[c])
+
+    moves = sorted(
+        (
+            ((measured - kl) / max(1, abs(size(g, c) - size(g, choice[g]))), g, c)
+            for g, row in enumerate(steps)
+            for c, kl in row.items()
+        ),
+        reverse=True,
+    )
+    up, down = ([(g, c) for _, g, c in moves if (c > choice[g]) == rises][:limit] for rises in (True, False))
+    options = [[choice[g], *(c for c in row if (g, c) in up or (g, c) in down)] for g, row in enumerate(steps)]
+    found = knapsack.front([
+        [(size(g, c), 0.0 if c == choice[g] else steps[g][c] - measured) for c in row] for g, row in enumerate(options)
+    ])  # fmt: skip
+    best = _best_within(found, options, budget, over)
+    return choice if best is None else best

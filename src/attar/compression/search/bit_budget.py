@@ -1,0 +1,202 @@
+"""The bits of one output: chosen before its walk, and chosen anew where what came of them misses a target of KL.
+
+The walk does what measurements leave out (`allocate.py`), so its output may cost more than was measured. Then less is
+aimed for, by as much as it was missed, and a walk by other bits follows (`Allocated.after`). That choice finds all
+candidates rounded: for a target of KL they stay on disk until the output is there, and those of the default ladder take
+twice the room of a model in 16 bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.checkpoints.receipts.receipt import combined_hash
+from attar.checkpoints.sources import hf
+from attar.compression.calibration import texts
+from attar.compression.calibration.loss_weights import key
+from attar.compression.calibration.texts import Calibration
+from attar.compression.recipe import requirements
+from attar.compression.recipe.recipe import Override, Recipe
+from attar.compression.request.order import Order, Ready
+from attar.compression.request.settings import Settings
+from attar.compression.rotation.rotated import RotatedCheckpoint
+from attar.compression.search.allocate import Allocation, Allocator, reachable
+from attar.compression.search.sensitivity import Group, Log, apart, divisible
+from attar.compression.search.target import Target, ladder_for, rounding_for
+from attar.compression.training import tune
+from attar.formats.scheme import Scheme
+from attar.model import decoder
+from attar.model.decoder import Decoder, all_compressible
+
+WALKS = 3  # to keep a target of KL, at most
+SLACK = 0.98  # of what would just do, where less is aimed for
+
+
+@dataclass(frozen=True, eq=False)
+class Allocated:
+    """An allocation for one output, with the calibration tokens for the walk to go on with, which are those `read`
+    [S, L] that nothing was chosen on; by the others, `measured` [T, L], choices were made."""
+
+    allocation: Allocation
+    calibration: list[list[int]]
+    read: Tensor
+    measured: Tensor
+    aims: tuple[float, ...]  # for a target of KL: it, then what each later walk aimed for
+    missed: tuple[float, ...]  # the divergences of the outputs before this one, each more than the target
+    _bits: Allocator
+    _load: Callable[[], Decoder]  # the original, rotated if the recipe says so
+    _key: str  # of all that outputs depend on: another recipe's misses are not this one's
+    _drawn: Path  # what was drawn from the model to calibrate on, if anything
+
+    def finished(self, kl: float) -> dict[str, Any]:
+        """For the receipt, once the output itself has the mean divergence `kl` on `measured`."""
+        walks = {"kl_aims": list(self.aims), "kl_missed": list(self.missed)}
+        return self.allocation.to_dict() | walks | {"kl_finished": kl}
+
+    def after(self, kl: float) -> Allocated | None:
+        """What to walk by next, for the output has the mean divergence `kl` on `measured`; None where it is kept.
+
+        The walk does what is not part of measurements, and it rounds what earlier blocks, already rounded, make of the
+        text: so an output may miss its target. Then less is aimed for, until `WALKS` were made or nothing larger is
+        there to choose. Of outputs that all missed the nearest is kept: an earlier one is made again, to the same
+        bytes, which is simpler than keeping them all and takes no room.
+        """
+        goal, found, missed = self.allocation.target.kl, self.allocation, (*self.missed, kl)
+        if goal is None or kl <= goal or self.aims[-1] in self.aims[:-1]:  # made again, and nearer than all others
+            return None
+        if len(missed) < WALKS and set(found.choice) != {len(found.ladder) - 1}:
+            # Less than was measured, hence another choice than this, unless the front ends before.
+            aim = SLACK * min(self.aims[-1], found.measured) * goal / kl
+            if (closer := self._choose(aim)).measured < found.measured:
+                return replace(self, allocation=closer, aims=(*self.aims, aim), missed=missed)
+        if (least := min(missed)) < kl:
+            aim = self.aims[missed.index(least)]
+            return replace(self, allocation=self._choose(aim), aims=(*self.aims, aim), missed=missed)
+        return None
+
+    def _choose(self, aim: float) -> Allocation:
+        return self._bits.choose(self._load(), aim)
+
+    def note(self) -> None:
+        """Have a run that resumes go on with this one."""
+        self._bits.log.put(self._key, [self.aims, self.missed])
+
+    def warnings(self, kl: float) -> tuple[str, ...]:
+        """What to say of an output that is kept, although its divergence is more than the target allows."""
+        goal = self.allocation.target.kl
+        if goal is None or kl <= goal:
+            return ()
+        return (
+            f"the output's KL is {kl:.4g} on the text that bits were chosen by, more than the target of {goal:.4g}: "
+            f"groups rounded one by one came to {self.allocation.measured:.4g}; name larger schemes, or ask for less",
+        )
+
+    def forget(self) -> None:
+        """Remove what resuming would need."""
+        Log.remove(self._bits.file)
+        self._drawn.unlink(missing_ok=True)
+
+
+def for_output(
+    order: Order,
+    ready: Ready,
+    settings: Settings,
+    target: Target,
+    ladder: Sequence[Scheme] | None,
+    calibration: Calibration | None,
+) -> Allocated:
+    """Allocate for the output of an order, beside which the measurements are kept until it is there; a run that resumes
+    goes on with those of a killed one. Whether a recipe can be made is asked for every scheme of the ladder before
+    anything is drawn or measured.
+
+    Raises ValueError as `Allocator`, where there is nothing to calibrate on, and where the output exists.
+    """
+    if order.dst.exists() and not settings.overwrite:  # said now, not after all measurements
+        raise ValueError(f"{order.dst} exists and is kept; choose another output, or pass --overwrite")
+    recipe, checkpoint, amount, report = ready.plan, ready.checkpoint, settings.amount, settings.report
+    rounding_for(recipe)
+    ladder = tuple(ladder or ladder_for(recipe))
+    if calibration is None:
+        raise ValueError("a target needs calibration to measure on: give --calib a text file, or `self` to sample it")
+    sequences = texts.count(calibration, amount)
+    divisible(sequences)
+    rungs = list(_rungs(checkpoint, recipe, ladder))
+    recipe.check_read(rungs)
+    for rung in rungs:
+        order.ready(rung, sequences + amount.drawn, targeted=True)
+    names = checkpoint.config.names
+    first = f"{names.layer.format(i=0)}.{names.output}.weight"
+    stored = checkpoint.folder.info(checkpoint.stored_name(first)).dtype
+    free = _free(checkpoint, recipe)
+    if free:
+        whole = Group(0, tuple(free), tuple(map(checkpoint.linear_shape, free)))
+        reachable(target, [whole], [scheme.with_scale_dtype(stored) for scheme in ladder])
+    folder = checkpoint.folder.path
+    tokenizer = texts.tokenizer_for(calibration, folder)
+    dst = order.dst.absolute()
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    file = dst.parent / f".{dst.name}.attar-allocation.jsonl"
+    source = ""
+    if texts.is_drawn(calibration):
+        source = combined_hash(checkpoint.folder.source_hashes(lambda done, total: report("hashing", done, total)))
+    drawn = file.with_suffix(f".{texts.drawn_name(source, amount)}")
+    if not settings.resume:
+        Log.remove(file)
+        drawn.unlink(missing_ok=True)
+    ids = texts.tokens(
+        calibration, checkpoint, tokenizer, amount, drawn, lambda done, total: report("sampling", done, total)
+    )
+    rest, measured = apart(ids)
+    seen = rest
+    if recipe.tune is not None:  # which judges by text that nothing before it has seen
+        requirements.enough(recipe, len(rest))
+        seen = tune.without_judges(rest)
+
+    def bytes_of(plan: Recipe) -> int:
+        output = order.output(replace(plan, said=()), checkpoint)  # another choice may read what this one does not
+        return sum(each.size for each in output.plans(settings.max_shard_bytes))
+
+    def load() -> Decoder:
+        wide = copy.copy(checkpoint)
+        wide.dtype = torch.float32
+        if isinstance(wide, RotatedCheckpoint):
+            wide.rounded = {*wide.rounded, *free}  # whatever the recipe alone would keep
+        return decoder.build(wide.config, wide)
+
+    model = load()
+    bits = Allocator(
+        model, recipe, target, ladder, seen, measured, file, stored, bytes_of, report, ready.output,
+        order.weighs(recipe), None if recipe.rotate is None else lambda: hf.load(folder, torch.float32),
+    )  # fmt: skip
+    about = {"recipe": recipe.to_dict(), "target": target.to_dict(), "calibration": texts.token_hash(ids)}
+    walks = f"walks of {key(about | {'seed': order.seed, 'drawn': amount.drawn, 'device': order.device})}"
+    aims, missed = map(tuple, bits.log.get(walks) or ([] if target.kl is None else [target.kl], []))
+    found = bits.choose(model, aims[-1] if aims else None)
+    return Allocated(found, rest.tolist(), ids, measured, aims, missed, bits, load, walks, drawn)
+
+
+def _rungs(checkpoint: hf.Checkpoint, recipe: Recipe, ladder: Sequence[Scheme]) -> Iterator[Recipe]:
+    """The recipe with each scheme of the ladder in turn, to be held against the model: for one linear of each kind and
+    shape that can be chosen for, since overrides for every linear, all experts of a mixture among them, take long."""
+    kinds: dict[tuple[str, tuple[int, int]], str] = {}
+    for name in _free(checkpoint, recipe):
+        kinds.setdefault((re.sub(r"\d+", "", name), checkpoint.linear_shape(name)), name)
+    for scheme in ladder:
+        overrides = (Override(name, scheme) for name in kinds.values())
+        yield replace(recipe, overrides=(*recipe.overrides, *overrides))
+
+
+def _free(checkpoint: hf.Checkpoint, recipe: Recipe) -> list[str]:
+    """The linears about which neither an override nor `keep` decides."""
+    decided = [*(override.match for override in recipe.overrides), *recipe.keep]
+    names = all_compressible(checkpoint.config)
+    return [name for name in names if not any(fnmatch.fnmatchcase(name, match) for match in decided)]

@@ -1,0 +1,491 @@
+"""How much the predictions of a model suffer when some of its linears are compressed: what `allocate.py` decides by.
+
+Linears are taken in groups that must be of one scheme, because engines run them as one: q, k and v; gate and up; in a
+mixture, those of all experts. A `Trial` holds the model dense, and every group packed in every scheme of a ladder, by
+the recipe's own kind of rounding: GPTQ on Hessians of the original's inputs, or to nearest, with importances where the
+walk has them. It swaps groups in and out and measures the mean KL divergence from the model as it was. Hidden states
+that enter each block are kept, so that a measurement starts at the block that changed: half a forward pass on average.
+
+What nobody chooses for (the output matrix, a packed embedding, what overrides say) is rounded too, as the recipe has
+it, in every measurement of the whole model; a group alone is measured in the model that is otherwise as it was.
+
+Some calibration sequences make the Hessians, the last ones are what divergences are measured on (`apart`), and nothing
+else reads those: what is chosen on them is not fitted to them. Predictions are compared at as many evenly spaced
+positions as there is room for the original's logits. Measurements go to a file as they are made,
+by which a killed run resumes; candidates are rounded anew, unless they are kept for a choice that may follow this one.
+
+Legend: S sequences, L tokens of each, N rows, I hidden size, V vocabulary, P positions, G groups, C schemes.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.compression.calibration.hidden_states import HEAD_ROWS, rows_at_once
+from attar.compression.groups import input_groups
+from attar.compression.outputs.folder import Output
+from attar.compression.outputs.gguf import GgufOutput
+from attar.compression.recipe.methods import Gptq, Rtn
+from attar.compression.recipe.recipe import Recipe
+from attar.compression.solvers.rounding import gptq, rtn
+from attar.compression.solvers.rounding.form_levels import shared_largest
+from attar.compression.solvers.rounding.means import ColumnMean
+from attar.compression.solvers.transforms import fold
+from attar.compression.training.trainable_model import keep, left
+from attar.formats.packed import PackedTensor
+from attar.formats.scheme import Scheme
+from attar.kernels import ops
+from attar.kernels.operands import Linear, Tap
+from attar.model.cache import Step
+from attar.model.decoder import Decoder, Embedding
+from attar.model.layers import Block, MixtureOfExperts
+
+MEASURED_TOKENS = 4096  # on which a divergence is measured
+HESSIAN_TOKENS = 32768
+LOGITS = 1 << 27  # of the original that are kept
+LOGITS_AT_ONCE = 1 << 22
+
+Choice = tuple[int, ...]
+"""For each group, the index of its scheme in the ladder."""
+
+Swap = tuple[Linear, Sequence[PackedTensor]]
+"""A linear and its rounded weight, some rows after others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Linears of one block that share a scheme: their names and shapes (out, in)."""
+
+    layer: int
+    linears: tuple[str, ...]
+    shapes: tuple[tuple[int, int], ...]
+
+    @property
+    def weights(self) -> int:
+        return sum(map(math.prod, self.shapes))
+
+    def bytes(self, scheme: Scheme) -> int:
+        return sum(map(scheme.bytes, self.shapes))
+
+
+def groups_of(decoder: Decoder, recipe: Recipe) -> list[Group]:
+    """What can be chosen for, block by block: the linears about which neither an override nor `keep` decides.
+
+    Raises ValueError where that is none.
+    """
+    decided = [*(override.match for override in recipe.overrides), *recipe.keep]
+    found = []
+    for layer, block in enumerate(decoder.blocks):
+        for linears in _fused(block):
+            free = [each for each in linears if not any(fnmatch.fnmatchcase(each.name, match) for match in decided)]
+            if free:
+                found.append(Group(layer, tuple(e.name for e in free), tuple(e.shape for e in free)))
+    if not found:
+        raise ValueError(f"{recipe.name} leaves nothing to choose: its overrides decide about every linear")
+    return found
+
+
+def _fused(block: Block) -> Iterator[tuple[Linear, ...]]:
+    yield block.attention.qkv
+    yield (block.attention.output,)
+    forwards = list(block.feed_forwards())
+    if isinstance(block.feed_forward, MixtureOfExperts):
+        yield tuple(linear for each in forwards for linear in each.up)
+        yield tuple(each.down for each in forwards)
+    else:
+        yield forwards[0].up
+        yield (forwards[0].down,)
+
+
+def apart(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Calibration tokens [S, L] in two: the first calibrate, on the last, a third at most, divergences are measured.
+
+    Raises ValueError where there is one sequence.
+    """
+    divisible(len(ids))
+    count = max(1, min(len(ids) // 3, math.ceil(MEASURED_TOKENS / ids.shape[1])))
+    return ids[: len(ids) - count], ids[len(ids) - count :]
+
+
+def divisible(sequences: int) -> None:
+    """Raise ValueError where so few calibration sequences cannot be taken `apart`."""
+    if sequences < 2:
+        raise ValueError("a target needs at least 2 calibration sequences: one is to measure on; give more text")
+
+
+class Trial:
+    """A dense model with some groups compressed. Between calls its weights are as they were."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        groups: Sequence[Group],
+        ladder: Sequence[Scheme],
+        rounding: Gptq | Rtn,
+        ids: Tensor,
+        measured: Tensor,
+        log: Log,
+        told: Callable[[], None],
+        output: Output | GgufOutput | None = None,
+        weighs: bool = False,
+        keeps: bool = False,
+        original: Callable[[], Decoder] | None = None,
+    ) -> None:
+        """Hessians are of calibration tokens `ids` [S, L], divergences of those `measured` [T, L]. `told` is called
+        after each measurement. `output` says how all else is stored, None: as it is; `weighs`, whether importances are
+        measured, for an output that is given none; `keeps`, whether candidates stay beside the log for another trial.
+        `original` loads the model that divergences are from, where that is not `decoder` as it comes: what is rotated
+        has tables that were rounded once more.
+        """
+        self.groups, self.ladder = tuple(groups), tuple(ladder)
+        self._output, self._weighs, self._keeps = output, weighs, keeps
+        self._importances = dict(output.importances) if isinstance(output, GgufOutput) else {}
+        self._decoder, self._rounding, self._log, self._told = decoder, rounding, log, told
+        self._length = ids.shape[1]
+        self._rest = ids[: max(1, HESSIAN_TOKENS // self._length)]
+        self._batch = self._length * max(1, rows_at_once(decoder.config) // self._length)  # rows of one call
+        self.tokens = measured.numel()
+        positions = min(self.tokens, max(1, LOGITS // decoder.config.vocab_size))
+        self._rows = torch.arange(positions) * self.tokens // positions
+        self._linears = {linear.name: linear for block in decoder.blocks for linear in block.linears()}
+        chosen = {name for group in self.groups for name in group.linears}
+        schemes = {} if output is None else output.schemes
+        self._decided = {
+            name: scheme
+            for name, scheme in schemes.items()
+            if scheme is not None and name in self._linears and name not in chosen
+        }
+        self._packed: dict[tuple[int, int], list[PackedTensor]] = {}
+        self._fixed: list[Swap] = []  # what is rounded whatever is chosen
+        self._ids = measured
+        self._original = [self._embedded(measured)]  # what enters each block
+        self._entered = self._original[0]  # what will enter the first
+        last = self._run(self._original[0], 0, self._original)
+        if original is not None:
+            self._decoder = original()
+            last = self._run(self._embedded(measured), 0)
+        with torch.inference_mode():
+            self._base = self._decoder.logits(last[self._rows]).log_softmax(-1)  # [P, V]
+        self._decoder = decoder
+
+    # --- measurements -------------------------------------------------------------------------------------------------
+
+    def alone(self) -> tuple[tuple[float, ...], ...]:
+        """The divergence with each group alone in each scheme, [G][C]. To be called first: it rounds the candidates."""
+        states, at = self._embedded(self._rest), 0  # and the block that they enter
+        rows = []
+        for layer in range(len(self._decoder.blocks)):
+            mine = [g for g, group in enumerate(self.groups) if group.layer == layer]
+            if not self._known(layer, mine):  # blocks that are known run only for one that is not
+                states, at = self._candidates(layer, mine, self._run(states, at, stop=layer)), layer + 1
+            for g in mine:
+                rungs = range(len(self.ladder))
+                found = (self._measured(f"{g}:{c}", self._swaps({g: c}), self._original, layer) for c in rungs)
+                rows.append(tuple(found))
+        self._round_ends(self._run(states, at) if self._weighs else states)
+        return tuple(rows)
+
+    def whole(self, choice: Choice) -> float:
+        """The divergence with every group as chosen, and all else as the recipe has it."""
+        swaps = [*self._swaps(dict(enumerate(choice))), *self._fixed]
+        return self._measured(_key(choice), swaps, [self._entered], 0)
+
+    def neighbours(self, choice: Choice) -> list[dict[int, float]]:
+        """For each group: the divergence of the whole with it one scheme up and one down, by index of the ladder."""
+        states = [self._entered]
+        found: list[dict[int, float]] = []
+        with self._with([*self._swaps(dict(enumerate(choice))), *self._fixed]):
+            for g, chosen in enumerate(choice):
+                found.append({})
+                for other in (chosen - 1, chosen + 1):
+                    if 0 <= other < len(self.ladder):
+                        key = _key((*choice[:g], other, *choice[g + 1 :]))
+                        if self._log.get(key) is None and len(states) == 1:
+                            self._run(states[0], 0, states)
+                        swaps = self._swaps({g: other})
+                        found[-1][other] = self._measured(key, swaps, states, self.groups[g].layer)
+        return found
+
+    def _measured(self, key: str, swaps: Sequence[Swap], states: Sequence[Tensor], first: int) -> float:
+        """The divergence with `swaps`, from the log or from a pass that starts at block `first`, before which they
+        change nothing.
+
+        `states` are what enters the blocks without them.
+        """
+        value: float | None = self._log.get(key)
+        if value is None:
+            with self._with(swaps):
+                value = self._divergence(self._run(states[first], first))
+            self._log.put(key, value)
+        self._told()
+        return value
+
+    @torch.inference_mode()
+    def _divergence(self, states: Tensor) -> float:
+        """Mean KL(original || this) in nats over the positions, given the last states [N, I]."""
+        total, at_once = 0.0, max(1, LOGITS_AT_ONCE // self._base.shape[1])
+        for base, rows in zip(self._base.split(at_once), self._rows.split(at_once), strict=True):
+            log_q = self._decoder.logits(states[rows]).log_softmax(-1)
+            total += float((base.exp() * (base - log_q)).sum(-1).double().sum())
+        if not math.isfinite(total):
+            raise ValueError("with a group compressed the model's predictions are not finite: leave 2 bits out")
+        return max(total / len(self._rows), 0.0)  # float32 may end just below
+
+    # --- forward passes -----------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _embedded(self, ids: Tensor, embedding: Embedding | None = None) -> Tensor:
+        """What enters the first block, [N, I]."""
+        step = Step((self._length,) * len(ids), self._length)
+        return (embedding or self._decoder.embedding).forward(ids.reshape(-1), step.positions).float()
+
+    def _run(self, states: Tensor, first: int, kept: list[Tensor] | None = None, stop: int | None = None) -> Tensor:
+        """Through the blocks from `first` on, to `stop` or the last: the last states [N, I]. `kept` takes in what
+        leaves each block."""
+        for block in self._decoder.blocks[first:stop]:
+            states = self._through(block, states)
+            if kept is not None:
+                kept.append(states)
+        return states
+
+    @torch.inference_mode()
+    def _through(self, block: Block, states: Tensor, tap: Tap | None = None) -> Tensor:
+        parts = states.split(self._batch)
+        steps = (Step((self._length,) * (len(part) // self._length), self._length) for part in parts)
+        return torch.cat([block.run(part, step, tap) for part, step in zip(parts, steps, strict=True)])
+
+    def _swaps(self, changes: Mapping[int, int]) -> list[Swap]:
+        """The groups (keys) in schemes of the ladder (values)."""
+        return [
+            (self._linears[name], (packed,))
+            for g, c in changes.items()
+            for name, packed in zip(self.groups[g].linears, self._packed[g, c], strict=True)
+        ]
+
+    @contextmanager
+    def _with(self, swaps: Sequence[Swap]) -> Iterator[None]:
+        """The linears so while the context lasts."""
+        before = [(linear, linear.weight) for linear, _ in swaps]
+        try:
+            for linear, pieces in swaps:
+                dense = [piece.dequantize() for piece in pieces]
+                linear.weight = dense[0] if len(dense) == 1 else torch.cat(dense)
+            yield
+        finally:
+            for linear, weight in before:
+                linear.weight = weight
+
+    # --- candidates ---------------------------------------------------------------------------------------------------
+
+    def _wanted(self, layer: int, mine: Sequence[int]) -> dict[str, tuple[Scheme, ...]]:
+        """The schemes to round the linears of a block to: every one of the ladder for its groups, for what overrides
+        decide about theirs."""
+        linears = self._decoder.blocks[layer].linears()
+        wanted = {name: self.ladder for g in mine for name in self.groups[g].linears}
+        return wanted | {each.name: (self._decided[each.name],) for each in linears if each.name in self._decided}
+
+    def _known(self, layer: int, mine: Sequence[int]) -> bool:
+        """Take the candidates of a block as an earlier trial kept them; false where none did."""
+        if not self._keeps or not (kept := self._log.folder / f"block-{layer}").is_dir():
+            return False
+        parts = left(kept)[1]
+
+        def packed(name: str, c: int, scheme: Scheme) -> PackedTensor:
+            shape = self._linears[name].shape
+            return PackedTensor(scheme, shape, {part: parts[f"{name}.{c}.{part}"] for part in scheme.parts(shape)})
+
+        wanted = self._wanted(layer, mine).items()
+        self._take(mine, {name: [packed(name, c, each) for c, each in enumerate(row)] for name, row in wanted})
+        return True
+
+    def _keep(self, layer: int, made: Mapping[str, Sequence[PackedTensor]]) -> None:
+        """Write the candidates of a block for another trial."""
+        self._log.folder.mkdir(exist_ok=True)
+        packed = {f"{name}.{c}": each for name, row in made.items() for c, each in enumerate(row)}
+        parts = {f"{name}.{part}": tensor for name, each in packed.items() for part, tensor in each.parts.items()}
+        keep(self._log.folder / f"block-{layer}", {}, parts)
+
+    def _take(self, mine: Sequence[int], made: Mapping[str, list[PackedTensor]]) -> None:
+        """Have the candidates of a block, by linear in the order of `_wanted`."""
+        for g in mine:
+            for c in range(len(self.ladder)):
+                self._packed[g, c] = [made[name][c] for name in self.groups[g].linears]
+        self._fixed += [(self._linears[name], made[name]) for name in made if name in self._decided]
+
+    @torch.inference_mode()
+    def _candidates(self, layer: int, mine: Sequence[int], states: Tensor) -> Tensor:
+        """Round the linears of a block, which `states` enter; returns what enters the next one."""
+        block, wanted = self._decoder.blocks[layer], self._wanted(layer, mine)
+        shared = [[each for each in linears if each.name in wanted] for linears in input_groups(block)]
+        shared = [linears for linears in shared if linears]
+        hessians: dict[str, gptq.Hessian] = {}
+        means: dict[str, ColumnMean] = {}
+        for linears in shared:
+            name, columns = linears[0].name, linears[0].shape[1]
+            if isinstance(self._rounding, Gptq):
+                hessians[name] = gptq.Hessian(columns)
+            elif self._weighs:
+                means[name] = ColumnMean(columns, 2, name)
+
+        def tap(linear: Linear, x: Tensor) -> None:
+            for each in (hessians.get(linear.name), means.get(linear.name)):
+                if each is not None:
+                    each.add(x)
+
+        states = self._through(block, states, tap if hessians or means else None)
+        made: dict[str, list[PackedTensor]] = {}
+        for linears in shared:
+            name = linears[0].name
+            try:
+                prepared = self._prepared(hessians.pop(name, None))
+                if name in means and means[name].tokens:
+                    self._importances |= {linear.name: means[name].value for linear in linears}
+                for linear in linears:
+                    made[linear.name] = []
+                    for scheme in wanted[linear.name]:
+                        alike = [(each, scheme) for each in linears if scheme in wanted[each.name]]
+                        largest = shared_largest([alike]).get(linear.name)
+                        made[linear.name].append(self._rounded(linear, scheme, prepared, largest))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        self._take(mine, made)
+        if self._keeps and made:
+            self._keep(layer, made)
+        return states
+
+    def _prepared(self, hessian: gptq.Hessian | None) -> gptq.Prepared | None:
+        if hessian is None or not isinstance(self._rounding, Gptq):
+            return None
+        if not hessian.tokens and self._decoder.config.experts is not None:
+            hessian.mean.fill_diagonal_(1.0)  # an expert that no token was sent to has its weights alone
+        return gptq.prepare(hessian, self._rounding.damping, self._rounding.order)
+
+    def _rounded(
+        self, linear: Linear, scheme: Scheme, prepared: gptq.Prepared | None, largest: Tensor | None
+    ) -> PackedTensor:
+        rounding, weight = self._rounding, _as_stored(fold.dense_weight(linear), scheme)
+        importance = self._importances.get(linear.name)
+        if prepared is None or not isinstance(rounding, Gptq):
+            return rtn.solve(weight, scheme, scale_search=rounding.scale_search, importance=importance, largest=largest)
+        found = gptq.solve(
+            weight, prepared, scheme, block=rounding.block, scale_search=rounding.scale_search,
+            static_groups=rounding.static_groups, largest=largest, importance=importance,
+        ).packed  # fmt: skip
+        assert isinstance(found, PackedTensor)
+        return found
+
+    @torch.inference_mode()
+    def _round_ends(self, states: Tensor) -> None:
+        """Round embedding and output matrix as the output stores them, given, where importances are measured, the last
+        states on calibration text."""
+        output, decoder = self._output, self._decoder
+        if output is None:
+            return
+        if isinstance(output, GgufOutput):
+            if self._weighs:
+                mean = ColumnMean(decoder.config.hidden, 2, decoder.head.name)
+                for part in states.split(self._batch):
+                    mean.add(ops.norm(part, None, decoder.final_norm)[1])
+                self._importances[decoder.config.names.head] = mean.value
+            output.importances = self._importances
+        if output.head is not None:
+            whole = _as_stored(fold.dense_weight(decoder.head), output.head)
+            pieces = [output.round_head(rows) for rows in whole.split(HEAD_ROWS)]
+            self._fixed.append((decoder.head, pieces))
+        table = decoder.embedding.table
+        assert isinstance(table, Tensor)
+        used, places = torch.unique(self._ids, return_inverse=True)
+        rows = table[used] if output.head is None else _as_stored(table[used], output.head)
+        if (rounded := output.round_embedding(rows)) is not None:
+            self._entered = self._embedded(places, replace(decoder.embedding, table=rounded.dequantize()))
+
+
+def _as_stored(weight: Tensor, scheme: Scheme) -> Tensor:
+    """In the dtype that a checkpoint stores it in, which scales have too, and which some codecs compute in; what is not
+    of that dtype, because a rotation made it, as it is."""
+    stored = weight.to(getattr(torch, scheme.scale_dtype))
+    return stored if torch.equal(stored.to(weight.dtype), weight) else weight
+
+
+def _key(choice: Choice) -> str:
+    return ",".join(map(str, choice))
+
+
+def fingerprint(
+    decoder: Decoder,
+    groups: Sequence[Group],
+    ladder: Sequence[Scheme],
+    rounding: Any,
+    ids: Tensor,
+    measured: Tensor,
+    output: Output | GgufOutput | None = None,
+    weighs: bool = False,
+) -> str:
+    """What measurements depend on, as one hash. A weighted sum of each matrix is enough to tell models apart; a plain
+    one is nearly the same of two rotations."""
+    names = [(scheme.name, scheme.scale_dtype) for scheme in ladder], [group.linears for group in groups]
+    sizes = MEASURED_TOKENS, HESSIAN_TOKENS, LOGITS, list(ids.shape), list(measured.shape)
+    machine = str(torch.__version__), torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
+    schemes = {} if output is None else output.schemes
+    stored = {name: scheme.name for name, scheme in schemes.items() if scheme is not None}
+    digest = hashlib.sha256(json.dumps([names, sizes, repr(rounding), machine, stored, weighs]).encode())
+    for name, mean in output.importances.items() if isinstance(output, GgufOutput) else ():
+        digest.update(name.encode() + mean.numpy().tobytes())
+    digest.update(torch.cat((ids, measured)).to(torch.int32).numpy().tobytes())
+    for block in decoder.blocks:
+        for linear in block.linears():
+            weight = fold.dense_weight(linear).double()
+            weights = torch.arange(weight.shape[1], dtype=torch.float64).cos()
+            digest.update(repr(float((weight @ weights).sum())).encode())
+    return digest.hexdigest()
+
+
+class Log:
+    """Values by key, on disk as they are made: JSON lines, the first of which says what they are about. Tensors about
+    the same are in `folder`, which is there once something is."""
+
+    def __init__(self, file: Path, about: str) -> None:
+        self._values: dict[str, Any] = {}
+        self._file, self.folder = file, file.with_suffix(".candidates")
+        first = json.dumps({"about": about})
+        lines = file.read_text().splitlines() if file.is_file() else []
+        if lines and lines[0] == first:
+            for line in lines[1:]:
+                try:
+                    key, value = json.loads(line)
+                except ValueError:  # the line in which a run was killed
+                    break
+                self._values[key] = value
+        elif self.folder.is_dir():
+            shutil.rmtree(self.folder)
+        file.write_text("\n".join([first, *map(json.dumps, self._values.items())]) + "\n")
+
+    @staticmethod
+    def remove(file: Path) -> None:
+        """Forget all that the log `file` holds."""
+        file.unlink(missing_ok=True)
+        shutil.rmtree(file.with_suffix(".candidates"), ignore_errors=True)
+
+    def get(self, key: str) -> Any:
+        """None where there is none."""
+        return self._values.get(key)
+
+    def put(self, key: str, value: Any) -> None:
+        self._values[key] = value
+        with self._file.open("a") as file:
+            file.write(json.dumps((key, value)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())

@@ -1,0 +1,73 @@
+"""Round to nearest: no statistic, and a solve that is the codec's own.
+
+Rounding every weight independently is what the other methods are measured against, and at 8 bits often all that is
+needed. With min-max scales it is bit for bit compressed-tensors' quantization of the weight. The one choice it has is
+the range: `mse` shrinks that of each group where this lowers the group's rounding error.
+
+The step of a float8 grid shrinks with the value, so a narrower range gains nothing but clipping: float8 ranges are
+min-max under either search.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attar.compression.recipe.methods import ScaleSearch
+from attar.formats import affine, observers
+from attar.formats.codecs import fp4, ggml_codec, progressive
+from attar.formats.packed import PackedTensor, codec
+from attar.formats.packing import row_slices
+from attar.formats.scheme import Grid, Scheme
+from attar.formats.weight_formats import Fp4, GgmlBlocks, Progressive
+
+
+def solve(
+    weight: Tensor,
+    scheme: Scheme,
+    *,
+    scale_search: ScaleSearch = "minmax",
+    importance: Tensor | None = None,
+    largest: Tensor | None = None,
+) -> PackedTensor:
+    """The weight [O, I], any float dtype, rounded to nearest.
+
+    `importance` [I] are the mean squares of the columns' inputs, for blocks of GGML, which are searched; `largest` [1]
+    the largest magnitude of all weights that share NVFP4's number for a tensor with this one. Raises ValueError on a
+    NaN or an infinity, where the group size does not divide I, and where a scale overflows.
+    """
+    if isinstance(scheme.weight, Fp4):
+        return fp4.quantize(weight, scheme, "mse" if scale_search == "mse" else fp4.RULE, largest)
+    if isinstance(scheme.weight, GgmlBlocks):
+        counts = None if importance is None else ggml_codec.by_column(weight, scheme, importance)
+        return ggml_codec.quantize(weight, scheme, counts)
+    if isinstance(scheme.weight, Progressive):
+        return progressive.quantize(weight, scheme, scale_search)
+    if scale_search == "minmax" or scheme.weight.kind != "int":
+        return codec(scheme.weight.kind).quantize(weight, scheme)
+    grid, scale_dtype = scheme.grid, getattr(torch, scheme.scale_dtype)
+    rows, columns = weight.shape
+    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    parts = [slice(None)] if grid.granularity == "tensor" else list(row_slices(rows, columns))
+    scales, zeros = [], []
+    for part in parts:  # no float32 copy of a matrix that may have the size of a vocabulary
+        some = weight[part].float()
+        scale, zero = group_scales(some, grid, scale_dtype, scale_search)
+        codes[part] = affine.round_to_grid(some, scale, zero, grid)
+        scales.append(scale)
+        zeros += [] if zero is None else [zero]
+    return affine.encode(codes, torch.cat(scales), torch.cat(zeros) if zeros else None, scheme, (rows, columns))
+
+
+def group_scales(
+    weight: Tensor, grid: Grid, scale_dtype: torch.dtype, search: ScaleSearch
+) -> tuple[Tensor, Tensor | None]:
+    """Scale, rounded to `scale_dtype`, and zero point of every part of a weight [O, I] that shares one.
+
+    Shapes are `affine.qparams`': [O, G], or [1] for the whole tensor.
+    """
+    if search == "mse" and grid.kind == "int":
+        low, high = observers.mse_range(weight, grid, scale_dtype)
+    else:
+        low, high = affine.min_max(weight, grid)
+    return affine.qparams(low, high, grid, scale_dtype)

@@ -1,0 +1,168 @@
+"""GPTQ whose errors are fed back across rows as well as across columns: rounding in the metric of the loss.
+
+YAQA (Tseng et al. 2025). To second order an error E of a weight [O, I] changes the loss by half of its quadratic form
+in the Fisher matrix, which is taken for the Kronecker product of two: tr(Ho E H E^T). H, of the inputs, is GPTQ's. Ho,
+of the outputs, says how the loss couples the rows: the mean of g g^T over tokens, g being the gradient of the loss at
+the linear's output, each token weighted by |x|^2 (the statistic, `guide`). With labels sampled from the model that loss
+is the KL divergence from it. GPTQ is the case Ho = 1, in which rows cannot make up for one another.
+
+With Ho = Vo Do Vo^T and H = V D V^T, both V unit upper triangular, the form is the sum over rows i and columns k of
+Do_i D_k (Vo^T E V)_ik^2: so the code of (i, k) is the nearest to
+
+    w_ik + sum over the rest of the rows before and columns before of Vo_ji E_jl V_lk
+
+What this waits for are elements above and to the left. So a tile's elements on one antidiagonal are rounded together,
+tiles follow one another, and what earlier tiles contribute is two matrix products. Codes do not depend on tiles.
+
+Afterwards the rows are polished in turn (`polish`): with all other rows fixed, row i is best aimed at its weight less
+sum over j of Ho_ij E_j / Ho_ii, by the input Hessian alone. Rows far apart take their turns together; if together they
+do harm, they are put back and tried in halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from attar.compression.recipe.methods import ScaleSearch
+from attar.compression.solvers.rounding import gptq
+from attar.compression.solvers.rounding.ggml_levels import Ggml
+from attar.compression.solvers.rounding.gptq import GptqResult, Prepared
+from attar.compression.solvers.rounding.levels import Uniform
+from attar.compression.solvers.rounding.polish import descend
+from attar.formats.scheme import Scheme
+
+TILE = 128  # rows and columns of a tile: speed, not results
+TOGETHER = 64  # rows polished at a time
+FEWEST = 4  # where more together do harm
+
+
+def solve(
+    weight: Tensor,
+    inputs: Prepared,
+    outputs: Prepared,
+    scheme: Scheme,
+    *,
+    scale_search: ScaleSearch = "mse",
+    polish: int = 0,
+    damping: float = 0.01,
+    output_damping: float = 0.1,
+    importance: Tensor | None = None,
+) -> GptqResult:
+    """Compress a weight [O, I] of any float dtype, by the Hessians of its inputs and of its outputs.
+
+    Both are damped already, for the sweep; `damping` and `output_damping` are for the `polish` sweeps afterwards.
+    `importance` is as in `gptq.begin`.
+
+    Damages and energy are tr(Ho E H E^T). Raises ValueError as `gptq.solve`.
+    """
+    original, levels = gptq.begin(weight, inputs, scheme, scale_search, importance=importance)
+    if not isinstance(levels, Uniform | Ggml):
+        raise ValueError(f"rows of {scheme.name} cannot make up for one another here: leave `couple` off")
+    codes = torch.empty(weight.shape[::-1], dtype=levels.code_dtype, device=weight.device)  # [I, O]
+    down, across = outputs.sweep, inputs.sweep
+    rounded = torch.cat([levels.rounded(original[rows], rows) for rows in _tiles(len(weight))])
+    rtn_damage = _damage(original - rounded, outputs.hessian, inputs.hessian)  # before `_polish` fits the levels anew
+    del rounded
+    work = original[down][:, across]  # rows and columns in the order of the sweep
+    error, reach = torch.zeros_like(work), torch.zeros_like(work)  # E, and Vo^T E
+    for columns in _tiles(work.shape[1]):
+        pull = inputs.rows(columns.start, columns.stop)  # [c, stop]: row k, column l holds V_lk
+        for rows in _tiles(len(work)):
+            push = outputs.rows(rows.start, rows.stop)  # [b, stop]: row i, column j holds Vo_ji
+            above = push[:, : rows.start] @ error[: rows.start, columns]
+            left = reach[rows, : columns.start] @ pull[:, : columns.start].T
+            tile = _Tile(work[rows, columns], above, left, push[:, rows.start :], pull[:, columns.start :])
+            found = tile.round(levels, down[rows], across[columns])
+            codes[across[columns, None], down[rows]] = found.T.to(codes.dtype)
+            error[rows, columns], reach[rows, columns] = tile.error, tile.reach
+    if polish:
+        _polish(codes, levels, original, inputs.hessian, outputs.hessian, polish, (damping, output_damping))
+    packed = levels.pack(codes)
+    damage = _damage(original - packed.dequantize(original.dtype), outputs.hessian, inputs.hessian)
+    return GptqResult(packed, damage, rtn_damage, _damage(original, outputs.hessian, inputs.hessian))
+
+
+class _Tile:
+    """Elements [b, c] of the sweep, whose codes are chosen antidiagonal by antidiagonal."""
+
+    def __init__(self, weight: Tensor, above: Tensor, left: Tensor, push: Tensor, pull: Tensor) -> None:
+        self.weight, self.above, self.base = weight, above, weight + above + left
+        self.push, self.pull = push.tril(-1), pull.tril(-1)  # what the tile's own elements contribute
+        self.error_t = torch.zeros_like(weight.T, memory_format=torch.contiguous_format)  # [c, b]
+        self.reach = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+
+    @property
+    def error(self) -> Tensor:
+        return self.error_t.T
+
+    def round(self, levels: Uniform | Ggml, down: Tensor, across: Tensor) -> Tensor:
+        """The codes [b, c]; rows and columns of the tile are those of the weight that `down` and `across` name."""
+        height, width = self.weight.shape
+        codes = torch.empty_like(self.weight)
+        rows = torch.arange(height, device=codes.device)
+        for step in range(height + width - 1):
+            i = rows[max(0, step - width + 1) : step + 1]
+            k = step - i
+            from_above = (self.push[i] * self.error_t[k]).sum(1)
+            wanted = self.base[i, k] + from_above + (self.reach[i] * self.pull[k]).sum(1)
+            code, value = levels.nearest_at(down[i], across[k], wanted)
+            wrong = self.weight[i, k] - value
+            codes[i, k], self.error_t[k, i] = code, wrong
+            self.reach[i, k] = wrong + self.above[i, k] + from_above
+        return codes
+
+
+def _polish(
+    codes: Tensor,
+    levels: Uniform | Ggml,
+    target: Tensor,
+    inputs: Tensor,
+    outputs: Tensor,
+    sweeps: int,
+    damping: tuple[float, float],
+) -> None:
+    """Improve codes [I, O] and levels in place, towards `target` [O, I], given H [I, I] and Ho [O, O].
+
+    tr(Ho' E H' E^T) never rises, both damped.
+    """
+    ridge, coupling = damping[0] * inputs.diagonal().mean(), outputs.clone()
+    coupling.diagonal().add_(damping[1] * outputs.diagonal().mean())
+    apart = max(1, len(target) // TOGETHER)
+    error = levels.pack(codes).dequantize(target.dtype) - target
+    for _ in range(sweeps):
+        turns = [slice(at, None, apart) for at in range(apart)]
+        while turns:
+            rows = turns.pop(0)
+            own = coupling[rows, rows]
+            push = coupling[rows] @ error  # [b, I]
+            wanted = target[rows] + error[rows] - push / own.diagonal()[:, None]
+            kept, part = codes[:, rows].clone(), levels.part(rows)
+            before = part.copy()
+            found = descend(codes[:, rows], part, wanted, inputs, 1, damping[0]).T + wanted - target[rows]
+            move = found - error[rows]
+            pulled = move @ inputs + ridge * move
+            if float((pulled * (2 * push + own @ move)).sum(dtype=torch.float64)) <= 0:
+                error[rows] = found
+            else:
+                codes[:, rows] = kept
+                part.restore(before)
+                if len(own) >= 2 * FEWEST:
+                    turns += [
+                        slice(rows.start, None, 2 * rows.step),
+                        slice(rows.start + rows.step, None, 2 * rows.step),
+                    ]
+
+
+def _damage(error: Tensor, outputs: Tensor, inputs: Tensor) -> float:
+    """tr(Ho E H E^T) of E [O, I], summed in float64."""
+    total = 0.0
+    for columns in _tiles(len(inputs)):
+        total += float(((error @ inputs[:, columns]) * (outputs @ error[:, columns])).sum(dtype=torch.float64))
+    return total
+
+
+def _tiles(size: int) -> Iterator[slice]:
+    return (slice(at, min(at + TILE, size)) for at in range(0, size, TILE))

@@ -1,0 +1,171 @@
+"""A whole model that can be differentiated: what tuning scales and training adapters have in common.
+
+Weights stay as they are stored and take float32 a matrix at a time; of the graph of a step, what enters each block is
+kept and the rest made again on the way back, unless the whole graph fits (`recompute`). The output matrix meets a few
+rows at a time, forwards and backwards, so that no more logits than `LOGITS_AT_ONCE` exist.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recomputed
+
+from attar import machine
+from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
+from attar.checkpoints.receipts import receipt
+from attar.checkpoints.safetensors import TensorFile
+from attar.checkpoints.sources.hf import Checkpoint
+from attar.checkpoints.writer import ShardWriter, plan_files, sync_path
+from attar.formats.scheme import Part
+from attar.model import decoder
+from attar.model.cache import Step
+
+LOGITS_AT_ONCE = 1 << 22
+WARM_UP = 0.05  # of the steps
+FIGURES, SUMS = "figures.json", "sums.json"
+
+
+class Damaged(ValueError):
+    """What a run kept for one that resumes is no longer what it wrote; `sentence` says where and why, without the
+    advice that the whole message ends in."""
+
+    def __init__(self, folder: Path, why: str) -> None:
+        self.sentence = f"{folder}, which an interrupted run left, is damaged: {why}"
+        super().__init__(f"{self.sentence}; --restart begins anew")
+
+
+class WholeModel:
+    """The model of a checkpoint, of any format, in memory. A subclass puts what it learns in place by `install`."""
+
+    def __init__(self, checkpoint: Checkpoint | GgufCheckpoint) -> None:
+        self.config = config = checkpoint.config
+        self.recompute = True
+        self.embedding, self.head = decoder.build_ends(config, checkpoint)
+        self.final_norm = decoder.build_final_norm(config, checkpoint)
+        self.blocks = [decoder.build_block(config, checkpoint, layer) for layer in range(config.layers)]
+        for linear in (self.head, *(linear for block in self.blocks for linear in block.linears())):
+            linear.keep_dense = False
+
+    def install(self, layer: int) -> None:
+        """Put what is learned of block `layer` in place, or, where that is the number of blocks, of the final norm.
+
+        Runs before each forward pass of theirs, so that the graph has a path to it."""
+
+    def states(self, ids: Tensor) -> Tensor:
+        """What the final norm reads, [S * L, I], for token ids [S, L]."""
+        step = Step((ids.shape[1],) * len(ids), ids.shape[1])
+        hidden = self.embedding.forward(ids.reshape(-1), step.positions).float()
+        for layer in range(self.config.layers):
+            if torch.is_grad_enabled() and self.recompute:
+                hidden = recomputed(self._run, layer, hidden, step, use_reentrant=False, preserve_rng_state=False)
+            else:
+                hidden = self._run(layer, hidden, step)
+        return hidden
+
+    def _run(self, layer: int, hidden: Tensor, step: Step) -> Tensor:
+        self.install(layer)
+        out = self.blocks[layer].run(hidden, step)
+        for linear in self.blocks[layer].linears():
+            linear.dense = None
+        return out
+
+    def losses(self, hidden: Tensor, loss: Callable[[Tensor, slice], Tensor]) -> list[Tensor]:
+        """`loss` of the logits of some rows, and which those are, for all rows [N, I] that the final norm reads."""
+        return [loss(self._logits(hidden[rows]), rows) for rows in self._parts(len(hidden))]
+
+    def learn(self, ids: Tensor, loss: Callable[[Tensor, slice], Tensor]) -> float:
+        """Add to the gradients of what is learned those of the sum of `loss`; returns the sum."""
+        hidden = self.states(ids)
+        leaf, total = hidden.detach().requires_grad_(), 0.0
+        for rows in self._parts(len(leaf)):
+            part = loss(self._logits(leaf[rows]), rows)
+            part.backward()
+            total += float(part.detach())
+        hidden.backward(leaf.grad)
+        return total
+
+    def _logits(self, rows: Tensor) -> Tensor:
+        self.install(self.config.layers)
+        return decoder.logits(self.config, self.final_norm, self.head, rows)
+
+    def _parts(self, rows: int) -> list[slice]:
+        at_once = max(1, LOGITS_AT_ONCE // self.config.vocab_size)
+        return [slice(at, min(at + at_once, rows)) for at in range(0, rows, at_once)]
+
+    def fit(self, rows: int, learned: int, memory: int | None, what: str) -> None:
+        """Decide whether blocks run twice, for steps of so many rows and so many learned numbers, in so many bytes (by
+        default what this machine gives). Raises ValueError, beginning with `what`, where even that is too little."""
+        limit = machine.examine().budget if memory is None else memory
+        sizes = [sum(math.prod(linear.shape) for linear in block.linears()) for block in self.blocks]
+        heads = (self.config.heads + self.config.kv_heads) * self.config.head_dim
+        graph = 4 * rows * (8 * self.config.hidden + 5 * heads + 6 * self.config.intermediate)  # of a block
+        least = 2 * sum(sizes) + 2 * 4 * math.prod(self.head.shape) + 6 * 4 * learned + 3 * 4 * max(sizes)
+        least += 4 * math.prod(self.head.shape) if self.head.keep_dense else 0
+        least += 4 * self.config.layers * rows * self.config.hidden + graph + 6 * 4 * LOGITS_AT_ONCE
+        if least > limit:
+            raise ValueError(f"{what} needs {least / 1e9:.3g} GB of memory and may use {limit / 1e9:.3g}: give it more")
+        self.recompute = limit - least < 4 * sum(sizes) + self.config.layers * graph
+
+
+# What runs of Adam have in common
+
+
+def schedule(done: float) -> float:
+    """The learning rate at a share of all steps: up in a straight line, down as a cosine."""
+    if done < WARM_UP:
+        return done / WARM_UP
+    return (1 + math.cos(math.pi * (done - WARM_UP) / (1 - WARM_UP))) / 2
+
+
+def shuffled(items: Sequence[int], seed: int, epoch: int) -> list[int]:
+    """The items in an order drawn from a counter of (seed, epoch)."""
+    stream = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64), counter=np.array([0, 0, 2, 0]))
+    return [items[i] for i in np.argsort(np.asarray(stream.random_raw(len(items))), kind="stable").tolist()]
+
+
+def keep(folder: Path, figures: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write figures (JSON) and tensors to `folder`, which did not exist, and which is whole where it does. The hash of
+    each file lies beside them: what a disk or a copy has changed since would be trained on without a word."""
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    parts = {name: Part(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()}
+    with ShardWriter(temporary, plan_files(parts, sum(part.bytes for part in parts.values()) + 1)) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+        writer.finish()
+    (temporary / FIGURES).write_text(json.dumps(dict(figures), allow_nan=False))
+    sync_path(temporary / FIGURES)
+    sums = {path.name: receipt.sha256(path) for path in sorted(temporary.iterdir())}
+    (temporary / SUMS).write_text(json.dumps(sums))
+    sync_path(temporary / SUMS)
+    temporary.rename(folder)
+    sync_path(folder.parent)
+
+
+def left(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What `keep` wrote to `folder`. Raises `Damaged` where that is not what lies there now."""
+    found: dict[str, Tensor] = {}
+    try:
+        sums = dict(json.loads((folder / SUMS).read_bytes()))
+        if changed := [name for name, wanted in sums.items() if receipt.sha256(folder / name) != wanted]:
+            raise Damaged(folder, f"{' and '.join(changed)} changed since it was written")
+        for name in sums:
+            if name.endswith(".safetensors"):
+                with closing(TensorFile(folder / name)) as file:
+                    found |= {tensor: file.read(tensor) for tensor in file.names()}
+        return json.loads((folder / FIGURES).read_bytes()), found
+    except Damaged:
+        raise
+    except (OSError, ValueError, TypeError) as error:
+        raise Damaged(folder, str(error)) from None

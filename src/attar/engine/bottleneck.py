@@ -1,0 +1,206 @@
+"""What limited a step: overhead, or else bandwidth or compute.
+
+Overhead is measured: less than half of the step's time was the model's on the device. On a CPU that is time inside
+native calls, which the extension counts; what the reference computes is none of it. On a GPU it lies between two events
+on the stream, before the model's first kernel and behind its last. A replayed graph keeps the device busy in between;
+where kernels are launched one by one, gaps between them count as busy.
+
+Bandwidth or compute is estimated: whichever of the two needs longer by the roofline of this model on this machine
+(`plan/roofline.py`), at rates that are measured before the model is loaded. So "compute" says that, were kernels at
+their best, arithmetic would take longer than reading, and not that they were.
+
+A step that was launched before the one before was over takes the time between their ends. A GPU is not waited for: a
+step that chooses no token comes back while the device still works, and the time that it takes falls on the clock of a
+later one. Such steps are judged together with the first after them that waits, at the
+latest with the `OPEN`th of them, which is waited for; a request that is given up before that hears nothing of them.
+
+The roofline also says in how many seconds a step could have been done; that over what it took is told, for a limit that
+is far away limits nothing: kernels that wait for a core somebody else has are neither.
+
+Nothing is judged where it could only be wrong: of a model in stages on CPUs, of which this process computes one and
+waits for the others, which looks like overhead; and on a card whose rates could not be measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple, Protocol
+
+import torch
+
+from attar.engine.outputs import Request
+from attar.formats.scheme import multiplied_in
+from attar.kernels.native import extension, limits
+from attar.kernels.triton.weights import knows_float8
+from attar.plan import cards
+from attar.plan.costs import against
+from attar.plan.roofline import Rates, Roofline
+from attar.scheduling.step_plan import StepPlan
+
+COPIED, SQUARE = 1 << 30, 8192  # bytes of a copy, and rows of a product, by which a card's rates are measured
+OPEN = 64  # steps that wait for a verdict at most: a prompt of a million tokens is thousands
+LANES = 4  # numbers of int8 that a processor multiplies in the time of one float, by four-byte dot products
+
+
+class Meter(Protocol):
+    """Tells how long the device was at the model, from `begin` to `end`. What `end` returns gives seconds; of a `late`
+    meter it may have to wait for the device."""
+
+    late: bool
+
+    def begin(self) -> None: ...
+
+    def end(self) -> Callable[[], float]: ...
+
+
+class KernelMeter:
+    """Of a CPU."""
+
+    late = False
+
+    def begin(self) -> None:
+        self._before = extension.busy_seconds()
+
+    def end(self) -> Callable[[], float]:
+        spent = extension.busy_seconds() - self._before
+        return lambda: spent
+
+
+class StreamMeter:
+    """Of a CUDA device."""
+
+    late = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def begin(self) -> None:
+        self._start = self._event()
+
+    def end(self) -> Callable[[], float]:
+        start, end = self._start, self._event()
+
+        def spent() -> float:
+            end.synchronize()
+            return float(start.elapsed_time(end)) / 1e3
+
+        return spent
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+
+class _Step(NamedTuple):
+    requests: Collection[Request]
+    otherwise: str  # what limited it, if not overhead
+    least: float  # seconds that it could have been done in; 0 where nobody knows
+    seconds: float
+    busy: Callable[[], float]
+
+
+class Bounds:
+    """Judges an engine's steps, by the roofline of its model; None where there are no kernels to reach any."""
+
+    def __init__(self, roof: Roofline | None, meter: Meter) -> None:
+        self.roof, self.meter = roof, meter
+        self._open: list[_Step] = []
+
+    def begin(self) -> None:
+        """The model's part of a step begins."""
+        self.meter.begin()
+
+    def end(self) -> Callable[[], float]:
+        """It has been run, or is on its way; gives the seconds that the device is at it."""
+        return self.meter.end()
+
+    def count(self, plan: StepPlan, seconds: float, busy: Callable[[], float], requests: Collection[Request]) -> None:
+        """The step is over, of which `end` gave `busy`: say so to each of its `requests`."""
+        otherwise, least = "overhead", 0.0
+        if self.roof is not None:
+            reading, computing = self.roof.least(chunk[1:] for chunk in plan.chunks)
+            otherwise, least = "compute" if computing > reading else "bandwidth", max(reading, computing)
+        self._open.append(_Step(requests, otherwise, least, seconds, busy))
+        sampled = any(chunk.samples for chunk in plan.chunks)
+        if self.meter.late and not sampled and len(self._open) < OPEN:
+            return
+        steps, self._open = self._open, []
+        overhead = sum(step.busy() for step in steps) < sum(step.seconds for step in steps) / 2
+        for step in steps:
+            for request in step.requests:
+                request.limited_by["overhead" if overhead else step.otherwise] += 1
+                request.least += step.least
+                request.stepped += step.seconds
+
+
+def cpu_rates(weights: int, activations: str) -> Rates | None:
+    """Of this machine, at the present number of threads; None without kernels. Reading is measured on as many bytes as
+    a model's `weights`, up to `limits.READ`: one that fits a cache is read from there. The best of some runs counts:
+    who else was busy for that moment is no limit of the machine.
+
+    Integer products are taken to be as fast as by tiles, where there are, or four-byte dot products; others, and those
+    whose rows stay `exact`, by the ratio of lanes, a quarter of the dot products' rate.
+    """
+    if not extension.loaded():
+        return None
+    found = limits.measure(min(limits.READ, weights), min)
+    integer, other = 1e9 * (found.tile_gops or found.int8_gops), 1e9 * found.int8_gops / LANES
+    exact = activations == "exact"
+    return Rates(1e9 * found.read_gb_s, lambda scheme: other if exact or scheme is None or against(scheme) else integer)
+
+
+def card_rates(device: torch.device) -> Rates:
+    """Of a card, whose kernels read weights as `cards.size` says."""
+    (bandwidth, gops), float8 = card_limits(device), knows_float8(device)
+    return Rates(
+        1e9 * bandwidth,
+        lambda scheme: 1e9 * gops[multiplied_in(scheme)],
+        lambda each, scheme: cards.size(each, scheme, float8),
+    )
+
+
+def card_limits(device: torch.device) -> tuple[float, dict[str, float]]:
+    """What a card does at best: GB/s read and written by a copy, and billions of operations a second of torch's own
+    products of bf16, int8 and fp8, of the last as of bf16 where the card knows none. The copy takes no more than half
+    of what is free, the products less than a gigabyte: torch.OutOfMemoryError where there is not that."""
+    work = 2 * SQUARE**3 / 1e9
+    with torch.cuda.device(device):
+        size = min(COPIED, torch.cuda.mem_get_info(device)[0] // 4)
+        copied = _copying(size, device)
+        a, b = (torch.randn(SQUARE, SQUARE, device=device, dtype=torch.bfloat16) for _ in range(2))
+        found = {"bf16": work / _seconds(lambda: torch.mm(a, b.t()))}
+        codes = [(30 * each).round().clamp(-127, 127).to(torch.int8) for each in (a, b)]
+        found["int8"] = work / _seconds(lambda: torch._int_mm(codes[0], codes[1].t()))
+        found["fp8"] = found["bf16"]
+        if knows_float8(device):
+            eights, one = [each.to(torch.float8_e4m3fn) for each in (a, b)], torch.ones((), device=device)
+
+            def by_tensor() -> object:
+                return torch._scaled_mm(
+                    eights[0], eights[1].t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+                )
+
+            found["fp8"] = work / _seconds(by_tensor)
+    return 2 * size / copied / 1e9, found
+
+
+def _copying(size: int, device: torch.device) -> float:
+    """Seconds that a copy of so many bytes takes. They are given back: the products need the room."""
+    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return _seconds(lambda: target.copy_(source))
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """Of a call on the current card: the best of some runs of several."""
+    call()
+    best = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(8):
+            call()
+        end.record()
+        end.synchronize()
+        best.append(float(start.elapsed_time(end)) / 8e3)
+    return min(best)

@@ -1,0 +1,415 @@
+"""The engine's process: one model, one Unix socket, one loop of steps.
+
+The server starts it with its settings on standard input, and keeps that pipe open: when the pipe ends, whoever wanted
+the engine is gone, whatever it died of, and the engine ends too. Commands are read between steps, and on a GPU also
+within one, while the device works; who is refused then is told at once, not after the step that follows. With nothing
+to do it sleeps in the kernel. A server that does not take its events is given up when `MAX_UNSENT` bytes wait for it.
+
+A step may be long: a prompt of thousands of tokens, a large model. That the process runs is therefore said by a second
+thread, the heart, twice a second. Kernels and torch let it run (they release Python's lock), and it says for how long
+the loop has been away, so that the server can tell a long step from a stopped process and from a step that never ends.
+Where such a step is under way when the server goes, it is the heart that ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import select
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from attar import env, faults, logs, machine
+from attar.checkpoints.fingerprints import ChangedError
+from attar.engine import loader
+from attar.engine.engine import SENTENCES, Engine
+from attar.execution.parallel.executor import TeamRunner
+from attar.faults import point
+from attar.protocol.messages import (
+    BEAT_SECONDS,
+    MAX_FRAME,
+    Ask,
+    Beat,
+    Cancel,
+    Command,
+    Drain,
+    Embed,
+    Event,
+    Failed,
+    Ready,
+    Stats,
+    Submit,
+    Told,
+    encode,
+)
+from attar.protocol.settings import CHANGED, HOPELESS, Settings
+
+MAX_UNSENT = 64 << 20
+STATS_SECONDS = 0.1
+READ_SECONDS = 0.05  # that reading may take between two steps, where these are no longer
+REST_SECONDS = 0.01  # that the rest of a frame is waited for: it comes when the server has seen that there is room
+ORPHAN_SECONDS = 10.0  # that the loop has to see for itself that nobody wants its step any more
+
+logger = logging.getLogger(__name__)
+
+
+class Outbox:
+    """What goes to one server: whole frames, in order, whichever thread says them.
+
+    The socket does not block: what it does not take waits here. So the lock is held for moments only, and neither
+    thread can hold up the other, however slowly the server reads. The first frame is there from the start: no beat
+    comes before it.
+    """
+
+    def __init__(self, server: socket.socket, first: bytes) -> None:
+        server.setblocking(False)
+        self._server, self._waiting, self._lock = server, bytearray(first), threading.Lock()
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that the socket has not taken."""
+        return len(self._waiting)
+
+    def put(self, frames: bytes = b"") -> None:
+        """Send what waits, then `frames`, as far as the socket takes them. Raises OSError when the server has gone."""
+        with self._lock:
+            self._waiting += frames
+            self._send()
+
+    def beat(self, frame: bytes) -> None:
+        """The same with a frame that is left out where others wait: a server that does not read need not be told."""
+        with self._lock:
+            if not self._waiting:
+                self._waiting += frame
+            self._send()
+
+    def close(self) -> None:
+        """Close the socket; what waits is lost."""
+        with self._lock:
+            self._server.close()
+
+    def _send(self) -> None:
+        if self._waiting:
+            with contextlib.suppress(BlockingIOError):
+                del self._waiting[: self._server.send(self._waiting)]
+
+
+class Loop:
+    """Steps of `engine`, and the one server that is connected at a time."""
+
+    def __init__(self, engine: Engine, ready: Ready, listener: socket.socket, parent: int | None) -> None:
+        self.engine, self.ready, self.listener, self.parent = engine, ready, listener, parent
+        self.draining = self.ended = False
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        if parent is not None:
+            self._selector.register(parent, selectors.EVENT_READ)
+        self._server: socket.socket | None = None
+        self._outbox: Outbox | None = None
+        self._decoder = msgspec.msgpack.Decoder(list[Command])
+        self._in = bytearray()
+        self._told = 0.0
+        self._said_idle = True
+        self._left: float | None = None
+        """When the step began; None between steps."""
+        self._step_seconds = 0.0
+        """What the last one took."""
+        self._stopped = threading.Event()
+        self._socket = _place(listener)
+        if engine.overlaps:
+            engine.meanwhile = self._attend
+
+    def run(self) -> None:
+        """Until the parent has gone, or everything has ended after a Drain."""
+        heart = threading.Thread(target=self._beat, name="heart", daemon=True)
+        heart.start()
+        try:
+            while not self.ended:
+                # As long as a step at most: whoever floods this process has half its time.
+                self._listen(0 if self._busy() else self._patience(), max(READ_SECONDS, self._step_seconds))
+                if self._busy():
+                    self._left = began = time.monotonic()
+                    self._say(self.engine.step())
+                    self._left, self._step_seconds = None, time.monotonic() - began
+                if self.draining and self.engine.idle and not (self._outbox and self._outbox.waiting):
+                    break
+            self._say(self.engine.close())
+        finally:
+            self._stopped.set()
+            heart.join()
+
+    def _beat(self) -> None:
+        last, busy, alone = None, 0.0, 0.0
+        while not self._stopped.wait(BEAT_SECONDS):
+            alone = alone + BEAT_SECONDS if self._orphaned() else 0.0
+            if alone > ORPHAN_SECONDS:
+                path = Path(self.listener.getsockname())
+                machine.remove_private_folder(path.parent, path.name)
+                _end_at_once("the server has gone, and a step does not end")
+            left, outbox = self._left, self._outbox
+            busy = grown(busy if left == last else 0.0, left, time.monotonic())
+            last = left
+            if outbox is not None:
+                with contextlib.suppress(OSError):  # the loop finds out for itself
+                    outbox.beat(encode([Beat(busy)]))
+
+    def _orphaned(self) -> bool:
+        """Whether nobody can write to the pipe that the parent keeps open; nothing of it is read."""
+        if self.parent is None:
+            return False
+        poll = select.poll()
+        poll.register(self.parent, 0)  # hanging up is told unasked
+        return bool(poll.poll(0))
+
+    def _attend(self, events: list[Event]) -> None:
+        """While the device works at a step: say what there is to say, and take what was asked for meanwhile."""
+        self._say(events)
+        self._listen(0)
+
+    def _busy(self) -> bool:
+        """Whether a step can do anything now."""
+        return bool(not self.engine.idle and (self.engine.runnable or self._patience() == 0))
+
+    def _patience(self) -> float | None:
+        wake = self.engine.scheduler.wake()
+        return None if wake is None else max(0.0, wake - self.engine.clock())
+
+    def _listen(self, patience: float | None, seconds: float = 0.0) -> None:
+        """Wait for whoever says something, and hear it; the server for about so many seconds, if it goes on for so
+        long."""
+        for key, ready in self._selector.select(patience):
+            if key.fileobj is self.listener:
+                self._accept()
+            elif key.fileobj is self._server:
+                if ready & selectors.EVENT_READ:
+                    self._read(seconds)
+                if ready & selectors.EVENT_WRITE and self._server is not None:
+                    self._write()
+            elif key.fileobj == self.parent and not os.read(key.fd, 4096):  # nothing is ever written to it
+                self.ended = True
+
+    def _accept(self) -> None:
+        if self._server is not None:
+            self._hang_up("another server came")
+        self._server, _ = self.listener.accept()
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._outbox = Outbox(self._server, encode([self.ready]))
+        self._write()
+
+    def _read(self, seconds: float) -> None:
+        """Obey what the server says. The socket holds some 200 KB, of which one long prompt is several, and what stands
+        last may make the next step needless: so it is read until no more comes, for `seconds` at most."""
+        assert self._server is not None
+        limit, told = time.monotonic() + seconds, []
+        while True:
+            try:
+                data = self._server.recv(1 << 20)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            if not data:
+                self._hang_up("the server went away")
+                return
+            self._in += data
+            if (events := self._heard()) is None:
+                return
+            told += events
+            left = limit - time.monotonic()
+            if left <= 0 or not _readable(self._server, min(left, REST_SECONDS) if self._in else 0):
+                break
+        if events := [*told, *self.engine.said()]:
+            self._say(events)
+
+    def _heard(self) -> list[Event] | None:
+        """Obey what has arrived whole; returns what was asked for, None where the server was hung up on."""
+        told: list[Event] = []
+        while len(self._in) >= 4:
+            size = int.from_bytes(self._in[:4], "little")
+            if size > MAX_FRAME:
+                self._hang_up("a frame is too long")
+                return None
+            if len(self._in) < 4 + size:
+                break
+            frame = bytes(self._in[4 : 4 + size])
+            del self._in[: 4 + size]
+            try:
+                commands = self._decoder.decode(frame)
+            except (msgspec.MsgspecError, ValueError):
+                self._hang_up("a frame is not of commands")
+                return None
+            told += self._obey(commands)
+        return told
+
+    def _obey(self, commands: Sequence[Command]) -> list[Event]:
+        """Returns what was asked for."""
+        told: list[Event] = []
+        for command in commands:
+            match command:
+                case Submit():
+                    self.engine.submit(command)
+                case Embed():
+                    self.engine.embed(command)
+                case Cancel():
+                    self.engine.cancel(command.id)
+                case Drain():
+                    self.draining = True
+                case Ask():
+                    told += self.engine.told(command.ids)
+        return told
+
+    def _say(self, events: list[Event]) -> None:
+        now, idle = time.monotonic(), self.engine.idle
+        if self._outbox is None:
+            return
+        if idle or now >= self._told + STATS_SECONDS or idle != self._said_idle:  # the last word before a pause is true
+            self._told, self._said_idle = now, idle
+            stats: Stats = self.engine.stats(blocks=True)
+            events = [*events, stats]
+        if events:
+            lost: set[str] = set()
+            self._write(_framed(events, lost))
+            for id in lost:
+                self.engine.drop(id)
+
+    def _write(self, frames: bytes = b"") -> None:
+        assert self._server is not None
+        assert self._outbox is not None
+        try:
+            self._outbox.put(frames)
+        except OSError:
+            self._hang_up("the server went away")
+            return
+        if self._outbox.waiting > MAX_UNSENT:
+            self._hang_up("the server does not take its events")
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox.waiting else 0)
+        self._selector.modify(self._server, wanted)
+
+    def _hang_up(self, why: str) -> None:
+        assert self._server is not None
+        assert self._outbox is not None
+        if not self.draining:
+            logger.info("%s", why)
+        self._selector.unregister(self._server)
+        self._outbox.close()
+        self._server = self._outbox = None
+        self._in.clear()
+        self.engine.close()
+        # Temporary folders are cleaned, also of what is needed.
+        if not (self.draining or self.ended or _place(self.listener) == self._socket):
+            _end_at_once("the engine's socket was removed: no server can connect any more")
+
+
+def _framed(events: Sequence[Event], lost: set[str]) -> bytes:
+    """One frame, or, where that cannot be made, one an event. An event that no frame holds becomes its request's
+    failure: the id joins `lost`, and nothing more is said of it."""
+    try:
+        for event in events:
+            if not isinstance(event, Ready | Stats | Beat | Told):
+                point("events.encode", event.id)
+        return encode(events)
+    except Exception as error:
+        if len(events) > 1:
+            return b"".join(_framed([event], lost) for event in events if getattr(event, "id", "") not in lost)
+        (event,) = events
+        assert not isinstance(event, Ready | Stats | Beat | Told), "these are short"
+        lost.add(event.id)
+        if isinstance(error, ValueError):
+            return encode([Failed(event.id, "too_long", "the answer is too long to be sent")])
+        logger.error("what is to be said of request %s cannot be encoded", event.id, exc_info=error)
+        return encode([Failed(event.id, "internal", SENTENCES["internal"])])
+
+
+def _readable(server: socket.socket, seconds: float) -> bool:
+    """Whether there is something to read, the end too, now or in so many seconds."""
+    poll = select.poll()
+    poll.register(server, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
+
+
+def grown(busy: float, left: float | None, now: float) -> float:
+    """For how long a step that began at `left` has run, after `busy` at the last beat: time for which this process was
+    stopped is none of it."""
+    return 0.0 if left is None else min(now - left, busy + 2 * BEAT_SECONDS)
+
+
+def listen(path: Path) -> socket.socket:
+    """A Unix socket that only this user can reach. Raises OSError where `path` is taken."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    finally:
+        os.umask(before)
+    listener.listen(1)
+    return listener
+
+
+def _end_at_once(why: str) -> NoReturn:
+    """The model is not whole any more, or out of reach, and the loop may wait for what is gone: whoever watches this
+    process starts another."""
+    logger.error("%s", why)
+    logging.shutdown()
+    os._exit(1)
+
+
+def main() -> int:
+    """Read settings from standard input, load, and run. Exit statuses other than 0 are those of `settings`."""
+    logs.begin("engine: %(message)s")
+    for each in (signal.SIGINT, signal.SIGTERM):  # they reach whole groups of processes; the server says when to end
+        signal.signal(each, signal.SIG_IGN)
+    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
+    try:
+        faults.arm_from(env.get().faults)
+        engine, ready = loader.engine(settings)
+    except (ValueError, OSError) as error:
+        logs.say(f"error: {error}")
+        return CHANGED if isinstance(error, ChangedError) else HOPELESS
+    if isinstance(engine.runner, TeamRunner):
+        crew = engine.runner.crew
+
+        def lost(why: str) -> None:
+            machine.remove_folder(crew.folder)
+            _end_at_once(why)
+
+        crew.on_lost = lost
+        if crew.lost:  # before anybody listened
+            lost(crew.lost)
+    gc.freeze()  # torch and the model stay: no collection between two steps need walk through them
+    path = Path(settings.socket)
+    try:
+        listener = listen(path)
+    except OSError as error:
+        _end_at_once(f"no server could connect: {error}")
+    with listener:
+        loop = Loop(engine, ready, listener, sys.stdin.fileno())
+        loop.run()
+    if loop.ended:
+        machine.remove_private_folder(path.parent, path.name)
+    return 0
+
+
+def _place(listener: socket.socket) -> tuple[int, int] | None:
+    """Of its file, by which no other of the same name is taken for it; None where there is none."""
+    try:
+        status = os.lstat(listener.getsockname())
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""A request as the engine keeps it: its choices, and how each turns tokens into text and events.
+
+Nothing here knows of other requests. What raises here is one request's own, and the engine ends that one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from attar.faults import point
+from attar.protocol.messages import Delta, Embedding, Finished, PromptLogprobs, Report
+from attar.protocol.request import FinishReason, SamplingParams, TokenLogprob
+from attar.sampling.sampler import BAD, BadLogits, Draw, Sampler, logprobs_of
+from attar.sampling.stop_strings import StopChecker
+from attar.scheduling.sequence import Sequence, Status
+from attar.text.tokenizer import Detokenizer
+
+
+@dataclass(eq=False, slots=True)
+class Choice:
+    """One continuation of a request's prompt."""
+
+    request: Request
+    number: int
+    sequence: Sequence
+    sampler: Sampler
+    detokenizer: Detokenizer | None
+    stops: StopChecker
+    reason: FinishReason | None = None
+
+    def take(self, draw: Draw) -> bool:
+        """Add the token; whether it may be told of later, since nothing in its text could make it the last."""
+        self.sampler.commit(draw.token_id)
+        if draw.token_id in self.request.ending:
+            self.reason = "stop"
+        last = self.sampler.index == self.sequence.max_tokens
+        return self.reason is None and not last and not self.sampler.params.stop
+
+    def tell(self, draw: Draw) -> Delta:
+        """The token that was taken last, as text; `reason` is set where it is the last of all."""
+        token, text = draw.token_id, ""
+        if self.reason is None and self.detokenizer is not None:
+            point("detokenizer.push", self.sequence.id)
+            text = self._shown(self.detokenizer.push(token))
+        last = self.sampler.index == self.sequence.max_tokens
+        if (self.reason or last) and self.detokenizer is not None and not self.stops.done:
+            text += self._rest(self.detokenizer)
+        if self.stops.done:
+            self.reason = "stop"
+        elif last and self.reason is None:
+            self.reason = "length"
+        logprobs = None if draw.logprobs is None else (draw.logprobs,)
+        point("engine.delta", self.sequence.id)
+        return Delta(self.request.id, self.number, (token,), text, logprobs)
+
+    def end(self, now: float) -> Finished | Embedding:
+        """What is said of its end; with a report, if the request's other choices have ended. Raises BadLogits where a
+        vector holds a NaN or an infinity."""
+        request, report = self.request, None
+        if request.open == 1:
+            point("engine.report", request.id)
+            report = request.report(now)
+        if request.pooling:
+            point("engine.vector", request.id)
+            assert request.pooled is not None
+            vector = (request.pooled / (len(request.prompt) if request.pooling == "mean" else 1)).float()
+            if not vector.isfinite().all():
+                raise BadLogits(BAD)
+            return Embedding(request.id, vector.numpy().tobytes(), report)
+        point("engine.finish", self.sequence.id)
+        reason = self.reason or "length"
+        return Finished(request.id, self.number, reason, self.sampler.index, self.stops.stopped, report)
+
+    def _shown(self, text: str) -> str:
+        point("stops.push", self.sequence.id)
+        return self.stops.push(text)
+
+    def _rest(self, detokenizer: Detokenizer) -> str:
+        """What was held back, at the end."""
+        point("detokenizer.flush", self.sequence.id)
+        text = self._shown(detokenizer.flush())
+        return text if self.stops.done else text + self.stops.flush()
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """What was asked for, and how far it is."""
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    ending: frozenset[int]
+    choices: list[Choice] = field(default_factory=list)
+    open: int = 0
+    """Choices that have not ended."""
+    seen: Tensor | None = None
+    """The prompt's tokens as `sampler.distinct` has them, where a penalty looks at them."""
+    of_prompt: dict[int, TokenLogprob] | None = None
+    """Log probabilities of the prompt's tokens by position, until they are sent; None where nobody wants them."""
+    unscorable: bool = False
+    """The model says nothing of one of them: the request is to fail, as where it says nothing of the next token."""
+    pooling: str = ""
+    """Of an embedding: mean or last."""
+    pooled: Tensor | None = None
+    """float64 [D]: the last hidden state, or the sum of all so far."""
+    limited_by: Counter[str] = field(default_factory=Counter)
+    """Steps that it had a part in, by what limited them."""
+    least: float = 0.0
+    stepped: float = 0.0
+    """Seconds that those steps could have been done in, and that they took."""
+
+    def pool(self, before: Tensor | None, hidden: Tensor) -> None:
+        """Take the hidden states [N, D] of the next piece of the prompt, where `pooled` was `before`.
+
+        Once more with the same arguments changes nothing: a step may have to be run again.
+        """
+        point("engine.pool", self.id)
+        if self.pooling == "last":
+            self.pooled = hidden[-1].double()
+        else:
+            rows = hidden.double()
+            if before is not None:
+                rows[0] += before
+            self.pooled = rows.cumsum(0)[-1]  # row by row, however the prompt is cut
+
+    def score(self, start: int, logits: Tensor) -> PromptLogprobs | None:
+        """Take the logits [N, V] behind the prompt's tokens from `start` on; gives what is said once all are known.
+
+        Where the largest of a row is a NaN or an infinity there is nothing to say (`unscorable`). Others may be -inf.
+        """
+        if self.of_prompt is None:
+            return None
+        point("engine.prompt_logprobs", self.id)
+        count = self.params.prompt_logprobs
+        assert count is not None
+        scored = range(start, min(start + len(logits), len(self.prompt) - 1))
+        if not logits[: len(scored)].amax(-1).isfinite().all():
+            self.of_prompt, self.unscorable = None, True
+            return None
+        found = logprobs_of(logits, [(at - start, self.prompt[at + 1], count) for at in scored])
+        self.of_prompt |= {at + 1: one for at, one in zip(scored, found, strict=True)}
+        if len(self.of_prompt) < len(self.prompt) - 1:
+            return None
+        known, self.of_prompt = self.of_prompt, None
+        return PromptLogprobs(self.id, tuple(known[at] for at in sorted(known)))
+
+    def report(self, now: float) -> Report:
+        """Where its time went until `now`, and what of its prompt was reused."""
+        leader = self.choices[0].sequence
+
+        def longest(status: Status) -> float:
+            return max(choice.sequence.spent(status, now) for choice in self.choices)
+
+        return Report(
+            queued=leader.spent(Status.QUEUED, now),
+            prefill=leader.spent(Status.PREFILL, now),
+            decode=longest(Status.DECODE),
+            preempted=longest(Status.PREEMPTED),
+            preemptions=sum(choice.sequence.preemptions for choice in self.choices),
+            prompt_tokens=len(self.prompt),
+            reused_tokens=leader.reused,
+            reuse_ended=leader.reuse_ended,
+            differs_at=leader.differs_at,
+            limited_by=dict(self.limited_by),
+            roof_fraction=self.least / self.stepped if self.least and self.stepped else None,
+        )

@@ -1,0 +1,57 @@
+"""How an engine, a bench or an evaluation keeps keys and values: a scheme by its name, calibrated where it is to be.
+
+Calibration wants text that the model finds likely, and nothing is at hand where a model is served. So the model writes
+it: texts that begin with a token drawn at random. A quarter is random throughout, because a model may repeat itself,
+and a direction that calibration has never seen would be rounded to nothing. The seed makes the bases, and with them
+every answer, the same each time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attar.execution.recorded_step import Decoding
+from attar.kv import schemes
+from attar.kv.pages import Bases
+from attar.kv.schemes import LENGTH, RANDOM, WRITTEN, KvScheme
+from attar.model import kv_basis
+from attar.model.cache import BLOCK
+from attar.model.decoder import Decoder
+from attar.model.parallel import SplitDecoder
+
+SEED = 11
+
+
+def bases(decoder: Decoder, scheme: KvScheme) -> list[Bases] | None:
+    """What caches of this model and scheme want: None where they are not calibrated."""
+    return kv_basis.calibrate(decoder, sample(decoder), scheme) if scheme.calibrated else None
+
+
+def of(decoder: Decoder, name: str | None) -> KvScheme:
+    """The scheme of a name, by default what loses nothing. Raises ValueError where the model's heads do not fit it."""
+    scheme = decoder.lossless if name is None else schemes.scheme(name)
+    if scheme.calibrated and isinstance(decoder, SplitDecoder):
+        raise ValueError(
+            f"{scheme.name} is calibrated, which several processes do not do yet: --kv int8 or fp8 would do"
+        )
+    scheme.check(decoder.config.head_dim, BLOCK)
+    return scheme
+
+
+@torch.inference_mode()
+def sample(decoder: Decoder, written: int = WRITTEN, random: int = RANDOM, seed: int = SEED) -> Tensor:
+    """Token ids [written + random, L], of `LENGTH` tokens or as many as the model's context allows. They are written
+    with keys and values in int8: a quarter of the memory, and as likely a text."""
+    length, vocabulary = min(LENGTH, decoder.config.context), decoder.config.vocab_size
+    numbers = torch.Generator().manual_seed(seed)
+    noise = torch.randint(0, vocabulary, (random, length), generator=numbers)
+    ids = torch.empty((written + random, length), dtype=torch.int64)
+    ids[:written, 0], ids[written:] = torch.randint(0, vocabulary, (written,), generator=numbers), noise
+    decoding = Decoding(decoder, decoder.cache(length, written, schemes.SCHEMES["int8"]), length)
+    # Into a tensor that is there: one kept from each step would lie between the steps' logits in the heap, and each of
+    # those would need new memory.
+    for at in range(1, length):
+        chances = decoding.step(ids[:written, at - 1].tolist()).float().softmax(-1)
+        ids[:written, at] = torch.multinomial(chances, 1, generator=numbers)[:, 0]
+    return ids

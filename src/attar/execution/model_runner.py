@@ -1,0 +1,309 @@
+"""Runs what the scheduler planned: integers in, logits out.
+
+The pages of all blocks lie here, and a sequence is its row of block numbers. A step in which every sequence adds one
+token is replayed from a recording (`decoding.py`), one for each number of sequences; the last few are kept. Any other
+step is run in full, to the same numbers: with a piece of a prompt in it, where Python is a small part, or with a
+sequence that takes an adapter, whose rows are others in every step.
+
+On a GPU recordings are CUDA graphs (`graphs.py`), for a few numbers of rows, with room in each for fewer. Logits stay
+on the device, where tokens are chosen, and a step comes back before the device has done it. So the next may be run
+before anybody knows those tokens: it takes them from where they are (`Coming`).
+
+On CPUs a row's numbers do not depend on the other rows of a step, nor on how a prompt was cut into steps, so neither do
+a sequence's tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attar.execution import cuda_graphs
+from attar.execution.recorded_step import Decoding
+from attar.faults import InjectedFault, point
+from attar.kernels import ops
+from attar.kv.pages import Bases, Pages
+from attar.kv.schemes import KvScheme
+from attar.model import cache
+from attar.model.cache import KVCache, Step, Tails, sent
+from attar.model.decoder import Decoder
+from attar.scheduling.sequence import Sequence, Status
+from attar.scheduling.step_plan import Chunk, Copy, StepPlan
+
+logger = logging.getLogger(__name__)
+
+RECORDINGS = 4  # numbers of sequences whose decode step is kept ready
+
+LOGIT_ROWS = 32  # of one chunk whose logits are made at once, where all are wanted
+
+Watch = Callable[[Chunk, int, Tensor], None]
+"""watch(chunk, first, numbers): numbers of the chunk's rows from `first` on, in order, all of them in some calls. They
+are on the model's device, which may still be working on them: whoever reads them waits."""
+
+
+@dataclass(slots=True)
+class Wanted:
+    """What somebody wants of a chunk besides the logits after it: of all its rows, the logits, or the hidden states
+    that the output matrix would take."""
+
+    logits: Watch | None = None
+    hidden: Watch | None = None
+
+
+class Coming(NamedTuple):
+    """Tokens that the step before chooses, which the device may not have come to yet: int64 [n], on the device, and
+    where each sequence's is."""
+
+    tokens: Tensor
+    places: Mapping[Sequence, int]
+
+
+class _Rows(NamedTuple):
+    """The token ids of a step's rows. Only the device knows those of the rows `late`: they are at these `places`."""
+
+    ids: list[int]
+    late: list[int]
+    places: list[int]
+    coming: Coming | None
+
+    @classmethod
+    def of(cls, chunks: List[Chunk], coming: Coming | None) -> _Rows:
+        made = cls([], [], [], coming)
+        for sequence, start, rows, _ in chunks:
+            made.ids.extend(sequence.tokens[start : start + rows])
+            if start + rows > len(sequence.tokens):
+                assert coming is not None, "a token that nobody knows"
+                made.late.append(len(made.ids))
+                made.places.append(coming.places[sequence])
+                made.ids.append(0)
+        return made
+
+    def complete(self, ids: Tensor) -> None:
+        """Write those into the ids [N], on the device that they are on."""
+        if self.coming is not None and self.late:
+            late, places = sent(ids.device, torch.tensor(self.late), torch.tensor(self.places))
+            ids[late] = self.coming.tokens[places]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """A recorded decode step, and what each row of its block table holds: whose blocks it lists."""
+
+    decoding: Decoding
+    cache: KVCache
+    rows: list[list[int]]
+
+
+def horizon(sequence: Sequence) -> int:
+    """The longest that the sequence can get."""
+    return sequence.prompt + sequence.max_tokens
+
+
+class Unfinished:
+    """Which unfinished block holds which of a sequence's, where a scheme keeps those apart: three for each sequence.
+
+    A step that is run again finds the block that it began in as it was: what it runs through after that goes elsewhere.
+    So a sequence has up to two at a time, the one its next token belongs to as far as is committed, and the last of a
+    step. Blocks between those, which a step begins and finishes one after another, take the third, which belongs to the
+    sequence's place in the step: those of different sequences are filled side by side.
+    """
+
+    def __init__(self, sequences: int) -> None:
+        self.lasting = 2 * sequences
+        self.count = 3 * sequences
+        self._free = list(range(self.lasting))
+        self._held: dict[Sequence, dict[int, int]] = {}
+
+    def tails(self, chunks: List[Chunk], size: int) -> Tails:
+        """Those of a step of `chunks`, in blocks of `size` tokens."""
+        for sequence in [s for s in self._held if s.status in (Status.PREEMPTED, Status.ENDED)]:
+            self._free += self._held.pop(sequence).values()
+        for sequence, start, rows, _ in chunks:
+            held = self._held.setdefault(sequence, {})
+            first, last = start // size, (start + rows - 1) // size
+            for done in [i for i in held if i not in (first, last)]:
+                self._free.append(held.pop(done))
+            for i in {first, last} - held.keys():
+                held[i] = self._free.pop()
+        return lambda row, i: self._held[chunks[row].sequence].get(i, self.lasting + row)
+
+
+class Runner:
+    """The model and `blocks` blocks for keys and values, kept as `scheme` says, of sequences of up to `context` tokens.
+
+    At most `sequences` run at a time, for whose unfinished blocks there is room, where the scheme keeps those apart.
+    `bases` are for schemes that are calibrated. `record` says how decode steps are recorded as graphs: by default, on a
+    GPU, as CUDA graphs; there is one block more then, which belongs to nobody.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        blocks: int,
+        context: int,
+        scheme: KvScheme | None = None,
+        sequences: int = 1,
+        bases: List[Bases] | None = None,
+        record: cuda_graphs.Record | None = None,
+    ) -> None:
+        self.decoder, self.context, self.scheme = decoder, context, scheme or decoder.lossless
+        self._unfinished = Unfinished(sequences)
+        self.device = decoder.device
+        if record is None and self.device.type == "cuda":
+            if (reason := cuda_graphs.against(decoder)) is not None:
+                logger.warning("every decode step is run in full: %s", reason)
+            else:
+                record = cuda_graphs.CudaRecorder(self.device)
+        tails, blocks = self._unfinished.count, blocks + (record is not None)
+        self.pages: list[Pages] = cache.pool(
+            decoder.config, blocks, self.scheme, str(self.device), tails=tails, bases=bases
+        )
+        self.block = self.pages[0].block
+        self.grows = any(rope is not None and rope.grows for rope in decoder.config.ropes)
+        """Whether keys depend on how long their sequence can get: then no other sequence can use them."""
+        self._recorded = decoder.against_recording() is None and not self.grows
+        self._batches: OrderedDict[int, _Batch] = OrderedDict()
+        self.graphs = None if record is None else cuda_graphs.Graphs(decoder, self.pages, context, sequences, record)
+        self.waits = waits(decoder)
+        """Why a step is not just on its way when it comes back, but has been waited for; None where it is."""
+
+    @torch.inference_mode()
+    def record_all(self) -> None:
+        """Record every graph there will be now, rather than when it is first wanted."""
+        if self.graphs is not None:
+            self.graphs.record_all()
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: Coming | None = None) -> Tensor:
+        """Run the step; returns logits [S, V] after each chunk that samples, in order, on the model's device, which may
+        still be working on them. The next step overwrites them.
+
+        `wanted` says by sequence id who wants more of a chunk, and may wait for it. Tokens that their sequences do not
+        have yet are `coming`. A step, or parts of it, can be run again until the next one is run or the scheduler
+        commits it, to the same bits: what it writes are slots that it does not read before. After a step that raised,
+        `release` comes first. Raises torch.OutOfMemoryError where the device has too little memory for it.
+        """
+        for copy in plan.copies:
+            self._copy(copy)
+        chunks = plan.chunks
+        if not chunks:
+            return self._no_logits()
+        for chunk in chunks:
+            try:
+                point("runner.memory", chunk.sequence.id)
+            except InjectedFault as fault:
+                raise torch.OutOfMemoryError(str(fault)) from fault
+        plain = all(chunk.rows == 1 and chunk.samples and not chunk.sequence.adapter for chunk in chunks)
+        if not wanted and plain and (self._recorded or self.graphs is not None):
+            for chunk in chunks:
+                point("runner.replay", chunk.sequence.id)
+            rows = _Rows.of(chunks, coming)
+            if self.graphs is None:
+                return self._replay(chunks, rows)
+            return _replayed(self.graphs.of(len(chunks)), chunks, rows)
+        return self._run(chunks, wanted or {}, coming)
+
+    def _copy(self, copy: Copy) -> None:
+        """Whole blocks: what lies behind the slots is overwritten before it is read."""
+        point("runner.copy", copy.sequence.id)
+        for pages in self.pages:
+            for part in pages.parts():
+                part[copy.target] = part[copy.source]
+
+    def _replay(self, chunks: List[Chunk], rows: _Rows) -> Tensor:
+        batch = self._batches.get(len(chunks)) or self._batch(len(chunks))
+        self._batches.move_to_end(len(chunks))
+        if self.scheme.recent:
+            batch.cache.tails = self._unfinished.tails(chunks, self.block)
+        tables = batch.cache.tables.numpy()
+        for row, chunk in enumerate(chunks):
+            blocks = chunk.sequence.blocks
+            if batch.rows[row] != blocks:  # few steps bring a block, and fewer swap one for the prefix tree's
+                tables[row, : len(blocks)] = blocks
+                batch.rows[row] = blocks.copy()
+            batch.cache.filled[row] = chunk.start
+        ids = rows.ids
+        if rows.late:
+            known = torch.tensor(ids)
+            rows.complete(known)
+            ids = known.tolist()
+        return batch.decoding.step(ids)
+
+    def _batch(self, sequences: int) -> _Batch:
+        tables = torch.zeros((sequences, -(-self.context // self.block)), dtype=torch.int32)
+        view = KVCache.over(self.pages, tables, [0] * sequences)
+        batch = _Batch(Decoding(self.decoder, view, self.context), view, [[]] * sequences)
+        self._batches[sequences] = batch
+        if len(self._batches) > RECORDINGS:
+            self._batches.popitem(last=False)
+        return batch
+
+    def _run(self, chunks: List[Chunk], wanted: dict[str, Wanted], coming: Coming | None) -> Tensor:
+        width = max(len(chunk.sequence.blocks) for chunk in chunks)
+        tables = torch.zeros((len(chunks), width), dtype=torch.int32)
+        for row, chunk in enumerate(chunks):
+            point("runner.table", chunk.sequence.id)
+            tables[row, : len(chunk.sequence.blocks)] = torch.tensor(chunk.sequence.blocks, dtype=torch.int32)
+        told = _Rows.of(chunks, coming)
+        (ids,) = sent(self.device, torch.tensor(told.ids))
+        told.complete(ids)
+        tails = self._unfinished.tails(chunks, self.block) if self.scheme.recent else None
+        view = KVCache.over(self.pages, tables, [chunk.start for chunk in chunks], tails)
+        horizons = tuple(horizon(chunk.sequence) for chunk in chunks) if self.grows else self.context
+        adapters = tuple(chunk.sequence.adapter for chunk in chunks)
+        step = Step(tuple(chunk.rows for chunk in chunks), horizons, view, adapters)
+        stream, delta = self.decoder.states(ids, step)
+        ends = torch.tensor([chunk.rows for chunk in chunks]).cumsum(0)
+        for chunk, end in zip(chunks, ends.tolist(), strict=True):
+            point("runner.rows", chunk.sequence.id)
+            if (want := wanted.get(chunk.sequence.id)) is not None:
+                start = end - chunk.rows
+                if want.hidden is not None:
+                    hidden = ops.norm(*_rows(stream, delta, start, end), self.decoder.final_norm)[1]
+                    want.hidden(chunk, 0, hidden)
+                if want.logits is not None:
+                    for at in range(start, end, LOGIT_ROWS):
+                        rows = slice(at, min(at + LOGIT_ROWS, end))
+                        routes = None if step.routes is None else step.routes.of(rows)
+                        piece = _rows(stream, delta, rows.start, rows.stop)
+                        want.logits(chunk, at - start, self.decoder.logits(*piece, routes))
+        last = (ends - 1)[torch.tensor([chunk.samples for chunk in chunks])]
+        if not len(last):
+            return self._no_logits()
+        routes = None if step.routes is None else step.routes.of(last)
+        (last,) = sent(self.device, last)
+        return self.decoder.logits(stream[last], None if delta is None else delta[last], routes)
+
+    def _no_logits(self) -> Tensor:
+        return torch.empty((0, self.decoder.config.vocab_size), device=self.device)
+
+    def release(self) -> None:
+        """Give memory of results back; recordings on a CPU go with it. Graphs stay: each step writes all their inputs,
+        so none is ever half made."""
+        self._batches.clear()
+        ops.release()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def waits(decoder: Decoder) -> str | None:
+    """Why the host waits for the device within a step of this model; None where it does not, or where nobody gains by
+    knowing: the reference on a device, which is there to be compared with, waits in every layer's attention."""
+    return None if decoder.device.type == "cpu" else decoder.by_token
+
+
+def _replayed(graph: cuda_graphs.Graph, chunks: List[Chunk], rows: _Rows) -> Tensor:
+    for row, (token, chunk) in enumerate(zip(rows.ids, chunks, strict=True)):
+        graph.inputs.put(row, token, chunk.start, chunk.sequence.blocks)
+    return graph.run(len(chunks), rows.complete)
+
+
+def _rows(stream: Tensor, delta: Tensor | None, start: int, end: int) -> tuple[Tensor, Tensor | None]:
+    return stream[start:end], None if delta is None else delta[start:end]

@@ -1,0 +1,222 @@
+"""A process that computes its part of a model, as its leader says (`team.py`).
+
+It has no settings, no socket and no scheduler: a job and then commands come through its standard input, and numbers by
+collectives. What it says, that it has started and loaded its part and what became of each step, goes out on its
+standard output; that this pipe is there tells its leader that it lives. When its input ends it ends too, in whatever it
+is doing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import signal
+import sys
+import threading
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import torch
+
+from attar import machine
+from attar.checkpoints.adapters import lora
+from attar.execution.model_runner import Runner, Wanted
+from attar.execution.parallel import executor
+from attar.execution.parallel.commands import (
+    MAX_FRAME,
+    Adapt,
+    Call,
+    Command,
+    End,
+    Job,
+    Leave,
+    Logits,
+    Meet,
+    Pool,
+    Room,
+    Run,
+    Said,
+    frame,
+)
+from attar.kernels.operands import Routes
+from attar.kv import schemes
+from attar.model.cache import KVCache, Step, sent
+from attar.model.parallel import SplitDecoder
+from attar.scheduling.sequence import Sequence, Status
+from attar.scheduling.step_plan import Chunk, Copy, StepPlan
+
+ALARM_SECONDS = 10.0
+
+
+class Worker:
+    """Does what it is told with its part of the model."""
+
+    def __init__(self, decoder: SplitDecoder, job: Job) -> None:
+        self.decoder, self.job = decoder, job
+        self.runner: Runner | None = None
+        self.sequences: dict[int, Sequence] = {}
+        self.rooms: dict[int, KVCache] = {}
+
+    @torch.inference_mode()
+    def obey(self, command: Command) -> None:
+        match command:
+            case Run():
+                self._run(command)
+            case Call():
+                self._call(command)
+            case Logits():
+                self._logits(command)
+            case Adapt():
+                if command.number:
+                    lora.install(self.decoder, command.number, Path(command.folder))
+                else:
+                    lora.attach(self.decoder, Path(command.folder))
+            case Pool():
+                self.runner = None  # the old one's memory goes first
+                self.sequences.clear()
+                scheme = schemes.scheme(command.kv)
+                self.runner = Runner(self.decoder, command.blocks, command.context, scheme, command.sequences)
+            case Meet():
+                assert self.runner is not None
+                self.decoder.groups.leave()  # first: an exchange that nobody ends would be waited for below
+                self.runner.release()  # meeting takes memory of a GPU
+                executor.meet_again(self.job, self.decoder.groups, command.time)
+            case Room():
+                scheme = schemes.scheme(command.kv)
+                device = str(self.decoder.device)
+                self.rooms[command.number] = KVCache(
+                    self.decoder.config, command.capacity, command.batch, scheme, device, command.block
+                )
+            case Leave():
+                del self.rooms[command.number]
+
+    def _run(self, command: Run) -> None:
+        assert self.runner is not None
+        for number in command.gone:
+            self.sequences.pop(number).status = Status.ENDED
+        chunks, wanted = [], {}
+        for piece in command.pieces:
+            sequence = self.sequences.get(piece.sequence)
+            if sequence is None:
+                sequence = Sequence(
+                    id=str(piece.sequence), prompt_ids=[0] * piece.prompt, max_tokens=piece.max_tokens,
+                    adapter=piece.adapter,
+                )  # fmt: skip
+                self.sequences[piece.sequence] = sequence
+            del sequence.tokens[piece.start :]  # what lies before was run, or is another's and never read
+            sequence.tokens.extend([0] * (piece.start - len(sequence.tokens)))
+            sequence.tokens.extend(piece.tokens)
+            sequence.blocks[piece.kept :] = piece.blocks
+            chunks.append(Chunk(sequence, piece.start, len(piece.tokens), piece.samples))
+            if piece.wants_logits or piece.wants_hidden:
+                logits, hidden = (_unread if wants else None for wants in (piece.wants_logits, piece.wants_hidden))
+                wanted[sequence.id] = Wanted(logits, hidden)
+        nobody = Sequence(id="copy", prompt_ids=[0], max_tokens=0)
+        self.runner.run(StepPlan(chunks, [Copy(*copy, nobody) for copy in command.copies]), wanted)
+
+    def _call(self, command: Call) -> None:
+        cache = None if command.room is None else self.rooms[command.room]
+        if cache is not None:
+            cache.filled = list(command.filled)
+        device = self.decoder.device
+        rows = None if command.rows is None else torch.tensor(command.rows, dtype=torch.int64)
+        ids = torch.tensor(command.ids, dtype=torch.int64, device=device)
+        self.decoder.run(ids, Step(command.lengths, command.horizon, cache, command.adapters, device), rows)
+
+    def _logits(self, command: Logits) -> None:
+        decoder, together = self.decoder, self.decoder.groups.layers
+        if decoder.split.vocabulary is not None and together is not None:
+            hidden = torch.empty((command.rows, decoder.config.hidden), dtype=decoder.dtype, device=decoder.device)
+            routes = Routes(torch.tensor(command.adapters), partial(sent, decoder.device)) if command.adapters else None
+            decoder.products(together.broadcast(hidden), routes=routes)
+
+
+def _unread(chunk: Chunk, first: int, numbers: torch.Tensor) -> None:
+    """What the leader reads, for whose sake it is computed here too. Nobody here waits for it."""
+
+
+def read(file: BinaryIO) -> bytes | None:
+    """One frame; None at the end."""
+    head = file.read(4)
+    if len(head) < 4:
+        return None
+    size = int.from_bytes(head, "little")
+    assert size <= MAX_FRAME
+    body = file.read(size)
+    return body if len(body) == size else None
+
+
+def _end_with(fd: int, folder: str) -> None:
+    """End this process when nobody can write to `fd` any more, and what its leader may have left behind with it."""
+    poll = select.poll()
+    poll.register(fd, 0)  # hanging up is told unasked
+    poll.poll()
+    # Torch may wait for the others with the interpreter's lock held, and then nothing below would ever run: an alarm,
+    # which nobody handles, ends the process without it.
+    signal.setitimer(signal.ITIMER_REAL, ALARM_SECONDS)
+    machine.remove_folder(Path(folder))  # in which this process may be about to write, to meet the others
+    os._exit(1)
+
+
+def free(device: str) -> int | None:
+    """Bytes of a GPU's memory; None on CPUs. Raises ValueError where the GPU does not answer."""
+    if device == "cpu":
+        return None
+    try:
+        return int(torch.cuda.mem_get_info(device)[0])
+    except RuntimeError as error:
+        raise ValueError(f"{device} cannot be used: {error}") from None
+
+
+def main() -> int:
+    """Exit status 2 where its part cannot be loaded, 1 where the leader went away."""
+    for each in (signal.SIGINT, signal.SIGTERM):  # they reach whole groups of processes; the leader says when to end
+        signal.signal(each, signal.SIG_IGN)
+    out = os.dup(1)
+    os.dup2(2, 1)  # what libraries print is not for the leader
+    commands, first = sys.stdin.buffer, read(sys.stdin.buffer)
+    if first is None:
+        return 1
+    job = msgspec.msgpack.decode(first, type=Job)
+    threading.Thread(target=_end_with, args=(0, job.folder), name="lifeline", daemon=True).start()
+
+    def say(what: str, text: str = "", free: int | None = None) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the lifeline ends what nobody hears
+            os.write(out, frame(Said(what, text, free)))
+
+    try:
+        say("started", free=free(job.device))
+        worker = Worker(executor.load(job, executor.job_groups(job)), job)
+    except (ValueError, OSError) as error:
+        say("failed", str(error))
+        return 2
+    say("loaded")
+    gc.freeze()
+    decoder = msgspec.msgpack.Decoder(Command)
+    while (body := read(commands)) is not None:
+        command = decoder.decode(body)
+        if isinstance(command, End):
+            return 0
+        verdict = "ran"
+        try:
+            worker.obey(command)
+        except RuntimeError as error:
+            traceback.print_exc()
+            if not isinstance(command, Run):
+                return 1
+            verdict = "short" if isinstance(error, torch.OutOfMemoryError) else "broken"
+            worker.decoder.groups.leave()  # the others may wait for this one, or will
+        if isinstance(command, Run):
+            say(verdict)
+        elif isinstance(command, Meet):
+            say("met")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

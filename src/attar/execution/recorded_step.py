@@ -1,0 +1,103 @@
+"""Decode steps: one new token for each sequence of a cache, again and again.
+
+A step is a few hundred calls of kernels that do not change from token to token; only numbers in fixed places do: the
+token ids, positions, slots and lengths. Where a model is native the first step is therefore recorded, and the others
+write those numbers and replay it, so that Python between the kernels costs microseconds (the CPU's analogue of a CUDA
+graph; on a GPU it is one). A model that cannot be recorded, such as a mixture of experts, runs every step in full, to
+the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attar.execution import cuda_graphs
+from attar.kernels.native import extension
+from attar.model.cache import KVCache, Step
+from attar.model.decoder import Decoder, soft_capped
+
+
+class Decoding:
+    """Steps of all sequences of `cache`, none of which gets longer than `horizon` positions. `record` says how they are
+    recorded as graphs: by default, on a GPU, as CUDA graphs."""
+
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, horizon: int, record: cuda_graphs.Record | None = None
+    ) -> None:
+        self.decoder, self.cache, self.horizon = decoder, cache, horizon
+        self.lengths = (1,) * len(cache.filled)
+        self.ids = torch.zeros(len(self.lengths), dtype=torch.int64)
+        if record is None and decoder.device.type == "cuda" and cuda_graphs.against(decoder) is None:
+            record = cuda_graphs.CudaRecorder(decoder.device)
+        self._record_graph = record
+        self._graph: cuda_graphs.Graph | None = None
+        self.recorded = decoder.against_recording() is None or record is not None
+        self._recording: extension.Recording | None = None
+
+    @torch.inference_mode()
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """Append one token to each sequence; returns the logits behind them, float32 [sequences, vocab].
+
+        The next step overwrites them. Raises ValueError where the cache is full.
+        """
+        if not self.recorded:
+            ids = torch.tensor(tokens, device=self.decoder.device)
+            return self.decoder.forward(ids, self._next(), None)
+        if self._record_graph is not None:
+            return self._replay_graph(tokens, self._record_graph)
+        self.ids.numpy()[:] = tokens
+        if self._recording is None:
+            self._record()
+        else:
+            self._move_on()
+            self._recording.replay()
+            self.cache.advance(self.lengths)
+        return soft_capped(self.decoder.config, self._out)
+
+    def _next(self) -> Step:
+        return Step(self.lengths, self.horizon, self.cache)
+
+    def _replay_graph(self, tokens: Sequence[int], record: cuda_graphs.Record) -> Tensor:
+        self._require_room()
+
+        def put(inputs: cuda_graphs.Inputs) -> None:
+            for row, (token, at, table) in enumerate(zip(tokens, self.cache.filled, tables, strict=True)):
+                inputs.put(row, token, at, table)
+
+        tables = self.cache.tables[:, : -(-self.horizon // self.cache.block)].tolist()
+        if self._graph is None:
+            self._graph = cuda_graphs.Graph(self.decoder, self.cache.layers, len(tokens), self.horizon, 0, record, put)
+        put(self._graph.inputs)
+        logits = self._graph.run(len(tokens))
+        self.cache.advance(self.lengths)
+        return logits
+
+    def _require_room(self) -> None:
+        if max(self.cache.filled) >= min(self.cache.capacity, self.horizon):
+            raise ValueError(f"the KV cache holds {self.cache.capacity} positions: it is full")
+
+    def _record(self) -> None:
+        self._step = step = self._next()
+        for rope in dict.fromkeys(self.decoder.config.ropes):
+            if rope is not None:
+                step.rotation(rope)  # the angles of all positions are the same in every step
+        with extension.record() as recording:
+            self._out = self.decoder.run(self.ids, step)
+        self._recording = recording
+
+    def _move_on(self) -> None:
+        """Write where the next rows go into the tensors that the recorded calls read."""
+        place, block = self._step.place, self.cache.block
+        assert place is not None
+        self._require_room()
+        tables, slots = self.cache.tables.numpy(), place.slots.numpy()
+        positions, own, lengths = place.positions.numpy(), self._step.positions.numpy(), place.lengths.numpy()
+        for s, at in enumerate(self.cache.filled):
+            slots[s] = int(tables[s, at // block]) * block + at % block
+            positions[s] = own[s] = at
+            if place.tails is not None:
+                place.tails[s] = self.cache.tails(s, at // block)
+            lengths[s] = at + 1

@@ -1,0 +1,459 @@
+"""Encoding into GGML blocks by search: the scales and codes that lose least, by a weighted sum of squares.
+
+Given weights x and importances w (the second moments of a linear's inputs, say), a block's bytes should minimise
+sum w (x - value)^2, where value is what `ggml_blocks.decode` will say. That is a small mixed-integer least squares
+problem, and the same three facts solve it for every type here:
+
+* given the scales, the best code of each weight is the nearest one;
+* given the codes, the best scales are a linear least squares fit, of one unknown or two;
+* a block's fp16 scales tie its groups together only through rounding their own small integers.
+
+So the encoder goes in two stages. First each group alone: from its extreme values a row of candidates for the scale is
+laid out, slightly finer and coarser than the grid needs; each is rounded, fitted and judged, and the best is polished
+by rounding and fitting in turn. Then the whole block: fp16 scales that make the largest group's integer the largest
+there is; the integers of each group tried one step up and down, with codes rounded anew for each; the fp16 scales
+fitted to all that was chosen. Rounds of this repeat, and a block keeps the best that it has met. Errors of blocks are
+measured on the values that will be read, fp16 rounding included.
+
+Last, each block is compared with its plain rounding, from its extreme values and no search at all, and the better of
+the two is kept. So a block that defeats the search (importances that lie far apart, values that fp16 hardly holds) is
+no worse for having been searched.
+
+A scale and an offset are fitted to deviations from the weighted means: where all codes of a group are equal, the usual
+determinant is a difference of two like numbers, and what is left of it is rounding noise.
+
+llama.cpp searches in the same spirit, but settles the integers of groups once, and makes weights of its own of the
+importances and of the values' size. Here the importances count as they are, and without them all weights alike.
+
+Not done: choices across blocks (GPTQ's compensation), which belong to whoever knows the Hessian.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attar.formats.codecs.ggml import IQ4_VALUES, GgmlType
+from attar.formats.codecs.ggml_blocks import Blocks, pack, to_values
+from attar.formats.codecs.ggml_round import CODED, checked, coded
+
+CANDIDATES = 13  # scales tried for a group, for each end of its grid
+POLISH = 2  # times that the best is rounded and fitted again
+ROUNDS = 3  # times that a block's integers and fp16 scales are chosen
+SLICE = 1 << 17  # weights at a time: what is needed beside them stays in cache
+LEAST = 1e-9  # what a group counts at the least beside its block's others, to be searched like them
+NOISE = 1e-5  # of a sum of squares: what may be left of it by rounding where nothing should be
+NEIGHBOURS = (1.0, 1 + 0.505 * 2**-10, 1 - 0.505 * 2**-10)  # times an fp16 number: that, the next and the one before
+MOST = torch.finfo(torch.float16).max
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a type's blocks are made: groups of `group` weights on a grid of values, under integer scales or none.
+
+    `scales` is the range of a group's integer, None where a block is one group under its fp16 scale alone. An affine
+    type subtracts a second integer, of the same range, times a second fp16 scale (adds an fp16 offset of either sign,
+    where a block is one group); its codes are never negative.
+    """
+
+    group: int
+    values: tuple[int, ...]
+    scales: tuple[int, int] | None
+    affine: bool = False
+
+
+def _whole(low: int, high: int) -> tuple[int, ...]:
+    return tuple(range(low, high + 1))
+
+
+FORMS: Mapping[str, Form] = {
+    "Q4_0": Form(32, _whole(-8, 7), None),
+    "Q5_0": Form(32, _whole(-16, 15), None),
+    "Q4_1": Form(32, _whole(0, 15), None, affine=True),
+    "Q5_1": Form(32, _whole(0, 31), None, affine=True),
+    "Q8_0": Form(32, _whole(-128, 127), None),
+    "IQ4_NL": Form(32, IQ4_VALUES, None),
+    "IQ4_XS": Form(32, IQ4_VALUES, (-32, 31)),
+    "Q3_K": Form(16, _whole(-4, 3), (-32, 31)),
+    "Q6_K": Form(16, _whole(-32, 31), (-128, 127)),
+    "Q2_K": Form(16, _whole(0, 3), (0, 15), affine=True),
+    "Q4_K": Form(32, _whole(0, 15), (0, 63), affine=True),
+    "Q5_K": Form(32, _whole(0, 31), (0, 63), affine=True),
+}
+
+
+def encode(kind: GgmlType, values: Tensor, importance: Tensor | None = None) -> Tensor:
+    """Rows of blocks, uint8 [..., bytes of a row], of values [..., I] of any float dtype.
+
+    `importance` is what the squared error of each weight counts: not negative, of the values' shape, or [I] for all
+    rows alike; None: all count the same. Where all of a group's are zero, they are taken as equal among themselves. No
+    block loses more, by importance, than its plain rounding would.
+
+    Raises ValueError for a type that is not searched, for rows that are not whole blocks, for importances that are
+    negative or not finite, and for a NaN, an infinity, or a weight beyond 65504, the largest of fp16, although a scale
+    times its largest code would reach further.
+    """
+    if kind.name not in FORMS:
+        raise ValueError(f"{kind.name} is not encoded by search: {', '.join(FORMS)} are")
+    form, row_bytes = FORMS[kind.name], kind.row_bytes(values.shape[-1])
+    weights = torch.ones((), device=values.device) if importance is None else importance.float()
+    if not (weights.isfinite() & (weights >= 0)).all():
+        raise ValueError("importances must be finite and not negative")
+    weights = weights.expand(values.shape).reshape(-1, kind.elements)
+    blocks = values.reshape(-1, kind.elements)
+    raw = torch.empty((len(blocks), kind.block_bytes), dtype=torch.uint8, device=values.device)
+    step = SLICE // kind.elements
+    for start in range(0, len(blocks), step):
+        part = slice(start, start + step)
+        x = blocks[part].float().view(-1, kind.elements // form.group, form.group)
+        checked(x.abs().amax((1, 2)), kind)
+        w, alone, counts = _ratios(weights[part].reshape(x.shape))
+        search = _affine_blocks if form.affine else _blocks
+        found = search(kind, form, x, alone, counts)
+        raw[part] = pack(kind, _better(found, _plain(kind, form, x), x.flatten(1), w.flatten(1)))
+    return raw.view(*values.shape[:-1], row_bytes)
+
+
+def _ratios(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Importances [N, G, group] of which each block's largest is one; the same of each group; and what a group counts
+    in its block [N, G, 1]. Only ratios count, and so scaled, sums neither overflow nor vanish.
+
+    A group that counts for nothing is fitted all the same, but at nearly no cost to the others.
+    """
+    tiny = torch.finfo(torch.float32).tiny
+    counts = w.amax(2, keepdim=True)
+    most = counts.amax(1, keepdim=True)
+    w, counts = w / most.clamp(min=tiny), counts / most.clamp(min=tiny)
+    if not (most > 0).all():
+        w, counts = w.where(most > 0, 1.0), counts.where(most > 0, 1.0)
+    alone = w
+    if counts.shape[1] > 1:
+        alone = w / counts.clamp(min=tiny)
+        if not (counts > 0).all():
+            alone = alone.where(counts > 0, 1.0)
+    return w, alone, counts.clamp(min=LEAST)
+
+
+class _Grid:
+    """Rounding to the values of a form."""
+
+    def __init__(self, form: Form, device: torch.device) -> None:
+        values = form.values
+        self.low, self.high = values[0], values[-1]
+        self.step = (self.high - self.low) / (len(values) - 1)
+        self.even = self.step == 1.0
+        # Between whole values the middles are halves of whole numbers, so the nearest is a function of ceil(2 y).
+        halves = torch.arange(2 * self.low, 2 * self.high + 1)
+        whole = torch.tensor(values)
+        self.nearest_of = whole[torch.bucketize(halves, whole[1:] + whole[:-1])].float().to(device)
+
+    def nearest(self, y: Tensor) -> Tensor:
+        """The value nearest to each of y, which is overwritten; of two as near, the even or the lower one."""
+        if self.even:
+            return y.round_().clamp_(self.low, self.high)
+        cells = y.mul_(2).ceil_().clamp_(2 * self.low, 2 * self.high).sub_(2 * self.low).to(torch.int32)
+        return self.nearest_of.index_select(0, cells.flatten()).view(y.shape)
+
+    def ends(self) -> Iterator[float]:
+        """What a group's extreme value may be divided by: about the least and about the largest value."""
+        for end in (self.low, self.high):
+            for i in range(CANDIDATES):
+                yield end + self.step * (2.4 * i / (CANDIDATES - 1) - 1.2)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    inverse = 1 / scale
+    return inverse.where(inverse.isfinite(), 0.0)
+
+
+def _over(x: Tensor, scale: Tensor) -> Tensor:
+    """x / scale, and zero where the scale is zero."""
+    return x * _inverse(scale)
+
+
+def _half(d: Tensor, kind: GgmlType) -> Tensor:
+    """A scale or an offset as it will be read, float32. A fit that goes beyond fp16 gets the last that it holds."""
+    return checked(d.clamp(-MOST, MOST), kind).float()
+
+
+def _keep(better: Tensor, new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(torch.where(better.view(-1, *([1] * (n.ndim - 1))), n, o) for n, o in zip(new, old, strict=True))
+
+
+# The plain rounding of a block
+
+
+def _plain(kind: GgmlType, form: Form, x: Tensor) -> Blocks:
+    """Blocks x [N, G, group] without a search: what `ggml_round` gives, or for types that it does not know, groups'
+    scales and minimums from their extreme values, rounded to integers of the largest, and the nearest codes."""
+    if kind.name in CODED:
+        return coded(kind, x.flatten(1))
+    grid = _Grid(form, x.device)
+    if not form.affine:
+        scale = x.gather(2, x.abs().argmax(2, keepdim=True)) / grid.low
+        if form.scales is None:
+            d = _half(scale, kind)
+            return Blocks(_int16(grid.nearest(_over(x, d)), x), d[:, 0].half())
+        bottom, limit = form.scales
+        d = _half(scale.gather(1, scale.abs().argmax(1, keepdim=True)) / bottom, kind)
+        integers = _over(scale, d).round_().clamp_(bottom, limit)
+        codes = grid.nearest(_over(x, d * integers))
+        return Blocks(_int16(codes, x), d[:, 0].half(), None, _int16(integers, integers))
+    assert form.scales is not None
+    limit = form.scales[1]
+    low = x.amin(2, keepdim=True).clamp(max=0)
+    scale = (x.amax(2, keepdim=True) - low) / grid.high
+    least = low.abs()
+    d, m = (_half(each.amax(1, keepdim=True) / limit, kind) for each in (scale, least))
+    scales, mins = (_over(a, b).round_().clamp_(0, limit) for a, b in ((scale, d), (least, m)))
+    codes = _over(x + m * mins, d * scales).round_().clamp_(0, grid.high)
+    return Blocks(_int16(codes, x), d[:, 0].half(), m[:, 0].half(), _int16(scales, scales), _int16(mins, mins))
+
+
+def _int16(values: Tensor, like: Tensor) -> Tensor:
+    return values.expand(like.shape).flatten(1).to(torch.int16)
+
+
+def _better(found: Blocks, plain: Blocks, x: Tensor, w: Tensor) -> Blocks:
+    """Of each block the one that loses less, the first where they are equal."""
+    missed = [to_values(each).sub_(x) for each in (found, plain)]
+    ours, theirs = (each.square().mul_(w).sum(1) for each in missed)
+    close = (theirs <= ours * 1.001).nonzero()[:, 0]
+    if not len(close):
+        return found
+    # Where the sums are nearly equal, rounding could decide.
+    exact = w[close].double()
+    ours, theirs = (each[close].double().square_().mul_(exact).sum(1) for each in missed)
+    worse = torch.zeros((len(x), 1), dtype=torch.bool, device=x.device)
+    worse[close[theirs < ours]] = True
+
+    def chosen(ours: Tensor | None, theirs: Tensor | None) -> Tensor | None:
+        return None if ours is None or theirs is None else torch.where(worse, theirs, ours)
+
+    codes, d = torch.where(worse, plain.codes, found.codes), torch.where(worse, plain.d, found.d)
+    rest = ((found.m, plain.m), (found.scales, plain.scales), (found.mins, plain.mins))
+    return Blocks(codes, d, *(chosen(*each) for each in rest))
+
+
+# One scale a group
+
+
+def _fit(x: Tensor, w: Tensor, codes: Tensor, spare: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The scale [..., 1] of codes that fits x best, and how much of sum w x^2 it explains [...]. Overwrites `codes`,
+    and `spare` where it is given: memory that is new each time takes longer than the sums."""
+    weighted = torch.mul(w, codes, out=spare)
+    bottom = codes.mul_(weighted).sum(-1)
+    top = weighted.mul_(x).sum(-1)
+    scale = _over(top, bottom)
+    return scale[..., None], scale * top
+
+
+def _group_scales(grid: _Grid, x: Tensor, w: Tensor) -> Tensor:
+    """The best scale of each group alone: [N, G, 1]."""
+    extreme = x.gather(2, x.abs().argmax(2, keepdim=True))
+    best = torch.zeros_like(extreme)
+    gained = torch.full_like(extreme[..., 0], -1.0)
+    spare, other = torch.empty_like(x), torch.empty_like(x)
+    for end in grid.ends():
+        scale, gain = _fit(x, w, grid.nearest(torch.mul(x, _inverse(extreme / end), out=spare)), other)
+        better = gain > gained
+        best, gained = torch.where(better[..., None], scale, best), torch.where(better, gain, gained)
+    for _ in range(POLISH):
+        scale, gain = _fit(x, w, grid.nearest(torch.mul(x, _inverse(best), out=spare)), other)
+        better = gain > gained
+        best, gained = torch.where(better[..., None], scale, best), torch.where(better, gain, gained)
+    return best
+
+
+def _blocks(kind: GgmlType, form: Form, x: Tensor, w: Tensor, counts: Tensor) -> Blocks:
+    grid = _Grid(form, x.device)
+    scale = _group_scales(grid, x, w)
+    if form.scales is None:
+        d = checked(scale, kind)
+        codes = grid.nearest(_over(x, d.float()))
+        return Blocks(_int16(codes, x), d[:, 0])
+    w = w * counts
+    low, high = form.scales
+    extreme = scale.gather(1, scale.abs().argmax(1, keepdim=True))  # [N, 1, 1]
+    best: tuple[Tensor, ...] | None = None
+    for end in (low, low + 1, high):  # which integer the largest scale becomes
+        d = _half(extreme / end, kind)
+        integers = _over(scale, d).round_().clamp_(low, high)
+        for _ in range(ROUNDS):
+            integers, codes, error = _best_integers(grid, x, w, d, integers, (low, high))
+            found = (error.sum(1), d, integers, codes)
+            best = found if best is None else _keep(found[0] < best[0], found, best)
+            fitted, _ = _fit(x.flatten(1), w.flatten(1), (integers * codes).flatten(1))
+            d = _half(fitted[..., None], kind)
+    assert best is not None
+    _, d, integers, codes = best
+    return Blocks(_int16(codes, x), d[:, 0].half(), None, _int16(integers, integers))
+
+
+def _best_integers(
+    grid: _Grid, x: Tensor, w: Tensor, d: Tensor, integers: Tensor, bounds: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each group's integer, one step up or down included, its codes, and its error [N, G]."""
+    best: tuple[Tensor, ...] | None = None
+    for step in (0, 1, -1):
+        tried = (integers + step).clamp(*bounds)
+        scale = d * tried
+        codes = grid.nearest(_over(x, scale))
+        error = (scale * codes).sub_(x).square_().mul_(w).sum(2)
+        if best is None:
+            best = (tried, codes, error)
+        else:
+            better = error < best[2]
+            best = (
+                torch.where(better[..., None], tried, best[0]),
+                torch.where(better[..., None], codes, best[1]),
+                torch.where(better, error, best[2]),
+            )
+    assert best is not None
+    return best[0], best[1], best[2]
+
+
+# A scale and a minimum a group
+
+
+def _group_scales_and_offsets(top: int, x: Tensor, w: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """The best scale and offset of each group alone: [N, G, 1]. Scales are not negative, offsets not positive unless
+    they are `signed`."""
+    # All in terms of sqrt(w), of which a sum of squares is a norm, with no product to be stored.
+    root, total = w.sqrt(), w.sum(2, keepdim=True)
+    mean = (w * x).sum(2, keepdim=True) / total
+    centred = (x - mean).mul_(root)
+    rest = (centred * root).sum(2, keepdim=True)  # of rounding the mean
+    low, high = x.amin(2, keepdim=True), x.amax(2, keepdim=True)
+    if not signed:
+        low = low.clamp(max=0)
+    span, above = (high - low).clamp(min=0), x - low
+    # First what needs no fit: from the least to the largest value.
+    scale, offset = span / top, low
+    codes, spare = torch.empty_like(x), torch.empty_like(x)
+    torch.mul(above, _inverse(scale), out=codes).round_().clamp_(0, top)
+    error = _square(codes.mul_(scale).sub_(above).mul_(root))
+    steps = [top + 2.4 * i / (CANDIDATES - 1) - 1.2 for i in range(CANDIDATES)]
+    for step in [*steps, *[0.0] * POLISH]:
+        inverse, bottom = (_inverse(span / step), low) if step else (_inverse(scale), offset)
+        shifted = above if step else torch.sub(x, offset, out=spare)
+        # Codes less that of the mean: then all of them are zero where all are equal, and no sum is a small difference.
+        middle = ((mean - bottom) * inverse).round_().clamp_(0, top)
+        torch.mul(shifted, inverse, out=codes).round_().clamp_(0, top).sub_(middle).mul_(root)
+        second, first = _square(codes), torch.mul(codes, root, out=spare).sum(2, keepdim=True)
+        across = torch.mul(codes, centred, out=spare).sum(2, keepdim=True)
+        variance = second - first.square() / total
+        variance = variance.where(variance > NOISE * second, 0.0)
+        a = _over(across - first / total * rest, variance)
+        b = mean - a * (middle + first / total)
+        if not signed:  # where an offset would be positive, the scale that fits best without one
+            products = across + middle * rest + mean * (first + middle * total)
+            squares = second + middle * (2 * first + middle * total)
+            a, b = torch.where(b > 0, _over(products, squares), a), b.clamp(max=0)
+        left = mean - a * middle - b
+        lost = _square(codes.mul_(a).sub_(centred)) + left * (2 * (rest - a * first) + left * total)
+        better = lost < error
+        scale, offset, error = (torch.where(better, new, old) for new, old in ((a, scale), (b, offset), (lost, error)))
+    return scale, offset
+
+
+def _square(y: Tensor) -> Tensor:
+    """The sum of squares of each group [N, G, 1]."""
+    norm: Tensor = torch.linalg.vector_norm(y, dim=2, keepdim=True)
+    return norm.square_()
+
+
+def _offset_blocks(kind: GgmlType, form: Form, x: Tensor, w: Tensor) -> Blocks:
+    top = form.values[-1]
+    scale, offset = _group_scales_and_offsets(top, x, w, signed=True)
+    codes, spare = torch.empty_like(x), torch.empty_like(x)
+    mean = (w * x).sum(2, keepdim=True) / w.sum(2, keepdim=True)
+    best: tuple[Tensor, ...] | None = None
+    # fp16 may be coarse beside a scale. So its numbers about the offset are tried, each with the scale that goes best
+    # with it; and the mean, for where nearly all that counts is one value, which the sum of two should not miss.
+    for tried in (*(offset * each for each in NEIGHBOURS), mean):
+        m = _half(tried, kind)
+        d, shifted = _half(scale, kind), x - m
+        for last in (False, True):
+            torch.mul(shifted, _inverse(d), out=codes).round_().clamp_(0, top)
+            error = torch.mul(codes, d, out=spare).sub_(shifted).square_().mul_(w).sum((1, 2))
+            best = (error, d, m) if best is None else _keep(error < best[0], (error, d, m), best)
+            if not last:
+                d = _half(_fit(shifted, w, codes, spare)[0].clamp(min=0), kind)
+    assert best is not None
+    _, d, m = best
+    codes = _over(x - m, d).round_().clamp_(0, top)
+    return Blocks(_int16(codes, x), d[:, 0].half(), m[:, 0].half())
+
+
+def _affine_blocks(kind: GgmlType, form: Form, x: Tensor, w: Tensor, counts: Tensor) -> Blocks:
+    if form.scales is None:
+        return _offset_blocks(kind, form, x, w)
+    limit, top = form.scales[1], form.values[-1]
+    scale, offset = _group_scales_and_offsets(top, x, w, signed=False)
+    least, w = offset.abs(), w * counts
+    best: tuple[Tensor, ...] | None = None
+    for largest, rounds in ((limit, ROUNDS), (limit - 1, 1)):  # which integer the largest scale becomes
+        d = _half(scale.amax(1, keepdim=True) / largest, kind)
+        m = _half(least.amax(1, keepdim=True) / limit, kind)
+        scales, mins = (_over(a, b).round_().clamp_(0, limit) for a, b in ((scale, d), (least, m)))
+        for i in range(rounds):
+            scales, mins, codes, error = _best_pairs(top, limit, x, w, d, m, scales, mins)
+            found = (error.sum(1), d, m, scales, mins, codes)
+            best = found if best is None else _keep(found[0] < best[0], found, best)
+            if i < rounds - 1:
+                by_min = mins.expand(x.shape).flatten(1)
+                a, b = _block_fit(x.flatten(1), w.flatten(1), (scales * codes).flatten(1), by_min)
+                d, m = _half(a[..., None], kind), _half(b[..., None], kind)
+    assert best is not None
+    _, d, m, scales, mins, codes = best
+    integers = (_int16(each, each) for each in (scales, mins))
+    return Blocks(_int16(codes, x), d[:, 0].half(), m[:, 0].half(), *integers)
+
+
+def _block_fit(x: Tensor, w: Tensor, by_scale: Tensor, by_min: Tensor) -> tuple[Tensor, Tensor]:
+    """a and b, neither negative, [N, 1], for which a * by_scale - b * by_min fits x [N, E] best."""
+    ws, wm = w * by_scale, w * by_min
+    ss, mm = (ws * by_scale).sum(1), (wm * by_min).sum(1)
+    sx, mx = (ws * x).sum(1), (wm * x).sum(1)
+    # What of the codes the minimums do not already say; with equal minimums, codes less their mean.
+    shared, least = _over((ws * by_min).sum(1), mm), _over(mx, mm)
+    own = by_scale - shared[:, None] * by_min
+    weighted = w * own
+    variance = (weighted * own).sum(1)
+    a = _over((weighted * (x - least[:, None] * by_min)).sum(1), variance)
+    b = a * shared - least
+    # Where the fit of both is not one, that of either alone which explains more of x.
+    scale, least = _over(sx, ss).clamp(min=0), (-least).clamp(min=0)
+    one, other = scale * sx >= -least * mx, (variance <= NOISE * ss) | (a < 0) | (b < 0)
+    a = torch.where(other, torch.where(one, scale, 0.0), a)
+    b = torch.where(other, torch.where(one, 0.0, least), b)
+    return a[:, None], b[:, None]
+
+
+def _best_pairs(
+    top: int, limit: int, x: Tensor, w: Tensor, d: Tensor, m: Tensor, scales: Tensor, mins: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Each group's two integers, one step up or down included, its codes, and its error [N, G]."""
+    best: tuple[Tensor, ...] | None = None
+    for along in (0, 1, -1):
+        least = (mins + along).clamp(0, limit)
+        shifted = x + m * least
+        for up in (0, 1, -1):
+            tried = (scales + up).clamp(0, limit)
+            scale = d * tried
+            codes = _over(shifted, scale).round_().clamp_(0, top)
+            error = codes.mul_(scale).sub_(shifted).square_().mul_(w).sum(2, keepdim=True)
+            if best is None:
+                best = (error, tried, least)
+            else:
+                better = error < best[0]
+                new = (error, tried, least)
+                best = tuple(torch.where(better, n, o) for n, o in zip(new, best, strict=True))
+    assert best is not None
+    error, scales, mins = best
+    codes = _over(x + m * mins, d * scales).round_().clamp_(0, top)
+    return scales, mins, codes, error[..., 0]

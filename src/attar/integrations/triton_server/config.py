@@ -1,0 +1,389 @@
+"""Settings of an NVIDIA Triton Inference Server, as TensorRT-LLM's backend reads them, and `attar serve`'s: each from
+the other. (The Triton whose kernels run on GPUs, `kernels/triton`, only has the same name.)
+
+    max_batch_size                             --max-running; 0, no batching, is 1; a warning where it is not given
+    dynamic_batching:
+      max_queue_delay_microseconds             --max-delay, of --policy dynamic
+      default_queue_policy: max_queue_size     --max-waiting: one more is refused, with 429
+    model_transaction_policy: decoupled        nothing: whoever asks for a stream gets one
+    gpt_model_type, the batching strategy      --policy: inflight is continuous; V1 is dynamic with a delay, else static
+    batch_scheduler_policy                     --max-preemptions 0 for guaranteed_no_evict, and unless it is said
+    max_tokens_in_paged_kv_cache               --max-tokens-in-cache
+    kv_cache_free_gpu_mem_fraction             --kv-fraction, 0.9 unless said: of both the smaller holds (`plan/fit.py`)
+    max_num_tokens                             --max-step-tokens; usually fixed when an engine is built
+    gpu_device_ids                             --device, where it is one
+
+Three things may become of a field. It is an option, or it is what attar does anyhow: a note. It cannot be had and an
+answer is none the worse for it, or nobody knows it: a warning. It would change what is answered, as beams, another
+sampler or an encoder do: the file is refused, naming the field. Values that a template left open, `"${...}"`, are not
+set, as for the backend.
+
+Defaults and names are those of `docs/model_config.md` in triton-inference-server/tensorrtllm_backend, and of
+`model_config.proto` in triton-inference-server/common.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from attar.integrations.triton_server import pbtxt
+from attar.integrations.triton_server.pbtxt import Message
+from attar.protocol.scheduler_config import Limits
+
+KV_FRACTION = 0.9  # of the memory that is free once the model is loaded
+CROSS_KV_FRACTION = 0.5  # of that, in models with an encoder
+MICROSECONDS = 1e6
+
+SPELT = {
+    "batching_strategy": "gpt_model_type",
+    "engine_dir": "gpt_model_path",
+    "encoder_engine_dir": "encoder_model_path",
+}
+"""The names that templates have for them."""
+
+FIELDS = frozenset({
+    "name", "platform", "backend", "runtime", "version_policy", "max_batch_size", "input", "output", "batch_input",
+    "batch_output", "optimization", "dynamic_batching", "sequence_batching", "ensemble_scheduling", "instance_group",
+    "default_model_filename", "cc_model_filenames", "metric_tags", "parameters", "model_warmup", "model_operations",
+    "model_transaction_policy", "model_repository_agents", "response_cache", "model_metrics",
+})  # fmt: skip
+"""Of a model's configuration. Those that nothing here reads say nothing to a server of one language model."""
+INSIDE: dict[str, frozenset[str]] = {
+    "dynamic_batching": frozenset({
+        "preferred_batch_size", "max_queue_delay_microseconds", "preserve_ordering", "priority_levels",
+        "default_priority_level", "default_queue_policy", "priority_queue_policy",
+    }),
+    "dynamic_batching.default_queue_policy": frozenset({
+        "timeout_action", "default_timeout_microseconds", "allow_timeout_override", "max_queue_size",
+    }),
+    "model_transaction_policy": frozenset({"decoupled"}),
+    "instance_group": frozenset({
+        "name", "kind", "count", "rate_limiter", "gpus", "secondary_devices", "profile", "passive", "host_policy",
+    }),
+    "response_cache": frozenset({"enable"}),
+    "parameters": frozenset({"key", "value"}),
+    "parameters.value": frozenset({"string_value"}),
+}  # fmt: skip
+"""Of the messages that are read here, by where they stand."""
+INERT = frozenset({
+    "FORCE_CPU_ONLY_INPUT_TENSORS", "executor_worker_path", "worker_path", "gpt_model_path",
+    "kv_cache_onboard_blocks", "cancellation_check_period_ms", "stats_check_period_ms", "recv_poll_period_ms",
+    "iter_stats_max_iterations", "request_stats_max_iterations", "normalize_log_probs", "multi_block_mode",
+    "enable_context_fmha_fp32_acc", "cuda_graph_mode", "cuda_graph_cache_size", "speculative_decoding_fast_logits",
+    "tokenizer_dir", "tokenizer_type", "participant_ids", "xgrammar_tokenizer_info_path", "lora_prefetch_dir",
+    "logits_datatype", "cross_kv_cache_fraction",
+})  # fmt: skip
+"""Parameters of TensorRT-LLM's own works, which attar's do not have or find out by themselves."""
+WARNED = {
+    "enable_trt_overlap": "was removed from the backend: nothing overlaps two halves of a batch, there or here",
+    "kv_cache_host_memory_bytes": "keys and values are not moved to the host: what is evicted is computed again",
+    "max_attention_window_size": "attention looks back as far as the model's own configuration says",
+    "sink_token_length": "attention looks back as far as the model's own configuration says",
+    "gpu_weights_percent": "all weights stay in memory",
+    "guided_decoding_backend": "answers are not held to a grammar: requests that ask for it are refused",
+    "lora_cache_optimal_adapter_size": "adapters are not cached: --adapter NAME=FOLDER keeps each in memory",
+    "lora_cache_max_adapter_size": "adapters are not cached: --adapter NAME=FOLDER keeps each in memory",
+    "lora_cache_gpu_memory_fraction": "adapters are not cached: --adapter NAME=FOLDER keeps each in memory",
+    "lora_cache_host_memory_bytes": "adapters are not cached: --adapter NAME=FOLDER keeps each in memory",
+}
+HARMLESS = ("0", "1.0", "1")
+"""Values of most of these that ask for nothing."""
+REFUSED = {
+    "encoder_model_path": "models with an encoder are not served",
+    "medusa_choices": "speculation is not built",
+    "eagle_choices": "speculation is not built",
+    "lookahead_window_size": "speculation is not built",
+    "lookahead_ngram_size": "speculation is not built",
+    "lookahead_verification_set_size": "speculation is not built",
+}
+READ = frozenset({
+    "max_num_sequences", "max_num_tokens", "gpt_model_type", "batch_scheduler_policy", "max_tokens_in_paged_kv_cache",
+    "kv_cache_free_gpu_mem_fraction", "max_beam_width", "decoding_mode", "num_nodes", "enable_chunked_context",
+    "enable_kv_cache_reuse", "exclude_input_in_output", "gpu_device_ids",
+})  # fmt: skip
+KNOWN = INERT | READ | WARNED.keys() | REFUSED.keys()
+SAMPLERS = ("", "auto", "top_k", "top_p", "top_k_top_p")
+NUMBER = re.compile(r"(?:[0-9]{1,32}\.?[0-9]{0,32}|\.[0-9]{1,32})(?:[eE][+-]?[0-9]{1,3})?")
+INFLIGHT = ("inflight_fused_batching", "inflight_batching")
+
+Option = int | float | str
+_FIELD = {"max-tokens-in-cache": "max_cached_tokens"}
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What a configuration means to `attar serve`.
+
+    options: by name without dashes in front, in the form of the command line's values. kv: the three fields that share
+    memory out, with their defaults. notes: what attar does anyhow. warnings: what is lost.
+    """
+
+    options: dict[str, Option]
+    kv: dict[str, int | float | None]
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def command(self, model: str = "MODEL") -> str:
+        """The command line that serves alike."""
+        options = (
+            f"--{name} {value:.10g}" if isinstance(value, float) else f"--{name} {value}"
+            for name, value in self.options.items()
+        )
+        return " ".join(["attar serve", model, *options])
+
+    def settings(self) -> dict[str, Any]:
+        """The same as fields of the engine's settings."""
+        return {_FIELD.get(name, name.replace("-", "_")): value for name, value in self.options.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "options": self.options,
+            "kv": self.kv,
+            "command": self.command(),
+            "notes": list(self.notes),
+            "warnings": list(self.warnings),
+        }
+
+
+def load(path: Path) -> Imported:
+    """A file. Raises ValueError as `read`, naming the file, and OSError where there is none."""
+    text = pbtxt.load(path)
+    try:
+        return read(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def read(text: str) -> Imported:
+    """A `config.pbtxt`. Raises ValueError for what cannot be read, has a value that its field cannot have, or asks for
+    what attar would answer otherwise."""
+    return _Reading(pbtxt.parse(text)).result()
+
+
+@dataclass
+class _Reading:
+    root: Message
+    options: dict[str, Option] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def result(self) -> Imported:
+        self._refuse()
+        parameters = self._parameters()
+        self._sequences(parameters)
+        self._queue()
+        self._policy(parameters)
+        kv = self._cache(parameters)
+        self._others(parameters)
+        return Imported(self.options, kv, tuple(self.notes), tuple(self.warnings))
+
+    def _refuse(self) -> None:
+        for name in ("ensemble_scheduling", "sequence_batching"):
+            if self.root.all(name):
+                raise ValueError(f"{name}: this is no model of TensorRT-LLM: give the config.pbtxt of tensorrt_llm")
+        for name, known in (("backend", ("tensorrtllm", "python")), ("platform", ())):
+            if (value := self.root.text(name)) and value not in known:
+                raise ValueError(f"{name}: {value[:80]!r} is not TensorRT-LLM's backend, the only one that is read")
+        strange = dict.fromkeys(_strange(self.root, "", FIELDS))
+        self.warnings += [
+            f"{name}: no field of a model's configuration that is known here; left out" for name in strange
+        ]
+
+    def _parameters(self) -> dict[str, str]:
+        """Those that are set, by the names that the backend looks for."""
+        found: dict[str, str] = {}
+        for each in self.root.messages("parameters"):
+            key = each.text("key")
+            if not key:
+                raise ValueError("parameters: one has no key")
+            name = SPELT.get(key, key)
+            if name in found:
+                raise ValueError(f"parameters: {key[:80]!r} is given twice")
+            found[name] = each.message("value").text("string_value").strip()
+        return found
+
+    def _sequences(self, parameters: Mapping[str, str]) -> None:
+        most = self.root.count("max_batch_size", 2**31 - 1)
+        if (runtime := _integer(parameters, "max_num_sequences")) is not None:
+            most = runtime
+        if most is None:
+            self.warnings.append(
+                "max_batch_size: not given, which Triton takes for 0, no batching; the usual number of sequences run "
+                "together unless --max-running says how many"
+            )
+        if most == 0:
+            self.notes.append("max_batch_size: 0 means no batching: one sequence at a time")
+        if most is not None:
+            self.options["max-running"] = max(1, most)
+        tokens = _integer(parameters, "max_num_tokens")
+        if tokens is not None:
+            self.options["max-step-tokens"] = tokens
+        elif most is not None and most > (usual := Limits().max_step_tokens):
+            self.options["max-step-tokens"] = most
+            self.notes.append(
+                f"max_batch_size: {most} sequences take as many tokens a step, more than the usual {usual}"
+            )
+
+    def _queue(self) -> None:
+        batching = self.root.message("dynamic_batching")
+        policy = batching.message("default_queue_policy")
+        if size := policy.count("max_queue_size", 2**32 - 1):
+            self.options["max-waiting"] = size
+        elif size == 0:
+            self.notes.append(f"max_queue_size: 0 means no limit; attar's queue has one, {Limits().max_waiting}")
+        if policy.count("default_timeout_microseconds", 2**64 - 1):
+            self.warnings.append(
+                "default_timeout_microseconds: time in the queue has no limit of its own; --deadline is of the whole"
+            )
+        for name, reason in (
+            ("priority_levels", "a request's `priority` is any number, lower first"),
+            ("default_priority_level", "a request's `priority` is any number, lower first"),
+            ("priority_queue_policy", "all priorities share one queue"),
+            ("preserve_ordering", "each answer goes out as it is made"),
+            ("preferred_batch_size", "steps take whatever is there, up to --max-running"),
+        ):
+            if batching.all(name):
+                self.notes.append(f"{name}: {reason}")
+
+    def _policy(self, parameters: Mapping[str, str]) -> None:
+        delay = self.root.message("dynamic_batching").count("max_queue_delay_microseconds", 2**63) or 0
+        strategy = parameters.get("gpt_model_type", "")
+        if strategy and strategy.lower() not in (*INFLIGHT, "v1"):
+            raise ValueError(f"gpt_model_type: {strategy[:80]!r} is neither inflight_fused_batching nor V1")
+        if strategy.lower() == "v1":
+            self.options["policy"] = "dynamic" if delay else "static"
+            if delay:
+                self.options["max-delay"] = delay / MICROSECONDS
+        else:
+            if strategy:
+                self.options["policy"] = "continuous"
+            if delay:
+                self.notes.append(
+                    f"max_queue_delay_microseconds: {delay} delays nobody: sequences join a running batch at every step"
+                )
+        scheduler = parameters.get("batch_scheduler_policy", "")
+        if scheduler.lower() not in ("", "max_utilization", "guaranteed_no_evict"):
+            raise ValueError(
+                f"batch_scheduler_policy: {scheduler[:80]!r} is neither max_utilization nor guaranteed_no_evict"
+            )
+        pauses = scheduler.lower() == "max_utilization"
+        self.options["max-preemptions"] = Limits().max_preemptions if pauses else 0
+        if not scheduler:
+            self.notes.append(
+                "batch_scheduler_policy: unset it is guaranteed_no_evict, and nobody who has begun is paused; with "
+                "--max-preemptions above 0 more run together, and where blocks run out no token is lost"
+            )
+
+    def _cache(self, parameters: Mapping[str, str]) -> dict[str, int | float | None]:
+        tokens = _integer(parameters, "max_tokens_in_paged_kv_cache")
+        share = _share(parameters, "kv_cache_free_gpu_mem_fraction")
+        cross = _share(parameters, "cross_kv_cache_fraction")
+        if share == 0:
+            raise ValueError("kv_cache_free_gpu_mem_fraction: 0 leaves no room for keys and values")
+        if cross is not None:
+            self.notes.append("cross_kv_cache_fraction: of models with an encoder, which are not served")
+        if tokens is not None:
+            self.options["max-tokens-in-cache"] = tokens
+        self.options["kv-fraction"] = KV_FRACTION if share is None else share
+        return {
+            "max_tokens_in_paged_kv_cache": tokens,
+            "kv_cache_free_gpu_mem_fraction": KV_FRACTION if share is None else share,
+            "cross_kv_cache_fraction": CROSS_KV_FRACTION if cross is None else cross,
+        }
+
+    def _others(self, parameters: Mapping[str, str]) -> None:
+        if self.root.message("model_transaction_policy").flag("decoupled") is not None:
+            self.notes.append("decoupled: every request may ask for a stream")
+        if (beams := _integer(parameters, "max_beam_width")) is not None and beams > 1:
+            raise ValueError(f"max_beam_width: {beams} asks for beam search, which is not built")
+        if (sampler := parameters.get("decoding_mode", "")) not in SAMPLERS:
+            raise ValueError(f"decoding_mode: {sampler[:80]} is not built: tokens are drawn, one at a time")
+        if (nodes := _integer(parameters, "num_nodes")) is not None and nodes > 1:
+            raise ValueError(f"num_nodes: {nodes}: a model is served by one machine")
+        for name, reason in REFUSED.items():
+            if parameters.get(name):
+                raise ValueError(f"{name}: {reason}")
+        for name, says in (
+            ("enable_chunked_context", "prompts are run in chunks of what a step has room for, to the same bits"),
+            ("enable_kv_cache_reuse", "what prompts have in common is computed once, to the same bits"),
+        ):
+            if _truth(parameters, name) is not None:
+                self.notes.append(f"{name}: {says}")
+        if _truth(parameters, "exclude_input_in_output") is False:
+            self.warnings.append("exclude_input_in_output: a prompt is repeated where a request says so, by `echo`")
+        for name, value in parameters.items():
+            if name == "enable_trt_overlap" or (name in WARNED and value not in ("", *HARMLESS)):
+                self.warnings.append(f"{name}: {WARNED[name]}")
+            elif name not in KNOWN:
+                self.warnings.append(f"parameters: {name[:80]!r} is not known here; left out")
+        self._devices(parameters.get("gpu_device_ids", ""))
+        self._instances()
+
+    def _devices(self, ids: str) -> None:
+        if not ids:
+            return
+        listed = re.split("[,;]", ids)
+        if not all(re.fullmatch("[0-9]{1,4}", each) for each in listed):
+            raise ValueError(f"gpu_device_ids: {ids[:80]!r} is no list of numbers")
+        if len(listed) == 1:
+            self.options["device"] = f"cuda:{int(ids)}"
+        else:
+            self.warnings.append(
+                f"gpu_device_ids: {ids[:80]}: how {len(listed)} GPUs share a model is in the engine, not in this file: "
+                "give --device cuda with --tp or --pp"
+            )
+
+    def _instances(self) -> None:
+        groups = self.root.messages("instance_group")
+        count = sum(1 if (given := group.count("count", 2**31 - 1)) is None else given for group in groups)
+        if any(group.all("gpus") or group.all("secondary_devices") for group in groups):
+            self.warnings.append("instance_group: gpus: where a model is computed is --device's to say")
+        if count > 1:
+            self.warnings.append(
+                f"instance_group: {count} instances: a server has one engine, which takes requests together; start as "
+                "many servers for more"
+            )
+        if self.root.message("response_cache").flag("enable"):
+            self.warnings.append("response_cache: whole answers are not kept")
+
+
+def _strange(message: Message, path: str, known: frozenset[str]) -> Iterator[str]:
+    """Where fields stand that nobody knows, below `path`."""
+    for name, value in message.fields:
+        where = f"{path}.{name}" if path else name
+        if name not in known:
+            yield where[:80]
+        elif isinstance(value, Message) and where in INSIDE:
+            yield from _strange(value, where, INSIDE[where])
+
+
+def _truth(parameters: Mapping[str, str], name: str) -> bool | None:
+    """Of a parameter, which is a string."""
+    if not (text := parameters.get(name, "")):
+        return None
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise ValueError(f"{name}: expected true or false, not {text[:80]!r}")
+    return text.lower() in ("true", "1")
+
+
+def _integer(parameters: Mapping[str, str], name: str) -> int | None:
+    """Of a parameter, at least 1."""
+    if not (text := parameters.get(name, "")):
+        return None
+    if not re.fullmatch("[0-9]{1,18}", text) or int(text) < 1:
+        raise ValueError(f"{name}: expected a number above 0, not {text[:80]!r}")
+    return int(text)
+
+
+def _share(parameters: Mapping[str, str], name: str) -> float | None:
+    """Of a parameter, from 0 to 1."""
+    if not (text := parameters.get(name, "")):
+        return None
+    if not NUMBER.fullmatch(text) or not 0 <= (value := float(text)) <= 1:
+        raise ValueError(f"{name}: expected a number from 0 to 1, not {text[:80]!r}")
+    return value

@@ -1,0 +1,223 @@
+"""Keys and values in coordinates of their own, a few bits each: the arithmetic of the schemes int4, klt4 and klt2.
+
+A `Basis` turns a head's numbers x [D] into coordinates y = (x - mean) into, and back: x = y back + mean. Nothing but
+the rounding is lost, for `into` and `back` are each other's inverse. Neither do scores want x itself:
+
+    q . x = (q back^T) . y + q . mean
+
+so queries are turned once and keys never back; and the last term is the same for all keys of a query, which a softmax
+does not see. Values are mixed as coordinates, and the mixture is turned back: its weights add up to one.
+
+A coordinate is a level times its token's scale. Levels are small integers (`kv/schemes.py`), as many as the coordinate
+has bits; a coordinate of no bits is zero. The scale is the candidate whose rounding leaves the least error, where
+`weights` say what an error counts; candidates are numbers that can be stored, so it is the one that is read. A scale is
+a bfloat16, or where the basis is calibrated a byte, the upper half of a float16 without its sign (five bits of exponent
+and three of fraction): neighbours are 6 to 12 % apart, as candidates are anyway, and what half a byte saves buys more
+as bits of codes.
+
+Codes lie by buckets of 8 coordinates and runs of 16 slots, 128 codes in the order in which an int8 product wants them:
+
+    keys     number 64 q + 4 slot + j    coordinate 4 q + j of the bucket
+    values   number 32 q + 4 c + j       coordinate c and slot 4 q + j
+
+Their bits are cut, from the lowest, into planes of 4, 2 and 1 bits, as those of weights are, so that a shift and a mask
+make a vector of one. A plane of w bits takes 16 w bytes, and byte i has the bits of codes i, i + 16 w, i + 32 w and so
+on, from its lowest.
+
+Legend: N rows, G key-value heads, D head size, U bits of a run's coordinates (`KvScheme.units`), 16 bytes each.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attar.kv.schemes import BUCKET, LEVELS, MOST_BITS, RUN, UNIT
+
+STEPS = (0.75, 0.825, 0.9, 0.975, 1.05, 1.125, 1.2, 1.3)
+"""Candidates for a scale in bfloat16, as shares of the root mean square."""
+BYTES = range(-3, 5)
+"""Candidates for a scale of a byte: what is added to that of the root mean square, which is cut to a byte."""
+DROPPED = 7  # bits of a float16 that a byte's scale lacks
+INFINITE = 0x7C00 >> DROPPED  # byte; those above are NaN
+LAST = 127  # level
+SMALLEST = 1e-30  # scale that numbers are divided by: what it would divide is zero, near enough
+WIDTHS = ((), (1,), (2,), (2, 1), (4,), (4, 1), (4, 2))
+"""Of so many bits, those of each plane."""
+
+
+@dataclass(eq=False)
+class Basis:
+    """Coordinates of one layer's keys or values, of each of its heads.
+
+    `bits` [G][D / 8] of each bucket's coordinates add up to the same for every head, and do not increase. `back` and
+    `queries` are each other's transpose and may share their memory.
+    """
+
+    into: Tensor  # [G, D, D] float32
+    back: Tensor  # [G, D, D]
+    mean: Tensor  # [G, D]
+    weights: Tensor  # [G, D]: what a squared error of a coordinate counts
+    bits: tuple[tuple[int, ...], ...]
+    queries: Tensor = None  # type: ignore[assignment]  # [G, D, D]: queries times it meet the coordinates of keys
+
+    def __post_init__(self) -> None:
+        if self.queries is None:
+            self.queries = self.back.transpose(1, 2)
+        each, device = torch.tensor(self.bits), self.into.device
+        self.columns = each.repeat_interleave(BUCKET, 1).to(device)  # [G, D]
+        """Bits of each coordinate."""
+        held = (self.columns > 0).float()
+        self.shares = held / (UNIT * held.sum(1, keepdim=True).sqrt())
+        """[G, D]: the root mean square of coordinates in standard deviations is that of the sum of (share * y)^2."""
+        self.buckets = torch.tensor(self.bits, dtype=torch.uint8)
+
+    def of_keys(self) -> Basis:
+        """The same with `queries` laid out in order, which keys want, and not `back`, which values do."""
+        if self.queries.is_contiguous():
+            return self
+        queries = self.queries.contiguous()
+        return replace(self, queries=queries, back=queries.transpose(1, 2))
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Numbers x [N, G, D] to coordinates."""
+        return torch.einsum("ngd,gde->nge", x.float() - self.mean, self.into)
+
+    def turn_queries(self, q: Tensor) -> Tensor:
+        """Queries [N, H, D] to what keys' coordinates are multiplied with."""
+        heads = q.float().unflatten(1, (self.back.shape[0], -1))
+        turned: Tensor = torch.einsum("ngrd,gde->ngre", heads, self.queries)
+        return turned.flatten(1, 2).to(q.dtype).contiguous()
+
+    def turn_back(self, mixed: Tensor) -> Tensor:
+        """Mixtures [N, H, D] of coordinates to mixtures of numbers."""
+        heads = mixed.unflatten(1, (self.back.shape[0], -1))
+        turned: Tensor = torch.einsum("ngre,ged->ngrd", heads, self.back.to(mixed.dtype))
+        return (turned + self.mean[:, None].to(mixed.dtype)).flatten(1, 2)
+
+
+@functools.lru_cache(maxsize=8)
+def rotation(kv_heads: int, head_dim: int, units: int, device: str = "cpu") -> Basis:
+    """The basis that needs no model: Hadamard's, in blocks of the largest power of two that divides the head. It makes
+    of any numbers such as are near enough normal and vary alike, so all coordinates have equal bits."""
+    size = head_dim & -head_dim
+    turn = torch.block_diag(*[hadamard(size)] * (head_dim // size)).to(device).expand(kv_heads, -1, -1).contiguous()
+    buckets = head_dim // BUCKET
+    assert units % buckets == 0, "equal bits want whole ones"
+    flat = torch.zeros((kv_heads, head_dim), device=device)
+    return Basis(turn, turn, flat, flat + 1, ((units // buckets,) * buckets,) * kv_heads, queries=turn)  # symmetric
+
+
+def hadamard(size: int) -> Tensor:
+    """Sylvester's orthogonal matrix [size, size], size a power of two."""
+    out = torch.ones((1, 1))
+    while len(out) < size:
+        out = torch.cat((torch.cat((out, out), 1), torch.cat((out, -out), 1)))
+    return out / math.sqrt(size)
+
+
+@functools.lru_cache
+def tables() -> tuple[Tensor, Tensor]:
+    """Of b bits: the level of each code, int8 [b, 64]; and the code of the level nearest to each integer from -127 to
+    127, uint8 [b, 255], of two the lower."""
+    levels, codes = torch.zeros((MOST_BITS + 1, 1 << MOST_BITS), dtype=torch.int8), torch.zeros((MOST_BITS + 1, 255))
+    for b, half in LEVELS.items():
+        every = torch.tensor([*(-x for x in reversed(half)), *half])
+        levels[b, : len(every)] = every
+        codes[b] = torch.bucketize(2.0 * torch.arange(-LAST, LAST + 1), every[1:] + every[:-1])
+    return levels, codes.to(torch.uint8)
+
+
+def quantize(y: Tensor, basis: Basis, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    """Coordinates [N, G, D] to codes uint8 [N, G, D] and scales [N, G] of a dtype, bfloat16 or uint8.
+
+    What is not finite makes its scale NaN, and so do numbers too large for a scale or for their errors' sum: whoever
+    reads the row sees it, and nobody else does.
+    """
+    levels, nearest = (table.to(y.device) for table in tables())
+    finite = y.isfinite().all(-1)
+    y = torch.where(finite[..., None], y, 0.0)
+    size = (y * basis.shares).square().sum(-1).sqrt()
+    best = torch.full_like(size, torch.inf)
+    codes, scales = torch.zeros_like(y, dtype=torch.uint8), torch.full_like(size, torch.nan)
+    for scale in _candidates(size, dtype):
+        s = torch.where(scale < SMALLEST, 1.0, scale)
+        at = (y * (1 / s)[..., None]).clamp(-LAST, LAST).round().long() + LAST
+        code = nearest[basis.columns, at]
+        error = ((y - scale[..., None] * levels[basis.columns, code.long()]).square() * basis.weights).sum(-1)
+        better = error < best
+        best, scales = torch.where(better, error, best), torch.where(better, scale, scales)
+        codes = torch.where(better[..., None], code, codes)
+    scales = torch.where(finite, scales, torch.nan)
+    return codes, scales.bfloat16() if dtype == torch.bfloat16 else _upper_half(scales.half())
+
+
+def _candidates(size: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Scales for numbers of a root mean square [N, G], each of which the dtype holds: float32 [N, G]."""
+    if dtype == torch.bfloat16:
+        yield from ((size * step).bfloat16().float() for step in STEPS)
+        return
+    half = size.half()
+    for more in BYTES:
+        scale = widen((_upper_half(half).int() + more).clamp(0, INFINITE).to(torch.uint8))
+        yield torch.where(half.isfinite(), scale, torch.inf)  # what a byte cannot reach has no error to be best by
+
+
+def _upper_half(scales: Tensor) -> Tensor:
+    """Numbers in float16, not negative, cut to the bytes that `widen` reads."""
+    return (scales.view(torch.int16) >> DROPPED).to(torch.uint8)
+
+
+def widen(scales: Tensor) -> Tensor:
+    """Scales as they are stored to float32."""
+    if scales.dtype == torch.uint8:
+        scales = (scales.to(torch.int16) << DROPPED).view(torch.float16)
+    return scales.float()
+
+
+def dequantize(codes: Tensor, scales: Tensor, basis: Basis) -> Tensor:
+    """Codes [..., G, D] and scales [..., G], bfloat16 or uint8, to coordinates, float32."""
+    levels = tables()[0].to(codes.device)
+    return levels[basis.columns, codes.long()].float() * widen(scales)[..., None]
+
+
+def pack(codes: Tensor, basis: Basis, values: bool) -> Tensor:
+    """Codes of whole runs [M, G, 16, D] to planes uint8 [M, G, U, 16]."""
+    heads = []
+    for g, bits in enumerate(basis.bits):
+        planes = []
+        for bucket, many in enumerate(bits):
+            own = codes[:, g, :, bucket * BUCKET : (bucket + 1) * BUCKET].int()  # [M, 16, 8]
+            # [M, four slots, slot, column] to [.., column, slot], or [M, slot, half, column] to [M, half, slot, column]
+            own = own.unflatten(1, (4, 4)).transpose(2, 3) if values else own.unflatten(2, (2, 4)).transpose(1, 2)
+            line = own.flatten(1)
+            for width in WIDTHS[many]:
+                part = (line & (1 << width) - 1).unflatten(1, (8 // width, -1))
+                planes.append((part << torch.arange(0, 8, width, device=codes.device)[:, None]).sum(1))
+                line = line >> width
+        heads.append(torch.cat(planes, 1).unflatten(1, (-1, 2 * BUCKET)))
+    return torch.stack(heads, 1).to(torch.uint8)
+
+
+def unpack(planes: Tensor, basis: Basis, values: bool) -> Tensor:
+    """Planes [M, G, U, 16] to codes uint8 [M, G, 16, D]."""
+    out = torch.zeros((*planes.shape[:2], RUN, basis.columns.shape[1]), dtype=torch.int32, device=planes.device)
+    for g, bits in enumerate(basis.bits):
+        every, at = planes[:, g].flatten(1).int(), 0
+        for bucket, many in enumerate(bits):
+            line, low = torch.zeros((len(every), RUN * BUCKET), dtype=torch.int32, device=planes.device), 0
+            for width in WIDTHS[many]:
+                part = every[:, None, at : at + 16 * width] >> torch.arange(0, 8, width, device=planes.device)[:, None]
+                line += (part & (1 << width) - 1).flatten(1) << low
+                at, low = at + 16 * width, low + width
+            if values:
+                own = line.unflatten(1, (4, BUCKET, 4)).transpose(2, 3).flatten(1, 2)
+            else:
+                own = line.unflatten(1, (2, RUN, 4)).transpose(1, 2).flatten(2)
+            out[:, g, :, bucket * BUCKET : (bucket + 1) * BUCKET] = own
+    return out.to(torch.uint8)

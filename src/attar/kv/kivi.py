@@ -1,0 +1,49 @@
+"""KIVI's code (Liu et al. 2024): 2 bits from least to greatest, keys per channel and values per token.
+
+Keys of large models have channels that are large in every token, so that a scale per token would serve those and round
+all others away: each channel of 32 tokens gets its own. Values have no such channels, and a token's are mixed as a
+whole: 32 columns of a token share a scale. Zero and scale are float16, which at 2 bits are a third of the size.
+Groups of 64, as measurements also take, make that a fifth.
+
+The code is as published, the windows in 16 bits are not: see `kv/schemes.py`.
+
+Legend: M blocks, G key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attar.kv.schemes import RUN
+
+MOST = 3  # code
+
+
+def quantize(x: Tensor, along: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks [M, G, block, D], in groups of `group` along axis 2 or 3, to (codes, scales, zeros) as pages have them.
+
+    Codes are uint8, four neighbours along that axis a byte: [M, G, block / 16, D, 4] or [M, G, block, D / 4]. The
+    others are float16, one for each group on it. What is not finite makes its group's scale NaN.
+    """
+    groups = x.float().unflatten(along, (-1, group))
+    low, high = groups.amin(along + 1, keepdim=True), groups.amax(along + 1, keepdim=True)
+    scale, zero = ((high - low) / MOST).half(), low.half()
+    scale = torch.where(groups.isfinite().all(along + 1, keepdim=True) & zero.isfinite(), scale, torch.nan)
+    s = torch.where(scale == 0, 1.0, scale.float())
+    codes = ((groups - zero.float()) / s).nan_to_num(0.0).round().clamp(0, MOST).to(torch.uint8)
+    codes = codes.flatten(along, along + 1)
+    if along == 2:
+        codes = codes.unflatten(2, (-1, RUN)).transpose(3, 4)
+    fours = codes.unflatten(-1, (-1, 4)) << torch.arange(0, 8, 2, device=x.device).byte()
+    return fours.sum(-1).to(torch.uint8), scale.squeeze(along + 1), zero.squeeze(along + 1)
+
+
+def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor, along: int) -> Tensor:
+    """The inverse: float32 [M, G, block, D]."""
+    each = (codes[..., None] >> torch.arange(0, 8, 2, device=codes.device).byte() & MOST).flatten(-2)
+    if along == 2:
+        each = each.transpose(3, 4).flatten(2, 3)
+    groups = each.unflatten(along, (scales.shape[along], -1)).float()
+    numbers: Tensor = groups * scales.float().unsqueeze(along + 1) + zeros.float().unsqueeze(along + 1)
+    return numbers.flatten(along, along + 1)

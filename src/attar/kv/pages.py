@@ -1,0 +1,208 @@
+"""Keys and values in blocks: how they lie, and which rows of a call belong where.
+
+A *slot* is one token's place, number `slot % block` of block `slot // block`; a sequence's slots are listed by its row
+of a block table, so that sequences grow without moving and may share what they have in common.
+
+How a block lies is its scheme's business (`KvScheme.parts` names every array): floats and 8 bits as the arrays below
+say, which `csrc/attention.h` draws; a few bits a coordinate as `planes.py` says; KIVI's and KVQuant's as `kivi.py` and
+`nuq.py`. The reference and the CPU kernels read all of them. Kernels of a GPU have a layout of their own
+(`triton/pages.py`): a cache belongs to the backend that it was made for.
+
+Shapes: N rows, one sequence after another; B sequences; H query heads, G key-value heads, D head size. J neighbours
+stand together, as many as a dot product of the type takes at once: 4 for int8, otherwise 1.
+"""
+
+from __future__ import annotations
+
+import array
+import functools
+import math
+import mmap
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attar.kernels.native import extension
+from attar.kv import schemes
+from attar.kv.bit_planes import Basis, rotation
+from attar.kv.kvquant import Channels
+from attar.kv.schemes import KvScheme
+
+RUN = schemes.RUN  # slots that stand side by side in the keys, and columns in the values
+PARTS = ("keys", "values", "key_scales", "value_scales", "key_zeros", "value_zeros")  # of most schemes
+
+
+@dataclass(eq=False)
+class Bases:
+    """The coordinates that one layer's keys and values are rounded in."""
+
+    keys: Basis | Channels
+    values: Basis | Channels
+
+    def __post_init__(self) -> None:
+        if isinstance(self.keys, Basis):
+            self.keys = self.keys.of_keys()
+
+    @functools.cached_property
+    def addresses(self) -> Tensor:
+        """Where the arrays of two `Basis` lie, int64 [12], in the order of `Bases` in `csrc/attention.h`."""
+        assert isinstance(self.keys, Basis)
+        assert isinstance(self.values, Basis)
+        sides = ((self.keys, self.keys.queries), (self.values, self.values.back))
+        arrays = ((b, s.into, s.mean, s.weights, s.shares, s.buckets) for s, b in sides)
+        return _addresses(each for side in arrays for each in side)
+
+
+@dataclass(eq=False)
+class Recent:
+    """Unfinished blocks in 16 bits, of the coordinates that finished ones are rounded in: [tails, G, block, D] each.
+    Which tail is whose says `Placement.tails`."""
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(eq=False)
+class Pages:
+    """The blocks of one layer, and beside them what the scheme wants of a layer as a whole.
+
+    Keys and values of the float and 8-bit schemes are as here; of others as `KvScheme.parts` and their codec say.
+    """
+
+    head_dim: int
+    keys: Tensor  # [blocks, G, block / 16, ceil(D / J), 16, J]
+    values: Tensor  # [blocks, G, block / J, D rounded up to 16, J]
+    key_scales: Tensor | None = None  # [blocks, G, block]
+    value_scales: Tensor | None = None
+    key_zeros: Tensor | None = None
+    value_zeros: Tensor | None = None
+    scheme: KvScheme = schemes.SCHEMES["float32"]
+    bases: Bases | None = None
+    recent: Recent | None = None
+    more: dict[str, Tensor] = field(default_factory=dict)
+    """Arrays that only this scheme has, by the names of its parts."""
+    keys_rotated: bool = field(default=True, init=False)
+    """Whether keys are rotated when they are written. A cache that moves keys to other positions wants them rotated
+    when they are read, which no kernel does yet: `ops` takes no others."""
+
+    @classmethod
+    def zeros(
+        cls,
+        blocks: int,
+        block: int,
+        kv_heads: int,
+        head_dim: int,
+        scheme: KvScheme,
+        device: str = "cpu",
+        tails: int = 0,
+        bases: Bases | None = None,
+    ) -> Pages:
+        """Blocks of `block` slots, and `tails` unfinished ones where the scheme has such.
+
+        `bases` are for schemes that are calibrated, which have none by default. Raises ValueError where the scheme does
+        not keep such heads or blocks, or lacks its bases.
+        """
+        made = {}
+        for name, part in scheme.parts(kv_heads, head_dim, block).items():
+            made[name] = _zeros((blocks, *part.shape), getattr(torch, part.dtype), device)
+        if scheme.calibrated and bases is None:
+            raise ValueError(f"{scheme.name} needs bases that are calibrated on the model (model.kv_basis.calibrate)")
+        if scheme.planes and bases is None:
+            turn = rotation(kv_heads, head_dim, scheme.units(head_dim), device)
+            bases = Bases(turn, turn)
+        recent = None
+        if scheme.recent:
+            shape = (tails, kv_heads, block, head_dim)
+            recent = Recent(*(torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2)))
+        more = {name: made.pop(name) for name in list(made) if name not in PARTS}
+        return cls(head_dim, **made, scheme=scheme, bases=bases, recent=recent, more=more)
+
+    @functools.cached_property
+    def channels(self) -> Tensor:
+        """Where the arrays of two `Channels` lie and what stands apart in these pages, int64 [12], in the order of
+        `TwoChannels` in `csrc/attention.h`."""
+        assert self.bases is not None
+        arrays = list[Tensor]()
+        for side, each in (("key", self.bases.keys), ("value", self.bases.values)):
+            assert isinstance(each, Channels)
+            apart = (self.more[f"{side}_{what}"] for what in ("outliers", "columns", "firsts"))
+            arrays += [each.mean, each.spread, each.levels, *apart]
+        return _addresses(arrays)
+
+    def parts(self) -> list[Tensor]:
+        """What there is of each block."""
+        return [part for name in PARTS if (part := getattr(self, name)) is not None] + list(self.more.values())
+
+    @property
+    def blocks(self) -> int:
+        return self.keys.shape[0]
+
+    @property
+    def block(self) -> int:
+        return self.keys.shape[2] * (1 if self.scheme.kind == "nuq" else RUN)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys.dtype
+
+    @property
+    def kv_heads(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the blocks."""
+        return sum(part.nbytes for part in self.parts())
+
+
+@dataclass(eq=False)
+class Placement:
+    """Which rows of a call belong to which sequence, where their keys and values go, and what is there already.
+
+    Everything is a tensor, read when a kernel runs: a recorded step is replayed by writing new numbers into them.
+
+    The position of a key is its slot's index in the sequence, unless `key_positions` says otherwise, as an evicting
+    cache must: there, a negative number marks an empty slot. With `tree`, each sequence's own rows (its last slots) see
+    of one another only what the mask allows, and their keys are at the rows' positions, which may branch.
+
+    Where the pages keep unfinished blocks apart, a call's rows of a sequence are of one block, and `tails` names the
+    unfinished block that is theirs.
+    """
+
+    row_starts: Tensor  # [B + 1] int32: the rows of sequence b are row_starts[b] .. row_starts[b + 1]
+    lengths: Tensor  # [B] int32: slots filled, once this call's rows are written
+    tables: Tensor  # [B, width] int32: block numbers; those past the length are not looked at
+    positions: Tensor  # [N] int32
+    slots: Tensor  # [N] int64: block number * block + place in the block
+    key_positions: Tensor | None = None  # [blocks, block] int32
+    tree: Tensor | None = None  # bool [sum of T * T]: each sequence's mask [queries, keys] of its T rows, one by one
+    tails: Tensor | None = None  # [B] int64
+
+
+@dataclass(eq=False)
+class Rotation:
+    """Rotary angles: row n turns by cos[rows[n]] and sin[rows[n]], each [R / 2] for the first R columns of a head."""
+
+    cos: Tensor  # [angles, R / 2] float32
+    sin: Tensor
+    rows: Tensor  # [N] int32
+
+
+def _addresses(tensors: Iterable[Tensor]) -> Tensor:
+    """Where they lie, int64 [N]. Made without an operation of torch, so also while a step is recorded."""
+    return torch.frombuffer(array.array("q", [each.data_ptr() for each in tensors]), dtype=torch.int64)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """Zeros whose memory, on a CPU, is taken when it is first written: `torch.zeros` would write it all at once, which
+    for a large cache takes as long as loading the model, and in small pages. A head's blocks lie apart, one to a small
+    page: walking those costs a third of the speed."""
+    size = math.prod(shape) * dtype.itemsize
+    if device != "cpu" or not size:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # the tensor keeps it
+    zeros = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+    extension.prefer_huge_pages(zeros)
+    return zeros

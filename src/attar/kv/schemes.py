@@ -1,0 +1,202 @@
+"""What keys and values are kept as: a `KvScheme` by its name, and the ledger of every byte that it takes. Torch-free.
+
+    float32, bfloat16   as they are
+    int8                8 bits and a float32 scale per token and head
+    fp8                 e4m3 and such a scale; no better than int8 where every token has its own scale
+    int4                rotated by a Hadamard matrix, then 4 bits on a grid for what that makes of them, near enough
+                        normal; a bfloat16 scale per token and head, chosen by the error that it leaves
+    klt4, klt2          the same in another basis, calibrated per layer and head (`model/kv_basis.py`): coordinates in
+                        which errors count alike and which are uncorrelated, with more bits where they vary more; 4.375
+                        and 2.375 bits on average. Numbers of a usual size have a scale near one in it, so that a byte
+                        is enough for a scale (the upper half of a float16 without its sign): heads of 64 take what
+                        llama.cpp's q4_0 and KIVI in groups of 64 take. klt2 keeps the unfinished block of each
+                        sequence in 16 bits
+    kivi2               KIVI's code (Liu et al. 2024): 2 bits from least to greatest, keys per channel in groups of 32
+                        tokens, values per token in groups of 32 columns; the unfinished block in 16 bits. As
+                        published, besides up to R unrounded keys (R = 128) the last R values always stay in 16 bits:
+                        here both sides are rounded at a block's end, which takes less memory and is less precise
+    nuq4, nuq3          KVQuant (Hooper et al. 2024): calibrated levels, keys per channel and values per token; of each
+                        head the greatest coordinates, one in about a hundred, and of each block its first token, in 16
+                        bits. At equal bits worse than klt: here to compare with
+
+Schemes of the third kind need no group of tokens, so that a token is written once and for all. Where a block is first
+kept in 16 bits (`recent`), it is rounded when its last token comes. A token therefore always sees the tokens of its own
+block as they are, and those of earlier blocks rounded: however a prompt is cut into calls. That is also why such caches
+share whole blocks only (`round_to`), and why the 16 bits belong to a sequence and not to a block.
+
+Not done: a window that slides, as that of KIVI's values does, which would make what a token sees depend on numbers that
+a shared prefix no longer has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from attar.formats.weight_formats import Part
+
+Kind = Literal["float", "int8", "fp8", "planes", "kivi", "nuq"]
+
+RUN = 16  # slots that stand side by side in the keys, and columns in the values
+BUCKET = 8  # neighbouring coordinates of one number of bits
+MOST_BITS = 6  # of a coordinate
+ONE_IN = 100  # coordinates of a head of nuq is an outlier, and one at least
+WRITTEN, RANDOM, LENGTH = 12, 4, 256  # texts that a scheme is calibrated on, by who makes them, and tokens of each
+
+
+@dataclass(frozen=True, slots=True)
+class KvScheme:
+    """One way to keep keys and values. `bits` are those of a code, on average; a `group` is of KIVI: so many tokens of
+    keys, columns of values."""
+
+    name: str
+    kind: Kind
+    bits: float
+    calibrated: bool = False
+    recent: bool = False
+    group: int = 0
+
+    @property
+    def planes(self) -> bool:
+        return self.kind == "planes"
+
+    def round_to(self, block: int) -> int:
+        """Tokens of which a shared beginning has a whole number."""
+        return block if self.recent else 1
+
+    def units(self, head_dim: int) -> int:
+        """Bits of one coordinate of each bucket of a head, together: what `planes` divides among the buckets."""
+        return round(self.bits * head_dim / BUCKET)
+
+    def outliers(self, head_dim: int) -> int:
+        """Coordinates of a head that are kept apart; of nuq."""
+        return max(1, round(head_dim / ONE_IN))
+
+    def check(self, head_dim: int, block: int) -> None:
+        """Raise ValueError where heads or blocks of such sizes cannot be kept so."""
+        if block < RUN or block % RUN:
+            raise ValueError(f"a block holds a multiple of {RUN} slots, not {block}")
+        if self.planes and head_dim % RUN:
+            raise ValueError(f"{self.name} keeps heads of a multiple of {RUN} columns, not {head_dim}: int8 keeps any")
+        if self.kind == "kivi" and (head_dim % self.group or block % self.group):
+            raise ValueError(f"{self.name} keeps groups of {self.group} tokens and columns, not {block} and {head_dim}")
+        if self.kind == "nuq" and (head_dim % BUCKET or head_dim > 256):
+            raise ValueError(f"{self.name} keeps heads of a multiple of {BUCKET} columns, 256 at most, not {head_dim}")
+
+    def parts(self, kv_heads: int, head_dim: int, block: int) -> dict[str, Part]:
+        """Every array of one block of one layer; `Pages` has them with a first axis of blocks. Raises ValueError as
+        `check`."""
+        self.check(head_dim, block)
+        padded, runs = -(-head_dim // RUN) * RUN, block // RUN
+        if self.planes:
+            codes = Part("uint8", (kv_heads, runs, self.units(head_dim), 2 * BUCKET))
+            scales = Part("uint8" if self.calibrated else "bfloat16", (kv_heads, block))
+            return {"keys": codes, "values": codes, "key_scales": scales, "value_scales": scales}
+        if self.kind == "kivi":
+            by_channel = Part("float16", (kv_heads, block // self.group, head_dim))
+            by_token = Part("float16", (kv_heads, block, head_dim // self.group))
+            return {
+                "keys": Part("uint8", (kv_heads, runs, head_dim, RUN // 4)),
+                "values": Part("uint8", (kv_heads, block, head_dim // 4)),
+                "key_scales": by_channel, "value_scales": by_token,
+                "key_zeros": by_channel, "value_zeros": by_token,
+            }  # fmt: skip
+        if self.kind == "nuq":
+            codes = Part("uint8", (kv_heads, block, round(self.bits), head_dim // BUCKET))
+            apart = (kv_heads, block, self.outliers(head_dim))
+            found = {"keys": codes, "values": codes, "value_scales": Part("bfloat16", (kv_heads, block))}
+            for side in ("key", "value"):
+                found[f"{side}_outliers"], found[f"{side}_columns"] = Part("bfloat16", apart), Part("uint8", apart)
+                found[f"{side}_firsts"] = Part("bfloat16", (kv_heads, head_dim))
+            return found
+        together, dtype = (4, "int8") if self.kind == "int8" else (1, "uint8" if self.kind == "fp8" else self.name)
+        found = {
+            "keys": Part(dtype, (kv_heads, runs, -(-head_dim // together), RUN, together)),
+            "values": Part(dtype, (kv_heads, block // together, padded, together)),
+        }
+        if self.kind != "float":
+            found |= {name: Part("float32", (kv_heads, block)) for name in ("key_scales", "value_scales")}
+        return found
+
+    def bytes(self, kv_heads: int, head_dim: int, block: int) -> int:
+        """Of one block of one layer. Raises ValueError as `check`."""
+        return sum(part.bytes for part in self.parts(kv_heads, head_dim, block).values())
+
+    def recent_bytes(self, kv_heads: int, head_dim: int, block: int) -> int:
+        """Of one unfinished block of one layer in 16 bits; 0 where there is none."""
+        return 2 * 2 * block * kv_heads * head_dim if self.recent else 0
+
+    def basis_bytes(self, kv_heads: int, head_dim: int) -> int:
+        """Of one layer's calibrated bases, two matrices and three rows a head on either side (of nuq, two rows and
+        the levels); others are shared."""
+        if self.kind == "nuq":
+            return 2 * 4 * (kv_heads * 2 * head_dim + (1 << round(self.bits)))
+        return 2 * 4 * kv_heads * (2 * head_dim**2 + 3 * head_dim) if self.calibrated else 0
+
+    def bits_per_value(self, head_dim: int, block: int, context: int | None = None) -> float:
+        """Bits of a key's or value's number, scales and all; with a `context`, of a sequence of so many tokens, whose
+        unfinished block counts as what it takes."""
+        stored = 8 * self.bytes(1, head_dim, block) / (2 * head_dim * block)
+        if context is None:
+            return stored
+        return stored + 8 * self.recent_bytes(1, head_dim, block) / (2 * head_dim * context)
+
+
+SCHEMES: Mapping[str, KvScheme] = {
+    each.name: each
+    for each in (
+        KvScheme("float32", "float", 32),
+        KvScheme("bfloat16", "float", 16),
+        KvScheme("int8", "int8", 8),
+        KvScheme("fp8", "fp8", 8),
+        KvScheme("klt4", "planes", 4.375, calibrated=True),
+        KvScheme("int4", "planes", 4),
+        KvScheme("nuq4", "nuq", 4, calibrated=True),
+        KvScheme("nuq3", "nuq", 3, calibrated=True),
+        KvScheme("kivi2", "kivi", 2, recent=True, group=32),
+        KvScheme("klt2", "planes", 2.375, calibrated=True, recent=True),
+    )
+}
+
+
+def scheme(name: str) -> KvScheme:
+    """By its name. Raises ValueError naming those there are."""
+    if name not in SCHEMES:
+        raise ValueError(f"keys and values are kept as {', '.join(SCHEMES)}, not {name!r}")
+    return SCHEMES[name]
+
+
+# Grids of coordinates that are near enough normal: Lloyd's (1982) levels for that distribution, in integers, so that
+# they are multiplied as int8. Of 2^b levels the greater half; the rest are their negatives.
+UNIT = 33.92
+"""The integer that stands for one standard deviation, whatever the bits: so coordinates vary alike, and a scale that
+rounds them all to int8 serves them all (`kernels/native/attention.py` reads recent blocks so)."""
+LEVELS: Mapping[int, tuple[int, ...]] = {
+    1: (27,),
+    2: (15, 51),
+    3: (8, 26, 46, 73),
+    4: (4, 13, 22, 32, 43, 55, 70, 93),
+    5: (2, 7, 11, 16, 21, 25, 30, 36, 41, 47, 53, 61, 69, 79, 91, 111),
+    6: (
+        1, 3, 6, 8, 10, 13, 15, 17, 20, 22, 24, 27, 30, 32, 35, 38,
+        40, 43, 46, 49, 53, 56, 60, 64, 68, 73, 78, 84, 91, 99, 110, 127,
+    ),
+}  # fmt: skip
+DISTORTION = (1.0, 0.36338, 0.11753, 0.03461, 0.00953, 0.00256, 0.00069)
+"""Mean squared error that so many bits leave of a normal variable of variance 1."""
+
+
+def divide(variances: Sequence[float], units: int) -> list[int]:
+    """Bits of each bucket's coordinates, `units` together, given the buckets' variances: each bit goes where it takes
+    away most error (reverse water-filling, in whole bits)."""
+    bits = [0] * len(variances)
+    if units > MOST_BITS * len(bits):
+        raise ValueError(f"{units} bits are too many for {len(bits)} buckets of {MOST_BITS} at most")
+    for _ in range(units):
+        gain = [
+            v * (DISTORTION[b] - DISTORTION[b + 1]) if b < MOST_BITS else -1.0
+            for v, b in zip(variances, bits, strict=True)
+        ]
+        bits[gain.index(max(gain))] += 1
+    return bits

@@ -1,0 +1,176 @@
+"""What a caller asks for and what comes back: `SamplingParams` and `Completion`. Plain values, no torch.
+
+Ranges follow OpenAI's API where it has the parameter and vLLM's where it has not. Every value is checked when it is
+made, so that the sampler can trust it: a bool is no integer, NaN is no number, and an error names the range.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length"]
+
+MAX_STOPS = 16
+MAX_STOP_BYTES = 1024  # 256 characters of any kind
+MAX_LOGPROBS = 20
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
+MAX_SEED = 2**64 - 1
+MIN_REPETITION, MAX_REPETITION = 0.01, 100.0  # a penalty that is nearly 0 makes a logit of any size infinite
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens. The defaults sample from the model's own distribution.
+
+    The order in which they act, and the formulas, are in `sampling/sampler.py`.
+
+    max_tokens: at most so many new tokens, >= 0.
+    temperature: >= 0; 0 takes the most likely token, after penalties.
+    top_k: keep the k most likely tokens; 0 keeps all.
+    top_p: keep the fewest most likely tokens whose probabilities sum to at least this; in (0, 1], 1 keeps all.
+    min_p: keep tokens at least this likely compared with the most likely one; in [0, 1], 0 keeps all.
+    repetition_penalty: in [0.01, 100]; above 1 makes tokens of prompt and output less likely (1 is off).
+    presence_penalty, frequency_penalty: in [-2, 2]; subtracted from the logits of tokens of the output, once, or once
+        per occurrence.
+    stop: strings that end the text, a string or several; they are not part of it. At most 16 of 1024 UTF-8 bytes.
+    stop_token_ids: tokens that end it, besides the model's own EOS tokens.
+    ignore_eos: generate past the model's EOS tokens.
+    seed: 0 to 2^64 - 1; the same seed gives the same text, whatever else runs. None draws one (see `seeded`).
+    logprobs: None for none; k for each token's log probability and those of the k most likely ones, k <= 20.
+    prompt_logprobs: the same for the tokens of the prompt behind its first.
+    logit_bias: numbers in [-100, 100] that are added to the logits of these tokens, 1024 at most.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        _integer("max_tokens", self.max_tokens, 0)
+        _number("temperature", self.temperature, 0.0)
+        _integer("top_k", self.top_k, 0)
+        _number("top_p", self.top_p, 0.0, 1.0, above=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION, MAX_REPETITION)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+        if self.seed is not None:
+            _integer("seed", self.seed, 0, MAX_SEED)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        # Lists are welcome and kept as tuples: the value is frozen, hashable, and the caller's list may change.
+        object.__setattr__(self, "stop", _stops(self.stop))
+        object.__setattr__(self, "stop_token_ids", _stop_tokens(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+
+    def seeded(self) -> SamplingParams:
+        """These parameters with a seed: their own, or one from the operating system. Called once for each prompt."""
+        if self.seed is not None:
+            return self
+        return replace(self, seed=int.from_bytes(os.urandom(8), "little"))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural log probability of one generated token under the model itself, before penalties, temperature and filters.
+
+    `top` holds the k most likely tokens with theirs, best first, equals in order of id.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The answer to one prompt.
+
+    `finish_reason` is `stop` (an EOS or stop token, or a stop string) or `length` (max_tokens, or the context is full).
+    `token_ids` include the token that ended the text; `text` does not show it. `seed` is the one that was used.
+    `prompt_logprobs` are those of the prompt's tokens behind its first.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    prompt_token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    seed: int | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def _integer(name: str, value: object, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer, not {value!r}")
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"{name} must be {_range(low, high, above=False)}, not {value}")
+
+
+def _number(name: str, value: object, low: float, high: float | None = None, above: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, not {value!r}")
+    if value < low or (above and value == low) or (high is not None and value > high):
+        raise ValueError(f"{name} must be {_range(low, high, above)}, not {value}")
+
+
+def _range(low: float, high: float | None, above: bool) -> str:
+    lower = f"above {low:g}" if above else f"at least {low:g}"
+    return lower if high is None else f"{lower} and at most {high:g}"
+
+
+def _stops(stop: object) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(strings, Sequence) or not all(isinstance(text, str) for text in strings):
+        raise ValueError(f"stop must be a string or a list of strings, not {stop!r}")
+    if len(strings) > MAX_STOPS:
+        raise ValueError(f"at most {MAX_STOPS} stop strings, not {len(strings)}")
+    for text in strings:
+        if not text:
+            raise ValueError("a stop string must not be empty")
+        if len(text.encode("utf-8", "surrogatepass")) > MAX_STOP_BYTES:
+            raise ValueError(f"a stop string may have {MAX_STOP_BYTES} bytes: {text[:20]!r}... is longer")
+    return tuple(strings)
+
+
+def _stop_tokens(tokens: object) -> tuple[int, ...]:
+    if isinstance(tokens, str) or not isinstance(tokens, Sequence):
+        raise ValueError(f"stop_token_ids must be a list of token ids, not {tokens!r}")
+    for token in tokens:
+        _integer("a stop token id", token, 0)
+    return tuple(tokens)
+
+
+def _biases(biases: object) -> dict[int, float]:
+    if not isinstance(biases, Mapping):
+        raise ValueError(f"logit_bias must map token ids to numbers, not {biases!r}")
+    if len(biases) > MAX_BIASES:
+        raise ValueError(f"logit_bias may have {MAX_BIASES} entries, not {len(biases)}")
+    for token, bias in biases.items():
+        _integer("a token id in logit_bias", token, 0)
+        _number("a number in logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+    return {int(token): float(bias) for token, bias in biases.items()}

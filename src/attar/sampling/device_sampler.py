@@ -1,0 +1,142 @@
+"""`sampler.sample` for logits that lie on a GPU: the same choices, and one wait for all of them.
+
+`sample` looks at what it has found several times on its way, which costs nothing where numbers are at hand. Here every
+look would stop the device. So what the host decides it decides from parameters alone, everything else is computed for
+every row, and tokens come back once, with the largest logit of each row, which says whether the row was fit to choose
+from, and with the log probabilities that somebody wants. Where `sample` picks candidates and sorts those, here whole
+rows are sorted: to the same tokens.
+
+`choose` comes back before the device has chosen. What it found is on its way to the host then, ahead of whatever the
+device is told next, and its tokens are there for the next step to begin with (`Chosen`).
+
+Sums along the vocabulary may be associated otherwise than on a CPU, so a draw that falls on the border of two tokens
+may take the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attar.execution.cuda_graphs import mark
+from attar.kernels import ops
+from attar.model.cache import sent
+from attar.protocol.request import TokenLogprob
+from attar.sampling.sampler import Asked, BadLogits, Draw, Sampler, drawn, penalized
+
+AT_ONCE = 64  # rows that are sorted together: their float64 numbers take a gigabyte at the most common vocabularies
+
+
+class Chosen:
+    """Tokens [B] that the device chooses for so many samplers, `most` log probabilities wanted of those in `counts`."""
+
+    def __init__(
+        self, chosen: Tensor, asked: Tensor, samplers: Sequence[Sampler], counts: dict[int, int], most: int
+    ) -> None:
+        self.tokens = chosen[0].long()
+        """int64 [B], on the device; of a row that nothing can be chosen from, any token."""
+        self._samplers, self._counts, self._most = samplers, counts, most
+        # Only what stands in line before this copy is waited for, and not the step that is launched behind it.
+        self._sent = torch.cat((chosen.flatten(), asked.flatten())).to("cpu", non_blocking=True)
+        self._there = mark(chosen.device)
+        self._there.set()
+        self._numbers: list[float] | None = None
+
+    def draws(self, first: int = 0, last: int | None = None) -> list[Draw | BadLogits]:
+        """Those of all rows, or of some. The first time the host waits."""
+        if self._numbers is None:
+            self._there.wait()
+            self._numbers = self._sent.tolist()
+        count, width, own = len(self._samplers), 1 + 2 * self._most, slice(first, last)
+        rest = self._numbers[2 * count :]
+        known = {i: rest[at * width : (at + 1) * width] for at, i in enumerate(self._counts)}
+
+        def logprobs(wanted: Sequence[Asked]) -> list[TokenLogprob]:
+            return [_told(known[first + row], token, n, self._most) for row, token, n in wanted]
+
+        tokens, largest = self._numbers[:count], self._numbers[count : 2 * count]
+        return drawn(logprobs, [int(token) for token in tokens[own]], largest[own], self._samplers[own])
+
+
+def choose(logits: Tensor, samplers: Sequence[Sampler]) -> Chosen:
+    """Begin to choose from logits [B, V], one row a sampler, on any device. Nobody waits."""
+    assert logits.ndim == 2
+    assert logits.shape[0] == len(samplers)
+    found = []
+    for start in range(0, len(samplers), AT_ONCE):
+        rows = slice(start, start + AT_ONCE)
+        found.append(_choose(logits[rows], samplers[rows]))
+    chosen = torch.cat(found, 1)
+    counts = {i: count for i, sampler in enumerate(samplers) if (count := sampler.params.logprobs) is not None}
+    most = min(max(counts.values(), default=0), logits.shape[1])
+    asked = _logprobs(logits, chosen[0], list(counts), most) if counts else chosen.new_empty(0, 1)
+    return Chosen(chosen, asked, samplers, counts, most)
+
+
+def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Draw | BadLogits]:
+    """As `sampler.sample`: of logits [B, V], one row a sampler, on any device."""
+    return choose(logits, samplers).draws()
+
+
+def _choose(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
+    """Each row's token and its largest logit, float64 [2, B]."""
+    if all(sampler.plain for sampler in samplers):
+        ids = ops.argmax(logits)
+        return torch.stack((ids.double(), logits.gather(-1, ids[:, None]).squeeze(-1).double()))
+    rows = penalized(logits, samplers)
+    largest = rows.amax(-1)  # NaN if any is
+    places = torch.arange(rows.shape[1], device=rows.device)
+    ids = torch.where(rows == largest[:, None], places, rows.shape[1] - 1).amin(-1)  # of equals the first
+    random = [i for i, sampler in enumerate(samplers) if sampler.params.temperature > 0]
+    if random:
+        chosen = [samplers[i] for i in random]
+        settings = [
+            (p.temperature, float(p.top_k or rows.shape[1]), p.top_p, p.min_p, sampler.uniform())
+            for p, sampler in ((sampler.params, sampler) for sampler in chosen)
+        ]
+        where, numbers = sent(rows.device, torch.tensor(random), torch.tensor(settings, dtype=torch.float64).T)
+        temperature, top_k, top_p, min_p, uniforms = numbers[:, :, None]
+        scaled = (rows[where] - largest[where, None]) / temperature
+        if any(0 < s.params.top_k < rows.shape[1] or s.params.top_p < 1 for s in chosen):
+            scaled = _top(scaled, top_k, top_p)
+        if any(s.params.min_p > 0 for s in chosen):
+            scaled = scaled.masked_fill(scaled < min_p.log(), -torch.inf)
+        cumulative = scaled.exp().cumsum(-1)
+        picked = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+        ids[where] = picked.squeeze(-1).clamp(max=rows.shape[1] - 1)  # past the end where a row is no good
+    return torch.stack((ids.double(), largest))
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, rows: Sequence[int], most: int) -> Tensor:
+    """Of some rows of logits [B, V], float64 [n, 1 + 2 most]: the log probability of its token, tokens [B]; those of
+    the most likely ones, of equals the first; and these."""
+    pieces = []
+    for start in range(0, len(rows), AT_ONCE):
+        (where,) = sent(logits.device, torch.tensor(rows[start : start + AT_ONCE]))
+        values = logits[where].double().log_softmax(-1)
+        own = values.gather(-1, tokens[where].long()[:, None])
+        if most:
+            ranked, order = values.sort(dim=-1, descending=True, stable=True)
+            own = torch.cat((own, ranked[:, :most], order[:, :most].double()), 1)
+        pieces.append(own)
+    return torch.cat(pieces)
+
+
+def _told(numbers: Sequence[float], token: int, count: int, most: int) -> TokenLogprob:
+    """The same as it is said, of a row that wants `count` of them."""
+    values, ids = numbers[1 : 1 + most][:count], numbers[1 + most :][:count]
+    return TokenLogprob(token, numbers[0], tuple((int(id), value) for id, value in zip(ids, values, strict=True)))
+
+
+def _top(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """-inf for the tokens [b, V] below the first k [b, 1], or below the first that hold the mass p [b, 1]."""
+    size = scaled.shape[-1]
+    ranked, order = scaled.sort(dim=-1, descending=True, stable=True)
+    within = torch.arange(size, device=scaled.device) < top_k
+    probabilities = ranked.exp() * within
+    sums = probabilities.cumsum(-1)
+    mass = torch.where(top_k < size, sums[:, -1:], scaled.exp().cumsum(-1)[:, -1:])
+    keep = within & ((sums - probabilities < top_p * mass) | (top_p >= 1))
+    return scaled.masked_fill(~torch.empty_like(keep).scatter_(-1, order, keep), -torch.inf)

@@ -1,0 +1,321 @@
+"""The prefix tree: which tokens the cached blocks contain, so that a prompt is computed only from where it is new.
+
+A radix tree over token ids, one per salt (requests of different salts never meet). An edge is a segment of tokens with
+the blocks of their keys and values. Segments begin, and are split, at block boundaries, and only a leaf may end inside
+a block; so every block belongs to exactly one node. Matching is still exact to the token: children of a node may begin
+with the same tokens, as long as their first blocks differ somewhere, and as children are sorted, the one that agrees
+longest stands beside the place where the prompt would go. What is found is a run of whole blocks, to be shared as they
+are, and part of one more, to be copied. Token ids are compared, never a hash of them.
+
+There is no lock to take or to forget: who uses blocks of the tree holds them in the pool, always from the root on
+(`insert` gives a sequence the tree's own blocks for what the tree has already). So holders never increase along a path,
+a block without holders has none below it, and *cached* in the pool's counts means evictable, exactly.
+
+Eviction takes blocks from the end of the least recently used leaf. All nodes stand in one list in order of use, and a
+node's ancestors are moved to its end after the node; hence the first of the list is a leaf, and nothing is searched.
+A leaf in use when its turn comes is being used now, and moves to the end. The tree never has more nodes than the pool
+blocks; besides that it remembers the tokens of the last `REMEMBERED` blocks it evicted, or first of several, only to
+tell a user why no more was found: by the node that they were behind, sorted, so that there, too, the one that agrees
+longest stands beside a prompt's place.
+
+Not done: merging nodes that a split left with one child.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from attar.faults import point
+from attar.scheduling.block_pool import BlockPool
+
+REMEMBERED = 4096
+
+
+class Match(NamedTuple):
+    """What the tree has of a prompt. The blocks are not held yet: an eviction would invalidate them."""
+
+    length: int  # tokens
+    blocks: list[int]  # all of whose tokens match
+    source: int | None  # and the block with the remaining length % size tokens, in its first slots
+    ended: str  # why it is no longer: one of `messages.REUSE_ENDS`
+    differs_at: int | None  # index of the first token that no cached prompt has
+
+
+NOTHING = Match(0, [], None, "bypassed", None)
+"""For requests that must not reuse anything."""
+
+
+class Node:
+    """A segment of tokens and their blocks. A root has neither, and no parent."""
+
+    __slots__ = ("blocks", "children", "name", "parent", "tokens")
+
+    def __init__(self, name: bytes | int, parent: Node | None, tokens: array[int], blocks: list[int]) -> None:
+        self.name = name  # the salt of a root; a number that no other node ever has
+        self.parent = parent
+        self.tokens = tokens
+        self.blocks = blocks
+        self.children: list[Node] = []  # sorted by tokens
+
+
+class RadixCache:
+    """The tree over the blocks of `pool`. With `round_to`, matches end at multiples of so many tokens: caches that
+    quantize tokens in groups cannot share part of one."""
+
+    def __init__(self, pool: BlockPool, round_to: int = 1) -> None:
+        if round_to < 1 or pool.size % round_to:
+            raise ValueError(f"blocks of {pool.size} tokens do not consist of groups of {round_to}")
+        self.pool = pool
+        self.round_to = round_to
+        self.asked = 0
+        """Prompt tokens that were looked up by requests that went on to run, once for each, whatever its choices."""
+        self.reused = 0
+        """Of those, tokens that did not have to be computed."""
+        self._roots: dict[bytes, Node] = {}
+        self._order: OrderedDict[Node, None] = OrderedDict()  # all nodes but roots, least recently used first
+        self._names = itertools.count()
+        self._evicted: OrderedDict[tuple[bytes | int, bytes], array[int]] = OrderedDict()
+        self._behind: dict[bytes | int, list[array[int]]] = {}  # the same by name, sorted by tokens
+
+    def match(self, salt: bytes, tokens: array[int]) -> Match:
+        """The longest run of first tokens that the tree has. The caller leaves out what it must compute anyway."""
+        point("radix.match")
+        size = self.pool.size
+        root = self._root(salt)
+        node, blocks, branch, shared = self._descend(root, tokens)
+        part = self._use(node, branch)
+        at = len(blocks) * size
+        found = at + shared
+        length = found - found % self.round_to
+        ended = "complete"
+        if length < found:
+            ended = "rounded"
+        elif found < len(tokens):
+            ended = self._why(node.name, tokens[at : at + size], shared)
+        source = part.blocks[0] if length > at else None
+        return Match(length, blocks, source, ended, found if found < len(tokens) else None)
+
+    def insert(
+        self,
+        salt: bytes,
+        tokens: array[int],
+        blocks: list[int],
+        let_go: Callable[[list[int]], None] | None = None,
+    ) -> None:
+        """Remember that `blocks` contain the keys and values of `tokens`, all of them computed and verified.
+
+        The caller holds the blocks (there may be more of them than the tokens fill) and goes on holding as many: where
+        the tree has a block of the same tokens already, that one takes the place of the caller's, in `blocks` too, and
+        the caller's is given to `let_go`, by default to be dropped. The caller may go on writing behind the last token.
+        """
+        if not tokens:
+            return
+        size = self.pool.size
+        root = self._root(salt)
+        node, known, branch, shared = self._descend(root, tokens)
+        for i, block in enumerate(known):
+            if blocks[i] != block:
+                self.pool.hold([block])
+                (let_go or self.pool.drop)([blocks[i]])
+                blocks[i] = block
+        rest = tokens[len(known) * size :]
+        if shared == len(rest):
+            self._use(node, branch)
+            return
+        leaf = Node(next(self._names), node, rest, blocks[len(known) : self.pool.needed(len(tokens))])
+        point("radix.insert")  # nothing that comes behind raises: the tree gains all of the leaf, or nothing
+        if branch is not None and shared == len(branch.tokens):
+            self._remove(branch)  # it ended inside this block; the new one goes on from there
+        self._roots[salt] = root
+        self.pool.keep(leaf.blocks)
+        insort(node.children, leaf, key=_tokens)
+        self._order[leaf] = None
+        self._touch(leaf)
+
+    def evict(self, n: int) -> None:
+        """Free n blocks. There must be as many cached ones."""
+        pool, size = self.pool, self.pool.size
+        assert n <= pool.cached, f"{n} blocks to be evicted, {pool.cached} cached"
+        goal = pool.free + n
+        in_use = 0
+        while pool.free < goal:
+            point("radix.evict")
+            leaf = next(iter(self._order))
+            left = len(leaf.blocks)
+            while left and pool.free < goal and not pool.holders(leaf.blocks[left - 1]):
+                left -= 1
+                pool.forget([leaf.blocks[left]])
+            if left == len(leaf.blocks):
+                in_use += 1
+                assert in_use <= len(self._order), "cached blocks that no leaf leads to"
+                self._touch(leaf)
+                continue
+            lost = leaf.tokens[left * size : (left + 1) * size]
+            if left:
+                leaf.name = next(self._names)  # what was behind its old end is behind nothing now
+                self._remember(leaf.name, lost)
+                del leaf.tokens[left * size :], leaf.blocks[left:]
+                continue
+            parent = leaf.parent
+            assert parent is not None
+            self._remember(parent.name, lost)
+            leaf.blocks = []
+            self._remove(leaf)
+            if isinstance(parent.name, bytes) and not parent.children:
+                del self._roots[parent.name]
+
+    def flush(self) -> None:
+        """Free all cached blocks."""
+        self.evict(self.pool.cached)
+
+    def count(self, tokens: int, match: Match) -> None:
+        """A request whose prompt has `tokens` tokens goes on to run with this match."""
+        if match.ended != "bypassed":
+            self.asked += tokens
+            self.reused += match.length
+
+    def nodes(self) -> Iterator[tuple[bytes, array[int], Node]]:
+        """Every node, parents first, with its salt and the tokens from the root to its own first."""
+        stack = [(salt, array("i"), child) for salt, root in self._roots.items() for child in root.children]
+        while stack:
+            salt, before, node = stack.pop()
+            yield salt, before, node
+            stack += [(salt, before + node.tokens, child) for child in node.children]
+
+    def _root(self, salt: bytes) -> Node:
+        """Where the tokens of a salt begin; in the tree only once there are any."""
+        return self._roots.get(salt) or Node(salt, None, array("i"), [])
+
+    def _descend(self, node: Node, tokens: array[int]) -> tuple[Node, list[int], Node | None, int]:
+        """Follow the tokens from the root: the last node that matches wholly, the blocks up to its end, and the child
+        with most tokens in common with what is left, less than a block's, and their number.
+
+        Splits the edge on which the way ends.
+        """
+        size = self.pool.size
+        blocks: list[int] = []
+        while True:
+            at = len(blocks) * size
+            branch, shared = self._closest(node, tokens[at : at + size])
+            if branch is None or shared < size:
+                return node, blocks, branch, shared
+            whole = common(branch.tokens, tokens[at : at + len(branch.tokens)]) // size
+            node = branch if whole == len(branch.blocks) else self._split(branch, whole)
+            blocks += node.blocks
+
+    def _closest(self, node: Node, tokens: array[int]) -> tuple[Node | None, int]:
+        """The child that begins with most of the tokens, and how many: one of the two beside their place."""
+        at = bisect_left(node.children, tokens, key=_tokens)
+        best, shared = None, 0
+        for child in node.children[max(at - 1, 0) : at + 1]:
+            length = common(child.tokens, tokens)
+            if length > shared:
+                best, shared = child, length
+        return best, shared
+
+    def _split(self, node: Node, blocks: int) -> Node:
+        """Give the first `blocks` blocks of the node to a new parent, and return that."""
+        point("radix.split")
+        assert node.parent is not None
+        cut = blocks * self.pool.size
+        upper = Node(next(self._names), node.parent, node.tokens[:cut], node.blocks[:blocks])
+        lower = node.tokens[cut:], node.blocks[blocks:]
+        upper.children.append(node)
+        siblings = node.parent.children
+        siblings[bisect_left(siblings, node.tokens, key=_tokens)] = upper
+        node.parent, (node.tokens, node.blocks) = upper, lower
+        self._order[upper] = None
+        self._touch(upper)  # at once: whoever asked for the split may never come to it
+        return upper
+
+    def _remove(self, leaf: Node) -> None:
+        assert leaf.parent is not None
+        assert not leaf.children
+        self.pool.forget(leaf.blocks)
+        siblings = leaf.parent.children
+        del siblings[bisect_left(siblings, leaf.tokens, key=_tokens)]
+        del self._order[leaf]
+
+    def _use(self, node: Node, branch: Node | None) -> Node:
+        """Note the use of the path to `node` and of the first block of the branch behind it; return the last node."""
+        if branch is not None:
+            node = branch if len(branch.blocks) == 1 else self._split(branch, 1)
+        self._touch(node)
+        return node
+
+    def _touch(self, node: Node) -> None:
+        while node.parent is not None:
+            self._order.move_to_end(node)
+            node = node.parent
+
+    def _remember(self, name: bytes | int, lost: array[int]) -> None:
+        key = name, lost.tobytes()
+        if key in self._evicted:
+            self._evicted.move_to_end(key)
+            return
+        self._evicted[key] = lost
+        insort(self._behind.setdefault(name, []), lost)
+        if len(self._evicted) > REMEMBERED:
+            (name, _), lost = self._evicted.popitem(last=False)
+            behind = self._behind[name]
+            del behind[bisect_left(behind, lost)]
+            if not behind:
+                del self._behind[name]
+
+    def _why(self, name: bytes | int, tokens: array[int], shared: int) -> str:
+        """Why no more than the first `shared` of these tokens, a block's at most, was found behind the node of this
+        name: what had more of them was evicted, or nothing has been there that is remembered."""
+        behind = self._behind.get(name, [])
+        at = bisect_left(behind, tokens)
+        beside = behind[max(at - 1, 0) : at + 1]
+        return "evicted" if any(common(lost, tokens) > shared for lost in beside) else "differs"
+
+    def check(self) -> None:
+        """Assert everything this module promises. Linear in the tree: for tests."""
+        pool, size = self.pool, self.pool.size
+        seen: dict[Node, int] = {node: i for i, node in enumerate(self._order)}
+        blocks: list[int] = []
+        count = 0
+        for _, before, node in self.nodes():
+            count += 1
+            blocks += node.blocks
+            parent = node.parent
+            assert parent is not None
+            assert node.tokens, "an empty edge"
+            assert len(before) % size == 0, "an edge begins inside a block"
+            assert len(node.blocks) == pool.needed(len(node.tokens)), "blocks and tokens of a node do not fit"
+            assert not node.children or len(node.tokens) % size == 0, "an edge goes on behind part of a block"
+            holders = [pool.holders(block) for block in [*parent.blocks[-1:], *node.blocks]]
+            assert holders == sorted(holders, reverse=True), "a block has holders that do not hold the one before"
+            assert not parent.blocks or seen[node] < seen[parent], "a node was used after its parent"
+            assert parent.children == sorted(parent.children, key=_tokens), "children out of order"
+            for other in parent.children:
+                first = min(size, len(node.tokens), len(other.tokens))
+                assert other is node or node.tokens[:first] != other.tokens[:first], "two edges for the same tokens"
+        assert count == len(seen), "nodes in the list of use that are not in the tree"
+        assert all(root.children for root in self._roots.values()), "a root of nothing"
+        kept = [block for block in range(pool.total) if pool.kept(block)]
+        assert sorted(blocks) == kept, "the tree's blocks are not those that the pool counts as kept"
+
+
+def _tokens(node: Node) -> array[int]:
+    return node.tokens
+
+
+def common(a: array[int], b: array[int]) -> int:
+    """Length of the common beginning. Slices are compared in C, so this halves rather than loops over tokens."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while low + 1 < high:  # equal up to low, not up to high
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,46 @@
+"""What one request may ask for at most; a refusal gives both numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attar.protocol.request import SamplingParams
+from attar.server.errors import Refusal
+
+MAX_LOGPROBS = 3_000_000  # of an answer, the likely ones among them: 20 for each token of a context of 128K, and more
+
+
+def written(prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int, stream: bool) -> None:
+    """Raises Refusal, with both numbers, where an answer would have too many log probabilities. A stream keeps none of
+    its choices'."""
+    read = 0 if params.prompt_logprobs is None else sum(map(len, prompts)) * (params.prompt_logprobs + 1)
+    made = 0 if params.logprobs is None or stream else len(prompts) * params.max_tokens * (params.logprobs + 1)
+    if (count := n * (read + made)) > MAX_LOGPROBS:
+        message = (
+            f"logprobs: up to {count} of them are more than the {MAX_LOGPROBS} that an answer may have: ask for fewer "
+            "prompts, choices, tokens (max_tokens) or likely ones for each"
+        )
+        raise Refusal("out_of_range", message, "logprobs")
+
+
+def fits(n: int, most: int, name: str) -> None:
+    """Raises Refusal, with both numbers, where a prompt's choices could never wait together."""
+    if n > most:
+        message = (
+            f"{name}: {n} choices of a prompt are more than the {most} that one key may have waiting: ask for fewer"
+        )
+        raise Refusal("out_of_range", message, name)
+
+
+def room(prompts: Sequence[tuple[int, ...]], context: int, name: str, new: int = 1) -> int:
+    """Tokens that the longest prompt leaves of the context, at least `new`. Raises Refusal with both numbers."""
+    longest = max(map(len, prompts))
+    if longest + new > context:
+        raise beyond(str(longest), new, context, name)
+    return context - longest
+
+
+def beyond(tokens: str, new: int, context: int, name: str) -> Refusal:
+    """A prompt of so many `tokens`, in words, with `new` ones has no room in the context."""
+    message = f"{name}: {tokens} tokens, which with {new} to come are more than this model's context of {context}"
+    return Refusal("context_length_exceeded", message, name)

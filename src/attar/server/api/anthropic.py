@@ -1,0 +1,91 @@
+"""Answers in the shape of Anthropic's /v1/messages, whole and as streams.
+
+Their `input_tokens` are those that were not read from a cache; how many were is known only at the end, so a stream's
+first event counts all of them as input, and its last says what became of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from attar.faults import point
+from attar.protocol.messages import Delta, Failed, Finished
+from attar.server.errors import Refusal
+from attar.server.http import sse
+from attar.server.request_handler import Work
+
+encode = msgspec.json.encode
+
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+
+def failed(refusal: Refusal) -> bytes:
+    """The last event of a stream that fails."""
+    return sse.event(refusal.body(anthropic=True), "error")
+
+
+def _usage(work: Work, generated: int) -> dict[str, int]:
+    return {
+        "input_tokens": work.prompt_tokens - work.reused,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": work.reused,
+        "output_tokens": generated,
+    }
+
+
+def _reason(reason: str, stop: str | None) -> str:
+    if stop is not None:
+        return "stop_sequence"
+    return "max_tokens" if reason == "length" else "end_turn"
+
+
+def _message(work: Work, model: str, text: str | None, reason: str | None, stop: str | None, generated: int) -> Any:
+    return {
+        "id": "msg_" + work.caller.id,
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": [] if text is None else [{"type": "text", "text": text}],
+        "stop_reason": reason,
+        "stop_sequence": stop,
+        "usage": _usage(work, generated),
+    }
+
+
+async def whole(work: Work, model: str) -> list[bytes]:
+    """The answer as one object. Raises Refusal."""
+    [choice] = await work.choices()
+    point("anthropic.whole", work.caller.id)
+    reason = _reason(choice.reason, choice.stop)
+    return [encode(_message(work, model, choice.text, reason, choice.stop, choice.tokens))]
+
+
+async def stream(work: Work, model: str) -> AsyncIterator[bytes]:
+    """The answer as server-sent events; the last is `message_stop`, or `error`."""
+    start = {"type": "message_start", "message": _message(work, model, None, None, None, 0)}
+    block = {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+    yield sse.event(encode(start), "message_start") + sse.event(encode(block), "content_block_start")
+    async for events in work.events():
+        pieces = []
+        for event in events:
+            if isinstance(event, Delta):
+                point("anthropic.delta", event.id)
+                if event.text:
+                    pieces.append(
+                        b"event: content_block_delta\n"
+                        b'data: {"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":%b}}\n\n'
+                        % encode(event.text)
+                    )
+            elif isinstance(event, Finished):
+                delta = {"stop_reason": _reason(event.reason, event.stop), "stop_sequence": event.stop}
+                end = {"type": "message_delta", "delta": delta, "usage": _usage(work, event.completion_tokens)}
+                pieces.append(sse.event(b'{"type":"content_block_stop","index":0}', "content_block_stop"))
+                pieces.append(sse.event(encode(end), "message_delta"))
+                pieces.append(sse.event(b'{"type":"message_stop"}', "message_stop"))
+            elif isinstance(event, Failed):
+                pieces.append(failed(Refusal.of(event)))
+        if pieces:
+            yield b"".join(pieces)

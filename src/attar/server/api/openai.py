@@ -1,0 +1,253 @@
+"""Answers in OpenAI's shapes: /v1/chat/completions and /v1/completions, whole and as streams.
+
+A chunk of a stream is made once for every token, so its constant part is encoded once for every stream. A stream ends
+with `data: [DONE]`, or with an event whose object is an `error`; never with both, and never with neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+
+from attar.faults import point
+from attar.protocol.messages import Delta, Failed, Finished
+from attar.protocol.request import TokenLogprob
+from attar.server.errors import Refusal
+from attar.server.http import sse
+from attar.server.logprobs import Columns, Content, PromptScores, Turns, rows, values
+from attar.server.request_handler import Choice, Work
+from attar.text.tokenizer import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+
+Pieces = list[bytes | bytearray]
+
+encode = msgspec.json.encode
+
+
+def usage(work: Work, generated: int) -> dict[str, Any]:
+    """The usage object."""
+    point("openai.usage", work.caller.id)
+    return {
+        "prompt_tokens": work.prompt_tokens,
+        "completion_tokens": generated,
+        "total_tokens": work.prompt_tokens + generated,
+        "prompt_tokens_details": {"cached_tokens": work.reused},
+    }
+
+
+def failed(refusal: Refusal) -> bytes:
+    """The last event of a stream that fails."""
+    return sse.event(refusal.body())
+
+
+class ChatFormat:
+    """Chat completions. Log probabilities are written as they come, by choice."""
+
+    kind = "chat.completion"
+    prefix = "chatcmpl-"
+
+    def __init__(self, tokenizer: Tokenizer, logprobs: bool) -> None:
+        self.n = 1  # prompts are one; of its choices none is left out
+        self._tokenizer, self._logprobs = tokenizer, logprobs
+        self._contents: dict[int, Content] = {}
+
+    def add(self, at: int, number: int, logprobs: Sequence[TokenLogprob]) -> None:
+        """Write more of a choice."""
+        content = self._contents.setdefault(number, Content(self._tokenizer))
+        for each in logprobs:
+            content.add(each)
+
+    async def add_prompt(self, at: int, event: PromptScores, turns: Turns) -> None:
+        """No chat has its prompt's."""
+        raise AssertionError("they were not asked for")
+
+    def whole(self, number: int, choice: Choice) -> Pieces:
+        """A choice."""
+        before = b'{"index":%d,"message":{"role":"assistant","content":%b,"refusal":null},"logprobs":' % (
+            number,
+            encode(choice.text),
+        )
+        content = self._contents.pop(choice.number, Content(self._tokenizer))
+        logprobs = content.json() if self._logprobs else [b"null"]
+        return [before, *logprobs, b',"finish_reason":%b}' % encode(choice.reason)]
+
+    def opening(self, number: int) -> Pieces:
+        """A choice of a chunk: who speaks."""
+        return [b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % number]
+
+    def delta(self, number: int, event: Delta) -> Pieces:
+        """A choice of a chunk: more text."""
+        logprobs: Pieces = [b"null"]
+        if event.logprobs is not None:
+            content = Content(self._tokenizer)
+            for each in event.logprobs:
+                content.add(each)
+            logprobs = content.json()
+        before = b'{"index":%d,"delta":{"content":%b},"logprobs":' % (number, encode(event.text))
+        return [before, *logprobs, b',"finish_reason":null}']
+
+    def closing(self, number: int, reason: str) -> Pieces:
+        """A choice of a chunk: the end."""
+        return [b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}' % (number, encode(reason))]
+
+
+class CompletionFormat:
+    """Text completions, `n` of each of `prompts`. `echoed` holds each prompt's text where it is part of the answer.
+
+    Log probabilities are written as they come, those of a prompt once for all of its choices.
+    """
+
+    kind = "text_completion"
+    prefix = "cmpl-"
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        logprobs: bool,
+        n: int,
+        prompts: Sequence[Sequence[int]],
+        echoed: Sequence[str] | None,
+    ) -> None:
+        self.n = n
+        self._tokenizer, self._logprobs, self._prompts, self._echoed = tokenizer, logprobs, prompts, echoed
+        self._of_prompts: dict[int, Columns] = {}
+        self._of_choices: dict[int, Columns] = {}
+
+    def add(self, at: int, number: int, logprobs: Sequence[TokenLogprob]) -> None:
+        """Write more of a choice of prompt `at`."""
+        if self._logprobs:  # else they are there to tell the best by
+            columns = self._columns(at, number)
+            for each in logprobs:
+                columns.add(each)
+
+    async def add_prompt(self, at: int, event: PromptScores, turns: Turns) -> None:
+        """Write those of prompt `at`, before its choices begin."""
+        columns = self._of_prompts[at] = Columns(self._tokenizer)
+        columns.add_first(self._prompts[at][0])
+        for each in rows(event.logprobs):
+            columns.add(each)
+            await turns.after(1 + len(each.top))
+
+    def whole(self, number: int, choice: Choice) -> Pieces:
+        """A choice, its prompt in front where that is echoed."""
+        at = number // self.n
+        text = choice.text if self._echoed is None else self._echoed[at] + choice.text
+        logprobs: Pieces = [b"null"]
+        if self._logprobs:
+            logprobs = self._columns(at, choice.number).json(self._of_prompts.get(at))
+        before = b'{"index":%d,"text":%b,"logprobs":' % (number, encode(text))
+        return [before, *logprobs, b',"finish_reason":%b}' % encode(choice.reason)]
+
+    def opening(self, number: int) -> Pieces:
+        """A choice of a chunk: the prompt, if it is echoed."""
+        if self._echoed is None:
+            return []
+        at = number // self.n
+        logprobs: Pieces = [b"null"]
+        if self._logprobs:
+            logprobs = self._of_prompts.get(at, Columns(self._tokenizer)).json()
+        return self._choice(number, self._echoed[at], logprobs)
+
+    def delta(self, number: int, event: Delta) -> Pieces:
+        """A choice of a chunk: more text."""
+        logprobs: Pieces = [b"null"]
+        if event.logprobs is not None:
+            columns = self._columns(number // self.n, number)
+            for each in event.logprobs:
+                columns.add(each)
+            logprobs = columns.json()
+            columns.clear()
+        return self._choice(number, event.text, logprobs)
+
+    def closing(self, number: int, reason: str) -> Pieces:
+        """A choice of a chunk: the end."""
+        return [b'{"index":%d,"text":"","logprobs":null,"finish_reason":%b}' % (number, encode(reason))]
+
+    def _columns(self, at: int, number: int) -> Columns:
+        if number not in self._of_choices:
+            self._of_choices[number] = Columns(self._tokenizer, self._of_prompts.get(at))
+        return self._of_choices[number]
+
+    def _choice(self, number: int, text: str, logprobs: Pieces) -> Pieces:
+        return [b'{"index":%d,"text":%b,"logprobs":' % (number, encode(text)), *logprobs, b',"finish_reason":null}']
+
+
+Format = ChatFormat | CompletionFormat
+
+
+def best(choices: Sequence[Choice], made: int, kept: int) -> list[Choice]:
+    """Of every `made` choices the `kept` with the highest log probability per token, best first; all of them as they
+    are where none is left out."""
+    if made == kept:
+        return list(choices)
+    found: list[Choice] = []
+    for start in range(0, len(choices), made):
+        found += sorted(choices[start : start + made], key=_per_token, reverse=True)[:kept]
+    return found
+
+
+def _per_token(choice: Choice) -> float:
+    return choice.logprob / max(1, choice.scored)
+
+
+async def whole(work: Work, model: str, form: Format) -> Pieces:
+    """The answer as one object, in pieces. Raises Refusal."""
+    choices = await work.choices(form)
+    point("openai.whole", work.caller.id)
+    generated = sum(choice.tokens for choice in choices)
+    if isinstance(form, CompletionFormat):
+        choices = best(choices, work.n, form.n)
+    head = {"id": form.prefix + work.caller.id, "object": form.kind, "created": work.created, "model": model}
+    pieces: Pieces = [encode(head)[:-1], b',"choices":[']
+    for number, choice in enumerate(choices):
+        pieces += [b"," if number else b"", *form.whole(number, choice)]
+    return [*pieces, b'],"usage":%b}' % encode(usage(work, generated))]
+
+
+async def stream(work: Work, model: str, form: Format, with_usage: bool) -> AsyncIterator[bytes]:
+    """The answer as server-sent events."""
+    kind = form.kind + ".chunk" if isinstance(form, ChatFormat) else form.kind
+    head = {"id": form.prefix + work.caller.id, "object": kind, "created": work.created, "model": model}
+    before = b"data: " + encode(head)[:-1] + (b',"usage":null' if with_usage else b"") + b',"choices":['
+    generated = 0
+    opened: set[int] = set()
+    turns = Turns(work.wanted)
+    async for events in work.events():
+        pieces: Pieces = []
+
+        def say(choice: Pieces, pieces: Pieces = pieces) -> None:
+            if choice:
+                pieces += [before, *choice, b"]}\n\n"]
+
+        try:
+            for event in events:
+                if isinstance(event, Delta | Finished):
+                    point("openai.delta", event.id)
+                    number = work.number(event)
+                    if number not in opened:
+                        opened.add(number)
+                        say(form.opening(number))
+                    if isinstance(event, Finished):
+                        generated += event.completion_tokens
+                        say(form.closing(number, event.reason))
+                    elif event.text or event.logprobs:
+                        say(form.delta(number, event))
+                        if event.logprobs:
+                            await turns.after(values(event.logprobs))
+                elif isinstance(event, PromptScores):
+                    await form.add_prompt(work.answer.prompts[event.id], event, turns)
+                elif isinstance(event, Failed):
+                    raise Refusal.of(event)
+        except Refusal as refusal:
+            for part in sse.parts(pieces):
+                yield part
+            yield failed(refusal)
+            return
+        for part in sse.parts(pieces):
+            yield part
+    if with_usage:
+        yield sse.event(encode(head | {"choices": [], "usage": usage(work, generated)}))
+    yield DONE

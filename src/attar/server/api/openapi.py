@@ -1,0 +1,277 @@
+"""The OpenAPI document, made of the types that requests are read by and answers are described by.
+
+What those types cannot say is added here: rules between fields, and what depends on the served model, whose name and
+vocabulary the document gives once it is loaded. It is meant to be exact, so that a body that fits it is taken and one
+that does not is refused, and schemathesis holds it to that. Four things have no schema. A prompt's length is counted
+in tokens, so a text that fits here may still be longer than the model's context, or have more log probabilities than an
+answer may hold. A stop string's is counted in bytes, which is said here of characters by their widest, so one of both
+narrow and wide ones may be longer than it says. Of what is last in a list: who speaks in the last of Anthropic's
+messages is said in words. And how many lists, objects and keys a body has together (`strict_json.MAX_PARTS`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from attar.protocol.messages import Ready
+from attar.server.api import response_types
+from attar.server.api.response_types import Answer
+from attar.server.api.schemas import MAX_CHOICES, MAX_INPUTS, MAX_PROMPTS, MAX_STOP_BYTES, MAX_TOKENS, Body
+from attar.server.errors import ANTHROPIC, CATALOGUE
+
+Schema = dict[str, Any]
+
+_REF = "#/components/schemas/{name}"
+_BODIES: dict[str, type[Body]] = {}
+_ANSWERS: set[type[Answer]] = {response_types.Error, response_types.AnthropicError}
+
+_NAMED: Schema = {"X-Request-Id": {"required": True, "schema": {"type": "string"}}}
+_NAMED_THEIRS: Schema = {"request-id": {"required": True, "schema": {"type": "string"}}}
+_WHETHER = {
+    "Retry-After": {"schema": {"type": "integer", "minimum": 1}},
+    "x-should-retry": {"schema": {"const": "false"}},
+}
+_LATER = {"Retry-After": {"required": True, "schema": {"type": "integer", "minimum": 1}}}
+_HEADERS: dict[int, Schema] = {
+    200: _NAMED,
+    401: {**_NAMED, "WWW-Authenticate": {"required": True, "schema": {"const": "Bearer"}}},
+    403: _NAMED,
+    404: _NAMED,
+    413: _NAMED,
+    415: _NAMED,
+    429: {**_NAMED, **_LATER},
+    500: _NAMED,
+    503: {**_NAMED, **_WHETHER},
+}  # the others may come from the connection, before a request has a name
+_BY_CONNECTION = (400, 408, 411, 414, 431)
+
+_SAID = [{"role": "user", "content": "Why is the sky blue?"}]
+_TOLD: Schema = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 2}
+_EXAMPLES: dict[str, list[Schema]] = {
+    "ChatBody": [{"messages": _SAID}, {"messages": _SAID, "temperature": 0.7, "seed": 1, **_TOLD}],
+    "CompletionBody": [{"prompt": "Once upon a time"}, {"prompt": ["One", "Two"], "max_tokens": 8, "logprobs": 2}],
+    "AnthropicPrompt": [{"messages": _SAID, "system": "Be brief."}],
+    "AnthropicBody": [{"messages": _SAID, "max_tokens": 64, "system": "Be brief."}],
+    "EmbeddingBody": [{"input": ["One text", "another"], "pooling": "last"}],
+    "TokenizeBody": [{"prompt": "Once upon a time"}, {"messages": _SAID}],
+    "DetokenizeBody": [{"tokens": [1, 2, 3]}],
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the document says of this server. `shortest`: characters of a text that has a token at all; `most`: how
+    many choices of a prompt can wait together."""
+
+    keyed: bool = False
+    ready: Ready | None = None
+    shortest: int = 0
+    most: int = MAX_CHOICES
+
+
+def giving(answer: type[Answer]) -> Schema:
+    """What a route that answers with `answer` adds to its entry."""
+    _ANSWERS.add(answer)
+    return {"responses": {"200": {"content": {"application/json": {"schema": _ref(answer)}}}}}
+
+
+def taking(kind: type[Body], answer: type[Answer], *events: type[Answer]) -> Schema:
+    """What a route that reads `kind` adds; `events`: what its stream is made of, where it can answer with one."""
+    _BODIES[kind.__name__] = kind
+    _ANSWERS.update(events)
+    found = giving(answer)
+    if events:
+        found["responses"]["200"]["content"]["text/event-stream"] = {"schema": _event(events)}
+    examples = {str(number): {"value": value} for number, value in enumerate(_EXAMPLES[kind.__name__], 1)}
+    body = {"schema": {"$ref": _REF.format(name=kind.__name__)}, "examples": examples}
+    return {**found, "requestBody": {"required": True, "content": {"application/json": body}}}
+
+
+def document(app: FastAPI, served: Served) -> Schema:
+    """The document of `app`'s routes."""
+    made = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    kinds = [*_BODIES.values(), *sorted(_ANSWERS, key=lambda kind: kind.__name__)]
+    _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
+    for name, kind in _BODIES.items():
+        fields = schemas[name]["properties"]
+        fields.update({field: _harmless(values) for field, values in kind.unbuilt.items()})
+        if served.ready is not None:
+            fields["model"] = {"enum": [None, served.ready.model, *served.ready.adapters]}
+    _add_rules(schemas, served.shortest)
+    if served.ready is not None:
+        _add_numbers(schemas, served.ready, served.most)
+    made["components"] = {"schemas": schemas}
+    for path, methods in made["paths"].items():
+        for method, operation in methods.items():
+            _add_errors(operation, path, method == "post", served.keyed)
+            if method == "head":
+                for response in operation["responses"].values():
+                    response.pop("content", None)
+    _add_links(made["paths"])
+    if served.keyed:
+        schemes = {"bearer": {"type": "http", "scheme": "bearer"}}
+        schemes["key"] = {"type": "apiKey", "in": "header", "name": "x-api-key"}
+        made["components"]["securitySchemes"] = schemes
+        made["security"] = [{name: []} for name in schemes]
+        for operation in made["paths"]["/livez"].values():
+            operation["security"] = []
+    return made
+
+
+def _ref(kind: type[Answer]) -> Schema:
+    return {"$ref": _REF.format(name=kind.__name__)}
+
+
+def _event(kinds: tuple[type[Answer], ...]) -> Schema:
+    """One server-sent event, as OpenAPI 3.1 describes streams. OpenAI's streams end with one that is no JSON."""
+    one_of = {"anyOf": [_ref(kind) for kind in kinds]}
+    data: Schema = {"type": "string", "contentMediaType": "application/json", "contentSchema": one_of}
+    if response_types.Error in kinds:
+        data = {"anyOf": [{"const": "[DONE]"}, data]}
+    return {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
+
+
+def _harmless(values: tuple[Any, ...]) -> Schema:
+    alike = [values.index(value) for value in values]  # 1 and 1.0 are one number in JSON
+    return {"enum": [None, *(values[at] for at in sorted(set(alike)))]}
+
+
+def _add_rules(schemas: Schema, shortest: int) -> None:
+    """What checks in `schemas.py` say of several fields together, and of lists of several kinds."""
+    text: Schema = {"type": "string", "minLength": shortest}
+    token = {"type": "integer", "minimum": 0, "maximum": MAX_TOKENS, "title": "Token"}
+    ids = {"type": "array", "items": token, "minItems": 1}
+
+    def texts(most: int) -> list[Schema]:
+        many = [{"type": "array", "items": each, "minItems": 1, "maxItems": most} for each in (text, ids)]
+        return [text, ids, *many]
+
+    streamed = [_has(stream={"const": True}), _may(stream_options={"type": "null"})]
+    filled = {"type": "integer", "minimum": 1, "maximum": MAX_TOKENS}
+    completion, chat = schemas["CompletionBody"], schemas["ChatBody"]
+    completion["properties"]["prompt"] = {"anyOf": texts(MAX_PROMPTS)}
+    some = {"anyOf": [filled, {"type": "null"}]}
+    # Two numbers cannot be compared, but some number from 1 on is between n and best_of, or between best_of and n. A
+    # bound says nothing of null.
+    enough = [_may(n={"maximum": each}, best_of={"minimum": each}) for each in range(1, MAX_CHOICES + 1)]
+    all_kept = [
+        _may(best_of={"maximum": 1}),
+        *(
+            {**_may(n={"type": "integer", "minimum": each}, best_of={"maximum": each}), "required": ["n"]}
+            for each in range(2, MAX_CHOICES + 1)
+        ),
+    ]
+    completion |= _all(
+        {"anyOf": streamed},
+        {"anyOf": [_has(echo={"const": True}), _may(max_tokens=some)]},
+        {"anyOf": enough},
+        {"anyOf": [_may(stream={"enum": [None, False]}), *all_kept]},
+    )
+    chat["properties"]["max_tokens"] = {**some, "default": None}
+    chosen = [_has(logprobs={"const": True}), _may(top_logprobs={"type": "null"})]
+    chat |= _all({"anyOf": streamed}, {"anyOf": chosen})
+    for found in list(_parts(schemas)):
+        if found.get("title") == "StopString":
+            found.pop("maxLength")
+            found |= _short()
+    schemas["StreamOptions"]["properties"]["include_obfuscation"] = {"const": False, "default": False}
+    said = {"type": ["string", "array"]}
+    schemas["Message"]["anyOf"] = [_may(role={"const": "assistant"}), _has(content=said)]
+    schemas["EmbeddingBody"]["properties"]["input"] = {"anyOf": texts(MAX_INPUTS)}
+    schemas["TokenizeBody"]["anyOf"] = [
+        {**_may(prompt={"type": "string"}, messages={"type": "null"}), "required": ["prompt"]},
+        {**_may(prompt={"type": "null"}, messages={"type": "array"}), "required": ["messages"]},
+    ]
+
+
+def _short() -> Schema:
+    """A string of so many bytes, as numbers of characters: the wider the widest, the fewer."""
+    bounds = [
+        (f"^[\\u0000-\\u{last:04x}]*$", MAX_STOP_BYTES // len(chr(last).encode())) for last in (0x7F, 0x7FF, 0xFFFF)
+    ]
+    narrow = [{"pattern": pattern, "maxLength": most} for pattern, most in bounds]
+    return {"type": "string", "minLength": 1, "anyOf": [*narrow, {"maxLength": MAX_STOP_BYTES // 4}]}
+
+
+def _may(**fields: Schema) -> Schema:
+    return {"properties": fields}
+
+
+def _has(**fields: Schema) -> Schema:
+    return {"properties": fields, "required": list(fields)}
+
+
+def _all(*rules: Schema) -> Schema:
+    """All of them, as `not` twice. A plain `allOf` beside the fields keeps schemathesis from going through their
+    values, and generators of clients make a type of every branch of it."""
+    return {"not": {"not": {"allOf": list(rules)}}}
+
+
+def _add_numbers(schemas: Schema, ready: Ready, most: int) -> None:
+    """The served model's vocabulary as the bound of token ids, and as the keys of biases; the queue's of choices."""
+    for found in _parts(schemas):
+        if found.get("title") == "Token":
+            found["maximum"] = ready.vocab_size - 1
+        elif found.get("title") == "Choices":
+            found["maximum"] = min(MAX_CHOICES, most)
+        elif found.get("title") == "Biases":
+            found["propertyNames"] = {"pattern": f"^({'|'.join(_below(ready.vocab_size))})$"}
+
+
+def _parts(value: Any) -> Iterator[Schema]:
+    if isinstance(value, dict):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _parts(inner)
+
+
+def _below(end: int) -> Iterator[str]:
+    """Patterns of the whole numbers below `end`, without leading zeros: of fewer digits, then digit by digit."""
+    yield "0"
+    digits = str(end)
+    for length in range(1, len(digits)):
+        yield f"[1-9][0-9]{{{length - 1}}}"
+    for at, digit in enumerate(map(int, digits)):
+        least = 1 if at == 0 else 0
+        if digit > least:
+            yield f"{digits[:at]}[{least}-{digit - 1}][0-9]{{{len(digits) - at - 1}}}"
+
+
+def _add_errors(operation: Schema, path: str, posting: bool, keyed: bool) -> None:
+    responses = operation["responses"]
+    responses.pop("422", None)  # FastAPI's own validation, which nothing here uses
+    statuses = [400, 403, 408, 411, 414, 431, 500, 503] + ([404, 413, 415, 429] if posting else [])
+    if "{" in path:
+        statuses.append(404)
+    if keyed and path != "/livez":
+        statuses.append(401)
+    theirs = path.startswith(ANTHROPIC)
+    own = response_types.AnthropicError if theirs else response_types.Error
+    for status in sorted(statuses):
+        shapes = dict.fromkeys([own, response_types.Error] if status in _BY_CONNECTION else [own])
+        content = {"application/json": {"schema": {"anyOf": [_ref(shape) for shape in shapes]}}}
+        codes = sorted(code for code, kind in CATALOGUE.items() if kind.status == status)
+        responses[str(status)] = {"description": " or ".join(codes), "content": content}
+    for number, headers in _HEADERS.items():
+        if str(number) in responses:
+            responses[str(number)]["headers"] = {**headers, **_NAMED_THEIRS} if theirs else headers
+
+
+def _add_links(paths: Schema) -> None:
+    """Where answers lead: a request to what became of it, the list of models to each, token ids to their text."""
+    name = {"parameters": {"name": "$response.header.X-Request-Id"}}
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/embeddings"):
+        why = {"operationId": paths["/v1/requests/{name}/why"]["get"]["operationId"], **name}
+        paths[path]["post"]["responses"]["200"]["links"] = {"why": why}
+    model = {"operationId": paths["/v1/models/{name}"]["get"]["operationId"]}
+    first = {"parameters": {"name": "$response.body#/data/0/id"}}
+    paths["/v1/models"]["get"]["responses"]["200"]["links"] = {"model": model | first}
+    text = {"operationId": paths["/detokenize"]["post"]["operationId"]}
+    back = {"requestBody": {"tokens": "$response.body#/tokens"}}
+    paths["/tokenize"]["post"]["responses"]["200"]["links"] = {"text": text | back}

@@ -1,0 +1,304 @@
+"""The shapes of answers, for the OpenAPI document, and for tests to read answers by.
+
+The server writes dictionaries and bytes: streams encode what is constant in them once (`openai.py`). These types say
+what comes out, and no field that is not named here does.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from attar.protocol.messages import Ready, Report, Stats
+from attar.protocol.request import FinishReason
+
+
+class Answer(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A part of an answer."""
+
+
+class Alive(Answer, frozen=True):
+    status: Literal["alive", "ready"]
+
+
+class Engine(Answer, frozen=True):
+    ready: Ready
+    stats: Stats | None
+
+
+class Model(Answer, frozen=True):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    parent: str | UnsetType = UNSET  # of an adapter: the model that it changes
+
+
+class Models(Answer, frozen=True):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Why(Answer, frozen=True):
+    """Where a request's time went, or goes while `outcome` is `running`.
+
+    `outcome` is otherwise how it ended: `stop` or `length`, or the code of its failure. `prompts` has a report for each
+    of its prompts, of an embedding's inputs for the first 128; while one runs, of what was done so far, or null where
+    it waits to be sent to the engine, or a step has kept that from answering for a second.
+    """
+
+    id: str
+    outcome: str
+    seconds: float
+    seconds_to_first_token: float | None
+    generated_tokens: int
+    prompts: list[Report | None]
+
+
+class Tokenized(Answer, frozen=True):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class Detokenized(Answer, frozen=True):
+    prompt: str
+
+
+class CachedTokens(Answer, frozen=True):
+    cached_tokens: int
+
+
+class Usage(Answer, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class ReadUsage(Answer, frozen=True):
+    """Of a request that generates nothing."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Vector(Answer, frozen=True):
+    """Of unit length, as OpenAI's are, so that dot products are cosines; one of zeros stays as it is. Base64 holds
+    numbers of float32, the lowest byte first."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(Answer, frozen=True):
+    object: Literal["list"]
+    model: str
+    data: list[Vector]
+    usage: ReadUsage
+
+
+class LikelyToken(Answer, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChosenToken(LikelyToken, frozen=True):
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogprobs(Answer, frozen=True):
+    content: list[ChosenToken]
+    refusal: None
+
+
+class ChatMessage(Answer, frozen=True):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Answer, frozen=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(Answer, frozen=True):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(Answer, frozen=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Answer, frozen=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatChunk(Answer, frozen=True):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class CompletionLogprobs(Answer, frozen=True):
+    """One entry a token, in each list."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Answer, frozen=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+
+
+class Completion(Answer, frozen=True):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunkChoice(Answer, frozen=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class CompletionChunk(Answer, frozen=True):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class AnthropicUsage(Answer, frozen=True):
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class TextBlock(Answer, frozen=True, tag_field="type", tag="text"):
+    text: str
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence"]
+
+
+class AnthropicReply(Answer, frozen=True, tag_field="type", tag="message"):
+    id: str
+    role: Literal["assistant"]
+    model: str
+    content: list[TextBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+
+
+class TokenCount(Answer, frozen=True):
+    input_tokens: int
+
+
+class MessageStart(Answer, frozen=True, tag_field="type", tag="message_start"):
+    message: AnthropicReply
+
+
+class ContentBlockStart(Answer, frozen=True, tag_field="type", tag="content_block_start"):
+    index: int
+    content_block: TextBlock
+
+
+class TextDelta(Answer, frozen=True, tag_field="type", tag="text_delta"):
+    text: str
+
+
+class ContentBlockDelta(Answer, frozen=True, tag_field="type", tag="content_block_delta"):
+    index: int
+    delta: TextDelta
+
+
+class ContentBlockStop(Answer, frozen=True, tag_field="type", tag="content_block_stop"):
+    index: int
+
+
+class MessageEnd(Answer, frozen=True):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(Answer, frozen=True, tag_field="type", tag="message_delta"):
+    delta: MessageEnd
+    usage: AnthropicUsage
+
+
+class Ping(Answer, frozen=True, tag_field="type", tag="ping"):
+    """In a stream that has been silent for a while: the server is there."""
+
+
+class MessageStop(Answer, frozen=True, tag_field="type", tag="message_stop"):
+    pass
+
+
+class ErrorDetail(Answer, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Error(Answer, frozen=True):
+    """Any refusal in OpenAI's shape."""
+
+    error: ErrorDetail
+
+
+class AnthropicErrorDetail(Answer, frozen=True):
+    type: str
+    message: str
+
+
+class AnthropicError(Answer, frozen=True, tag_field="type", tag="error"):
+    """Any refusal in Anthropic's shape."""
+
+    error: AnthropicErrorDetail
+
+
+ANTHROPIC_EVENTS: tuple[type[Answer], ...] = (
+    MessageStart,
+    ContentBlockStart,
+    ContentBlockDelta,
+    ContentBlockStop,
+    MessageDelta,
+    MessageStop,
+    Ping,
+    AnthropicError,
+)

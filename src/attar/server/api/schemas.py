@@ -1,0 +1,491 @@
+"""The bodies of requests: types that are the table of fields, their ranges and their defaults, and the one reader.
+
+Ranges are part of the types, msgspec checks them (a bool is no integer there; 1.0 is 1, as JSON Schema has it), and the
+OpenAPI document is made of the same types, so it cannot say anything else. Every integer has both bounds. Fields of the
+APIs that do nothing here yet are in `unbuilt`, each with the values that mean "do nothing": clients send those, and
+they are welcome; any other value is an error that names the field, as an unknown field is. Silence would be worse than
+refusal.
+
+Fields that change no token (`user`, `metadata`, cache hints) are accepted and ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta, Struct
+
+from attar.protocol.request import MAX_REPETITION, MIN_REPETITION
+from attar.server import strict_json
+from attar.server.errors import Refusal
+
+MAX_PROMPTS = 128
+MAX_INPUTS = 2048
+MAX_MESSAGES = 2048
+MAX_PARTS = 256
+MAX_CHOICES = 16
+MAX_PRIORITY = 100
+MAX_STOP_BYTES = 256
+MAX_BIASES = 1024
+MAX_TOKENS = 2**31 - 1  # also the largest id that a vocabulary could have
+
+Length = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+LengthOrNone = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+Token = Annotated[int, Meta(ge=0, le=MAX_TOKENS, title="Token")]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES, title="Choices")]
+Priority = Annotated[
+    int,
+    Meta(
+        ge=-MAX_PRIORITY,
+        le=MAX_PRIORITY,
+        description="The lowest goes first; 0 where none is given. With API keys, less than 0 counts as 0.",
+    ),
+]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopP = Annotated[float, Meta(ge=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Repetition = Annotated[float, Meta(ge=MIN_REPETITION, le=MAX_REPETITION)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Logprobs = Annotated[int, Meta(ge=0, le=20)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_BYTES, title="StopString")]
+StopStrings = Annotated[list[StopString], Meta(max_length=16)]
+StopTokens = Annotated[list[Token], Meta(max_length=64)]
+Biases = Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES, title="Biases")]
+Name = Annotated[str, Meta(max_length=256)]
+Label = Annotated[str, Meta(max_length=1024)]  # of no effect: for the sender's own use
+Nothing = Annotated[list[Any], Meta(max_length=0)]
+Pooling = Literal["mean", "last"]
+
+
+class Body(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A request's body. `model` is the served one, which it is where this is left out, or one of its adapters."""
+
+    unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    model: Name | None = None
+
+
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # padding against observers of lengths: a client may ask for none
+
+
+def _check_stops(stop: str | Sequence[str] | None, name: str) -> None:
+    for each in (stop,) if isinstance(stop, str) else stop or ():
+        if len(each.encode()) > MAX_STOP_BYTES:
+            message = f"{name}: a string of {len(each.encode())} bytes is longer than {MAX_STOP_BYTES}"
+            raise Refusal("invalid_length", message, name)
+
+
+class Sampling(Body, frozen=True, kw_only=True):
+    """What /v1/completions and /v1/chat/completions have in common; None is the default of `SamplingParams`.
+
+    Of requests that wait the one of the lowest `priority` goes first, 0 where none is given; so many times only is an
+    older one passed by (`protocol/scheduler_config.py`).
+    """
+
+    max_tokens: LengthOrNone | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: Fraction | None = None
+    repetition_penalty: Repetition | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Biases | None = None
+    stop: StopString | StopStrings | None = None
+    stop_token_ids: StopTokens | None = None
+    ignore_eos: bool | None = None
+    seed: Seed | None = None
+    n: Choices | None = None
+    priority: Priority | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Label | None = None
+
+    def __post_init__(self) -> None:
+        _check_stops(self.stop, "stop")
+        if self.stream_options is not None and not self.stream:
+            raise Refusal("invalid_value", "stream_options: only with stream = true", "stream_options")
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            where = "stream_options.include_obfuscation"
+            raise Refusal("unsupported_field", f"{where}: not supported by this server", where)
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+_NEITHER: Mapping[str, tuple[Any, ...]] = {  # of both endpoints, or of other servers' dialects of them
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "echo": (False,),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "logits_processors": (),
+}
+
+
+def _check_prompts(given: str | Sequence[Any], name: str, most: int, noun: str) -> None:
+    """Where a body is read, which is beside the event loop: token ids may be millions."""
+    if isinstance(given, str):
+        return
+    kinds = {type(part) for part in given}
+    if len(kinds) > 1:
+        raise Refusal("invalid_type", f"{name}: a list of strings, of token ids, or of lists of token ids", name)
+    if kinds != {int} and len(given) > most:
+        raise Refusal("invalid_length", f"{name}: at most {most} {noun}, not {len(given)}", name)
+
+
+def _prompts(checked: Any) -> Sequence[str | list[int]]:
+    return [checked] if isinstance(checked, str) or isinstance(checked[0], int) else checked
+
+
+class CompletionBody(Sampling, frozen=True, kw_only=True):
+    """/v1/completions. Of `best_of` candidates, where those are more than `n`, the `n` with the highest log probability
+    per token are the answer. Fewer there cannot be; as many there are where it is left out."""
+
+    unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **{name: harmless for name, harmless in _NEITHER.items() if name != "echo"},
+        "suffix": ("",),
+        "response_format": ({"type": "text"},),
+    }
+
+    prompt: str | list[str | Token | list[Token]]
+    echo: bool | None = None
+    logprobs: Logprobs | None = None
+    best_of: Choices | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kept = self.n or 1
+        made = self.best_of or kept
+        if made < kept:
+            raise Refusal("invalid_value", f"best_of: {made} candidates are fewer than n, which is {kept}", "best_of")
+        if self.stream and made > kept:
+            message = "best_of: more than n only without stream: the best are known at the end"
+            raise Refusal("invalid_value", message, "best_of")
+        if self.max_tokens == 0 and not self.echo:
+            raise Refusal("out_of_range", "max_tokens: 0 only with echo = true", "max_tokens")
+        if self.prompt == []:
+            raise Refusal("empty_prompt", "prompt: an empty list", "prompt")
+        _check_prompts(self.prompt, "prompt", MAX_PROMPTS, "prompts")
+
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The prompts, each a text or token ids."""
+        return _prompts(self.prompt)
+
+
+class CacheControl(Struct, frozen=True, forbid_unknown_fields=True):
+    """Anthropic's hint that a prompt up to here will come again."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class TextPart(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A piece of text. `cache_control` changes nothing: prompts are cached without being asked."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+    citations: Nothing | None = None
+
+
+Content = str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)]
+
+
+def text_of(content: Content | None) -> str:
+    """The text of a message or a system prompt."""
+    if content is None:
+        return ""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One message of a conversation. The fields that must be null come back from clients that repeat an answer."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content | None = None
+    type: Annotated[Literal["text"], Meta(description="lm-eval sends it with every message; it changes nothing.")] = (
+        "text"
+    )
+    name: Annotated[str, Meta(max_length=64)] | None = None
+    refusal: None = None
+    reasoning_content: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Nothing | None = None
+    annotations: Nothing | None = None
+
+    def __post_init__(self) -> None:
+        if self.content is None and self.role != "assistant":
+            raise Refusal("missing_field", f"messages: a message of role {self.role} needs content", "messages")
+
+
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class PromptCache(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """OpenAI's hints of what will come again, and for how long: prompts are cached without being asked."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Label | None = None
+
+
+class ChatBody(Sampling, frozen=True, kw_only=True):
+    """/v1/chat/completions."""
+
+    unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **_NEITHER,
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "response_format": ({"type": "text"},),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "reasoning_effort": (),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+        "store": (False,),
+        "service_tier": ("auto", "default"),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "documents": ([],),
+    }
+
+    messages: Messages
+    max_completion_tokens: Length | None = None
+    logprobs: bool | None = None
+    top_logprobs: Logprobs | None = None
+    metadata: Annotated[dict[str, Label], Meta(max_length=16)] | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    prompt_cache_retention: Label | None = None
+    prompt_cache_options: PromptCache | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_tokens == 0:
+            raise Refusal("out_of_range", "max_tokens: at least 1", "max_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise Refusal("invalid_value", "top_logprobs: only with logprobs = true", "top_logprobs")
+
+
+class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
+    role: Literal["user", "assistant"]
+    content: Content
+
+
+def _check_last(messages: Sequence[AnthropicMessage]) -> None:
+    """Refuse the beginning of an answer. Anthropic's API goes on with it; here a template says how a turn begins, and
+    many begin one otherwise than they show a finished one: with thoughts or a space that the other has not."""
+    if messages[-1].role == "assistant":
+        message = "messages: continuing an assistant's message is not supported: end with one of role user"
+        raise Refusal("invalid_value", message, "messages")
+
+
+class Metadata(Struct, frozen=True, forbid_unknown_fields=True):
+    user_id: Label | None = None
+
+
+class AnthropicPrompt(Body, frozen=True, kw_only=True):
+    """/v1/messages/count_tokens, and of /v1/messages what makes the prompt."""
+
+    unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "tools": ([],),
+        "tool_choice": ({"type": "none"}, {"type": "auto"}),
+        "thinking": ({"type": "disabled"},),
+        "mcp_servers": ([],),
+        "context_management": (),
+        "output_config": (),
+        "output_format": (),
+    }
+
+    messages: Annotated[
+        list[AnthropicMessage],
+        Meta(
+            min_length=1,
+            max_length=MAX_MESSAGES,
+            description="The last is of role user: an assistant's message is not continued.",
+        ),
+    ]
+    system: Content | None = None
+    cache_control: CacheControl | None = None
+
+    def __post_init__(self) -> None:
+        _check_last(self.messages)
+
+
+class AnthropicBody(AnthropicPrompt, frozen=True, kw_only=True):
+    """/v1/messages."""
+
+    unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **AnthropicPrompt.unbuilt,
+        "service_tier": ("auto", "standard_only"),
+        "container": (),
+    }
+
+    max_tokens: Length
+    temperature: Fraction | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    stop_sequences: StopStrings | None = None
+    stream: bool | None = None
+    metadata: Metadata | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_stops(self.stop_sequences, "stop_sequences")
+
+
+class EmbeddingBody(Body, frozen=True, kw_only=True):
+    """/v1/embeddings. `pooling` is ours: the mean over positions (the default), or the last one. Vectors are of unit
+    length."""
+
+    unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {"dimensions": ()}
+
+    input: str | Annotated[list[str | Token | list[Token]], Meta(min_length=1, max_length=1 << 20)]
+    encoding_format: Literal["float", "base64"] | None = None
+    pooling: Pooling = "mean"
+    user: Label | None = None
+
+    def __post_init__(self) -> None:
+        _check_prompts(self.input, "input", MAX_INPUTS, "texts")
+
+    def inputs(self) -> Sequence[str | list[int]]:
+        """The texts, each as such or as token ids."""
+        return _prompts(self.input)
+
+
+class TokenizeBody(Body, frozen=True, kw_only=True):
+    """/tokenize: of a text, or of a conversation as the chat endpoint would render it."""
+
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise Refusal("missing_field", "prompt: either prompt or messages, and one of them", "prompt")
+
+
+class DetokenizeBody(Body, frozen=True, kw_only=True):
+    """/detokenize."""
+
+    tokens: Annotated[list[Token], Meta(max_length=1 << 20)]
+
+
+T = TypeVar("T", bound=Body)
+
+
+def read(kind: type[T], body: bytes) -> T:
+    """A request's body as `kind`. Raises Refusal, which names the field."""
+    try:
+        value = strict_json.loads(body)
+    except strict_json.JSONError as error:
+        raise Refusal("invalid_json", str(error)) from error
+    if isinstance(value, dict):
+        for name in kind.unbuilt.keys() & value.keys():
+            given = value.pop(name)
+            if given is not None and not any(_same(given, harmless) for harmless in kind.unbuilt[name]):
+                raise Refusal("unsupported_field", f"{name}: not supported by this server", name)
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error), kind) from error
+
+
+def _same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b)  # False is not 0 here
+
+
+_CODES = (  # what msgspec's sentences have in them; tests hold every one
+    ("unknown field", "unknown_field"),
+    ("missing required field", "missing_field"),
+    ("of length <= 0", "unsupported_field"),
+    ("Expected `null`, got", "unsupported_field"),
+    ("of length", "invalid_length"),
+    ("enum value", "invalid_value"),
+    (", got ", "invalid_type"),
+    ("<", "out_of_range"),
+    (">", "out_of_range"),
+)
+_NAMES = {"int": "a whole number", "float": "a number", "str": "a string", "array": "a list", "object": "an object",
+          "bool": "true or false", "null": "null"}  # fmt: skip
+_UNITS = {"str": "characters", "array": "entries", "object": "entries"}
+_BOUND = re.compile(r"Expected `(\w+)`( of length)? ([<>]=?) (\S+)")
+_TYPES = re.compile(r"Expected `([^`]+)`, got `([^`]+)`")
+_STEPS = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
+
+
+def _explained(sentence: str, kind: type[Body] = Body) -> Refusal:
+    """msgspec's `Expected ... - at `$.field[0]`, of a `kind`, as a refusal in words of JSON."""
+    what, _, where = sentence.rpartition(" - at `$")
+    if not what:
+        what, where = sentence, ""
+    code = next((code for words, code in _CODES if words in what), "invalid_value")
+    param = where.rstrip("`").lstrip(".")
+    if code in ("unknown_field", "missing_field"):
+        field = strict_json.shown(what.partition("`")[2].rpartition("`")[0])
+        param = f"{param}.{field}" if param else field
+        says = "unknown" if code == "unknown_field" else "is required"
+    elif code == "unsupported_field":
+        says = "not supported by this server"
+    elif code == "invalid_value" and (values := _values(kind, param)):
+        given = strict_json.shown(what.partition("value ")[2], 80)
+        says = f"{given} is not supported by this server: it takes {' or '.join(map(repr, values))}"
+    elif found := _BOUND.match(what):
+        type_, length, sign, number = found.groups()
+        bound = {"<=": "at most", ">=": "at least", "<": "less than", ">": "more than"}[sign] + " " + number
+        says = f"{bound} {_UNITS[type_]}" if length else bound
+    elif found := _TYPES.match(what):
+        wanted = [_NAMES.get(name, name) for name in found[1].split(" | ")]
+        says = strict_json.shown(f"{' or '.join(wanted)}, not {_NAMES.get(found[2], found[2])}", 160)
+    else:
+        says = strict_json.shown(what[0].lower() + what[1:], 160).replace("`", "")
+    return Refusal(code, f"{param or 'the body'}: {says}", param or None)
+
+
+def _values(kind: type[Body], path: str) -> list[str]:
+    """What a field may be that is one of several words; none where it may be more."""
+    kinds: list[Any] = [kind]
+    for step in _STEPS.findall(path):
+        kinds = [inner for outer in kinds for inner in _within(outer, step)]
+    return [value for each in kinds if get_origin(each) is Literal for value in get_args(each)]
+
+
+def _within(outer: Any, step: str) -> list[Any]:
+    """The types of a field, or of an entry where `step` is in brackets."""
+    if step.startswith("["):
+        return _flat(get_args(outer)[-1]) if get_origin(outer) in (list, dict) else []
+    fields = get_type_hints(outer) if isinstance(outer, type) and issubclass(outer, Struct) else {}
+    return _flat(fields[step]) if step in fields else []
+
+
+def _flat(kind: Any) -> list[Any]:
+    """The types of a union."""
+    if get_origin(kind) in (Union, UnionType):
+        return [inner for each in get_args(kind) for inner in _flat(each)]
+    return [kind]

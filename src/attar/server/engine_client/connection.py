@@ -1,0 +1,74 @@
+"""The socket between the two processes, at the server's end: frames of events from bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from attar.protocol.messages import MAX_FRAME, Beat, Delta, Embedding, Failed, Finished, Ready, Stats, Told
+from attar.server.logprobs import PromptScores
+
+AnswerEvent = Delta | PromptScores | Finished | Embedding | Failed
+Event = AnswerEvent | Ready | Stats | Beat | Told
+
+
+class Connection(asyncio.Protocol):
+    """One connection. What cannot be read ends it, and `wrong` is told why."""
+
+    def __init__(
+        self, arrived: Callable[[Sequence[Event]], None], lost: Callable[[], None], wrong: Callable[[str], None]
+    ) -> None:
+        self._arrived, self._lost, self._wrong = arrived, lost, wrong
+        self._decoder = msgspec.msgpack.Decoder(list[Event])
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        # The folder may have been cleaned away, and made again by somebody else, with a socket of the same name.
+        peer = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        if int.from_bytes(peer[4:8], sys.byteorder) != os.geteuid():
+            self.give_up("somebody else listens in the engine's place")
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._buffer
+        buffer += data
+        at = 0
+        while len(buffer) >= at + 4:
+            size = int.from_bytes(buffer[at : at + 4], "little")
+            if size > MAX_FRAME:
+                self.give_up("a frame is too long")
+                return
+            if len(buffer) < at + 4 + size:
+                break
+            try:
+                events = self._decoder.decode(memoryview(buffer)[at + 4 : at + 4 + size])
+            except msgspec.MsgspecError:
+                self.give_up("a frame is not of events")
+                return
+            at += 4 + size
+            self._arrived(events)
+        del buffer[:at]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost()
+
+    def write(self, data: bytes) -> None:
+        assert self._transport is not None
+        self._transport.write(data)
+
+    def close(self) -> None:
+        assert self._transport is not None
+        self._transport.close()
+
+    def give_up(self, why: str) -> None:
+        """End the connection at once."""
+        self._wrong(why)
+        assert self._transport is not None
+        self._transport.abort()

@@ -1,0 +1,207 @@
+"""A checkpoint as a source of weights: spellings, tied embeddings, dtypes, and what is missing or misshapen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from attar.checkpoints.folder import INDEX
+from attar.checkpoints.sources import hf
+from attar.checkpoints.strict_io import CheckpointError
+from attar.model.cache import Step
+
+LOGITS = 1e-5  # of the logit range, float32 against float32
+CHARACTERS = 2000  # of the text that the trained model reads
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def test_a_plain_checkpoint(tiny: Any, tmp_path: Path) -> None:
+    folder, seen = tiny.write(tmp_path), []
+    decoder = hf.load(folder, progress=lambda done, total: seen.append((done, total)))
+    assert decoder.dtype == torch.float32
+    assert seen == [(1, 2), (2, 2)]
+    assert tiny.difference(tiny.our_logits(folder), tiny.their_logits()) <= LOGITS
+
+
+def test_shards_are_read(tiny: Any, tmp_path: Path) -> None:
+    tiny.model.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert tiny.difference(tiny.our_logits(tmp_path), tiny.their_logits()) <= LOGITS
+
+
+def test_the_dtype_is_the_checkpoints_own_or_the_one_asked_for(tiny: Any, tmp_path: Path) -> None:
+    folder = tiny.write(tmp_path, {name: tensor.bfloat16() for name, tensor in tiny.tensors.items()})
+    assert hf.Checkpoint.open(folder).dtype == torch.bfloat16
+    decoder = hf.load(folder, torch.float32)
+    assert decoder.dtype == torch.float32
+    assert all(linear.weight.dtype == torch.float32 for block in decoder.blocks for linear in block.linears())
+    assert hf.compute_dtype("bfloat16") == torch.bfloat16
+    assert hf.compute_dtype("auto") is None
+    with pytest.raises(ValueError, match=r"unknown dtype 'bf16'.*did you mean"):
+        hf.compute_dtype("bf16")
+
+
+def test_names_as_stored(tiny: Any, tmp_path: Path) -> None:
+    """A checkpoint saved from the inner model has no `model.` in front, and has no output matrix."""
+    stripped = {name.removeprefix("model."): tensor for name, tensor in tiny.tensors.items() if name != HEAD}
+    folder = tiny.write(tmp_path, stripped, tie_word_embeddings=True)
+    checkpoint = hf.Checkpoint.open(folder)
+    module = "model.layers.1.mlp.up_proj"
+    assert checkpoint.stored_name(module) == "layers.1.mlp.up_proj"
+    assert checkpoint.linear(module).name == module
+    assert checkpoint.linear_shape(module) == (96, 64)
+    assert checkpoint.scheme_of(module) is None
+    assert torch.equal(checkpoint.linear(module).weight, tiny.tensors[f"{module}.weight"])
+    tiny.model.lm_head.weight.data = tiny.tensors[EMBED]
+    assert tiny.difference(tiny.our_logits(folder), tiny.their_logits()) <= LOGITS
+
+
+def test_gpt2s_weights_are_turned(tiny: Any, tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=96, n_positions=64, n_embd=48, n_layer=2, n_head=4)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn(parameter.shape)
+    model.save_pretrained(tmp_path)
+    checkpoint = hf.Checkpoint.open(tmp_path)
+    assert checkpoint.linear_shape("transformer.h.0.attn.c_attn") == (144, 48)
+    assert checkpoint.linear("transformer.h.0.attn.c_attn").weight.shape == (144, 48)
+    assert tiny.difference(tiny.our_logits(tmp_path), tiny.their_logits(model)) <= LOGITS
+
+
+# Tied embeddings
+
+
+@pytest.mark.parametrize("stated", [True, None])
+@pytest.mark.parametrize("kept", [EMBED, HEAD])
+def test_one_table_serves_both_ends(kept: str, stated: bool | None, tiny: Any, tmp_path: Path) -> None:
+    """Stored under either name; where config.json does not mention tying, the one table says it."""
+    tiny.model.lm_head.weight.data = tiny.model.model.embed_tokens.weight.data
+    tensors = {name: tensor for name, tensor in tiny.tensors.items() if name not in (EMBED, HEAD)}
+    folder = tiny.write(tmp_path, {**tensors, kept: tiny.tensors[EMBED]}, tie_word_embeddings=stated)
+    assert tiny.difference(tiny.our_logits(folder), tiny.their_logits()) <= LOGITS
+    decoder = hf.load(folder)
+    assert decoder.head.weight is decoder.embedding.table
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_both_tables_although_tied_is_as_in_transformers(same: bool, tiny: Any, tmp_path: Path) -> None:
+    tensors = tiny.tensors
+    if same:
+        tensors[HEAD] = tensors[EMBED].clone()
+    folder = tiny.write(tmp_path, tensors, tie_word_embeddings=True)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    assert torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight) == same
+    assert tiny.difference(tiny.our_logits(folder), tiny.their_logits(theirs)) <= LOGITS
+
+
+@pytest.mark.parametrize("gone", [EMBED, HEAD])
+def test_an_untied_model_needs_both(gone: str, tiny: Any, tmp_path: Path) -> None:
+    folder = tiny.write(tmp_path, {n: t for n, t in tiny.tensors.items() if n != gone}, tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match=f"no tensor '{gone}'"):
+        hf.Checkpoint.open(folder)
+
+
+def test_a_trained_model_that_stores_only_its_output_matrix(stories: Path) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(stories / "tokenizer.json"))
+    text = (stories.parent.parent / "data" / "text" / "tinystories.txt").read_text()[:CHARACTERS]
+    ids = torch.tensor(tokenizer.encode(text).ids)[:512]
+    theirs = AutoModelForCausalLM.from_pretrained(stories, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = theirs(ids[None]).logits[0]
+    ours = hf.load(stories).forward(ids, Step((len(ids),), len(ids)))
+    assert (ours - expected).abs().max() <= LOGITS * (expected.max() - expected.min())
+
+
+@pytest.mark.parametrize("kept", [EMBED, HEAD])
+def test_rows_of_the_embedding(kept: str, tiny: Any, tmp_path: Path) -> None:
+    tensors = {name: tensor for name, tensor in tiny.tensors.items() if name not in (EMBED, HEAD)}
+    table = tiny.tensors[EMBED]
+    checkpoint = hf.Checkpoint.open(tiny.write(tmp_path, {**tensors, kept: table}, tie_word_embeddings=True))
+    rows = checkpoint.rows(torch.tensor([3, 9, 95]))
+    assert torch.equal(rows.tensor(kept), table[[3, 9, 95]])
+    assert rows.has(kept)
+    norm = "model.norm.weight"
+    assert torch.equal(rows.tensor(norm), tensors[norm])
+
+
+# What is refused
+
+
+def test_a_missing_tensor_is_named_with_the_files(tiny: Any, tmp_path: Path) -> None:
+    tensors = tiny.tensors
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(
+        CheckpointError, match=r"no tensor 'model\.layers\.1\.mlp\.up_proj\.weight' in model\.safetensors"
+    ):
+        hf.Checkpoint.open(tiny.write(tmp_path, tensors))
+
+
+def test_a_missing_shard_is_named(tiny: Any, tmp_path: Path) -> None:
+    tiny.model.save_pretrained(tmp_path, max_shard_size="60KB")
+    shard = sorted(set(json.loads((tmp_path / INDEX).read_text())["weight_map"].values()))[1]
+    (tmp_path / shard).unlink()
+    with pytest.raises(CheckpointError, match=f"weight files missing: {shard}"):
+        hf.Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name, shape, words",
+    [
+        ("model.layers.1.mlp.up_proj.weight", (95, 64), r"up_proj\.weight is \[95, 64\].*makes it \[96, 64\]"),
+        ("model.layers.0.input_layernorm.weight", (63,), r"input_layernorm\.weight is \[63\].*makes it \[64\]"),
+        ("model.layers.0.mlp.up_proj.weight", (96 * 64,), "not a matrix"),
+        (EMBED, (97, 64), r"embed_tokens\.weight is \[97, 64\].*makes it \[96, 64\]"),
+    ],
+)
+def test_a_wrong_shape_is_named(name: str, shape: tuple[int, ...], words: str, tiny: Any, tmp_path: Path) -> None:
+    folder = tiny.write(tmp_path, {**tiny.tensors, name: torch.zeros(shape)})
+    with pytest.raises(CheckpointError, match=words):
+        hf.Checkpoint.open(folder)
+
+
+def test_a_folder_without_the_first_block_says_what_was_looked_for(tiny: Any, tmp_path: Path) -> None:
+    folder = tiny.write(tmp_path, {f"encoder.{name}": tensor for name, tensor in tiny.tensors.items()})
+    with pytest.raises(CheckpointError, match=r"looked for model\.layers\.0\.input_layernorm\.weight or layers\.0"):
+        hf.Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("method", ["quark", "hqq", None])
+def test_an_unknown_quantization_lists_the_known_ones(method: str | None, tiny: Any, tmp_path: Path) -> None:
+    folder = tiny.write(tmp_path, quantization_config={"quant_method": method})
+    with pytest.raises(CheckpointError, match=f"{method!r}.*known are .*awq.*compressed-tensors.*gptq"):
+        hf.Checkpoint.open(folder)
+
+
+def test_quantized_tensors_without_a_config_say_so(tiny: Any, tmp_path: Path) -> None:
+    tensors = tiny.tensors
+    tensors["model.layers.0.mlp.up_proj.qweight"] = tensors.pop("model.layers.0.mlp.up_proj.weight").int()
+    with pytest.raises(CheckpointError, match=r"stored quantized \(qweight\), which config\.json has no quantization"):
+        hf.Checkpoint.open(tiny.write(tmp_path, tensors))
+
+
+def test_integers_without_scales_are_no_weights(tiny: Any, tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    folder = tiny.write(tmp_path, {**tiny.tensors, name: torch.zeros(96, 64, dtype=torch.int8)})
+    with pytest.raises(CheckpointError, match="is int8, without the scales"):
+        hf.Checkpoint.open(folder)
+
+
+def test_an_unknown_architecture_names_the_file_and_the_known_ones(tiny: Any, tmp_path: Path) -> None:
+    folder = tiny.write(tmp_path, architectures=["LlamaForCausalLLM"])
+    with pytest.raises(CheckpointError, match=r"config\.json: unknown architecture.*known are .*LlamaForCausalLM"):
+        hf.Checkpoint.open(folder)
+
+
+def test_the_end_of_text_ids_are_the_generation_configs(tiny: Any, tmp_path: Path) -> None:
+    folder = tiny.write(tmp_path, eos_token_id=1)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert hf.Checkpoint.open(folder).config.eos_ids == (5, 6)

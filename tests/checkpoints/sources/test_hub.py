@@ -1,0 +1,227 @@
+"""What a user may call a model. The network is never used: downloads are replaced, or answered from a made-up cache."""
+
+from __future__ import annotations
+
+import importlib.resources
+import subprocess
+import sys
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from attar.checkpoints.sources import hub
+from attar.checkpoints.strict_io import CheckpointError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def model(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Every download asked for; each gives the same folder."""
+    seen: list[dict[str, Any]] = []
+    folder = model(tmp_path / "downloaded")
+
+    def fake(repo_id: str, **options: Any) -> str:
+        seen.append({"repo_id": repo_id, **options})
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    monkeypatch.chdir(tmp_path)
+    return seen
+
+
+@pytest.fixture
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
+    monkeypatch.chdir(tmp_path)
+
+    def install(error: Exception) -> None:
+        def fake(*_: Any, **__: Any) -> str:
+            raise error
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+
+    return install
+
+
+def http_error(kind: type[errors.HfHubHTTPError], message: str = "401 Client Error\nmore") -> errors.HfHubHTTPError:
+    error = kind.__new__(kind)  # without a response of whichever HTTP client is installed
+    Exception.__init__(error, message)
+    return error
+
+
+def test_a_local_folder_wins_over_a_hub_id(tmp_path: Path, calls: list[dict[str, Any]]) -> None:
+    model(tmp_path / "org" / "name")
+    assert hub.resolve("org/name") == Path("org/name")
+    assert hub.resolve(tmp_path / "org") == tmp_path / "org"
+    assert calls == []
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model(tmp_path / "m")
+    assert hub.resolve("~/m") == tmp_path / "m"
+
+
+@pytest.mark.parametrize(
+    ("given", "argument", "repo", "revision"),
+    [
+        ("org/name", None, "org/name", None),
+        ("org/name", "v2", "org/name", "v2"),
+        ("org/name@refs/pr/3", None, "org/name", "refs/pr/3"),
+        ("Qwen/Qwen3-0.6B@main", None, "Qwen/Qwen3-0.6B", "main"),
+    ],
+)
+def test_a_hub_id_is_downloaded(
+    given: str, argument: str | None, repo: str, revision: str | None, calls: list[dict[str, Any]]
+) -> None:
+    assert hub.resolve(given, revision=argument).name == "downloaded"
+    assert [(call["repo_id"], call["revision"], call["local_files_only"]) for call in calls] == [
+        (repo, revision, False)
+    ]
+
+
+def test_offline_asks_for_the_cache_alone(calls: list[dict[str, Any]]) -> None:
+    hub.resolve("org/name", offline=True)
+    assert calls[0]["local_files_only"] is True
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("config.json", True),
+        ("model-00001-of-00002.safetensors", True),
+        ("model.safetensors.index.json", True),
+        ("tokenizer.model", True),
+        ("merges.txt", True),
+        ("chat_template.jinja", True),
+        ("additional_chat_templates/tools.jinja", True),
+        ("LICENSE", True),
+        ("pytorch_model.bin", False),
+        ("modeling.py", False),
+        ("model.pt", False),
+        ("model.gguf", False),
+        ("original/params.json", False),
+        ("onnx/model.safetensors", False),
+        ("consolidated.safetensors", False),
+    ],
+)
+def test_only_data_is_asked_for(name: str, wanted: bool, calls: list[dict[str, Any]]) -> None:
+    hub.resolve("org/name")
+    allowed = any(fnmatch(name, pattern) for pattern in calls[0]["allow_patterns"])
+    ignored = any(fnmatch(name, pattern) for pattern in calls[0]["ignore_patterns"])
+    assert (allowed and not ignored) == wanted
+
+
+def test_a_misspelt_path_offers_its_neighbours(tmp_path: Path, calls: list[dict[str, Any]]) -> None:
+    model(tmp_path / "llama-small")
+    for given in ("./llama-smal", "llama-smal", f"{tmp_path}/llama-smal"):
+        with pytest.raises(CheckpointError, match=r"no model folder .* did you mean 'llama-small'"):
+            hub.resolve(given)
+    with pytest.raises(CheckpointError, match=r"not a Hub id .org/name."):
+        hub.resolve("gpt2")
+    with pytest.raises(CheckpointError, match=r"no model folder './no/where' at that path$"):
+        hub.resolve("./no/where")
+    assert calls == []
+
+
+def test_a_gguf_file_that_is_not_there_is_called_a_file(tmp_path: Path, calls: list[dict[str, Any]]) -> None:
+    (tmp_path / "llama.gguf").write_bytes(b"GGUF")
+    for given in ("nothing.gguf", "./nothing.gguf", f"{tmp_path}/Nothing.GGUF"):
+        with pytest.raises(CheckpointError, match=f"^{given}: no such file$"):
+            hub.resolve(given)
+    with pytest.raises(CheckpointError, match=r"lama.gguf: no such file; did you mean 'llama.gguf'\?$"):
+        hub.resolve(tmp_path / "lama.gguf")
+    assert calls == []
+
+
+def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is a file; give the folder"):
+        hub.resolve(model(tmp_path) / "model.safetensors")
+
+
+def test_two_revisions_are_one_too_many(calls: list[dict[str, Any]]) -> None:
+    with pytest.raises(CheckpointError, match="already names a revision"):
+        hub.resolve("org/name@v1", revision="v2")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (http_error(errors.GatedRepoError), "org/name is gated: accept its terms at .*, then run `hf auth login`"),
+        (http_error(errors.RepositoryNotFoundError), "no model 'org/name' on the Hub"),
+        (http_error(errors.RevisionNotFoundError), "org/name has no revision 'v9' on the Hub"),
+        (errors.LocalEntryNotFoundError("x"), "the Hub cannot be reached and org/name@v9 is not whole"),
+        (
+            http_error(errors.HfHubHTTPError, "500 Server Error\nmore"),
+            "downloading org/name@v9 failed: 500 Server Error$",
+        ),
+        (OSError(28, "No space left on device"), r"downloading org/name@v9 failed: .*No space left on device$"),
+        (RuntimeError(), "downloading org/name@v9 failed: RuntimeError$"),
+    ],
+)
+def test_each_failure_of_the_hub_is_one_sentence(
+    error: Exception, words: str, failing: Callable[[Exception], None]
+) -> None:
+    failing(error)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        hub.resolve("org/name@v9")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_id_not_found_offers_local_neighbours(tmp_path: Path, failing: Callable[[Exception], None]) -> None:
+    failing(http_error(errors.RepositoryNotFoundError))
+    model(tmp_path / "models" / "llama")
+    with pytest.raises(CheckpointError, match="did you mean 'llama'"):
+        hub.resolve("models/lama")
+
+
+def test_a_repository_of_pickles_gets_the_recipe(tmp_path: Path, calls: list[dict[str, Any]]) -> None:
+    (tmp_path / "downloaded" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"has no safetensors weights on the Hub; .*save_pretrained"):
+        hub.resolve("org/name")
+
+
+def test_the_cache_is_used_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    snapshot = model(cache / "models--org--name" / "snapshots" / COMMIT)
+    (cache / "models--org--name" / "refs").mkdir()
+    (cache / "models--org--name" / "refs" / "main").write_text(COMMIT)
+    assert hub.resolve("org/name", offline=True) == snapshot
+    assert hub.resolve(f"org/name@{COMMIT}", offline=True) == snapshot
+    with pytest.raises(CheckpointError, match="org/other is not whole in the local cache, and downloads are off"):
+        hub.resolve("org/other", offline=True)
+
+
+def test_demo_is_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.resources, "files", lambda package: tmp_path)
+    monkeypatch.chdir(model(tmp_path / "elsewhere" / "demo").parent)
+    with pytest.raises(CheckpointError, match="carries no demo model"):
+        hub.resolve("demo")
+    model(tmp_path / "data" / "demo")
+    assert hub.resolve("demo") == tmp_path / "data" / "demo"
+    assert hub.resolve("./demo") == Path("demo")
+
+
+def test_nothing_heavy_is_imported_for_a_folder(tmp_path: Path) -> None:
+    script = (
+        "import sys; from attar.checkpoints import folder, hub; hub.resolve(sys.argv[1]); "
+        "print([m for m in ('torch', 'huggingface_hub') if m in sys.modules])"
+    )
+    source = str(Path(hub.__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], env={"PYTHONPATH": source}, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "[]", done.stderr

@@ -1,0 +1,75 @@
+"""Settings: what the engine's process is told, and that it serves the model that they were made for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from attar.checkpoints.fingerprints import fingerprints
+from attar.engine import loader
+from attar.protocol import settings
+from attar.protocol.settings import CHANGED, Settings
+
+
+@pytest.fixture
+def model(tiny: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny, tmp_path / "model"))
+
+
+def made(model: Path) -> Settings:
+    plain = Settings(str(model), "", verify=False, context=64, max_running=2)
+    return msgspec.structs.replace(plain, files=fingerprints(plain.folders))
+
+
+def test_a_name_that_is_given_goes_first(model: Path) -> None:
+    asked = made(model)
+    assert asked.served_as == "model"
+    assert msgspec.structs.replace(asked, name="acme/tiny").served_as == "acme/tiny"
+
+
+def test_an_engine_that_is_started_again_serves_no_other_model(demo: Path, tmp_path: Path) -> None:
+    """Its own process, as the server starts it, ends with a sentence and a status of its own."""
+    folder = Path(shutil.copytree(demo, tmp_path / "model"))
+    asked = msgspec.structs.replace(made(folder), socket=str(tmp_path / "engine"))
+    os.utime(folder / "model.safetensors")
+    command = [sys.executable, "-m", "attar.engine.main"]
+    given = msgspec.json.encode(asked) + b"\n"
+    done = subprocess.run(command, input=given, capture_output=True, timeout=300, check=False)
+    assert done.returncode == CHANGED, done.stderr
+    assert b"model.safetensors changed on disk since the server was started" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_model_that_is_replaced_while_it_is_loaded_is_not_served(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(demo, tmp_path / "model"))
+    asked = made(folder)
+    engine, ready = loader.engine(asked)
+    assert ready.model == "model"
+    del engine
+    install = loader._install
+
+    def replaced(*given: object) -> tuple[str, ...]:
+        os.utime(folder / "model.safetensors")
+        return install(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loader, "_install", replaced)
+    with pytest.raises(ValueError, match="changed on disk"):
+        loader.engine(asked)
+
+
+def test_no_memory_is_not_all_of_it(demo: Path) -> None:
+    with pytest.raises(ValueError, match=r"there are 0 bytes \(--memory\)"):
+        loader.engine(Settings(str(demo), "", memory=0))
+
+
+def test_what_settings_say_reaches_the_process() -> None:
+    given = Settings("model", "socket", name="acme/tiny", files={"model/config.json": "2 1 ab"})
+    assert msgspec.json.decode(msgspec.json.encode(given), type=settings.Settings) == given

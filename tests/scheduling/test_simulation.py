@@ -1,0 +1,121 @@
+"""500 random lives of the scheduler; and bugs planted in it, each of which they must find."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import attar.engine
+from tests.scheduling.simulation import failing
+
+ENGINE = Path(attar.engine.__path__[0])
+SEEDS = 500
+PARTS = 10  # so that workers share them
+ENOUGH = 300  # seeds, which must find any of the bugs below
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_invariant_holds_after_every_event(part: int) -> None:
+    seeds = range(part * SEEDS // PARTS, (part + 1) * SEEDS // PARTS)
+    if (failure := failing(seeds)) is not None:
+        seed, error = failure
+        raise AssertionError(f"python -m tests.scheduling.simulation --first {seed} --seeds 1") from error
+
+
+class Bug(NamedTuple):
+    name: str
+    file: str
+    line: str
+    instead: str
+
+
+BUGS = [
+    Bug("blocks leak when a sequence is cancelled", "scheduler", "self._release(sequence, keep)", "pass"),
+    Bug("a sequence takes a block too many", "scheduler", "needed = self._missing(sequence)",
+        "needed = self._missing(sequence) + 1"),
+    Bug("a copy source is never let go", "scheduler", "self.pool.drop(copy.source for copy in step.copies)", "pass"),
+    Bug("matched blocks stay held when there is no room", "scheduler", "self.pool.drop(shared)", "pass"),
+    Bug("matched blocks are used without being held", "scheduler", "self.pool.hold(shared)",
+        "self.pool.hold(shared[len(match.blocks) :])"),
+    Bug("a copy has a slot too few", "scheduler", "match.length % self.pool.size, sequence))",
+        "match.length % self.pool.size - 1, sequence))"),
+    Bug("the whole prompt is matched, and nothing is left to run", "scheduler", "sequence.tokens[:-1]",
+        "sequence.tokens[:]"),
+    Bug("bypass is ignored", "scheduler", "if not sequence.bypass:", "if True:"),
+    Bug("tokens enter the tree that were not computed", "scheduler", "sequence.tokens[: sequence.computed]",
+        "sequence.tokens[: sequence.computed + 1]"),
+    Bug("what failed enters the tree", "scheduler",
+        "self._end(sequence, outcome.failure, now, keep=False)",
+        "sequence.computed = start + rows; self._end(sequence, outcome.failure, now)"),
+    Bug("cancelled in the queue, it stays there", "scheduler",
+        "    del self.waiting[bisect_left(self.waiting, sequence.rank, key=_rank)]\n        sequence.enter",
+        "    pass\n        sequence.enter"),
+    Bug("cancelled during a step, it is freed under the runner", "scheduler",
+        "self._steps[-1].held.extend if sequence.under_way else self.pool.drop", "self.pool.drop"),
+    Bug("what a step was to let go stays held", "scheduler", "self.pool.drop(step.held)", "pass"),
+    Bug("a block that the tree replaces is freed under the runner", "scheduler",
+        "sequence.blocks, self._let_go(sequence))", "sequence.blocks)"),
+    Bug("a token is appended after the cancellation", "scheduler",
+        "if sequence.status is Status.ENDED:\n                continue", "if False:\n                continue"),
+    Bug("a preempted sequence goes on where it was", "scheduler",
+        "sequence.blocks, sequence.computed, sequence.planned, sequence.coming = [], 0, 0, 0", "sequence.blocks = []"),
+    Bug("a row that is planned counts as computed", "scheduler", "sequence.planned += rows",
+        "sequence.planned += rows; sequence.computed = sequence.planned"),
+    Bug("a token that was chosen is still to come", "scheduler", "sequence.coming -= sequence.max_tokens > 0", "pass"),
+    Bug("somebody gives way to a step ahead", "scheduler", "if missing > self.pool.available:", "if False:"),
+    Bug("a sequence is preempted without end", "scheduler", "sequence.preemptions += 1", "pass"),
+    Bug("whoever may not be preempted is not given all it needs", "scheduler", "if to_the_end else", "if False else"),
+    Bug("nobody is ever overdue", "scheduler", "sequence.overdue = sequence.passed >=", "sequence.overdue = 0 >"),
+    Bug("the token budget is not counted", "scheduler", "budget -= self._chunk(step, sequence, 1)",
+        "self._chunk(step, sequence, 1)"),
+    Bug("prompts go before who decodes", "scheduler", "if sequence.pending == 1:", "if False:"),
+    Bug("deadlines are missed", "scheduler", "heapq.heappush(self._deadlines, (choice.deadline, choice.id))", "pass"),
+    Bug("nobody looks for deadlines before a step", "scheduler", "self.expire(now)\n        return self._decide(now)",
+        "return self._decide(now)"),
+    Bug("nobody looks for deadlines before a step ahead", "scheduler", "self.expire(now)\n        missing", "missing"),
+    Bug("somebody is let in with no tokens left of the budget", "scheduler", "and (budget or whole_batch)", ""),
+    Bug("a fault at a sequence's end leaves its blocks held", "scheduler",
+        "        finally:\n            self._let_go(sequence)",
+        "        except ZeroDivisionError: ...\n        else:\n            self._let_go(sequence)"),
+    Bug("a fault in admission leaves matched blocks held", "scheduler",
+        "        finally:\n            if room is None:",
+        "        except ZeroDivisionError: ...\n        else:\n            if room is None:"),
+    Bug("a fault after a split leaves the order of use wrong", "radix", "self._touch(upper)  #", "pass  #"),
+    Bug("a fault leaves a root of nothing", "radix", "self._roots.get(salt) or Node(salt, None, array(\"i\"), [])",
+        "self._roots.setdefault(salt, Node(salt, None, array(\"i\"), []))"),
+    Bug("salts are mixed up", "radix", "self._roots.get(salt) or Node",
+        "next(iter(self._roots.values()), None) or Node"),
+    Bug("a leaf in use is evicted", "radix", "goal and not pool.holders(leaf.blocks[left - 1]):", "goal:"),
+    Bug("the first child is taken for the closest", "radix", "if length > shared:", "if length >= 0:"),
+    Bug("an edge is followed a block too far", "radix", "common(branch.tokens, tokens[at : at + len(branch.tokens)])",
+        "-(-common(branch.tokens, tokens[at : at + len(branch.tokens)]) // size) * size"),
+    Bug("a block enters the tree twice", "radix", "blocks[len(known) : self", "blocks[max(len(known) - 1, 0) : self"),
+    Bug("a duplicate replaces the tree's block and is not let go", "radix",
+        "(let_go or self.pool.drop)([blocks[i]])", "pass"),
+    Bug("a leaf that goes on inside its last block is left behind", "radix", "self._remove(branch)  #", "pass  #"),
+    Bug("matches end inside a group", "radix", "length = found - found % self.round_to", "length = found"),
+    Bug("a node is used without its parents", "radix", "node = node.parent\n\n    def _rem", "break\n\n    def _rem"),
+    Bug("an evicted block is not forgotten", "radix", "pool.forget([leaf.blocks[left]])", "pass"),
+    Bug("a freed block is not put back", "blocks", "self._free.append(block)", "pass"),
+    Bug("a cached block counts as free", "blocks", "CACHED if self._kept[block] else FREE\n        before",
+        "FREE\n        before"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug: Bug, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (ENGINE / f"{bug.file}.py").read_text()
+    assert source.count(bug.line) == 1, "the line to be broken is not there"
+    path = tmp_path / f"{bug.file}.py"
+    path.write_text(source.replace(bug.line, bug.instead))
+    spec = importlib.util.spec_from_file_location(f"broken_{bug.file}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    broken = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, broken)  # where dataclasses look their module up
+    spec.loader.exec_module(broken)
+    assert failing(range(ENOUGH), **{bug.file: broken}) is not None
