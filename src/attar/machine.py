@@ -8,7 +8,8 @@ any of these: it is measured (`kernels/native/limits.py`) and passed in by whoev
 What others in a group use already is gone, as it is from the memory that is available: a limit of 16 GB with 12 used
 leaves 4. What this process itself holds is counted as still to be had, because whoever plans with these numbers counts
 all of what the process will hold: itself with torch (`plan/fit.py`), or weights that it has read already
-(`compression/training/trainable_model.py`). So the same number comes out of a process that has only begun and of one that holds a model.
+(`compression/training/trainable_model.py`). So the same number comes out of a process that has only begun and of one
+that holds a model.
 """
 
 from __future__ import annotations

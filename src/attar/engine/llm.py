@@ -114,10 +114,10 @@ class LLM:
     rounded to int8 on the fly, with one scale a row (`int8`) or for every 128 or 32 columns (`int8g128`, `int8g32`), or
     `exact`. On `cuda` they are left alone.
 
-    `tp` processes compute each layer together and `pp` stages have some of the layers each (`execution/parallel/executor.py`): on
-    `cuda` with a GPU a process; on CPUs they share the cores, to check that it works. `threads` are those of all of
-    them together, by default as many as there are cores. No probe is replayed then: it would tell of rounding that one
-    process does not have. `close` ends the processes, as does this one's end.
+    `tp` processes compute each layer together and `pp` stages have some of the layers each
+    (`execution/parallel/executor.py`): on `cuda` with a GPU a process; on CPUs they share the cores, to check that it
+    works. `threads` are those of all of them together, by default as many as there are cores. No probe is replayed
+    then: it would tell of rounding that one process does not have. `close` ends the processes, as does this one's end.
 
     `adapter` is the folder of a low-rank adapter, as PEFT stores it, which computes beside the weights, unmerged.
 

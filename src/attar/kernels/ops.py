@@ -131,7 +131,12 @@ def pages(
     Raises ValueError where the slots are no multiple of 16, or the device's kernels keep nothing as `scheme` says.
     """
     if not gpu.takes(device) or env.get().kernels == "ref":
-        return Pages.zeros(blocks, block, kv_heads, head_dim, scheme, device, tails, bases)
+        made = Pages.zeros(blocks, block, kv_heads, head_dim, scheme, device, tails, bases)
+        for (
+            part
+        ) in made.parts():  # a head's blocks lie apart, one to a small page: walking those costs a third of the speed
+            extension.prefer_huge_pages(part)
+        return made
     if scheme.name == "int4":
         return NibblePages.rotated(blocks, block, kv_heads, head_dim, scheme, device)
     if scheme.kind not in ("float", "int8", "fp8"):

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attar.kernels.native import extension
 from attar.kv import schemes
 from attar.kv.bit_planes import Basis, rotation
 from attar.kv.kvquant import Channels
@@ -197,12 +196,9 @@ def _addresses(tensors: Iterable[Tensor]) -> Tensor:
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     """Zeros whose memory, on a CPU, is taken when it is first written: `torch.zeros` would write it all at once, which
-    for a large cache takes as long as loading the model, and in small pages. A head's blocks lie apart, one to a small
-    page: walking those costs a third of the speed."""
+    for a large cache takes as long as loading the model."""
     size = math.prod(shape) * dtype.itemsize
     if device != "cpu" or not size:
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # the tensor keeps it
-    zeros = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
-    extension.prefer_huge_pages(zeros)
-    return zeros
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)

@@ -9,9 +9,10 @@ numbers tell, zero points that no kernel takes, is left out.
 
 A step is bounded as on a CPU, by results in float32, though a card computes in 16 bits; its tokens are chosen of up to
 `AT_ONCE` rows together. What a library or the driver takes, and what recorded graphs take, no formula knows: a server
-measures those when it starts (`engine/memory_profile.py`), and here the room is what `machine.SHARE` leaves. A card's memory
-is its data sheet's figure in units of 10^9 bytes. Some show up to 7 % more, as their makers mean 2^30; of others error
-correction takes about that part. A plan is on the safe side: it is `--device` that asks the card itself. Torch-free.
+measures those when it starts (`engine/memory_profile.py`), and here the room is what `machine.SHARE` leaves. A card's
+memory is its data sheet's figure in units of 10^9 bytes. Some show up to 7 % more, as their makers mean 2^30; of others
+error correction takes about that part. A plan is on the safe side: it is `--device` that asks the card itself.
+Torch-free.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ size I, q, k and v side by side C, query heads together A, feed-forward width W;
 
 Beside these are the buffers that threads of the kernels keep, the tables of rotary angles, and what the workspace keeps
 warm: results of a megabyte and more lie on pages of their own, of which up to `idle` bytes wait for the next step of
-their size (`kernels/native/workspace.py`). Recorded decode steps (`execution/model_runner.py`) keep all their results. Sampling
-works in float64 and sorts what its filters leave: up to `SAMPLING` bytes a logit (measured: 144, for flat logits and a
-top-p of 0.99999).
+their size (`kernels/native/workspace.py`). Recorded decode steps (`execution/model_runner.py`) keep all their results.
+Sampling works in float64 and sorts what its filters leave: up to `SAMPLING` bytes a logit (measured: 144, for flat
+logits and a top-p of 0.99999).
 
 Not in it: the logits of a whole prompt, which whoever wants them must ask for in pieces of `sequences` rows.
 

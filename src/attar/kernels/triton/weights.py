@@ -11,8 +11,8 @@ Six forms, by what meets in the tensor cores:
 * `w8a16`: int8 or E4M3 codes, likewise;
 * `w8a8`: such codes on both sides, rows rounded on the fly with a scale each.
 
-Of the last two, E4M3 codes may have a scale for every 128 by 128 block (`formats/codecs/fp8_blocks.py`), `scales` then being
-[O / 128, I / 128]; rows that are rounded have one for every 128 columns.
+Of the last two, E4M3 codes may have a scale for every 128 by 128 block (`formats/codecs/fp8_blocks.py`), `scales` then
+being [O / 128, I / 128]; rows that are rounded have one for every 128 columns.
 
 Four bits are drawn for one program that walks along the input columns of 64 outputs. A *run* is 32 to 128 columns under
 one scale; its 64 x run codes lie together, so the program reads one piece of memory from end to end:
