@@ -7,7 +7,6 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -20,12 +19,9 @@ from attar.cli.main import app
 from attar.engine.loader import engine, fit, kv_name, without_kernels
 from attar.formats.scheme import Scheme
 from attar.kernels import ops
-from attar.model.config import ModelConfig
 from attar.model.shapes import shape
-from attar.plan import fit as planning
 from attar.plan.costs import BLOCK, Storage
 from attar.plan.fit import ROOM, Fit, blocks_for
-from attar.plan.steps import StepLimits
 from attar.protocol.scheduler_config import PRESETS, Limits
 from attar.protocol.settings import Settings
 from attar.scheduling.block_pool import BlockPool
@@ -111,21 +107,6 @@ def test_a_plan_says_what_a_server_will(left: int, preset: str | None, monkeypat
     assert plan["memory_source"] == "left in control group (v2)"
     assert row == row | {"memory": int(0.9 * left), "blocks": server.blocks, "requests": server.requests}
     assert server.requests > 1
-
-
-def test_steps_are_planned_for_as_many_as_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, seen = planning.start, list[StepLimits]()
-
-    def noted(config: ModelConfig, storage: Storage, kv: str, memory: int, limits: StepLimits, *more: Any) -> Fit:
-        seen.append(limits)
-        return start(config, storage, kv, memory, limits, *more)
-
-    monkeypatch.setattr(planning, "start", noted)
-    for limits, threads in ((Limits(), 3), (Limits(policy="none"), 1), (PRESETS["throughput"], 2)):
-        fit(msgspec.structs.replace(SETTINGS, context=64), CONFIG, STORAGE, limits, threads)
-    assert seen[0] == StepLimits(rows=512, sequences=32, threads=3)
-    assert seen[1].sequences == 1
-    assert (seen[2].rows, seen[2].sequences, seen[2].headroom) == (2048, 128, 0.01)
 
 
 def test_a_container_with_nothing_left_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,13 +149,10 @@ def plan(
         if budget is None:
             share = machine.SHARE if kv_fraction is None else 1.0
             budget = int(free * share) // (tp * pp if gpu is None else 1)
-        steps = StepLimits(
-            chosen.max_step_tokens, chosen.together, threads=threads or here.cores, headroom=chosen.headroom
-        )
         made = fit.plan(
             name, config, fit.usual(config, storage), fit.Demand(context, users),
             budget, (source if memory is None else "--memory") + each,
-            limits=steps, max_tokens=max_tokens_in_cache,
+            limits=StepLimits.of(chosen, threads or here.cores), max_tokens=max_tokens_in_cache,
             kv_schemes=None if kv is None else (kv_scheme(kv).name,),
             bandwidth=bandwidth, int8_rate=rate, adapters=beside, share=Share(0, tp, pp),
             fraction=kv_fraction, card=gpu,

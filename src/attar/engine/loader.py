@@ -254,9 +254,8 @@ def fit(
         memory, source = here.budget if settings.kv_fraction is None else here.memory, here.limited_by
     memory //= share.count
     source += f", of which each of {share.count} processes has its part" if share.count > 1 else ""
-    steps = StepLimits(limits.max_step_tokens, limits.together, threads=threads, headroom=limits.headroom)
     found = planning.start(
-        config, storage, kv_name(settings), memory, steps, settings.context,
+        config, storage, kv_name(settings), memory, StepLimits.of(limits, threads), settings.context,
         settings.max_cached_tokens, adapters, share, settings.kv_fraction,
     )  # fmt: skip
     if found.context < (settings.context or config.context):
