@@ -20,8 +20,8 @@ from attar.kernels.native import limits
 from attar.plan.fit import ROOM
 from attar.protocol.settings import Settings
 from attar.server import supervisor
-from attar.server.http.middleware import Options
 from attar.server.http.sockets import listen
+from attar.server.options import ServerOptions
 from tests.cli.test_commands import last_json, refused
 
 KEYS = {"largest step": "step", "KV cache": "cache"}
@@ -47,7 +47,7 @@ def served(monkeypatch: pytest.MonkeyPatch, options: str, model: str = "demo") -
     ],
 )
 def test_the_door_lets_in_what_the_engine_may_have(monkeypatch: pytest.MonkeyPatch, options: str, most: int) -> None:
-    found: list[Options] = []
+    found: list[ServerOptions] = []
     monkeypatch.setattr(supervisor, "run", lambda settings, tokenizer, options, *_: found.append(options) or 0)
     done = CliRunner().invoke(app, ["serve", "demo", *shlex.split(options)])
     assert done.exit_code == 0, done.output
@@ -140,7 +140,7 @@ def test_no_device_is_not_the_usual_one() -> None:
     ],
 )
 def test_an_origin_is_taken_as_browsers_say_it(monkeypatch: pytest.MonkeyPatch, given: str, origin: str) -> None:
-    found: list[Options] = []
+    found: list[ServerOptions] = []
     monkeypatch.setattr(supervisor, "run", lambda settings, tokenizer, options, *_: found.append(options) or 0)
     assert CliRunner().invoke(app, ["serve", "demo", "--origin", given]).exit_code == 0
     assert found[0].origins == {origin}

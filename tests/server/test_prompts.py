@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from attar.server import prompts
-from attar.server.api import sampling_params, schemas
+from attar.server.admission import request_limits
+from attar.server.api import schemas
 from tests.server.conftest import Running
 
 MANY = 100_000
@@ -22,7 +23,7 @@ def test_many_token_ids_are_looked_at_beside_the_loop(
     server: Running, monkeypatch: pytest.MonkeyPatch, path: str, field: str, status: int
 ) -> None:
     looked: list[threading.Thread] = []
-    kinds, known = schemas._check_prompts, sampling_params.in_vocabulary
+    kinds, known = schemas._check_prompts, request_limits.in_vocabulary
 
     def check(given: str | Sequence[object], name: str, most: int, noun: str) -> None:
         looked.append(threading.current_thread())

@@ -20,10 +20,10 @@ HERE = Path(__file__).parent
 SERVE = """
 import sys
 from pathlib import Path
-from attar.server.http.middleware import Options
+from attar.server.options import ServerOptions
 from attar.server.serve import serve
 from attar.text.tokenizer import Tokenizer
-options = Options(port=0, drain_seconds=float(sys.argv[3]))
+options = ServerOptions(port=0, drain_seconds=float(sys.argv[3]))
 serve(Path(sys.argv[1]), Tokenizer.load(Path(sys.argv[2])), options, lambda url: print(url, flush=True))
 assert "torch" not in sys.modules
 assert "numpy" not in sys.modules

@@ -23,7 +23,7 @@ import pytest
 from attar.checkpoints.sources import hub
 from attar.protocol.settings import CHANGED, HOPELESS, Settings
 from attar.server import serve, supervisor
-from attar.server.http.middleware import Options
+from attar.server.options import ServerOptions
 from attar.server.supervisor import WITHIN, EngineProcess
 from attar.text.tokenizer import Tokenizer
 
@@ -330,7 +330,7 @@ def test_a_server_ends_where_its_folder_was_replaced(
     monkeypatch.setattr(supervisor.sockets, "allow", lambda _: None)
     monkeypatch.setattr(serve, "Server", Stub)
     tokenizer = Tokenizer.load(hub.resolve("demo"))
-    assert supervisor.run(Settings("", ""), tokenizer, Options(port=0), [], lambda _: None) == 0
+    assert supervisor.run(Settings("", ""), tokenizer, ServerOptions(port=0), [], lambda _: None) == 0
     assert [each.name for each in other.iterdir()] == ["engine"]
     left = {"by a link", "by a file"}
     assert sorted(each.name for each in tmp_path.iterdir()) == ["attar-0"] * (replaced in left) + ["other"]

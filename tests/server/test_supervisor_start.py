@@ -41,14 +41,14 @@ import sys
 from pathlib import Path
 from attar.protocol.settings import Settings
 from attar.server import supervisor
-from attar.server.http.middleware import Options
+from attar.server.options import ServerOptions
 from attar.text.tokenizer import Tokenizer
 
 def started(url):
     print(url, flush=True)
 
 tokenizer = Tokenizer.load(Path(sys.argv[1]))
-sys.exit(supervisor.run(Settings("fake", ""), tokenizer, Options(port=0), sys.argv[2:], started))
+sys.exit(supervisor.run(Settings("fake", ""), tokenizer, ServerOptions(port=0), sys.argv[2:], started))
 """
 
 

@@ -147,10 +147,10 @@ def serve(
         from attar.plan.fit import check_fraction
         from attar.protocol.settings import Settings
         from attar.server import supervisor
-        from attar.server.admission.rate_limits import Limits
-        from attar.server.http.middleware import Options
+        from attar.server.admission.rate_limits import KeyLimits
         from attar.server.http.security import Keys, find_keys
         from attar.server.model_names import check_name, name_of, parse_adapters
+        from attar.server.options import ServerOptions
         from attar.text import template
 
         _check_host(host)
@@ -197,14 +197,14 @@ def serve(
         if settings.max_delay is not None and chosen.policy != "dynamic":
             raise ValueError(f"--max-delay is of --policy dynamic; with {chosen.policy} nothing waits for company")
         tell_shared(device, tp, pp)
-        options = Options(
+        options = ServerOptions(
             host=host,
             port=port,
             keys=keys,
             hosts=frozenset(allowed_host or ()),
             origins=origins,
             max_requests=chosen.together + chosen.max_waiting + BESIDES if max_requests is None else max_requests,
-            limits=Limits(max_requests_per_key, tokens_per_minute),
+            limits=KeyLimits(max_requests_per_key, tokens_per_minute),
             deadline=deadline,
             drain_seconds=drain_seconds,
         )

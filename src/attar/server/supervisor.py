@@ -30,7 +30,7 @@ import msgspec
 from attar import env, faults, machine
 from attar.protocol.settings import CHANGED, HOPELESS, Settings
 from attar.server.http import sockets
-from attar.server.http.middleware import Options
+from attar.server.options import ServerOptions
 from attar.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -153,7 +153,11 @@ def _socket() -> Iterator[Path]:
 
 
 def run(
-    settings: Settings, tokenizer: Tokenizer, options: Options, engine: Sequence[str], started: Callable[[str], None]
+    settings: Settings,
+    tokenizer: Tokenizer,
+    options: ServerOptions,
+    engine: Sequence[str],
+    started: Callable[[str], None],
 ) -> int:
     """Serve until told to stop; returns the exit status: 0, 1 if the engine kept dying, 2 if it cannot serve its model.
 

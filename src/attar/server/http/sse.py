@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from attar.faults import point
+from attar.server.errors import CANCELLED, Refusal
 
 PART = 64 << 10  # bytes of a write, at least, but for the last
 SILENCE = 15.0  # seconds after which a stream says that it is there
@@ -41,6 +42,27 @@ async def while_connected(receive: Receive, gone: Callable[[], None]) -> AsyncIt
         yield
     finally:
         task.cancel()
+
+
+@contextlib.asynccontextmanager
+async def while_wanted(receive: Receive) -> AsyncIterator[None]:
+    """Before the engine is asked, while a body is read or a prompt is made, or waits to be: given up once the client
+    has gone. Raises Refusal then."""
+    task, gone = asyncio.current_task(), False
+    assert task is not None
+
+    def leave() -> None:
+        nonlocal gone
+        gone = True
+        task.cancel()
+
+    async with while_connected(receive, leave):
+        try:
+            yield
+        except asyncio.CancelledError:
+            if gone and not task.uncancel():  # else somebody ends the server as well
+                raise Refusal("cancelled", CANCELLED) from None
+            raise
 
 
 def parts(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
