@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from attar.checkpoints.fingerprints import require_unchanged
 from attar.cli.main import app
 from attar.cli.serving import BESIDES
-from attar.engine import loader
+from attar.engine import startup
 from attar.kernels.native import limits
 from attar.plan.fit import ROOM
 from attar.protocol.settings import Settings
@@ -69,7 +69,7 @@ def test_a_model_is_asked_for_by_the_name_it_was_served_by(
     options = "--memory 700MB --context 64"
     made = served(monkeypatch, options, "acme/tiny")
     assert (made.model, made.served_as) == (str(snapshot), "acme/tiny")
-    assert loader.engine(made)[1].model == "acme/tiny"
+    assert startup.start_engine(made)[1].model == "acme/tiny"
     assert served(monkeypatch, options, ".").served_as == "small"
     assert served(monkeypatch, options, str(snapshot)).served_as == commit
     for model in ("acme/tiny", ".", "demo"):
@@ -100,7 +100,7 @@ def test_an_engine_is_told_what_it_may_serve(demo: Path, tmp_path: Path, monkeyp
     require_unchanged(made.files, made.folders)
     shutil.copy(demo / "model.safetensors", folder)
     with pytest.raises(ValueError, match=r"model\.safetensors changed on disk since the server was started"):
-        loader.engine(made)
+        startup.start_engine(made)
 
 
 def test_chat_templates_have_their_process_before_the_first_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_a_plan_prints_what_a_start_prints(
     options += " --memory 700MB"
     settings = served(monkeypatch, options)
     capsys.readouterr()
-    engine, ready = loader.engine(settings)
+    engine, ready = startup.start_engine(settings)
     started = capsys.readouterr().err.splitlines()
     done = CliRunner().invoke(app, ["plan", "demo", "--bandwidth", "1GB", *shlex.split(options), "--json"])
     planned = done.stdout.splitlines()

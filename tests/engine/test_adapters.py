@@ -15,7 +15,7 @@ from attar.checkpoints.adapters import lora
 from attar.checkpoints.sources import hf
 from attar.checkpoints.strict_io import CheckpointError
 from attar.compression.runs.pipeline import compress
-from attar.engine import loader
+from attar.engine import startup
 from attar.engine.engine import Engine
 from attar.kernels import ops
 from attar.model.cache import Step
@@ -199,7 +199,7 @@ def test_an_adapter_that_does_not_fit_ends_the_start_before_a_weight_is_read(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path / "other", {"model.layers.0.mlp.up_proj": (8, 8)}, 0)
-    monkeypatch.setattr("attar.engine.llm.LLM", lambda *given, **more: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(startup, "load_model", lambda *given, **more: pytest.fail("the model was loaded"))
     settings = Settings(str(tiny), "", adapters=(("other", str(tmp_path / "other")),))
     with pytest.raises(CheckpointError, match=r"up_proj is \[256, 128\] and its rank 4, which A .* do not fit"):
-        loader.engine(settings)
+        startup.start_engine(settings)

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from attar.checkpoints.fingerprints import fingerprints
-from attar.engine import loader
+from attar.engine import startup
 from attar.protocol import settings
 from attar.protocol.settings import CHANGED, Settings
 
@@ -51,23 +51,23 @@ def test_a_model_that_is_replaced_while_it_is_loaded_is_not_served(
 ) -> None:
     folder = Path(shutil.copytree(demo, tmp_path / "model"))
     asked = made(folder)
-    engine, ready = loader.engine(asked)
+    engine, ready = startup.start_engine(asked)
     assert ready.model == "model"
     del engine
-    install = loader._install
+    install = startup._install
 
     def replaced(*given: object) -> tuple[str, ...]:
         os.utime(folder / "model.safetensors")
         return install(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(loader, "_install", replaced)
+    monkeypatch.setattr(startup, "_install", replaced)
     with pytest.raises(ValueError, match="changed on disk"):
-        loader.engine(asked)
+        startup.start_engine(asked)
 
 
 def test_no_memory_is_not_all_of_it(demo: Path) -> None:
     with pytest.raises(ValueError, match=r"there are 0 bytes \(--memory\)"):
-        loader.engine(Settings(str(demo), "", memory=0))
+        startup.start_engine(Settings(str(demo), "", memory=0))
 
 
 def test_what_settings_say_reaches_the_process() -> None:

@@ -46,13 +46,16 @@ if TYPE_CHECKING:
 def _load(model: str, bar: Progress, adapter: Path | None, *, device: str, tp: int, pp: int, **how: Any) -> LLM:
     """The model, with what there is to say of it on stderr; `how` goes on to `LLM`."""
     from attar.engine.llm import LLM
+    from attar.engine.loader import Parallel
 
     tell_shared(device, tp, pp)
-    llm = LLM(model, device=device, progress=bar, adapter=adapter, tp=tp, pp=pp, **how)
+    llm = LLM(model, device=device, progress=bar, parallel=Parallel(tp, pp), **how)
+    if adapter is not None:
+        llm.attach(adapter)
     bar.close()
-    if llm.receipt is None:
+    if llm.model.receipt is None:
         tell(NO_RECEIPT)
-    tell_doubt(adapter, llm.path)
+    tell_doubt(adapter, llm.model.path)
     return llm
 
 

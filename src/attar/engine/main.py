@@ -32,7 +32,7 @@ import msgspec
 
 from attar import env, faults, logs, machine
 from attar.checkpoints.fingerprints import ChangedError
-from attar.engine import loader
+from attar.engine import startup
 from attar.engine.engine import SENTENCES, Engine
 from attar.execution.parallel.executor import TeamRunner
 from attar.faults import point
@@ -374,7 +374,7 @@ def main() -> int:
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
     try:
         faults.arm_from(env.get().faults)
-        engine, ready = loader.engine(settings)
+        engine, ready = startup.start_engine(settings)
     except (ValueError, OSError) as error:
         logs.say(f"error: {error}")
         return CHANGED if isinstance(error, ChangedError) else HOPELESS

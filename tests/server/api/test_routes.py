@@ -380,9 +380,7 @@ def test_the_loop_is_not_held_up_by_large_bodies_and_long_texts(server: Running)
     server.server.context.metrics._worst = 0.0
     codes = [server.post(path, body).json.get("error", {}).get("code") for path, body in encoded]
     assert codes == ["context_length_exceeded"] * 3 + [None]
-    assert (
-        server.server.context.metrics._worst < 1
-    )  # a tokenizer that keeps Python's lock holds it up for more than two
+    assert server.server.context.metrics._worst < 1  # with a lock kept by the tokenizer: over two
 
 
 def test_what_is_at_its_limit_is_taken(server: Running) -> None:
