@@ -1,6 +1,5 @@
-# Every target does its own set-up, in .venv: all that must be there is Python 3.11 or newer with its headers, a C++17
-# compiler, and a package index. PyPI's torch for Linux comes with gigabytes of CUDA libraries: to do without them, point pip at
-# PyTorch's own index of CPU builds (PIP_EXTRA_INDEX_URL).
+# Every target sets itself up in .venv. It needs Python 3.11 or newer with its headers, a C++17 compiler, and a package index.
+# PyPI's torch for Linux brings gigabytes of CUDA libraries. To avoid them, set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds.
 
 PYTHON ?= python3
 VENV := .venv
@@ -14,46 +13,31 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints-cpu.txt src/attar/vers
   bench-hostile bench-peers bench-serving bench-lm-eval clean
 
 help:
-	@echo "make demo    compress the embedded model, print what it cost, generate text before and after"
-	@echo "make test    everything that must pass: lint, then the tests"
-	@echo "make lint    ruff, mypy, import floors"
-	@echo "make soak    the scheduler's simulation with 20,000 seeds"
-	@echo "make soak-load"
-	@echo "             a server under load, in eight parts, each with its gates"
-	@echo "make soak-api"
-	@echo "             the server against its OpenAPI document, 2,000 examples an operation"
-	@echo "make soak-faults"
-	@echo "             every fault point raises a hundred times, at as many moments"
-	@echo "make soak-invariance"
-	@echo "             2,000 mixes of requests, and 2,000 over rounded caches, each to the bit as alone, with one thread and two"
-	@echo "make sanitize"
-	@echo "             the kernels' tests on an extension built with AddressSanitizer and UndefinedBehaviorSanitizer"
-	@echo "make neon    the kernels built for 64-bit Arm and run under emulation, where Debian's packages for it are there"
-	@echo "make test-triton"
-	@echo "             Triton's kernels interpreted, then compiled for a Hopper card, set up in .venv-triton"
-	@echo "make gpu-check OUT=<folder>"
-	@echo "             every GPU kernel checked and timed on this machine's card, with GPU_PYTHON=<an environment with Triton>"
-	@echo "make bench-compressors"
-	@echo "             KL beside llm-compressor's, set up in .venv-peers (or PEERS=<an environment that has it>)"
-	@echo "make bench-quality"
-	@echo "             KL at equal bits beside AWQ, GPTQ, auto-round, SmoothQuant, SparseGPT, GPTQModel, HQQ and torchao, set"
-	@echo "             up in .venv-*; then of KV caches, of bits chosen by layer, and beside llama.cpp's files; each on"
-	@echo "             the embedded model and with outliers injected into it: many hours"
-	@echo "make bench-hostile"
-	@echo "             20,000 damaged model files: refused, or read right"
-	@echo "make bench-peers"
-	@echo "             speed beside llama.cpp's and OpenVINO's, set up in .venv-llamacpp and .venv-openvino"
-	@echo "             (or LLAMACPP=, OPENVINO=<environments that have them>); options go in BENCH="
-	@echo "make bench-serving"
-	@echo "             serving beside llama.cpp's server and OpenVINO's continuous batching; options go in BENCH="
-	@echo "make bench-lm-eval TASK=<a file of LAMBADA>"
-	@echo "             perplexity by lm-eval over HTTP beside attar's own, set up in .venv-lmeval (or LMEVAL=<an environment>)"
-	@echo "make clean   remove .venv, the peers' environments and models, the build folder of the extension, and caches"
+	@echo "make demo              compress the embedded model, print the cost table, generate text before and after"
+	@echo "make test              run lint and all tests: everything that must pass"
+	@echo "make lint              run ruff, mypy and import-linter"
+	@echo "make soak              run the scheduler simulation with 20,000 seeds (about 7 minutes)"
+	@echo "make soak-load         load-test a server in eight parts with pass criteria (about an hour)"
+	@echo "make soak-api          fuzz the server against its OpenAPI document, 2,000 examples an operation"
+	@echo "make soak-faults       raise every fault point a hundred times, at different moments"
+	@echo "make soak-invariance   compare 4,000 batches bit for bit with single requests, with one thread and with two"
+	@echo "make sanitize          run the kernel tests with AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make neon              build the kernels for 64-bit Arm and run them under emulation, if Debian's packages exist"
+	@echo "make test-triton       run the Triton kernels in the interpreter, then compile them for Hopper GPUs (.venv-triton)"
+	@echo "make gpu-check         OUT=FOLDER: check and time every GPU kernel on this machine; GPU_PYTHON=PYTHON has Triton"
+	@echo "make bench-compressors compare KL with llm-compressor (.venv-peers, or PEERS=ENVIRONMENT)"
+	@echo "make bench-quality     compare KL at equal bits with AWQ, GPTQ, auto-round, SmoothQuant, SparseGPT, GPTQModel, HQQ,"
+	@echo "                       torchao and llama.cpp; also KV caches, bits by layer, injected outliers (many hours)"
+	@echo "make bench-hostile     read 20,000 damaged model files: each must be refused or read correctly"
+	@echo "make bench-peers       compare speed with llama.cpp and OpenVINO (LLAMACPP=, OPENVINO=ENVIRONMENT; options in BENCH=)"
+	@echo "make bench-serving     compare serving with llama.cpp's server and OpenVINO GenAI (options in BENCH=)"
+	@echo "make bench-lm-eval     TASK=FILE: compare LAMBADA perplexity with lm-eval over HTTP (LMEVAL=ENVIRONMENT)"
+	@echo "make clean             remove all .venv folders, built peers, build folders and caches"
 
 demo: $(VENV)/.installed
 	@$(BIN)/attar demo
 
-# The tests come last, so that their closing line closes the output. One thread a worker: two workers share the cores.
+# The tests come last, so that their last line ends the output. Each worker has one thread, because two workers share the cores.
 test: lint .venv-clients/.installed
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 
@@ -63,30 +47,30 @@ lint: $(VENV)/.installed-dev
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-# What clients are made with would clash with what attar is made with. Without it their tests skip, and say why.
+# The clients' packages would conflict with attar's own. Without this environment their tests skip, and say why.
 .venv-clients/.installed: tests/server/clients.txt | $(BIN)/python
 	@$(BIN)/python -m venv --clear .venv-clients
 	@.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --requirement $< \
 	  || echo "the packages of $< cannot be had: their tests will skip"
 	@touch $@
 
-# The real scheduler, block pool and prefix tree through 20,000 random lives: some seven minutes.
+# The real scheduler, block pool and prefix cache run through 20,000 random simulations. This takes some seven minutes.
 soak: $(VENV)/.installed-dev
 	@$(BIN)/python -m tests.scheduling.simulation --seeds 20000
 
-# A server under load, in eight parts with their gates: the better part of an hour.
+# A server under load, in eight parts with pass criteria. This takes the better part of an hour.
 soak-load: $(VENV)/.installed-dev
 	@$(BIN)/python bench/soak.py
 
-# Every phase of schemathesis; a quarter of an hour.
+# Every phase of schemathesis runs. This takes a quarter of an hour.
 soak-api: $(VENV)/.installed-dev .venv-clients/.installed
 	@TEST_OPENAPI_EXAMPLES=2000 $(BIN)/python -m pytest -p no:xdist -q tests/server/test_openapi.py
 
-# An hour. What a point does not reach is a failed test, so that none goes without.
+# This takes an hour. A fault point that no test reaches is a failed test.
 soak-faults: $(VENV)/.installed-dev .venv-clients/.installed
 	@TEST_FAULT_MOMENTS=100 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q tests/engine/test_faults.py tests/server/test_faults.py
 
-# Some three hours on two cores.
+# This takes some three hours on two cores.
 soak-invariance: $(VENV)/.installed-dev
 	@for threads in 1 2; do \
 	  TEST_INVARIANCE_SEEDS=2000 OMP_NUM_THREADS=$$threads $(BIN)/python -m pytest -p no:xdist -q tests/engine/test_engine.py \
@@ -99,7 +83,7 @@ sanitize: $(VENV)/.installed-dev
 neon: $(VENV)/.installed-dev
 	@tools/check_neon.sh
 
-# Triton takes 1 GB, so it has an environment of its own. Where it cannot be had, that is said, and nothing is tested.
+# Triton takes 1 GB, so it has an environment of its own. If it cannot be installed, the target says so and tests nothing.
 .venv-triton/.installed: tests/kernels/triton/requirements.txt | $(BIN)/python
 	@echo "setting up .venv-triton: a minute or two the first time"
 	@$(BIN)/python -m venv --clear .venv-triton
@@ -107,7 +91,7 @@ neon: $(VENV)/.installed-dev
 	  .venv-triton/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<; } || true
 	@touch $@
 
-# The kernels first interpreted, then compiled: Triton decides which when it is imported.
+# The kernels run interpreted first, then compiled: Triton chooses the mode when it is imported.
 test-triton: .venv-triton/.installed
 	@if .venv-triton/bin/python -c 'import triton'; then \
 	  PYTHONPATH=src OMP_NUM_THREADS=1 TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest -q tests/kernels/triton && \
@@ -117,7 +101,7 @@ test-triton: .venv-triton/.installed
 gpu-check:
 	@PYTHONPATH=src $(or $(GPU_PYTHON),python3) bench/gpu_check.py $(or $(OUT),build/gpu-check) $(BENCH)
 
-# The peers pin other versions of what attar uses, so they have an environment of their own.
+# The peers pin other versions of attar's dependencies, so they have an environment of their own.
 bench-compressors: $(VENV)/.installed $(if $(PEERS),,.venv-peers/.installed)
 	@$(BIN)/python bench/compressors.py --peers $(or $(PEERS),.venv-peers)/bin/python $(BENCH)
 
@@ -153,17 +137,17 @@ bench-peers: $(VENV)/.installed $(if $(LLAMACPP),,.venv-llamacpp/.installed) $(i
 	@$(BIN)/python bench/engines.py --llamacpp $(or $(LLAMACPP),.venv-llamacpp)/bin/python \
 		--openvino $(or $(OPENVINO),.venv-openvino)/bin/python $(BENCH)
 
-# llama.cpp is built from source, for the very CPU it is measured on. Wheels that pip built before may be for another.
+# llama.cpp is built from source for the CPU that it is measured on. Wheels that pip built before may be for another CPU.
 .venv-llamacpp/.installed: bench/engines/llamacpp.txt bench/engines/tile_config.h | $(BIN)/python
-	@echo "setting up .venv-llamacpp: it is compiled, which takes some minutes"
+	@echo "setting up .venv-llamacpp: compiling takes some minutes"
 	@$(BIN)/python -m venv --clear .venv-llamacpp
 	@CXXFLAGS="-include $(CURDIR)/bench/engines/tile_config.h" CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" \
 		.venv-llamacpp/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir \
 		--no-binary llama-cpp-python --requirement $<
 	@touch $@
 
-# optimum-intel asks for torchvision, which no language model needs: the one that comes may be of another build than torch,
-# and transformers then fails on it.
+# optimum-intel requires torchvision, which no language model needs. pip may install one for another build of torch, and
+# transformers then fails.
 .venv-openvino/.installed: bench/engines/openvino.txt | $(BIN)/python
 	@echo "setting up .venv-openvino: some minutes the first time"
 	@$(BIN)/python -m venv --clear .venv-openvino
@@ -172,7 +156,7 @@ bench-peers: $(VENV)/.installed $(if $(LLAMACPP),,.venv-llamacpp/.installed) $(i
 	@.venv-openvino/bin/python -m pip uninstall --quiet --yes torchvision
 	@touch $@
 
-# llama.cpp's server, of the release that .venv-llamacpp has.
+# This is llama.cpp's server of the release in .venv-llamacpp.
 LLAMA_SOURCE := build/engines/src
 build/engines/llama-server: bench/engines/llamacpp.txt bench/engines/tile_config.h .venv-llamacpp/.installed $(VENV)/.installed
 	@echo "building llama.cpp's server: some ten minutes"
@@ -205,8 +189,8 @@ $(BIN)/python:
 	@echo "setting up $(VENV): some minutes the first time"
 	@$(PYTHON) -m venv $(VENV)
 
-# torch in a step of its own: the pinned build must be there before anything else that depends on torch is resolved.
-# The extension is built without isolation, so that a second build compiles only what changed.
+# torch is installed first, because pip must see the pinned build before it resolves packages that depend on torch.
+# The extension is built without isolation, so that a second build compiles changed files only.
 $(VENV)/.installed: $(BUILD_INPUTS) | $(BIN)/python
 	@$(INSTALL) torch
 	@$(INSTALL) scikit-build-core nanobind 'cmake>=3.26' ninja

@@ -18,8 +18,8 @@ rows only report, since there the two sides differ by design: in the grid that M
 `gptq-dynamic`, in when scales are set (attar's when the sweep reaches the group, the peer's before).
 
 What an interval does not show: GPTQ feeds each rounding error back, so a small difference ends in many other codes.
-Where codes differ, another calibration seed moves the ratio by more than the interval over windows says (docs/LOG.md,
-"Peers"): a verdict on such a row needs several `--seed`s.
+Where codes differ, another calibration seed moves the ratio by more than the interval over windows says
+(docs/log/2026-11.md, "Peers"): a verdict on such a row needs several `--seed`s.
 """
 
 from __future__ import annotations

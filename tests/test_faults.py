@@ -32,7 +32,7 @@ def test_every_name_is_one_place_in_the_source() -> None:
     assert len(POINTS) >= 40
 
 
-@pytest.mark.parametrize("page", ["docs/serving.md", "docs/structure.md"])
+@pytest.mark.parametrize("page", ["docs/serving.md", "docs/architecture.md"])
 def test_a_page_says_how_many_there_are(page: str) -> None:
     assert re.findall(r"(\d+) places", (SOURCE.parents[1] / page).read_text()) == [str(len(POINTS))]
 

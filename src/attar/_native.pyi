@@ -1,3 +1,4 @@
+import enum
 from typing import overload
 
 openmp: bool
@@ -144,8 +145,18 @@ def norm(
     level: str,
 ) -> None: ...
 def activate(kind: str, gated: bool, x: int, rows: int, columns: int, out: int, level: str) -> None: ...
+
+class KvLayout(enum.Enum):
+    float32 = ...
+    bfloat16 = ...
+    int8 = ...
+    fp8 = ...
+    bit_planes = ...
+    kivi = ...
+    kvquant = ...
+
 def attention(
-    stored: str,
+    layout: KvLayout,
     keys: int,
     values: int,
     key_scales: int,
@@ -161,6 +172,7 @@ def attention(
     recent_keys: int,
     recent_values: int,
     tail_count: int,
+    byte_scales: bool,
     outliers: int,
     q: int,
     rows: int,
@@ -183,7 +195,7 @@ def attention(
     level: str,
 ) -> None: ...
 def write_kv(
-    stored: str,
+    layout: KvLayout,
     keys: int,
     values: int,
     key_scales: int,
@@ -199,6 +211,7 @@ def write_kv(
     recent_keys: int,
     recent_values: int,
     tail_count: int,
+    byte_scales: bool,
     outliers: int,
     q: int,
     k: int,

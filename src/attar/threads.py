@@ -5,7 +5,7 @@ Linux) has a thread that is early spin for milliseconds. That is quick where eac
 program runs, a spinning thread may keep the one it waits for from the core, and then every product takes a turn of the
 scheduler: on two cores shared with two other programs, decoding the embedded model took up to a hundred times as long
 as with `SPINS`. On cores that nothing else used a model of 0.5 B was as quick either way; the embedded one, whose steps
-are short and pause often, made a tenth fewer tokens in batches (docs/LOG.md, 2026-11-25).
+are short and pause often, made a tenth fewer tokens in batches (docs/log/2026-11.md, 2026-11-25).
 
 Torch reads this from the environment when it is first imported, so it has to be there before: importing attar sees to
 that. A program that imports torch first waits as it was told.

@@ -150,7 +150,7 @@ def test_steps_of_a_device_that_is_not_waited_for_are_judged_together(decoder: D
     ran = steps(made, Submit("a", tuple(range(1, 25)), one))
     next(ran)
     next(ran)
-    (request,) = made._requests.values()
+    (request,) = made.requests.requests.values()
     assert not request.limited_by
     clock = made.clock
     assert isinstance(clock, Clock)
@@ -175,7 +175,7 @@ def test_steps_that_nobody_waits_for_are_not_gathered_without_end(
     heard = []
     for _ in range(7):
         next(told)
-        (request,) = made._requests.values()
+        (request,) = made.requests.requests.values()
         heard.append(sum(request.limited_by.values()))
     assert heard == [0, 0, 3, 3, 3, 6, 6]
 

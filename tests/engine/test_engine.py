@@ -276,7 +276,7 @@ def test_samplers_of_a_request_share_its_prompt_and_none_is_made_for_a_refused_o
     made = engine(decoder, limits=Limits(max_running=2, max_waiting=3, max_step_tokens=8))
     params = SamplingParams(max_tokens=5, repetition_penalty=1.2, seed=0)
     made.submit(Submit("a", (5, 6, 5, 7), params, n=3))
-    choices = list(made._choices.values())
+    choices = list(made.requests.choices.values())
     assert len(choices) == 3
     assert all(choice.sampler.seen is choices[0].sampler.seen for choice in choices)
     assert choices[0].sampler.seen.tolist() == [5, 6, 7]
@@ -290,7 +290,7 @@ def test_requests_of_neighbouring_seeds_share_no_choices(decoder: Decoder) -> No
     made = engine(decoder, limits=Limits(max_running=8, max_step_tokens=64))
     for seed in (1, 2, 2**64 - 1):
         made.submit(Submit(str(seed), (5, 6, 7), SamplingParams(max_tokens=5, seed=seed), n=4))
-    seeds = [choice.sampler.seed for choice in made._choices.values()]
+    seeds = [choice.sampler.seed for choice in made.requests.choices.values()]
     assert [seeds[0], seeds[4], seeds[8]] == [1, 2, 2**64 - 1], "the first choice's is the request's"
     assert len(set(seeds)) == 12
     assert all(0 <= seed < 2**64 for seed in seeds)
@@ -329,7 +329,7 @@ def test_who_is_cancelled_between_steps_is_not_kept_until_somebody_else_comes(
     assert made.runnable
     made.step()
     assert made.idle
-    assert not made._choices
+    assert not made.requests.choices
 
 
 def test_one_requests_mishap_is_its_own(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,8 +148,8 @@ class Made:
         engine = self.engine
         assert engine.pool.active == 0
         assert not engine.scheduler.sequences
-        assert not engine._choices
-        assert not engine._requests
+        assert not engine.requests.choices
+        assert not engine.requests.requests
         engine.cache.flush()
         assert engine.pool.free == engine.pool.total
 

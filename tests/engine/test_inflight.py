@@ -311,7 +311,7 @@ def test_who_is_cancelled_with_two_steps_on_their_way(late: Make, device: Device
     for ask in asks:
         made.submit(ask)
     events = [event for _ in range(6) for event in made.step()]
-    told = made._requests["a"].choices[0].sequence.output
+    told = made.requests.requests["a"].choices[0].sequence.output
     assert told > 1
     held: list[int] = []
 

@@ -155,9 +155,9 @@ class Buffer {
 };
 
 Sizes checked_sizes(const Pages& pages) {
-    const bool planes = pages.stored == Stored::planes, integers = planes || pages.stored == Stored::int8;
-    const bool kivi = pages.stored == Stored::kivi, nuq = pages.stored == Stored::nuq;
-    const bool quantized = integers || kivi || pages.stored == Stored::fp8;
+    const bool planes = pages.layout == KvLayout::bit_planes, integers = planes || pages.layout == KvLayout::int8;
+    const bool kivi = pages.layout == KvLayout::kivi, nuq = pages.layout == KvLayout::kvquant;
+    const bool quantized = integers || kivi || pages.layout == KvLayout::fp8;
     if (pages.head_dim < 1 || pages.head_dim > MOST_COLUMNS) refuse("heads of 1 to 512 columns are supported");
     if (pages.kv_heads < 1 || pages.kv_heads > 1 << 16) refuse("impossible number of key-value heads");
     if (pages.block < 16 || pages.block % 16 != 0 || pages.block > 1 << 16)
@@ -202,7 +202,7 @@ Sizes checked_sizes(const Pages& pages) {
     if (planes) raw_key = raw_value = 16 * pages.units;
     if (kivi) raw_key = raw_value = 4 * pages.head_dim;
     if (nuq) raw_key = raw_value = 2 * pages.units * pages.head_dim;
-    if (pages.stored == Stored::fp8) raw_key = key_run, raw_value = padded * 16;
+    if (pages.layout == KvLayout::fp8) raw_key = key_run, raw_value = padded * 16;
     return {pages.kv_heads, pages.head_dim, padded, pages.block, key_run, padded * 16, raw_key, raw_value};
 }
 
@@ -275,9 +275,9 @@ std::vector<Tile> tiles_of(const Attention& a, const Pages& pages) {
 // A thread's buffers, carved from one piece of memory.
 class Bench {
    public:
-    Bench(const Sizes& sizes, Stored stored)
+    Bench(const Sizes& sizes, KvLayout layout)
         : sizes_(sizes),
-          integers_(stored == Stored::planes || stored == Stored::int8),
+          integers_(layout == KvLayout::bit_planes || layout == KvLayout::int8),
           bytes_(static_cast<std::size_t>(TILE) *
                      (4 * STRIDE + 2 * BYTE_STRIDE + 4 * 3 * static_cast<std::size_t>(sizes.padded) + 4 * 4 + 4 * 4) +
                  4 * 16 * 4 * static_cast<std::size_t>(sizes.padded) + 64 * 16 + (sizes.raw_key == 0 ? 0 : expanded())) {}
@@ -357,7 +357,7 @@ void run(const Attention& a, const Pages& pages, const Sizes& sizes, Level level
     }
 
     static thread_local Buffer bench_memory, part_memory, end_memory;
-    const Bench bench(sizes, pages.stored);
+    const Bench bench(sizes, pages.layout);
     unsigned char* const benches = bench_memory.at_least(bench.bytes() * static_cast<std::size_t>(threads));
     float* const parts = reinterpret_cast<float*>(part_memory.at_least(sizeof(float) * static_cast<std::size_t>(kept)));
     float* ends = nullptr;
@@ -489,9 +489,9 @@ void write_pieces(const Write& w, const Pages& pages, const Sizes& sizes, Level 
 void attention(const Attention& what, const Pages& pages, Level level) {
     const Sizes sizes = checked_sizes(pages);
     check(what, pages);
-    if (pages.stored == Stored::float32) return run<float>(what, pages, sizes, level);
-    if (pages.stored == Stored::bfloat16) return run<Bfloat16>(what, pages, sizes, level);
-    if (pages.stored == Stored::planes || pages.stored == Stored::int8)
+    if (pages.layout == KvLayout::float32) return run<float>(what, pages, sizes, level);
+    if (pages.layout == KvLayout::bfloat16) return run<Bfloat16>(what, pages, sizes, level);
+    if (pages.layout == KvLayout::bit_planes || pages.layout == KvLayout::int8)
         return run<std::int8_t>(what, pages, sizes, level);
     run<float>(what, pages, sizes, level);  // which others become
 }
@@ -521,7 +521,7 @@ void write_kv(const Write& what, const Pages& pages, Level level) {
                     refuse("with recent blocks, a call's rows of a sequence are of one block");
         }
     }
-    if ((pages.stored == Stored::planes || pages.stored == Stored::kivi || pages.stored == Stored::nuq) &&
+    if ((pages.layout == KvLayout::bit_planes || pages.layout == KvLayout::kivi || pages.layout == KvLayout::kvquant) &&
         what.heads % pages.kv_heads != 0)
         refuse("query heads are not a multiple of the key-value heads");
     for (std::int64_t n = 0; n < what.rows; ++n) {
@@ -529,11 +529,11 @@ void write_kv(const Write& what, const Pages& pages, Level level) {
         if (what.cos != nullptr && (what.angle[n] < 0 || what.angle[n] >= what.angles))
             refuse("a position lies outside the table of angles");
     }
-    if (pages.stored == Stored::float32) return write<float>(what, pages, sizes, level);
-    if (pages.stored == Stored::bfloat16) return write<Bfloat16>(what, pages, sizes, level);
-    if (pages.stored == Stored::fp8) return write<E4m3>(what, pages, sizes, level);
-    if (pages.stored == Stored::nuq) return write<Nuq>(what, pages, sizes, level);
-    if (pages.stored == Stored::planes || pages.stored == Stored::kivi)
+    if (pages.layout == KvLayout::float32) return write<float>(what, pages, sizes, level);
+    if (pages.layout == KvLayout::bfloat16) return write<Bfloat16>(what, pages, sizes, level);
+    if (pages.layout == KvLayout::fp8) return write<E4m3>(what, pages, sizes, level);
+    if (pages.layout == KvLayout::kvquant) return write<Nuq>(what, pages, sizes, level);
+    if (pages.layout == KvLayout::bit_planes || pages.layout == KvLayout::kivi)
         return write_pieces(what, pages, sizes, level);
     write<std::int8_t>(what, pages, sizes, level);
 }

@@ -33,7 +33,8 @@
 
 namespace attar {
 
-enum class Stored { float32, bfloat16, int8, fp8, planes, kivi, nuq };
+// kv/schemes.py has the same names (`Layout`).
+enum class KvLayout { float32, bfloat16, int8, fp8, bit_planes, kivi, kvquant };
 
 struct Bfloat16;
 
@@ -66,7 +67,7 @@ struct TwoChannels {
 };
 
 struct Pages {
-    Stored stored;
+    KvLayout layout;
     void* keys;
     void* values;
     void* key_scales;  // float32 of int8 and fp8, bfloat16 or a byte of planes, float16 of KIVI, else null

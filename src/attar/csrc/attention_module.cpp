@@ -20,22 +20,14 @@ T* at(std::uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-Pages pages_of(const std::string& stored, std::uintptr_t keys, std::uintptr_t values, std::uintptr_t key_scales,
+Pages pages_of(KvLayout layout, std::uintptr_t keys, std::uintptr_t values, std::uintptr_t key_scales,
                std::uintptr_t value_scales, std::uintptr_t key_zeros, std::uintptr_t value_zeros, std::int64_t blocks,
                std::int64_t block, std::int64_t kv_heads, std::int64_t head_dim, std::uintptr_t bases,
                std::int64_t units, std::uintptr_t recent_keys, std::uintptr_t recent_values, std::int64_t tails,
-               std::int64_t outliers) {
+               bool byte_scales, std::int64_t outliers) {
     static_assert(sizeof(Bases) == 12 * sizeof(void*) && sizeof(TwoChannels) == sizeof(Bases),
                   "twelve addresses side by side, as Python writes them");
-    const Stored kind = stored == "float32"    ? Stored::float32
-                        : stored == "bfloat16" ? Stored::bfloat16
-                        : stored == "int8"     ? Stored::int8
-                        : stored == "fp8"      ? Stored::fp8
-                        : stored == "planes" || stored == "planes of byte scales" ? Stored::planes
-                        : stored == "kivi"     ? Stored::kivi
-                        : stored == "nuq"      ? Stored::nuq
-                                               : throw std::invalid_argument("pages cannot store " + stored);
-    return {kind,
+    return {layout,
             at<void>(keys),
             at<void>(values),
             at<void>(key_scales),
@@ -46,29 +38,29 @@ Pages pages_of(const std::string& stored, std::uintptr_t keys, std::uintptr_t va
             block,
             kv_heads,
             head_dim,
-            kind == Stored::nuq ? nullptr : at<const Bases>(bases),
+            layout == KvLayout::kvquant ? nullptr : at<const Bases>(bases),
             units,
             at<Bfloat16>(recent_keys),
             at<Bfloat16>(recent_values),
             tails,
-            stored == "planes of byte scales",
-            kind == Stored::nuq ? at<const TwoChannels>(bases) : nullptr,
+            byte_scales,
+            layout == KvLayout::kvquant ? at<const TwoChannels>(bases) : nullptr,
             outliers};
 }
 
 #define ATTAR_PAGES                                                                                        \
-    const std::string &stored, std::uintptr_t keys, std::uintptr_t values, std::uintptr_t key_scales,      \
+    KvLayout layout, std::uintptr_t keys, std::uintptr_t values, std::uintptr_t key_scales,                \
         std::uintptr_t value_scales, std::uintptr_t key_zeros, std::uintptr_t value_zeros,                 \
         std::int64_t blocks, std::int64_t block, std::int64_t kv_heads, std::int64_t head_dim,             \
         std::uintptr_t bases, std::int64_t units, std::uintptr_t recent_keys, std::uintptr_t recent_values, \
-        std::int64_t tail_count, std::int64_t outliers
+        std::int64_t tail_count, bool byte_scales, std::int64_t outliers
 #define ATTAR_PAGE_ARGUMENTS                                                                                 \
-    "stored"_a, "keys"_a, "values"_a, "key_scales"_a, "value_scales"_a, "key_zeros"_a, "value_zeros"_a,          \
+    "layout"_a, "keys"_a, "values"_a, "key_scales"_a, "value_scales"_a, "key_zeros"_a, "value_zeros"_a,          \
         "blocks"_a, "block"_a, "kv_heads"_a, "head_dim"_a, "bases"_a, "units"_a, "recent_keys"_a, "recent_values"_a, \
-        "tail_count"_a, "outliers"_a
+        "tail_count"_a, "byte_scales"_a, "outliers"_a
 #define ATTAR_GIVEN_PAGES                                                                                         \
-    pages_of(stored, keys, values, key_scales, value_scales, key_zeros, value_zeros, blocks, block, kv_heads,     \
-             head_dim, bases, units, recent_keys, recent_values, tail_count, outliers)
+    pages_of(layout, keys, values, key_scales, value_scales, key_zeros, value_zeros, blocks, block, kv_heads,     \
+             head_dim, bases, units, recent_keys, recent_values, tail_count, byte_scales, outliers)
 
 void bound_attention(ATTAR_PAGES, std::uintptr_t q, std::int64_t rows, std::int64_t heads, std::int64_t sequences,
                      std::uintptr_t row_starts, std::uintptr_t lengths, std::uintptr_t tables, std::int64_t width,
@@ -137,6 +129,14 @@ void bound_write_kv(ATTAR_PAGES, std::uintptr_t q, std::uintptr_t k, std::uintpt
 }  // namespace
 
 void bind_attention(nb::module_& module) {
+    nb::enum_<KvLayout>(module, "KvLayout", "How keys and values lie in pages.")
+        .value("float32", KvLayout::float32)
+        .value("bfloat16", KvLayout::bfloat16)
+        .value("int8", KvLayout::int8)
+        .value("fp8", KvLayout::fp8)
+        .value("bit_planes", KvLayout::bit_planes)
+        .value("kivi", KvLayout::kivi)
+        .value("kvquant", KvLayout::kvquant);
     module.def("attention", &bound_attention, ATTAR_PAGE_ARGUMENTS, "q"_a, "rows"_a, "heads"_a, "sequences"_a,
                "row_starts"_a, "lengths"_a, "tables"_a, "width"_a, "positions"_a, "key_positions"_a, "tree"_a,
                "tree_size"_a,

@@ -132,9 +132,9 @@ static void expand(const Pages& pages, const Sizes& sizes, const Tile& tile, boo
             for (std::int64_t lane = 0; lane < 16; ++lane)
                 for (std::int64_t d = 0; d < size; ++d)
                     to[value ? lane * sizes.padded + d : 16 * d + lane] = to_float(from[lane * size + d]);
-        } else if (pages.stored == Stored::fp8) {
+        } else if (pages.layout == KvLayout::fp8) {
             expand_fp8(sizes, value, raw[i], scales + 16 * seen.at[i], to);
-        } else if (pages.stored == Stored::nuq) {
+        } else if (pages.layout == KvLayout::kvquant) {
             const auto found = pages.units == 4 ? expand_nuq<4> : expand_nuq<3>;
             found(pages, sizes, value, raw[i], seen.at[i], to);
         } else {
@@ -352,7 +352,7 @@ static void write_rows(const Write& what, const Pages& pages, const Sizes& sizes
 // An unfinished block that is full, to its place.
 static void finish_block(const Pages& pages, const Sizes& sizes, std::int64_t block, std::int64_t tail, std::int64_t g,
                          float* y) {
-    if (pages.stored == Stored::kivi) return finish_kivi(pages, sizes, block, tail, g);
+    if (pages.layout == KvLayout::kivi) return finish_kivi(pages, sizes, block, tail, g);
     const std::int64_t size = sizes.head_dim, first = (tail * sizes.kv_heads + g) * sizes.block;
     for (const bool value : {false, true})
         for (std::int64_t i = 0; i < sizes.block; ++i) {

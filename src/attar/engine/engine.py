@@ -37,15 +37,16 @@ from dataclasses import replace
 from attar.engine.bottleneck import Bounds
 from attar.engine.inflight import Drawn, Flight, Launcher
 from attar.engine.outputs import Choice, Request
+from attar.engine.requests import RequestTable
 from attar.execution import cuda_graphs
 from attar.execution import kv_cache as kv_schemes
 from attar.execution.model_runner import Coming, Runner, horizon
 from attar.faults import point
 from attar.model.decoder import Decoder
-from attar.protocol.messages import Embed, Event, Failed, Stats, Submit, Told
+from attar.protocol.messages import Embed, Event, Stats, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import Limits
-from attar.sampling.sampler import BAD, BadLogits, Draw, Sampler, distinct, seed_of_choice
+from attar.sampling.sampler import BadLogits, Sampler, distinct, seed_of_choice
 from attar.sampling.stop_strings import StopChecker
 from attar.scheduling.block_pool import BlockPool
 from attar.scheduling.prefix_cache import RadixCache
@@ -55,14 +56,6 @@ from attar.scheduling.step_plan import Outcome, StepPlan
 from attar.text.tokenizer import Detokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
-
-SENTENCES = {
-    "cancelled": "the request was cancelled",
-    "deadline": "the request did not end before its deadline",
-    "bad_logits": BAD,
-    "internal": "the engine failed on this request",
-    "shutdown": "the engine is shutting down",
-}
 
 
 class Engine:
@@ -100,7 +93,7 @@ class Engine:
         self.overlaps = self.runner.device.type != "cpu" if overlaps is None else overlaps
         self.bounds = bounds
         self.meanwhile: Callable[[list[Event]], None] | None = None
-        self.launcher = Launcher(self.runner, self.overlaps, bounds, lambda event: self._events.append(event))
+        self.launcher = Launcher(self.runner, self.overlaps, bounds, lambda event: self.requests.events.append(event))
         self.ahead = 0
         """Steps that were launched before the one before was waited for."""
         self.alone: Counter[str] = Counter()
@@ -109,7 +102,6 @@ class Engine:
         if self.overlaps and self.runner.waits is not None:
             logger.warning("no step is launched before the tokens of the last are known: %s", self.runner.waits)
         self._flight: Flight | None = None  # the next step, where it is on its way
-        self._late: list[tuple[Choice, Draw]] = []  # of the last step, to be told of while the next one runs
         self.pool = BlockPool(blocks, self.runner.block)
         self.cache = RadixCache(self.pool, scheme.round_to(self.runner.block))
         self.scheduler = Scheduler(self.pool, self.cache, limits)
@@ -117,21 +109,20 @@ class Engine:
         self.adapters = {"": 0, **{name: number for number, name in enumerate(adapters, 1)}}
         self.steps = self.generated = 0
         self.step_seconds = 0.0
-        self._requests: dict[str, Request] = {}
-        self._choices: dict[str, Choice] = {}
-        self._events: list[Event] = []
+        self.requests = RequestTable(self.scheduler, clock)
 
     @property
     def idle(self) -> bool:
         """Nothing runs or waits, every event was taken, and nothing is kept of what has ended."""
-        return not self._choices and not self._events and self._flight is None
+        return not self.requests.choices and not self.requests.events and self._flight is None
 
     @property
     def runnable(self) -> bool:
         """Whether a step would do something now, rather than when `scheduler.wake` says."""
         continuous = self.scheduler.limits.policy == "continuous"
-        more = self._events or self._flight or self.scheduler.running
-        ended = len(self._choices) > len(self.scheduler.sequences)  # and was not settled: cancelled between steps
+        more = self.requests.events or self._flight or self.scheduler.running
+        # More choices than sequences: one was cancelled between steps, and is not settled.
+        ended = len(self.requests.choices) > len(self.scheduler.sequences)
         return bool(more or ended or (continuous and self.scheduler.waiting))
 
     def submit(self, ask: Submit) -> None:
@@ -149,9 +140,9 @@ class Engine:
                 bypass = request.of_prompt is not None and number == 0
                 sequence = self._sequence(request, number, longest, ask, bypass)
                 request.choices.append(self._choice(request, number, sequence))
-            self._add(request)
+            self.requests.add(request)
         except Exception as error:
-            self._refuse(ask.id, error)
+            self.requests.refuse(ask.id, error)
 
     def embed(self, ask: Embed) -> None:
         """Take a request for a vector."""
@@ -163,55 +154,48 @@ class Engine:
             )
             sequence = self._sequence(request, 0, 0, whole, bypass=ask.pooling == "mean")
             request.choices.append(self._choice(request, 0, sequence))
-            self._add(request)
+            self.requests.add(request)
         except Exception as error:
-            self._refuse(ask.id, error)
+            self.requests.refuse(ask.id, error)
 
     def cancel(self, id: str) -> None:
         """End a request that nobody waits for; its `Failed` comes with the next events."""
-        self._fail(id, "cancelled")
+        self.requests.fail(id, "cancelled")
 
     def told(self, ids: Iterable[str]) -> list[Event]:
         """The requests of these that have not ended, as they are."""
-        now = self.clock()
-        return [Told(id, self._requests[id].report(now)) for id in ids if id in self._requests]
+        return self.requests.told(ids)
 
     def drop(self, id: str) -> None:
         """End a request of which nothing more is to be said."""
-        if (request := self._requests.pop(id, None)) is not None:
-            for choice in request.choices:
-                self.scheduler.cancel(choice.sequence.id, self.clock())
+        self.requests.drop(id)
 
     def close(self) -> list[Event]:
         """End everything."""
-        self._tell()
-        for id in list(self._requests):
-            self._fail(id, "shutdown")
-        return self._take()
+        self.requests.fail_all("shutdown")
+        return self.requests.take()
 
     def step(self) -> list[Event]:
-        """Do one step, if there is one to do; returns everything there is to say."""
+        """Do one step, if there is one to do; returns everything there is to say.
+
+        Plan and launch, choose tokens, launch the next step behind them where it need not wait, commit.
+        """
         flight, self._flight = self._flight or self._planned(), None
-        if flight is None:
-            return self._take()
-        self.launcher.choose(flight)
-        if self.overlaps:
-            self._flight = self._next(flight)
-        self._tell()
-        if self.meanwhile is not None:
-            self.meanwhile(self._take())
-        outcomes = self._outcomes(flight)
-        self.scheduler.commit(flight.plan, outcomes, self.clock())
-        now = self.clock()
-        self._count(flight, now - flight.began)
-        if self._flight is not None:
-            self._flight.began = now
-        self._settle()
-        return self._take()
+        if flight is not None:
+            self.launcher.choose(flight)
+            if self.overlaps:
+                self._flight = self._next(flight)
+            self.requests.tell_late()
+            if self.meanwhile is not None:
+                self.meanwhile(self.requests.take())
+            self.scheduler.commit(flight.plan, self._outcomes(flight), self.clock())
+            self._count(flight, self.clock())
+            self.requests.settle()
+        return self.requests.take()
 
     def said(self) -> list[Event]:
         """What there is to say before the next step: of requests that were refused or cancelled since the last."""
-        return self._take()
+        return self.requests.take()
 
     def stats(self, blocks: bool = False) -> Stats:
         """The state of this moment; with `blocks` also each block's."""
@@ -237,7 +221,8 @@ class Engine:
     def _new(self, id: str, prompt: tuple[int, ...], params: SamplingParams) -> Request:
         point("engine.submit", id)
         vocab = self.decoder.config.vocab_size
-        if any(choice.request.id == id for choice in self._choices.values()):  # also one that ends with this step
+        running = {choice.request.id for choice in self.requests.choices.values()}  # also one that ends with this step
+        if id in running:
             raise Refused("invalid", "a request of this id is running")
         if not prompt:
             raise Refused("invalid", "the prompt is empty")
@@ -277,63 +262,27 @@ class Engine:
         detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, request.prompt)
         return Choice(request, number, sequence, sampler, detokenizer, StopChecker(own.stop))
 
-    def _add(self, request: Request) -> None:
-        self.scheduler.add([choice.sequence for choice in request.choices], self.clock())
-        self._requests[request.id] = request
-        request.open = len(request.choices)
-        self._choices |= {choice.sequence.id: choice for choice in request.choices}
-
-    def _refuse(self, id: str, error: Exception) -> None:
-        if isinstance(error, ValueError):
-            code = error.code if isinstance(error, Refused) else "invalid"
-            self._events.append(Failed(id, code, str(error)))
-        else:
-            logger.error("request %s failed before it began", id, exc_info=error)
-            self._events.append(Failed(id, "internal", SENTENCES["internal"]))
-
     # ---- a step
 
     def _planned(self) -> Flight | None:
         """The next step, launched when the one before is over; None where there is nothing to run."""
-        began = self.clock()
-        plan = self.scheduler.plan(began)
+        plan = self.scheduler.plan(began := self.clock())
         flight = self._launched(plan, began) if plan.chunks else None
         if flight is None:
             self.scheduler.commit(plan, {}, self.clock())
-        self._settle()  # no earlier: who ends takes its blocks out of the rows that are to be launched
+        self.requests.settle()  # no earlier: who ends takes its blocks out of the rows that are to be launched
         return flight
 
     def _next(self, flight: Flight) -> Flight | None:
         """The step behind one whose tokens are not known yet; None where it has to wait for them, or there is none."""
-        if self.runner.waits is not None:
-            why = "model"
-        elif not flight.whole:
-            why = "mishap"
-        elif self._numbers_wanted():
-            why = "numbers"
-        elif (plan := self.scheduler.ahead(now := self.clock())) is None:
+        if (why := self._alone(flight)) is None:
+            now = self.clock()
+            if (plan := self.scheduler.ahead(now)) is not None:
+                self.ahead += bool(plan.chunks)
+                return self._launched(plan, now, flight.coming) if plan.chunks else None
             why = "blocks"
-        elif not plan.chunks:
-            return None
-        else:
-            self.ahead += 1
-            return self._launched(plan, now, flight.coming)
         self.alone[why] += 1
         return None
-
-    def _numbers_wanted(self) -> bool:
-        """Whether the next step may have a piece of a prompt in it whose numbers the host waits for."""
-        scheduler = self.scheduler
-        room = scheduler.limits.together - len(scheduler.running)
-        for sequence in (*scheduler.running, *scheduler.waiting[:room]):
-            request = self._choices[sequence.id].request
-            if sequence.planned < sequence.prompt and (request.pooling or request.of_prompt is not None):
-                return True
-        return False
-
-    def _launched(self, plan: StepPlan, began: float, coming: Coming | None = None) -> Flight:
-        choices = {chunk.sequence: self._choices[chunk.sequence.id] for chunk in plan.chunks}
-        return self.launcher.launch(plan, choices, began, coming)
 
     def _outcomes(self, flight: Flight) -> dict[str, Outcome]:
         """What a step gave its sequences. Of who has ended meanwhile it says nothing, or nothing that counts."""
@@ -344,6 +293,38 @@ class Engine:
         outcomes |= {id: Outcome(failure="bad_logits") for id in unscorable}
         return outcomes | {id: Outcome(failure="internal") for id in flight.failed}
 
+    def _count(self, flight: Flight, now: float) -> None:
+        """Before those that end with it are settled: their reports tell of their last step too."""
+        self.steps += 1
+        self.step_seconds += now - flight.began
+        if self.bounds is not None:
+            requests = {choice.request for choice in flight.choices.values()}
+            self.bounds.count(flight.plan, now - flight.began, flight.busy, requests)
+        if self._flight is not None:
+            self._flight.began = now
+
+    def _launched(self, plan: StepPlan, began: float, coming: Coming | None = None) -> Flight:
+        choices = {chunk.sequence: self.requests.choices[chunk.sequence.id] for chunk in plan.chunks}
+        return self.launcher.launch(plan, choices, began, coming)
+
+    def _alone(self, flight: Flight) -> str | None:
+        """Why the step behind this one waits for its tokens; None where nothing is against it."""
+        if self.runner.waits is not None:
+            return "model"
+        if not flight.whole:
+            return "mishap"
+        return "numbers" if self._numbers_wanted() else None
+
+    def _numbers_wanted(self) -> bool:
+        """Whether the next step may have a piece of a prompt in it whose numbers the host waits for."""
+        scheduler = self.scheduler
+        room = scheduler.limits.together - len(scheduler.running)
+        for sequence in (*scheduler.running, *scheduler.waiting[:room]):
+            request = self.requests.choices[sequence.id].request
+            if sequence.planned < sequence.prompt and (request.pooling or request.of_prompt is not None):
+                return True
+        return False
+
     def _advance(self, choice: Choice, draw: Drawn) -> Outcome:
         if choice.sequence.ending is not None:  # cancelled while the step ran
             return Outcome()
@@ -352,69 +333,9 @@ class Engine:
         if isinstance(draw, BadLogits) or choice.request.unscorable:
             return Outcome(failure="bad_logits")
         try:
-            if choice.take(draw) and self.overlaps and self._flight is None:
-                self._late.append((choice, draw))
-            else:
-                self._events.append(choice.tell(draw))
+            self.requests.accept(choice, draw, later=self.overlaps and self._flight is None)
         except Exception:
             logger.exception("sequence %s failed", choice.sequence.id)
             return Outcome(failure="internal")
         self.generated += 1
         return Outcome((draw.token_id,), choice.reason is not None)
-
-    def _tell(self) -> None:
-        """Say what the last step gave, as far as it was left for later."""
-        late, self._late = self._late, []
-        for choice, draw in late:
-            if choice.request.id in self._requests:
-                try:
-                    self._events.append(choice.tell(draw))
-                except Exception:
-                    logger.exception("sequence %s failed", choice.sequence.id)
-                    self._fail(choice.request.id, "internal")
-
-    def _count(self, flight: Flight, seconds: float) -> None:
-        """Before those that end with it are settled: their reports tell of their last step too."""
-        self.steps += 1
-        self.step_seconds += seconds
-        if self.bounds is not None:
-            requests = {choice.request for choice in flight.choices.values()}
-            self.bounds.count(flight.plan, seconds, flight.busy, requests)
-
-    # ---- ends
-
-    def _settle(self) -> None:
-        """Say what the scheduler has ended."""
-        ended = self.scheduler.collect()
-        if ended:
-            self._tell()
-        for sequence in ended:
-            choice = self._choices.pop(sequence.id)
-            request = choice.request
-            if request.id not in self._requests:
-                continue
-            if sequence.ending != "finished":
-                self._fail(request.id, str(sequence.ending))
-                continue
-            try:
-                self._events.append(choice.end(self.clock()))
-            except BadLogits:
-                self._fail(request.id, "bad_logits")
-                continue
-            except Exception:
-                logger.exception("request %s failed at its end", request.id)
-                self._fail(request.id, "internal")
-                continue
-            request.open -= 1
-            if not request.open:
-                del self._requests[request.id]
-
-    def _fail(self, id: str, code: str) -> None:
-        """End a request without an answer, all choices of it."""
-        if (request := self._requests.get(id)) is not None:
-            self._events.append(Failed(id, code, SENTENCES[code], request.report(self.clock())))
-            self.drop(id)
-
-    def _take(self) -> list[Event]:
-        events, self._events = self._events, []
-        return events

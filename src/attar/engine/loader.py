@@ -97,6 +97,7 @@ def load_model(
     parallel = parallel or Parallel()
     loading = partial(progress or (lambda stage, done, total: None), "loading")
     team: Team | None = None
+    decoder: Decoder
     if Share(0, parallel.tp, parallel.pp).count > 1:
         team = Team(
             path, parallel.tp, parallel.pp, device=device, dtype=computed, activations=activations,

@@ -33,7 +33,8 @@ import msgspec
 from attar import env, faults, logs, machine
 from attar.checkpoints.fingerprints import ChangedError
 from attar.engine import startup
-from attar.engine.engine import SENTENCES, Engine
+from attar.engine.engine import Engine
+from attar.engine.requests import SENTENCES
 from attar.execution.parallel.executor import TeamRunner
 from attar.faults import point
 from attar.protocol.messages import (

@@ -75,14 +75,14 @@ _CODECS: Mapping[str, str] = {
     "int": "affine",
     "e4m3": "floats",
     "e5m2": "floats",
-    "ggml": "ggml_codec",
-    "fp8-block": "fp8_blocks",
-    "fp4": "fp4",
-    "nf4": "nf4",
-    "progressive": "progressive",
-    "llm-int8": "llm_int8",
-    "lookup": "lookup",
-    "sparse24": "sparse24",
+    "ggml": "codecs.ggml_codec",
+    "fp8-block": "codecs.fp8_blocks",
+    "fp4": "codecs.fp4",
+    "nf4": "codecs.nf4",
+    "progressive": "codecs.progressive",
+    "llm-int8": "codecs.llm_int8",
+    "lookup": "codecs.lookup",
+    "sparse24": "codecs.sparse24",
 }
 """The module of each `Form.kind`."""
 

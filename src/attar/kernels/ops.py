@@ -56,7 +56,7 @@ from attar.kernels.triton.store import TritonStore as TritonStore
 from attar.kernels.triton.store import TritonTable
 from attar.kernels.triton.weights import TritonWeight, knows_float8
 from attar.kv.pages import Bases, Pages, Placement, Rotation
-from attar.kv.schemes import KvScheme
+from attar.kv.schemes import KvScheme, Layout
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -139,11 +139,11 @@ def pages(
         return made
     if scheme.name == "int4":
         return NibblePages.rotated(blocks, block, kv_heads, head_dim, scheme, device)
-    if scheme.kind not in ("float", "int8", "fp8"):
+    if not (scheme.unscaled or scheme.layout in (Layout.INT8, Layout.FP8)):
         raise ValueError(
             f"kernels of {device} keep keys and values as float32, bfloat16, int8, fp8 or int4, not {scheme.name}"
         )
-    dtype = torch.float8_e4m3fn if scheme.kind == "fp8" else getattr(torch, scheme.name)
+    dtype = torch.float8_e4m3fn if scheme.layout == Layout.FP8 else getattr(torch, scheme.name)
     if dtype == torch.float8_e4m3fn and not knows_float8(torch.device(device)):
         raise ValueError(f"keys and values cannot be kept as fp8 on {device}: this card knows no float8")
     made = PlainPages.make(blocks, block, kv_heads, head_dim, dtype, device)

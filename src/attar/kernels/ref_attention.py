@@ -18,6 +18,7 @@ from attar.kv import kivi, kvquant
 from attar.kv.bit_planes import Basis
 from attar.kv.kvquant import Channels
 from attar.kv.pages import Pages, Placement, Rotation
+from attar.kv.schemes import Layout
 
 QUERY_TILE = 512  # queries that share one mask: memory grows with the keys, not with their square
 INT8_MOST, FP8_MOST = 127, 448.0
@@ -132,15 +133,15 @@ def write_pages(k: Tensor, v: Tensor, pages: Pages, slots: Tensor, tails: Tensor
         assert tails is not None, "unfinished blocks lie apart, and nobody says where"
         _write_recent(k, v, pages, slots, tails)
         return
-    if pages.scheme.planes:
+    if pages.scheme.layout == Layout.BIT_PLANES:
         _write_planes(k, v, pages, slots)
         return
-    if pages.scheme.kind == "nuq":
+    if pages.scheme.layout == Layout.KVQUANT:
         _write_channels(k, v, pages, slots)
         return
     block, place = slots // pages.block, slots % pages.block
     if pages.key_scales is not None and pages.value_scales is not None:
-        quantize = quantize_head if pages.scheme.kind == "int8" else quantize_head_fp8
+        quantize = quantize_head if pages.scheme.layout == Layout.INT8 else quantize_head_fp8
         (k, pages.key_scales[block, :, place]), (v, pages.value_scales[block, :, place]) = map(quantize, (k, v))
     together = pages.keys.shape[-1]
     k = F.pad(k, (0, -k.shape[-1] % together)).unflatten(-1, (-1, together))
@@ -157,7 +158,7 @@ def _write_recent(k: Tensor, v: Tensor, pages: Pages, slots: Tensor, tails: Tens
     if not len(whole):
         return
     keys, values = pages.recent.keys[tail].float(), pages.recent.values[tail].float()  # [M, G, block, D]
-    if pages.scheme.kind == "kivi":
+    if pages.scheme.layout == Layout.KIVI:
         assert pages.key_scales is not None
         assert pages.key_zeros is not None
         assert pages.value_scales is not None
@@ -211,7 +212,7 @@ def _write_channels(k: Tensor, v: Tensor, pages: Pages, slots: Tensor) -> None:
 def read_pages(pages: Pages, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Keys and values, each [..., slots, G, D], of the blocks of a table [..., width], all of them finished. Where the
     pages have bases, coordinates."""
-    if pages.scheme.kind in ("planes", "kivi", "nuq"):
+    if pages.scheme.layout in (Layout.BIT_PLANES, Layout.KIVI, Layout.KVQUANT):
         shape = (*blocks.shape[:-1], blocks.shape[-1] * pages.block, pages.kv_heads, pages.head_dim)
         keys, values = (
             x.transpose(1, 2).reshape(shape).to(dtype) for x in _read_blocks(pages, blocks.long().flatten())
@@ -225,7 +226,7 @@ def read_pages(pages: Pages, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor
     values = values[..., : pages.head_dim].flatten(-4, -3)
     if pages.key_scales is None or pages.value_scales is None:
         return keys.to(dtype), values.to(dtype)
-    if pages.scheme.kind == "fp8":
+    if pages.scheme.layout == Layout.FP8:
         keys, values = keys.contiguous().view(torch.float8_e4m3fn), values.contiguous().view(torch.float8_e4m3fn)
     scales = (
         s[blocks.long()].transpose(-1, -2).flatten(-3, -2)[..., None] for s in (pages.key_scales, pages.value_scales)
@@ -237,7 +238,7 @@ def read_pages(pages: Pages, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor
 
 def _read_blocks(pages: Pages, blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of blocks [M], float32 [M, G, block, D] each."""
-    if pages.scheme.kind == "nuq":
+    if pages.scheme.layout == Layout.KVQUANT:
         return _read_channels(pages, blocks)
     assert pages.key_scales is not None
     assert pages.value_scales is not None

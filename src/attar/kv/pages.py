@@ -27,7 +27,7 @@ from torch import Tensor
 from attar.kv import schemes
 from attar.kv.bit_planes import Basis, rotation
 from attar.kv.kvquant import Channels
-from attar.kv.schemes import KvScheme
+from attar.kv.schemes import KvScheme, Layout
 
 RUN = schemes.RUN  # slots that stand side by side in the keys, and columns in the values
 PARTS = ("keys", "values", "key_scales", "value_scales", "key_zeros", "value_zeros")  # of most schemes
@@ -108,7 +108,7 @@ class Pages:
             made[name] = _zeros((blocks, *part.shape), getattr(torch, part.dtype), device)
         if scheme.calibrated and bases is None:
             raise ValueError(f"{scheme.name} needs bases that are calibrated on the model (model.kv_basis.calibrate)")
-        if scheme.planes and bases is None:
+        if scheme.layout == Layout.BIT_PLANES and bases is None:
             turn = rotation(kv_heads, head_dim, scheme.units(head_dim), device)
             bases = Bases(turn, turn)
         recent = None
@@ -140,7 +140,7 @@ class Pages:
 
     @property
     def block(self) -> int:
-        return self.keys.shape[2] * (1 if self.scheme.kind == "nuq" else RUN)
+        return self.keys.shape[2] * (1 if self.scheme.layout == Layout.KVQUANT else RUN)
 
     @property
     def dtype(self) -> torch.dtype:

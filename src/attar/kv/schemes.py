@@ -32,11 +32,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from enum import StrEnum
 
 from attar.formats.weight_formats import Part
-
-Kind = Literal["float", "int8", "fp8", "planes", "kivi", "nuq"]
 
 RUN = 16  # slots that stand side by side in the keys, and columns in the values
 BUCKET = 8  # neighbouring coordinates of one number of bits
@@ -45,21 +43,39 @@ ONE_IN = 100  # coordinates of a head of nuq is an outlier, and one at least
 WRITTEN, RANDOM, LENGTH = 12, 4, 256  # texts that a scheme is calibrated on, by who makes them, and tokens of each
 
 
+class Layout(StrEnum):
+    """How the numbers of a block lie in memory. `csrc/attention.h` has the same names (`KvLayout`)."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+    FP8 = "fp8"
+    BIT_PLANES = "bit_planes"
+    KIVI = "kivi"
+    KVQUANT = "kvquant"
+
+
 @dataclass(frozen=True, slots=True)
 class KvScheme:
     """One way to keep keys and values. `bits` are those of a code, on average; a `group` is of KIVI: so many tokens of
     keys, columns of values."""
 
     name: str
-    kind: Kind
+    layout: Layout
     bits: float
     calibrated: bool = False
     recent: bool = False
     group: int = 0
 
     @property
-    def planes(self) -> bool:
-        return self.kind == "planes"
+    def unscaled(self) -> bool:
+        """Whether numbers are kept as floats, without scales."""
+        return self.layout in (Layout.FLOAT32, Layout.BFLOAT16)
+
+    @property
+    def byte_scales(self) -> bool:
+        """Whether a scale is a byte, the upper half of a float16 without its sign, rather than a bfloat16."""
+        return self.layout == Layout.BIT_PLANES and self.calibrated
 
     def round_to(self, block: int) -> int:
         """Tokens of which a shared beginning has a whole number."""
@@ -77,11 +93,11 @@ class KvScheme:
         """Raise ValueError where heads or blocks of such sizes cannot be kept so."""
         if block < RUN or block % RUN:
             raise ValueError(f"a block holds a multiple of {RUN} slots, not {block}")
-        if self.planes and head_dim % RUN:
+        if self.layout == Layout.BIT_PLANES and head_dim % RUN:
             raise ValueError(f"{self.name} keeps heads of a multiple of {RUN} columns, not {head_dim}: int8 keeps any")
-        if self.kind == "kivi" and (head_dim % self.group or block % self.group):
+        if self.layout == Layout.KIVI and (head_dim % self.group or block % self.group):
             raise ValueError(f"{self.name} keeps groups of {self.group} tokens and columns, not {block} and {head_dim}")
-        if self.kind == "nuq" and (head_dim % BUCKET or head_dim > 256):
+        if self.layout == Layout.KVQUANT and (head_dim % BUCKET or head_dim > 256):
             raise ValueError(f"{self.name} keeps heads of a multiple of {BUCKET} columns, 256 at most, not {head_dim}")
 
     def parts(self, kv_heads: int, head_dim: int, block: int) -> dict[str, Part]:
@@ -89,11 +105,11 @@ class KvScheme:
         `check`."""
         self.check(head_dim, block)
         padded, runs = -(-head_dim // RUN) * RUN, block // RUN
-        if self.planes:
+        if self.layout == Layout.BIT_PLANES:
             codes = Part("uint8", (kv_heads, runs, self.units(head_dim), 2 * BUCKET))
-            scales = Part("uint8" if self.calibrated else "bfloat16", (kv_heads, block))
+            scales = Part("uint8" if self.byte_scales else "bfloat16", (kv_heads, block))
             return {"keys": codes, "values": codes, "key_scales": scales, "value_scales": scales}
-        if self.kind == "kivi":
+        if self.layout == Layout.KIVI:
             by_channel = Part("float16", (kv_heads, block // self.group, head_dim))
             by_token = Part("float16", (kv_heads, block, head_dim // self.group))
             return {
@@ -102,7 +118,7 @@ class KvScheme:
                 "key_scales": by_channel, "value_scales": by_token,
                 "key_zeros": by_channel, "value_zeros": by_token,
             }  # fmt: skip
-        if self.kind == "nuq":
+        if self.layout == Layout.KVQUANT:
             codes = Part("uint8", (kv_heads, block, round(self.bits), head_dim // BUCKET))
             apart = (kv_heads, block, self.outliers(head_dim))
             found = {"keys": codes, "values": codes, "value_scales": Part("bfloat16", (kv_heads, block))}
@@ -110,12 +126,14 @@ class KvScheme:
                 found[f"{side}_outliers"], found[f"{side}_columns"] = Part("bfloat16", apart), Part("uint8", apart)
                 found[f"{side}_firsts"] = Part("bfloat16", (kv_heads, head_dim))
             return found
-        together, dtype = (4, "int8") if self.kind == "int8" else (1, "uint8" if self.kind == "fp8" else self.name)
+        together, dtype = (
+            (4, "int8") if self.layout == Layout.INT8 else (1, "uint8" if self.layout == Layout.FP8 else self.name)
+        )
         found = {
             "keys": Part(dtype, (kv_heads, runs, -(-head_dim // together), RUN, together)),
             "values": Part(dtype, (kv_heads, block // together, padded, together)),
         }
-        if self.kind != "float":
+        if not self.unscaled:
             found |= {name: Part("float32", (kv_heads, block)) for name in ("key_scales", "value_scales")}
         return found
 
@@ -130,7 +148,7 @@ class KvScheme:
     def basis_bytes(self, kv_heads: int, head_dim: int) -> int:
         """Of one layer's calibrated bases, two matrices and three rows a head on either side (of nuq, two rows and
         the levels); others are shared."""
-        if self.kind == "nuq":
+        if self.layout == Layout.KVQUANT:
             return 2 * 4 * (kv_heads * 2 * head_dim + (1 << round(self.bits)))
         return 2 * 4 * kv_heads * (2 * head_dim**2 + 3 * head_dim) if self.calibrated else 0
 
@@ -146,16 +164,16 @@ class KvScheme:
 SCHEMES: Mapping[str, KvScheme] = {
     each.name: each
     for each in (
-        KvScheme("float32", "float", 32),
-        KvScheme("bfloat16", "float", 16),
-        KvScheme("int8", "int8", 8),
-        KvScheme("fp8", "fp8", 8),
-        KvScheme("klt4", "planes", 4.375, calibrated=True),
-        KvScheme("int4", "planes", 4),
-        KvScheme("nuq4", "nuq", 4, calibrated=True),
-        KvScheme("nuq3", "nuq", 3, calibrated=True),
-        KvScheme("kivi2", "kivi", 2, recent=True, group=32),
-        KvScheme("klt2", "planes", 2.375, calibrated=True, recent=True),
+        KvScheme("float32", Layout.FLOAT32, 32),
+        KvScheme("bfloat16", Layout.BFLOAT16, 16),
+        KvScheme("int8", Layout.INT8, 8),
+        KvScheme("fp8", Layout.FP8, 8),
+        KvScheme("klt4", Layout.BIT_PLANES, 4.375, calibrated=True),
+        KvScheme("int4", Layout.BIT_PLANES, 4),
+        KvScheme("nuq4", Layout.KVQUANT, 4, calibrated=True),
+        KvScheme("nuq3", Layout.KVQUANT, 3, calibrated=True),
+        KvScheme("kivi2", Layout.KIVI, 2, recent=True, group=32),
+        KvScheme("klt2", Layout.BIT_PLANES, 2.375, calibrated=True, recent=True),
     )
 }
 

@@ -3,7 +3,7 @@
 What an error of a key costs is what it does to scores: with queries of second moment S, e costs e^T S e. So keys are
 first turned to where errors count alike, y = S^1/2 k, and then to the axes of their own covariance there, along which
 they are uncorrelated (Karhunen and Loeve). Variances of a trained model's keys differ a thousandfold along those, and
-a bit is worth most where variance is greatest: `formats.kv.divide` deals out the bits, by buckets of 8 coordinates.
+a bit is worth most where variance is greatest: `kv.schemes.divide` deals out the bits, by buckets of 8 coordinates.
 Values are treated alike, with what the output matrix makes of their errors in the place of S.
 
 Tokens have scales of their own, so what counts is the covariance of their directions. It is found by three rounds of
@@ -33,7 +33,7 @@ from attar.kv import kvquant
 from attar.kv.bit_planes import Basis
 from attar.kv.kvquant import Channels
 from attar.kv.pages import Bases, Rotation
-from attar.kv.schemes import BUCKET, UNIT, KvScheme, divide
+from attar.kv.schemes import BUCKET, UNIT, KvScheme, Layout, divide
 from attar.model.cache import BLOCK, Step
 from attar.model.decoder import Decoder
 from attar.model.layers import Attention
@@ -79,7 +79,7 @@ def calibrate(decoder: Decoder, ids: Tensor, scheme: KvScheme, seed: int = 0) ->
             hidden[i] = block.run(rows, step)
         k, v, of_values = keys.flatten(0, 1), values.flatten(0, 1), _output_moment(one)
         centred = one.form.soft_cap is None
-        if scheme.kind == "nuq":
+        if scheme.layout == Layout.KVQUANT:
             both = channels(k, moment, scheme, centred), channels(v, of_values, scheme, True, scaled=True)
             found.append(Bases(*both))
             continue

@@ -158,7 +158,7 @@ def block_bytes(config: ModelConfig, kv: str, float8: bool, block: int = BLOCK) 
         raise ValueError("this card knows no float8, so keys and values cannot be kept in it: --kv int8 takes as much")
     if chosen.name not in ("float32", "bfloat16", "int8", "fp8", "int4"):
         raise ValueError(f"a card keeps keys and values as float32, bfloat16, int8, fp8 or int4, not {chosen.name}")
-    scaled = 0 if chosen.kind == "float" else 4
+    scaled = 0 if chosen.unscaled else 4
     slot = config.head_dim * round(chosen.bits) // 8 + scaled
     return config.layers * 2 * config.kv_heads * block * slot
 

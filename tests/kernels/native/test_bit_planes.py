@@ -58,7 +58,7 @@ def channels(size: int, kind: KvScheme, scaled: bool, seed: int) -> Channels:
 
 def likely(rows: int, pages: Pages, seed: int) -> tuple[Tensor, Tensor]:
     """Keys and values [rows, G, D] that the pages' bases are made for."""
-    unit = UNIT if pages.scheme.planes and pages.scheme.calibrated else 1.0
+    unit = UNIT if pages.scheme.byte_scales else 1.0
     keys, values = (randn(rows, HEADS, pages.head_dim, seed=seed + i) * unit for i in (0, 1))
     if pages.bases is None:
         return keys, values

@@ -15,7 +15,7 @@ brought up to date, and so on: of two columns that say the same, one stays. At t
 more, W' = W H_:K (H_KK)^-1, which is the repair by least squares. W itself is first corrected for what the blocks
 before have changed (`qronos`). No gradients are needed.
 
-Tried and left out, as held-out KL was 1.1 to 1.5 times as large (docs/LOG.md): rows of W weighted by the Fisher
+Tried and left out, as held-out KL was 1.1 to 1.5 times as large (docs/log/2026-11.md): rows of W weighted by the Fisher
 matrix of the linear's outputs, Taylor scores from gradients as LLM-Pruner has them, and activation-weighted norms, all
 with the same repair. Not done: different sizes by layer, which no config.json can say; biases that take up a removed
 column's mean (most models have none); experts of mixtures.

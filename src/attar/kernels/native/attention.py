@@ -6,6 +6,8 @@ at every call: both before memory is touched. Shapes as in `kernels.pages`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from attar.kernels.operands import AttentionForm, Norm
 from attar.kv.bit_planes import Basis
 from attar.kv.kvquant import Channels
 from attar.kv.pages import PARTS, Pages, Placement, Rotation
-from attar.kv.schemes import BUCKET
+from attar.kv.schemes import BUCKET, Layout
 
 
 def write_kv(
@@ -116,10 +118,10 @@ def paged_attention(
     return out, mass
 
 
-def _pages(pages: Pages) -> tuple[str | int, ...]:
-    """The pages as the extension takes them."""
+def _pages(pages: Pages) -> tuple[Any, ...]:
+    """Return the pages as the extension takes them."""
     scheme, bases, recent = pages.scheme, 0, (0, 0, 0)
-    if scheme.kind == "nuq":
+    if scheme.layout == Layout.KVQUANT:
         _check_channels(pages)
         bases = pages.channels.data_ptr()
     elif pages.bases is not None:
@@ -140,13 +142,11 @@ def _pages(pages: Pages) -> tuple[str | int, ...]:
             addresses[name] = each.data_ptr()
         elif each is not None or name in expected:
             raise ValueError(f"{pages.scheme.name} pages have {', '.join(expected)}")
-    units, outliers = scheme.units(pages.head_dim) if scheme.planes else scheme.group, 0
-    if scheme.kind == "nuq":
+    units, outliers = scheme.units(pages.head_dim) if scheme.layout == Layout.BIT_PLANES else scheme.group, 0
+    if scheme.layout == Layout.KVQUANT:
         units, outliers = round(scheme.bits), scheme.outliers(pages.head_dim)
-    kind = scheme.name if scheme.kind == "float" else scheme.kind
-    if scheme.planes and scheme.calibrated:
-        kind = "planes of byte scales"
-    return kind, *addresses.values(), *sizes, bases, units, *recent, outliers
+    layout = extension.library.KvLayout[scheme.layout.value]
+    return layout, *addresses.values(), *sizes, bases, units, *recent, scheme.byte_scales, outliers
 
 
 def _tails(pages: Pages, place: Placement) -> tuple[int, int]:

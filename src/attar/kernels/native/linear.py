@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 Activations = Literal["exact", "int8", "int8g128", "int8g32"]
 """How rows meet a packed weight whose scheme leaves them alone: as they are, in float32, or rounded to int8 on the fly
 with one scale a row, or one for every 128 or 32 columns. The default everywhere is int8g128: the coarsest that adds no
-more than 5 % to the KL of a 4-bit model (docs/LOG.md, 2026-11-21)."""
+more than 5 % to the KL of a 4-bit model (docs/log/2026-11.md, 2026-11-21)."""
 
 LONGEST = 65536  # columns that share a scale, so that sums of products fit their integers
 DENSE = (torch.float32, torch.bfloat16, torch.float16)

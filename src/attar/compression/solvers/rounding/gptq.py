@@ -21,7 +21,7 @@ Where peers go wrong, or differ:
   may then go by falling H_kk (activation order) and what is stored needs no permutation;
 * in natural order they may instead be set when the sweep reaches the group (`static_groups` false), from weights that
   hold all updates so far, those of columns in the same block too (the authors' code misses these). That is the paper's
-  way, and gains nothing that could be measured (docs/LOG.md, "When GPTQ sets its scales");
+  way, and gains nothing that could be measured (docs/log/2026-11.md, "When GPTQ sets its scales");
 * scales are rounded to the dtype they are stored in before a code is chosen, so codes are right for what is stored;
 * a column whose input was always zero gets weight zero; where all of them were, nothing is known of what any column
   counts, all count alike, and codes are those of rounding to nearest;

@@ -1,0 +1,127 @@
+"""Every request of an engine until it has ended, and the events that nobody has taken yet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from attar.engine.outputs import Choice, Request
+from attar.protocol.messages import Event, Failed, Told
+from attar.sampling.sampler import BAD, BadLogits, Draw
+from attar.scheduling.scheduler import Refused, Scheduler
+from attar.scheduling.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+SENTENCES = {
+    "cancelled": "the request was cancelled",
+    "deadline": "the request did not end before its deadline",
+    "bad_logits": BAD,
+    "internal": "the engine failed on this request",
+    "shutdown": "the engine is shutting down",
+}
+
+
+class RequestTable:
+    """Requests by id, their choices by sequence id, and the events they give rise to.
+
+    A request is here from `add` until its last event is said. A choice stays until the scheduler has let go of its
+    sequence, which may be a step later.
+    """
+
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float]) -> None:
+        self.requests: dict[str, Request] = {}
+        self.choices: dict[str, Choice] = {}
+        self.events: list[Event] = []
+        self._late: list[tuple[Choice, Draw]] = []  # of the last step, to be told of while the next one runs
+        self._scheduler, self._clock = scheduler, clock
+
+    def add(self, request: Request) -> None:
+        """Queue every choice of a request. Raises Refused where the scheduler has no room."""
+        self._scheduler.add([choice.sequence for choice in request.choices], self._clock())
+        self.requests[request.id] = request
+        request.open = len(request.choices)
+        self.choices |= {choice.sequence.id: choice for choice in request.choices}
+
+    def refuse(self, id: str, error: Exception) -> None:
+        """Say why a request was not taken."""
+        if isinstance(error, ValueError):
+            code = error.code if isinstance(error, Refused) else "invalid"
+            self.events.append(Failed(id, code, str(error)))
+        else:
+            logger.error("request %s failed before it began", id, exc_info=error)
+            self.events.append(Failed(id, "internal", SENTENCES["internal"]))
+
+    def accept(self, choice: Choice, draw: Draw, later: bool) -> None:
+        """Give a choice its next token. Its text is left for when the next step runs where `later` allows it and the
+        text could not end its sequence."""
+        if choice.take(draw) and later:
+            self._late.append((choice, draw))
+        else:
+            self.events.append(choice.tell(draw))
+
+    def tell_late(self) -> None:
+        """Say what the last step gave, as far as it was left for later."""
+        late, self._late = self._late, []
+        for choice, draw in late:
+            if choice.request.id in self.requests:
+                try:
+                    self.events.append(choice.tell(draw))
+                except Exception:
+                    logger.exception("sequence %s failed", choice.sequence.id)
+                    self.fail(choice.request.id, "internal")
+
+    def settle(self) -> None:
+        """Say what the scheduler has ended."""
+        ended = self._scheduler.collect()
+        if ended:
+            self.tell_late()
+        for sequence in ended:
+            choice = self.choices.pop(sequence.id)
+            if choice.request.id in self.requests:
+                self._end(choice, sequence)
+
+    def _end(self, choice: Choice, sequence: Sequence) -> None:
+        request = choice.request
+        if sequence.ending != "finished":
+            self.fail(request.id, str(sequence.ending))
+            return
+        try:
+            self.events.append(choice.end(self._clock()))
+        except BadLogits:
+            self.fail(request.id, "bad_logits")
+        except Exception:
+            logger.exception("request %s failed at its end", request.id)
+            self.fail(request.id, "internal")
+        else:
+            request.open -= 1
+            if not request.open:
+                del self.requests[request.id]
+
+    def fail(self, id: str, code: str) -> None:
+        """End a request without an answer, all choices of it."""
+        if (request := self.requests.get(id)) is not None:
+            self.events.append(Failed(id, code, SENTENCES[code], request.report(self._clock())))
+            self.drop(id)
+
+    def fail_all(self, code: str) -> None:
+        """End every request."""
+        self.tell_late()
+        for id in list(self.requests):
+            self.fail(id, code)
+
+    def drop(self, id: str) -> None:
+        """End a request of which nothing more is to be said."""
+        if (request := self.requests.pop(id, None)) is not None:
+            for choice in request.choices:
+                self._scheduler.cancel(choice.sequence.id, self._clock())
+
+    def told(self, ids: Iterable[str]) -> list[Event]:
+        """Return the state of those of these requests that have not ended."""
+        now = self._clock()
+        return [Told(id, self.requests[id].report(now)) for id in ids if id in self.requests]
+
+    def take(self) -> list[Event]:
+        """Return the events since the last call, and forget them."""
+        events, self.events = self.events, []
+        return events
