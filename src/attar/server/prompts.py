@@ -13,9 +13,9 @@ from attar.server import strict_json
 from attar.server.admission.request_limits import beyond, in_vocabulary
 from attar.server.errors import Refusal
 from attar.server.fair_thread_pool import TextThreads
-from attar.server.lengths import Lengths
 from attar.text.literal import LiteralChat, Messages
 from attar.text.template import TemplateError, render_chat
+from attar.text.token_bounds import TokenBounds
 from attar.text.tokenizer import Tokenizer
 
 FEW_IDS = 4096  # that are looked at on the spot, in less time than a thread is asked
@@ -29,7 +29,7 @@ class Prompts:
         self.tokenizer = tokenizer
         self.shortest = 0 if tokenizer.encode("") else 1  # characters of a text that has tokens
         self._threads = threads
-        self._lengths = Lengths(tokenizer)
+        self._bounds = TokenBounds(tokenizer)
         self._literal = LiteralChat(tokenizer)
 
     async def ids(
@@ -89,7 +89,7 @@ class Prompts:
         return [self._encode(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
 
     def _check_length(self, text: str, name: str, context: int | None) -> None:
-        if context is not None and (least := self._lengths.at_least(text)) > context:
+        if context is not None and (least := self._bounds.at_least(text)) > context:
             raise beyond(f"at least {least}", 0, context, name)
 
     def _encode(self, prompt: str) -> tuple[int, ...]:

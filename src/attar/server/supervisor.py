@@ -2,12 +2,12 @@
 
 The engine is a child with its settings on standard input, a pipe that stays open: when this process dies, of whatever,
 the engine's end of it does too, and the engine ends. When the engine dies, open requests have failed within the moment
-(`client.py`), and a new one is started, at once the first time, later after every further death. The server ends where
-the first could not serve its model at all (exit status 2). Once there was one that could, the same status counts as a
-death: what a new one lacks, memory, a file, a card that the old one still holds, may be there again soon. So does a
-process that cannot be started. Files that are others than when the server started end it (status 1). An engine that is
-stopped is left alone, for whoever stopped it may continue it; one that runs but will not get on is killed
-(`heartbeat.py`).
+(`engine_client/client.py`), and a new one is started, at once the first time, later after every further death. The
+server ends where the first could not serve its model at all (exit status 2). Once there was one that could, the same
+status counts as a death: what a new one lacks, memory, a file, a card that the old one still holds, may be there again
+soon. So does a process that cannot be started. Files that are others than when the server started end it (status 1). An
+engine that is stopped is left alone, for whoever stopped it may continue it; one that runs but will not get on is
+killed (`heartbeat.py`).
 """
 
 from __future__ import annotations

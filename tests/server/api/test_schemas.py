@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from attar.protocol.messages import Ready
 from attar.server.api import openapi, sampling_params, validation
+from attar.server.api.anthropic_schemas import AnthropicBody, AnthropicPrompt
 from attar.server.api.app import make_app
 from attar.server.api.schemas import (
-    AnthropicBody,
-    AnthropicPrompt,
     Body,
     ChatBody,
     CompletionBody,

@@ -13,11 +13,10 @@ from attar.server.admission.caller import Caller
 from attar.server.admission.request_limits import fits, room, written
 from attar.server.api import anthropic, embeddings, openai
 from attar.server.api import response_types as types
+from attar.server.api.anthropic_schemas import AnthropicBody, AnthropicPrompt
 from attar.server.api.openapi import taking
 from attar.server.api.sampling_params import anthropic_params, chat_params, completion_params
 from attar.server.api.schemas import (
-    AnthropicBody,
-    AnthropicPrompt,
     ChatBody,
     CompletionBody,
     DetokenizeBody,

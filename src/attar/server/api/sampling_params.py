@@ -7,7 +7,8 @@ from typing import Any
 from attar.faults import point
 from attar.protocol.request import MAX_SEED, SamplingParams
 from attar.server.admission.request_limits import in_vocabulary
-from attar.server.api.schemas import AnthropicBody, ChatBody, CompletionBody, Sampling
+from attar.server.api.anthropic_schemas import AnthropicBody
+from attar.server.api.schemas import ChatBody, CompletionBody, Sampling
 from attar.server.errors import Refusal
 
 DEFAULT_COMPLETION = 16  # tokens: /v1/completions, as OpenAI has it

@@ -73,7 +73,7 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool = False  # padding against observers of lengths: a client may ask for none
 
 
-def _check_stops(stop: str | Sequence[str] | None, name: str) -> None:
+def check_stops(stop: str | Sequence[str] | None, name: str) -> None:
     for each in (stop,) if isinstance(stop, str) else stop or ():
         if len(each.encode()) > MAX_STOP_BYTES:
             message = f"{name}: a string of {len(each.encode())} bytes is longer than {MAX_STOP_BYTES}"
@@ -107,7 +107,7 @@ class Sampling(Body, frozen=True, kw_only=True):
     user: Label | None = None
 
     def __post_init__(self) -> None:
-        _check_stops(self.stop, "stop")
+        check_stops(self.stop, "stop")
         if self.stream_options is not None and not self.stream:
             raise Refusal("invalid_value", "stream_options: only with stream = true", "stream_options")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
@@ -297,79 +297,6 @@ class ChatBody(Sampling, frozen=True, kw_only=True):
     def conversation(self) -> list[dict[str, str]]:
         """The messages as templates know them."""
         return [message.for_template() for message in self.messages]
-
-
-class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
-    role: Literal["user", "assistant"]
-    content: Content
-
-
-def _check_last(messages: Sequence[AnthropicMessage]) -> None:
-    """Refuse the beginning of an answer. Anthropic's API goes on with it; here a template says how a turn begins, and
-    many begin one otherwise than they show a finished one: with thoughts or a space that the other has not."""
-    if messages[-1].role == "assistant":
-        message = "messages: continuing an assistant's message is not supported: end with one of role user"
-        raise Refusal("invalid_value", message, "messages")
-
-
-class Metadata(Struct, frozen=True, forbid_unknown_fields=True):
-    user_id: Label | None = None
-
-
-class AnthropicPrompt(Body, frozen=True, kw_only=True):
-    """/v1/messages/count_tokens, and of /v1/messages what makes the prompt."""
-
-    unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "tools": ([],),
-        "tool_choice": ({"type": "none"}, {"type": "auto"}),
-        "thinking": ({"type": "disabled"},),
-        "mcp_servers": ([],),
-        "context_management": (),
-        "output_config": (),
-        "output_format": (),
-    }
-
-    messages: Annotated[
-        list[AnthropicMessage],
-        Meta(
-            min_length=1,
-            max_length=MAX_MESSAGES,
-            description="The last is of role user: an assistant's message is not continued.",
-        ),
-    ]
-    system: Content | None = None
-    cache_control: CacheControl | None = None
-
-    def __post_init__(self) -> None:
-        _check_last(self.messages)
-
-    def conversation(self) -> list[dict[str, str]]:
-        """The system prompt and the messages as templates know them."""
-        system = text_of(self.system)
-        head = [{"role": "system", "content": system}] if system else []
-        return head + [{"role": message.role, "content": text_of(message.content)} for message in self.messages]
-
-
-class AnthropicBody(AnthropicPrompt, frozen=True, kw_only=True):
-    """/v1/messages."""
-
-    unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **AnthropicPrompt.unbuilt,
-        "service_tier": ("auto", "standard_only"),
-        "container": (),
-    }
-
-    max_tokens: Length
-    temperature: Fraction | None = None
-    top_p: TopP | None = None
-    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    stop_sequences: StopStrings | None = None
-    stream: bool | None = None
-    metadata: Metadata | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_stops(self.stop_sequences, "stop_sequences")
 
 
 class EmbeddingBody(Body, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 Starlette cancels no handler whose client went away unless it streams, and uvicorn drops silently what is sent to
 nobody; an engine would go on for minutes. So while an answer is made, one task waits for the connection's end, and
 cancels the answer then. A stream's events are written as they come, all that have arrived in one write; the connection
-makes the writer wait when its buffer is full (`protocol.py`), and the queue behind it is bounded (`client.py`).
+makes the writer wait when its buffer is full (`limits.py`), and the queue behind it is bounded (`response_stream.py`).
 
 A stream may have nothing to say for minutes: its request waits in the queue, or has a long prompt. Proxies and clients
 take such a silence for the end, so it is broken by something that every reader of streams skips.
