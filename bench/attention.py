@@ -35,7 +35,7 @@ from attar.kernels.operands import AttentionForm
 from attar.kv.bit_planes import Basis
 from attar.kv.kvquant import Channels
 from attar.kv.pages import Bases, Pages, Placement
-from attar.kv.schemes import BUCKET, UNIT, KvScheme, divide, scheme
+from attar.kv.schemes import BUCKET, UNIT, KvScheme, Layout, divide, scheme
 
 SHAPES = {"llama-3.2-1b": (32, 8, 64), "qwen2.5-0.5b": (14, 2, 64), "llama-3.1-8b": (32, 8, 128)}
 BLOCK = 64
@@ -210,7 +210,7 @@ def channels(kind: KvScheme, kv_heads: int, size: int, scaled: bool) -> Channels
 
 def bases_of(kind: KvScheme, kv_heads: int, size: int) -> Bases | None:
     """For schemes that are calibrated; None for others."""
-    if kind.kind == "nuq":
+    if kind.layout == Layout.KVQUANT:
         return Bases(channels(kind, kv_heads, size, False), channels(kind, kv_heads, size, True))
     return Bases(basis(kind, kv_heads, size), basis(kind, kv_heads, size)) if kind.calibrated else None
 

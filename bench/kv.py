@@ -46,7 +46,7 @@ from attar.kernels.operands import AttentionForm, Norm
 from attar.kv import kivi
 from attar.kv.bit_planes import hadamard
 from attar.kv.pages import Bases, Pages, Placement, Rotation
-from attar.kv.schemes import SCHEMES, KvScheme
+from attar.kv.schemes import SCHEMES, KvScheme, Layout
 from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.divergence import Comparison, compare
 from attar.metrics.measure import measure
@@ -58,8 +58,8 @@ from attar.model.decoder import Decoder
 
 Q4_0 = 32  # columns of a block
 TILE = 128  # queries that are computed at once
-KLT_LESS = KvScheme("klt2, 2.25 stored", "planes", 2.125, calibrated=True, recent=True)
-KLT_MORE = KvScheme("klt2, 3 stored", "planes", 2.875, calibrated=True, recent=True)  # as KIVI in groups of 32
+KLT_LESS = KvScheme("klt2, 2.25 stored", Layout.BIT_PLANES, 2.125, calibrated=True, recent=True)
+KLT_MORE = KvScheme("klt2, 3 stored", Layout.BIT_PLANES, 2.875, calibrated=True, recent=True)  # as KIVI in groups of 32
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Kivi:
     recent: int = 128
 
     def bits_at(self, head_dim: int, context: int) -> float:
-        rounded = KvScheme("KIVI", "kivi", 2, group=self.group).bits_per_value(head_dim, self.recent)
+        rounded = KvScheme("KIVI", Layout.KIVI, 2, group=self.group).bits_per_value(head_dim, self.recent)
         whole = (self.recent / 2 + self.recent) / 2  # tokens in 16 bits: keys on average, values; mean of the sides
         return rounded + (16 - rounded) * min(1, whole / context)
 

@@ -1,12 +1,15 @@
-"""attar: make a trained language model small, prove what that cost, plan what fits where, and serve it fast.
+"""Compress language models, measure the quality loss, plan capacity, and serve the result.
 
     import attar
     attar.compress("./model", "./out", recipe="gptq-w4g128", calibration="text.txt")
     attar.evaluate("./out", against="./model", text="heldout.txt")
     attar.LLM("./out").generate("Once upon a time")
 
-Importing attar loads nothing heavy: torch and the native kernels come in with the first name that needs them. It says
-how long threads of OpenMP spin, where nobody has said it yet (`threads.py`).
+Importing attar is cheap: torch and the native kernels load with the first name that needs them. The import sets how
+long OpenMP threads spin, unless the environment already does (`threads.py`).
+
+The modules in this folder import no package of attar (`__main__`, and `demo` and `doctor`, which two commands run,
+apart). Start reading in `docs/architecture.md`.
 """
 
 from __future__ import annotations

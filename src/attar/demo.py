@@ -1,7 +1,7 @@
-"""`attar demo`: the whole path on the embedded model, with no data and no network.
+"""`attar demo`: compress, measure and run the embedded model, with no data and no network.
 
-Calibration text is sampled from the model itself, and so is the text the cost is measured on, with another seed: a text
-that the model finds likely, which calibration never saw.
+The calibration text is sampled from the model itself. The evaluation text is sampled from it too, with another seed:
+the model finds it likely, and calibration never saw it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ HELD_OUT = calibrate.Amount(32, 512, seed=1)
 
 @dataclass(frozen=True)
 class Demonstration:
-    """What each model cost, and what it writes after `PROMPT`."""
+    """The cost of each model, and its continuation of `PROMPT`."""
 
     rows: Sequence[Row]
     texts: Mapping[str, str]
 
     def text(self) -> str:
-        """For people."""
+        """Return the cost table and the continuations as text for a terminal."""
         written = [f"\n{name}:\n{PROMPT}{text}" for name, text in self.texts.items()]
         return "\n".join([cost_table(self.rows), *written])
 
@@ -49,10 +49,10 @@ class Demonstration:
 
 
 def demonstrate(folder: Path | None, progress: Progress, overwrite: bool = False) -> Demonstration:
-    """Compress the embedded model with each of `RECIPES`, measure each, and let each continue `PROMPT`.
+    """Compress the embedded model with each of `RECIPES`, measure each result, and let each continue `PROMPT`.
 
-    The compressed models are left in `folder`. Raises ValueError, before anything is computed, where one of their names
-    is taken there, unless `overwrite`, and where nothing can be written.
+    The compressed models are left in `folder`; with None they are deleted. Raises ValueError, before any computation,
+    where an output name is taken in `folder` (unless `overwrite`) or the folder cannot be written.
     """
     if folder is not None:
         _check(folder, overwrite)
@@ -71,7 +71,7 @@ def demonstrate(folder: Path | None, progress: Progress, overwrite: bool = False
                 compress(source, path, recipe=name, calibration=calibration, overwrite=overwrite, progress=progress)
             report = evaluate(path, against=None if name == ORIGINAL else decoder, tokens=held_out, progress=progress)
             llm = LLM(path)
-            llm.generate(PROMPT, GREEDY)  # once to warm up
+            llm.generate(PROMPT, GREEDY)  # warm-up
             began = time.perf_counter()
             written = llm.generate(PROMPT, GREEDY)[0]
             rate = len(written.token_ids) / (time.perf_counter() - began)

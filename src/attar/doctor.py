@@ -1,8 +1,8 @@
-"""What this machine and installation offer, and which kernel each operation would choose and why: `attar doctor`.
+"""`attar doctor`: report the machine, the installation, and the kernel that each operation would choose and why.
 
-Everything is asked of the code that decides, never decided a second time here: versions of the installed packages,
-instruction sets and level of `kernels.native`, choices of `kernels.ops.candidates`. The report names neither host nor
-user, so that it can be pasted into a bug report.
+The report asks the code that decides and decides nothing again: versions of the installed packages, instruction sets
+and level of `kernels.native`, choices of `kernels.ops.candidates`. It names neither host nor user, so that it can be
+pasted into a bug report.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from attar.kernels.native import extension
 from attar.version import __version__
 
 PACKAGES = ("torch", "numpy", "tokenizers", "huggingface_hub", "jinja2", "transformers", "compressed-tensors")
-"""Those whose version can change a result. The last two are only needed for development."""
+"""Packages whose version can change a result; the last two are needed only for development."""
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -29,9 +29,9 @@ Report = dict[str, Any]
 
 
 def examine() -> Report:
-    """Versions, CPU, threads, devices and kernels, as what JSON can hold.
+    """Return versions, CPU, threads, devices, environment flags and kernels as JSON-compatible values.
 
-    Raises ValueError where an environment flag has a value that does not fit, or that this machine cannot follow.
+    Raises ValueError where an environment flag has an invalid value, or one that this machine cannot satisfy.
     """
     return {
         "versions": _versions(),
@@ -44,7 +44,7 @@ def examine() -> Report:
 
 
 def to_text(report: Report) -> str:
-    """The report as a page for people."""
+    """Return the report as a page of text for a terminal."""
     cpu, threads = report["cpu"], report["threads"]
     runtimes = "unknown" if threads["openmp_runtimes"] is None else threads["openmp_runtimes"]
     lines = [
@@ -112,9 +112,9 @@ def _threads() -> dict[str, Any]:
 
 
 def openmp_runtimes(maps: Path = Path("/proc/self/maps")) -> int | None:
-    """How many OpenMP runtimes this process has loaded; None where the system does not tell.
+    """Return the number of OpenMP runtimes that this process has loaded, None where the system does not say.
 
-    More than one means two pools of threads that take the cores from each other, and calls a hundred times slower.
+    More than one means two pools of threads that compete for the cores, and calls up to a hundred times slower.
     """
     try:
         mapped = maps.read_text()
@@ -137,7 +137,7 @@ def _devices() -> list[dict[str, str]]:
 
 
 def _kernels() -> dict[str, dict[str, Any]]:
-    """Per device type and dtype of the rows: for each operation the backend, and every candidate with its reason."""
+    """Return, per device type and dtype of the rows, each operation's backend and every candidate with its reason."""
     types = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     return {
         f"{device} {str(dtype).removeprefix('torch.')}": {op: _choice(op, device, dtype) for op in ops.OPS}

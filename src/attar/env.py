@@ -1,11 +1,11 @@
-"""Every environment flag of attar, typed, in one table: the fields of `Env`.
+"""Environment flags of attar, typed, in one table: the fields of `Env`.
 
-A flag is `ATTAR_` and the field's name in capitals. Flags are for what must hold for a whole process and has no place
-in a function's arguments: which kernels run, where tests find data. A value that does not fit is an error, and so is a
-name that starts with `ATTAR_` and is not in the table, because a misspelt flag that is silently ignored costs an
-afternoon. An empty value means that the flag is not set.
+A flag is `ATTAR_` and the field's name in capitals. Flags hold what applies to a whole process and has no place in a
+function's arguments: which kernels run, where tests find data. An invalid value is an error. So is a name that starts
+with `ATTAR_` and is not in the table, because a misspelt flag that is silently ignored costs an afternoon. An empty
+value means that the flag is not set.
 
-Nothing here imports torch, and the environment is read once, at the first `get()`.
+This module does not import torch. The environment is read once, at the first `get()`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Kernels = Literal["ref"]
 
 @dataclass(frozen=True, slots=True)
 class Env:
-    """The flags. Each is optional: its type says what it may be, None what happens without it."""
+    """Values of the flags. Each flag is optional: its type gives the allowed values, None stands for an unset flag."""
 
     cpu: Cpu | None = field(
         default=None,
@@ -65,12 +65,12 @@ class Env:
 
 @functools.cache
 def get() -> Env:
-    """The flags of this process, read once. Raises ValueError for a value or a name that does not exist."""
+    """Return the flags of this process, read once. Raises ValueError for an invalid value or an unknown name."""
     return read(os.environ)
 
 
 def read(environ: Mapping[str, str]) -> Env:
-    """The flags in `environ`. Raises ValueError naming the values or the names that would do."""
+    """Return the flags in `environ`. Raises ValueError that names the valid values or the nearest names."""
     kinds = {flag_name(name): kind for name, kind in _kinds().items()}
     for name in sorted(environ):
         if name.startswith(PREFIX) and name not in kinds:
@@ -87,12 +87,12 @@ def read(environ: Mapping[str, str]) -> Env:
 
 
 def flag_name(field_name: str) -> str:
-    """The environment variable of a field of `Env`."""
+    """Return the environment variable of a field of `Env`."""
     return PREFIX + field_name.upper()
 
 
 def table(flags: Env) -> list[dict[str, str | None]]:
-    """The table for people: name, type, value (None: not set) and doc of each flag."""
+    """Return name, type, value (None: not set) and documentation of each flag, for display."""
     return [
         {
             "name": flag_name(f.name),
@@ -111,7 +111,7 @@ def _shown(flag: Field[Any], value: object) -> str | None:
 
 
 def _kinds() -> dict[str, Any]:
-    """Field name to what its value may be: a Literal of words, or a class to construct from the text."""
+    """Map each field's name to the type of its value: a Literal of words, or a class to construct from the text."""
     hints = get_type_hints(Env)
     return {f.name: next(kind for kind in get_args(hints[f.name]) if kind is not NoneType) for f in fields(Env)}
 

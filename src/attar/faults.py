@@ -1,26 +1,26 @@
-"""Faults on purpose: named places on a request's way at which an exception can be planted.
+"""Fault injection: named points on a request's path at which an exception can be raised on purpose.
 
-What a server is worth shows when something raises where nobody expects it: that request must end, once, with an error,
-and nobody else may notice. Waiting for such exceptions is no way to learn whether that holds. So every stretch of code
-that works for one request has a `point` in it, with a name out of a closed table. Tests arm each name in turn, and look
-at everybody else (`tests/test_faults.py` says where); whoever runs a server can do the same from outside:
+A server must survive exceptions in unexpected places: the request must end, once, with an error, and no other request
+may be affected. Waiting for such exceptions does not show whether that holds. So every stretch of code that works for
+one request has a `point` in it, with a name out of a closed table. Tests arm each name in turn and check all other
+requests (`tests/test_faults.py` lists where). An operator can do the same from outside:
 
     ATTAR_FAULTS=http.parse                        the first request with a body fails
     ATTAR_FAULTS=http.parse:after=10:times=3       the 11th, 12th and 13th
     ATTAR_FAULTS=engine.choice:every=50:times=0    one choice in fifty, for ever
     ATTAR_FAULTS=sse.write:key=4f1c,radix.evict    several; the first only for requests whose id begins with 4f1c
 
-Both of its processes read it, and say loudly that they did. What is done for a whole batch is done again one by one
-where it raises (`runner.*`, `sampler.*` but commit, `events.encode`, `engine.pool` and `engine.prompt_logprobs`): there
-one fault is healed, and it takes a second (times=2) to end a request. `runner.memory` raises what a device without
-memory does, which halves a step, until it raises for a single token.
+Both processes of a server read the variable, and log a warning that they did. Work done for a whole batch is repeated
+one request at a time where it raises (`runner.*`, `sampler.*` but commit, `events.encode`, `engine.pool` and
+`engine.prompt_logprobs`). There, one fault is healed, and a second (times=2) is needed to end a request.
+`runner.memory` raises what a device without memory raises, which halves a step, until it raises for a single token.
 
 A name stands for one place: each of these literals occurs once in the source. An armed point that is reached raises
-`InjectedFault`, as if the line behind it had failed. With nothing armed, which is always, a point costs one look at a
-global.
+`InjectedFault`, as if the line behind it had failed. With nothing armed, which is the normal case, a point costs one
+read of a global.
 
-Not done: faults of other kinds than exceptions. Deaths and hangs of whole processes are made with signals, and those of
-disks and memory by the operating system; neither needs a line in here.
+Not done: faults other than exceptions. Deaths and hangs of whole processes are made with signals, failures of disks and
+memory by the operating system; neither needs code here.
 """
 
 from __future__ import annotations
@@ -88,21 +88,22 @@ POINTS = {
     "anthropic.whole": "A whole answer of /v1/messages is put together.",
     "embeddings.whole": "Vectors become an answer.",
 }
-"""Every name, in the order in which a request comes by."""
+"""Names of all points with what happens there, in the order in which a request passes them."""
 
 logger = logging.getLogger(__name__)
 
 
 class InjectedFault(RuntimeError):
-    """What an armed point raises. Nothing else does."""
+    """An exception raised by an armed point, and by nothing else."""
 
 
 @dataclass(eq=False, slots=True)
 class Fault:
-    """What is to go wrong: of the hits at `name` by requests whose key begins with `key`, after the first `after`,
-    every `every`-th raises, `times` times in all; 0 is for ever. Raises ValueError for what can never happen.
+    """One planned fault at the point `name`.
 
-    A point's key is the id of its request or sequence where the code knows it, else empty.
+    Hits are counted for requests whose key begins with `key`. After the first `after` hits, every `every`-th raises,
+    `times` times in all (0: for ever). A point's key is the id of its request or sequence where the code knows it, else
+    empty. Raises ValueError for an unknown name and for counts that can never be met.
     """
 
     name: str
@@ -122,7 +123,7 @@ class Fault:
             raise ValueError(f"fault {self.name}: after and times are at least 0, every at least 1")
 
     def due(self, key: str) -> bool:
-        """Count a hit; whether it is to raise."""
+        """Count a hit and return whether it must raise."""
         if not key.startswith(self.key):
             return False
         self.hits += 1
@@ -138,7 +139,7 @@ _lock = threading.Lock()  # points are passed in threads, too
 
 
 def point(name: str, key: str = "") -> None:
-    """A place at which something may be made to fail, for the request called `key`. Raises InjectedFault."""
+    """Mark a place that can be made to fail for the request called `key`. Raises InjectedFault where it is armed."""
     if _armed is not None:
         _pass(name, key)
 
@@ -153,7 +154,7 @@ def _pass(name: str, key: str) -> None:
 
 
 def arm(*faults: Fault) -> None:
-    """These faults, and no others, are armed from now on. Their counts go on from where they are."""
+    """Arm these faults and no others. Their counts continue from their present state."""
     global _armed
     armed: dict[str, list[Fault]] = {}
     for fault in faults:
@@ -162,12 +163,13 @@ def arm(*faults: Fault) -> None:
 
 
 def disarm() -> None:
-    """Nothing fails on purpose any more."""
+    """Disarm all faults."""
     arm()
 
 
 def arm_from(text: str | None) -> None:
-    """Arm what ATTAR_FAULTS says, if it says anything. Raises ValueError where it cannot be read."""
+    """Arm the faults in `text`, the value of ATTAR_FAULTS, if there is one. Raises ValueError where it does not
+    parse."""
     if not text:
         return
     faults = parse(text)
@@ -176,7 +178,7 @@ def arm_from(text: str | None) -> None:
 
 
 def parse(text: str) -> list[Fault]:
-    """The faults in `NAME[:after=N][:times=N][:every=N][:key=PREFIX],...`. Raises ValueError."""
+    """Parse `NAME[:after=N][:times=N][:every=N][:key=PREFIX],...`. Raises ValueError where it does not parse."""
     faults = []
     for item in text.split(","):
         name, *settings = item.strip().split(":")

@@ -1,8 +1,8 @@
-"""A log that nobody waits for: a reader who has stopped reading must not stop who writes.
+"""A log handler that never blocks: a reader that has stopped reading must not stop the program that writes.
 
-A terminal on hold, or a full pipe whose reader hangs, blocks whoever writes to it, and a server's loop writes its log
-between two events. So lines are written by a thread of their own, from a queue with an end, tens of thousands of lines
-away: what comes when it is full, or while a disk is, is dropped, and counted in the log once there is room.
+A terminal on hold, or a full pipe whose reader hangs, blocks its writer, and a server's loop writes its log between two
+events. So a thread writes the lines, from a bounded queue tens of thousands of lines long. Lines that arrive while the
+queue or a disk is full are dropped. Their number is logged once there is room.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import select
 import sys
 import threading
 
-WAITING = 8 << 20  # characters of lines, at most
-LINE = 64  # that each is counted with besides its own: what Python keeps of it
-CLOSE_SECONDS = 1.0  # that the end of a process waits for the last of them
+WAITING = 8 << 20  # characters of queued lines, at most
+LINE = 64  # characters added to each line's own: Python's overhead
+CLOSE_SECONDS = 1.0  # the longest that the end of a process waits for the last lines
 
 
 class Log(logging.Handler):
-    """Writes to a descriptor; never waits in `emit`, and at most `CLOSE_SECONDS` in `close`."""
+    """A handler that writes to a descriptor. It never waits in `emit`, and at most `CLOSE_SECONDS` in `close`."""
 
     def __init__(self, descriptor: int = 2) -> None:
         super().__init__()
         self._descriptor = descriptor
-        # Not `Queue`: while that holds its lock a collection may run, and what is collected may log.
+        # Not `Queue`: a garbage collection may run while that holds its lock, and a collected object may log.
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._waiting = self._dropped = 0  # characters, lines
-        self._counting = threading.RLock()  # of its own: whoever ends the log holds the handler's, and waits
+        self._counting = threading.RLock()  # of its own: the thread that closes the log holds the handler's, and waits
         self._torn = False  # whether a line broke off where the disk was full
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
         self._thread.start()
@@ -40,7 +40,7 @@ class Log(logging.Handler):
             self.handleError(record)
 
     def say(self, text: str) -> None:
-        """Put a text as it stands into the log."""
+        """Put a text into the log as it stands."""
         with self._counting:
             if fits := self._waiting + len(text) + LINE <= WAITING:
                 self._waiting += len(text) + LINE
@@ -68,7 +68,7 @@ class Log(logging.Handler):
                 if self._lines.empty():
                     self._tell_dropped()
             self._tell_dropped()
-        except BrokenPipeError:  # nobody can read it any more
+        except BrokenPipeError:  # no reader is left
             return
 
     def _tell_dropped(self) -> None:
@@ -78,13 +78,13 @@ class Log(logging.Handler):
                 self._drop(-count)
 
     def _put(self, line: str) -> bool:
-        """Whether it could be written. Raises BrokenPipeError where nothing ever will be again."""
+        """Return whether the line was written. Raises BrokenPipeError where no line can be written any more."""
         rest = b"\n" * self._torn + line.encode("utf-8", "backslashreplace") + b"\n"
         whole = len(rest)
         while rest:
             try:
                 rest = rest[os.write(self._descriptor, rest) :]
-            except BlockingIOError:  # of who shares the descriptor one has made it so
+            except BlockingIOError:  # another process that shares the descriptor has made it non-blocking
                 poll = select.poll()
                 poll.register(self._descriptor, select.POLLOUT)
                 poll.poll()
@@ -98,22 +98,22 @@ class Log(logging.Handler):
 
 
 def begin(form: str = "%(message)s") -> None:
-    """Log from INFO on to standard error, a line each."""
-    if not logging.getLogger().handlers:  # else somebody has seen to it
+    """Log to standard error from level INFO on, one line a record, unless logging is configured already."""
+    if not logging.getLogger().handlers:  # else logging is configured already
         logging.basicConfig(level=logging.INFO, format=form, handlers=[_handler()])
 
 
 def _handler() -> logging.Handler:
-    if sys.stderr is None:  # closed by who started this: the descriptor may be of anything by now
+    if sys.stderr is None:  # closed by the parent process: the descriptor may refer to anything by now
         return logging.NullHandler()
     try:
         return Log(sys.stderr.fileno())
-    except OSError:  # no file stands behind it
+    except OSError:  # there is no file behind it
         return logging.StreamHandler()
 
 
 def say(text: str) -> None:
-    """A text of one line or more as it stands, on standard error; where the log is written by a thread, by that."""
+    """Write a text of one or more lines to standard error as it stands, through the log's thread where there is one."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, Log):
             handler.say(text)

@@ -1,15 +1,14 @@
-"""What this machine lets a process have: memory and cores, by the limits that would stop it first.
+"""Memory and cores that this machine lets a process have, by the limits that would stop it first.
 
-A server that asks the hardware alone is killed in a container, so every limit that Linux may set is asked: control
-groups of both versions, from the process's own group up to the root, the limit on address space, and what is available
-at this moment. Elsewhere there is the physical memory, and nothing more is known. How fast memory reads is not told by
-any of these: it is measured (`kernels/native/limits.py`) and passed in by whoever may import torch.
+A server that asks the hardware alone is killed in a container, so every limit that Linux may set is read. These are the
+control groups of both versions, from the process's own group up to the root, the limit on address space, and the memory
+available at this moment. On other systems only the physical memory is known. None of these gives the speed of memory:
+it is measured (`kernels/native/limits.py`) and passed in by callers that may import torch.
 
-What others in a group use already is gone, as it is from the memory that is available: a limit of 16 GB with 12 used
-leaves 4. What this process itself holds is counted as still to be had, because whoever plans with these numbers counts
-all of what the process will hold: itself with torch (`plan/fit.py`), or weights that it has read already
-(`compression/training/trainable_model.py`). So the same number comes out of a process that has only begun and of one
-that holds a model.
+Memory in use by other processes of a group is subtracted, as it is in the available memory: a limit of 16 GB with 12
+used leaves 4. Memory held by this process itself counts as available, because planners count all that the process will
+hold: itself with torch (`plan/fit.py`), or weights already read (`compression/training/trainable_model.py`). So a
+process that has only begun and one that holds a model get the same number.
 """
 
 from __future__ import annotations
@@ -25,21 +24,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-UNLIMITED = 1 << 60  # control groups of the first version write a number like 2^63 for "no limit"
-SHARE = 0.9  # of what is available, where nobody says how much to take: what else runs on the machine may grow
+UNLIMITED = 1 << 60  # control groups of version 1 write a number like 2^63 for "no limit"
+SHARE = 0.9  # of the available memory, by default: other programs on the machine may grow
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`limits` are bytes of memory by where they come from, as `memory_limits` has them; the least holds. `cores` are
-    physical ones, as many as there is use for threads."""
+    """Memory and cores of a machine.
+
+    `limits` are bytes of memory by source, as `memory_limits` yields them; the least holds. `cores` are physical ones,
+    as many as threads can use.
+    """
 
     limits: dict[str, int]
     cores: int
 
     @property
     def memory(self) -> int:
-        """Bytes that this process may come to hold, with what it holds already."""
+        """Return the bytes that this process may come to hold, including those it holds already."""
         return min(self.limits.values())
 
     @property
@@ -48,20 +50,21 @@ class Machine:
 
     @property
     def budget(self) -> int:
-        """Bytes to plan with where the user names none."""
+        """Return the bytes to plan with where the user names none."""
         return int(self.memory * SHARE)
 
 
 def examine(root: Path = Path("/")) -> Machine:
-    """This machine; `root` is where /proc and /sys are looked for."""
+    """Return this machine's limits; `root` is the folder that holds /proc and /sys."""
     return Machine(dict(memory_limits(root)), cores(root))
 
 
 def memory_limits(root: Path = Path("/")) -> Iterator[tuple[str, int]]:
-    """(where it comes from, bytes) of every limit that is set; at least one. Bytes are what this process may come to
-    hold, with what it holds already: others' memory is taken off, but for the limit on address space, which is its own.
+    """Yield (source, bytes) of every memory limit that is set; at least one.
 
-    What of a file nobody has read lately the kernel gives back before a limit is reached, so a group does not count it.
+    Bytes are what this process may come to hold, including what it holds already. Memory of other processes is
+    subtracted, except from the limit on address space, which is this process's own. The kernel frees cached file pages
+    that were not read lately before a limit is reached, so they do not count as used.
     """
     own = _meminfo(root / "proc/self/status", "RssAnon") or 0
     for version, controller, limit, usage, idle in (
@@ -88,8 +91,8 @@ def memory_limits(root: Path = Path("/")) -> Iterator[tuple[str, int]]:
 
 
 def private_folder(path: Path) -> None:
-    """Make a folder of this user alone, unless it is there. Raises PermissionError where something else is: a link, a
-    folder of somebody else's, or one that others may enter."""
+    """Make a folder that only this user may enter, unless it exists. Raises PermissionError where the path is something
+    else: a link, another user's folder, or one that others may enter."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(0o700)
     if not _is_private(path.lstat()):
@@ -97,8 +100,11 @@ def private_folder(path: Path) -> None:
 
 
 def remove_private_folder(path: Path, file: str) -> None:
-    """Remove what `private_folder` made, and the one file that is meant to be in it. What cannot be removed stays, and
-    so does what else has been put in the folder's place: nothing is raised, and no link is followed."""
+    """Remove the folder that `private_folder` made, and the one file expected in it.
+
+    A folder that cannot be removed, or that something else has replaced, stays: nothing is raised, and no link is
+    followed.
+    """
     with contextlib.suppress(OSError):
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # whatever the name means a moment later
         try:
@@ -112,24 +118,27 @@ def remove_private_folder(path: Path, file: str) -> None:
 
 
 def remove_folder(path: Path, seconds: float = 1.0) -> None:
-    """Remove a folder and all in it, for so long also what others are still writing there meanwhile. What cannot be
-    removed stays: nothing is raised."""
+    """Remove a folder and all in it, and retry for `seconds` while other processes still write there. Files that cannot
+    be removed stay: nothing is raised."""
     limit = time.monotonic() + seconds
     for tries in itertools.count(1):
         shutil.rmtree(path, ignore_errors=True)
-        if not path.exists() or (tries >= 10 and time.monotonic() > limit):  # this process may have stood still
+        if not path.exists() or (tries >= 10 and time.monotonic() > limit):  # this process may have been suspended
             return
         time.sleep(0.001)
 
 
 def _is_private(status: os.stat_result) -> bool:
-    """Whether it is a folder of this user alone."""
+    """Return whether the status is that of a folder that only this user may enter."""
     own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
     return own and not stat.S_IMODE(status.st_mode) & 0o077
 
 
 def cores(root: Path = Path("/")) -> int:
-    """Physical cores that this process may run on, no more than its control group's share of time; at least one."""
+    """Return the number of physical cores that this process may use, at least one.
+
+    It is at most the control group's share of processor time.
+    """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     siblings = (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in allowed)
     try:
@@ -140,7 +149,7 @@ def cores(root: Path = Path("/")) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Processors' worth of time that a control group grants."""
+    """Yield the control group's quotas of processor time, in processors."""
     for folder in _groups(root, ""):
         words = _words(folder / "cpu.max")
         if len(words) == 2 and words[0].isdecimal() and words[1].isdecimal():
@@ -152,10 +161,10 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _groups(root: Path, controller: str) -> list[Path]:
-    """Folders of the process's control group and of those above it; version 2 has no name of a controller.
+    """Return the folders of the process's control group and of its ancestors. Version 2 has an empty controller name.
 
-    In a container /proc often tells the host's path to the group, while the group itself is mounted as the root: then
-    the root is all that there is to ask.
+    In a container, /proc often gives the host's path to the group, while the group itself is mounted as the root. Then
+    the root is all that can be read.
     """
     own = None
     for line in _lines(root / "proc/self/cgroup"):
@@ -183,13 +192,13 @@ def _words(path: Path) -> list[str]:
 
 
 def _number(path: Path) -> int | None:
-    """The one number that a file holds; None where there is no file, or a word such as `max` or -1."""
+    """Return the one number that a file holds; None where there is no file, or a word such as `max` or -1."""
     words = _words(path)
     return int(words[0]) if len(words) == 1 and words[0].isdecimal() else None
 
 
 def _stat(path: Path, key: str) -> int:
-    """The number that a control group's statistics have of something; 0 where they do not have it."""
+    """Return a number of a control group's statistics by its key; 0 where it is missing."""
     for line in _lines(path):
         name, _, number = line.partition(" ")
         if name == key and number.isdecimal():

@@ -1,3 +1,3 @@
-"""The one place that says which version this is. The build reads it by pattern, so it imports nothing."""
+"""The version of attar. The build reads it by pattern, so this module imports nothing."""
 
 __version__ = "0.1.0"

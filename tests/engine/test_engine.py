@@ -283,7 +283,7 @@ def test_samplers_of_a_request_share_its_prompt_and_none_is_made_for_a_refused_o
     monkeypatch.setattr("attar.engine.engine.Sampler", None)
     monkeypatch.setattr("attar.engine.engine.distinct", None)
     made.submit(Submit("b", (5, 6), params))
-    assert [event.code for event in made._take() if isinstance(event, Failed)] == ["full"]
+    assert [event.code for event in made.said() if isinstance(event, Failed)] == ["full"]
 
 
 def test_requests_of_neighbouring_seeds_share_no_choices(decoder: Decoder) -> None:

@@ -11,19 +11,20 @@ READ = (
     "*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer.*", "special_tokens_map.json", "vocab.json",
     "merges.txt",
 )  # fmt: skip
-"""Files of a model's or an adapter's folder that an engine reads. Not chat templates, which only the server does, nor
-reports and whatever else people put beside a model."""
-PIECES, PIECE = 4, 64 << 10  # of a file, and bytes of each, that tell one from another of the same size and date
+"""Files of a model's or an adapter's folder that an engine reads. Chat templates, which only the server reads, and
+reports or other files beside a model are not among them."""
+PIECES, PIECE = 4, 64 << 10  # of a file, and bytes of each, that tell files of equal size and date apart
 
 
 class ChangedError(ValueError):
-    """The files of a model are not those that a server was started with."""
+    """An error for a model's files that differ from those a server was started with."""
 
 
 def fingerprints(folders: Iterable[str]) -> dict[str, str]:
-    """What the files of models and adapters are like that an engine reads, by path: size, date and some of the content.
+    """Return a fingerprint (size, date, hash of samples) of each file of models and adapters that an engine reads, by
+    path.
 
-    Not the number that a file system has for a file, which on some changes by itself. Raises OSError for what cannot be
+    Inode numbers are left out: on some file systems they change by themselves. Raises OSError for a file that cannot be
     read.
     """
     paths = (path for each in folders for path in _read_from(Path(each)))

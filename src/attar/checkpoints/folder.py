@@ -1,8 +1,8 @@
-"""Reading a Hugging Face model folder: config.json, safetensors in one file or in shards, and the files around them.
+"""Reader of a Hugging Face model folder: config.json, safetensors in one file or in shards, and the files around them.
 
-Everything that could be wrong with the files as files is found when the folder is opened: all headers are read and
-checked against the index before any tensor is, so that a missing shard is not met after hours of work. What the tensors
-mean (families, tied embeddings, quantized layouts) is the business of the readers above.
+Every fault of the files as files is found when the folder is opened. All headers are read and checked against the index
+before any tensor is, so that a missing shard does not appear after hours of work. The meaning of the tensors (families,
+tied embeddings, quantized layouts) belongs to the readers above.
 
 The index's `total_size` is not compared with anything: writers disagree on what it counts, and every byte is accounted
 for by the shards' own headers.
@@ -32,8 +32,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_CONFIG = 16_000_000
 MAX_INDEX = 48_000_000
-MAX_MARKS = 500_000  # braces, brackets and commas of a config: that of a model with 80,000 packed linears has as many
-MAX_ENTRIES = 300_000  # of an index; the largest published have two thirds of it
+MAX_MARKS = 500_000  # braces, brackets and commas of a config: one with 80,000 packed linears has as many
+MAX_ENTRIES = 300_000  # entries of an index; the largest published have two thirds of it
 
 CARRIED = (
     "tokenizer.json",
@@ -59,12 +59,13 @@ CARRIED = (
     "video_preprocessor_config.json",
     *(name + suffix for name in ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY") for suffix in ("", ".txt", ".md")),
 )
-"""What belongs to a model besides its weights and config. A list of what is wanted rather than of what is not: code,
-pickles and optimizer states stay behind without being named."""
+"""Files that belong to a model besides its weights and config. The list names the wanted files: code, pickles and
+optimizer states are left out without being named."""
 
 
 def read_json(path: Path, limit: int, marks: int = MAX_MARKS) -> dict[str, Any]:
-    """A JSON object from a file of at most `limit` bytes and `marks` braces, brackets and commas, decoded strictly.
+    """Read a JSON object from a file of at most `limit` bytes and `marks` braces, brackets and commas, decoded
+    strictly.
 
     Raises CheckpointError.
     """
@@ -72,7 +73,7 @@ def read_json(path: Path, limit: int, marks: int = MAX_MARKS) -> dict[str, Any]:
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """A regular file of at most `limit` bytes. Raises CheckpointError."""
+    """Read a regular file of at most `limit` bytes. Raises CheckpointError."""
     if not path.is_file():
         raise CheckpointError(f"{path}: not a regular file")
     try:
@@ -87,9 +88,9 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def json_object(text: bytes, path: Path, marks: int = MAX_MARKS) -> dict[str, Any]:
-    """The JSON object that a text is, which `path` holds or will hold, of at most so many marks.
+    """Parse a JSON object of at most `marks` braces, brackets and commas from a text, which `path` holds or will hold.
 
-    They are counted before parsing, so that 16 MB of "[],[]," cannot become half a gigabyte of lists. Raises
+    The marks are counted before parsing, so that 16 MB of "[],[]," cannot become half a gigabyte of lists. Raises
     CheckpointError.
     """
     if (count := sum(map(text.count, (b"{", b"[", b",")))) > marks:
@@ -101,12 +102,12 @@ def json_object(text: bytes, path: Path, marks: int = MAX_MARKS) -> dict[str, An
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a config as people read it."""
+    """Write a config as indented JSON."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 class Folder:
-    """A checkpoint folder whose config is read and whose weight files are open and checked.
+    """An open checkpoint folder with its config read and its weight files checked.
 
     `config` is config.json as a dict; `files` maps each weight file's name to the open file. Raises CheckpointError
     where the folder is not a model, or its files do not fit together. Reading is thread-safe.
@@ -137,30 +138,30 @@ class Folder:
                 )
 
     def names(self) -> tuple[str, ...]:
-        """All tensors' names, file by file, in the order they lie there."""
+        """Return all tensors' names, file by file, in the order of their data."""
         return tuple(self._where)
 
     def has(self, name: str) -> bool:
         return name in self._where
 
     def info(self, name: str) -> Part:
-        """A tensor's torch dtype name and shape. Raises CheckpointError naming near misses."""
+        """Return a tensor's torch dtype name and shape. Raises CheckpointError naming near misses."""
         return self._file(name).info(name)
 
     def read(self, name: str, out: Tensor | None = None) -> Tensor:
-        """The tensor, in memory of its own or in `out` (contiguous, on the CPU, same dtype and shape)."""
+        """Return the tensor, in memory of its own or in `out` (contiguous, on the CPU, same dtype and shape)."""
         return self._file(name).map(name) if self.mapped and out is None else self._file(name).read(name, out)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows start..stop-1 of the first dimension: [stop - start, ...]."""
+        """Return rows start..stop-1 of the first dimension: [stop - start, ...]."""
         return self._file(name).read_rows(name, start, stop)
 
     def carry_files(self) -> tuple[str, ...]:
-        """Every file that an output made from this checkpoint should hold too (tokenizer, templates, generation config,
+        """Return the files that an output made from this checkpoint needs too (tokenizer, templates, generation config,
         licence), as sorted paths relative to the folder.
 
-        Raises CheckpointError where one is a link out of the folder: a copy of it would carry whatever the link names,
-        be it a private file, into an output that people publish. Only the Hub's cache is made of such links.
+        Raises CheckpointError where one is a link out of the folder: a copy would carry the link's target, perhaps a
+        private file, into an output that is published. Only the Hub's cache is made of such links.
         """
         found = [p for pattern in ("*", "additional_chat_templates/*") for p in self.path.glob(pattern) if p.is_file()]
         by_name = {p.relative_to(self.path).as_posix(): p for p in found}
@@ -177,13 +178,13 @@ class Folder:
         return tuple(names)
 
     def carry(self, names: Iterable[str], out: Path) -> None:
-        """Copy files, by the names that `carry_files` gives, to the folder `out`."""
+        """Copy the files named by `carry_files` to the folder `out`."""
         for name in names:
             (out / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(self.path / name, out / name)
 
     def source_hashes(self, progress: Callable[[int, int], None] | None = None) -> dict[str, str]:
-        """SHA-256 in hex of config.json, the index and each weight file, by name.
+        """Return the SHA-256 in hex of config.json, the index and each weight file, by name.
 
         `progress(done, total)` is called in bytes as the weight files are read, which takes about a second a gigabyte.
         """
@@ -226,7 +227,7 @@ class Folder:
         raise CheckpointError(f"{self.path}: no {CONFIG}: not a Hugging Face model folder{hint}")
 
     def _index(self) -> dict[str, str] | None:
-        """The index's map of tensor to shard, checked; None where there is no index."""
+        """Return the index's map of tensor to shard, checked; None where there is no index."""
         path = self.path / INDEX
         if not path.exists():
             return None
@@ -234,7 +235,7 @@ class Folder:
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{path}: needs a weight_map that lists each tensor with its file")
         for shard in weight_map.values():
-            # A bare name, because the index comes from strangers and must not reach out of the folder.
+            # A bare name, because the index is untrusted and must not reach out of the folder.
             name = shard if isinstance(shard, str) else ""
             if not name.endswith(".safetensors") or not name.isprintable() or name[0] == "." or "/" in name:
                 raise CheckpointError(f"{path}: {reprlib.repr(shard)} is not the name of a safetensors file")
@@ -251,7 +252,7 @@ class Folder:
         return weight_map
 
     def _single(self) -> str:
-        """The one weight file of a folder without an index. Old GPTQ checkpoints give it a name of their own."""
+        """Return the one weight file of a folder without an index. Old GPTQ checkpoints give it a name of their own."""
         if (self.path / SINGLE).exists():
             return SINGLE
         found = sorted(p.name for p in self.path.glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""What a checkpoint is, from its headers alone: architecture, schemes, and the bytes of every tensor."""
+"""Summary of a checkpoint from its headers alone: architecture, schemes, and the bytes of every tensor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from attar.model.decoder import all_compressible
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a GGUF file: as `Part`, of a type that torch does not have."""
+    """A tensor of a GGUF file: like `Part`, with a type that torch does not have."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -30,9 +30,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What headers tell. `bits_per_weight` is over the linears that a recipe may compress, of which the output matrix
-    counts only where it is; `bytes` are those of the weight files on disk, which besides the tensors hold a header
-    each. Tensors are in the order of their layers."""
+    """Contents of a checkpoint according to its headers.
+
+    `bits_per_weight` is over the linears that a recipe may compress; the LM head counts only where it is compressed.
+    `bytes` are those of the weight files on disk, which besides the tensors hold a header each. Tensors are in the
+    order of their layers.
+    """
 
     path: Path
     architecture: str
@@ -44,7 +47,7 @@ class Inspection:
     schemes: dict[str, int]
     tensors: Mapping[str, Part | Stored]
     receipt: bool
-    recipe: str | None = None  # by name, as the receipt has it: zeros, for one, are in no header
+    recipe: str | None = None  # name in the receipt: sparsity, for one, is in no header
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -140,7 +143,7 @@ def _inspect_gguf(path: Path) -> Inspection:
 
 
 def _receipt(path: Path) -> tuple[bool, str | None]:
-    """Whether there is one, and the recipe that it names."""
+    """Return whether there is a receipt, and the recipe that it names."""
     found = receipt.read_receipt(path)
     recipe = None if found is None else found.value["recipe"]
     name = recipe.get("recipe") if isinstance(recipe, dict) else None
@@ -148,5 +151,5 @@ def _receipt(path: Path) -> tuple[bool, str | None]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """A key that puts layer 10 after layer 9."""
+    """Return a sort key that puts layer 10 after layer 9."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]

@@ -1,8 +1,8 @@
-"""Regular expressions from a checkpoint's config, which come from strangers.
+"""Regular expressions from a checkpoint's config, which is untrusted input.
 
-They run in Python's `re`, which tries one way after another to share a name among the parts of a pattern, and so can
-take for ever. Hence a guard: the ways are counted, and few are accepted; no repeated group, no back-reference. Every
-pattern met in published checkpoints passes.
+They run in Python's `re`, which tries one way after another to share a name among the parts of a pattern, and so may
+never finish. Hence a guard: the ways are counted, and few are accepted; repeated groups and back-references are
+refused. Every pattern met in published checkpoints passes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import string
 from attar.checkpoints.strict_io import CheckpointError
 
 MAX_PATTERN = 256
-MAX_WAYS = 50_000  # to share a name of LONGEST characters, which take some milliseconds. `.*a.*b.*c` has 47,905
+MAX_WAYS = 50_000  # to share a name of LONGEST characters: some milliseconds. `.*a.*b.*c` has 47,905
 MAX_WAYS_OF_ALL = 10 * MAX_WAYS
 MAX_PATTERNS = 1000  # adapters may name each of their linears: a model of 80 layers has 560
 LONGEST = 64  # characters: names of linears are shorter, and ASCII
@@ -25,14 +25,14 @@ _GROUPS = ("(", "(?:", "(?=", "(?!", "(?<=", "(?<!")
 
 
 class Patterns:
-    """The patterns of one config. Raises CheckpointError where they are many, or could take long to match."""
+    """The patterns of one config. Raises CheckpointError where they are too many, or could take long to match."""
 
     def __init__(self) -> None:
         self._count = self._ways = 0
 
     def compile(self, text: str, where: str) -> re.Pattern[str]:
-        """Compile one, which is matched from a name's beginning. Raises CheckpointError also where it is not a regular
-        expression."""
+        """Compile one pattern, which is matched from a name's beginning. Raises CheckpointError also where it is not a
+        regular expression."""
         self._count += 1
         if self._count > MAX_PATTERNS:
             raise CheckpointError(f"{where}: more than the {MAX_PATTERNS} patterns that attar accepts in a config")
@@ -59,22 +59,22 @@ class Patterns:
 
 
 def _ways(tokens: list[str]) -> int | str:
-    """In how many ways a sound pattern can share a name among its parts, or why that is not known. Counts a little too
-    many rather than too few.
+    """Return in how many ways a valid pattern can share a name among its parts, or the reason why that is unknown. The
+    count is a little too high rather than too low.
 
-    Of each way through its alternatives two numbers count: the repetitions without an end, among which a name's
-    characters are shared, and the product of all other choices.
+    Two numbers count for each way through the alternatives: the unbounded repetitions, among which a name's characters
+    are shared, and the product of all other choices.
     """
-    while tokens[-2:] == [".", "*"] or tokens[-3:] == [".", "*", "$"]:  # takes what is left, whatever it is
+    while tokens[-2:] == [".", "*"] or tokens[-3:] == [".", "*", "$"]:  # takes whatever is left
         tokens = tokens[: tokens.index("*", -2) - 1]
-    done, now = [(0, 0)], [(0, 1)]  # of each group that is open: the alternatives that are read, and the one under way
+    done, now = [(0, 0)], [(0, 1)]  # per open group: the alternatives read so far, and the present one
     closed = repeated = False  # whether a group, a repetition ended just before
     for i, token in enumerate(tokens):
         if token[0] == "\\" and token[1] in string.digits + "NUux":
             return f"it refers back to a group, or spells a character by its number: {token}"
         if token[0] == "(" and token not in _GROUPS:
             return f"groups that begin with {token!r} are not supported"
-        bounds = None if repeated else _bounds(token)  # after a repetition "?" and "+" say how it is tried
+        bounds = None if repeated else _bounds(token)  # after a repetition "?" and "+" only set how it is tried
         if bounds and closed and token != "?":
             return "it repeats a group"
         closed, repeated = token == ")", bounds is not None
@@ -102,7 +102,7 @@ def _both(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
 
 
 def _bounds(token: str) -> tuple[int, int | None] | None:
-    """How often what stands before a token may be there, at least and at most (None: without an end); None: once."""
+    """Return how often a token lets the item before it occur, at least and at most (None: unbounded); None: once."""
     if token in ("*", "+", "?"):
         return int(token == "+"), 1 if token == "?" else None
     if (found := _COUNT.fullmatch(token)) is None:
@@ -112,7 +112,8 @@ def _bounds(token: str) -> tuple[int, int | None] | None:
 
 
 def _apart(repeated: str, following: list[str]) -> bool:
-    """Whether a repeated character must be followed by one that it cannot be, as in `\\d+\\.`: then it has one end."""
+    """Return whether a repeated character must be followed by one that it cannot be, as in `\\d+\\.`: then it has one
+    end."""
     if following[0] in ("", ")", "*", "+", "?", *_GROUPS) or _bounds(following[1]) not in (None, (1, None)):
         return False
     ends = {each for each in string.printable if re.fullmatch(following[0], each)}

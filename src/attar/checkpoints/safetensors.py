@@ -1,20 +1,20 @@
-"""Reading one safetensors file: our own strict header parser, and plain reads instead of a memory map.
+"""Reader of one safetensors file: a strict header parser, and plain reads instead of a memory map.
 
 A safetensors file is eight bytes of little-endian length, that many bytes of JSON, and the tensors back to back. The
-JSON comes from strangers, so nothing in it is believed before it is checked: every key once, every number an integer,
-every tensor exactly as long as its dtype and shape say, and the tensors tiling the data without overlap, hole or rest.
-The `safetensors` package is laxer (a key given twice wins silently, any name passes); it is the oracle of the tests and
-nothing more. What is stricter here than there: duplicate and unknown keys, names that are empty, do not print or hold a
-`..` component, more than `MAX_TENSORS` tensors or `MAX_RANK` dimensions, headers of more than `MAX_HEADER` bytes,
-metadata of more than `MAX_METADATA`, more than `MAX_ODD` of unusual names, and dtypes that attar has no use for.
+JSON is untrusted, so everything in it is checked: every key once, every number an integer, every tensor exactly as long
+as its dtype and shape say, and the tensors tiling the data without overlap, hole or rest. The `safetensors` package is
+laxer (a repeated key silently wins, any name passes); it is the oracle of the tests and nothing more. Refused here and
+not there are duplicate and unknown keys, and names that are empty, do not print or hold a `..` component. So are more
+than `MAX_TENSORS` tensors or `MAX_RANK` dimensions, headers of more than `MAX_HEADER` bytes, metadata of more than
+`MAX_METADATA`, more than `MAX_ODD` of unusual names, and dtypes that attar does not use.
 
-A header is read entry by entry, by one pattern, and never as JSON: whatever is in it, it takes little time, and little
-memory beside four times its size. What JSON says in a few bytes may be a hundred times as large in Python, and one
-character of four bytes makes every other of its string as wide.
+A header is read entry by entry, by one pattern, and never as JSON. Whatever it holds, it takes little time, and little
+memory beside four times its size. A few bytes of JSON may become a hundred times as large in Python, and one character
+of four bytes makes every other of its string as wide.
 
-Tensors are read with `pread` into memory of their own. A map would be shorter, but a file that somebody truncates turns
-a map into SIGBUS, which ends the process; a short read is an error with a name. `pread` has no file position, so that
-threads may read at the same time. Nothing here imports torch before a tensor is read: listing a checkpoint is quick.
+Tensors are read with `pread` into memory of their own. A map would be shorter, but a truncated file turns a map into
+SIGBUS, which ends the process; a short read is an error with a name. `pread` has no file position, so that threads may
+read at the same time. Torch is imported only when a tensor is read: listing a checkpoint is quick.
 
 Not done: big-endian hosts, and the sub-byte dtypes of the format.
 """
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_TENSORS = 100_000
-MAX_HEADER = 1 << 24  # bytes; where tensors are many, 150 are usual for each, half of them its name
-MAX_ODD = 4_000_000  # bytes of all names together that are not letters, digits, dots, dashes and underscores
+MAX_HEADER = 1 << 24  # bytes; with many tensors, 150 are usual for each, half of them its name
+MAX_ODD = 4_000_000  # bytes of all names together that hold more than letters, digits, dots, dashes and underscores
 MAX_METADATA = 4_000_000  # bytes
 MAX_MARKS = 400_000  # quotation marks of the metadata, those in its texts included
 MAX_RANK = 16
@@ -77,7 +77,7 @@ DTYPES: Mapping[str, str] = {
 _CHUNK = 1 << 22
 _SPLIT = " (save_pretrained's max_shard_size)"
 _KNOWN = {name.encode(): (torch_name, ITEM_BITS[torch_name] // 8) for name, torch_name in DTYPES.items()}
-_FORMS = 1024  # dtypes and shapes that are remembered: there are few, where nobody means harm
+_FORMS = 1024  # cached dtypes and shapes: benign files have few
 _JSON = json.JSONDecoder()
 
 _S, _INT = r"[ \t\n\r]*+", r"(?!0[0-9])[0-9]{1,19}+"
@@ -91,14 +91,14 @@ _ENTRY = re.compile(
         rf'){_S}(?:,{_S}(?=")|(?=\}}))){{3}}\}}{_S}([,}}])'
     ).encode()
 )
-"""A tensor of a header, with the comma or the brace that follows: name (a plain one, of which nothing is to be checked,
-or another), dtype, shape, offsets. Whatever it is matched with, no byte is tried more than twice."""
+"""A tensor entry of a header, with the comma or the brace that follows: name (a plain one, which needs no check, or
+another), dtype, shape, offsets. Whatever the input, no byte is tried more than twice."""
 _METADATA = re.compile(rf'{_S}"__metadata__"{_S}:{_S}(\{{(?:[^"{{}}]++|"(?:[^"\\]++|\\.)*+")*+\}}){_S}([,}}])'.encode())
 _NOTHING = re.compile(rf"{_S}\}}".encode())
 
 
 class Slot(NamedTuple):
-    """Where a tensor lies: its dtype and shape, and the bytes [begin, end) counted from the start of the data."""
+    """Position of a tensor: its dtype and shape, and the bytes [begin, end) counted from the start of the data."""
 
     part: Part
     begin: int
@@ -130,8 +130,8 @@ def parse_header(
 
 
 def _tiling(names: list[str], begins: list[int], ends: list[int], data_bytes: int, where: str | Path) -> list[int]:
-    """Places of the tensors, in the order in which they tile the data. Raises CheckpointError naming one that does not
-    go on where another ends."""
+    """Return the indices of the tensors, in the order in which they tile the data. Raises CheckpointError naming one
+    that does not begin where another ends."""
     order = sorted(range(len(names)), key=ends.__getitem__)
     order.sort(key=begins.__getitem__)
     at = 0
@@ -152,15 +152,15 @@ def _tiling(names: list[str], begins: list[int], ends: list[int], data_bytes: in
 def _read(
     header: bytes | bytearray, where: str | Path
 ) -> tuple[list[str], list[Part], list[int], list[int], dict[str, str]]:
-    """The tensors of a header, each checked by itself: their names, parts, beginnings and ends; and its metadata.
+    """Return the tensors of a header, each checked by itself: their names, parts, begins and ends; and its metadata.
 
-    Columns, because a hundred thousand rows keep Python's garbage collector busy for a fifth of the time.
+    The result is columns, because a hundred thousand rows keep Python's garbage collector busy for a fifth of the time.
     """
     names: list[str] = []
     parts: list[Part] = []
     begins: list[int] = []
     ends: list[int] = []
-    known: dict[tuple[bytes, bytes], tuple[Part, int]] = {}  # (dtype, shape) -> what they say, and its size in bytes
+    known: dict[tuple[bytes, bytes], tuple[Part, int]] = {}  # (dtype, shape) -> their `Part`, and its size in bytes
     metadata: dict[str, str] | None = None
     at, more, odd = 1, b",", 0
     if nothing := _NOTHING.match(header, at):
@@ -230,7 +230,7 @@ def _name(raw: bytes, where: str | Path) -> str:
 
 
 def _form(dtype: bytes, shape: bytes, name: str, where: str | Path) -> tuple[Part, int]:
-    """A tensor's dtype and shape, and how many bytes it takes."""
+    """Return a tensor's dtype and shape, and its size in bytes."""
     sizes = tuple(map(int, shape.split(b","))) if shape else ()
     count = math.prod(sizes)
     if (count or math.prod(filter(None, sizes))) >= 2**60:
@@ -261,7 +261,8 @@ def _foreign(prefix: bytes) -> str | None:
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor of any dtype, writable, without a copy. The tensor must outlive the view."""
+    """Return the bytes of a contiguous CPU tensor of any dtype, writable, without a copy. The tensor must outlive the
+    view."""
     assert tensor.is_contiguous()
     assert tensor.device.type == "cpu"
     size = tensor.numel() * tensor.element_size()
@@ -269,7 +270,7 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 
 class TensorFile:
-    """One open safetensors file whose header has been checked. Reading is thread-safe.
+    """One open safetensors file with a checked header. Reading is thread-safe.
 
     Raises CheckpointError where the file is missing, not a regular file (links are followed: the Hub's cache is made of
     them), truncated, of another format, or malformed.
@@ -313,26 +314,26 @@ class TensorFile:
         return 8 + length, slots, metadata
 
     def names(self) -> tuple[str, ...]:
-        """The tensors' names, in the order they lie in the file."""
+        """Return the tensors' names, in the order of their data in the file."""
         return tuple(self._slots)
 
     def __contains__(self, name: str) -> bool:
         return name in self._slots
 
     def info(self, name: str) -> Part:
-        """A tensor's torch dtype name and shape. Raises CheckpointError naming near misses."""
+        """Return a tensor's torch dtype name and shape. Raises CheckpointError naming near misses."""
         return self._slot(name).part
 
     def read(self, name: str, out: Tensor | None = None) -> Tensor:
-        """The tensor, in memory of its own or in `out` (contiguous, on the CPU, same dtype and shape)."""
+        """Return the tensor, in memory of its own or in `out` (contiguous, on the CPU, same dtype and shape)."""
         slot = self._slot(name)
         return self._read(slot.part, self._data + slot.begin, out)
 
     def map(self, name: str) -> Tensor:
-        """The tensor on the pages of the file itself, for one pass over it: nothing is copied, nothing is zeroed first.
+        """Return the tensor on the pages of the file itself, for one pass over it: nothing is copied or zeroed first.
 
-        Writing to it changes a private copy. A file that is cut short while it is mapped ends the process, which
-        `read` would have told in a sentence: map a tensor only for the moment of converting it.
+        Writing to it changes a private copy. A file that is truncated while it is mapped ends the process, where `read`
+        raises an error: map a tensor only for the moment of converting it.
         """
         import torch
 
@@ -349,7 +350,7 @@ class TensorFile:
         )
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows start..stop-1 of the first dimension: [stop - start, ...]. For tables too large to hold whole."""
+        """Return rows start..stop-1 of the first dimension: [stop - start, ...]. For tables too large to hold whole."""
         slot = self._slot(name)
         shape = slot.part.shape
         assert len(shape) > 0, name
@@ -360,8 +361,8 @@ class TensorFile:
         )
 
     def sha256(self, progress: Callable[[int], None] | None = None) -> str:
-        """The whole file's SHA-256 in hex, computed once; `progress` is called with the size of each chunk once it is
-        hashed, or at once with that of the file."""
+        """Return the whole file's SHA-256 in hex, computed once. `progress` is called with the size of each hashed
+        chunk, or at once with the file's size."""
         if self._sha256 is not None:
             if progress is not None:
                 progress(self.size)

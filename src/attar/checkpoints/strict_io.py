@@ -1,7 +1,7 @@
-"""What readers of strangers' files share: the error they raise, strict JSON, and names that may be shown and written.
+"""Shared parts of the readers of untrusted files: their error, strict JSON, and names that are safe to show and write.
 
-No file of a checkpoint is believed before it is checked, and what is wrong with it is said in a sentence that names the
-file. Here is what does not depend on its format.
+Everything in a checkpoint's file is checked before use, and an error names the file. This module holds what does not
+depend on the file's format.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-MAX_WIDE = 8_000_000  # bytes of JSON that is not plain ASCII: in memory each may take eight
-MAX_NAME = 1024  # bytes of a tensor's
-NEAR = 300  # names among which near misses are looked for: difflib takes up to a millisecond for each
-WORD = 96  # characters of such a name, more than models use: the time grows with their square and faster
+MAX_WIDE = 8_000_000  # bytes of JSON that is not plain ASCII: each may take eight in memory
+MAX_NAME = 1024  # bytes of a tensor's name
+NEAR = 300  # names searched for near misses: difflib takes up to a millisecond for each
+WORD = 96  # characters of such a name, more than models use: the time grows at least with their square
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 CONVERT = (
@@ -32,16 +32,16 @@ CONVERT = (
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used as it is; the message names the file and says what to do."""
+    """An error for a checkpoint that cannot be used as it is; the message names the file and the remedy."""
 
 
 class VerificationError(CheckpointError):
-    """A checkpoint that can be read, and does not compute what its receipt says."""
+    """An error for a readable checkpoint that does not compute what its receipt says."""
 
 
 def parse_json(text: bytes | bytearray, where: str | Path) -> Any:
-    """Decode JSON strictly: UTF-8, no byte-order mark, no key twice, finite numbers, no trailing text, and of more than
-    `MAX_WIDE` bytes plain ASCII.
+    """Decode JSON strictly: UTF-8, no byte-order mark, no repeated key, finite numbers, no trailing text; plain ASCII
+    above `MAX_WIDE` bytes.
 
     Raises CheckpointError beginning with `where`.
     """
@@ -77,7 +77,8 @@ def _finite(digits: str) -> float:
 
 
 def check_name(name: str) -> str | None:
-    """What is wrong with a tensor's name, or None. Names end up in messages, receipts and file names of other tools."""
+    """Return the fault of a tensor's name, or None. Names end up in messages, receipts and file names of other
+    tools."""
     if not name:
         return "an empty name"
     if not name.isprintable():  # controls, bidirectional marks, lone surrogates
@@ -90,9 +91,9 @@ def check_name(name: str) -> str | None:
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """'; did you mean ...?' with the names most like `name`, or nothing.
+    """Return '; did you mean ...?' with the known names most like `name`, or the empty string.
 
-    Names may be a stranger's: only the first `NEAR` are looked at, and none that is longer than `WORD`.
+    Names may be untrusted: only the first `NEAR` are compared, and none that is longer than `WORD`.
     """
     if len(name) > WORD:
         return ""
@@ -102,8 +103,8 @@ def near(name: str, known: Iterable[str]) -> str:
 
 
 def open_regular(path: Path) -> tuple[int, int]:
-    """A descriptor to read the file with, and its size. Raises CheckpointError where it is missing, or no regular file
-    (links are followed)."""
+    """Return a descriptor to read the file with, and its size. Raises CheckpointError where it is missing, or no
+    regular file (links are followed)."""
     try:
         # O_NONBLOCK: opening a pipe must not wait for its writer.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

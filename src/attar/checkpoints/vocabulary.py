@@ -1,4 +1,4 @@
-"""A model's tokenizer, from its folder or its GGUF file. Torch-free: the server's process needs it, and no weights."""
+"""Tokenizer of a model, from its folder or its GGUF file. Torch-free: the server's process needs it, and no weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NO_TOKENIZER = (None, "no_vocab", "none")  # `tokenizer.ggml.model` of files wit
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether the model is a GGUF file. A folder may be called so and be one of Hugging Face's."""
+    """Return whether the model is a GGUF file. A folder of Hugging Face's may have the suffix too."""
     return path.suffix.lower() == ".gguf" and path.is_file()
 
 
 def tokenizer(path: Path) -> Tokenizer:
-    """The model's tokenizer. Raises ValueError, naming the file, where it has none or a malformed one."""
+    """Return the model's tokenizer. Raises ValueError, naming the file, where it has none or a malformed one."""
     if not is_gguf(path):
         return Tokenizer.load(path)
     file = GgufFile(path)
@@ -31,7 +31,7 @@ def tokenizer(path: Path) -> Tokenizer:
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Whether there is a tokenizer to load, malformed or not."""
+    """Return whether there is a tokenizer to load, malformed or not."""
     if is_gguf(path):
         return GgufFile(path).metadata.get("tokenizer.ggml.model") not in NO_TOKENIZER
     return any((path / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model"))

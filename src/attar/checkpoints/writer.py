@@ -1,15 +1,15 @@
-"""Writing safetensors: files are laid out first, and tensors written at their offsets.
+"""Writer of safetensors: files are laid out first, and tensors written at their offsets.
 
-What a checkpoint will hold, and how many bytes each tensor takes, follows from the schemes before any weight is read.
-So all headers are written and all space is reserved at the start (`posix_fallocate` reports a full disk before the
-hours of work, not after), tensors may arrive in any order, and a killed run goes on where it stopped. The bytes are
-deterministic: the same parts in the same order give the same files.
+The schemes determine which tensors a checkpoint will hold, and their sizes, before any weight is read. So all headers
+are written and all space is reserved at the start: `posix_fallocate` reports a full disk before the hours of work, not
+after. Tensors may arrive in any order, and a killed run resumes where it stopped. The bytes are deterministic: the same
+parts in the same order give the same files.
 
 `atomic_folder` makes the output folder absent or complete: work happens in a hidden sibling, which is renamed into
 place once everything is on disk. The sibling is kept when a run fails, so that the next one can resume.
 
-Within a file tensors lie by falling element size, so that each is aligned to its elements: readers that map the file
-need that. Plain writes are used rather than a map, which a full disk would turn into SIGBUS.
+Within a file, tensors lie by falling element size, so that each is aligned to its elements, as readers that map the
+file need. Plain writes are used rather than a map, in which a full disk becomes SIGBUS.
 """
 
 from __future__ import annotations
@@ -34,28 +34,31 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_SHARD = 5_000_000_000
-HEADER_BYTES = 3_000_000  # bytes of one file's header: readers, ours among them, bound it, and take time for it
+HEADER_BYTES = 3_000_000  # bytes of one file's header: readers, attar's among them, limit it, and parse it slowly
 _SAFETENSORS = {torch_name: name for name, torch_name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One safetensors file before it exists: its name, where each tensor lies in its data, and its first bytes."""
+    """Layout of one safetensors file before it exists: its name, each tensor's place in its data, and its first
+    bytes."""
 
     name: str
     slots: Mapping[str, Slot]
-    header: bytes  # length field included
+    header: bytes  # including the length field
 
     @property
     def size(self) -> int:
-        """Bytes of the whole file."""
+        """Return the bytes of the whole file."""
         return len(self.header) + max((slot.end for slot in self.slots.values()), default=0)
 
 
 def plan_files(parts: Mapping[str, Part], max_shard_bytes: int = MAX_SHARD) -> list[FilePlan]:
-    """Lay out tensors, in the order given, into files of at most `max_shard_bytes` of data each (a larger tensor has a
-    file of its own), with headers of at most `HEADER_BYTES`. Raises ValueError for a name or dtype that a safetensors
-    file cannot hold."""
+    """Lay out tensors, in the order given, into files of at most `max_shard_bytes` of data each, with headers of at
+    most `HEADER_BYTES`.
+
+    A larger tensor has a file of its own. Raises ValueError for a name or dtype that a safetensors file cannot hold.
+    """
     shards: list[dict[str, Part]] = [{}]
     used = entries = 0
     for name, part in parts.items():
@@ -93,7 +96,7 @@ def _plan_file(file: str, parts: Mapping[str, Part]) -> FilePlan:
 
 
 def index_json(plans: Iterable[FilePlan]) -> bytes:
-    """The model.safetensors.index.json of several files."""
+    """Return the model.safetensors.index.json of several files."""
     weight_map = {name: plan.name for plan in plans for name in plan.slots}
     total = sum(slot.part.bytes for plan in plans for slot in plan.slots.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -114,7 +117,7 @@ def require_free(path: str | os.PathLike[str], needed: int) -> None:
 
 
 def allocated(paths: Iterable[Path]) -> int:
-    """Bytes on disk that those of the files that exist take, reserved ones included."""
+    """Return the bytes on disk of the files that exist, reserved ones included."""
     return sum(512 * path.stat().st_blocks for path in paths if path.exists())
 
 
@@ -131,12 +134,12 @@ def disk_error(path: Path, error: OSError) -> CheckpointError:
 
 
 class ShardWriter:
-    """The open files of one checkpoint in `folder`, all space reserved, to be filled tensor by tensor in any order.
+    """Open files of one checkpoint in `folder`, with all space reserved, to be filled tensor by tensor in any order.
 
-    `written` are the names that an earlier, interrupted run is known to have on disk (it called `sync` before it noted
-    them): their files are kept and go on, and must have the very header of the plan. A file without any of them is made
-    anew. Writing a tensor again replaces it. Raises CheckpointError on a full disk or where a file is not as planned.
-    Use as a context manager: leaving it closes the files, finished or not.
+    `written` are the names that an earlier, interrupted run has on disk (it called `sync` before it noted them). Their
+    files are kept and continued, and must have exactly the planned header. A file without any of them is made anew.
+    Writing a tensor again replaces it. Raises CheckpointError on a full disk or where a file is not as planned. Use as
+    a context manager: leaving it closes the files, finished or not.
     """
 
     def __init__(self, folder: str | os.PathLike[str], plans: Iterable[FilePlan], written: Iterable[str] = ()) -> None:
@@ -156,7 +159,7 @@ class ShardWriter:
                 self._create(plan)
         except BaseException:
             self.close()
-            for plan in new:  # reserved space is of no use to anyone
+            for plan in new:  # frees the reserved space
                 (self.folder / plan.name).unlink(missing_ok=True)
             raise
 
@@ -182,11 +185,11 @@ class ShardWriter:
         return fd
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Store one tensor, of the planned dtype and shape."""
+        """Write one tensor of the planned dtype and shape."""
         self.write_rows(name, [tensor])
 
     def write_rows(self, name: str, blocks: Iterable[Tensor]) -> None:
-        """Store one tensor given as consecutive blocks of its rows, for tables too large to hold whole."""
+        """Write one tensor given as consecutive blocks of its rows, for tables too large to hold whole."""
         plan = self._home[name]
         slot = plan.slots[name]
         at = begin = len(plan.header) + slot.begin
@@ -207,7 +210,7 @@ class ShardWriter:
         self.written.add(name)
 
     def sync(self) -> None:
-        """Force what was written to disk. Only after this may a state file say that it is there."""
+        """Force written data to disk. Only after this may a state file record it."""
         for name, fd in self._fds.items():
             try:
                 os.fsync(fd)
@@ -245,13 +248,14 @@ def _pwrite(fd: int, view: memoryview, offset: int) -> None:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where an output folder grows: `out` becomes the folder; `state` is the run's own and is removed at the end."""
+    """Folders of an output in progress: `out` becomes the output; `state` is the run's own and is removed at the
+    end."""
 
     out: Path
     state: Path
 
     def clear(self) -> None:
-        """Forget what an earlier run left."""
+        """Remove what an earlier run left."""
         for folder in (self.out, self.state):
             shutil.rmtree(folder)
             folder.mkdir()
@@ -261,13 +265,13 @@ class Workspace:
 def atomic_folder(
     dst: str | os.PathLike[str], overwrite: bool = False, resumes: bool = True, known_by: str = CONFIG
 ) -> Iterator[Workspace]:
-    """Grow the folder `dst` in a hidden sibling, `.{name}.attar-partial`, and rename it into place at the end.
+    """Build the folder `dst` in a hidden sibling, `.{name}.attar-partial`, and rename it into place at the end.
 
     After an exception or a kill the sibling stays, and the next call with the same `dst` finds `out` and `state` as
-    they were left; where nothing `resumes`, an exception removes them, and what a kill left is not found. An existing
-    `dst` is an error unless `overwrite`, which replaces it only once the new folder is complete, and only if it is
-    empty or of the kind that is being made: `known_by` is the file that tells. Raises CheckpointError for these, where
-    another process is at work on the same output, and where whatever the body writes finds the disk full.
+    they were left. Without `resumes`, an exception removes them, and leftovers of a kill are cleared. An existing `dst`
+    is an error unless `overwrite`. Then it is replaced once the new folder is complete, and only if it is empty or
+    holds the file `known_by`, which marks the kind of folder that is being made. Raises CheckpointError for these,
+    where another process writes the same output, and where the body finds the disk full.
     """
     target = Path(os.path.realpath(dst))
     partial = target.parent / f".{target.name}.attar-partial"
@@ -277,9 +281,9 @@ def atomic_folder(
     try:
         if old.exists() and not target.exists():  # killed between the two renames of `_replace`
             old.rename(target)
-        if not work.out.exists():  # killed after them: what is left describes a finished run
+        if not work.out.exists():  # killed after them: the state describes a finished run
             _remove(old, work.state)
-        _check_target(target, overwrite, known_by)  # again: the holder of the lock before us may have made it
+        _check_target(target, overwrite, known_by)  # again: the previous holder of the lock may have made it
         work.out.mkdir(exist_ok=True)
         work.state.mkdir(exist_ok=True)
         if not resumes:
@@ -318,7 +322,7 @@ def _check_target(target: Path, overwrite: bool, known_by: str) -> None:
 
 
 def take_lock(partial: Path, target: Path) -> int:
-    """Take the lock of a partial folder: a descriptor that holds it until it is closed (or the process dies)."""
+    """Take the lock of a partial folder. Return a descriptor that holds it until it is closed (or the process dies)."""
     while True:
         try:
             partial.mkdir(parents=True, exist_ok=True)
@@ -326,7 +330,7 @@ def take_lock(partial: Path, target: Path) -> int:
             raise disk_error(target, error) from error
         try:
             fd = os.open(partial / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        except FileNotFoundError:  # its holder has just finished and removed the folder
+        except FileNotFoundError:  # the holder has just finished and removed the folder
             continue
         except OSError as error:
             raise disk_error(target, error) from error
@@ -337,7 +341,7 @@ def take_lock(partial: Path, target: Path) -> int:
             raise CheckpointError(
                 f"{target}: another process is writing it; wait for it, or choose another output"
             ) from None
-        # The holder before us may have removed the file between our open and our lock.
+        # The previous holder may have removed the file between our open and our lock.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(fd), os.stat(partial / "lock")):
                 return fd

@@ -1,10 +1,12 @@
-"""Charts of points and lines, as SVG that stands in a page; `pictures.py` draws the same ones as PNG.
+"""Charts of points and lines, as SVG that stands in a page; `pictures.py` draws the same charts as PNG.
 
-A chart is data (`Chart`), and `laid_out` says where everything in it lies: both renderers draw just that, so that a
-picture has the page's scales and labels, and a test can compare every drawn number with the figure it came from: marks
-carry `data-x` and `data-y`. Colours are CSS variables that the page sets for its light and its dark theme (Okabe and
-Ito's, which stay apart for colour-blind people); shapes repeat what colours say, and labels stand beside their points.
-Not done: anything interactive. A hover text on each mark is the browser's own.
+A chart is data (`Chart`), and `laid_out` computes the position of everything in it. Both renderers draw just that, so
+that a picture has the page's scales and labels. Marks carry `data-x` and `data-y`, so that a test can compare every
+drawn number with the figure it came from. Colours are CSS variables that the page sets for its light and its dark theme
+(the palette of Okabe and Ito, which colour-blind readers can distinguish). Shapes repeat what colours say, and labels
+stand beside their points.
+
+Not done: interaction. The hover text of each mark is the browser's own.
 """
 
 from __future__ import annotations
@@ -23,18 +25,18 @@ COLOURS = (
     ("#7a6500", "#d9bf3d"),
     ("#2f3f9e", "#98a4f5"),
 )
-"""On light and on dark paper, in the order in which series take them."""
+"""Colours on a light and on a dark background, in the order in which series take them."""
 
 SOFT = -1
-"""The colour of what is only there to compare with."""
+"""The colour index of a series that is shown only for comparison."""
 
 SHAPES = ("circle", "square", "triangle", "diamond", "down", "cross")
 
 Style = Literal["dots", "line", "both"]
 
-CHARACTER = 6.6  # width of one at the size of labels, on average
+CHARACTER = 6.6  # average width of one at the size of labels
 TEXT = 11  # size of labels
-MANY = 64  # points of a line: with more it is thin
+MANY = 64  # points of a line from which it is thin
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Point:
 class Series:
     name: str
     points: Sequence[Point]
-    colour: int = 0  # of COLOURS, or SOFT
+    colour: int = 0  # index into COLOURS, or SOFT
     style: Style = "both"
     hollow: bool = False
     dashed: bool = False
@@ -63,8 +65,8 @@ class Series:
 class Axis:
     label: str
     log: bool = False
-    whole: bool = False  # ticks at whole numbers alone
-    ends: tuple[float, float] | None = None  # values that it holds besides those drawn, so that charts compare
+    whole: bool = False  # ticks at integers only
+    ends: tuple[float, float] | None = None  # values that it includes besides the drawn ones, so that charts compare
 
     def at(self, value: float) -> float:
         return math.log10(value) if self.log else value
@@ -72,7 +74,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Series on two axes. A point that a logarithmic axis has no place for is left out of the drawing."""
+    """Series on two axes. A point that does not fit a logarithmic axis is not drawn."""
 
     title: str
     x: Axis
@@ -80,19 +82,19 @@ class Chart:
     series: Sequence[Series]
     width: int = 400
     height: int = 290
-    beside: int = 12  # free to the right of the axes: where lines are labelled at their ends, the labels' place
+    beside: int = 12  # free space right of the axes, for labels at the ends of lines
 
     def drawn(self, series: Series) -> list[Point]:
         return [p for p in series.points if _fits(p.x, self.x) and _fits(p.y, self.y)]
 
 
 def _fits(value: float, axis: Axis) -> bool:
-    """Whether an axis has a place for it, with room to both sides within float64."""
+    """Return whether an axis can show the value, with room to both sides within float64."""
     return abs(value) <= 1e120 and (value >= 1e-120 or not axis.log)
 
 
 def ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """Round numbers from `low` to `high`, both of which they may leave outside: about `count` of them."""
+    """Return about `count` round numbers between `low` and `high`."""
     span = high - low
     if not span > 0:
         return [low]
@@ -103,7 +105,10 @@ def ticks(low: float, high: float, count: int = 6) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 of each power of ten; over more than three powers those alone; over less than half, round steps."""
+    """Return tick values: 1, 2 and 5 of each power of ten.
+
+    Over many powers these become 1 and 3, then the powers alone; over less than half a power they are round steps.
+    """
     decades = math.log10(high / low)
     if decades < 0.4:
         return ticks(low, high, 4)
@@ -116,7 +121,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def number(value: float) -> str:
-    """A tick's or a label's number, short."""
+    """Return a short text of the number for a tick or a label."""
     if value and not 1e-3 <= abs(value) < 1e5:
         mantissa, exponent = f"{value:.4e}".split("e")
         mantissa = mantissa.rstrip("0").rstrip(".")
@@ -127,7 +132,7 @@ def number(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Where values lie on paper."""
+    """Map of values to positions in the drawing."""
 
     left: float
     right: float
@@ -144,7 +149,7 @@ class _Frame:
 
 
 def _ends(values: Sequence[float], axis: Axis, room: float) -> tuple[float, float]:
-    """The ends of an axis that holds all values, with `room` of its length left free at both."""
+    """Return the ends of an axis that holds all values, with the fraction `room` of its length free at both."""
     at = [axis.at(v) for v in (*values, *(axis.ends or ())) if _fits(v, axis)] or [0.0, 1.0]
     low, high = min(at), max(at)
     span = (high - low) or (0.3 if axis.log else abs(high) * 0.2 or 1.0)
@@ -153,7 +158,7 @@ def _ends(values: Sequence[float], axis: Axis, room: float) -> tuple[float, floa
 
 @dataclass(frozen=True, slots=True)
 class Stroke:
-    """A line through places. `kind` is its classes: what it is (grid, axis, line, whisker), and how it looks."""
+    """A line through positions. `kind` holds its CSS classes: its role (grid, axis, line, whisker), and its style."""
 
     kind: str
     places: Sequence[tuple[float, float]]
@@ -171,8 +176,8 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """`anchor` says which part of it stands at x, and y is its base line; or it is `turned`, reading upwards, about a
-    middle at both."""
+    """A text. `anchor` says which part of it stands at x, and y is its base line. A `turned` text reads upwards, with
+    its middle at (x, y)."""
 
     kind: str
     text: str
@@ -186,7 +191,7 @@ Piece: TypeAlias = Stroke | Mark | Text
 
 
 def laid_out(chart: Chart) -> list[Piece]:
-    """Everything that is drawn, in order, in a space of `chart.width` by `chart.height`, y downwards."""
+    """Return all that is drawn, in order, in a space of `chart.width` by `chart.height`, y downwards."""
     shown = [(series, chart.drawn(series)) for series in chart.series]
     points = [p for _, some in shown for p in some]
     ys = [v for p in points for v in (p.y, p.low, p.high) if v is not None and _fits(v, chart.y)]
@@ -227,7 +232,7 @@ def _series(chart: Chart, series: Series, points: Sequence[Point], frame: _Frame
     kind, shape = kind_of(series), shape_of(series)
     where = [(frame.px(chart.x.at(p.x)), frame.py(chart.y.at(p.y)), p) for p in points]
     if series.style != "dots" and len(where) > 1:
-        faint = " faint" * series.labelled  # what has labels is read by its points
+        faint = " faint" * series.labelled  # a labelled series is read by its points
         faint += " thin" * (len(where) > MANY)
         places = [(x, y) for x, y, _ in sorted(where, key=lambda each: each[0])]
         yield Stroke(f"line {kind}{' dashed' * series.dashed}{faint}", places)
@@ -241,18 +246,18 @@ def _series(chart: Chart, series: Series, points: Sequence[Point], frame: _Frame
 
 
 def kind_of(series: Series) -> str:
-    """Its class."""
+    """Return the CSS class of a series' colour."""
     return "soft" if series.colour == SOFT else f"c{series.colour % len(COLOURS)}"
 
 
 def shape_of(series: Series) -> str:
-    """One for each colour; where colours come round again, each with the next shape."""
+    """Return the shape of a series' marks: one for each colour. When colours repeat, each takes the next shape."""
     number = max(series.colour, 0)
     return SHAPES[(number + number // len(COLOURS)) % len(SHAPES)]
 
 
 def svg(chart: Chart) -> str:
-    """The chart as one <svg> element. All text that it is given is escaped."""
+    """Return the chart as one <svg> element. All text in it is escaped."""
     label = escape(f"{chart.title}: {chart.y.label} against {chart.x.label}", quote=True)
     drawn = "".join(map(_element, laid_out(chart)))
     return f'<svg viewBox="0 0 {chart.width} {chart.height}" role="img" aria-label="{label}">{drawn}</svg>'
@@ -292,8 +297,8 @@ def _shape(shape: str, x: float, y: float, size: float = 4.0) -> str:
 
 
 def _labels(shown: Sequence[tuple[Series, Sequence[Point]]], chart: Chart, frame: _Frame) -> Iterator[Text]:
-    """Labels beside their points, each at the first of some places where it covers nothing; where there is none, the
-    hover text has to do."""
+    """Yield labels beside their points, each at the first of some positions where it covers nothing. A label without
+    such a position is left to the hover text."""
     taken = [
         (x - 5, y - 5, x + 5, y + 5)
         for _, points in shown
@@ -326,7 +331,7 @@ def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
 
 
 def key(series: Sequence[Series]) -> str:
-    """The legend, as HTML."""
+    """Return the legend as HTML."""
     items = []
     for each in series:
         kind, drawn = kind_of(each), ""

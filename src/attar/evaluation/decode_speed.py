@@ -1,24 +1,24 @@
-"""How fast a model runs on this machine, beside what the machine could do at best: `attar bench`.
+"""Body of `attar bench`: the speed of a model on this machine, beside the machine's limits.
 
 The model is a checkpoint, or only a shape with random weights, whose speed is the same. Every figure of the model is a
 total of this run, or a mean, which is the same: fractions of one step's time agree with tokens a second. The machine's
-limits, medians, are measured in the run too, since a neighbour can halve them.
+limits, medians, are measured in the run too, since another program can halve them.
 
 * prefill: prompt tokens of all sequences over the time to their first new tokens;
 * decode: the tokens of all sequences after that, over their time;
 * bytes per token: weights that one decode step reads, as laid out in memory (the cache is not counted);
 * read fraction: bytes per token times steps a second over the read bandwidth;
 * compute fraction: operations of the linears in prefill over the int8 peak of four-byte dot products, which AMX tiles
-  can pass; `tile_fraction` is over theirs;
-* `peak_rss_mb`: what the process came to hold at most, less what it held before the model was loaded.
+  can exceed; `tile_fraction` is over theirs;
+* `peak_rss_mb`: the process's peak memory, less its memory before the model was loaded.
 
-Weights that the processor's cache can hold are read from there in each step but the first, so that the read fraction,
-which is of memory, can pass 1: the report says where that may be.
+Weights that fit the processor's cache are read from there in each step but the first. The read fraction, which is of
+memory, can then exceed 1: the report says where that may be.
 
-On a GPU steps are replayed from a graph, the bandwidth is that of a copy, which reads and writes, and the peak that of
-torch's product of bfloat16 numbers. There `roof_fraction` is the least time of a decode step by `plan/roofline.py`,
-over the time it takes: in which weights, keys and values could be read, or products and attention computed, each by
-torch's own rate of the numbers that meet in it. `limited_by` says which of the two it is.
+On a GPU, steps are replayed from a graph, the bandwidth is that of a copy, which reads and writes, and the peak that of
+torch's product of bfloat16 numbers. There `roof_fraction` is the least time of a decode step by `plan/roofline.py` over
+the measured time. The least time is that to read weights, keys and values, or to compute products and attention, each
+at torch's own rate for its dtypes. `limited_by` names the larger of the two.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ from attar.plan.costs import Storage
 from attar.plan.fit import shared
 from attar.plan.roofline import Roofline
 
-WARM_UP = 16  # tokens of the prompt that goes first, untimed but for the first token
+WARM_UP = 16  # tokens of the warm-up prompt, untimed except its first token
 SEED = 20
 REPEATED = 64  # rows of a form that is not a grid
 
 
 Part = tuple[ModelConfig, Storage]
-"""A model, or what one of several processes computes of it, and how its weights are stored."""
+"""A model, or the part of it that one of several processes computes, and the storage of its weights."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is to be run."""
+    """Size of the run: prompt tokens, new tokens and sequences."""
 
     prompt: int = 512
     gen: int = 128
@@ -82,7 +82,10 @@ class Load:
 
 
 class RandomWeights:
-    """`Weights` of a configuration, made up as they are asked for; codes are random bits, scales keep outputs small."""
+    """Random `Weights` of a configuration, made on request: codes are random bits, scales keep outputs small.
+
+    Raises ValueError for models with experts or without RMSNorm.
+    """
 
     dtype = torch.float32
 
@@ -96,7 +99,7 @@ class RandomWeights:
 
     @cached_property
     def _numbers(self) -> torch.Generator:
-        """The device's own; `_here` is for what is drawn in ordinary memory, wherever it goes then."""
+        """Return the generator of the device; `_here` draws in host memory, wherever the result goes."""
         return torch.Generator(self._device).manual_seed(SEED)
 
     def has(self, name: str) -> bool:
@@ -149,15 +152,19 @@ class RandomWeights:
 
 
 def head_scheme(head: str) -> Scheme | None:
-    """Of an output matrix, None where it is dense. Raises ValueError naming those that exist."""
+    """Return the scheme of an LM head by its name, None where it is dense. Raises ValueError that names the known
+    ones."""
     if head not in HEADS:
         raise ValueError(f"unknown head {head!r}: known are {', '.join(HEADS)}")
     return None if (name := HEADS[head]) is None else Scheme.parse(name)
 
 
 def quantized(size: tuple[int, int], scheme: Scheme, numbers: torch.Generator) -> PackedTensor:
-    """Normal weights in a form that random bits do not spell, in ordinary memory: not every codec knows others. Where
-    rows can be quantized some at a time, the first ones come again and again, for some forms are searched for."""
+    """Return normal weights in a form that random bits do not spell, in host memory, because not every codec supports
+    others.
+
+    Where rows can be quantized separately, the first ones are repeated, because some forms take a search.
+    """
     rows = min(size[0], REPEATED) if scheme.weight.by_row else size[0]
     some = torch.empty((rows, size[1])).normal_(0, size[1] ** -0.5, generator=numbers)
     if isinstance(scheme.weight, Sparse24):
@@ -172,13 +179,13 @@ def quantized(size: tuple[int, int], scheme: Scheme, numbers: torch.Generator) -
 
 
 def build(name: str, scheme: str, head: str, store: Store) -> Decoder:
-    """A model of a known shape with random weights; a tied embedding is the output matrix, of the head's scheme."""
+    """Return a model of a known shape with random weights. A tied embedding is the LM head, in the head's scheme."""
     config, device = shape(name), store.device if isinstance(store, TritonStore) else "cpu"
     return model.build(config, RandomWeights(config, scheme, head, device), None, store)
 
 
 def part(name: str, scheme: str, head: str) -> Part:
-    """Of the same model."""
+    """Return the configuration and storage of the model that `build` makes from the same names."""
     packed = head_scheme(head)
     return shape(name), Storage.named(scheme, None if packed is None else packed.with_scale_dtype("float16"))
 
@@ -190,7 +197,7 @@ def load(path: Path, store: Store) -> Decoder:
 def run_shared(
     path: Path, tp: int, pp: int, load: Load, activations: str, kv: str | None, device: str
 ) -> dict[str, Any]:
-    """As `run`, of a model in several processes; bytes and linears are those of the first."""
+    """Measure as `run`, with a model in several processes; bytes and linears are those of the first."""
     teams: list[Team] = []
 
     def make(store: Store) -> Decoder:
@@ -214,10 +221,10 @@ def run(
     device: str = "cpu",
     part: Part | None = None,
 ) -> dict[str, Any]:
-    """Measure on `device`, with keys and values kept as the scheme `kv` says, by default as they are. `part` is what a
-    process computes of the model, for the roof of a GPU, which is left out without it.
+    """Measure on `device`, with the KV cache in the scheme `kv`, by default unquantized.
 
-    Raises ValueError where a setting does not exist, or where nothing can run natively here.
+    `part` is what a process computes of the model, for a GPU's roofline, which is left out without it. Raises
+    ValueError for an unknown setting, and where nothing can run natively here.
     """
     since, floor = time.perf_counter(), _resident()
     computed = hf.compute_dtype(None, device)
@@ -264,7 +271,7 @@ def run(
             "peak_mb": peak / 1e6,
         }
     else:
-        peak = _peak()  # before the limits take memory of their own
+        peak = _peak()  # before measuring the limits takes memory
         limit = limits.measure()
         found |= {
             "read_gb_s": limit.read_gb_s,
@@ -295,7 +302,8 @@ def run(
 def _generate(
     decoder: Decoder, prompts: Tensor, count: int, scheme: KvScheme, bases: Sequence[Bases] | None
 ) -> tuple[float, list[float], float, bool]:
-    """Greedy decoding of all prompts: seconds of prefill, of each step, in kernels during the steps, and how."""
+    """Decode all prompts greedily. Return the seconds of prefill, of each step, and in kernels during the steps, and
+    whether steps were recorded."""
     batch, length = prompts.shape
     horizon = length + count
     cache = decoder.cache(horizon, batch, scheme, bases)
@@ -324,7 +332,7 @@ def _generate(
 
 
 def to_text(report: dict[str, Any]) -> str:
-    """The report as a page for people."""
+    """Return the report as text for a terminal."""
     rows = {
         "decode": f"{report['decode_tok_s']:.1f} tokens/s, {report['read_fraction']:.0%} of the "
         f"{report['read_gb_s']:.1f} GB/s that memory reads",
@@ -357,7 +365,7 @@ def to_text(report: dict[str, Any]) -> str:
 
 
 def _resident() -> int:
-    """Bytes of memory that this process holds now."""
+    """Return the bytes of memory that this process holds now."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -366,12 +374,12 @@ def _resident() -> int:
 
 
 def _peak() -> int:
-    """Bytes of memory that this process held at most."""
+    """Return the peak bytes of memory of this process."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 
 
 def _cache(root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Bytes of the processor's largest cache; 0 where nothing tells."""
+    """Return the bytes of the processor's largest cache; 0 where the system does not say."""
     sizes = [path.read_text().strip() for path in root.glob("index*/size")]
     return max((int(size[:-1]) << 10 for size in sizes if size.endswith("K")), default=0)

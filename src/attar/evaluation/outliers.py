@@ -1,14 +1,14 @@
-"""The outlier profiler: which input channels of a model's linears are far larger than the rest, and by how much.
+"""Outlier profiler: the input channels of a model's linears that are far larger than the rest, and by how much.
 
 From some billions of parameters on, a few fixed channels of the activations are 50 to 100 times the others (Dettmers et
 al. 2022, arXiv:2208.07339; Xiao et al. 2022, arXiv:2211.10438). They decide how well activations round, and what
-smoothing or scaling gains. Profiled before and after compression, the same places show what a transform moved where.
+smoothing or scaling gains. Profiles before and after compression show what a transform moved where.
 
-A place is a group of linears that read the same rows. For each of its channels: the largest |x| over all tokens, and
-the largest |w| over all rows of the readers' weights; for the place: the kurtosis of x and of w (3 for a Gaussian, the
-larger the heavier the tails). A channel is an outlier where its largest |x| is `FACTOR` times the median channel's:
-relative, because the scale of activations differs from model to model, which a fixed threshold such as 6.0 does not
-see.
+A place is a group of linears that read the same rows. Each of its channels has the largest |x| over all tokens, and the
+largest |w| over all rows of the readers' weights. Each place has the kurtosis of x and of w (3 for a Gaussian, larger
+for heavier tails). A channel is an outlier where its largest |x| is more than `FACTOR` times the median channel's. The
+limit is relative, because the scale of activations differs from model to model, which a fixed threshold such as 6.0
+ignores.
 
 Legend: N rows, I channels.
 """
@@ -35,7 +35,7 @@ ROWS_AT_ONCE = 2048
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """One place: `linears` of block `layer` that read the same rows, and what was seen over `tokens` of them."""
+    """Profile of one place: `linears` of block `layer` that read the same rows, observed over `tokens` of them."""
 
     layer: int
     linears: tuple[str, ...]
@@ -47,28 +47,29 @@ class Profile:
 
     @property
     def kind(self) -> str:
-        """The linears by their last names: `q_proj, k_proj, v_proj`."""
+        """Return the last names of the linears: `q_proj, k_proj, v_proj`."""
         return ", ".join(name.rpartition(".")[2] for name in self.linears)
 
     @property
     def peak(self) -> float:
-        """The largest channel's maximum over the median channel's: 1 where all channels are alike, 0 without input."""
+        """Return the largest channel's maximum over the median channel's: 1 where all channels are alike, 0 without
+        input."""
         median = float(self.inputs.median())
         return float(self.inputs.max()) / median if median else 0.0
 
     def outliers(self, factor: float = FACTOR) -> list[int]:
-        """The channels whose largest |x| is more than `factor` times the median channel's, the largest first."""
+        """Return the channels whose largest |x| is more than `factor` times the median channel's, the largest first."""
         limit = factor * float(self.inputs.median())
         return [channel for channel, value in self.top(len(self.inputs)) if value > limit]
 
     def top(self, count: int = TOP) -> list[tuple[int, float]]:
-        """The largest channels with max|x|."""
+        """Return the `count` largest channels with max|x|."""
         order = self.inputs.argsort(descending=True, stable=True)[:count]
         return [(int(c), float(self.inputs[c])) for c in order]
 
 
 class Spread:
-    """Per-channel maximum and kurtosis of rows that come in pieces."""
+    """Accumulator of per-channel maximum and kurtosis over rows that come in pieces."""
 
     def __init__(self, columns: int) -> None:
         self.largest = torch.zeros(columns)
@@ -77,7 +78,7 @@ class Spread:
         self._sums = torch.zeros(4, dtype=torch.float64)
 
     def add(self, x: Tensor) -> None:
-        """Take in rows x [N, I]."""
+        """Add rows x [N, I]."""
         x = x.float()
         self.largest = torch.maximum(self.largest, x.abs().amax(0)) if len(x) else self.largest
         wide = x.double()
@@ -88,7 +89,7 @@ class Spread:
 
     @property
     def kurtosis(self) -> float:
-        """The fourth central moment over the squared variance, of all numbers; 0 where they are all alike."""
+        """Return the fourth central moment over the squared variance, of all numbers; 0 where they are all equal."""
         if not self.count:
             return 0.0
         m1, m2, m3, m4 = (self._sums / self.count).tolist()
@@ -101,7 +102,7 @@ class Spread:
 def profile(
     decoder: Decoder, sequences: Sequence[Sequence[int]], progress: Callable[[int, int], None] | None = None
 ) -> list[Profile]:
-    """Every place of a decoder that computes by the reference, over token sequences, in order of execution.
+    """Profile every place of a decoder that computes by the reference, over token sequences, in order of execution.
 
     Raises ValueError where the sequences are empty or an activation is not finite.
     """
@@ -139,7 +140,7 @@ def profile(
 
 
 def _weights(linear: Linear, into: Spread) -> None:
-    """The weight's rows, columns in the order of the input's channels."""
+    """Add the weight's rows to `into`, columns in the order of the input's channels."""
     weight = linear.weight
     assert isinstance(weight, Tensor | PackedTensor), "a native model's weights are laid out for its kernels"
     back = None if linear.permutation is None else linear.permutation.argsort()

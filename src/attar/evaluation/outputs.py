@@ -1,10 +1,11 @@
-"""What a compressed output says of itself: its receipt and its headers, as the report shows them.
+"""Compressed outputs as the report shows them: their receipts and headers.
 
-Receipts come from strangers. Whatever is drawn or compared here is checked to be the number or the text that it should
+Receipts are untrusted input. Whatever is drawn or compared here is checked to be the number or the text that it should
 be; all else stays text, which the page escapes.
 
 Two outputs compare only where the same text was predicted by the same original under the same protocol. A receipt does
-not name its text, but the original's perplexity on it, to the last digit, is as good as a name (`measured_on`).
+not name its text, but the original's perplexity on it, to the last digit, identifies it as well as a name
+(`measured_on`).
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from attar.checkpoints.sources import hub
 from attar.checkpoints.strict_io import CheckpointError
 
 TARGETS = {"bits": "{:g} bits a weight", "size": "{:,.0f} bytes", "kl": "a KL of {:g}"}
-"""What an allocation was asked to keep, as receipts name it and as it reads."""
+"""Phrases for an allocation's target, by its key in receipts."""
 
 MOST, LEAST = 1e100, 1e-100
-"""Figures of larger magnitude are none, and smaller ones are zero: what is drawn of them stays within float64."""
+"""Bounds of a valid figure's magnitude: larger ones are invalid, smaller ones are zero, so that charts stay within
+float64."""
 
 _IN_A_BLOCK = re.compile(r"(?P<stack>.*?)\.(?P<layer>\d{1,9})\.(?P<kind>.+)")
 _PRUNED = re.compile(r"(s\d|\d+:\d|p\d)")
@@ -42,7 +44,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What became of one linear: relative squared errors, as stored and by the plainest way to make it so."""
+    """Relative squared errors of one linear, as stored and as the plain method would store it."""
 
     name: str
     scheme: str
@@ -52,27 +54,27 @@ class Layer:
 
     @property
     def layer(self) -> int | None:
-        """The block it belongs to."""
+        """Return the index of the block that the linear belongs to, None outside a block."""
         found = _IN_A_BLOCK.fullmatch(self.name)
         return None if found is None else int(found["layer"])
 
     @property
     def pruned(self) -> bool:
-        """Whether weights of it are left out: then the plainest way is to leave out the smallest, else to round each to
-        the nearest code."""
+        """Return whether the linear has pruned weights. The plain method then prunes the smallest, else it rounds each
+        to the nearest code."""
         return _PRUNED.match(self.scheme) is not None
 
     @property
     def kind(self) -> str:
-        """Its name within a block, experts taken together: `mlp.down_proj`."""
+        """Return the name within a block, experts taken together: `mlp.down_proj`."""
         found = _IN_A_BLOCK.fullmatch(self.name)
         return self.name if found is None else re.sub(r"\.\d+\.", ".*.", found["kind"])
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What allocation measured of one group of linears, and the scheme it chose: KL of the model with only that group
-    compressed, for each scheme of the ladder."""
+    """Measurements of an allocation for one group of linears: the KL of the model with only that group compressed, for
+    each candidate scheme, and the chosen scheme."""
 
     layer: int
     linears: tuple[str, ...]
@@ -81,14 +83,14 @@ class Choice:
 
     @property
     def kind(self) -> str:
-        """The linears by their last names, each once: `q_proj, k_proj, v_proj`."""
+        """Return the last names of the linears, each once: `q_proj, k_proj, v_proj`."""
         return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in self.linears))
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The receipt of an allocation: `uniform` are (bits a weight, KL) of each scheme of the ladder everywhere; `bits`
-    and `kl` of the choice, `kl_unrefined` before its steps: all on the same tokens."""
+    """The receipt of an allocation. `uniform` are (bits a weight, KL) of each candidate scheme used everywhere; `bits`
+    and `kl` are the choice's, `kl_unrefined` its KL before refinement, all on the same tokens."""
 
     target: str
     ladder: tuple[str, ...]
@@ -98,12 +100,12 @@ class Allocation:
     kl_unrefined: float
     uniform: tuple[tuple[float, float], ...]
     groups: tuple[Choice, ...]
-    without: tuple[str, ...] = ()  # what of the recipe was not part of the measurements
+    without: tuple[str, ...] = ()  # parts of the recipe that the measurements left out
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A recipe that was tried, and the mean KL of what it made on the tokens that were set aside to choose by."""
+    """A recipe that was tried, and the mean KL of its output on the tokens held out for the selection."""
 
     recipe: str
     bits: float
@@ -112,8 +114,8 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The receipt of a choice among recipes, by that KL on so many tokens; `left_out` are (recipe, why). Where those
-    left one recipe, none was tried."""
+    """The receipt of a selection among recipes, by mean KL on `tokens` tokens; `left_out` are (recipe, reason). Where
+    only one recipe was left, none was tried."""
 
     tokens: int
     tried: tuple[Tried, ...]
@@ -126,7 +128,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What tuning gained: the mean KL on so many held-out tokens of the calibration text, before and after."""
+    """Gain of tuning: the mean KL on `tokens` held-out tokens of the calibration text, before and after."""
 
     tokens: int
     before: float
@@ -135,7 +137,7 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Tokens a second, as `attar bench` measures them."""
+    """Tokens a second, as measured by `attar bench`."""
 
     decode: float
     prefill: float
@@ -145,7 +147,7 @@ class Speed:
 
     @staticmethod
     def of(report: Mapping[str, Any], place: str) -> Speed:
-        """From what `attar bench --json` prints. Raises ValueError, naming `place`, where it is something else."""
+        """Read the output of `attar bench --json`. Raises ValueError, naming `place`, for anything else."""
         decode, prefill = (_finite(report.get(key)) for key in ("decode_tok_s", "prefill_tok_s"))
         batch, threads, isa = report.get("batch"), report.get("threads"), report.get("isa")
         if decode is None or prefill is None or not isinstance(batch, int) or not isinstance(threads, int):
@@ -155,7 +157,7 @@ class Speed:
 
 @dataclass(frozen=True, eq=False)
 class Compressed:
-    """One output. `label` is what it is called beside others; `receipt` is the whole JSON object."""
+    """One output. `label` is its name beside others; `receipt` is the whole JSON object."""
 
     path: Path
     label: str
@@ -170,11 +172,11 @@ class Compressed:
     allocation: Allocation | None = None
     selection: Selection | None = None
     tuning: Tuning | None = None
-    warnings: tuple[str, ...] = ()  # of texts that say too little
+    warnings: tuple[str, ...] = ()  # about texts that say too little
 
     @property
     def measured_on(self) -> tuple[object, ...] | None:
-        """Equal where figures compare; None where nothing was measured against the original."""
+        """Return a key that is equal where figures compare; None where nothing was measured against the original."""
         evaluation, source = self.receipt["evaluation"], self.receipt["source"]
         if "kl_mean" not in self.figures:
             return None
@@ -185,8 +187,8 @@ class Compressed:
 
     @property
     def gain(self) -> float | None:
-        """The geometric mean over linears of the error over the plain one; None where there is nothing to compare, or
-        all were stored the plain way."""
+        """Return the geometric mean over linears of the error over the plain one's. None where there is nothing to
+        compare, or all were stored the plain way."""
         if all(each.error == each.rtn_error for each in self.layers):
             return None
         pairs = [(each.error, each.rtn_error) for each in self.layers if min(each.error, each.rtn_error) >= LEAST]
@@ -229,7 +231,8 @@ def read(output: str | Path, speed: Speed | None = None) -> Compressed:
 
 
 def tell_apart(outputs: Sequence[Compressed]) -> list[Compressed]:
-    """The same with labels that differ: the recipe where that is enough, else with the folder's name, or the path."""
+    """Return the outputs with distinct labels: the recipe where that suffices, else with the folder's name, else the
+    path."""
     labels = [each.recipe for each in outputs]
     if len(set(labels)) < len(labels):
         labels = [f"{each.recipe} ({each.path.name})" for each in outputs]
@@ -239,7 +242,7 @@ def tell_apart(outputs: Sequence[Compressed]) -> list[Compressed]:
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Which points (x, y) no other beats, both the smaller the better: their indices, from left to right.
+    """Return the indices of the points (x, y) on the Pareto front, both the smaller the better, from left to right.
 
     A point is beaten by one that is at least as good in both and better in one.
     """
@@ -258,7 +261,7 @@ def _finite(value: object) -> float | None:
 
 
 def _figures(evaluation: Mapping[str, Any], place: str) -> dict[str, Figure]:
-    """Every figure that was measured, by name."""
+    """Return every figure that was measured, by name."""
     intervals = evaluation.get("intervals")
     intervals = intervals if isinstance(intervals, dict) else {}
     figures = {}
@@ -290,7 +293,8 @@ def _layer(value: object, place: str) -> Layer:
 
 
 def _allocation(value: object, place: str) -> Allocation:
-    """Raises CheckpointError where anything in it is not what `compression.allocate` writes."""
+    """Read an allocation's receipt. Raises CheckpointError where a part is not what `compression.search.allocate`
+    writes."""
     try:
         assert isinstance(value, dict)
         ladder = tuple(map(_text, value["ladder"]))
@@ -314,7 +318,7 @@ def _allocation(value: object, place: str) -> Allocation:
 
 
 def _selection(value: object, place: str) -> Selection:
-    """Raises CheckpointError where anything in it is not what `compression.best` writes."""
+    """Read a selection's receipt. Raises CheckpointError where a part is not what `compression.search.best` writes."""
     try:
         assert isinstance(value, dict)
         tried = []
@@ -330,7 +334,7 @@ def _selection(value: object, place: str) -> Selection:
 
 
 def _tuning(value: object, place: str) -> Tuning:
-    """Raises CheckpointError where anything in it is not what `compression.tune` writes."""
+    """Read tuning's receipt. Raises CheckpointError where a part is not what `compression.training.tune` writes."""
     try:
         assert isinstance(value, dict)
         return Tuning(int(_number(value["held_out_tokens"])), _number(value["kl_before"]), _number(value["kl_after"]))

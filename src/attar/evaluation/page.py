@@ -1,11 +1,11 @@
 """One HTML page about compressed outputs: what they cost against what they saved, layer by layer, with its evidence.
 
-Everything shown comes from receipts and headers (`outputs.py`), and from profiles where some were made
-(`outliers.py`). The page is one file that loads nothing: charts are inline SVG, and a content security policy forbids
-the rest. The template escapes all text; only the charts and legends, which escape their own, go in as they are.
+All contents come from receipts and headers (`outputs.py`), and from profiles where some were made (`outliers.py`). The
+page is one file that loads nothing: charts are inline SVG, and a content security policy forbids the rest. The template
+escapes all text; only the charts and legends, which escape their own, are inserted as they are.
 
-Whole models are compared only where their figures do; others get charts of their own (`page_charts`), and the page says
-so.
+Whole models are compared only where their figures compare; others get charts of their own (`page_charts`), and the page
+says so.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from attar.evaluation.page_charts import (
 from attar.evaluation.table import size
 from attar.version import __version__
 
-TITLE = "What compression cost"  # by which a page is known that the next may replace
+TITLE = "What compression cost"  # marks a page that the next may replace
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a page is about. `profiles` are those of the original (`page_charts.ORIGINAL`) and of outputs, by label."""
+    """Contents of a page. `profiles` are those of the original (`page_charts.ORIGINAL`) and of outputs, by label."""
 
     outputs: Sequence[Compressed]
     profiles: Mapping[str, Sequence[Profile]] = field(default_factory=dict)
-    profiled_on: str = ""  # the text, by name
+    profiled_on: str = ""  # the text's name
 
 
 def html(contents: Contents) -> str:
-    """The page."""
+    """Return the page."""
     text = importlib.resources.files("attar.evaluation").joinpath("page.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     outputs = sorted(contents.outputs, key=lambda each: each.bytes)
@@ -74,7 +74,7 @@ def html(contents: Contents) -> str:
 
 
 def pictures(contents: Contents) -> dict[str, list[Chart]]:
-    """The charts that become PNGs, by the name of the file."""
+    """Return the charts that become PNGs, by the name of the file."""
     found = {}
     drawn = trade_offs(contents.outputs)
     for number, (_, pieces) in enumerate(drawn, 1):
@@ -90,7 +90,7 @@ def pictures(contents: Contents) -> dict[str, list[Chart]]:
 
 
 def save_pictures(contents: Contents, folder: Path) -> list[Path]:
-    """Write them. Raises ValueError where matplotlib is not installed."""
+    """Write the PNGs and return their paths. Raises ValueError where matplotlib is not installed."""
     pngs.check()
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -111,7 +111,7 @@ class Cell:
 
 
 def _summary(outputs: Sequence[Compressed]) -> dict[str, Any]:
-    """Names, rows of cells, and a note; a column that no output fills is left out."""
+    """Return names, rows of cells, and a note; a column that no output fills is left out."""
 
     def figure(name: str, form: str) -> list[Cell | None]:
         found = (each.figures.get(name) for each in outputs)
@@ -195,7 +195,7 @@ def _drawn(chart: Chart) -> dict[str, Any]:
 
 
 def _gains(output: Compressed) -> dict[str, Any]:
-    """Recipes tried with what each gained over the first, and tuning, on text set aside from calibration."""
+    """Return the tried recipes with their gains over the first, and tuning, on text held out from calibration."""
     found: dict[str, Any] = {"label": output.label, "lead": "", "rows": [], "left_out": [], "tuning": ""}
     if (chosen := output.selection) is not None:
         found["lead"] = (
@@ -220,7 +220,7 @@ def _gains(output: Compressed) -> dict[str, Any]:
 
 
 def _unfolded(outputs: Sequence[Compressed]) -> Compressed | None:
-    """The output whose errors are open: the first that was not stored the plain way, where there is one."""
+    """Return the output whose errors are unfolded: the first that differs from the plain way, else the first."""
     differ = (each for each in outputs if each.gain is not None and round(each.gain, 2) != 1)
     return next(differ, next(iter(outputs), None))
 

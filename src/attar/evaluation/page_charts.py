@@ -1,7 +1,7 @@
-"""The charts of the page, as data: what each output cost against what it saved, its errors, and what was chosen.
+"""Charts of the report page, as data: what each output cost against what it saved, its errors, and what was chosen.
 
-Whole models share a chart only where their figures compare (`Compressed.measured_on`); charts of linears have one for
-each kind, block by block, all with the same ends. How they are drawn is said in `charts.py`.
+Whole models share a chart only where their figures compare (`Compressed.measured_on`). Charts of linears have one for
+each kind, block by block, all with the same ends. `charts.py` draws them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from attar.evaluation.outputs import Allocation, Choice, Compressed, front
 from attar.formats.codecs.ggml_mix import MIXES
 
 WORST = 3  # places whose channels are drawn one by one
-BINS = 256  # columns in which such a chart draws channels, each by its largest
+BINS = 256  # columns of such a chart, each with its largest channel
 
 ORIGINAL = "original"
-"""What profiles of the original are called."""
+"""The label of the original's profiles."""
 
 
 # --- what it cost against what it saved -------------------------------------------------------------------------------
 
 
 def trade_offs(outputs: Sequence[Compressed]) -> list[tuple[list[Compressed], list[Chart]]]:
-    """Outputs whose figures compare, with their charts: KL against size, bits, and tokens a second if measured."""
+    """Return groups of outputs whose figures compare, with their charts: KL against size, bits, and measured tokens a
+    second."""
     groups: dict[object, list[Compressed]] = defaultdict(list)
     for each in outputs:
         if each.measured_on is not None:
@@ -50,7 +51,7 @@ def trade_offs(outputs: Sequence[Compressed]) -> list[tuple[list[Compressed], li
 def _trade_off(
     title: str, axis: Axis, outputs: Sequence[Compressed], xs: Sequence[float], faster: bool = False
 ) -> Chart:
-    """KL over `xs`, a colour a method; a line joins those that no other beats in both."""
+    """Return a chart of KL over `xs`, a colour a method; a line joins the points on the Pareto front."""
     kl = [each.figures["kl_mean"] for each in outputs]
     best = front([(-x if faster else x, one.value) for x, one in zip(xs, kl, strict=True)])
     series = [Series("beaten by none", [Point(xs[i], kl[i].value) for i in best], SOFT, "line", dashed=True)]
@@ -66,7 +67,7 @@ def _trade_off(
 
 
 def _method(output: Compressed) -> str:
-    """What a colour stands for: the recipe without its scheme, that bits were chosen, or that it is a type of GGUF."""
+    """Return the meaning of a colour: the recipe without its scheme, an allocation, or a GGUF type."""
     if output.allocation:
         return output.recipe.partition(",")[0] + ", chosen"
     return "GGUF" if output.recipe in MIXES else output.recipe.partition("-")[0]
@@ -76,17 +77,17 @@ def _method(output: Compressed) -> str:
 
 
 NEAREST, SMALLEST = "rounded to nearest", "smallest left out"
-"""The plain ways to store a linear, beside which what a method does is shown."""
+"""The plain ways to store a linear, shown beside a method's result."""
 
 
 def plain(outputs: Iterable[Compressed]) -> list[str]:
-    """Those of some outputs."""
+    """Return the plain ways that apply to some outputs."""
     pruned = {layer.pruned for each in outputs for layer in each.layers}
     return [name for name, is_it in ((NEAREST, False), (SMALLEST, True)) if is_it in pruned] or [NEAREST]
 
 
 def error_series(pairs: Iterable[tuple[int, str, float, float]], way: str) -> list[Series]:
-    """Of (block, name, error, error of the plain way), which is called `way`."""
+    """Return the series of (block, name, error, error of the plain way); `way` names the plain way."""
     some = list(pairs)
     return [
         Series(way, [Point(at, rtn, name) for at, name, _, rtn in some], SOFT, dashed=True, hollow=True),
@@ -95,7 +96,7 @@ def error_series(pairs: Iterable[tuple[int, str, float, float]], way: str) -> li
 
 
 def error_charts(output: Compressed) -> list[Chart]:
-    """One small chart for each kind of linear, all with the same ends."""
+    """Return one small chart for each kind of linear, all with the same ends."""
     kinds: dict[str, list[tuple[int, str, float, float]]] = defaultdict(list)
     ways: dict[str, str] = {}
     for each in output.layers:
@@ -117,7 +118,8 @@ def error_charts(output: Compressed) -> list[Chart]:
 
 
 def allocation_charts(found: Allocation) -> list[Chart]:
-    """The whole model against uniform bits, then each kind of group alone: a line a scheme, and what was chosen."""
+    """Return charts of the whole model against uniform bits, then of each kind of group alone: a line a scheme, and the
+    choice."""
     uniform = [Point(bits, kl, name) for (bits, kl), name in zip(found.uniform, found.ladder, strict=False)]
     chosen = Point(found.bits, found.kl, "chosen")
     drawn = [
@@ -149,7 +151,7 @@ def allocation_charts(found: Allocation) -> list[Chart]:
 
 
 def peak_charts(profiles: Mapping[str, Sequence[Profile]]) -> list[Chart]:
-    """How far each place's largest channel stands out, block by block: a small chart for each kind of place."""
+    """Return a small chart for each kind of place: how far its largest channel stands out, block by block."""
     kinds = list(dict.fromkeys(place.kind for places in profiles.values() for place in places))
     found = []
     for kind in kinds:
@@ -166,7 +168,7 @@ def peak_charts(profiles: Mapping[str, Sequence[Profile]]) -> list[Chart]:
 
 
 def channel_charts(profiles: Mapping[str, Sequence[Profile]]) -> list[Chart]:
-    """The channels of the places that stand out most: largest activation, and largest weight."""
+    """Return charts of the channels of the places that stand out most: largest activation, and largest weight."""
     first = next(iter(profiles.values()))
     worst = sorted(
         range(len(first)), key=lambda i: -max(places[i].peak for places in profiles.values() if i < len(places))
@@ -186,7 +188,7 @@ def channel_charts(profiles: Mapping[str, Sequence[Profile]]) -> list[Chart]:
 
 
 def _binned(values: Sequence[float]) -> list[Point]:
-    """At most `BINS` points over the channels, each the largest of its bin, so that no outlier is lost."""
+    """Return at most `BINS` points over the channels, each the largest of its bin, so that no outlier is lost."""
     step = max(1, math.ceil(len(values) / BINS))
     found = []
     for start in range(0, len(values), step):

@@ -1,7 +1,7 @@
-"""Charts as PNGs, for pages that show pictures only; matplotlib draws them, where it is installed.
+"""Charts as PNGs by matplotlib, where it is installed, for pages that show pictures only.
 
-What it draws is what `charts.laid_out` laid out for the page: it is paper here, with one axes that counts as a drawing
-does, and none of its own scales, labels or legends is used. The colours are those of light paper.
+`charts.laid_out` computes the positions, as for the page. Matplotlib serves as paper: one axes with the drawing's
+coordinates, without its own scales, labels or legends. The colours are those of a light background.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from attar.evaluation.charts import (
     shape_of,
 )
 
-TITLE = 22  # the height of a chart's title
-LINE = 18  # of a line of the legend
+TITLE = 22  # height of a chart's title
+LINE = 18  # height of a line of the legend
 INCH = 96  # units of a drawing in an inch
 
 COLOUR_OF = {"grid": "#ece8df", "axis": "#6d6a63", "soft": "#6d6a63", "tick": "#6d6a63", "name": "#6d6a63"} | {
     f"c{i}": light for i, (light, _) in enumerate(COLOURS)
 }
-"""By class; all else is ink."""
+"""Colours by class; all else is ink."""
 
 WIDTHS = {"grid": 0.8, "axis": 1.0, "whisker": 1.4, "thin": 0.9}
-"""Of strokes, by class."""
+"""Widths of strokes, by class."""
 
 MARKERS = {"circle": "o", "square": "s", "triangle": "^", "diamond": "D", "down": "v", "cross": "P"}
-"""What matplotlib calls the shapes."""
+"""Matplotlib's names of the shapes."""
 
 
 def check() -> None:
-    """Raise ValueError unless `png` can draw here: asked before the work, not after it."""
+    """Raise ValueError unless `png` can draw here. Callers check before the work, not after it."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("PNGs need matplotlib, which is not installed: pip install 'attar[plot]', or leave out --png")
 
 
 def png(charts: Sequence[Chart], path: Path) -> None:
-    """The same charts as one picture, side by side, their titles above them and one legend above all."""
+    """Draw charts as one picture, side by side, with their titles above them and one legend above all."""
     from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
 
     columns = 2 if len(charts) == 4 else min(3, len(charts))
@@ -74,7 +74,7 @@ def png(charts: Sequence[Chart], path: Path) -> None:
 
 
 def _legend(charts: Sequence[Chart], width: float) -> Iterator[Piece]:
-    """Every series once, by its name, in lines of `width`."""
+    """Yield every series' legend once, by its name, in lines of `width`."""
     x, y, seen = 12.0, float(LINE), set[str]()
     for each in (series for chart in charts for series in chart.series):
         if each.name in seen:
@@ -92,7 +92,7 @@ def _legend(charts: Sequence[Chart], width: float) -> Iterator[Piece]:
 
 
 def _draw(paper: Any, piece: Piece, across: float, down: float) -> None:
-    """A piece on a matplotlib axes that counts as drawings do, so far to the right and down."""
+    """Draw a piece on a matplotlib axes with the drawing's coordinates, shifted `across` and `down`."""
     from matplotlib.patheffects import withStroke  # type: ignore[import-not-found,unused-ignore]
 
     point = 72 / INCH  # matplotlib's unit of sizes
@@ -111,7 +111,7 @@ def _draw(paper: Any, piece: Piece, across: float, down: float) -> None:
         )  # fmt: skip
     else:
         paper.text(
-            across + piece.x, down + piece.y, piece.text.replace("$", r"\$"),  # which would begin a formula
+            across + piece.x, down + piece.y, piece.text.replace("$", r"\$"),  # else it would begin a formula
             color=colour, fontsize=(13 if kinds == ["title"] else TEXT - 1) * point,
             fontweight="bold" if kinds == ["title"] else "normal",
             horizontalalignment={"start": "left", "middle": "center", "end": "right"}[piece.anchor],

@@ -1,7 +1,7 @@
-"""`attar.evaluate`: from what a user calls a model and a text to the figures of `metrics.measure`.
+"""`attar.evaluate`: from a user's model and text to the figures of `metrics.measure`.
 
-The tokenizer is the model's own. The token put in front of each window is the one that the tokenizer itself would put
-in front of a text; where it adds none, there is none, and the first token of the text is not predicted.
+The tokenizer is the model's own. The token in front of each window is the one that the tokenizer itself puts in front
+of a text. Where it adds none, there is none, and the first token of the text is not predicted.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
 
 Model = str | os.PathLike[str] | Decoder
-"""A folder, a Hub id, `demo`, or a decoder that is loaded already."""
+"""A folder, a Hub id, `demo`, or a loaded decoder."""
 
 KV_CONTEXT = 4096
 
 Progress = Callable[[str, int, int], None]
-"""progress(stage, done, total): blocks while loading, tokens while evaluating."""
+"""Callback progress(stage, done, total): blocks while loading, tokens while evaluating."""
 
 
 def evaluate(
@@ -49,18 +49,18 @@ def evaluate(
     prompts: int = 0,
     progress: Progress | None = None,
 ) -> Report:
-    """Measure a model on a text, or on token sequences taken as they are; where `against` is given, also against it.
+    """Measure a model on a text or on token sequences; with `against`, also its divergence from that model.
 
-    `text` names a file (UTF-8; or .jsonl, with the text under `text`). `max_tokens` ends it early (for `tokens`: ends
-    with whole sequences). A decoder given as `model` has no tokenizer of its own: `tokenizer` stands in. `context` and
+    `text` names a file (UTF-8; or .jsonl, with the text under `text`). `max_tokens` ends it early (for `tokens`: after
+    whole sequences). A decoder given as `model` has no tokenizer of its own: `tokenizer` stands in. `context` and
     `stride` are explained in `metrics.perplexity`. Both models compute in `dtype` on `device`: by the reference on a
-    CPU, in float32 by default; on `cuda` by its kernels, in bfloat16. One that is loaded already computes as it is.
+    CPU, in float32 by default; on `cuda` by its kernels, in bfloat16. A loaded decoder computes in its own dtype.
 
-    `kv` names how keys and values are kept (`kv/schemes.py`): each window then runs as a prompt through such a cache.
-    Without `against`, that is compared with the model itself, keys and values as they are; windows have up to
-    `KV_CONTEXT` tokens by default, for what such a cache costs grows with what is in it. `adapter` is the folder of a
-    low-rank adapter that `model`, and not `against`, computes with. So many `prompts` from all over the text are
-    continued greedily by both, to see how long they write the same (`metrics.greedy`).
+    `kv` names the scheme of the KV cache (`kv/schemes.py`): each window then runs as a prompt through such a cache.
+    Without `against`, the base is the model itself with an unquantized KV cache. Windows then have up to `KV_CONTEXT`
+    tokens by default, because the cost of such a cache grows with its contents. `adapter` is the folder of a low-rank
+    adapter that `model`, and not `against`, computes with. `prompts` prompts from all over the text are continued
+    greedily by both, to count equal tokens (`metrics.greedy`).
 
     Raises ValueError for an empty text or one of fewer than two tokens, models of different vocabularies, logits that
     are not finite, and models that cannot be loaded.
@@ -108,7 +108,7 @@ def evaluate(
 
 
 def _first_tokens(sequences: Sequence[Sequence[int]], max_tokens: int | None) -> list[list[int]]:
-    """As many whole sequences as `max_tokens` allows, at least one."""
+    """Return as many whole sequences as `max_tokens` allows, at least one."""
     kept: list[list[int]] = []
     for sequence in sequences:
         if kept and max_tokens is not None and sum(map(len, kept)) + len(sequence) > max_tokens:
@@ -125,8 +125,11 @@ def load(
     adapter: Path | None = None,
     device: str = "cpu",
 ) -> Decoder:
-    """The decoder itself where `model` is one, else that of its `folder`, which is looked for where it is None; with
-    the adapter of a folder. Raises ValueError for a decoder and an adapter together: its owner attaches one."""
+    """Return `model` where it is a decoder, else load it from `folder` (None: resolve it), with the adapter of a
+    folder.
+
+    Raises ValueError for a decoder and an adapter together: the caller attaches one itself.
+    """
     if isinstance(model, Decoder):
         if adapter is not None:
             raise ValueError("a decoder that is loaded already takes its adapter by lora.attach")

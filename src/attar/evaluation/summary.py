@@ -1,4 +1,5 @@
-"""`attar report`: gather what is known of some outputs, measure what was asked for besides, and write the page."""
+"""Body of `attar report`: gather the figures of some outputs, measure what was requested besides, and write the
+page."""
 
 from __future__ import annotations
 
@@ -19,16 +20,19 @@ from attar.evaluation.outliers import Profile, profile
 from attar.evaluation.outputs import Compressed, Speed, read, tell_apart
 from attar.text.files import read_text
 
-PROFILE_WINDOW = 512  # tokens that a profile runs together
+PROFILE_WINDOW = 512  # tokens of one forward pass of a profile
 
 Progress = Callable[[str, int, int], None]
-"""progress(stage, done, total)"""
+"""Callback progress(stage, done, total)."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """`page` is the file to write, `png` a folder for pictures. `bench` measures speed here; `speeds` are OUT=FILE, as
-    measured before. With a text in `profile`, the outputs and `source` run over its first `profile_tokens`."""
+    """Options of a report.
+
+    `page` is the file to write, `png` a folder for pictures. `bench` measures speed here; `speeds` are OUT=FILE pairs
+    of earlier measurements. With a text in `profile`, the outputs and `source` run over its first `profile_tokens`.
+    """
 
     page: Path
     png: Path | None = None
@@ -40,10 +44,10 @@ class Options:
 
 
 def write(names: Sequence[str], options: Options, progress: Progress) -> dict[str, Any]:
-    """Write the page and pictures; returns what was written, for JSON.
+    """Write the page and pictures. Return the paths and figures as JSON-compatible values.
 
-    Raises ValueError where an output has no receipt, a speed is of no output, the page would not be a .html file or
-    replace something else than an earlier report, or pictures cannot be drawn here: all before anything is measured.
+    Raises ValueError before any measurement where an output has no receipt, a speed names no output, or pictures cannot
+    be drawn here. It also does where the page is no .html file or would replace another file than an earlier report.
     """
     if options.page.suffix not in (".html", ".htm"):
         raise ValueError(f"the page is a .html file, not {options.page.name!r}")
@@ -74,7 +78,7 @@ def write(names: Sequence[str], options: Options, progress: Progress) -> dict[st
 
 
 def _speeds(given: Sequence[str], names: Sequence[str]) -> dict[str, Speed]:
-    """Of OUT=FILE pairs, by output."""
+    """Parse OUT=FILE pairs into speeds by output. Raises ValueError for another form."""
     found = {}
     for pair in given:
         name, equals, file = pair.rpartition("=")
@@ -97,7 +101,7 @@ def _benched(output: Compressed, number: int, count: int, progress: Progress) ->
 
 
 def _profiles(outputs: Sequence[Compressed], options: Options, progress: Progress) -> dict[str, Sequence[Profile]]:
-    """Of the original, where it is given, and of every output, on the same tokens."""
+    """Profile the original, where it is given, and every output, on the same tokens."""
     assert options.profile is not None
     paths = {} if options.source is None else {page_charts.ORIGINAL: hub.resolve(options.source)}
     paths |= {each.label: each.path for each in outputs}

@@ -1,6 +1,6 @@
-"""The table of what compression cost, as `compress`, `demo` and `eval` print it: plain text, so that logs can hold it.
+"""The cost table of compression, as `compress`, `demo` and `eval` print it: plain text, so that logs can hold it.
 
-A column that no row can fill is left out. Figures come with the half width of their interval where they have one.
+A column that no row fills is left out. Figures come with the half width of their interval where they have one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Row:
 
     @staticmethod
     def of(name: str, model: str | Path, report: Report | None = None, tokens_per_second: float | None = None) -> Row:
-        """The row of a checkpoint (folder, Hub id or `demo`), with what was measured on it."""
+        """Return the row of a checkpoint (folder, Hub id or `demo`), with the figures measured on it."""
         seen = inspect(model)
         figures = None if report is None else report.to_dict()
         return Row(name, seen.bytes, seen.bits_per_weight, figures, tokens_per_second)
@@ -44,7 +44,7 @@ class Row:
 
 
 def size(count: int) -> str:
-    """Bytes for people, in powers of ten as disks and downloads are sold."""
+    """Return bytes as text, in powers of ten as for disks and downloads."""
     value = float(count)
     for unit in ("B", "kB", "MB"):
         if value < 999.5:
@@ -76,7 +76,7 @@ _COLUMNS: Mapping[str, Callable[[Row], str | None]] = {
 
 
 def cost_table(rows: Sequence[Row]) -> str:
-    """One line a model below a header, names to the left and figures to the right."""
+    """Return one line a model below a header, names to the left and figures to the right."""
     names = ["model", *(name for name, cell in _COLUMNS.items() if any(cell(row) is not None for row in rows))]
     cells = [[row.name, *(_COLUMNS[name](row) or "-" for name in names[1:])] for row in rows]
     widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
@@ -85,5 +85,5 @@ def cost_table(rows: Sequence[Row]) -> str:
 
 
 def _aligned(line: Sequence[str], widths: Sequence[int]) -> list[str]:
-    """The first cell to the left, the others to the right."""
+    """Align the first cell to the left, the others to the right."""
     return [line[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(line[1:], widths[1:], strict=True))]

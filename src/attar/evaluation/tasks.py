@@ -1,19 +1,19 @@
-"""Tasks: how likely a model finds the right end of a context, and whether it would have written it itself.
+"""Tasks: how probable the right end of a context is to a model, and whether greedy decoding would write it.
 
 An item is a context and a target. Its score is the log-likelihood of the target's tokens, each given the true ones
-before it, and whether every one of them was the likeliest (`greedy`). Three figures come of it: `accuracy`, the share
-of items that are greedy throughout; `ppl`, e to the mean of an item's whole negative log-likelihood, as task harnesses
-call perplexity; and `ppl_token`, the same by token, which compares with the perplexity of a text.
+before it, and whether every one of them was the most probable (`greedy`). Three figures result. `accuracy` is the
+fraction of items that are greedy throughout. `ppl` is e to the mean of an item's whole negative log-likelihood, as task
+harnesses define perplexity. `ppl_token` is the same per token, which compares with the perplexity of a text.
 
-Which tokens are the target's is decided here: context and whole are encoded, and what follows their common beginning is
-to be predicted. Where no token holds both the end of the context and the beginning of the target, as in vocabularies
-whose words begin with their space, EleutherAI's lm-evaluation-harness takes the same, and the figures are equal
-(`bench/lm_eval_lambada.py`). Elsewhere the harness joins the context's tokens with as many of the whole's as these
-leave, which spells another text, and sometimes leaves none to predict. BOS goes in front where the tokenizer itself
-puts it, as everywhere in attar; the harness does so for a server only when told (`add_bos_token`).
+The target's tokens are defined so: context and whole are encoded, and the tokens after their common prefix are to be
+predicted. Where no token holds both the end of the context and the beginning of the target, EleutherAI's
+lm-evaluation-harness takes the same tokens, and the figures are equal (`bench/lm_eval_lambada.py`). That is so in
+vocabularies whose words begin with their space. Elsewhere the harness joins the context's tokens with as many of the
+whole's as these leave, which spells another text, and sometimes leaves none to predict. BOS goes in front where the
+tokenizer itself puts it, as everywhere in attar; the harness does so for a server only with `add_bos_token`.
 
-Several items run in one call of the decoder, one behind the other without padding, and the output matrix is applied
-to the targets' rows only.
+Several items run in one call of the decoder, one behind the other without padding, and the LM head is applied to the
+targets' rows only.
 
 Legend: N items, R rows of targets in a call, V vocabulary.
 """
@@ -46,7 +46,7 @@ ROWS_AT_ONCE = 2048  # tokens of one call: bounds the memory of activations, as 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A context, and the target that goes on from it."""
+    """A context, and the target that continues it."""
 
     context: str
     target: str
@@ -62,7 +62,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One item's log-likelihood in nats, its number of target tokens, and whether each of them was the likeliest."""
+    """One item's log-likelihood in nats, its number of target tokens, and whether each was the most probable."""
 
     log_likelihood: float
     tokens: int
@@ -71,7 +71,7 @@ class Score:
 
 @dataclass(frozen=True, eq=False)
 class TaskReport:
-    """The figures of a task by name (`ppl`, `ppl_token`, `accuracy`), and the scores they come from."""
+    """Figures of a task by name (`ppl`, `ppl_token`, `accuracy`), and the scores they come from."""
 
     task: str
     scores: Sequence[Score]
@@ -83,7 +83,8 @@ class TaskReport:
         return sum(score.tokens for score in self.scores)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: figures, `intervals` (name to [low, high], or None of a single item), `items`, `tokens`, `bos`."""
+        """Return JSON-compatible values: figures, `intervals` (name to [low, high], None for a single item), `items`,
+        `tokens`, `bos`."""
         return {
             "task": self.task,
             **{name: figure.value for name, figure in self.figures.items()},
@@ -97,7 +98,7 @@ class TaskReport:
         }
 
     def table(self) -> str:
-        """For people."""
+        """Return the figures as text for a terminal."""
         names = {"ppl": "perplexity", "ppl_token": "by token"}
         lines = []
         for name, figure in self.figures.items():
@@ -109,9 +110,9 @@ class TaskReport:
 
 
 def lambada(path: Path) -> list[Item]:
-    """LAMBADA (Paperno et al. 2016, arXiv:1606.06031): the last word of each text, given the rest.
+    """Read LAMBADA (Paperno et al. 2016, arXiv:1606.06031): the last word of each text, given the rest.
 
-    A .jsonl file with a text a line under `text`. Raises ValueError where a line has none, or no space in it.
+    The file is .jsonl with a text a line under `text`. Raises ValueError where a line has none, or no space in it.
     """
     items = []
     for number, text in enumerate(read_texts(path), 1):
@@ -127,7 +128,7 @@ TASKS: Mapping[str, Callable[[Path], list[Item]]] = {"lambada": lambada}
 
 
 def parse_task(text: str) -> tuple[str, Path]:
-    """NAME=FILE. Raises ValueError for another form, or an unknown name."""
+    """Parse NAME=FILE. Raises ValueError for another form, or an unknown name."""
     name, equals, path = text.partition("=")
     if name not in TASKS or not equals or not path:
         raise ValueError(f"a task is given as NAME=FILE with NAME among {', '.join(TASKS)}, not {text!r}")
@@ -147,11 +148,11 @@ def evaluate_task(
     adapter: Path | None = None,
     progress: Progress | None = None,
 ) -> TaskReport:
-    """Score a model on a task of `TASKS` (its first `limit` items). `context`: tokens at most, by default the model's;
-    `adapter`: the folder of one that the model computes with.
+    """Score a model on the first `limit` items of a task of `TASKS`.
 
-    A decoder given as `model` has no tokenizer of its own: `tokenizer` stands in. Raises ValueError for an unknown
-    task, a file that does not hold it, a model that cannot be loaded, and logits that are not finite.
+    `context` is the most tokens of an item, by default the model's; `adapter` is the folder of one that the model
+    computes with. A decoder given as `model` has no tokenizer of its own: `tokenizer` stands in. Raises ValueError for
+    an unknown task, a file that does not hold it, a model that cannot be loaded, and logits that are not finite.
     """
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}: known are {', '.join(TASKS)}")
@@ -177,21 +178,21 @@ def evaluate_task(
 
 
 def encode(tokenizer: Tokenizer, item: Item, context: int) -> Encoded:
-    """An item as at most `context` tokens and one more: the last is only predicted. The context loses its beginning
-    where it is longer.
+    """Encode an item as at most `context` tokens and one more: the last is only predicted. A longer context loses its
+    beginning.
 
     Raises ValueError where the target has more tokens than that.
     """
     alone, whole = tokenizer.encode(item.context), tokenizer.encode(item.context + item.target)
     shared = next((at for at, (a, b) in enumerate(zip(alone, whole, strict=False)) if a != b), len(alone))
-    first = max(1, min(shared, len(whole) - 1))  # there is something to predict, and something to predict it from
+    first = max(1, min(shared, len(whole) - 1))  # leaves a token to predict, and one to predict it from
     if len(whole) - first > context:
         raise ValueError(f"the target {item.target!r} has {len(whole) - first} tokens: {context} fit")
     return Encoded(tuple(whole[-(context + 1) :]), len(whole) - first)
 
 
 def score(decoder: Decoder, batch: Sequence[Encoded]) -> list[Score]:
-    """Scores of items that run in one call. Raises ValueError where logits are not finite."""
+    """Return the scores of items that run in one call. Raises ValueError where logits are not finite."""
     inputs = [item.ids[:-1] for item in batch]
     lengths = tuple(map(len, inputs))
     rows: list[int] = []
@@ -215,7 +216,7 @@ def score(decoder: Decoder, batch: Sequence[Encoded]) -> list[Score]:
 
 
 def _batches(items: Sequence[Encoded]) -> Iterator[list[Encoded]]:
-    """In order, as many at a time as `ROWS_AT_ONCE` holds, at least one."""
+    """Yield the items in order, as many at a time as `ROWS_AT_ONCE` holds, at least one."""
     batch: list[Encoded] = []
     rows = 0
     for item in items:

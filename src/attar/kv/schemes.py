@@ -126,9 +126,8 @@ class KvScheme:
                 found[f"{side}_outliers"], found[f"{side}_columns"] = Part("bfloat16", apart), Part("uint8", apart)
                 found[f"{side}_firsts"] = Part("bfloat16", (kv_heads, head_dim))
             return found
-        together, dtype = (
-            (4, "int8") if self.layout == Layout.INT8 else (1, "uint8" if self.layout == Layout.FP8 else self.name)
-        )
+        together = 4 if self.layout == Layout.INT8 else 1
+        dtype = "uint8" if self.layout == Layout.FP8 else self.name
         found = {
             "keys": Part(dtype, (kv_heads, runs, -(-head_dim // together), RUN, together)),
             "values": Part(dtype, (kv_heads, block // together, padded, together)),

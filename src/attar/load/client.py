@@ -1,14 +1,14 @@
-"""One streamed completion over HTTP, with the times at which its tokens arrived.
+"""A client for one streamed completion over HTTP, with the arrival time of each event.
 
-A client of its own rather than a library's: what a general HTTP client spends on an event is more than what this one
-does, and a load tool that is slow itself reports its own slowness as the server's (figures in `drive.py`). It speaks
-the little of HTTP/1.1 that is needed: one POST a connection, a response that is chunked, counted or ends with the
-connection, and of server-sent events the `data` lines. Whatever a server sends is bounded before it is kept.
+It is a client of its own rather than a library's, because a general HTTP client spends more on an event than this one.
+A slow load tool reports its own slowness as the server's (figures in `drive.py`). It supports the little of HTTP/1.1
+that is needed: one POST a connection, a response that is chunked, counted or ends with the connection, and the `data`
+lines of server-sent events. All input from a server is bounded before it is stored.
 
-How a stream may go wrong, by kind: `refused` (no connection), `status 429` and the like, `not a stream` (a whole answer
-where events were asked for), `malformed` (not HTTP, not JSON, or past a bound), `error event`, `cut` (the connection
-ended in the middle), `no terminal event` (it ended properly, but without `[DONE]`), `no finish reason`, `timeout`, and
-`client out of files`, which is no fault of the server's.
+Kinds of failure: `refused` (no connection), `status 429` and the like, `not a stream` (a whole answer where events were
+requested), `malformed` (not HTTP, not JSON, or past a bound), `error event`, `cut` (the connection ended in the
+middle), `no terminal event` (it ended properly, but without `[DONE]`), `no finish reason`, `timeout`, and `client out
+of files`, which is not the server's fault.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from urllib.parse import urlsplit
 
 MAX_HEAD = 64 << 10  # bytes of a response's status line and headers
 MAX_LINE = 4 << 20  # of one line of events
-MAX_ANSWER = 64 << 10  # of a refusal that is kept, to quote
-QUOTED = 200  # characters of it
+MAX_ANSWER = 64 << 10  # bytes kept of an error response, to quote
+QUOTED = 200  # characters quoted of it
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where requests go. `prefix` is what stands before /v1 in the address, mostly nothing."""
+    """Address of a server. `prefix` is the part of the URL's path before /v1, mostly empty."""
 
     host: str
     port: int
@@ -45,12 +45,12 @@ class Server:
 
     @property
     def address(self) -> str:
-        """What stands before /v1."""
+        """Return the URL up to /v1."""
         return f"{'https' if self.secure else 'http'}://{self.netloc}{self.prefix}"
 
     @staticmethod
     def parse(url: str, key: str | None = None) -> Server:
-        """A server's address such as http://127.0.0.1:8000, with or without /v1. Raises ValueError on others."""
+        """Parse an address such as http://127.0.0.1:8000, with or without /v1. Raises ValueError for others."""
         if any(ord(letter) <= 32 for letter in url + (key or "")):
             raise ValueError("an address and a key have no spaces or control characters")
         parts = urlsplit(url)
@@ -67,21 +67,21 @@ class Server:
 
 @dataclass(slots=True)
 class Answer:
-    """What came back. Times are of `time.perf_counter`; `arrivals` has one for each event that held text."""
+    """Result of one request. Times are of `time.perf_counter`; `arrivals` has one for each event that held text."""
 
     sent: float
     ended: float = 0.0
     arrivals: list[float] = field(default_factory=list)
-    prompt_tokens: int | None = None  # as the server counts them, where it does
+    prompt_tokens: int | None = None  # as counted by the server, where it does
     completion_tokens: int | None = None
-    cached_tokens: int | None = None  # of the prompt's, taken from the server's cache
+    cached_tokens: int | None = None  # of the prompt, taken from the server's cache
     finish_reason: str | None = None
     error: str | None = None  # kind
     detail: str = ""
 
 
 class Failed(Exception):
-    """A stream went wrong: (kind, detail)."""
+    """An error of a stream: (kind, detail)."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind, detail)
@@ -89,7 +89,7 @@ class Failed(Exception):
 
 
 async def complete(server: Server, post: bytes, timeout: float) -> Answer:
-    """Send a `request` that asks for a stream, and read it to its end. Never raises for what a server does."""
+    """Send the bytes of a streaming `request`, and read the stream to its end. No behaviour of a server raises."""
     events = Events()
     answer = events.answer
     answer.sent = time.perf_counter()
@@ -106,7 +106,7 @@ async def complete(server: Server, post: bytes, timeout: float) -> Answer:
 
 
 async def fetch(server: Server, path: str, timeout: float = 30.0) -> Any:
-    """GET a JSON document. Raises ValueError where that does not work."""
+    """GET a JSON document. Raises ValueError where that fails."""
     pieces = bytearray()
 
     def keep(data: bytes, now: float) -> None:
@@ -125,7 +125,7 @@ async def fetch(server: Server, path: str, timeout: float = 30.0) -> Any:
 
 
 def request(server: Server, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-    """The request as bytes."""
+    """Return an HTTP request as bytes."""
     content = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
     lines = [
         f"{method} {server.prefix}{path} HTTP/1.1",
@@ -142,12 +142,12 @@ def request(server: Server, method: str, path: str, body: Mapping[str, Any] | No
 
 
 def printable(text: str) -> str:
-    """What a server wrote, for a terminal: whatever could steer one is escaped."""
+    """Return a server's text for a terminal: characters that could control one are escaped."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 async def _exchange(server: Server, make: Callable[[], Reader], timeout: float) -> None:
-    """Connect, send, read to the end. Raises Failed."""
+    """Connect, send, and read to the end. Raises Failed."""
     context = ssl.create_default_context() if server.secure else None
     transport = None
     try:
@@ -168,15 +168,15 @@ async def _exchange(server: Server, make: Callable[[], Reader], timeout: float) 
 
 
 class Reader(asyncio.Protocol):
-    """Sends one request and reads its response; `take(data, now)` gets the content as it arrives.
+    """Protocol that sends one request and reads its response; `take(data, now)` gets the content as it arrives.
 
-    Of a response other than 200 the content becomes the detail of the failure.
+    The content of a response other than 200 becomes the detail of the failure.
     """
 
     def __init__(self, request: bytes, take: Callable[[bytes, float], None], streamed: bool) -> None:
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._request, self._take, self._streamed = request, take, streamed
-        self._held = bytearray()  # what cannot be read yet
+        self._held = bytearray()  # input that is incomplete so far
         self._status = 0
         self._refusal = bytearray()
         self._chunked = False
@@ -248,7 +248,7 @@ class Reader(asyncio.Protocol):
             self._end()
 
     def _chunks(self, data: bytes, now: float) -> None:
-        """Chunks: a line with a size in hexadecimal, so many bytes, a line break."""
+        """Read chunks: a line with the size in hexadecimal, that many bytes, a line break."""
         if self._held:
             data = bytes(self._held) + data
             self._held.clear()
@@ -285,7 +285,7 @@ class Reader(asyncio.Protocol):
             self._refusal += data
 
     def _end(self) -> None:
-        """The response is complete."""
+        """End a complete response."""
         if self._status != 200:
             text = " ".join(self._refusal.decode("utf-8", "replace").split())
             raise Failed(f"status {self._status}", printable(text[:QUOTED])[:QUOTED])
@@ -300,7 +300,7 @@ def _chunk_size(line: bytes) -> int:
 
 
 class Events:
-    """Server-sent events of a completion, read into an `Answer`."""
+    """Parser of a completion's server-sent events into an `Answer`."""
 
     def __init__(self) -> None:
         self.answer = Answer(0.0)
@@ -334,7 +334,7 @@ class Events:
             raise Failed("malformed", f"an event that is no completion: {data[:QUOTED]!r}") from None
 
     def _chunk(self, chunk: Any, now: float) -> None:
-        """One event: some text, a finish reason, usage, or an error."""
+        """Read one event: text, a finish reason, usage, or an error."""
         answer = self.answer
         if chunk.get("error") is not None:
             raise Failed("error event", json.dumps(chunk["error"])[:QUOTED])

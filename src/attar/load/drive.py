@@ -1,11 +1,11 @@
-"""Sending a load to a server and noting when what came back.
+"""Driver of a load: sends requests to a server and records the arrival of the answers.
 
-Requests are encoded before the first is sent, so that while the clock runs the client only waits, reads and notes. How
-late it was itself is measured beside: the time from when a request was due to when it was sent, how late the event loop
-came round, and the share of a core it used. Where these are large, the run says so instead of blaming the server.
+Requests are encoded before the first is sent, so that the client only waits, reads and records while the clock runs.
+Its own lateness is measured too: the time from when a request was due to when it was sent, the event loop's delay, and
+the used fraction of a core. Where these are large, the run reports it instead of blaming the server.
 
-What this client costs an event, measured with 32 streams on one core and a trivial server on the other: 9 us where
-events come in a rush, 120 us where each wakes the process; httpx2, which would be at hand, 25 to 34 us and 280 us.
+Cost of this client per event, measured with 32 streams on one core and a trivial server on the other: 9 us where events
+come in a rush, 120 us where each wakes the process. The library httpx2 took 25 to 34 us and 280 us.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from attar.load.client import Answer, Server, complete, fetch, request
 from attar.load.schedule import Load
 from attar.load.traces import LOW, Ask
 
-HEARTBEAT = 0.05  # seconds between looks at how late the loop is
+HEARTBEAT = 0.05  # seconds between measurements of the loop's delay
 LEAD = 0.1  # seconds from the first sleep to the beginning of a run
-REDRAWN = 0.2  # seconds between reports of progress
+REDRAWN = 0.2  # seconds between progress reports
 
 _COMMON = """
 time year people way day man thing woman life child world school state family student group country problem hand part
@@ -33,17 +33,17 @@ level office door health person art war history party result change morning reas
 teacher force education
 """
 WORDS = tuple(_COMMON.split())
-"""Each a token or little more in most vocabularies: what ids become where only text is taken."""
+"""Words of about one token in most vocabularies: they replace ids where a server takes only text."""
 
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server, and how requests to it are put.
+    """A server, and the form of requests to it.
 
-    With `text`, and always in a chat, prompts are sent as words: by `decode` where a tokenizer is at hand, else one of
-    `WORDS` an id, so that equal beginnings stay equal and lengths about right. `extra` goes into every request.
+    With `text`, and always in a chat, prompts are sent as words: by `decode` where there is a tokenizer, else one of
+    `WORDS` an id, so that equal prefixes stay equal and lengths about right. `extra` goes into every request.
     """
 
     server: Server
@@ -61,7 +61,7 @@ class Target:
         return "/v1/chat/completions" if self.chat else "/v1/completions"
 
     def body(self, ask: Ask) -> dict[str, Any]:
-        """The JSON object of one request."""
+        """Return the JSON object of one request."""
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": ask.output,
@@ -85,7 +85,7 @@ class Target:
 
 @dataclass(slots=True)
 class Sent:
-    """One request of a run: when it was due, in the clock of its answer, and what came of it."""
+    """One request of a run: the time it was due, in the clock of its answer, and the answer."""
 
     ask: Ask
     due: float
@@ -94,7 +94,7 @@ class Sent:
 
 @dataclass(slots=True)
 class Run:
-    """A load that was sent: its requests in the order of the load, less those past the time limit."""
+    """A sent load: its requests in the order of the load, without those past the time limit."""
 
     load: Load
     sent: list[Sent]
@@ -109,7 +109,7 @@ class Run:
 
 
 async def first_model(server: Server) -> str:
-    """The model that a server names first. Raises ValueError where it names none."""
+    """Return the first model that a server lists. Raises ValueError where it lists none."""
     listed = await fetch(server, "/v1/models")
     try:
         return str(listed["data"][0]["id"])
@@ -118,7 +118,8 @@ async def first_model(server: Server) -> str:
 
 
 async def context(server: Server, model: str) -> int | None:
-    """How many tokens a prompt and its answer may have together, where the server says it as vLLM and attar do."""
+    """Return the most tokens of a prompt and its answer, None where the server does not state it as vLLM and
+    attar do."""
     try:
         listed = await fetch(server, "/v1/models")
         said = next(each["max_model_len"] for each in listed["data"] if each["id"] == model)
@@ -128,7 +129,7 @@ async def context(server: Server, model: str) -> int | None:
 
 
 async def probe(target: Target) -> str | None:
-    """Ask for two tokens. Returns None where that works, else the reason; raises ValueError where none listens."""
+    """Request two tokens. Return None where that works, else the reason. Raises ValueError where no server listens."""
     ask = Ask(0.0, (LOW, LOW + 1, LOW + 2, LOW + 3), 2)
     answer = await complete(target.server, request(target.server, "POST", target.path, target.body(ask)), 60.0)
     if answer.error == "refused":
@@ -137,7 +138,7 @@ async def probe(target: Target) -> str | None:
 
 
 async def run(load: Load, target: Target, limit: float | None = None, progress: Progress | None = None) -> Run:
-    """Send the whole load, or what of it is sent within `limit` seconds, and wait for every answer."""
+    """Send the whole load, or the part due within `limit` seconds, and wait for every answer."""
     posts = [request(target.server, "POST", target.path, target.body(ask)) for ask in load.asks]
     lags: list[float] = []
     heart = asyncio.create_task(_listen(lags))
@@ -156,7 +157,7 @@ async def run(load: Load, target: Target, limit: float | None = None, progress: 
 
     try:
         await asyncio.sleep(LEAD)
-        cpu = time.process_time()  # of the run alone: its share is of the run's time
+        cpu = time.process_time()  # of the run alone, because its fraction is of the run's time
         if load.clients is None:
             await _open(load, started, limit, one)
         else:
@@ -197,7 +198,7 @@ async def _closed(load: Load, clients: int, started: float, limit: float | None,
 
 
 async def _listen(lags: list[float]) -> None:
-    """Note how much later than asked for the loop comes back."""
+    """Record how much later than requested the loop wakes."""
     while True:
         before = time.perf_counter()
         await asyncio.sleep(HEARTBEAT)

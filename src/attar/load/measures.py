@@ -1,21 +1,21 @@
-"""What a run says about a server.
+"""Figures of a run: latencies, throughput, goodput, and warnings about them.
 
-Definitions, of one request: times are from when it was sent.
+Definitions for one request; times count from when it was sent:
 
 * TTFT, time to first token: to the first event that holds text.
 * E2E, end to end: to its terminal event.
-* TPOT, time per output token: (E2E - TTFT) / (tokens - 1); of an answer of one token there is none.
-* ITL, inter-token latency: each gap between two events with text, and of all requests together. Events that arrive in
+* TPOT, time per output token: (E2E - TTFT) / (tokens - 1); undefined for an answer of one token.
+* ITL, inter-token latency: each gap between two events with text, over all requests together. Events that arrive in
   one piece have gaps of zero between them, so ITL shows stalls where TPOT shows the mean.
-* Tokens are those that the server counts (`usage`), where it does, else events with text, which are fewer where an
-  event holds several; `counted` says which.
+* Tokens are those that the server counts (`usage`), where it does. Else they are events with text, which are fewer
+  where an event holds several; `counted` says which.
 
-Of a run: throughput is tokens of the answers that succeeded over the time from the beginning of the load to the last
-answer; goodput is requests a second that succeeded within every limit of the SLO. Failed requests are counted by kind,
-one of each is quoted, and they are in no latency. Percentiles interpolate linearly between the nearest values, as
-numpy's do.
+Definitions for a run. Throughput is the tokens of successful answers over the time from the beginning of the load to
+the last answer. Goodput is requests a second that succeeded within every limit of the SLO. Failed requests are counted
+by kind, with one example of each, and are in no latency. Percentiles interpolate linearly between the nearest values,
+as numpy's do.
 
-An open loop's latencies count from when a request was sent; how late that was is in `client`.
+An open loop's latencies count from when a request was sent; its lateness is in `client`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from attar.load.client import Answer
 from attar.load.drive import Run, Sent
 
 LATE = 0.01  # seconds that a client may be late in one of twenty cases
-BUSY = 0.8  # share of a core from which a client is close to being the limit
+BUSY = 0.8  # fraction of a core from which a client is close to being the limit
 BEHIND = 2.0  # times the latency of the first third of a run, from which the last third shows a growing queue
-UNEXPLAINED = 0.1  # share of the prompts' tokens that may come from a cache beyond what the prompts share
+UNEXPLAINED = 0.1  # fraction of the prompts' tokens that may come from a cache beyond what the prompts share
 SLO_KEYS = ("ttft", "tpot", "e2e")
 
 
 def parse_slo(text: str) -> dict[str, float]:
-    """`ttft=1.0,tpot=0.05` in seconds. Raises ValueError naming what can be limited."""
+    """Parse limits such as `ttft=1.0,tpot=0.05`, in seconds. Raises ValueError that names the valid keys."""
     limits: dict[str, float] = {}
     for item in text.split(","):
         name, _, value = (part.strip() for part in item.partition("="))
@@ -56,7 +56,7 @@ def parse_slo(text: str) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One answer, in seconds. `tpot` is None of fewer than two tokens, `ttft` where no event held text."""
+    """Timing of one answer, in seconds. `tpot` is None below two tokens, `ttft` where no event held text."""
 
     ttft: float | None
     tpot: float | None
@@ -76,13 +76,13 @@ def timing(answer: Answer) -> Timing:
 
 
 def meets(one: Timing, slo: Mapping[str, float]) -> bool:
-    """Whether every limit holds; what an answer does not have, it cannot break."""
+    """Return whether every limit holds; a value that an answer does not have breaks none."""
     values = {"ttft": one.ttft, "tpot": one.tpot, "e2e": one.e2e}
     return all((value := values[name]) is None or value <= limit for name, limit in slo.items())
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """The q-th percentile (0 .. 100) of values in ascending order, of which there is at least one."""
+    """Return the q-th percentile (0 .. 100) of at least one value in ascending order."""
     at = q / 100 * (len(values) - 1)
     low = math.floor(at)
     high = min(low + 1, len(values) - 1)
@@ -90,7 +90,7 @@ def percentile(values: Sequence[float], q: float) -> float:
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean, percentiles and the largest; None of no values."""
+    """Return mean, percentiles and maximum; None for no values."""
     if not values:
         return None
     ranked = sorted(values)
@@ -99,7 +99,7 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def measure(run: Run, slo: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """The figures of a run, for JSON: seconds, tokens, and rates a second."""
+    """Return the figures of a run as JSON-compatible values: seconds, tokens, and rates a second."""
     good = [each for each in run.sent if each.answer.error is None]
     timings = [timing(each.answer) for each in good]
     output = sum(one.tokens for one in timings)
@@ -145,23 +145,23 @@ def _prompt_tokens(each: Sent) -> int:
 
 
 def _cached_tokens(good: Sequence[Sent]) -> int | None:
-    """Prompt tokens that the server took from its cache; None where it does not say."""
+    """Return the prompt tokens that the server took from its cache; None where it does not report them."""
     counts = [each.answer.cached_tokens for each in good if each.answer.cached_tokens is not None]
     return sum(counts) if counts else None
 
 
 def _client(run: Run) -> dict[str, Any]:
-    """How late the client itself was, and how busy."""
+    """Return the client's own lateness and processor use."""
     late = [each.answer.sent - each.due for each in run.sent]
     return {
         "send_lag": spread(late),
         "loop_lag": spread(run.loop_lags),
-        "cpu_share": run.cpu / max(run.seconds, 1e-9) if run.sent else 0.0,  # of no time at all there is no share
+        "cpu_share": run.cpu / max(run.seconds, 1e-9) if run.sent else 0.0,  # a run of zero seconds has none
     }
 
 
 def warnings(run: Run, measured: Mapping[str, Any]) -> list[str]:
-    """What a reader of the figures should know before believing them."""
+    """Return warnings that a reader needs to judge the figures."""
     if not run.sent:
         return ["nothing was sent: the time for it was over before the first request was due"]
     found = []
@@ -197,8 +197,11 @@ def warnings(run: Run, measured: Mapping[str, Any]) -> list[str]:
 
 
 def _cache_warning(run: Run, cached: int | None, prompt: int) -> str | None:
-    """Whether more came from the server's cache than these prompts can have left there. Tokens that the server counts
-    beyond those of the prompts, such as a chat template's, may all be shared."""
+    """Return a warning where more tokens came from the server's cache than these prompts can have left there, else
+    None.
+
+    Tokens that the server counts beyond those of the prompts, such as a chat template's, may all be shared.
+    """
     if not cached:
         return None
     own = sum(len(each.ask.prompt) for each in run.sent if each.answer.error is None)
@@ -213,14 +216,15 @@ def _cache_warning(run: Run, cached: int | None, prompt: int) -> str | None:
 
 
 def _shared_tokens(prompts: Sequence[tuple[int, ...]]) -> int:
-    """Tokens that a cache of these prompts alone can save: of each the longest beginning that another has had. Where
-    they are sorted, that is what neighbours share."""
+    """Return the tokens that a cache of these prompts alone can save: each one's longest prefix that another has had.
+    In sorted order, that is what neighbours share."""
     pairs = (zip(a, b, strict=False) for a, b in pairwise(sorted(prompts)))
     return sum(sum(1 for _ in takewhile(lambda two: two[0] == two[1], pair)) for pair in pairs)
 
 
 def _thirds(run: Run) -> tuple[float, float]:
-    """Median seconds that answers of the first and of the last third of the arrivals took; zeros of a short run."""
+    """Return the median seconds of the answers in the first and the last third of the arrivals; zeros for a short
+    run."""
     took = [each.answer.ended - each.answer.sent for each in run.sent if each.answer.error is None]
     third = len(took) // 3
     if third < 4:
@@ -235,7 +239,7 @@ ROWS = (
 
 
 def to_text(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Runs side by side, a column each; latencies are p50 / p95 / p99."""
+    """Return a table of runs side by side, a column each; latencies are p50 / p95 / p99."""
     columns = [[run["label"], *_column(run)] for run in runs]
     names = ["load", *ROWS]
     widths = [max(len(cell) for cell in column) for column in columns]
@@ -251,7 +255,7 @@ def to_text(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def failures(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Each kind of failure with its number, the most frequent first, and one example of what the server said."""
+    """Return each kind of failure with its count, the most frequent first, and one example of the server's message."""
     kinds, examples = Counter[str](), dict[str, str]()
     for run in runs:
         kinds.update(run["errors"])

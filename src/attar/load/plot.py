@@ -1,4 +1,4 @@
-"""Latency and throughput against load, as one HTML page that needs nothing else, or as a PNG by matplotlib.
+"""Charts of latency and throughput against load, as one self-contained HTML page, or as a PNG by matplotlib.
 
 The page holds inline SVG: it opens anywhere, offline, for as long as browsers exist, and prints.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 460, 260, 62, 40, 28, 14
 COLOURS = {"p50": "#0072b2", "p95": "#a65e00", "p99": "#a3195b", "output": "#0072b2", "goodput": "#00714f"}
-DASHES = {"p95": "7 3", "p99": "2 3"}  # told apart without colour too
+DASHES = {"p95": "7 3", "p99": "2 3"}  # distinguishable without colour
 
 Run = Mapping[str, Any]
 Series = Mapping[str, Sequence[float]]
@@ -28,7 +28,7 @@ STYLE = (
 
 
 def charts(runs: Sequence[Run]) -> list[tuple[str, str, Series]]:
-    """(title, unit, name -> one value a run) of everything that is drawn."""
+    """Return (title, unit, name -> one value a run) of every chart."""
     shown: list[tuple[str, str, Series]] = []
     for name, title in (("ttft", "Time to first token"), ("tpot", "Time per output token"), ("e2e", "End to end")):
         by = {q: [run[name][q] * 1e3 if run[name] else math.nan for run in runs] for q in ("p50", "p95", "p99")}
@@ -41,14 +41,14 @@ def charts(runs: Sequence[Run]) -> list[tuple[str, str, Series]]:
 
 
 def loads(runs: Sequence[Run]) -> tuple[list[float], str]:
-    """Where the runs stand on the horizontal axis, and what it is."""
+    """Return the runs' positions on the horizontal axis, and the axis's label."""
     if all(run["clients"] is not None for run in runs):
         return [float(run["clients"]) for run in runs], "clients"
     return [run["rate"] or run["requests"] / run["seconds"] for run in runs], "requests/s offered"
 
 
 def html(runs: Sequence[Run], title: str, table: str) -> str:
-    """The page. `table` is the text that goes below the charts."""
+    """Return the page. `table` is the text below the charts."""
     xs, axis = loads(runs)
     drawn = "\n".join(svg(xs, axis, *chart) for chart in charts(runs))
     return (
@@ -58,7 +58,7 @@ def html(runs: Sequence[Run], title: str, table: str) -> str:
 
 
 def svg(xs: Sequence[float], axis: str, title: str, unit: str, series: Series) -> str:
-    """One chart: a line a series, points with their values on hover, axes from 0."""
+    """Return one chart: a line a series, points with their values on hover, axes from 0."""
     values = [value for line in series.values() for value in line if math.isfinite(value)]
     right, top = ticks(max(xs))[-1], ticks(max(values, default=1.0))[-1]
 
@@ -93,7 +93,7 @@ def svg(xs: Sequence[float], axis: str, title: str, unit: str, series: Series) -
 
 
 def ticks(top: float) -> list[float]:
-    """Four to ten round numbers from 0 to at least `top`."""
+    """Return four to ten round numbers from 0 to at least `top`."""
     if not top > 0:
         return [0.0, 1.0]
     power = 10.0 ** math.floor(math.log10(top))
@@ -102,7 +102,7 @@ def ticks(top: float) -> list[float]:
 
 
 def save(path: Path, runs: Sequence[Run], title: str, table: str) -> None:
-    """Write a .html or .png file. Raises ValueError on other endings, and where PNG needs what is not installed."""
+    """Write a .html or .png file. Raises ValueError for other suffixes, and for PNG without matplotlib."""
     if path.suffix == ".html":
         path.write_text(html(runs, title, table), encoding="utf-8")
         return
@@ -113,7 +113,7 @@ def save(path: Path, runs: Sequence[Run], title: str, table: str) -> None:
 
 
 def check(path: Path) -> None:
-    """Raise ValueError or OSError unless `save` can write such a file: asked before a run, not after it."""
+    """Raise ValueError or OSError unless `save` can write such a file. Callers check before a run, not after it."""
     if path.suffix not in (".html", ".png"):
         raise ValueError(f"a plot is a .html or a .png file, not {path.name!r}")
     if path.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:

@@ -1,10 +1,10 @@
-"""When requests are sent.
+"""Arrival times of requests: open and closed loop.
 
-Open loop: at times of their own, whatever the server does, as independent users behave; a server that falls behind
-meets a growing queue. Times are those of a trace, or a Poisson process: gaps drawn from an exponential distribution.
-Closed loop: so many clients, each sending its next request when its last has ended; the load adapts to the server, so
-a stall hides the requests that it kept from being sent, and latency of a closed loop is no answer to "how long would
-users wait at this rate".
+Open loop: requests are sent at times of their own, whatever the server does, as independent users behave; a server that
+falls behind meets a growing queue. Times come from a trace or from a Poisson process, with gaps drawn from an
+exponential distribution. Closed loop: a number of clients, each of which sends its next request when its last has
+ended. The load adapts to the server, so a stall hides the requests that it kept from being sent. Latency of a closed
+loop therefore does not answer "how long would users wait at this rate".
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from attar.load.traces import Ask
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests, and how they are sent: at their times, or by `clients` that wait for their answers."""
+    """Requests, and the way they are sent: at their times, or by `clients` that wait for their answers."""
 
     asks: tuple[Ask, ...]
     clients: int | None = None  # None: open loop
-    rate: float | None = None  # requests a second that were asked for
+    rate: float | None = None  # requested requests a second
 
     @property
     def label(self) -> str:
@@ -32,8 +32,11 @@ class Load:
 
 
 def poisson(asks: Sequence[Ask], rate: float, seed: int = 0) -> Load:
-    """The requests in their order, `rate` of them a second on average. The first is sent at the first arrival, not at
-    once: 0 is no arrival of the process."""
+    """Return the requests in their order, `rate` of them a second on average, as a Poisson process.
+
+    The first is sent at the first arrival, not at once: 0 is no arrival of the process. Raises ValueError for a rate
+    that is not positive.
+    """
     _check(rate)
     numbers, now, timed = random.Random(f"arrivals {seed}"), 0.0, []
     for ask in asks:
@@ -43,7 +46,8 @@ def poisson(asks: Sequence[Ask], rate: float, seed: int = 0) -> Load:
 
 
 def as_recorded(asks: Sequence[Ask], rate: float | None = None) -> Load:
-    """At the times of the trace, all stretched by one factor to `rate` requests a second where that is given.
+    """Return the requests at the times of the trace, all stretched by one factor to `rate` requests a second where
+    given.
 
     Raises ValueError where the trace has no times to stretch.
     """
@@ -58,7 +62,8 @@ def as_recorded(asks: Sequence[Ask], rate: float | None = None) -> Load:
 
 
 def closed(asks: Sequence[Ask], clients: int) -> Load:
-    """By `clients`, in order, each as soon as a client is free."""
+    """Return the requests for `clients` clients, in order, each sent as soon as a client is free. Raises ValueError
+    below one client."""
     if clients < 1:
         raise ValueError(f"a closed loop has at least one client, not {clients}")
     return Load(tuple(replace(ask, at=0.0) for ask in asks), clients)

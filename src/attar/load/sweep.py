@@ -1,7 +1,7 @@
-"""The whole of `attar bench-serve`: choose requests, send them at each load, report.
+"""Body of `attar bench-serve`: choose requests, send them at each load, report.
 
-Where several loads are run, each gets the same requests with other tokens (`traces.shifted`), so that none finds what
-an earlier one left in the server's prefix cache; within a run everything is shared that the trace shares.
+Several loads get the same requests with different tokens (`traces.shifted`), so that none finds an earlier one's
+prompts in the server's prefix cache. Within a run, prompts share all that the trace shares.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from attar.load.drive import Progress, Target
 from attar.load.schedule import Load
 from attar.load.traces import Ask, Synthetic
 
-SHIFT = 101  # tokens that runs are apart
+SHIFT = 101  # offset of the token ids between runs
 PAUSE = 0.5  # seconds between runs
 
 SIZES = frozenset({"prompt", "messages", "max_tokens", "max_completion_tokens", "truncate_prompt_tokens"})
-"""Fields of a request that change its length: with one of them in `extra`, only the server knows that."""
+"""Request fields that change its length: with one of them in `extra`, only the server knows the length."""
 
 Arrivals = Literal["poisson", "trace"]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is run. Loads are `rates` (requests a second), `clients`, or, with neither, a trace as it was recorded."""
+    """Options of a benchmark. Loads are `rates` (requests a second), `clients`, or, with neither, a trace as
+    recorded."""
 
     url: str
     key: str | None = None
@@ -41,8 +42,8 @@ class Options:
     synthetic: Synthetic = field(default_factory=Synthetic)
     requests: int = 100  # at most
     divisor: int = 1
-    longest: int | None = None  # tokens of prompt and answer: longer requests are left out
-    vocabulary: int | None = None  # ids are kept below it
+    longest: int | None = None  # tokens of prompt and answer; longer requests are left out
+    vocabulary: int | None = None  # ids stay below it
     rates: tuple[float, ...] = ()
     clients: tuple[int, ...] = ()
     arrivals: Arrivals = "poisson"
@@ -51,12 +52,12 @@ class Options:
     temperature: float = 0.0
     ignore_eos: bool = True
     timeout: float = 600.0
-    seconds: float | None = None  # nothing is sent after so many seconds of a run
+    seconds: float | None = None  # of a run, after which nothing is sent
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def loads(options: Options) -> list[Load]:
-    """The runs, in order. Raises ValueError where the options contradict each other or leave no request."""
+    """Return the runs, in order. Raises ValueError where the options contradict each other or leave no request."""
     if options.requests < 1:
         raise ValueError(f"a run has at least one request, not {options.requests}")
     if options.rates and options.clients:
@@ -94,7 +95,7 @@ def _asks(options: Options) -> list[Ask]:
 
 
 def numbers(name: str, text: str | None) -> tuple[float, ...]:
-    """The numbers of a list such as 1,2,4; none of None. Raises ValueError naming the option."""
+    """Parse a list of numbers such as 1,2,4; None gives none. Raises ValueError that names the option."""
     try:
         return () if text is None else tuple(float(each) for each in text.split(","))
     except ValueError:
@@ -102,7 +103,7 @@ def numbers(name: str, text: str | None) -> tuple[float, ...]:
 
 
 def counts(name: str, text: str | None) -> tuple[int, ...]:
-    """As `numbers`, of whole ones."""
+    """Parse a list of integers such as 1,4,16; None gives none. Raises ValueError that names the option."""
     try:
         return () if text is None else tuple(int(each) for each in text.split(","))
     except ValueError:
@@ -110,10 +111,10 @@ def counts(name: str, text: str | None) -> tuple[int, ...]:
 
 
 def bench_serve(options: Options, progress: Progress | None = None) -> dict[str, Any]:
-    """Run every load and measure. The report is for JSON; `to_text` shows it.
+    """Run every load and measure it. Return the report as JSON-compatible values; `to_text` formats it.
 
-    Raises ValueError where an option is impossible, or the server cannot be reached, refuses the kind of request or
-    says that it takes no request of that length.
+    Raises ValueError for an invalid option, and where the server cannot be reached, refuses this kind of request, or
+    states a context too short for the requests.
     """
     return asyncio.run(_bench(options, loads(options), progress))
 
@@ -148,7 +149,7 @@ async def _bench(options: Options, runs: Sequence[Load], progress: Progress | No
 
 
 def _check_lengths(options: Options, asks: Sequence[Ask], context: int) -> None:
-    """Raises ValueError where requests are certainly longer than the server's context; a word is at least a token."""
+    """Raise ValueError where requests are certainly longer than the server's context. A word is at least a token."""
     if SIZES & options.extra.keys() or (options.decode is not None and (options.chat or options.text)):
         return
     long = [ask for ask in asks if len(ask.prompt) + ask.output > context]
@@ -164,7 +165,7 @@ def _check_lengths(options: Options, asks: Sequence[Ask], context: int) -> None:
 
 
 async def _accepted(target: Target) -> Target:
-    """The target as the server takes it: with token ids, or with words where it refuses those."""
+    """Return the target in the form that the server accepts: with token ids, or with words where it refuses ids."""
     reason = await drive.probe(target)
     if reason is None:
         return target
@@ -179,7 +180,7 @@ async def _accepted(target: Target) -> Target:
 
 
 def failure(report: Mapping[str, Any]) -> str | None:
-    """What to say where no request of any run succeeded; else None."""
+    """Return the error where no request of any run succeeded, else None."""
     runs = report["runs"]
     if any(run["succeeded"] for run in runs):
         return None
@@ -190,7 +191,7 @@ def failure(report: Mapping[str, Any]) -> str | None:
 
 
 def to_text(report: Mapping[str, Any]) -> str:
-    """The report as a table for people."""
+    """Return the report as a table for a terminal."""
     head = (
         f"{printable(report['model'])} at {report['url']}{report['endpoint']}: {report['source']}, prompts as "
         f"{report['prompts']}, arrivals {report['arrivals']}; latencies are p50 / p95 / p99"

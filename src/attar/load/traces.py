@@ -1,17 +1,17 @@
-"""What a run asks for: prompts with the lengths and the shared beginnings of real traffic, or made-up ones.
+"""Requests of a run: prompts with the lengths and shared prefixes of real traffic, or synthetic ones.
 
-Three kinds of trace files are read, told apart by what is in them; a name that ends in .xz is unpacked on the way.
+Three kinds of trace files are read and recognized by their content; a name that ends in .xz is decompressed on the way.
 
 * Token ids (JSON lines with `input_tok_ids`, `output_toks`, `arrival_time_ns`): ShareGPT conversations as ids.
 * Hash blocks (JSON lines with `timestamp` in ms, `input_length`, `output_length`, `hash_ids`): Mooncake's production
-  traces. A hash stands for 512 tokens, the same wherever it appears; here each becomes tokens drawn from it, so that
-  prompts share exactly what those behind the trace did. The last block of a prompt may be partly filled.
+  traces. A hash stands for 512 tokens, the same wherever it appears. Here each becomes tokens drawn from it, so that
+  prompts share exactly what the prompts behind the trace did. The last block of a prompt may be partly filled.
 * Lengths (CSV with `TIMESTAMP,ContextTokens,GeneratedTokens`): Azure's traces. Nothing is shared.
 
 `divisor` makes everything shorter by that factor, so that a trace of long prompts runs on a small machine: a block of
-512 becomes one of 512 / divisor, and what was shared still is. Times stay; the rate is set when a run is made.
+512 becomes one of 512 / divisor, and shared prefixes stay shared. Times stay; the rate is set when a run is made.
 
-Made-up ids lie in `LOW` .. `HIGH`, ordinary tokens in every vocabulary that is larger. All randomness is seeded.
+Synthetic ids lie in `LOW` .. `HIGH`, ordinary tokens in every larger vocabulary. All randomness is seeded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOW, HIGH = 100, 1000
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request: at `at` seconds from the beginning of the trace, a prompt of ids, and so many tokens wanted."""
+    """One request: a prompt of ids, due `at` seconds from the beginning of the trace, with `output` tokens wanted."""
 
     at: float
     prompt: tuple[int, ...]
@@ -43,9 +43,10 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
-    """Requests with `prompt` and `output` tokens, each by up to the fraction `spread` more or less.
+    """Synthetic requests of `prompt` and `output` tokens, each by up to the fraction `spread` more or less.
 
-    With `prefixes`, each begins with one of so many beginnings of `prefix_tokens`, which count as part of the prompt.
+    With `prefixes`, each prompt begins with one of that many prefixes of `prefix_tokens`, which count as part of it.
+    Raises ValueError for impossible sizes.
     """
 
     prompt: int = 256
@@ -66,7 +67,7 @@ class Synthetic:
 
 
 def synthetic(what: Synthetic, count: int, seed: int = 0) -> list[Ask]:
-    """`count` made-up requests, due at once."""
+    """Return `count` synthetic requests, all due at time 0."""
     numbers = random.Random(f"synthetic {seed}")
     beginnings = [_tokens(f"{seed} beginning {i}", what.prefix_tokens) for i in range(what.prefixes)]
 
@@ -82,10 +83,10 @@ def synthetic(what: Synthetic, count: int, seed: int = 0) -> list[Ask]:
 
 
 def read(path: Path, count: int | None = None, divisor: int = 1, seed: int = 0) -> list[Ask]:
-    """The first `count` requests of a trace file, in order of arrival.
+    """Return the first `count` requests of a trace file, in order of arrival.
 
-    Raises ValueError where the file is none of the three kinds, holds impossible numbers, or `divisor` does not divide
-    a hash block; OSError where it cannot be read.
+    Raises ValueError where the file is none of the three kinds or holds invalid numbers, or `divisor` does not divide a
+    hash block; OSError where it cannot be read.
     """
     if divisor < 1:
         raise ValueError(f"a divisor is at least 1, not {divisor}")
@@ -105,8 +106,11 @@ def read(path: Path, count: int | None = None, divisor: int = 1, seed: int = 0) 
 
 
 def shifted(asks: Sequence[Ask], by: int) -> list[Ask]:
-    """The same requests with every token another one, so that a server has none of them in its cache: whoever runs a
-    trace twice measures the cache otherwise. Equal beginnings stay equal, and no id is larger than before."""
+    """Return the requests with every token replaced by another one, so that a server has none of them in its cache.
+
+    A trace that runs twice otherwise measures the cache. Equal prefixes stay equal, and no id exceeds the largest
+    before.
+    """
     size = 1 + max((max(ask.prompt) for ask in asks if ask.prompt), default=0)
     low = LOW if size > LOW else 0
     turned = [low + (i - low + by) % (size - low) if i >= low else i for i in range(size)]
@@ -114,12 +118,13 @@ def shifted(asks: Sequence[Ask], by: int) -> list[Ask]:
 
 
 def within(asks: Sequence[Ask], longest: int) -> list[Ask]:
-    """Those whose prompt and answer together have at most `longest` tokens."""
+    """Return the requests whose prompt and answer together have at most `longest` tokens."""
     return [ask for ask in asks if len(ask.prompt) + ask.output <= longest]
 
 
 def folded(asks: Sequence[Ask], vocabulary: int) -> list[Ask]:
-    """The same with every id within a vocabulary, equal ids staying equal. Raises ValueError on a tiny vocabulary."""
+    """Return the requests with every id within a vocabulary; equal ids stay equal. Raises ValueError for a tiny
+    vocabulary."""
     if vocabulary <= LOW:
         raise ValueError(f"a vocabulary of {vocabulary} is too small: {LOW + 1} is the least")
     turn = vocabulary - LOW
@@ -173,7 +178,7 @@ def _csv(path: Path, header: str, file: IO[str], divisor: int, seed: int) -> Ite
     for number, row in enumerate(csv.reader(file), 2):
         try:
             time, context, output = row
-            at = datetime.fromisoformat(time.strip()[:26]).timestamp()  # fractions past a microsecond are no use
+            at = datetime.fromisoformat(time.strip()[:26]).timestamp()  # fractions of a microsecond are of no use
             prompt = _tokens(f"{seed} row {number}", _shorter(int(context), divisor))
             yield Ask(at, prompt, _shorter(int(output), divisor))
         except (ValueError, TypeError) as error:
@@ -181,7 +186,7 @@ def _csv(path: Path, header: str, file: IO[str], divisor: int, seed: int) -> Ite
 
 
 def _shorter(length: Any, divisor: int) -> int:
-    """A length over the divisor, at least one token."""
+    """Return a length over the divisor, at least one token. Raises ValueError for an invalid length."""
     if type(length) is not int or not 0 <= length <= MAX_TOKENS:
         raise ValueError(f"a length is a whole number up to {MAX_TOKENS}, not {length!r}")
     return max(1, -(-length // divisor))
@@ -194,6 +199,6 @@ def _seconds(value: float) -> float:
 
 
 def _tokens(seed: str, count: int) -> tuple[int, ...]:
-    """Ids that depend on the seed and nothing else; fewer of them are the beginning of more."""
+    """Return `count` ids that depend on the seed alone; a smaller count gives a prefix of a larger one's."""
     numbers = random.Random(seed)
     return tuple(LOW + int(numbers.random() * (HIGH - LOW)) for _ in range(count))

@@ -1,15 +1,15 @@
-"""How sure a measured figure is: confidence intervals by resampling whole windows.
+"""Confidence intervals of measured figures, by resampling whole windows (the bootstrap of Efron 1979).
 
-Tokens of one window share a past, so their losses are not independent; windows nearly are. The bootstrap (Efron 1979)
-therefore draws windows, not tokens: as many as there are, with replacement, again and again, and reads the interval off
-the percentiles of the figure. Where two models are compared, both are read on the same drawn windows (paired), which
-cancels what the windows themselves contribute: that is what makes a small difference between two methods visible.
+Tokens of one window share a past, so their losses are not independent; windows nearly are. The bootstrap therefore
+draws windows, not tokens: as many as there are, with replacement, again and again. The interval is read off the
+percentiles of the figure. Where two models are compared, both are read on the same drawn windows (paired). Pairing
+cancels the variance that the windows themselves contribute, which makes a small difference between two methods visible.
 
-The draws come from Philox words, whose values numpy fixes, rather than from numpy's distributions, whose values it does
-not: an interval in a receipt must come out the same under any numpy.
+The draws come from Philox words, whose values numpy fixes, and not from numpy's distributions, whose values it does not
+fix: an interval in a receipt must be the same under any numpy.
 
-Not done: bias-corrected (BCa) intervals. With the tens of windows at hand, their correction is smaller than what the
-windows' own dependence leaves out. Legend: N tokens, W windows, R resamples.
+Not done: bias-corrected (BCa) intervals. With tens of windows, their correction is smaller than the error that the
+windows' own dependence leaves. Legend: N tokens, W windows, R resamples.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A figure and its 95 % confidence interval: None, None where there was one window, hence nothing to resample."""
+    """A figure and its 95 % confidence interval; low and high are None for one window, which cannot be resampled."""
 
     value: float
     low: float | None
     high: float | None
 
     def map(self, f: Callable[[float], float]) -> Interval:
-        """The interval of f(figure), for an f that never falls."""
+        """Return the interval of f(figure), for a non-decreasing f."""
         return Interval(
             f(self.value), None if self.low is None else f(self.low), None if self.high is None else f(self.high)
         )
@@ -47,7 +47,7 @@ class Interval:
 
 @functools.lru_cache(maxsize=4)
 def resamples(windows: int, seed: int = SEED, count: int = RESAMPLES) -> Ints:
-    """How often each window is drawn in each resample: int64 [R, W], every row summing to W."""
+    """Return how often each window is drawn in each resample: int64 [R, W], every row summing to W."""
     words = np.asarray(np.random.Philox(key=np.array([seed, windows], dtype=np.uint64)).random_raw(count * windows))
     drawn = ((words >> np.uint64(32)) * np.uint64(windows)) >> np.uint64(32)  # top 32 bits to 0 .. W-1
     rows = drawn.astype(np.int64).reshape(count, windows)
@@ -55,17 +55,17 @@ def resamples(windows: int, seed: int = SEED, count: int = RESAMPLES) -> Ints:
 
 
 def mean(values: Floats, window: Ints, seed: int = SEED) -> Interval:
-    """Mean of values [N], whose windows [N] are numbered from 0. Windows of more tokens weigh more."""
+    """Return the mean of values [N] whose windows [N] are numbered from 0. Windows of more tokens weigh more."""
     return ratio(per_window(values, window), np.bincount(window).astype(np.float64), seed)
 
 
 def per_window(values: Floats, window: Ints) -> Floats:
-    """Values [N] summed over each window: [W]."""
+    """Sum values [N] over each window: [W]."""
     return np.bincount(window, weights=values).astype(np.float64)
 
 
 def ratio(a: Floats, b: Floats, seed: int = SEED) -> Interval:
-    """sum(a) / sum(b) of per-window sums a, b [W], both read on the same drawn windows."""
+    """Return sum(a) / sum(b) of per-window sums a, b [W], both read on the same drawn windows."""
     value = float(a.sum() / b.sum())
     if len(a) < 2:
         return Interval(value, None, None)
@@ -74,10 +74,10 @@ def ratio(a: Floats, b: Floats, seed: int = SEED) -> Interval:
 
 
 def paired_bootstrap_ratio(kl_a: Floats, kl_b: Floats, seed: int = SEED) -> Interval:
-    """sum(kl_a) / sum(kl_b) over the same windows, with its interval: a claim "A beats B" needs `high` < 1.
+    """Return sum(kl_a) / sum(kl_b) over the same windows, with its interval: a claim "A beats B" needs `high` < 1.
 
-    kl_a and kl_b are per-window sums (or means, of windows of one length) [W]. Raises ValueError where they cannot be
-    paired, are fewer than two, or where B has no divergence to compare with.
+    kl_a and kl_b are per-window sums (or means, of windows of one length) [W]. Raises ValueError for different shapes,
+    for fewer than two windows, and where a window of B has no divergence.
     """
     kl_a, kl_b = np.asarray(kl_a, dtype=np.float64), np.asarray(kl_b, dtype=np.float64)
     if kl_a.shape != kl_b.shape or kl_a.ndim != 1:
@@ -90,7 +90,7 @@ def paired_bootstrap_ratio(kl_a: Floats, kl_b: Floats, seed: int = SEED) -> Inte
 
 
 def quantile(values: Floats, window: Ints, q: float, seed: int = SEED) -> Interval:
-    """The smallest of values [N] that at least a share q of them do not exceed; no interpolation."""
+    """Return the smallest of values [N] that at least a fraction q of them do not exceed; no interpolation."""
     order = np.argsort(values, kind="stable")
     ranked, ranked_window = values[order], window[order]
     windows = int(window.max()) + 1
@@ -101,7 +101,7 @@ def quantile(values: Floats, window: Ints, q: float, seed: int = SEED) -> Interv
 
 
 def _at(ranked: Floats, weights: Ints, q: float) -> float:
-    """The quantile of sorted values [N] that each count `weights` [N] times."""
+    """Return the quantile of sorted values [N] that each count `weights` [N] times."""
     below = weights.cumsum()
     rank = max(1, math.ceil(q * int(below[-1]) - 1e-9))  # 0.999 * 1000 must not become 1000 by rounding
     return float(ranked[np.searchsorted(below, rank)])

@@ -1,13 +1,14 @@
-"""How far a compressed model's predictions are from its base's: KL divergence, acceptance, and top-1 agreement.
+"""Divergence of a compressed model's predictions from its base's: KL divergence, acceptance, and top-1 agreement.
 
-Perplexity averages over tokens that got likelier and tokens that got less likely, so that damage can hide in it. The
-divergence KL(base || model) = sum_v p(v) (log p(v) - log q(v)) cannot be negative at any position: nothing cancels. It
-is taken over the whole vocabulary in float64, because truncated or quantized base logits leave a floor of their own
-(5e-4 and more in common tools); here the floor is exactly zero: a model against itself gives 0.0 at every position.
+Perplexity averages over tokens that became more probable and tokens that became less probable, so damage can hide in
+it. The divergence KL(base || model) = sum_v p(v) (log p(v) - log q(v)) cannot be negative at any position: nothing
+cancels. It is taken over the whole vocabulary in float64, because truncated or quantized base logits leave a floor of
+their own (5e-4 and more in common tools). Here the floor is exactly zero: a model against itself gives 0.0 at every
+position.
 
-The acceptance sum_v min(p(v), q(v)) is the chance that a token which one model draws would be kept by rejection
-sampling against the other: its mean is the expected acceptance rate, EAR, of which 0.99 and more has been called
-statistically lossless (SLQ, arXiv 2605.02404). As 1 - sum_v |p - q| / 2 it is exactly 1 for a model against itself.
+The acceptance sum_v min(p(v), q(v)) is the chance that rejection sampling against one model keeps a token sampled from
+the other. Its mean is the expected acceptance rate, EAR; SLQ (arXiv 2605.02404) calls 0.99 and more statistically
+lossless. Computed as 1 - sum_v |p - q| / 2, it is exactly 1 for a model against itself.
 
 Legend: T positions, V vocabulary.
 """
@@ -24,17 +25,17 @@ from attar.metrics.perplexity import in_rows
 
 
 class Comparison(NamedTuple):
-    """One number a position, [T] each; losses and divergence in nats and float64."""
+    """Figures of each position, [T] each; losses and divergence in nats and float64."""
 
     nll: Tensor
     base_nll: Tensor
     kl: Tensor
-    agree: Tensor  # bool: the likeliest token is the same
+    agree: Tensor  # bool: both have the same most probable token
     accept: Tensor
 
 
 def compare(base: Tensor, model: Tensor, targets: Tensor) -> Comparison:
-    """Everything that is measured at positions with float32 logits base, model [T, V] and targets [T], in one pass.
+    """Compare float32 logits base, model [T, V] at positions with targets [T], in one pass over all figures.
 
     Rows are widened to float64 a few at a time, so the extra memory does not grow with T.
     """

@@ -1,8 +1,8 @@
-"""How long two models write the same: of greedy continuations, the tokens before the first that differs.
+"""Length of agreement of two models' greedy continuations: the tokens before the first that differs.
 
-It is what whoever decodes at temperature 0 sees of compression. One token decides here, where KL weighs a whole
-vocabulary, so it needs many prompts; and as a text that has once gone another way is another text, what follows is not
-compared. Both models are fed the base's choices, token by token, by the same calls: up to the first difference these
+A user who decodes at temperature 0 sees this effect of compression. One token decides here, where KL weighs a whole
+vocabulary, so the figure needs many prompts. Texts that have diverged once stay different, so what follows is not
+compared. Both models are fed the base's choices, token by token, by the same calls. Up to the first difference these
 are the choices of both, and a model against itself differs nowhere. An end of text does not end a continuation.
 
 Legend: P prompts, L tokens of one, V vocabulary.
@@ -23,13 +23,14 @@ from attar.model.decoder import Decoder
 
 PROMPT = 64
 LENGTH = 64
-AT_ONCE = 16  # continuations that grow together
+AT_ONCE = 16  # continuations that run as one batch
 
 
 def prompts(sequences: Sequence[Sequence[int]], count: int, bos: int | None, supported: int) -> Tensor:
-    """`count` prompts from all over a text's tokens, int64 [P, PROMPT], each with `bos` in front where there is one.
+    """Return `count` prompts spread over a text's tokens, int64 [P, PROMPT], each with `bos` in front where there is
+    one.
 
-    Raises ValueError where the text has fewer, or the models do not have the positions.
+    Raises ValueError where the text has fewer, or the models support too few positions.
     """
     if supported < PROMPT + LENGTH:
         raise ValueError(
@@ -44,8 +45,10 @@ def prompts(sequences: Sequence[Sequence[int]], count: int, bos: int | None, sup
 
 
 def shared(model: Decoder, base: Decoder, started: Tensor, cache: NewCache | None = None) -> Floats:
-    """How many of `LENGTH` tokens after each of the prompts [P, L] are the same: [P]. With `cache`, `model` (not
-    `base`) keeps keys and values in such caches."""
+    """Return how many of `LENGTH` greedy tokens after each of the prompts [P, L] agree: float64 [P].
+
+    With `cache`, `model` (not `base`) keeps its KV cache in such caches.
+    """
     found = [_shared(model, base, some, cache or model.cache) for some in started.split(AT_ONCE)]
     return torch.cat(found).double().numpy()
 

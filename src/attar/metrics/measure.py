@@ -1,8 +1,8 @@
-"""`measure`: decoders and token ids in, a `Report` out. What `compress` writes into receipts and `eval` prints.
+"""`measure`: decoders and token ids in, a `Report` out. `compress` writes it into receipts and `eval` prints it.
 
-The report carries its protocol with it, because a perplexity without one compares with nothing. Windows are at most
-2048 tokens by default, whatever the model could take: attention's cost grows with the square, and figures of different
-models are then at least cut alike.
+The report includes its protocol, because perplexities compare only under one protocol. Windows are at most 2048 tokens
+by default, whatever context the model supports. Attention's cost grows with the square of the length, and so figures of
+different models are at least cut alike.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHOWN = (
     "ppl", "bits_per_byte", "ppl_base", "ppl_ratio", "ln_ppl_change", "kl_mean", "kl_p50", "kl_p99", "kl_p999",
     "kl_max", "top1", "ear", "greedy",
 )  # fmt: skip
-"""The figures of a report, in the order they are shown."""
+"""Names of a report's figures, in display order."""
 
 _LABELS = {
     "ppl": "perplexity",
@@ -42,8 +42,8 @@ _LABELS = {
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """How a text was cut; `bos` is the token put in front of every window, None where there was none. `prompts` were
-    continued greedily."""
+    """The way a text was cut. `bos` is the token put in front of every window, None where there was none; `prompts` is
+    the number of prompts that were continued greedily."""
 
     context: int
     stride: int
@@ -71,8 +71,8 @@ class Protocol:
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """The figures of a measurement with their intervals, by the names in `SHOWN`; those that were not measured are
-    absent. `bytes` are the bytes of the counted tokens, None where the tokenizer was not at hand."""
+    """Figures of a measurement with their intervals, by the names in `SHOWN`; figures that were not measured are
+    absent. `bytes` counts the bytes of the counted tokens, None where the tokenizer was not at hand."""
 
     measurement: Measurement
     figures: Mapping[str, Interval]
@@ -84,8 +84,8 @@ class Report:
         return self.measurement.tokens
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: every name in `SHOWN` with its value, or None where it was not measured (or is past float64's end);
-        `tokens`, `bytes`, `intervals` (name to [low, high] or None) and `protocol`."""
+        """Return JSON-compatible values: every name in `SHOWN` with its value, `tokens`, `bytes`, `intervals` (name to
+        [low, high] or None) and `protocol`. A value is None where it was not measured or is infinite."""
         shown = {name: self.figures.get(name) for name in SHOWN}
         return {
             **{name: None if figure is None else _finite(figure.value) for name, figure in shown.items()},
@@ -96,7 +96,7 @@ class Report:
         }
 
     def table(self) -> str:
-        """For people: a line for each figure, and the protocol below."""
+        """Return a line of text for each figure, and the protocol below."""
         lines = []
         for name in SHOWN:
             if (figure := self.figures.get(name)) is not None:
@@ -136,16 +136,16 @@ def measure(
     prompts: int = 0,
     progress: Progress | None = None,
 ) -> Report:
-    """Perplexity of `model` on token ids, and its divergence from `base`.
+    """Measure the perplexity of `model` on token ids, and its divergence from `base`.
 
-    `ids` is one text's tokens, or several sequences that are cut each for itself. `context` defaults to what both
-    models support, at most 2048; `stride` to `context`. `bytes_of` tells how many bytes each token stands for (special
-    tokens: none), which gives bits per byte. With `cache`, `model` (not `base`) runs through such caches. So many
-    `prompts` from all over the text are continued greedily by both (`metrics.greedy`).
+    `ids` is one text's tokens, or several sequences that are cut separately. `context` defaults to what both models
+    support, at most 2048; `stride` to `context`. `bytes_of` gives the number of bytes of each token (special tokens:
+    none), which yields bits per byte. With `cache`, `model` (not `base`) runs through such caches. `prompts` prompts
+    from all over the text are continued greedily by both (`metrics.greedy`).
 
-    Raises ValueError for fewer than two tokens, ids outside the vocabulary, a context that a model does not support,
-    two models of different vocabularies, prompts without a base or that the text has not, and logits that are not
-    finite.
+    Raises ValueError for fewer than two tokens, ids outside the vocabulary, and a context that a model does not
+    support. It also does for models of different vocabularies, for prompts without a base or more than the text has,
+    and for logits that are not finite.
     """
     config = model.config
     if base is not None and base.config.vocab_size != config.vocab_size:
@@ -160,7 +160,7 @@ def measure(
     stride = context if stride is None else stride
     windows: list[Window] = []
     sequences = _sequences(ids)
-    started = greedy.prompts(sequences, prompts, bos, supported) if prompts else None  # said before hours of work
+    started = greedy.prompts(sequences, prompts, bos, supported) if prompts else None  # fails before hours of work
     if started is not None and base is None:
         raise ValueError("greedy continuations are compared with those of a base: name one")
     for sequence in sequences:

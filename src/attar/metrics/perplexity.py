@@ -1,9 +1,10 @@
-"""Perplexity, and the protocol without which its number means nothing.
+"""Perplexity, and the protocol that makes its values comparable.
 
 Two perplexities compare only where the same tokens were predicted from the same pasts. So the protocol is data: the
-length of a window, how far the next one begins, the token put in front, and which positions count. By default windows
+length of a window, the distance to the next one, the token put in front, and which positions count. By default windows
 do not overlap, each begins with BOS where the tokenizer adds one, and every token is predicted exactly once. With a
-stride below the context, windows overlap and each counts only the tokens that none before it has: more past, more work.
+stride below the context, windows overlap, and each counts only tokens that no earlier window holds: more past, more
+work.
 
 Legend: T positions, V vocabulary.
 """
@@ -22,8 +23,8 @@ DOUBLES_AT_ONCE = 1 << 21
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Inputs of one forward call and the token that follows each: both of length T. Positions before `first` are only
-    read, the rest count."""
+    """Inputs of one forward call and the token that follows each, both of length T. Positions before `first` are only
+    context; the rest count."""
 
     inputs: tuple[int, ...]
     targets: tuple[int, ...]
@@ -37,8 +38,8 @@ class Window:
 def plan_windows(ids: Sequence[int], context: int, stride: int | None = None, bos: int | None = None) -> list[Window]:
     """Cut token ids into windows of at most `context` inputs, the next one `stride` further (None: `context`).
 
-    With `bos`, each window's first input is that token and every id is predicted once; without, every id but the first.
-    Raises ValueError where there are fewer than two tokens, or a stride that would skip some.
+    With `bos`, each window's first input is that token and every id is predicted once; without it, every id but the
+    first. Raises ValueError for fewer than two tokens, and for a stride that would skip some.
     """
     if len(ids) < 2:
         raise ValueError(f"the text has {len(ids)} token{'' if len(ids) == 1 else 's'}: at least 2 are needed")
@@ -56,7 +57,7 @@ def plan_windows(ids: Sequence[int], context: int, stride: int | None = None, bo
 
 
 def nll(logits: Tensor, targets: Tensor) -> Tensor:
-    """Negative log-likelihood in nats of targets [T] under logits [T, V], in float64: [T]."""
+    """Return the negative log-likelihood in nats of targets [T] under logits [T, V], in float64: [T]."""
     parts = zip(in_rows(logits), in_rows(targets, logits.shape[1]), strict=True)
     return torch.cat([_at(part.double().log_softmax(-1), wanted) for part, wanted in parts])
 
@@ -66,5 +67,6 @@ def _at(log_probabilities: Tensor, targets: Tensor) -> Tensor:
 
 
 def in_rows(rows: Tensor, vocabulary: int | None = None) -> list[Tensor]:
-    """Rows [T, ...] in runs that hold `DOUBLES_AT_ONCE` elements of a vocabulary (their own width by default)."""
+    """Split rows [T, ...] into runs of `DOUBLES_AT_ONCE` elements of `vocabulary` columns (default: their own
+    width)."""
     return list(rows.split(max(1, DOUBLES_AT_ONCE // (vocabulary or rows.shape[1]))))

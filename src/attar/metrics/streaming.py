@@ -1,9 +1,9 @@
 """The loop of every measurement: one model or two side by side, window by window, a run of rows at a time.
 
-Base logits are never stored. Each model runs a window's blocks once and keeps the hidden states; then the output matrix
-of both is applied to the same few rows at a time, compared, and forgotten. So the memory beyond the two models is two
-sheets of `LOGITS_AT_ONCE` numbers, whatever the vocabulary and the length of the text. What stays is one number a token
-and figure.
+Base logits are never stored. Each model runs a window's blocks once and keeps the hidden states. Then the LM head of
+both is applied to the same few rows at a time, and the logits are compared and dropped. So the memory beyond the two
+models is two arrays of `LOGITS_AT_ONCE` numbers, whatever the vocabulary and the length of the text. The result keeps
+one number per token and figure.
 
 Legend: N counted tokens of all windows, T positions of a window, V vocabulary.
 """
@@ -28,29 +28,29 @@ from attar.model.cache import KVCache, Step
 from attar.model.decoder import Decoder
 
 LOGITS_AT_ONCE = 1 << 24
-ROWS_AT_ONCE = 512  # of a prompt that goes through a cache
+ROWS_AT_ONCE = 512  # of a prompt that runs through a cache
 
 Logits = Callable[[Tensor, int], Iterator[Tensor]]
-"""A model as this loop sees it: from token ids [T] and a first position, the float32 logits [t, V] of the positions
-from there on, a run of rows at a time. Models that are compared yield runs of the same lengths."""
+"""The interface of a model to this loop: (token ids [T], first position) to float32 logits [t, V] of all positions from
+the first on, a run of rows at a time. Models that are compared yield runs of the same lengths."""
 
 
 class NewCache(Protocol):
-    """Makes room for `batch` texts of so many tokens."""
+    """A factory of KV caches: makes room for `batch` texts of `length` tokens."""
 
     def __call__(self, length: int, batch: int = 1, /) -> KVCache: ...
 
 
 Progress = Callable[[int, int], None]
-"""progress(done, total), in tokens."""
+"""Callback progress(done, total), in tokens."""
 
 
 @dataclass(frozen=True, eq=False)
 class Measurement:
-    """What was measured at each counted token: arrays [N]. `window` numbers the tokens' windows from 0.
+    """Figures of each counted token: arrays [N]. `window` numbers the tokens' windows from 0.
 
-    The last four are None where there was no base model; `agree` is 1 where both models' likeliest token is the same,
-    `accept` the chance that a token drawn from one is accepted by the other (`divergence`).
+    The last four are None where there was no base model. `agree` is 1 where both models have the same most probable
+    token. `accept` is the chance that a token sampled from one is accepted by the other (`divergence`).
     """
 
     window: Ints
@@ -66,14 +66,16 @@ class Measurement:
 
     @property
     def kl_windows(self) -> Floats:
-        """KL summed over each window's tokens, [W]: what `bootstrap.paired_bootstrap_ratio` compares."""
+        """Return the KL divergence summed over each window's tokens, [W], for `bootstrap.paired_bootstrap_ratio`."""
         assert self.kl is not None
         return bootstrap.per_window(self.kl, self.window)
 
     def figures(self, seed: int = bootstrap.SEED) -> dict[str, Interval]:
-        """Each figure with its interval: `nll` (nats a token) and `ppl`; against a base also `ppl_base`, `ppl_ratio`
-        (paired) and its logarithm `ln_ppl_change`, `kl_mean`, `kl_p50`, `kl_p99`, `kl_p999`, `top1`, `ear`, and
-        `kl_max`, which has no interval because a bootstrap says nothing of a maximum."""
+        """Return each figure with its interval: `nll` (nats a token) and `ppl`; more against a base.
+
+        These are `ppl_base`, `ppl_ratio` (paired) and its logarithm `ln_ppl_change`, `kl_mean`, `kl_p50`, `kl_p99`,
+        `kl_p999`, `top1`, `ear`, and `kl_max`. The last has no interval, because a bootstrap says nothing of a maximum.
+        """
         loss = bootstrap.mean(self.nll, self.window, seed)
         figures = {"nll": loss, "ppl": loss.map(exp)}
         if self.base_nll is None or self.kl is None or self.agree is None or self.accept is None:
@@ -94,12 +96,12 @@ class Measurement:
 
 
 def exp(x: float) -> float:
-    """e^x, infinite where float64 ends: the perplexity of a thoroughly broken model."""
+    """Return e^x, infinite beyond float64's range: the perplexity of a thoroughly broken model."""
     return math.exp(x) if x < 709 else math.inf
 
 
 def decoder_logits(decoder: Decoder, cache: NewCache | None = None) -> Logits:
-    """A decoder as `stream` wants it: the blocks once a window, the output matrix by runs of rows.
+    """Wrap a decoder for `stream`: the blocks run once a window, the LM head by runs of rows.
 
     With a `cache`, each window runs as a prompt through one of its own, in pieces of `ROWS_AT_ONCE` rows.
     """
@@ -131,7 +133,7 @@ def decoder_logits(decoder: Decoder, cache: NewCache | None = None) -> Logits:
 def stream(
     model: Logits, windows: Sequence[Window], base: Logits | None = None, progress: Progress | None = None
 ) -> Measurement:
-    """Run all windows.
+    """Run all windows and return the figures of each counted token.
 
     Raises ValueError naming the model, the window and the position where a model's logits are not finite.
     """

@@ -1,18 +1,17 @@
-"""GPUs: what a model takes of one's memory, and what some are by their data sheets.
+"""GPUs: the memory that a model takes on one, and the data sheets of some.
 
-On a card weights lie as Triton's kernels read them (`kernels/triton/weights.py`): dense ones in 16 bits, 4-bit ones in
-tiles of 64 outputs. Where no kernel knows the codes, they are written out in 16 bits; and where the rows that meet them
-are to be rounded, the reference does that, which keeps the codes as they are stored and a copy in 16 bits besides. A
-card without float8 in its tensor cores has no kernel for such codes at all. Keys and values lie in plain rows with a
-scale a slot in float32. All are sums over shapes, and tests hold them against the real layouts; what only a file's
-numbers tell, zero points that no kernel takes, is left out.
+On a GPU, weights lie as the Triton kernels read them (`kernels/triton/weights.py`): dense ones in 16 bits, 4-bit ones
+in tiles of 64 outputs. Where no kernel knows the codes, they are expanded to 16 bits. Where activations are to be
+rounded and no kernel does so, the reference does; it keeps the codes as stored and a 16-bit copy besides. A GPU without
+float8 in its tensor cores has no kernel for float8 codes. The KV cache has plain rows with a float32 scale per slot.
+All figures are sums over shapes, and tests hold them against the real layouts. Not counted is what only a file's values
+reveal: zero points that no kernel takes.
 
-A step is bounded as on a CPU, by results in float32, though a card computes in 16 bits; its tokens are chosen of up to
-`AT_ONCE` rows together. What a library or the driver takes, and what recorded graphs take, no formula knows: a server
-measures those when it starts (`engine/memory_profile.py`), and here the room is what `machine.SHARE` leaves. A card's
-memory is its data sheet's figure in units of 10^9 bytes. Some show up to 7 % more, as their makers mean 2^30; of others
-error correction takes about that part. A plan is on the safe side: it is `--device` that asks the card itself.
-Torch-free.
+A step is bounded as on a CPU, by results in float32, though a GPU computes in 16 bits; tokens are sampled for up to
+`AT_ONCE` rows together. No formula gives the memory of libraries, the driver and recorded graphs. A server measures it
+when it starts (`engine/memory_profile.py`); here the margin is what `machine.SHARE` leaves. A GPU's memory is its data
+sheet's figure in units of 10^9 bytes. Some GPUs report up to 7 % more, because their makers mean 2^30; on others error
+correction takes about that part. A plan is on the safe side; `--device` asks the GPU itself. Torch-free.
 """
 
 from __future__ import annotations
@@ -30,16 +29,19 @@ from attar.plan.roofline import Rates
 from attar.plan.steps import StepLimits
 
 TILE = 64  # outputs that lie together
-AT_ONCE = 64  # rows whose tokens are chosen together (`sampling/device_sampler.py`)
-LEAST_GROUP, LEAST_ROUNDED = 32, 64  # columns of 4 bits under one scale: of rows as they are, and rounded to int8
-MOST_COLUMNS = 65536  # whose products of 8 by 8 bits one sum of 32 bits holds
+AT_ONCE = 64  # rows whose tokens are sampled together (`sampling/device_sampler.py`)
+LEAST_GROUP, LEAST_ROUNDED = 32, 64  # columns of 4 bits under one scale: rows unrounded, and rounded to int8
+MOST_COLUMNS = 65536  # most 8-by-8-bit products that one 32-bit sum holds
 USUAL_KV = ("bfloat16", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One GPU. memory: bytes. bandwidth: bytes a second. operations: products and sums a second by what is multiplied,
-    of dense matrices: bf16, int8, fp8. float8: whether its tensor cores know that, from compute capability 8.9 on."""
+    """Specification of one GPU.
+
+    memory: bytes. bandwidth: bytes a second. operations: multiplications and additions a second by operand type (bf16,
+    int8, fp8), of dense matrices. float8: whether its tensor cores support it (compute capability 8.9 and later).
+    """
 
     name: str
     memory: int
@@ -49,7 +51,7 @@ class Card:
 
     @property
     def rates(self) -> Rates:
-        """For a roofline."""
+        """Return the GPU's rates for a roofline."""
         return Rates(
             self.bandwidth,
             lambda scheme: self.operations[multiplied_in(scheme)],
@@ -58,7 +60,8 @@ class Card:
 
 
 def _sheet(name: str, gigabytes: int, gb_s: float, bf16: float, int8: float, fp8: float | None = None) -> Card:
-    """`bf16`, `int8`, `fp8`: 10^12 a second without sparsity; without the last such codes are multiplied as bf16."""
+    """Make a `Card` from data-sheet figures: `bf16`, `int8`, `fp8` in 10^12 operations a second without sparsity.
+    Without `fp8`, such codes are multiplied as bf16."""
     operations = {"bf16": bf16, "int8": int8, "fp8": bf16 if fp8 is None else fp8}
     rates = {kind: rate * 1e12 for kind, rate in operations.items()}
     return Card(name, gigabytes * 10**9, gb_s * 1e9, rates, fp8 is not None)
@@ -67,14 +70,15 @@ def _sheet(name: str, gigabytes: int, gb_s: float, bf16: float, int8: float, fp8
 CARDS: Mapping[str, Card] = {
     card.name: card
     for card in (
-        # A100 and A10 data sheets (2021). The A10G of a cloud has the A10's memory and fewer tensor cores: not listed.
+        # A100 and A10 data sheets (2021). The cloud GPU A10G, with the A10's memory and fewer tensor cores, is not
+        # listed.
         _sheet("a100-40gb", 40, 1555, 312, 624),
         _sheet("a100-80gb", 80, 2039, 312, 624),  # SXM; the PCIe card reads 1935
         _sheet("a10", 24, 600, 125, 250),
-        # H100 and H200 SXM data sheets, whose figures are with sparsity: halved.
+        # H100 and H200 SXM data sheets, whose figures include sparsity: halved.
         _sheet("h100", 80, 3350, 989.4, 1978.9, 1978.9),
         _sheet("h200", 141, 4800, 989.4, 1978.9, 1978.9),
-        # L40S data sheet, and the whitepaper of the Ada architecture, for sums in float32.
+        # L40S data sheet, and the whitepaper of the Ada architecture, for accumulation in float32.
         _sheet("l40s", 48, 864, 362.05, 733, 733),
         _sheet("rtx-4090", 24, 1008, 165.2, 660.6, 330.3),
     )
@@ -82,14 +86,15 @@ CARDS: Mapping[str, Card] = {
 
 
 def card(name: str) -> Card:
-    """A card by its name. Raises ValueError naming those that are known."""
+    """Return the specification of a GPU by its name. Raises ValueError that names the known ones."""
     if name not in CARDS:
         raise ValueError(f"unknown card {name[:80]!r}: known are {', '.join(CARDS)}")
     return CARDS[name]
 
 
 def has_kernel(scheme: Scheme, columns: int, float8: bool) -> bool:
-    """Whether a kernel multiplies by rows of so many codes, on a card that knows `float8` or not."""
+    """Return whether a kernel multiplies by weights of this scheme with `columns` columns, on a GPU with or without
+    float8."""
     form, rounds = scheme.weight, scheme.activation is not None
     if isinstance(form, Fp8Blocks):
         return float8 and columns % Fp8Blocks.size == 0
@@ -108,7 +113,7 @@ def has_kernel(scheme: Scheme, columns: int, float8: bool) -> bool:
 
 
 def _takes_rows(scheme: Scheme, kind: str) -> bool:
-    """Whether there is a kernel for rows that are rounded as the scheme wants, by weights of a kind of numbers."""
+    """Return whether a kernel takes rows rounded as the scheme wants, with weights of this number type."""
     rounding = scheme.activation
     if not isinstance(rounding, Grid) or (rounding.kind, rounding.bits) != (kind, 8) or not rounding.symmetric:
         return False
@@ -116,7 +121,7 @@ def _takes_rows(scheme: Scheme, kind: str) -> bool:
 
 
 def size(each: Matrix, scheme: Scheme | None, float8: bool) -> int:
-    """Bytes that a product reads of one linear's weight: without a kernel of those in 16 bits."""
+    """Return the bytes that a product reads of one linear's weight; without a kernel, of its 16-bit copy."""
     rows, columns = each.rows, each.columns
     if scheme is None or not has_kernel(scheme, columns, float8):
         return 2 * rows * columns
@@ -133,15 +138,17 @@ def size(each: Matrix, scheme: Scheme | None, float8: bool) -> int:
 
 
 def held(each: Matrix, scheme: Scheme | None, float8: bool) -> int:
-    """Bytes that one linear's weight takes: what a product reads, and where the reference rounds rows because no kernel
-    does, the codes besides."""
+    """Return the bytes that one linear's weight occupies.
+
+    This is what a product reads, and the stored codes besides where the reference rounds rows for lack of a kernel.
+    """
     referred = scheme is not None and scheme.activation is not None and not has_kernel(scheme, each.columns, float8)
     beside = scheme.bytes((each.rows, each.columns)) if scheme is not None and referred else 0
     return size(each, scheme, float8) + beside
 
 
 def weight_bytes(config: ModelConfig, storage: Storage, float8: bool) -> WeightBytes:
-    """The weights as they lie on a card. Raises ValueError where a scheme's groups do not divide a linear's columns."""
+    """Return the bytes of the weights on a GPU. Raises ValueError where a scheme's groups do not divide the columns."""
     parts = {"linears": 0, "head": 0}
     beside = config.hidden * (config.learned_positions + config.position_offset if config.names.positions else 0)
     for each in costs.matrices(config):
@@ -152,7 +159,7 @@ def weight_bytes(config: ModelConfig, storage: Storage, float8: bool) -> WeightB
 
 
 def block_bytes(config: ModelConfig, kv: str, float8: bool, block: int = BLOCK) -> int:
-    """Bytes of one block in all layers. Raises ValueError for what no kernel of a card keeps."""
+    """Return the bytes of one KV block in all layers. Raises ValueError for a scheme that no GPU kernel supports."""
     chosen = kv_scheme(kv)
     if chosen.name == "fp8" and not float8:
         raise ValueError("this card knows no float8, so keys and values cannot be kept in it: --kv int8 takes as much")
@@ -164,13 +171,13 @@ def block_bytes(config: ModelConfig, kv: str, float8: bool, block: int = BLOCK) 
 
 
 def step_bytes(config: ModelConfig, storage: Storage, limits: StepLimits, context: int) -> int:
-    """A bound of what the largest step takes."""
+    """Return an upper bound of the bytes that the largest step takes."""
     found = steps.largest_step(config, storage, limits, context)
     chosen = min(limits.rows, limits.sequences, AT_ONCE)
     return found.results + found.angles + chosen * config.vocab_size * steps.SAMPLING
 
 
 def without_kernel(config: ModelConfig, storage: Storage, float8: bool) -> int:
-    """Linears whose codes no kernel of a card knows, or whose rows none rounds."""
+    """Count the linears whose codes no GPU kernel takes, or whose activation rounding none supports."""
     stored = ((each, storage.of(each)) for each in costs.matrices(config))
     return sum(scheme is not None and not has_kernel(scheme, each.columns, float8) for each, scheme in stored)

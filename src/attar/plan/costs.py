@@ -1,19 +1,19 @@
-"""What a model costs, in bytes and operations, from its configuration alone.
+"""Costs of a model in bytes and operations, from its configuration alone.
 
-Everything here is a sum over shapes, never an estimate, and it is the arithmetic of what runs: weights are counted as
-the native kernels lay them out (`csrc/matrix.h`), keys and values as pages store them (`kv/pages.py`). Tests hold
-both against the real thing, byte for byte. On disk a weight is smaller by the padding of its last 16 outputs;
-`Scheme.bytes` is that ledger.
+Every figure is a sum over shapes, never an estimate, and follows the code that runs. Weights are counted as the native
+kernels lay them out (`csrc/matrix.h`), the KV cache as its pages store it (`kv/pages.py`). Tests compare both with the
+real sizes, byte for byte. On disk a weight is smaller by the padding of its last 16 outputs; `Scheme.bytes` gives that
+size.
 
-Three habits of published figures are not followed (each is off by a factor in some model): the KV cache has the
-key-value heads of a grouped model, not its query heads; a block's bytes are those of all layers, or are said to be of
-one; and the scales of int8 keys and values count.
+Three habits of published figures are not followed, each wrong by a factor in some model. The KV cache has the key-value
+heads of a grouped model, not its query heads. A block's bytes cover all layers, unless one layer is named. The scales
+of an int8 KV cache count.
 
-A layer with a sliding window reads only its window, but stores every position: blocks that have slid out of it are not
-given back.
+A layer with a sliding window reads only its window, but stores every position: blocks that have left the window are not
+freed.
 
-Not counted: the column orders and divisors that some GPTQ and AWQ checkpoints keep for a linear (12 bytes an input
-column at most, 0.1 % of its weight), and the rows of the embedding that a step looks up. Torch-free.
+Not counted are the embedding rows that a step looks up, and the column orders and divisors of some GPTQ and AWQ
+checkpoints. The latter take at most 12 bytes an input column, 0.1 % of a linear's weight. Torch-free.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from attar.model.config import ModelConfig
 
 Part = Literal["linears", "head"]
 USUAL_KV = ("float32", "bfloat16", "int8", "int4")
-"""Ways to keep keys and values that a plan compares, by falling precision."""
+"""KV schemes that a plan compares, by falling precision."""
 BLOCK = 64  # slots of a block, as `model.cache.BLOCK`
-LANES = 16  # outputs that lie together in the kernels' layout, and slots in that of pages
+LANES = 16  # outputs stored together in the kernels' layout, and slots in that of pages
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """One linear: y = x W^T with W [rows, columns]. `active` is the share of tokens that it multiplies."""
+    """One linear layer: y = x W^T with W [rows, columns]. `active` is the fraction of tokens that it multiplies."""
 
     name: str
     rows: int
@@ -50,7 +50,7 @@ class Matrix:
 
 
 def matrices(config: ModelConfig) -> Iterator[Matrix]:
-    """Every linear, in the order in which a forward pass reads them; the output matrix is the last."""
+    """Yield every linear in the order in which a forward pass reads them; the LM head is the last."""
     for layer in range(config.layers):
         yield from _block(config, layer)
     yield Matrix(config.names.head, config.vocab_size, config.hidden, part="head", compressible=False)
@@ -87,7 +87,7 @@ def _widths(c: ModelConfig, width: int) -> tuple[int, ...]:
 def _side_by_side(
     at: str, names: tuple[str, ...], sizes: tuple[int, ...], columns: int, bias: bool, active: float = 1.0
 ) -> Iterator[Matrix]:
-    """One linear a name; one name for several sizes means that they are stored fused."""
+    """Yield one linear per name; one name for several sizes means that they are stored fused."""
     rows = sizes if len(names) == len(sizes) else (sum(sizes),)
     for name, count in zip(names, rows, strict=True):
         yield Matrix(f"{at}.{name}", count, columns, bias, active)
@@ -95,21 +95,21 @@ def _side_by_side(
 
 @dataclass(frozen=True)
 class Storage:
-    """How the weights are stored: a scheme, or dense in `dtype`.
+    """Storage of the weights: a scheme, or dense in `dtype`.
 
-    `schemes` names single modules and outweighs `linears`. Scales are stored in `dtype` unless the scheme came from a
-    checkpoint. `head` is the output matrix, and the embedding where the two are one.
+    `schemes` names single modules and overrides `linears`. Scales are stored in `dtype` unless the scheme came from a
+    checkpoint. `head` applies to the LM head, and to the embedding where the two are tied.
     """
 
     linears: Scheme | None = None
     head: Scheme | None = None
     dtype: str = "bfloat16"
     schemes: Mapping[str, Scheme | None] = field(default_factory=dict)
-    name: str = ""  # for tables; by default that of `linears`
+    name: str = ""  # for tables; default: the name of `linears`
 
     @staticmethod
     def named(name: str, head: Scheme | None = None, dtype: str = "bfloat16") -> Storage:
-        """A storage by a scheme's short name, or `dense`. Raises ValueError naming the forms that exist."""
+        """Return a storage by a scheme's short name, or `dense`. Raises ValueError that names the valid forms."""
         if name in ("dense", dtype, SHORT.get(dtype)):
             return Storage(None, head, dtype)
         return Storage(Scheme.parse(name).with_scale_dtype(dtype), head, dtype)
@@ -119,7 +119,7 @@ class Storage:
         return self.name or (self.linears.name if self.linears is not None else SHORT[self.dtype])
 
     def of(self, matrix: Matrix) -> Scheme | None:
-        """The scheme of a matrix, None where it is dense."""
+        """Return the scheme of a matrix, None where it is dense."""
         if matrix.name in self.schemes:
             return self.schemes[matrix.name]
         if matrix.part == "head":
@@ -131,24 +131,25 @@ SHORT: Mapping[str, str] = {"float32": "fp32", "float16": "fp16", "bfloat16": "b
 
 
 def against(scheme: Scheme | None) -> str | None:
-    """Why no CPU kernel multiplies by such a weight, or None where one does; dense ones (None) have one."""
+    """Return the reason why no CPU kernel multiplies by such a weight, None where one does. Dense weights (None) have
+    one."""
     return None if scheme is None else capabilities.weight_against(scheme)
 
 
 def read_bytes(rows: int, columns: int, scheme: Scheme | None, dtype: str = "bfloat16") -> int:
-    """What one product reads of a weight [rows, columns], which is also what it holds in memory.
+    """Return the bytes that one product reads of a weight [rows, columns], which is also what it occupies in memory.
 
-    Of a weight without a kernel that is its float32 copy, made on first use. Raises ValueError where the scheme's
-    groups do not divide the columns.
+    A weight without a kernel counts as its float32 copy, made on first use. Raises ValueError where the scheme's groups
+    do not divide the columns.
     """
     if scheme is None:
         return _up(rows, LANES) * columns * ITEM_BITS[dtype] // 8
     if against(scheme) is not None:
-        scheme.parts((rows, columns))  # which checks the groups
+        scheme.parts((rows, columns))  # checks the groups
         return 4 * rows * columns
     if isinstance(scheme.weight, Progressive):
         return _up(rows, LANES) * (columns * scheme.weight.bits // 8 + 2 * scheme.weight.groups(columns) + 4)
-    if isinstance(form := scheme.weight, Lookup):  # sixteen words of 32 bits at a time, a table of sixteen floats a row
+    if isinstance(form := scheme.weight, Lookup):  # sixteen 32-bit words at a time, a table of sixteen floats a row
         vectors, outliers = -(-columns // (32 // form.bits * LANES)), form.count((rows, columns))
         return rows * 64 * (vectors + 1) + (8 * outliers + 4 * (rows + 1) if outliers else 0)
     layout = layout_of(scheme)
@@ -158,19 +159,19 @@ def read_bytes(rows: int, columns: int, scheme: Scheme | None, dtype: str = "bfl
 
 
 def memory_bytes(rows: int, columns: int, scheme: Scheme | None, dtype: str = "bfloat16") -> int:
-    """What a weight holds in memory: what is read, and of one without a kernel the stored form as well."""
+    """Return the bytes that a weight occupies in memory: what is read, plus the stored form where it has no kernel."""
     kept = 0 if scheme is None or against(scheme) is None else scheme.bytes((rows, columns))
     return read_bytes(rows, columns, scheme, dtype) + kept
 
 
 @dataclass(frozen=True, slots=True)
 class WeightBytes:
-    """Bytes of the weights in memory, by part. `embedding` is 0 where it is the output matrix."""
+    """Bytes of the weights in memory, by part. `embedding` is 0 where it is tied to the LM head."""
 
     linears: int
     head: int
     embedding: int
-    norms: int  # and biases, and learned positions: what is kept in float32
+    norms: int  # and biases, and learned positions: all in float32
 
     @property
     def total(self) -> int:
@@ -178,7 +179,8 @@ class WeightBytes:
 
 
 def weight_bytes(config: ModelConfig, storage: Storage) -> WeightBytes:
-    """The weights as they lie in memory. Raises ValueError where a scheme's groups do not divide a linear's columns."""
+    """Return the bytes of the weights in memory. Raises ValueError where a scheme's groups do not divide the
+    columns."""
     parts = {"linears": 0, "head": 0}
     beside = 4 * config.hidden * (config.learned_positions + config.position_offset if config.names.positions else 0)
     for each in matrices(config):
@@ -193,7 +195,8 @@ def weight_bytes(config: ModelConfig, storage: Storage) -> WeightBytes:
 
 
 def checked(storage: Storage, each: Matrix) -> Scheme | None:
-    """The scheme of a matrix, None where it is dense. Raises ValueError where its groups do not divide the columns."""
+    """Return the scheme of a matrix, None where it is dense. Raises ValueError where its groups do not divide the
+    columns."""
     scheme = storage.of(each)
     if scheme is not None:
         try:
@@ -204,7 +207,7 @@ def checked(storage: Storage, each: Matrix) -> Scheme | None:
 
 
 def norm_weights(config: ModelConfig) -> int:
-    """Numbers in all norms."""
+    """Return the number of parameters in all norms."""
     names = config.names
     wide = 2 + sum(name is not None for name in (names.attention_post_norm, names.feed_forward_post_norm))
     each = 2 if config.norm == "layer" else 1  # LayerNorm has biases
@@ -212,8 +215,8 @@ def norm_weights(config: ModelConfig) -> int:
 
 
 def step_bytes(config: ModelConfig, storage: Storage, rows: int = 1) -> int:
-    """Bytes of weights that a step of `rows` tokens reads: each linear once, of experts those that are expected to be
-    chosen, were the choices of tokens independent and even."""
+    """Return the bytes of weights that a step of `rows` tokens reads: each linear once. Experts count by the expected
+    number chosen, if tokens choose independently and evenly."""
     total = 0.0
     for each in matrices(config):
         reached = 1.0 if each.active == 1.0 else 1.0 - (1.0 - each.active) ** rows
@@ -221,36 +224,39 @@ def step_bytes(config: ModelConfig, storage: Storage, rows: int = 1) -> int:
     return round(total)
 
 
-# Keys and values
+# KV cache
 
 
 def page_bytes(config: ModelConfig, kv: str, block: int = BLOCK) -> int:
-    """Bytes of one block of one layer: keys and values of `block` slots, and what the scheme keeps beside them.
+    """Return the bytes of one block of one layer: keys and values of `block` slots, and the scheme's side data.
 
-    Raises ValueError where a block is no multiple of 16 slots, or for a scheme that there is not, or that does not keep
-    such heads.
+    Raises ValueError for a block that is no multiple of 16 slots, for an unknown scheme, and for one that does not
+    support the head size.
     """
     return scheme(kv).bytes(config.kv_heads, config.head_dim, block)
 
 
 def usual_kv(config: ModelConfig) -> tuple[str, ...]:
-    """Those of `USUAL_KV` that keep heads of the model's size."""
+    """Return the schemes of `USUAL_KV` that support the model's head size."""
     return tuple(name for name in USUAL_KV if name != "int4" or config.head_dim % LANES == 0)
 
 
 def block_bytes(config: ModelConfig, kv: str, block: int = BLOCK) -> int:
-    """Bytes of one block in all layers."""
+    """Return the bytes of one block in all layers."""
     return config.layers * page_bytes(config, kv, block)
 
 
 def kv_bytes(config: ModelConfig, kv: str) -> int:
-    """Bytes of one token's keys and values in all layers, in a finished block."""
+    """Return the bytes of one token's keys and values in all layers, in a finished block."""
     return block_bytes(config, kv, BLOCK) // BLOCK
 
 
 def beside_bytes(config: ModelConfig, kv: str, sequences: int, block: int = BLOCK) -> int:
-    """Bytes that a scheme wants beside the blocks: unfinished ones, where it keeps those apart, three for each
-    sequence that runs; and, where it is calibrated, its bases and what finding them takes."""
+    """Return the bytes that a KV scheme needs besides its blocks.
+
+    These are unfinished blocks, where the scheme stores those apart, three for each running sequence. A calibrated
+    scheme adds its bases and the memory of calibration.
+    """
     chosen = scheme(kv)
     unfinished = chosen.recent_bytes(config.kv_heads, config.head_dim, block) * 3 * sequences
     layers = config.layers * (unfinished + chosen.basis_bytes(config.kv_heads, config.head_dim))
@@ -258,9 +264,12 @@ def beside_bytes(config: ModelConfig, kv: str, sequences: int, block: int = BLOC
 
 
 def calibration_bytes(config: ModelConfig, kv: str) -> int:
-    """Bytes that calibration holds beyond a step of one text, while a model is loaded (`model.kv_basis`): first the
-    int8 cache and the logits of the texts that the model writes; then all texts' hidden states, one layer's keys and
-    values, and one head's of them in float64, four times. What is freed is not given to the cache."""
+    """Return the bytes that KV calibration needs beyond a step of one text, while a model is loaded (`model.kv_basis`).
+
+    The first phase holds the int8 cache and the logits of the texts that the model writes. The second holds all texts'
+    hidden states, one layer's keys and values, and one head's of them in float64, four times. Freed memory is not given
+    to the cache.
+    """
     if not scheme(kv).calibrated:
         return 0
     length = min(LENGTH, config.context)
@@ -271,7 +280,7 @@ def calibration_bytes(config: ModelConfig, kv: str) -> int:
 
 
 def kv_read_bytes(config: ModelConfig, kv: str, context: int) -> int:
-    """Bytes that one sequence's attention reads for its next token, with `context` positions filled."""
+    """Return the bytes that one sequence's attention reads for its next token, with `context` positions filled."""
     seen = sum(context if window is None else min(context, window) for window in config.windows)
     return seen * (kv_bytes(config, kv) // config.layers)
 
@@ -280,8 +289,8 @@ def kv_read_bytes(config: ModelConfig, kv: str, context: int) -> int:
 
 
 def int8_flops(config: ModelConfig, storage: Storage) -> float:
-    """Multiplications and additions of one token in linears whose weights are integers, which multiply rows rounded to
-    int8; of experts, in those that run for it."""
+    """Return the multiplications and additions of one token in linears with integer weights, which multiply rows
+    rounded to int8. Only the active experts count."""
     total = 0.0
     for each in matrices(config):
         scheme = storage.of(each)
@@ -291,8 +300,11 @@ def int8_flops(config: ModelConfig, storage: Storage) -> float:
 
 
 def ridge(operations: float, bandwidth: float, bits_per_weight: float) -> float:
-    """Rows from which a product is limited by `operations` a second rather than by reading its weight at `bandwidth`
-    bytes a second: each weight is 2 operations a row and is read once for all rows."""
+    """Return the number of rows from which a product is limited by compute.
+
+    `operations` are a second, `bandwidth` is in bytes a second. Each weight costs 2 operations a row and is read once
+    for all rows.
+    """
     return operations * bits_per_weight / 8 / (2 * bandwidth)
 
 

@@ -1,27 +1,27 @@
-"""What fits into a memory: one arithmetic, for the server's start-up table and for `attar plan`.
+"""Memory planning: one arithmetic for the server's start-up table and for `attar plan`.
 
-    memory = weights + adapters + largest step + processes + keys and values
+    memory = weights + adapters + largest step + processes + KV cache
 
-All but the last are bounds that are known before anything is loaded (`costs.py`, `steps.py`); what they leave is cut
-into blocks of the KV cache. A request of a full context takes ceil(context / block) of them, and one is let in beside
-others only where a share of all blocks stays free then for those that decode (`headroom`). So `requests` is how many
-such requests the cache holds without one of them being preempted, if no two share a prompt's beginning; how many run
-together is bounded besides. `fit` is that division; `start` adds what a server decides besides: a cache of at most
-`ROOM` times what its sequences can use together, so that a small model does not fill a large memory with old prompts,
-and shorter requests where not one of the model's whole context fits.
+All but the last are bounds that are known before anything is loaded (`costs.py`, `steps.py`). The rest is cut into
+blocks of the KV cache. A request of a full context takes ceil(context / block) of them. A request is admitted beside
+others only where a fraction of all blocks (`headroom`) stays free for sequences that decode. So `requests` is how many
+such requests the cache holds without a preemption, if no two share a prefix; the number that run together has a bound
+of its own. `fit` is that division. `start` adds two decisions of a server. The cache is at most `ROOM` times what its
+sequences can use together, so that a small model does not fill a large memory with old prompts. Requests become shorter
+where not one of the model's whole context fits.
 
-Asked for a fraction, keys and values get that much of what is left and no more, and a number of tokens is then the most
-that the cache is to hold, where it otherwise is its size: of both the smaller holds, as in TensorRT-LLM.
+A fraction limits the KV cache to that part of the memory left. A number of tokens, which sets the cache's size
+otherwise, is then an upper bound: the smaller of both holds, as in TensorRT-LLM.
 
-How fast: a decode step of `users` sequences reads every weight once (of experts those that are chosen) and every user's
-keys and values, so it takes at least
+Speed: a decode step of `users` sequences reads every weight once (of experts, the chosen ones) and every user's keys
+and values, so it takes at least
 
     seconds = (weight bytes + users * KV bytes at that context) / bandwidth
     tokens/s = users / seconds
 
-and, where the machine's rate of int8 operations is given, at least users * operations / rate, with the operations of
-one token in the linears that multiply in int8. Which of the two is larger is said. Both are limits of the machine and
-no promise; what kernels reach of them is what `attar bench` measures. Torch-free.
+A given rate of int8 operations adds a second bound: users * operations / rate, with the operations of one token in the
+linears that multiply in int8. The larger of the two is named. Both are limits of the machine and no promise; `attar
+bench` measures what kernels reach of them. Torch-free.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ from attar.plan.steps import StepLimits
 
 ENGINE = 300 << 20  # bytes of the engine's process with torch and no model: 255 MB measured
 SERVER = 80 << 20  # of the process that speaks HTTP: 50 MB measured
-ROOM = 4  # times what sequences that run together can use: the rest keeps prompts and answers that may come again
+ROOM = 4  # times what sequences that run together can use: the rest keeps old prompts and answers for reuse
 TOKENIZER = 600  # bytes a token of the vocabulary, in each of the two: 510 measured
 
-WHOLE = Share()  # of a model that one process has
+WHOLE = Share()  # of a model in one process
 
 USUAL = ("dense", "w8a8", "w4g128", "w3g128")
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What is asked for: so many users at once, each with so many positions of prompt and answer.
+    """A demand: the number of concurrent users, each with `context` positions of prompt and answer.
 
-    None is the model's whole context; a single user gets what fits of it, as by `start`.
+    None is the model's whole context; a single user then gets as much of it as fits, as by `start`. Raises ValueError
+    for numbers below 1.
     """
 
     context: int | None = None
@@ -68,7 +69,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Where the memory goes, in bytes, and how many blocks of the cache it leaves."""
+    """Division of the memory, in bytes, and the number of cache blocks that remain."""
 
     memory: int
     weights: int
@@ -78,10 +79,10 @@ class Fit:
     block_bytes: int
     blocks: int
     context: int  # of a full request
-    adapters: int = 0  # with what their products take in a step
-    graphs: int = 0  # of a GPU: memory of recorded steps
-    kept_by: str = "--max-tokens-in-cache"  # the option that would have to be larger for a larger cache in this memory
-    headroom: float = 0.0  # share of all blocks that an admission leaves to those that are running
+    adapters: int = 0  # including the step memory of their products
+    graphs: int = 0  # on a GPU: memory of recorded steps
+    kept_by: str = "--max-tokens-in-cache"  # the option that limits the cache in this memory
+    headroom: float = 0.0  # fraction of all blocks that an admission leaves to the running sequences
 
     @property
     def cache(self) -> int:
@@ -89,35 +90,35 @@ class Fit:
 
     @property
     def tokens(self) -> int:
-        """Positions that the cache holds."""
+        """Return the number of positions that the cache holds."""
         return self.blocks * self.block
 
     @property
     def blocks_each(self) -> int:
-        """Blocks of a request of the full context."""
+        """Return the number of blocks of a request of the full context."""
         return -(-self.context // self.block)
 
     @property
     def requests(self) -> int:
-        """Requests of the full context that the cache holds, each but the first beside what `headroom` keeps free. One
-        alone may take all of it."""
+        """Return how many requests of the full context the cache holds, each but the first beside the blocks that
+        `headroom` keeps free. A single one may take all blocks."""
         beside_others = (self.blocks - kept_free(self.blocks, self.headroom)) // self.blocks_each
         return max(beside_others, min(1, self.blocks // self.blocks_each))
 
     @property
     def unused(self) -> int:
-        """Bytes left over; negative where so many are missing."""
+        """Return the bytes left over; negative where some are missing."""
         taken = self.weights + self.adapters + self.step + self.graphs + self.processes
         return self.memory - taken - self.cache
 
     def short(self, users: int = 1) -> int:
-        """Bytes that are missing for `users` full requests at once; 0 where they fit."""
+        """Return the bytes that are missing for `users` full requests at once; 0 where they fit."""
         needed = blocks_for(users, self.blocks_each, self.headroom)
         lacking = max(0, needed - self.blocks) * self.block_bytes
         return max(0, lacking - self.unused)
 
     def table(self) -> tuple[tuple[str, int], ...]:
-        """(what, bytes) of everything that takes memory, and what is left."""
+        """Return (use, bytes) of everything that takes memory, and of the unused rest."""
         return (
             ("weights", self.weights),
             *((("adapters", self.adapters),) if self.adapters else ()),
@@ -143,20 +144,22 @@ def fit(
     fraction: float | None = None,
     card: Card | None = None,
 ) -> Fit:
-    """Divide `memory`, of the machine or on a `card` (`cards.py`). `context` is that of a full request, by
-    default the model's; `max_tokens` sets the cache's size in positions, where it is not to be what the memory leaves,
-    and `fraction` what of that it may be, as in `cache_blocks`. `adapters` is what those take, with their steps.
+    """Divide `memory`, of the machine or of a `card` (`cards.py`).
 
-    Where several processes share the model, `memory` is what each has and all sizes are of the first, which holds most.
+    `context` is that of a full request, by default the model's. `max_tokens` sets the cache's size in positions, by
+    default what the memory leaves; `fraction` limits it as in `cache_blocks`. `adapters` are the bytes that those take,
+    with their steps. Where several processes share the model, `memory` is each one's, and all sizes are of the first,
+    which holds most.
 
-    Nothing is refused here: see `Fit.short` and `require`. Raises ValueError where a setting is not possible at all.
+    A plan that does not fit is no error here: see `Fit.short` and `require`. Raises ValueError for an impossible
+    setting.
     """
     if memory < 0:
         raise ValueError(f"a memory of {memory} bytes is below zero")
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"the cache holds at least one token, not {max_tokens}")
     context = config.context if context is None else context
-    Demand(context)  # which checks it
+    Demand(context)  # checks it
     own, held = shared(config, storage, share)
     limits = limits or StepLimits()
     if card is not None:
@@ -178,12 +181,12 @@ def fit(
 
 
 def kept_free(blocks: int, headroom: float) -> int:
-    """Of so many blocks, those that the scheduler leaves to who runs, when it lets another in."""
+    """Return how many of `blocks` blocks the scheduler leaves to running sequences when it admits another."""
     return math.ceil(headroom * blocks)
 
 
 def blocks_for(requests: int, each: int, headroom: float) -> int:
-    """The least blocks in which so many requests run at once that take `each` of them."""
+    """Return the fewest blocks in which `requests` requests of `each` blocks run at once."""
     used = blocks = requests * each
     while requests > 1 and (more := used + kept_free(blocks, headroom)) > blocks:
         blocks = more
@@ -191,13 +194,13 @@ def blocks_for(requests: int, each: int, headroom: float) -> int:
 
 
 def keeps(tokens: int, max_tokens: int | None, fraction: float | None) -> str:
-    """Which option keeps a cache of so many tokens from being larger, of those that `cache_blocks` takes."""
+    """Return the option that limits a cache of `tokens` tokens: `max_tokens` or `fraction` of `cache_blocks`."""
     by_fraction = fraction is not None and (max_tokens is None or tokens < max_tokens)
     return "--kv-fraction" if by_fraction else "--max-tokens-in-cache"
 
 
 def check_fraction(fraction: float | None) -> None:
-    """Raises ValueError for a fraction of the memory that is none."""
+    """Raise ValueError for a fraction of the memory outside (0, 1]."""
     if fraction is not None and not 0 < fraction <= 1:
         raise ValueError(f"the fraction of the memory for keys and values is above 0 and at most 1, not {fraction:g}")
 
@@ -205,9 +208,12 @@ def check_fraction(fraction: float | None) -> None:
 def cache_blocks(
     left: int, block_bytes: int, block: int, max_tokens: int | None = None, fraction: float | None = None
 ) -> int:
-    """Blocks of `block` positions in what the model leaves of the memory: all that fit, or enough for `max_tokens`,
-    whether they fit or not. With a `fraction` of what is left, the smaller of what fits in that and of those for
-    `max_tokens`. Raises ValueError for a fraction that is none."""
+    """Return the blocks of `block` positions for the `left` bytes of memory: all that fit, or enough for `max_tokens`,
+    whether they fit or not.
+
+    With a `fraction` of `left`, the smaller of what fits in that and of those for `max_tokens`. Raises ValueError for a
+    fraction outside (0, 1].
+    """
     check_fraction(fraction)
     room = int(max(0, left) * (1.0 if fraction is None else fraction)) // block_bytes
     if max_tokens is None:
@@ -229,11 +235,11 @@ def start(
     fraction: float | None = None,
     card: Card | None = None,
 ) -> Fit:
-    """How a server divides its memory: as `fit`, with a cache of `max_tokens`, or of what the memory leaves, or a
+    """Divide a server's memory as `fit`, with a cache of `max_tokens`. By default it gets what the memory leaves, or a
     `fraction` of that, up to `ROOM` times what `limits.sequences` full requests need to run together.
 
-    Where no `context` is asked for and the cache holds less than one request of the model's, the context becomes what
-    the cache holds. Raises ValueError as `fit` and `longest`; what does not fit is for `require` to say.
+    Where no `context` is given and the cache holds less than one request of the model's, the context becomes what the
+    cache holds. Raises ValueError as `fit` and `longest`; `require` reports what does not fit.
     """
     most = longest(config, context)
 
@@ -254,21 +260,22 @@ def start(
 
 
 def useful(sequences: int, each: int, headroom: float) -> int:
-    """The most blocks that a cache is given unasked, where so many sequences of `each` blocks may run together."""
+    """Return the most blocks that a cache gets by default, where `sequences` sequences of `each` blocks may run
+    together."""
     return ROOM * blocks_for(sequences, each, headroom)
 
 
 def longest(config: ModelConfig, context: int | None) -> int:
-    """Tokens of the longest request that is asked for, by default the model's context. Raises ValueError where the
-    model has fewer positions."""
+    """Return the tokens of the longest request, by default the model's context. Raises ValueError where the model has
+    fewer positions."""
     if context is not None and context > config.context:
         raise ValueError(f"a context of {context:,} is past the {config.context:,} positions of the model")
     return context or config.context
 
 
 def shared(config: ModelConfig, storage: Storage, share: Share) -> tuple[ModelConfig, ModelConfig]:
-    """The part of a model that the first of several processes computes, with the logits of all, and the part whose
-    weights it holds. Raises ValueError where the model cannot be shared so."""
+    """Return the part of a model that the first of several processes computes, with the logits of all, and the part
+    whose weights it holds. Raises ValueError where the model cannot be split so."""
     if share.count == 1:
         return config, config
     part = split(config, Share(0, share.tp, share.pp), {each.name: storage.of(each) for each in costs.matrices(config)})
@@ -277,9 +284,9 @@ def shared(config: ModelConfig, storage: Storage, share: Share) -> tuple[ModelCo
 
 
 def require(found: Fit, source: str) -> None:
-    """Raise ValueError, saying by how much, unless what was planned fits and one full request does.
+    """Raise ValueError, with the missing bytes, unless the plan fits and the cache holds one full request.
 
-    `source` says where the memory comes from, such as "--memory" or "available memory".
+    `source` names the origin of the memory limit, such as "--memory" or "available memory".
     """
     if found.unused < 0:
         needed = found.memory - found.unused
@@ -290,7 +297,7 @@ def require(found: Fit, source: str) -> None:
         )
     if found.requests < 1:
         held = f"the cache would hold {found.tokens:,} tokens, less than one request of {found.context:,}"
-        if not (short := found.short()):  # there is memory for more than was asked for
+        if not (short := found.short()):  # the memory would allow more than was asked for
             raise ValueError(f"{held}: a smaller --context or a larger {found.kept_by} would do")
         raise ValueError(
             f"{held}: {size(short)} too little; a smaller --context, a smaller --kv or more memory would do"
@@ -303,7 +310,7 @@ def _parts(found: Fit) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """StepLimits of one decode step of all users at their context."""
+    """Bounds of one decode step of all users at their context."""
 
     read: int  # bytes
     tokens_per_second: float
@@ -321,7 +328,8 @@ def speed(
     bandwidth: float,
     int8_rate: float | None = None,
 ) -> Speed:
-    """How fast all users together could decode. `bandwidth` is in bytes a second, `int8_rate` in operations a second.
+    """Bound the speed at which all users together can decode. `bandwidth` is in bytes a second, `int8_rate` in
+    operations a second.
 
     Raises ValueError where a rate is not positive.
     """
@@ -338,7 +346,7 @@ def speed(
 
 
 def card_speed(config: ModelConfig, storage: Storage, kv: str, demand: Demand, card: Card) -> Speed:
-    """The same on a card, attention's operations among them."""
+    """Bound the decode speed of all users on a GPU, with attention's operations."""
     context = longest(config, demand.context)
     reading, computing = Roofline(config, storage, kv, card.rates).least([(context - 1, 1, True)] * demand.users)
     limited_by = "compute" if computing > reading else "bandwidth"
@@ -354,7 +362,7 @@ class Row:
     fit: Fit
     weight_bytes: costs.WeightBytes
     fits: bool  # all users
-    short: int  # bytes missing for them; 0 where they fit, or would in a larger cache than was asked for
+    short: int  # bytes missing for them; 0 where they fit, or would in a larger cache than the one asked for
     speed: Speed | None  # of all users; None where they do not fit, or without a bandwidth
     references: int  # linears that no kernel multiplies by
 
@@ -393,14 +401,15 @@ def plan(
     fraction: float | None = None,
     card: Card | None = None,
 ) -> Plan:
-    """Every storage with every scheme of keys and values, by default the usual ones, each divided as by `start`.
-    `adapters` and `fraction` are as in `fit`, and so is `share`: memory, bandwidth and rate are then of each process.
-    Stages run one after another, and what processes exchange is not counted. Storages that cannot be shared so, or that
-    no kernel of a card knows, are left out, but for the first. With a `card`, speeds are that card's, and bandwidth and
-    rate are not asked for.
+    """Divide the memory for every storage with every KV scheme (default: the usual ones), each as by `start`.
 
-    Raises ValueError where a setting is not possible, where the context asked for is longer than the model's, and where
-    `limits` let fewer sequences run together than there are users.
+    `adapters` and `fraction` are as in `fit`, and so is `share`: memory, bandwidth and rate then apply to each process.
+    Pipeline stages run one after another, and communication between processes is not counted. Storages that cannot be
+    split so, or that no GPU kernel supports, are left out, except the first. With a `card`, speeds are of that GPU, and
+    `bandwidth` and `int8_rate` are not used.
+
+    Raises ValueError for an impossible setting, for a context longer than the model's, and where `limits` let fewer
+    sequences run together than there are users.
     """
     limits = limits or StepLimits()
     if demand.users > limits.sequences:
@@ -410,7 +419,7 @@ def plan(
     rows = []
     for storage in storages:
         if card is not None and storage is not storages[0] and cards.without_kernel(config, storage, card.float8):
-            continue  # at least as large there as it is dense
+            continue  # at least as large there as dense
         try:
             layers = shared(config, storage, Share(0, share.tp))[1]
         except ValueError:
@@ -439,13 +448,15 @@ def plan(
 
 
 def usual_kv(config: ModelConfig, card: bool) -> tuple[str, ...]:
-    """Ways to keep keys and values that are worth comparing."""
+    """Return the KV schemes worth comparing for a model, on a GPU or a CPU."""
     return tuple(name for name in cards.USUAL_KV if name in costs.usual_kv(config)) if card else costs.usual_kv(config)
 
 
 def usual(config: ModelConfig, first: Storage) -> list[Storage]:
-    """The storages worth comparing: `first`, and those of `USUAL` that it is not and whose groups divide every linear's
-    columns. The output matrix stays as it is in `first`, for compression leaves it alone."""
+    """Return the storages worth comparing: `first`, and others of `USUAL` whose groups divide every linear's columns.
+
+    The LM head stays as in `first`, because compression leaves it alone.
+    """
     chosen = [first]
     for name in USUAL:
         storage = Storage.named(name, first.head, first.dtype)
@@ -459,7 +470,7 @@ def usual(config: ModelConfig, first: Storage) -> list[Storage]:
 
 
 def size(count: float) -> str:
-    """Bytes for people: 763 MB, 1.24 GB (powers of ten)."""
+    """Return bytes as text in powers of ten: 763 MB, 1.24 GB."""
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if abs(count) >= unit:
             return f"{count / unit:.3g} {name}" if abs(count) < 1000 * unit else f"{count / unit:,.0f} {name}"

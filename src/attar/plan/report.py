@@ -1,4 +1,4 @@
-"""A plan and a start-up table, as text for people and as a dict for JSON."""
+"""Plans and start-up tables, as text for a terminal and as a dict for JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FORMULA = "tokens/s <= users / max((weights read + users x KV read) / bandwidth,
 
 
 def startup(found: Fit, kv: str) -> str:
-    """What a server prints before it loads: where its memory goes, and what the cache holds."""
+    """Return the table that a server prints before it loads: memory by use, and the capacity of the cache."""
     lines = [f"{what:<13}{size(count):>10}" for what, count in found.table()]
     lines.append(f"{'memory':<13}{size(found.memory):>10}")
     lines.append(
@@ -25,7 +25,10 @@ def startup(found: Fit, kv: str) -> str:
 
 
 def to_text(plan: Plan) -> str:
-    """The whole plan: a line a choice of precisions, what a server would say of the first, the answer in a sentence."""
+    """Return the whole plan as text.
+
+    It has a line for each choice of precisions, a server's start-up table for the first, and the answer in a sentence.
+    """
     head = ("weights", "KV", "weights take", "KV a token", "tokens held", "requests", "fits", "tokens/s")
     rows = [head, *(_cells(row) for row in plan.rows)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -69,7 +72,7 @@ def to_text(plan: Plan) -> str:
 
 
 def answer(plan: Plan) -> str:
-    """One sentence: the choice that keeps the most precision and fits, or how much is missing."""
+    """Return one sentence: the most precise choice that fits, or the missing bytes."""
     fitting = [row for row in plan.rows if row.fits]
     if fitting:
         best = fitting[0]
@@ -120,7 +123,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def fit_to_dict(found: Fit) -> dict[str, Any]:
-    """For JSON; sizes in bytes."""
+    """Return the fields as JSON-compatible values; sizes in bytes."""
     return {
         "memory": found.memory,
         "weights": found.weights,
@@ -139,7 +142,7 @@ def fit_to_dict(found: Fit) -> dict[str, Any]:
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
-    """For JSON; sizes in bytes, rates a second."""
+    """Return the plan as JSON-compatible values; sizes in bytes, rates a second."""
     return {
         "model": plan.model,
         "memory": plan.memory,

@@ -1,13 +1,13 @@
-"""How fast one step could be at best: what it reads and what it computes, each over what the machine can.
+"""Roofline of one step: a lower bound of its time from the bytes it reads and the operations it computes.
 
     reading   = (weights that the step needs + keys and values of every sequence in it) / bandwidth
     computing = sum over products of 2 * rows * outputs * inputs / the rate of such products, and attention
 
-The larger of the two bounds the step from below, and says what more speed would take: fewer bytes, or fewer operations.
+The larger of the two bounds the step from below, and shows what would make it faster: fewer bytes, or fewer operations.
 Both are estimates, from shapes and from two or three rates of the machine. Each weight counts as read once a step,
-whatever caches hold; of experts those that are expected to be chosen, were choices even; a chunk of a prompt reads what
-lies before it once. Norms, activations, what is written, adapters and what processes exchange are left out. Where one
-of the two is not several times the other, either could have been the one. Torch-free.
+whatever caches hold. Experts count by the expected number chosen, if choices are even. A chunk of a prompt reads the
+positions before it once. Norms, activations, writes, adapters and communication between processes are left out. Where
+neither of the two is several times the other, either may be the limit. Torch-free.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from attar.plan import costs
 from attar.plan.costs import Matrix, Storage
 
 Chunk = tuple[int, int, bool]
-"""Rows of one sequence: the position of the first, how many, and whether logits are made of the last."""
+"""Rows of one sequence: the position of the first, their number, and whether the last one's logits are computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a machine does at best: bytes read a second, and operations a second of products with weights of a scheme,
-    None being dense ones, whose rate is attention's too. `size` gives the bytes that a product reads of a weight, by
-    default as the CPU's kernels lay it out."""
+    """Peak rates of a machine.
+
+    bandwidth: bytes read a second. operations: operations a second of products with weights of a scheme; None stands
+    for dense weights, and for attention too. size: the bytes that a product reads of a weight, by default in the layout
+    of the CPU kernels.
+    """
 
     bandwidth: float
     operations: Callable[[Scheme | None], float]
@@ -37,13 +40,14 @@ class Rates:
 
 
 class Roofline:
-    """The bounds of steps of one model, stored so, with keys and values kept so, at the rates of one machine.
+    """Bounds of the steps of one model, with given storage and KV scheme, at the rates of one machine.
 
-    All that does not depend on the step is summed here once: a step costs its number of sequences.
+    All that does not depend on the step is summed here once: a step's bound takes time proportional to its number of
+    sequences.
     """
 
     def __init__(self, config: ModelConfig, storage: Storage, kv: str, rates: Rates) -> None:
-        self._read: dict[float, float] = defaultdict(float)  # seconds to read linears, by their share of rows
+        self._read: dict[float, float] = defaultdict(float)  # seconds to read linears, by their fraction of active rows
         self._product = 0.0  # seconds of one row's products
         for each in costs.matrices(config):
             scheme = storage.of(each)
@@ -60,10 +64,10 @@ class Roofline:
                 self._product += product
         self._windows = Counter(config.windows)
         self._slot = costs.kv_bytes(config, kv) / config.layers / rates.bandwidth  # seconds to read one, of one layer
-        self._score = 4.0 * config.heads * config.head_dim / rates.operations(None)  # seconds of one of a row's scores
+        self._score = 4.0 * config.heads * config.head_dim / rates.operations(None)  # seconds of one score of a row
 
     def least(self, chunks: Iterable[Chunk]) -> tuple[float, float]:
-        """Seconds that a step needs to read, and to compute."""
+        """Return the seconds that a step needs to read, and to compute."""
         total = sampled = slots = scores = 0
         for start, rows, samples in chunks:
             total += rows
@@ -77,6 +81,7 @@ class Roofline:
 
 
 def seen(start: int, rows: int, window: int | None) -> int:
-    """Positions that rows from `start` on see, each those before it and itself, no more than `window`."""
+    """Return the total of positions that `rows` rows from `start` on attend to: all before each and itself, at most
+    `window`."""
     growing = rows if window is None else max(0, min(rows, window - start))
     return growing * start + growing * (growing + 1) // 2 + (rows - growing) * (window or 0)

@@ -1,21 +1,21 @@
 """Memory that a step of the decoder needs besides weights and cache: an upper bound, from the shapes it allocates.
 
 The bound follows `model/layers.py` line by line: which results are alive while the next one is made. N rows, hidden
-size I, q, k and v side by side C, query heads together A, feed-forward width W; in numbers of float32 a row:
+size I, q, k and v side by side C, query heads together A, feed-forward width W; in float32 numbers per row:
 
     attention      2 I of the caller, stream, normed, q k v, rotated q, mixed, projected      5 I + C + 2 A
     second norm    2 I of the caller, the three before it, the two it makes                   7 I
     feed-forward   2 I of the caller, stream, normed, delta, gate and up (W where that is one
                    call, else 2 W and the W that is made of them), projected                 6 I + W or 3 W
-    logits         of the rows that are sampled alone                                          the vocabulary
+    logits         of the sampled rows only                                                  the vocabulary
 
-Beside these are the buffers that threads of the kernels keep, the tables of rotary angles, and what the workspace keeps
-warm: results of a megabyte and more lie on pages of their own, of which up to `idle` bytes wait for the next step of
+Besides these there are the buffers of the kernels' threads, the tables of rotary angles, and the workspace's free
+pages. Results of a megabyte and more lie on pages of their own, of which up to `idle` bytes wait for the next step of
 their size (`kernels/native/workspace.py`). Recorded decode steps (`execution/model_runner.py`) keep all their results.
 Sampling works in float64 and sorts what its filters leave: up to `SAMPLING` bytes a logit (measured: 144, for flat
 logits and a top-p of 0.99999).
 
-Not in it: the logits of a whole prompt, which whoever wants them must ask for in pieces of `sequences` rows.
+Not included: the logits of a whole prompt, which callers must request in pieces of `sequences` rows.
 
 Steps by the reference, for weights without a kernel, need some megabytes more for the rows it converts. Torch-free.
 """
@@ -33,19 +33,19 @@ from attar.plan.costs import LANES, Storage, against, matrices
 from attar.protocol.scheduler_config import Limits
 
 LARGE = 1 << 20  # bytes from which a result has pages of its own
-UNIT = 2 << 20  # of which it takes whole ones
-IDLE = 512 << 20  # bytes of such pages that wait for use at most
-SAMPLING = 150  # bytes a logit while tokens are chosen
-SAMPLED = 8  # rows whose tokens are chosen together
+UNIT = 2 << 20  # pages of a large result come in multiples of this
+IDLE = 512 << 20  # bytes of free pages kept for use, at most
+SAMPLING = 150  # bytes a logit during sampling
+SAMPLED = 8  # rows whose tokens are sampled together
 THREAD = 1 << 20  # bytes of a thread's buffers that do not grow with the model
-ANGLES = 256  # rows of a rotary table come in powers of two of so many
-TABLES = 8  # that are kept of a rope whose angles depend on the length
+ANGLES = 256  # rows of a rotary table come in powers of two times this
+TABLES = 8  # tables kept for a rope whose angles depend on the length
 SPLIT, TILE = 512, 48  # slots and rows that attention handles at once
 
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """The largest step, by what holds the memory."""
+    """Bytes of the largest step, by use."""
 
     results: int  # alive at once
     idle: int  # kept warm between steps
@@ -61,11 +61,11 @@ class StepBytes:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What bounds a step: tokens of all sequences together, and rows whose logits are made, one for each sequence.
+    """Bounds of a step: tokens of all sequences together, and rows whose logits are computed, one for each sequence.
 
-    `sampled` is of how many rows tokens are chosen at once; `recordings` how many decode steps are kept recorded, each
-    of up to `sequences` rows. `headroom` bounds who comes into a step: the share of all blocks of the cache that an
-    admission leaves to those that are running.
+    `sampled` is the number of rows whose tokens are sampled at once; `recordings` is the number of recorded decode
+    steps, each of up to `sequences` rows. `headroom` is the fraction of all cache blocks that an admission leaves to
+    the running sequences. Raises ValueError for values out of range.
     """
 
     rows: int = 512
@@ -74,7 +74,7 @@ class StepLimits:
     recordings: int = 4
     threads: int = 1
     idle: int = IDLE
-    headroom: float = 0.02  # as the scheduler has it, like rows and sequences
+    headroom: float = 0.02  # as in `Limits`, like rows and sequences
 
     def __post_init__(self) -> None:
         for name, low in (("rows", 1), ("sequences", 1), ("sampled", 1), ("threads", 1), ("recordings", 0)):
@@ -90,7 +90,7 @@ class StepLimits:
 
 
 def largest_step(config: ModelConfig, storage: Storage, limits: StepLimits, context: int) -> StepBytes:
-    """The bound for steps of sequences of up to `context` positions."""
+    """Return the bound for steps of sequences of up to `context` positions."""
     rows, logit_rows = limits.rows, min(limits.rows, limits.sequences)
     phases = [*_phases(config, storage, rows), _logits(config, rows, logit_rows)]
     return StepBytes(
@@ -104,7 +104,7 @@ def largest_step(config: ModelConfig, storage: Storage, limits: StepLimits, cont
 
 
 def _phases(c: ModelConfig, storage: Storage, rows: int) -> Iterator[list[int]]:
-    """Bytes of the results that are alive together, phase by phase."""
+    """Yield the bytes of the results that are alive together, phase by phase."""
     query, key = c.heads * c.head_dim, c.kv_heads * c.head_dim
     stream = [4 * rows * c.hidden]
     yield stream * 5 + [4 * rows * (query + 2 * key), 4 * rows * query, 4 * rows * query]
@@ -123,7 +123,7 @@ def _wide(c: ModelConfig, size: int, at_once: bool) -> list[int]:
 
 
 def _gated_at_once(c: ModelConfig, storage: Storage) -> bool:
-    """Whether gate and up are one call of the kernels in every dense layer (`kernels.native.linear.gateable`)."""
+    """Return whether gate and up are one kernel call in every dense layer (`kernels.native.linear.gateable`)."""
     if not c.gated or len(c.names.gate_up) != 2 or references(c, storage):
         return False
     stored = {each.name: storage.of(each) for each in matrices(c)}
@@ -132,7 +132,7 @@ def _gated_at_once(c: ModelConfig, storage: Storage) -> bool:
 
 
 def _apart(scheme: Scheme | None) -> bool:
-    """Whether such a weight has a kernel of its own, which makes no two products at once."""
+    """Return whether the weight has a kernel of its own, which cannot make two products at once."""
     return scheme is not None and isinstance(scheme.weight, Lookup | Progressive)
 
 
@@ -141,7 +141,7 @@ def _feed_forward_widths(c: ModelConfig) -> set[int]:
 
 
 def _logits(c: ModelConfig, rows: int, logit_rows: int) -> list[int]:
-    """Behind the last block: its stream and delta, those of the rows that are sampled, their norm, their logits."""
+    """Return the results after the last block: stream and delta, both of the sampled rows, their norm, their logits."""
     copies = 1 if c.logit_soft_cap is None else 3
     return [4 * rows * c.hidden] * 2 + [4 * logit_rows * c.hidden] * 4 + [4 * logit_rows * c.vocab_size] * copies
 
@@ -151,8 +151,11 @@ def _taken(size: int) -> int:
 
 
 def _idle(phases: Iterable[list[int]]) -> int:
-    """Free pieces that steps of growing numbers of rows leave: of each kind of result every size up to its largest,
-    each as often as a step holds such results at once. More cannot come to be."""
+    """Return the bytes of free pages that steps of growing numbers of rows leave.
+
+    For each kind of result there is every size up to its largest, as often as a step holds such results at once. This
+    is the most that can accumulate.
+    """
     alive: Counter[int] = Counter()
     for phase in phases:
         alive |= Counter(size for size in phase if size >= LARGE)
@@ -161,7 +164,8 @@ def _idle(phases: Iterable[list[int]]) -> int:
 
 
 def _buffers(c: ModelConfig, storage: Storage, limits: StepLimits, context: int) -> int:
-    """Rows rounded to int8 with their scales and sums, a panel of weights a thread, attention's tiles and splits."""
+    """Return the bytes of buffers: rows rounded to int8 with scales and sums, a panel of weights a thread, attention's
+    tiles."""
     stored = [(each, storage.of(each)) for each in matrices(c)]
     widest = -(-max(each.columns for each, _ in stored) // 64) * 64
     tiles = -(-limits.rows // 16) * 16
@@ -175,7 +179,7 @@ def _buffers(c: ModelConfig, storage: Storage, limits: StepLimits, context: int)
 
 
 def _angles(c: ModelConfig, context: int) -> int:
-    """Cosines and sines of every position, for each rope."""
+    """Return the bytes of cosines and sines of every position, for each rope."""
     blocks = -(-context // ANGLES)
     positions = (1 << (blocks - 1).bit_length()) * ANGLES
     ropes = {rope for rope in c.ropes if rope is not None}
@@ -183,8 +187,8 @@ def _angles(c: ModelConfig, context: int) -> int:
 
 
 def recorded_step(config: ModelConfig, storage: Storage, rows: int) -> int:
-    """Bytes that a recorded decode step of `rows` sequences keeps: every result of it, for none may move. 0 for models
-    whose steps cannot be recorded."""
+    """Return the bytes that a recorded decode step of `rows` sequences keeps: all of its results, because none may
+    move. 0 for models whose steps cannot be recorded."""
     c = config
     if c.experts is not None or references(c, storage):
         return 0
@@ -197,6 +201,7 @@ def recorded_step(config: ModelConfig, storage: Storage, rows: int) -> int:
 
 
 def references(config: ModelConfig, storage: Storage) -> dict[str, str]:
-    """Linears that no kernel multiplies by, with the reason: a server would be slow on them, and hold them twice."""
+    """Return the linears that no kernel multiplies by, with the reason. A server is slow on them, and holds them
+    twice."""
     found = ((each.name, against(storage.of(each))) for each in matrices(config))
     return {name: reason for name, reason in found if reason is not None}

@@ -1,11 +1,11 @@
-"""What the server's process and the engine's tell each other: plain values, encoded as msgpack.
+"""Messages between the server's process and the engine's: plain values, encoded as msgpack.
 
-The server holds connections, texts of requests and templates; the engine holds the model. Everything between them is
-one of these messages. Every request ends in exactly one `Failed`, or in one `Finished` for each of its choices. Times
-are seconds as spans, never clock readings: the two processes need not share a clock.
+The server holds connections, texts of requests and templates; the engine holds the model. All that passes between them
+is one of these messages. Every request ends in exactly one `Failed`, or in one `Finished` for each of its choices.
+Times are spans in seconds, never clock readings: the two processes need not share a clock.
 
-Frames are a length of four bytes, little-endian, then an array of messages, at most `MAX_FRAME` bytes. A longer one, or
-one that does not decode, ends the connection, and with it the engine: neither side trusts what it cannot read.
+A frame is a length of four bytes, little-endian, then an array of messages, at most `MAX_FRAME` bytes. A longer frame,
+or one that does not decode, ends the connection, and with it the engine: neither side trusts input that it cannot read.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ BEAT_SECONDS = 0.5  # between two of the engine's beats
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """A prompt to be continued by `n` choices of their own randomness: their seeds are `sampler.seed_of_choice`."""
+    """A prompt to be continued by `n` choices, each with randomness of its own: `sampler.seed_of_choice` gives the
+    seeds."""
 
     id: str
     prompt: tuple[int, ...]
     params: SamplingParams
     n: int = 1
-    salt: bytes = b""  # requests of different salts share no cached block
+    salt: bytes = b""  # requests with different salts share no cached block
     priority: int = 0  # lower goes first
-    deadline: float | None = None  # seconds from now; then it fails with `deadline`
-    adapter: str = ""  # one of `Ready.adapters`; empty: the model as it is
+    deadline: float | None = None  # seconds from now; then the request fails with `deadline`
+    adapter: str = ""  # one of `Ready.adapters`; empty: the base model
 
 
 class Embed(msgspec.Struct, frozen=True, tag="embed"):
-    """A prompt whose final hidden states are wanted as one vector: of the last position, or their mean."""
+    """A prompt whose final hidden states are wanted as one vector: the last position's, or the mean of all."""
 
     id: str
     prompt: tuple[int, ...]
@@ -45,7 +46,7 @@ class Embed(msgspec.Struct, frozen=True, tag="embed"):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Nobody reads the request's answer any more. Unknown ids are ignored: the answer may just have ended."""
+    """Cancel a request whose answer has no reader left. Unknown ids are ignored: the answer may just have ended."""
 
     id: str
 
@@ -55,7 +56,7 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """Say a `Told` of each of these requests that has not ended."""
+    """Send a `Told` for each of these requests that has not ended."""
 
     ids: tuple[str, ...]
 
@@ -64,7 +65,7 @@ Command = Submit | Embed | Cancel | Drain | Ask
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Where one request's time went, and what of its prompt was reused. Seconds, and tokens."""
+    """Timing of one request in seconds, and reuse of its prompt in tokens."""
 
     queued: float = 0.0
     prefill: float = 0.0
@@ -75,20 +76,22 @@ class Report(msgspec.Struct, frozen=True):
     reused_tokens: int = 0
     reuse_ended: str = ""  # why the rest was not reused: one of `REUSE_ENDS`; "": never ran
     differs_at: int | None = None  # index of the first token that no cached prompt has
-    limited_by: dict[str, int] = {}  # steps that it had a part in, by what limited them: bandwidth, compute, overhead
-    roof_fraction: float | None = (
-        None  # in what part of their time bandwidth and compute would have allowed these steps
-    )
+    limited_by: dict[str, int] = {}  # the request's steps by what limited them: bandwidth, compute, overhead
+    roof_fraction: float | None = None  # roofline time of these steps over their measured time
 
 
 REUSE_ENDS = ("complete", "differs", "evicted", "rounded", "no_room", "bypassed")
-"""Why no more of a prompt was reused: there was no more of it; no cached prompt goes on like it; what did was evicted;
-the cache shares whole groups of tokens only; the rest lay in a block for whose copy there was no room; what was asked
-for has to be computed."""
+"""Reasons why no more of a prompt was reused.
+
+complete: all of it was. differs: no cached prompt continues like it. evicted: the matching blocks were. rounded: the
+cache shares only whole groups of tokens. no_room: the rest lay in a block for whose copy there was no room. bypassed:
+the request's outputs must be computed.
+"""
 
 
 class Delta(msgspec.Struct, frozen=True, tag="delta"):
-    """What one choice gained. `text` never ends inside a character, and may be empty while one is incomplete."""
+    """New tokens and text of one choice. `text` never ends inside a character, and may be empty while one is
+    incomplete."""
 
     id: str
     choice: int
@@ -98,14 +101,15 @@ class Delta(msgspec.Struct, frozen=True, tag="delta"):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, tag="prompt_logprobs"):
-    """Log probabilities of the prompt's tokens after its first, before anything is generated."""
+    """Log probabilities of the prompt's tokens after its first, sent before anything is generated."""
 
     id: str
     logprobs: tuple[TokenLogprob, ...]
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
-    """One choice has ended. `stop` is the stop string that ended it, if one did. The last to end carries the report."""
+    """The end of one choice. `stop` is the stop string that ended it, if one did. The last choice to end has the
+    report."""
 
     id: str
     choice: int
@@ -124,10 +128,10 @@ class Embedding(msgspec.Struct, frozen=True, tag="embedding"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The request has ended without an answer. `code` is one of FAILURES; `message` is fit for the user to read.
+    """The end of a request without an answer. `code` is one of FAILURES; `message` is fit for the user to read.
 
-    The report is of what was done for it until then; None where it was refused before it began, or its answer could not
-    be sent.
+    The report covers the work done until then. It is None where the request was refused before it began, or its answer
+    could not be sent.
     """
 
     id: str
@@ -137,8 +141,12 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 FAILURES = ("full", "too_long", "invalid", "deadline", "bad_logits", "internal", "cancelled", "shutdown")
-"""Why requests fail: queue full, more than the cache can ever hold, refused parameters, out of time, logits of NaN, an
-exception in its own path, cancelled, and the engine going down."""
+"""Codes of failed requests.
+
+full: the queue is. too_long: more than the cache can ever hold. invalid: refused parameters. deadline: out of time.
+bad_logits: logits of NaN. internal: an exception in the request's own path. cancelled. shutdown: the engine is going
+down.
+"""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -149,16 +157,16 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     vocab_size: int
     blocks: int
     block_size: int
-    max_waiting: int  # choices that may wait at a time
-    table: tuple[tuple[str, int], ...]  # where the memory goes: (what, bytes)
+    max_waiting: int  # most choices that may wait
+    table: tuple[tuple[str, int], ...]  # memory by use: (use, bytes)
     adapters: tuple[str, ...] = ()  # names that a request may ask for
-    max_running: int = 1  # choices that may run at a time
+    max_running: int = 1  # most choices that may run at a time
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
-    """State of the engine after a step, at most ten times a second, and once when it falls idle.
+    """State of the engine after a step, sent at most ten times a second, and once when it falls idle.
 
-    Counters grow from the start of the engine; the others are of this moment.
+    Counters grow from the start of the engine; the other fields are of this moment.
     """
 
     running: int
@@ -168,26 +176,26 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     blocks_cached: int
     steps: int  # counter
     prompt_tokens: int  # counter: asked to be prefilled
-    reused_tokens: int  # counter: of those, taken from the cache
+    reused_tokens: int  # counter: prompt tokens taken from the cache
     generated_tokens: int  # counter
     preemptions: int  # counter
     step_seconds: float  # counter
     blocks: bytes = b""  # one byte a block: 0 free, 1 active, 2 cached
-    steps_ahead: int = 0  # counter: of the steps, launched before the tokens of the one before were known
+    steps_ahead: int = 0  # counter: steps launched before the previous step's tokens were known
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """The engine's process runs: said twice a second, by a thread that no step holds up.
+    """Heartbeat of the engine's process, sent twice a second by a thread that no step blocks.
 
-    `busy`: seconds since its loop last looked for commands, which is how long the present step has taken; 0 while it
-    waits for some.
+    `busy`: seconds since the engine's loop last looked for commands, that is the age of the present step; 0 while it
+    waits for commands.
     """
 
     busy: float = 0.0
 
 
 class Told(msgspec.Struct, frozen=True, tag="told"):
-    """A request as it is now."""
+    """Present state of a request."""
 
     id: str
     report: Report
@@ -197,7 +205,7 @@ Event = Delta | PromptLogprobs | Finished | Embedding | Failed | Ready | Stats |
 
 
 def encode(messages: Sequence[Command] | Sequence[Event]) -> bytes:
-    """One frame. Raises ValueError where it would be longer than MAX_FRAME."""
+    """Encode messages as one frame. Raises ValueError where it would be longer than MAX_FRAME bytes."""
     body = msgspec.msgpack.encode(messages)
     if len(body) > MAX_FRAME:
         raise ValueError(f"a frame of {len(body)} bytes is longer than {MAX_FRAME}")

@@ -1,7 +1,7 @@
-"""What a caller asks for and what comes back: `SamplingParams` and `Completion`. Plain values, no torch.
+"""Request parameters and results: `SamplingParams` and `Completion`. Plain values, no torch.
 
-Ranges follow OpenAI's API where it has the parameter and vLLM's where it has not. Every value is checked when it is
-made, so that the sampler can trust it: a bool is no integer, NaN is no number, and an error names the range.
+Ranges follow OpenAI's API where it has the parameter, else vLLM's. Every value is checked when it is made, so that the
+sampler can trust it: a bool is no integer, NaN is no number, and an error names the range.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ MIN_REPETITION, MAX_REPETITION = 0.01, 100.0  # a penalty that is nearly 0 makes
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens. The defaults sample from the model's own distribution.
+    """Parameters of sampling. The defaults sample from the model's own distribution.
 
-    The order in which they act, and the formulas, are in `sampling/sampler.py`.
+    The order in which they act, and the formulas, are in `sampling/sampler.py`. Raises ValueError for a value out of
+    range.
 
-    max_tokens: at most so many new tokens, >= 0.
-    temperature: >= 0; 0 takes the most likely token, after penalties.
-    top_k: keep the k most likely tokens; 0 keeps all.
-    top_p: keep the fewest most likely tokens whose probabilities sum to at least this; in (0, 1], 1 keeps all.
-    min_p: keep tokens at least this likely compared with the most likely one; in [0, 1], 0 keeps all.
-    repetition_penalty: in [0.01, 100]; above 1 makes tokens of prompt and output less likely (1 is off).
+    max_tokens: most new tokens, >= 0.
+    temperature: >= 0; 0 takes the most probable token, after penalties.
+    top_k: keep the k most probable tokens; 0 keeps all.
+    top_p: keep the fewest most probable tokens whose probabilities sum to at least this; in (0, 1], 1 keeps all.
+    min_p: keep tokens at least this probable relative to the most probable one; in [0, 1], 0 keeps all.
+    repetition_penalty: in [0.01, 100]; above 1 makes tokens of prompt and output less probable (1 is off).
     presence_penalty, frequency_penalty: in [-2, 2]; subtracted from the logits of tokens of the output, once, or once
         per occurrence.
-    stop: strings that end the text, a string or several; they are not part of it. At most 16 of 1024 UTF-8 bytes.
-    stop_token_ids: tokens that end it, besides the model's own EOS tokens.
+    stop: a string or several that end the text; they are not part of it. At most 16 of 1024 UTF-8 bytes each.
+    stop_token_ids: tokens that end the text, besides the model's own EOS tokens.
     ignore_eos: generate past the model's EOS tokens.
-    seed: 0 to 2^64 - 1; the same seed gives the same text, whatever else runs. None draws one (see `seeded`).
-    logprobs: None for none; k for each token's log probability and those of the k most likely ones, k <= 20.
-    prompt_logprobs: the same for the tokens of the prompt behind its first.
+    seed: 0 to 2^64 - 1; the same seed gives the same text, whatever else runs. None takes a random one (see `seeded`).
+    logprobs: None for none; k for each token's log probability and those of the k most probable tokens, k <= 20.
+    prompt_logprobs: None or k, for the tokens of the prompt after its first.
     logit_bias: numbers in [-100, 100] that are added to the logits of these tokens, 1024 at most.
     """
 
@@ -78,13 +79,14 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
-        # Lists are welcome and kept as tuples: the value is frozen, hashable, and the caller's list may change.
+        # Lists are accepted and stored as tuples: the value is frozen, hashable, and the caller's list may change.
         object.__setattr__(self, "stop", _stops(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_tokens(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
 
     def seeded(self) -> SamplingParams:
-        """These parameters with a seed: their own, or one from the operating system. Called once for each prompt."""
+        """Return these parameters with a seed: their own, or one from the operating system. Called once for each
+        prompt."""
         if self.seed is not None:
             return self
         return replace(self, seed=int.from_bytes(os.urandom(8), "little"))
@@ -92,9 +94,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural log probability of one generated token under the model itself, before penalties, temperature and filters.
+    """Natural log probability of one token under the model itself, before penalties, temperature and filters.
 
-    `top` holds the k most likely tokens with theirs, best first, equals in order of id.
+    `top` holds the k most probable tokens with theirs, best first, equals in order of id.
     """
 
     token_id: int
@@ -108,7 +110,7 @@ class Completion:
 
     `finish_reason` is `stop` (an EOS or stop token, or a stop string) or `length` (max_tokens, or the context is full).
     `token_ids` include the token that ended the text; `text` does not show it. `seed` is the one that was used.
-    `prompt_logprobs` are those of the prompt's tokens behind its first.
+    `prompt_logprobs` belong to the prompt's tokens after its first.
     """
 
     text: str
@@ -120,7 +122,7 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields as JSON-compatible values."""
         return asdict(self)
 
 

@@ -1,4 +1,4 @@
-"""How much runs at once, and who waits: the scheduler's settings, and three good sets of them."""
+"""Settings of the scheduler: how much runs at once and which sequences wait, with three presets."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ Policy = Literal["none", "static", "dynamic", "continuous"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much runs at once, and who waits. Raises ValueError where nothing could run.
+    """Limits of the scheduler. Raises ValueError where nothing could run.
 
-    policy: `continuous`; or new sequences come only when none is running: one (`none`), all that wait, up to
-        max_running (`static`), or the same once max_running of them wait or the first has waited max_delay (`dynamic`).
-    max_running: sequences.
-    max_step_tokens: tokens run in a step. Small: short steps, so even gaps between tokens. Large: prompts cost less.
-    max_waiting: sequences in the queue; more are refused.
-    max_delay: seconds. A tenth is short beside an answer, and long enough for those that were sent together.
-    max_passed: times that later ones of better priority may go before a sequence.
-    max_preemptions: times that a sequence may have to start over.
-    headroom: share of all blocks that an admission leaves to those that are running.
+    policy: `continuous` admits sequences at every step. The others admit only when none is running: one (`none`), all
+        that wait, up to max_running (`static`), or as `static` once max_running of them wait or the first has waited
+        max_delay (`dynamic`).
+    max_running: most running sequences.
+    max_step_tokens: most tokens of a step. Small: short steps, so even gaps between tokens. Large: prompts cost less.
+    max_waiting: most sequences in the queue; more are refused.
+    max_delay: seconds. A tenth is short beside an answer, and long enough for requests that were sent together.
+    max_passed: most later sequences of better priority that may overtake a sequence.
+    max_preemptions: most times that a sequence may have to start over.
+    headroom: fraction of all blocks that an admission leaves to the running sequences.
     """
 
     policy: Policy = "continuous"
@@ -50,15 +51,15 @@ class Limits:
 
     @property
     def together(self) -> int:
-        """Sequences that may run at the same time."""
+        """Return the number of sequences that may run at the same time."""
         return 1 if self.policy == "none" else self.max_running
 
     def told(self, preset: str | None) -> str:
-        """All of them in one line, each with the default where it is another."""
+        """Return all settings in one line, with the default beside each value that differs from it."""
         said = []
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "max_delay" and self.policy != "dynamic":  # which alone heeds it
+            if field.name == "max_delay" and self.policy != "dynamic":  # only `dynamic` uses it
                 continue
             default = "" if value == field.default else f" (default {field.default})"
             said.append(f"{field.name.replace('_', '-')} {value}{default}")
@@ -70,4 +71,5 @@ PRESETS = {
     "throughput": Limits(max_running=128, max_step_tokens=2048, max_waiting=1024, headroom=0.01),
     "long-context": Limits(max_running=8, max_step_tokens=1024, max_waiting=64, headroom=0.05),
 }
-"""Short gaps between tokens; most tokens a second; few requests with long prompts."""
+"""Named settings. `latency`: short gaps between tokens; `throughput`: most tokens a second; `long-context`: few
+requests with long prompts."""

@@ -1,12 +1,10 @@
-"""Settings that an engine is started with: the one value that the server writes to its standard input.
+"""Settings that an engine is started with: the one value that the server writes to the engine's standard input.
 
-The process that speaks HTTP makes them. It reads the tokenizer once, and an engine that died is started with the same
-settings; so they say what the model's files were like then, and an engine refuses to serve others.
+Torch-free: the process that speaks HTTP makes it. That process reads the tokenizer once, and restarts a crashed engine
+with the same settings. So they include fingerprints of the model's files, and an engine refuses to serve other files.
 """
 
-from __future__ import annotations
-
-from dataclasses import replace
+from __future__ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -14,11 +12,11 @@ import msgspec
 from attar.protocol.scheduler_config import PRESETS, Limits
 
 HOPELESS, CHANGED = 2, 3
-"""Exit statuses of an engine that cannot serve its model, and of one whose files are no longer those of the server."""
+"""Exit statuses of an engine that cannot serve its model, and of one whose files differ from the server's."""
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to serve, and with how much of the machine. None: the default, or what fits."""
+    """The model to serve, and how much of the machine to use. None stands for the default, or for what fits."""
 
     model: str
     socket: str
@@ -29,13 +27,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context: int | None = None
     memory: int | None = None
     max_cached_tokens: int | None = None
-    kv_fraction: float | None = None  # of what the model leaves of the memory: what keys and values may take of it
+    kv_fraction: float | None = None  # fraction of the memory left after the model for the KV cache
     preset: str | None = None
     policy: str | None = None
     max_running: int | None = None
     max_step_tokens: int | None = None
     max_waiting: int | None = None
-    max_delay: float | None = None  # seconds, of the policy `dynamic`
+    max_delay: float | None = None  # seconds, for the policy `dynamic`
     max_preemptions: int | None = None
     threads: int | None = None
     verify: bool = True
@@ -43,25 +41,26 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tp: int = 1  # processes that compute each layer together
     pp: int = 1  # stages of layers
     name: str = ""  # what requests call the model; empty: its folder's name
-    files: dict[str, str] = {}  # fingerprints of what is to be served; empty: whatever is there
+    files: dict[str, str] = {}  # `fingerprints` of the files to serve; empty: any files
 
     @property
     def computes_in(self) -> str:
-        """The name of the dtype."""
+        """Return the name of the dtype that the model computes in."""
         return self.dtype or ("float32" if self.device == "cpu" else "bfloat16")
 
     @property
     def served_as(self) -> str:
-        """What requests call the model."""
+        """Return the model's name in requests."""
         return self.name or Path(self.model).name
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """The model and its adapters: what `files` are the fingerprints of."""
+        """Return the model and its adapters, whose fingerprints `files` are."""
         return (self.model, *(folder for _, folder in self.adapters))
 
     def limits(self) -> Limits:
-        """The preset with what was set besides. Raises ValueError for an unknown preset, or an impossible number."""
+        """Return the preset with the settings that differ from it. Raises ValueError for an unknown preset or invalid
+        values."""
         if self.preset is not None and self.preset not in PRESETS:
             raise ValueError(f"unknown preset {self.preset!r}: known are {', '.join(PRESETS)}")
         names = ("policy", "max_running", "max_step_tokens", "max_waiting", "max_delay", "max_preemptions")

@@ -9,12 +9,12 @@ from pathlib import Path
 
 MAX_ADAPTERS = 64
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,255}")  # Hub ids among them; requests may name no longer one
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,255}")  # includes Hub ids; requests may name no longer one
 
 
 def name_of(model: str) -> str:
-    """What a model goes by: a folder or file by its own name, a Hub id as it was given. Raises ValueError for a folder
-    without a name, the root. Links keep theirs: files in the Hub's cache lead to what is named by a hash."""
+    """Return a model's name: a folder's or file's own name, or a Hub id as given. Raises ValueError for a folder
+    without a name, the root. A link keeps its own name: files in the Hub's cache link to files named by a hash."""
     path = Path(model).expanduser()
     name = Path(os.path.abspath(path)).name if path.exists() else model
     if not name:
@@ -23,7 +23,7 @@ def name_of(model: str) -> str:
 
 
 def check_name(name: str) -> str:
-    """`name` for a model. Raises ValueError where requests could not ask for it."""
+    """Return `name`. Raises ValueError where it is no valid model name for requests."""
     if not MODEL_NAME.fullmatch(name):
         raise ValueError(
             f"--name {name[:160]!r}: a model's name is of letters, digits and . _ : @ / -, at most 256 of them"
@@ -32,10 +32,10 @@ def check_name(name: str) -> str:
 
 
 def parse_adapters(given: Sequence[str], model: str) -> tuple[tuple[str, str], ...]:
-    """Names and folders of adapters, each given as NAME=FOLDER, to be served beside `model`.
+    """Parse adapters, each given as NAME=FOLDER, to be served beside `model`: (name, folder) of each.
 
-    Raises ValueError for another form, a name that requests could not ask for or that stands for something already,
-    too many, and a folder that holds no adapter.
+    Raises ValueError for another form, a name that is invalid or taken, more than MAX_ADAPTERS, and a folder without an
+    adapter.
     """
     if len(given) > MAX_ADAPTERS:
         raise ValueError(f"{len(given)} adapters: at most {MAX_ADAPTERS} are served at a time")

@@ -18,9 +18,10 @@ from torch import Tensor
 from attar import _native
 from attar.kernels import ref, ref_attention
 from attar.kernels.native import attention as native
+from attar.kernels.native import extension
 from attar.kernels.operands import AttentionForm, Norm
 from attar.kv.pages import Pages, Placement, Rotation
-from attar.kv.schemes import scheme
+from attar.kv.schemes import Layout, scheme
 
 TOLERANCE = {  # of outputs, relative to the largest: what the arithmetic adds, for the oracle reads what is stored
     "float32": 2e-6,
@@ -505,3 +506,7 @@ def test_memory_does_not_grow_with_the_square(kv: str) -> None:
     code = MEMORY.format(n=8192, kv=kv)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) << 10 < 8 << 20
+
+
+def test_layouts_have_the_names_of_the_extension() -> None:
+    assert {each.value for each in Layout} == {each.name for each in extension.library.KvLayout}

@@ -22,7 +22,7 @@ from attar.kernels.operands import AttentionForm, Norm
 from attar.kv.bit_planes import Basis
 from attar.kv.kvquant import Channels
 from attar.kv.pages import Bases, Pages, Placement, Rotation
-from attar.kv.schemes import UNIT, KvScheme, divide, scheme
+from attar.kv.schemes import UNIT, KvScheme, Layout, divide, scheme
 
 LEVELS = _native.levels()
 HEADS, BLOCK = 2, 32
@@ -68,7 +68,7 @@ def likely(rows: int, pages: Pages, seed: int) -> tuple[Tensor, Tensor]:
 def empty(kv: str, blocks: int, size: int = 64, tails: int = 8) -> Pages:
     kind = scheme(kv)
     bases = None
-    if kind.kind == "nuq":
+    if kind.layout == Layout.KVQUANT:
         bases = Bases(channels(size, kind, False, 1), channels(size, kind, True, 7))
     elif kind.calibrated:
         bases = Bases(basis(size, kind, 1), basis(size, kind, 7))

@@ -1,24 +1,23 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021) as PEFT stores them, read onto a model; `merge.py` merges them into one.
+"""Low-rank adapters (LoRA, Hu et al. 2021) in PEFT's format, read onto a model; `merge.py` merges them into one.
 
-A folder holds adapter_config.json and adapter_model.safetensors. Of each linear that it changes, the latter has
+A folder holds adapter_config.json and adapter_model.safetensors. For each linear that it changes, the latter has
 `base_model.model.<module>.lora_A.weight` [r, I] and `...lora_B.weight` [O, r], and the linear computes
 
     y = x' W^T + b + (alpha / r) (x A^T) B^T        (alpha / sqrt(r) for rank-stabilised LoRA, Kalajdzievski 2023).
 
-x' may be rounded, permuted or divided, as the stored W wants it; the adapter reads x as it comes (behind the rotation,
-where the linear rotates its inputs at run time), which is what it was trained on. So compressed bases will do, and W
-stays as it is: an adapter is there for every row (`attach`), or under a number for the rows that ask (`install`),
-beside others. Not so where a recipe moved scales from norms into weights, or rotated what runs between the blocks: the
-base then computes the same with an x that the adapter was not trained on, unless it was trained on that very base
-(`doubt`).
+x' may be rounded, permuted or divided, as the stored W needs. The adapter reads the plain x that it was trained on
+(after the rotation, where the linear rotates its inputs at run time). So compressed bases work, and W stays as it is:
+an adapter applies to every row (`attach`), or under a number to the rows that ask for it (`install`), beside others.
+This fails where a recipe moved scales from norms into weights, or rotated the residual stream. The base then computes
+the same with an x that the adapter was not trained on, unless it was trained on that very base (`doubt`).
 
-Of a model in several processes each reads the adapter, for a mistake anywhere in it is to be found by the first, before
-the others hear of it, and keeps what belongs to its part of the linears (`parallel.cut_adapter`).
+Every process of a model in several reads the whole adapter, because the first must find any mistake before the others
+receive it. It keeps the part that belongs to its linears (`parallel.cut_adapter`).
 
-An adapter that is read in part is a model that runs and answers otherwise than trained. So every tensor must have its
-place, every pair be whole, and every key of the config that changes what is computed be one that is known here: DoRA,
-trained biases or embeddings, activated and quantization-aware adapters are refused by name. All that the header and
-the config say is checked, and what memory the adapter will take is known (`Outline`), before a number of it is read.
+A partly read adapter gives a model that runs and answers otherwise than trained. So every tensor must have its place,
+every pair must be whole, and every key of the config that changes the computation must be known here. DoRA, trained
+biases or embeddings, activated and quantization-aware adapters are refused by name. Header and config are checked, and
+the adapter's memory is known (`Outline`), before any value is read.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ from attar.plan.costs import matrices
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "attar_base.json"
-"""What `finetune` notes of the base beside them."""
+"""A file beside them in which `finetune` identifies the base."""
 STILL = ("clip",)
-"""Passes of a recipe before the last after which linears read what those of the original do."""
+"""Passes before a recipe's last that leave the inputs of linears as in the original."""
 MAX_CONFIG = 1_000_000
 MAX_RANK = 512
 PREFIX = "base_model.model."
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 ENDS = (".base_layer.weight", "embed_tokens.weight", "wte.weight", "lm_head.weight")
-"""Of a base's own ends, which PEFT saves along where one of them is a target."""
+"""Names of the base's own embedding and LM head, which PEFT saves too where one of them is a target."""
 
 KNOWN = frozenset(
     (
@@ -67,18 +66,18 @@ KNOWN = frozenset(
         "runtime_config", "target_modules", "task_type", "use_rslora",
     )
 )  # fmt: skip
-"""Keys of adapter_config.json that are read here, or say nothing of what a trained adapter computes. Any other is
+"""Keys of adapter_config.json that are read here, or do not affect what a trained adapter computes. Any other key is
 refused unless it is empty or false."""
 
 
 FLOATS = ("float32", "float16", "bfloat16", "float64")
-LANES = 16  # rows that lie together in the kernels' layout
+LANES = 16  # rows stored together in the kernels' layout
 WHOLE = Share()
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The two tensors of a linear's adapter by their names in the file, its rank, and how often B A counts."""
+    """The two tensors of a linear's adapter by their names in the file, its rank, and the factor of B A."""
 
     down: str
     up: str
@@ -88,17 +87,20 @@ class Pair:
 
 @dataclass(frozen=True)
 class Outline:
-    """What an adapter is, from its config and header alone; `pairs` by the name of the linear that each changes."""
+    """Description of an adapter, from its config and header alone; `pairs` by the name of the linear that each
+    changes."""
 
     path: Path
     pairs: Mapping[str, Pair]
 
     def weight_bytes(self, shapes: Mapping[str, tuple[int, int]]) -> int:
-        """What its matrices take in memory, as the kernels of CPUs lay them out, of linears of `shapes` (O, I)."""
+        """Return the bytes of its matrices in memory, in the layout of the CPU kernels, for linears of `shapes`
+        (O, I)."""
         return sum(_laid_out(pair.rank, shapes[name]) for name, pair in self._of(shapes))
 
     def step_bytes(self, shapes: Mapping[str, tuple[int, int]], rows: int) -> int:
-        """What a product with it takes at most besides: rows gathered, what lies between A and B, sums."""
+        """Return the most bytes that a product with it takes besides: gathered rows, intermediates between A and B,
+        sums."""
         each = (shapes[name][1] + pair.rank + 2 * shapes[name][0] for name, pair in self._of(shapes))
         return 4 * rows * max(each, default=0)
 
@@ -112,10 +114,11 @@ def _laid_out(rank: int, shape: tuple[int, int]) -> int:
 
 
 def memory(folders: Sequence[Path], config: ModelConfig, rows: int, whole: Share = WHOLE) -> int:
-    """Bytes that adapters of a model of `config` take beside it, their products in steps of `rows` tokens included, by
-    their headers; of `whole.count` processes that share it, in the one where they take most.
+    """Return the bytes that adapters take beside a model of `config`, with their products in steps of `rows` tokens, by
+    their headers.
 
-    Raises CheckpointError as `outline` does, and ValueError where the model cannot be shared so.
+    Where `whole.count` processes share the model, this is the largest of all processes. Raises CheckpointError as
+    `outline` does, and ValueError where the model cannot be split so.
     """
     shapes = _whole(config)
     found = [outline(folder, config.names, shapes) for folder in folders]
@@ -123,7 +126,8 @@ def memory(folders: Sequence[Path], config: ModelConfig, rows: int, whole: Share
 
 
 def _memory(found: Sequence[Outline], config: ModelConfig, rows: int, share: Share) -> int:
-    """In one process. Where the vocabulary is cut depends on how the output matrix is stored, too; by a few rows."""
+    """Return the bytes in one process. The split of the vocabulary also depends on the LM head's storage; by a few
+    rows."""
     part, names = split(config, share, {}), config.names
     layers = tuple(f"{names.layer.format(i=i)}." for i in part.layers)
     shapes = {
@@ -138,23 +142,23 @@ def _memory(found: Sequence[Outline], config: ModelConfig, rows: int, share: Sha
 
 
 def _whole(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """[O, I] of every linear of a model by name."""
+    """Return [O, I] of every linear of a model by name."""
     return {each.name: (each.rows, each.columns) for each in matrices(config)}
 
 
 @dataclass(frozen=True, eq=False)
 class Lora:
-    """An adapter's matrices by the name of the linear that each changes."""
+    """Matrices of an adapter by the name of the linear that each changes."""
 
     path: Path
     adapters: Mapping[str, Adapter]
 
 
 def outline(path: Path, names: Names, shapes: Mapping[str, tuple[int, int]]) -> Outline:
-    """What the adapter folder `path` says it is, for a model whose linears, by name, have `shapes` (O, I).
+    """Return the outline of the adapter folder `path`, for a model whose linears, by name, have `shapes` (O, I).
 
-    Raises CheckpointError where it is no LoRA adapter, does what is not known here, has a tensor without a place, half
-    a pair, or one of another shape, rank or kind.
+    Raises CheckpointError where it is no LoRA adapter, uses an unknown feature, has a tensor without a place, half a
+    pair, or one of another shape, rank or kind.
     """
     with closing(_open(path)) as file:
         return _outline(path, file, names, shapes)
@@ -234,7 +238,7 @@ def _finite(file: TensorFile, tensor: str, scale: float = 1.0) -> Tensor:
 
 
 BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Of `init_lora_weights`: those of which the base stays as it was. Others take from it what the adapter begins with."""
+"""Values of `init_lora_weights` that leave the base as it was. Others take the adapter's initial values from it."""
 
 
 def _check(config: Mapping[str, Any], path: Path) -> None:
@@ -269,7 +273,8 @@ class _Patterned:
         ]
 
     def of(self, module: str) -> float:
-        """The first pattern's that matches the module's name from some dot on, to its end."""
+        """Return the value of the first pattern that matches the module's name from some dot on to its end, else the
+        general one."""
         ends = [module, *(module[m.end() :] for m in re.finditer(r"\.", module))]
         return next((value for key, value in self._patterns if any(map(key.fullmatch, ends))), self._general)
 
@@ -281,7 +286,7 @@ def _positive(value: object, where: str) -> float:
 
 
 def linears_of(decoder: Decoder) -> Iterator[Linear]:
-    """Every linear of a model that is in this process, its output matrix last."""
+    """Yield every linear of a model in this process, the LM head last."""
     for block in decoder.blocks:
         yield from block.linears()
     if not isinstance(decoder, SplitDecoder) or decoder.split.vocabulary is not None:
@@ -289,9 +294,9 @@ def linears_of(decoder: Decoder) -> Iterator[Linear]:
 
 
 def doubt(adapter: Path, base: Path) -> str | None:
-    """Why an adapter may not fit a base, in a sentence; None where nothing speaks against it.
+    """Return why an adapter may not fit a base, as a sentence; None without a known reason.
 
-    Raises CheckpointError where the base's receipt is damaged, or its config.json.
+    Raises CheckpointError where the base's receipt or its config.json is damaged.
     """
     made = receipt.read_receipt(base)
     said = None if made is None else made.value["recipe"]
@@ -312,7 +317,7 @@ def doubt(adapter: Path, base: Path) -> str | None:
 
 
 def trained_on(adapter: Path) -> list[str]:
-    """The `receipt.known` of its base that was noted when it was trained; empty where none was."""
+    """Return the `receipt.known` of its base that was recorded at training; empty where there is none."""
     if not (adapter / BASE).is_file():
         return []
     found = read_json(adapter / BASE, MAX_CONFIG).get("receipts")
@@ -320,8 +325,7 @@ def trained_on(adapter: Path) -> list[str]:
 
 
 def attach(decoder: Decoder, path: Path) -> Lora:
-    """Read an adapter and have the model compute with it in every row; its weights stay as they are. Another takes its
-    place.
+    """Read an adapter and apply it to every row of the model; the weights stay as they are. It replaces an earlier one.
 
     Raises CheckpointError as `read` does.
     """
@@ -347,7 +351,7 @@ def install(decoder: Decoder, number: int, path: Path) -> Lora:
 
 
 def shapes_of(decoder: Decoder) -> dict[str, tuple[int, int]]:
-    """[O, I] of every linear by name; of a model in several processes, of all of it."""
+    """Return [O, I] of every linear by name; for a model in several processes, of the whole model."""
     if isinstance(decoder, SplitDecoder):
         return _whole(decoder.split.config)
     return {linear.name: linear.shape for linear in linears_of(decoder)}
@@ -363,6 +367,6 @@ def _prepared(found: Lora, linear: Linear, decoder: Decoder) -> Adapter | Prepar
 
 
 def _tell(decoder: Decoder, number: int, path: Path) -> None:
-    """The other processes of the model, where there are any."""
+    """Send the adapter's path to the model's other processes, where there are any."""
     if isinstance(decoder, SplitDecoder) and decoder.lead is not None:
         decoder.lead.adapt(number, str(path.resolve()))

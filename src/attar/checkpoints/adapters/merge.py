@@ -1,11 +1,12 @@
-"""A low-rank adapter merged into a checkpoint: W + B A in one matrix, for whatever reads models and not adapters.
+"""Merging of a low-rank adapter into a checkpoint: W + B A in one matrix, for programs that read models and not
+adapters.
 
-The sum is taken in float32 and rounded to the dtype that W has. A compressed base becomes a dense folder: each of its
-linears is dequantized, what turned or sorted its columns is undone in the weight, and the changed ones get their
-product. So the result computes what the base computes with the adapter beside it, but that inputs are no longer rounded
-where a scheme rounds them. It is not put back on the base's grid, because most of a small update would be rounded away:
-how much, rounding to nearest says of a sample of rows (`Merged.requantized`), and `attar compress`, which calibrates,
-may do better. GGUF files are refused, for what they are made from is the better base.
+The sum is computed in float32 and rounded to W's dtype. A compressed base becomes a dense folder. Each of its linears
+is dequantized, rotations and permutations of its columns are undone in the weight, and the changed ones get their
+product. So the result computes what the base computes with the adapter beside it, except that inputs are no longer
+rounded where a scheme rounds them. The sum is not put back on the base's grid, because most of a small update would be
+rounded away. Rounding a sample of rows to nearest shows how much (`Merged.requantized`); `attar compress`, which
+calibrates, may do better. GGUF files are refused, because their source is the better base.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ SAMPLED = 32  # rows of a matrix that are rounded to find the error
 
 @dataclass(frozen=True)
 class Merged:
-    """What `merge` did. `dequantized` counts the base's compressed linears by scheme.
+    """Result of `merge`. `dequantized` counts the base's compressed linears by scheme.
 
-    `change` is the size of the adapter's product relative to the weights it changes, and `requantized` that of the
-    error which rounding the sums to nearest on the base's schemes would make, both as root mean squares over the
-    changed linears that were compressed, the latter over some of their rows; None where there are none, and without
-    those linears whose scheme cannot take the sums: it wants pruned weights, or has no number as large.
+    `change` is the size of the adapter's product relative to the weights it changes. `requantized` is the relative
+    error of rounding the sums to nearest on the base's schemes. Both are root mean squares over the changed linears
+    that were compressed, the latter over some of their rows; None where there are none. Linears whose scheme cannot
+    take the sums, because it needs pruned weights or has no number as large, are left out.
     """
 
     path: Path
@@ -67,7 +68,7 @@ class Merged:
         }
 
     def sentences(self) -> list[str]:
-        """What became of a compressed base."""
+        """Return sentences about the dequantization of a compressed base; none for a dense one."""
         if not self.dequantized:
             return []
         counted = ", ".join(f"{count} of {name}" for name, count in self.dequantized.items())
@@ -81,8 +82,8 @@ class Merged:
 
 
 class _Errors:
-    """Sums of squares over the changed linears that were compressed: of their weights, of what is added, of rounding's
-    error in the rows sampled."""
+    """Sums of squares over the changed linears that were compressed: of their weights, of the added products, and of
+    the rounding error in the sampled rows."""
 
     def __init__(self) -> None:
         self.weights = self.added = self.sampled = self.error = 0.0
@@ -95,7 +96,7 @@ class _Errors:
         rows = (weight + delta)[:: -(-len(weight) // SAMPLED)].contiguous()
         try:
             rounded = codec(scheme.weight.kind).quantize(rows, scheme).dequantize()
-        except ValueError:  # the sums go beyond the scheme's scales, which is no reason not to merge
+        except ValueError:  # the sums exceed the scheme's scales, which is no reason not to merge
             return
         self.sampled += float(rows.square().sum())
         self.error += float((rounded - rows).square().sum())
@@ -112,8 +113,8 @@ class _Errors:
 def merge(base: Path, adapter: Path, out: Path, *, overwrite: bool = False, max_shard_bytes: int = MAX_SHARD) -> Merged:
     """Write the checkpoint `base` with an adapter merged into it, dense, to `out`.
 
-    Raises CheckpointError as `lora.read` does, where an output matrix that is also the embedding would be changed, and
-    for whatever keeps `out` from being written; ValueError for a GGUF file.
+    Raises CheckpointError as `lora.read` does, where a tied LM head would be changed, and where `out` cannot be
+    written; ValueError for a GGUF file.
     """
     if is_gguf(base):
         raise ValueError(
@@ -167,7 +168,7 @@ def merge(base: Path, adapter: Path, out: Path, *, overwrite: bool = False, max_
 
 
 def _is_of(tensor: str, modules: Collection[str]) -> bool:
-    """Whether a tensor's name is that of a part of one of these modules, however deep."""
+    """Return whether a tensor's name belongs to a part of one of these modules, at any depth."""
     parts = tensor.split(".")
     return any(".".join(parts[:end]) in modules for end in range(1, len(parts)))
 
@@ -177,7 +178,7 @@ def _product(change: Adapter) -> Tensor:
 
 
 def _rounded(value: Tensor, dtype: torch.dtype, tensor: str) -> Tensor:
-    """Raises CheckpointError where a number is too large for the dtype."""
+    """Round to a dtype. Raises CheckpointError where a number is too large for it."""
     rounded = value.to(dtype)
     if not rounded.isfinite().all():
         raise CheckpointError(f"{tensor} overflows {dtype} with the adapter in it")

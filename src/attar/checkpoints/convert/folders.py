@@ -1,5 +1,5 @@
-"""From one folder's format to another, bit for bit: `run.py` says what is asked of it. All beside the weights is
-carried over."""
+"""Conversion of a folder to another format, bit for bit, under the contract of `run.py`. All files beside the weights
+are copied."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from attar.formats.scheme import Part
 def folder_to_folder(checkpoint: Checkpoint, dst: Path, target: Target, overwrite: bool, report: Progress) -> Converted:
     """Write a compressed folder to the folder `dst` in the format of `target`; `report` counts linears.
 
-    Raises ValueError naming the first tensor that the format cannot hold exactly, where nothing is compressed or all is
-    in that format already, where `dst` exists, and where a tensor is read back otherwise than it was written.
+    Raises ValueError naming the first tensor that the format cannot hold exactly. It also does where nothing is
+    compressed or all is in that format already, where `dst` exists, and where a tensor reads back otherwise than it was
+    written.
     """
     folder, config = checkpoint.folder, checkpoint.config
     linears = packed_linears(checkpoint)
@@ -72,7 +73,8 @@ def folder_to_folder(checkpoint: Checkpoint, dst: Path, target: Target, overwrit
 
 
 def _dense_linears(checkpoint: Checkpoint, linears: Mapping[str, Stored], kept: list[str]) -> list[str]:
-    """Stored names of the linears that are not compressed, gates of experts and a tied output matrix among them."""
+    """Return the stored names of the linears that are not compressed, gates of experts and a tied LM head among
+    them."""
     folder, names = checkpoint.folder, checkpoint.config.names
     tables = [checkpoint.stored_name(each) for each in (names.embed, names.positions) if each is not None]
     matrices = [name.removesuffix(".weight") for name in kept if len(folder.info(name).shape) == 2]

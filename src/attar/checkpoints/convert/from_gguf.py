@@ -1,8 +1,8 @@
-"""From a GGUF file to a folder, bit for bit: `run.py` says what is asked of it.
+"""Conversion of a GGUF file to a folder, bit for bit, under the contract of `run.py`.
 
-Config and tokenizer are written anew from the metadata, and read back. Matrices of blocks become what the folder's
-format has for their values: integers mostly (`grids.py` says which), 4-bit floats where it has these. Offsets must be
-zero points, and scales numbers of the format's, which is found when they are read.
+Config and tokenizer are written anew from the metadata, and read back. Matrices of blocks become the form that the
+folder's format has for their values: mostly integers (`grids.py` decides), 4-bit floats where it has these. Offsets
+must be zero points, and scales numbers of the format's dtype; this is found when they are read.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def file_to_folder(
 ) -> Converted:
     """Write a GGUF file to the folder `dst` in the format of `target`; `report` counts tensors.
 
-    Raises ValueError naming the first tensor that the format cannot hold exactly, where nothing is compressed or
-    config.json has no words for what the metadata say, where `dst` exists, and where a tensor is read back otherwise
-    than it was written.
+    Raises ValueError naming the first tensor that the format cannot hold exactly. It also does where nothing is
+    compressed, where config.json cannot express the metadata, where `dst` exists, and where a tensor reads back
+    otherwise than it was written.
     """
     config, where = checkpoint.config, checkpoint.file.path
     names = list(gguf_export.tensor_names(config, checkpoint.has))
@@ -103,14 +103,14 @@ def file_to_folder(
 
 
 def _linear(checkpoint: GgufCheckpoint, module: str) -> Linear:
-    """The linear as the blocks of the file, without its bias."""
+    """Return the linear as the blocks of the file, without its bias."""
     scheme = Scheme(GgmlBlocks(checkpoint.kind_of(module)), layout="plain")
     raw = checkpoint.rows_of(f"{module}.weight")
     return Linear(module, PackedTensor(scheme, checkpoint.linear_shape(module), {"blocks": raw}))
 
 
 def _config_json(checkpoint: GgufCheckpoint) -> dict[str, Any]:
-    """config.json of a file, as transformers reads it too."""
+    """Return the config.json of a file, in a form that transformers reads too."""
     file, config = checkpoint.file, checkpoint.config
     found = gguf_config.config_json(file.metadata, file.names(), config.vocab_size, config.dtype)
     rope = config.ropes[0]
@@ -130,7 +130,7 @@ def _config_json(checkpoint: GgufCheckpoint) -> dict[str, Any]:
 
 
 def _check_config(file: GgufCheckpoint, folder: Checkpoint) -> None:
-    """Raises ValueError where config.json could not say what the metadata did."""
+    """Raise ValueError where config.json could not express the metadata."""
     ours, theirs = file.config, folder.config
     same = replace(
         theirs, bos_ids=ours.bos_ids, eos_ids=ours.eos_ids, qkv_bias=ours.qkv_bias, output_bias=ours.output_bias,

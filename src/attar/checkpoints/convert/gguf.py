@@ -1,16 +1,16 @@
 """Weights of folders as GGML blocks, where a type has their very values.
 
 A folder may hold GGML's blocks as they are (recipes such as `rtn-q4_k`): these are copied, byte for byte. MXFP4 is the
-same numbers in another order, and NVFP4 is where its number for the whole tensor leaves E4M3's numbers when it divides
-the scales. Integers (`grids.py`: many forms are) have several types that may hold them, in this order:
+same numbers in another order. NVFP4 is too, where its scales divided by the number for the whole tensor are still
+numbers of E4M3. Integers (`grids.py`: many forms are) may fit several types, tried in this order:
 
 * blocks of 32 with a scale in float16, to which a group is several blocks whose scales are the same, and a grid of
   fewer bits part of a type's grid. With zero points a value is scale * code - scale * zero, and the type's offset must
   be that product in float16, which it seldom is; a code less its zero point takes one bit more, and needs no offset;
 * blocks of 256, whose scales are whole multiples of one float16: for groups of 16, and for scales in float32, which the
-  former have not. Where the weight was of such a type once, it is found again.
+  former do not have. A weight that once had such a type gets it back.
 
-Which it is, the numbers tell: where there is more than one, `to_gguf.py` tries them.
+The numbers decide the type: where there is more than one, `to_gguf.py` tries them.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from attar.formats.packed import PackedTensor
 from attar.formats.packing import row_slices
 from attar.formats.weight_formats import Fp4, GgmlBlocks
 
-GGUF = "gguf"  # what users call the format
+GGUF = "gguf"  # the users' name of the format
 
 DENSE: Mapping[str, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""Types by the dtype of what they hold."""
+"""GGML types of dense tensors, by dtype."""
 
 SYMMETRIC, ASYMMETRIC = ((4, "Q4_0"), (5, "Q5_0"), (8, "Q8_0")), ((4, "Q4_1"), (5, "Q5_1"))
 """Types of blocks of 32, by the bits of their grids."""
 
 FINE = ((3, "Q3_K"), (6, "Q6_K"), (8, "IQ4_XS"))
-"""Types of blocks of 256 without offsets, likewise; the last has 16 of the 256 codes."""
+"""Types of blocks of 256 without offsets, by the bits of their grids; the last has 16 of the 256 codes."""
 
 MULTIPLES: Mapping[str, tuple[int, int]] = {"Q3_K": (-32, 31), "Q6_K": (-128, 127), "IQ4_XS": (-32, 31)}
-"""By which whole numbers these scale their groups."""
+"""Ranges of the whole numbers with which these types scale their groups."""
 
 
 def kinds_for(each: Stored) -> tuple[GgmlType, ...] | str:
-    """The types that may hold a linear, the smaller first, or why none does, as the end of a sentence."""
+    """Return the types that may hold a linear, the smaller first, or the reason why none does, as the end of a
+    sentence."""
     form, columns = each.scheme.weight, each.shape[1]
     if isinstance(form, GgmlBlocks):
         return (form.type,)
@@ -80,7 +81,8 @@ def kinds_for(each: Stored) -> tuple[GgmlType, ...] | str:
 
 
 def blocks(packed: PackedTensor, kind: GgmlType) -> Tensor:
-    """A weight [O, I] as rows of blocks, uint8 [O, bytes of a row]. Raises ValueError where a number is not exact."""
+    """Return a weight [O, I] as rows of blocks, uint8 [O, bytes of a row]. Raises ValueError where a number is not
+    exact."""
     if isinstance(packed.scheme.weight, GgmlBlocks):
         assert packed.scheme.weight.type is kind, f"{packed.scheme.name} was planned as {kind.name}"
         return packed.parts["blocks"]
@@ -127,7 +129,8 @@ def _fine_blocks(packed: PackedTensor, kind: GgmlType) -> Tensor:
 
 
 def _shared(scale: Tensor, kind: GgmlType) -> tuple[Tensor, Tensor]:
-    """A float16 [N, 1] and whole numbers, int16 [N, G], whose products are the scales of N blocks, float32 [N, G].
+    """Return a float16 [N, 1] and whole numbers, int16 [N, G], whose products are the scales of N blocks, float32 [N,
+    G].
 
     The largest scale is one of few multiples, so all are tried, those of the largest magnitude first, as quantizers
     choose them. Raises ValueError where a block has none.
@@ -140,7 +143,7 @@ def _shared(scale: Tensor, kind: GgmlType) -> tuple[Tensor, Tensor]:
         wanted = scale[left]
         half = (largest[left] / multiple).half()
         whole = (wanted / half.float()).round().nan_to_num(0, 0, 0).clamp(low, high).to(torch.int16)
-        # What 0 and -0 multiply has another sign, so that a zero is a multiple of zero with its own.
+        # A factor of 0 or -0 changes the sign, so that a zero is a multiple of zero with its own sign.
         signs = torch.where(wanted.signbit() == half.signbit(), 1, -1).to(torch.int16)
         whole = torch.where(half == 0, signs, whole)
         product = half.float() * whole.float()
@@ -153,5 +156,5 @@ def _shared(scale: Tensor, kind: GgmlType) -> tuple[Tensor, Tensor]:
 
 
 def _each(groups: Tensor) -> Tensor:
-    """Numbers of blocks [O, G] as a column."""
+    """Return numbers of blocks [O, G] as a column."""
     return groups.reshape(-1, 1).contiguous()

@@ -1,15 +1,15 @@
-"""Weights as integers on a grid, whatever they are stored as, and the same values on another grid.
+"""Weights as integers on a grid, whatever form they are stored in, and the same values on another grid.
 
-Many forms say in their own words what a grid says, bit for bit: GGML's blocks are integers times a scale (in k-quants a
-float times a small integer of each group, which float32 holds, zero and negative ones too); twice a 4-bit float is
-whole; QServe's two levels make int8 of a row; 2:4 zeros are the code of zero. `grid_of` says on which grid the values
-of a scheme lie, and `integers` puts them there.
+Many forms are grids in other notation, bit for bit. GGML's blocks are integers times a scale (in k-quants a float times
+a small integer of each group, which float32 holds, zero and negative ones too). Twice a 4-bit float is whole; QServe's
+two levels make int8 of a row; 2:4 zeros are the code of zero. `grid_of` returns the grid on which the values of a
+scheme lie, and `integers` puts them there.
 
 A grid is also part of others, which `as_scheme` writes: of more bits, of shorter groups whose scales repeat, of scales
-in another dtype that has them, with zero points in the middle, or without any, of one bit more. What is stored may get
-larger. What cannot be exact is a ValueError.
+in another dtype that has them, with zero points in the middle, or without any, of one bit more. The stored size may
+grow. Inexact values raise ValueError.
 
-Offsets of GGML's types are zero points where they are whole numbers of their scales, which they seldom are: that is
+Offsets of GGML's types are zero points where they are whole numbers of their scales, which they seldom are: this is
 found when the blocks are read.
 """
 
@@ -41,13 +41,13 @@ GGML: Mapping[str, Scheme] = {
     **_schemes("float32", Q2_K="w2g16-asym", Q4_K="w4g32-asym", Q5_K="w5g32-asym"),
     **_schemes("float32", Q3_K="w3g16", Q6_K="w6g16", IQ4_XS="w8g32", MXFP4="w5g32", NVFP4="w5g16"),
 }
-"""The grid of each GGML type with codes: the tables of IQ4 have whole numbers of 8 bits, and doubled FP4 of 5."""
+"""Grids of the GGML types with codes: the tables of IQ4 have whole numbers of 8 bits, and doubled FP4 of 5."""
 
 
 def grid_of(scheme: Scheme) -> Scheme | None:
-    """The scheme on a grid of integers that has the very values of another, and its activations; None where none has.
+    """Return the integer grid scheme with the same values as `scheme`, and its activations; None where there is none.
 
-    Whether a weight's zero points and scales are exact there, `integers` finds.
+    `integers` finds whether a weight's zero points and scales are exact there.
     """
     form = scheme.weight
     match form:
@@ -69,7 +69,7 @@ def grid_of(scheme: Scheme) -> Scheme | None:
 
 
 def integers(packed: PackedTensor) -> PackedTensor:
-    """A weight on the grid that `grid_of` names. Raises ValueError where a number of it is not exact there."""
+    """Return a weight on the grid of `grid_of`. Raises ValueError where one of its numbers is not exact there."""
     scheme, (rows, columns), form = grid_of(packed.scheme), packed.shape, packed.scheme.weight
     assert scheme is not None, f"{packed.scheme.name} is on no grid"
     zero = None
@@ -92,7 +92,7 @@ def integers(packed: PackedTensor) -> PackedTensor:
             inner = Scheme(form.values, scale_dtype=packed.scheme.scale_dtype)
             parts = {name: part for name, part in packed.parts.items() if name != "places"}
             some, scale, zero = affine.decode(PackedTensor(inner, (rows, columns // 2), parts))
-            if zero is not None:  # what was left out is zero, which then is the zero point
+            if zero is not None:  # pruned weights are zero, hence the zero point
                 some = _less(some, zero).to(torch.int16)
             codes = sparse24.unpack_24(some, packed.parts["places"])
             if zero is not None:
@@ -101,10 +101,10 @@ def integers(packed: PackedTensor) -> PackedTensor:
 
 
 def as_scheme(packed: PackedTensor, scheme: Scheme, holder: str = "the format") -> PackedTensor:
-    """The very values of a weight in a scheme of rows, with as many bits as they need and groups that divide theirs.
+    """Return the same values of a weight in a row scheme, with enough bits and with groups that divide the weight's.
 
-    Raises ValueError where a scale is no number of the scheme's dtype, which is that of `holder`, or a code less its
-    zero point none of its grid.
+    Raises ValueError where a scale is not a number of the scheme's dtype (`holder` names the format in the message), or
+    a code less its zero point does not fit the grid.
     """
     if packed.scheme == scheme:
         return packed
@@ -125,18 +125,19 @@ def as_scheme(packed: PackedTensor, scheme: Scheme, holder: str = "the format") 
 
 
 def spread(packed: PackedTensor, groups: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes int8 [O, I], scales [O, `groups`] and zero points of a weight on its grid. Raises as `integers`."""
+    """Return codes int8 [O, I], scales [O, `groups`] and zero points of a weight on its grid. Raises as `integers`."""
     codes, scale, zero = affine.decode(integers(packed))
 
     def each(numbers: Tensor) -> Tensor:
-        rows = numbers.expand(len(codes), 1) if numbers.ndim == 1 else numbers  # where there is one for the tensor
+        rows = numbers.expand(len(codes), 1) if numbers.ndim == 1 else numbers  # one for the whole tensor
         return rows.repeat_interleave(groups // rows.shape[1], 1)
 
     return codes, each(scale), None if zero is None else each(zero)
 
 
 def as_half(scale: Tensor, holder: str = "the format") -> Tensor:
-    """A scale in float16. Raises ValueError where one is not a number of that dtype, which is what `holder` has."""
+    """Return a scale in float16. Raises ValueError where a value is not exact; `holder` names the format in the
+    message."""
     half = scale.half()
     if not torch.equal(half.float(), scale.float()):
         at = int((half.float() != scale.float()).flatten().nonzero()[0])
@@ -148,7 +149,7 @@ def as_half(scale: Tensor, holder: str = "the format") -> Tensor:
 
 
 def _less(codes: Tensor, zero: Tensor) -> Tensor:
-    """Codes [O, I] less zero points [O, G]: int16."""
+    """Return codes [O, I] less zero points [O, G]: int16."""
     return (codes.view(len(codes), zero.shape[1], -1).to(torch.int16) - zero[..., None]).flatten(1)
 
 
@@ -156,7 +157,7 @@ def _less(codes: Tensor, zero: Tensor) -> Tensor:
 
 
 def _of_blocks(kind: GgmlType, raw: Tensor, scheme: Scheme) -> PackedTensor:
-    """Rows of blocks [O, bytes of a row] on their grid."""
+    """Return rows of blocks [O, bytes of a row] on their grid."""
     grid, rows = scheme.grid, len(raw)
     columns = raw.shape[1] // kind.block_bytes * kind.elements
     codes = torch.empty((rows, columns), dtype=torch.int8)
@@ -177,14 +178,14 @@ def _of_blocks(kind: GgmlType, raw: Tensor, scheme: Scheme) -> PackedTensor:
 
 
 def _zero_points(kind: GgmlType, found: ggml_blocks.Blocks, step: Tensor, last: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes 0 .. `last`, scales and zero points of blocks whose value is step * code + offset, steps [N, G].
+    """Return codes 0 .. `last`, scales and zero points of blocks whose value is step * code + offset, steps [N, G].
 
     Raises ValueError where an offset is not its step times a zero point.
     """
     assert found.m is not None
     offset = found.m.float() if found.mins is None else -(found.m.float() * found.mins.float())
     codes = found.codes.view(*step.shape, -1)
-    flat = (step == 0) & (offset != 0)  # all of the group is the offset, which is its own scale once
+    flat = (step == 0) & (offset != 0)  # the whole group is the offset, which is its own scale once
     step, codes = torch.where(flat, offset, step), torch.where(flat[..., None], 1, codes)
     times = torch.where(flat | (offset == 0), 0.0, (-offset / step).round())
     exact = flat | ((times >= 0) & (times <= last) & (times * step == -offset))
@@ -200,9 +201,9 @@ def _zero_points(kind: GgmlType, found: ggml_blocks.Blocks, step: Tensor, last: 
 
 
 def fp4_of_blocks(kind: GgmlType, raw: Tensor) -> PackedTensor:
-    """Rows of MXFP4's or NVFP4's blocks [O, bytes of a row] as groups of 4-bit floats, NVFP4's under a global 1.
+    """Return rows of MXFP4's or NVFP4's blocks [O, bytes of a row] as groups of 4-bit floats, NVFP4's under a global 1.
 
-    Raises ValueError where a scale is a number that GGML alone reads in its byte.
+    Raises ValueError where a scale's byte is a number to GGML alone.
     """
     form = FORMS[kind.name.lower()]
     assert isinstance(form, Fp4)
@@ -212,10 +213,10 @@ def fp4_of_blocks(kind: GgmlType, raw: Tensor) -> PackedTensor:
     halves = blocks[..., split:].reshape(rows, -1, form.group // 2)  # of a group each: its first half in the low bits
     codes = torch.cat((halves & 15, halves >> 4), -1).flatten(1)
     if kind.name == "NVFP4":
-        scale = torch.where(scale == 0x7F, 0, scale)  # which GGML reads as zero
+        scale = torch.where(scale == 0x7F, 0, scale)  # GGML reads it as zero
         if (scale == 0xFF).any():
             raise ValueError("NVFP4 has a scale of 480 (byte 255), which GGML alone has: elsewhere it is NaN")
-        scale = (scale & 0x7F).view(torch.float8_e4m3fn)  # whose sign GGML passes over
+        scale = (scale & 0x7F).view(torch.float8_e4m3fn)  # GGML ignores the sign
     elif (scale == 0xFF).any():
         raise ValueError("MXFP4 has a scale of 2^128 (byte 255), which GGML alone has: elsewhere it is NaN")
     parts = {"codes": fp4.pairs(codes), "scale": scale}
@@ -225,9 +226,10 @@ def fp4_of_blocks(kind: GgmlType, raw: Tensor) -> PackedTensor:
 
 
 def blocks_of_fp4(packed: PackedTensor) -> Tensor:
-    """Groups of 4-bit floats as rows of GGML's blocks, uint8 [O, bytes of a row]; undoes `fp4_of_blocks`.
+    """Return groups of 4-bit floats as rows of GGML's blocks, uint8 [O, bytes of a row]; the inverse of
+    `fp4_of_blocks`.
 
-    Raises ValueError where a scale is none of GGML's.
+    Raises ValueError where GGML has no such scale.
     """
     form, rows = packed.scheme.weight, packed.shape[0]
     assert isinstance(form, Fp4)
@@ -252,7 +254,8 @@ def blocks_of_fp4(packed: PackedTensor) -> Tensor:
 
 
 def _of_fp4(packed: PackedTensor) -> tuple[Tensor, Tensor]:
-    """Doubled codes int8 [O, I] and halved scales float32 [O, G]."""
+    """Return doubled codes int8 [O, I] and halved scales float32 [O, G]. Raises ValueError where halving is not
+    exact."""
     stored, factors = packed.parts["codes"], fp4.factors(packed)
     scale = factors / 2
     if not (scale * 2 == factors).all():

@@ -1,7 +1,7 @@
-"""That a converted model is the same: digests of what tensors stand for, and what a conversion says of itself.
+"""Proof that a converted model is unchanged: digests of the tensors' values, and the report of a conversion.
 
-A tensor's digest is that of its values as float32, columns in their order. That is what a format decodes to, whichever
-it is, so two models with the same digests compute the same, bit for bit, where one program computes both.
+A tensor's digest is that of its values as float32, columns in their order. Every format decodes to these values. So two
+models with the same digests compute the same, bit for bit, where one program computes both.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from torch import Tensor
 
 Progress = Callable[[str, int, int], None]
-"""progress(stage, done, total)"""
+"""Callback progress(stage, done, total)."""
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What `convert` did. `sha256` is that of every tensor as float32, the source's and the output's alike; bits are
-    all that is stored of the packed linears, in the output and in the source, None where there are none."""
+    """Result of `convert`. `sha256` covers every tensor as float32, the same for source and output. Bits per weight
+    cover all that is stored of the packed linears, in the output and in the source; None where there are none."""
 
     path: Path
     format: str
@@ -48,7 +48,7 @@ class Converted:
 
 
 def proof(done: Converted) -> Iterator[str]:
-    """What was shown, in sentences."""
+    """Yield the proof in sentences."""
     yield (
         f"every one of {done.tensors} tensors, {done.packed} of them re-packed, decodes to the same bits: "
         f"sha256 {done.sha256} of the source and of what was read back"
@@ -58,7 +58,7 @@ def proof(done: Converted) -> Iterator[str]:
 
 
 class Digest:
-    """SHA-256 over tensors as float32, each with its name, in whatever order they come."""
+    """SHA-256 over tensors as float32, each with its name, in any order."""
 
     def __init__(self) -> None:
         self.of: dict[str, str] = {}  # of each tensor
@@ -73,7 +73,7 @@ class Digest:
 
 
 def compare(ours: Digest, theirs: Digest) -> None:
-    """Raises ValueError naming the first tensor that came out otherwise, before the output is put in place."""
+    """Raise ValueError naming the first tensor that differs, before the output is put in place."""
     if different := [name for name in ours.of if ours.of[name] != theirs.of.get(name)]:
         raise ValueError(f"{different[0]} was read back otherwise than it was written: nothing is put in place")
     assert ours.whole == theirs.whole

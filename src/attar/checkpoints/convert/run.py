@@ -1,14 +1,14 @@
-"""`attar convert`: the same model in another format, bit for bit, or an error that says why not.
+"""Body of `attar convert`: write the same model in another format, bit for bit, or raise an error with the reason.
 
-Nothing is rounded. A compressed linear keeps its numbers, in the order of the target's bits, or on a grid that they are
-part of, which may take more bits: the proof says how many. What the target cannot hold exactly is refused, naming the
-tensor. Dense tensors are copied in the dtype they have. When all is written the output is opened with the reader of its
-own format, every tensor of both is decoded to float32, and the two must be the same bits: their digests are what the
-proof says. An output that differs is not put in place.
+Nothing is rounded. A compressed linear keeps its numbers, in the target's bit order, or on a larger grid that includes
+them, which may take more bits: the proof reports how many. A tensor that the target cannot hold exactly is refused by
+name. Dense tensors are copied in their dtype. When all is written, the output is opened with the reader of its own
+format, and every tensor of both is decoded to float32. The two must be the same bits; the proof reports their digests.
+An output that differs is not put in place.
 
-Between folders (compressed-tensors, AWQ, GPTQ) everything beside the weights is carried over. A GGUF file says the same
-in metadata, so its config.json and tokenizer are written anew, and read back. Of a file, the two tables around the
-blocks may have a type that no folder's format has (Q6_K, mostly): those are stored as the float32 they stand for.
+Between folders (compressed-tensors, AWQ, GPTQ) all files beside the weights are copied. A GGUF file has the same
+content in metadata, so its config.json and tokenizer are written anew, and read back. A file's embedding and LM head
+may have a type that no folder's format has (Q6_K, mostly): those are stored as float32 values.
 
 The output keeps the source's receipt, with the hashes of its own files: `verify` replays the same probes on it.
 """
@@ -41,8 +41,8 @@ def convert(
 ) -> Converted:
     """Write the model `src` (folder, GGUF file, Hub id or `demo`) to `dst` in the format `to`, one of `FORMATS`.
 
-    Raises ValueError naming the first tensor that the format cannot hold exactly, and why; for an unknown format; where
-    source and output are of one format; where `dst` exists; and where the source's receipt is damaged.
+    Raises ValueError naming the first tensor that the format cannot hold exactly, and why. It also does for an unknown
+    format, where source and output are of one format, where `dst` exists, and where the source's receipt is damaged.
     """
     if to not in FORMATS:
         raise ValueError(f"unknown format {to!r}: known are {', '.join(FORMATS)}")
@@ -70,10 +70,11 @@ def convert(
 
 
 def _with_receipt(found: receipt.Receipt | None, source: Path, done: Converted, report: Progress) -> Converted:
-    """Who is killed before has an output without a receipt, never one with another's."""
+    """Copy the source's receipt to the finished output. A kill before leaves an output without a receipt, never one
+    with another's."""
     if found is None:
         return done
-    output = Path(os.path.realpath(done.path))  # beside which the receipt lies, if it is a link
+    output = Path(os.path.realpath(done.path))  # the receipt lies beside the target of a link
     try:
         why = receipt.carry(
             found, source, output, done.sha256, done.bits_per_weight, lambda n, total: report("hashing", n, total)

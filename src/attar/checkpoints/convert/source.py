@@ -1,4 +1,4 @@
-"""What a folder holds, for whoever writes it in another format: its compressed linears, and tensors by our names."""
+"""Contents of a folder for a writer of another format: its compressed linears, and tensors by our names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Stored:
 
 
 def packed_linears(checkpoint: Checkpoint) -> dict[str, Stored]:
-    """Every compressed linear of a folder, by our name."""
+    """Return every compressed linear of a folder, by our name."""
     config, found = checkpoint.config, {}
     for name in linear_names(checkpoint):
         if name == config.names.head and config.tied and not packed_ends(config, checkpoint):
@@ -36,7 +36,7 @@ def packed_linears(checkpoint: Checkpoint) -> dict[str, Stored]:
         if scheme is not None:
             module = checkpoint.stored_linear(name)
             permuted = any(checkpoint.folder.has(f"{module}.{part}") for part in ("g_idx", "weight_g_idx"))
-            # What is declared is not always used: whether columns are out of their order, only the reader knows.
+            # A declared order is not always used: only the reader knows whether columns are out of order.
             permuted = permuted and checkpoint.linear(name).permutation is not None
             found[name] = Stored(scheme, checkpoint.linear_shape(name), permuted)
     return found
@@ -47,7 +47,7 @@ def linear_names(checkpoint: Checkpoint) -> list[str]:
 
 
 def dense_names(checkpoint: Checkpoint, linears: Mapping[str, Stored]) -> list[str]:
-    """Tensors of the folder that are no part of a compressed linear's weight: all dense ones, and biases."""
+    """Return the folder's tensors that are no part of a compressed linear's weight: all dense ones, and biases."""
     modules = {checkpoint.stored_linear(name) for name in linears}
 
     def packed(tensor: str) -> bool:  # X.weight_packed, and X.weight.codes too
@@ -58,7 +58,7 @@ def dense_names(checkpoint: Checkpoint, linears: Mapping[str, Stored]) -> list[s
 
 
 def stored_bits(checkpoint: Checkpoint, linears: Mapping[str, Stored]) -> float | None:
-    """All that a folder stores of its compressed linears, over their weights; None where there are none."""
+    """Return the stored bits per weight of a folder's compressed linears; None where there are none."""
     if not linears:
         return None
     names = set(checkpoint.folder.names()) - set(dense_names(checkpoint, linears))
@@ -67,7 +67,7 @@ def stored_bits(checkpoint: Checkpoint, linears: Mapping[str, Stored]) -> float 
 
 
 def values_of(linear: Linear) -> Tensor:
-    """What the weight of a linear stands for, float32 [O, I], its columns in their order."""
+    """Return the values of a linear's weight, float32 [O, I], with its columns in their order."""
     weight = linear.weight
     if isinstance(weight, Tensor):
         return weight.float()
@@ -85,7 +85,7 @@ def dense_values(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def stored_name(checkpoint: Checkpoint, name: str) -> str:
-    """A dense tensor's name in the folder: the one table of a tied model may be the output matrix."""
+    """Return a dense tensor's name in the folder: the one table of a tied model may be the LM head."""
     names, stored = checkpoint.config.names, checkpoint.stored_name(name)
     if name == f"{names.embed}.weight" and not checkpoint.folder.has(stored):
         return checkpoint.stored_name(f"{names.head}.weight")

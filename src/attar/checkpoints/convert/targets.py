@@ -1,19 +1,18 @@
-"""The formats of folders that a compressed linear can be re-packed into: what each can hold, and how it lays it out.
+"""Folder formats into which a compressed linear can be re-packed: what each can hold, and its layout.
 
 All three store integers, a scale for each group of a row's columns, and zero points or none. So a weight on one such
-grid (`grids.py`: many forms are) is the same numbers in another order of bits; what differs is what a format has no
-field for:
+grid (`grids.py`: many forms are) is the same numbers in another order of bits. The formats differ in their limits:
 
 * compressed-tensors takes any grid, and scales in the dtype they have, zero and negative ones too; MXFP4 and NVFP4;
 * AWQ takes 4 bits, with zero points always, eight outputs a word, and its columns in order;
 * GPTQ takes 2, 3, 4 or 8 bits with zero points always. Its first version stores them minus one, which is undone in ways
-  that disagree where one is zero: so symmetric weights, whose zero points are in the middle, are written as version 1,
-  which everybody reads, and others as version 2.
+  that disagree where one is zero. So symmetric weights, whose zero points are in the middle, are written as version 1,
+  which every reader supports, and others as version 2.
 
-A group size and a number of bits hold for a whole folder in the last two: the bits are those that all fit, a grid of
-fewer being part of it, and the groups the longest that divide all, with scales repeated. Scales are float16, which is
-what their kernels load: one of another dtype is converted where it is a number of float16, and refused where it is
-none. Modules that are dense are named in the config, or readers would look for their integers.
+In the last two, one group size and one number of bits hold for a whole folder. The bits are those that all linears fit,
+a grid of fewer being part of it; the groups are the longest that divide all, with scales repeated. Scales are float16,
+which their kernels load: a scale of another dtype is converted where it is a number of float16, and refused otherwise.
+The config names dense modules, or readers would look for their integers.
 """
 
 from __future__ import annotations
@@ -44,40 +43,41 @@ class Target(Protocol):
     name: str
 
     def against(self, each: Stored) -> str | None:
-        """What of a linear it has no place for, as the end of a sentence; None where it can hold it."""
+        """Return why the format cannot hold a linear, as the end of a sentence; None where it can."""
         ...
 
     def planned(self, modules: Mapping[str, Stored]) -> dict[str, Stored]:
-        """All linears of a folder, of which nothing is against any, in the schemes that the format gives them."""
+        """Return all linears of a folder, each accepted by `against`, in the schemes that the format gives them."""
         ...
 
     def declared(self, module: str, each: Stored) -> dict[str, Part]:
-        """Every tensor that the linear becomes, as it is planned."""
+        """Return every tensor that stores a linear in its planned scheme."""
         ...
 
     def arrays(self, module: str, linear: Linear) -> dict[str, Tensor]:
-        """The same of a linear in the scheme that is planned (`packed_as`)."""
+        """Return the tensors of `declared` for a linear in its planned scheme (`packed_as`)."""
         ...
 
     def config(self, modules: Mapping[str, Stored], dense: Sequence[str]) -> dict[str, Any]:
-        """The quantization_config of linears as they are planned."""
+        """Return the quantization_config of linears in their planned schemes; `dense` are the names of dense
+        linears."""
         ...
 
 
 def packed_as(linear: Linear, each: Stored) -> Linear:
-    """A linear in the scheme that is planned for it. Raises ValueError where a number of it is not exact there."""
+    """Return a linear in its planned scheme. Raises ValueError where one of its numbers is not exact there."""
     assert isinstance(linear.weight, PackedTensor)
     return replace(linear, weight=as_scheme(linear.weight, each.scheme))
 
 
 def bits_per_weight(target: Target, modules: Mapping[str, Stored]) -> float:
-    """All that the format stores of the linears, over their weights."""
+    """Return the stored bits per weight of the linears in this format."""
     stored = sum(part.bytes for module, each in modules.items() for part in target.declared(module, each).values())
     return 8 * stored / sum(math.prod(each.shape) for each in modules.values())
 
 
 def _integers(each: Stored, format_name: str) -> Grid | str:
-    """The grid of a linear that is integers alone, or why it is none, as the end of a sentence."""
+    """Return the grid of a linear that is integers alone, or the reason why it is none, as the end of a sentence."""
     if each.scheme.activation is not None:
         return f"{format_name} has no field for activations that are rounded, as those of {each.scheme.name} are"
     found = grid_of(each.scheme)
@@ -92,7 +92,7 @@ def _grids(modules: Mapping[str, Stored]) -> dict[str, Grid]:
 
 
 def _shared_group(modules: Mapping[str, Stored]) -> int | None:
-    """The longest group that divides those of all, None where all have one a row."""
+    """Return the longest group size that divides all linears' groups, None where all have one group a row."""
     sizes = {name: grid.group_size for name, grid in _grids(modules).items()}
     if not any(sizes.values()):
         return None
@@ -238,8 +238,8 @@ class ToGptq:
         }
 
     def config(self, modules: Mapping[str, Stored], dense: Sequence[str]) -> dict[str, Any]:
-        grid = next(iter(modules.values())).scheme.grid  # that of all
-        left_out = [name for name in dense if name != "lm_head"]  # which has a setting of its own
+        grid = next(iter(modules.values())).scheme.grid  # the same for all
+        left_out = [name for name in dense if name != "lm_head"]  # it has a setting of its own
         return {
             "quant_method": "gptq",
             "bits": grid.bits,
@@ -256,14 +256,16 @@ TARGETS: Mapping[str, Target] = {each.name: each for each in (ToCompressedTensor
 
 
 def _decoded(linear: Linear) -> tuple[Tensor, Tensor, Tensor]:
-    """Signed codes [O, I], scales [O, G] and signed zero points [O, G]: zero, the middle, where there are none."""
+    """Return signed codes [O, I], scales [O, G] and signed zero points [O, G]: zero, the middle, where there are
+    none."""
     assert isinstance(linear.weight, PackedTensor)
     codes, scale, zero = affine.decode(linear.weight)
     return codes, scale, torch.zeros_like(scale, dtype=torch.int8) if zero is None else zero
 
 
 def _in_order(codes: Tensor, permutation: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Codes [O, I] whose columns were taken in the order of `permutation`, back in theirs, and each column's group."""
+    """Return codes [O, I], whose columns were permuted by `permutation`, in their own order, and each column's
+    group."""
     found, index = torch.empty_like(codes), torch.empty(codes.shape[1], dtype=torch.int32)
     found[:, permutation] = codes
     index[permutation] = torch.arange(codes.shape[1], dtype=torch.int32) // (codes.shape[1] // groups)

@@ -1,8 +1,7 @@
-"""From a folder to a GGUF file, bit for bit: `run.py` says what is asked of it.
+"""Conversion of a folder to a GGUF file, bit for bit, under the contract of `run.py`.
 
-What a folder says in config.json and tokenizer.json a file says in metadata. GGML's blocks are copied, and integers
-and 4-bit floats become those of a type that stands for the very same values, where there is one (the `gguf.py` beside
-this).
+The content of config.json and tokenizer.json becomes metadata. GGML's blocks are copied. Integers and 4-bit floats
+become those of a type with the very same values, where there is one (`gguf.py` in this package).
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from attar.formats.packed import PackedTensor
 def folder_to_file(checkpoint: Checkpoint, dst: Path, overwrite: bool, report: Progress) -> Converted:
     """Write a folder to the GGUF file `dst`; `report` counts tensors.
 
-    Raises ValueError naming the first tensor that no type holds exactly, where GGUF has no words for the model or
-    its tokenizer, where `dst` exists, and where a tensor is read back otherwise than it was written.
+    Raises ValueError naming the first tensor that no type holds exactly. It also does where GGUF cannot express the
+    model or its tokenizer, where `dst` exists, and where a tensor reads back otherwise than it was written.
     """
     folder = checkpoint.folder
     gguf_export.architecture(checkpoint.config)
@@ -101,7 +100,8 @@ def folder_to_file(checkpoint: Checkpoint, dst: Path, overwrite: bool, report: P
 
 
 def _chosen(checkpoint: Checkpoint, name: str, each: Stored) -> GgmlType:
-    """The first type that holds a linear; where there is but one, whether it does is found when it is written."""
+    """Return the first type that holds a linear. A single candidate is checked only when it is written. Raises
+    ValueError where none fits."""
     found = kinds_for(each)
     if isinstance(found, str):
         raise inexact(name, found, checkpoint.folder.path)
@@ -124,7 +124,7 @@ def _plain(values: Tensor) -> Tensor:
 
 
 def _planned(checkpoint: Checkpoint, name: str, kinds: Mapping[str, GgmlType]) -> tuple[GgmlType, tuple[int, ...]]:
-    """Type and shape of a tensor of the file."""
+    """Return the type and shape of a tensor of the file. Raises ValueError for a dtype that is not written."""
     module = name.removesuffix(".weight")
     if module in kinds:
         head = checkpoint.config.names.head

@@ -1,16 +1,15 @@
-"""A GGUF file as a source of named weights: what `hf.Checkpoint` is for a folder.
+"""GGUF file as a source of named weights: the counterpart of `hf.Checkpoint` for a folder.
 
 The CPU kernels run the blocks of every quantized type: for them linears become `PackedTensor`s of those blocks. For all
-others, three types are grids that attar's schemes name: Q4_0 is w4g32, Q5_0 w5g32 and Q8_0 w8g32, symmetric with fp16
-scales, and their linears become `PackedTensor`s of the very same values; the rest (k-quants, IQ4, Q4_1, Q5_1, FP4) has
-values that no grid here represents exactly, and is decoded to the dtype that is computed in, so that results are right
-and memory is that of a dense model. F32, F16 and BF16 are read as they are. `kind_of` and `scheme_of` tell which is
-which.
+other kernels, three types are grids that attar's schemes name: Q4_0 is w4g32, Q5_0 w5g32 and Q8_0 w8g32, symmetric with
+fp16 scales. Their linears become `PackedTensor`s of the very same values. The rest (k-quants, IQ4, Q4_1, Q5_1, FP4) has
+values that no grid here represents exactly, and is decoded to the compute dtype: results are right, and memory is that
+of a dense model. F32, F16 and BF16 are read as they are. `kind_of` and `scheme_of` distinguish these cases.
 
-Rows of q and k of `llama` files are put back into the order in which a head's halves rotate, as bytes, for no block
-spans two rows. As with folders, opening builds the model once from shapes alone, so that a tensor that is missing or of
-another shape is met before any weight is read; tensors that the model has no place for are an error too, for a file
-that holds more than its architecture says computes something else (an adapter, a head that predicts ahead).
+Rows of q and k of `llama` files are put back into the order in which a head's halves rotate, as bytes, because no block
+spans two rows. As with folders, opening builds the model once from shapes alone, so that a missing tensor or a wrong
+shape is found before any weight is read. Tensors that the model has no place for are an error too: a file with more
+than its architecture's tensors computes something else (an adapter, a head for multi-token prediction).
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ UNUSED = (ROPE_FACTORS,)  # read while opening
 class GgufCheckpoint:
     """Named weights of a GGUF file, dense ones cast to `dtype` on the way. Names are ours (`Names`).
 
-    Nothing is read before it is asked for, but for the factors of the rope.
+    Weights are read on request only, except the factors of the rope.
     """
 
     def __init__(
@@ -85,21 +84,22 @@ class GgufCheckpoint:
     def open(
         cls, path: Path, dtype: torch.dtype | None = None, *, as_stored: bool = False, blocks: bool = False
     ) -> Self:
-        """Open a GGUF file to compute in `dtype`; None: the dtype its embedding is stored in, float32 where that is
-        quantized. `as_stored` leaves 16-bit matrices as they are, and `blocks` quantized ones, for kernels that read
-        them.
+        """Open a GGUF file to compute in `dtype`; None: the dtype of its stored embedding, float32 where that is
+        quantized.
 
-        Raises CheckpointError where the file is malformed, of an architecture or a type that is not read, lacks a
-        tensor, or holds one of another shape than its metadata say. No weight is read.
+        `as_stored` leaves 16-bit matrices as they are, and `blocks` quantized ones, for kernels that read them. Raises
+        CheckpointError where the file is malformed, of an unsupported architecture or type, lacks a tensor, or holds
+        one of another shape than its metadata say. No weight is read.
         """
         checkpoint = cls(GgufFile(path), dtype, as_stored, blocks)
         checkpoint._check()
         return checkpoint
 
-    # What the decoder builds from
+    # Interface to the decoder
 
     def linear(self, name: str) -> Linear:
-        """The linear of module `name`: its weight [O, I], packed where a scheme has its values, and its bias if any."""
+        """Return the linear of module `name`: its weight [O, I], packed where a scheme has its values, and its bias if
+        any."""
         stored, scheme = self._weight(name), self.scheme_of(name)
         linear = Linear(name, self.matrix(stored) if scheme is None else self._packed(stored))
         if self.has(f"{name}.bias"):
@@ -107,37 +107,38 @@ class GgufCheckpoint:
         return linear
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor `name`, decoded, in `dtype`. Raises CheckpointError where it is missing."""
+        """Return the tensor `name`, decoded, in `dtype`. Raises CheckpointError where it is missing."""
         return self._decoded(name, self.dtype)
 
     def matrix(self, name: str) -> Tensor:
-        """As `tensor`, but 16-bit numbers as they are where the checkpoint was opened `as_stored`."""
+        """Return the matrix `name` decoded to `dtype`; 16-bit numbers stay as they are where the checkpoint is
+        `as_stored`."""
         return self._decoded(name, self._dense(name))
 
     def has(self, name: str) -> bool:
-        """Whether `tensor(name)` finds one, for which weights that `linear` gives packed do not count."""
+        """Return whether `tensor(name)` finds one; weights that `linear` gives packed do not count."""
         stored = file_name(name)
         return stored in self.file and not (name.endswith(".weight") and self._scheme(self._kind(name)))
 
-    # What reports need
+    # Interface to reports
 
     def linear_shape(self, name: str) -> tuple[int, int]:
-        """The shape (out, in) of linear `name`, from the header alone."""
+        """Return the shape (out, in) of linear `name`, from the header alone."""
         shape = self.file.info(file_name(self._weight(name))).shape
         if len(shape) != 2:
             raise CheckpointError(f"{self.file.path}: {file_name(name)}.weight is {list(shape)}, not a matrix")
         return (shape[0], shape[1])
 
     def kind_of(self, name: str) -> GgmlType:
-        """The type that the weight of linear `name` is stored as."""
+        """Return the stored type of the weight of linear `name`."""
         return self._kind(self._weight(name))
 
     def scheme_of(self, name: str) -> Scheme | None:
-        """The scheme of the packed weight that `linear` gives; None where it gives a dense one."""
+        """Return the scheme of the packed weight that `linear` gives; None where it gives a dense one."""
         return self._scheme(self.kind_of(name))
 
     def decoded_as(self, name: str) -> str:
-        """The dtype of the weight of linear `name` as a dense matrix."""
+        """Return the dtype name of the weight of linear `name` as a dense matrix."""
         return str(self._dense(self._weight(name))).removeprefix("torch.")
 
     # Reading
@@ -152,12 +153,13 @@ class GgufCheckpoint:
         return PLAIN.get(self._kind(name).name, self.dtype) if self.as_stored else self.dtype
 
     def _weight(self, name: str) -> str:
-        """The name of a linear's weight: that of the embedding, for the output matrix of a tied model."""
+        """Return the name of a linear's weight: the embedding's, for the LM head of a tied model."""
         names = self.config.names
         return f"{names.embed if name == names.head and self.config.tied else name}.weight"
 
     def _in_order(self, name: str, rows: Tensor) -> Tensor:
-        """Rows [O, ...] of a tensor in our order: those of q and k may have the pairs of a head as neighbours."""
+        """Return rows [O, ...] of a tensor in our order: files may store the pairs of a head of q and k as
+        neighbours."""
         stored = file_name(name)
         if not self._interleaved or (".attn_q." not in stored and ".attn_k." not in stored):
             return rows
@@ -165,12 +167,12 @@ class GgufCheckpoint:
         return rows.view(-1, size // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
     def rows_of(self, name: str) -> Tensor:
-        """The rows of matrix `name` as they are stored, uint8 [O, bytes of a row], in our order."""
+        """Return the stored rows of matrix `name`, uint8 [O, bytes of a row], in our order."""
         return self._in_order(name, self.file.read(file_name(name)))
 
     def _decoded(self, name: str, dtype: torch.dtype) -> Tensor:
         kind, raw = self._kind(name), self.file.read(file_name(name))
-        if name.endswith(".bias"):  # one row, whose values are what is put in order: a block holds several
+        if name.endswith(".bias"):  # one row, whose values are put in order: a block holds several
             return self._in_order(name, ggml_blocks.decode(kind, raw, dtype))
         return ggml_blocks.decode(kind, self._in_order(name, raw), dtype)
 
@@ -186,7 +188,7 @@ class GgufCheckpoint:
     def _with_rope_factors(self, config: ModelConfig) -> ModelConfig:
         rope, tensor = config.ropes[0], self.file.info(ROPE_FACTORS)
         assert rope is not None, "the metadata describe one rope, for every layer"
-        if not tensor.kind.decoded or tensor.shape != (rope.dims // 2,):  # before any of it is read
+        if not tensor.kind.decoded or tensor.shape != (rope.dims // 2,):  # before any value is read
             raise CheckpointError(
                 f"{self.file.path}: {ROPE_FACTORS} must be a row of {rope.dims // 2} numbers, one for each pair of "
                 f"columns, not {tensor.kind.name} {list(tensor.shape)}"
@@ -216,7 +218,8 @@ class GgufCheckpoint:
 
 
 def as_grid(kind: GgmlType, raw: Tensor) -> PackedTensor:
-    """Rows of blocks [O, bytes of a row] of a type that `SCHEMES` has, as a weight on that grid: the same values."""
+    """Return rows of blocks [O, bytes of a row] of a type in `SCHEMES` as a weight on its grid, with the same
+    values."""
     rows, columns = raw.shape[0], raw.shape[1] // kind.block_bytes * kind.elements
     codes = torch.empty((rows, columns), dtype=torch.int8)
     scale = torch.empty((rows, columns // kind.elements), dtype=torch.float16)
@@ -228,7 +231,8 @@ def as_grid(kind: GgmlType, raw: Tensor) -> PackedTensor:
 
 
 class _Outline:
-    """A checkpoint's weights as tensors without data, for checks that only need shapes, and what was asked for."""
+    """Weights of a checkpoint as tensors without data, for checks that only need shapes, with a record of the requested
+    names."""
 
     def __init__(self, checkpoint: GgufCheckpoint) -> None:
         self.checkpoint, self.asked = checkpoint, set[str]()
@@ -265,7 +269,7 @@ def load(
     progress: Callable[[int, int], None] | None = None,
     store: Store | None = None,
 ) -> Decoder:
-    """The whole model of a GGUF file, ready to run. Arguments and errors as `hf.load`."""
+    """Load the whole model of a GGUF file, ready to run. Arguments and errors as `hf.load`."""
     assert store is None or dtype == store.dtype, f"these kernels compute in {store.dtype}, not {dtype}"
     checkpoint = GgufCheckpoint.open(path, dtype, as_stored=store is not None, blocks=isinstance(store, NativeStore))
     return decoder.build(checkpoint.config, checkpoint, progress, store)

@@ -1,17 +1,17 @@
-"""What model a GGUF file holds: its metadata as a `ModelConfig`, and its names of tensors as ours.
+"""Configuration of the model in a GGUF file: its metadata as a `ModelConfig`, and its names of tensors as ours.
 
-The metadata say what config.json says, under other names. So they are read, each checked under the name it has in the
-file, into the keys of config.json, and the family's own reader (`model.families`) makes the config of them: one
-understanding of an architecture, whatever file it came in. What the two differ in:
+The metadata hold the settings of config.json under other names. So they are read, each checked under its name in the
+file, into the keys of config.json, and the family's own reader (`model.families`) makes the config: one implementation
+of an architecture for both kinds of files. The two differ in five points:
 
 * a file has no `tie_word_embeddings`: a model is tied where `output.weight` is missing;
 * `vocab_size` is the rows of `token_embd.weight`: the key of that name is often missing, and counts no padding;
 * Llama 3's scaling of the rope is not described but applied: `rope_freqs.weight` holds the number that divides the
   frequency of each pair. Where the usual settings give these numbers the rope is called llama3 as in config.json;
   otherwise they are kept as they are (a longrope whose factors do not depend on the length);
-* which tokens end a text is left to the tokenizer, which knows more of them than `tokenizer.ggml.eos_token_id` names;
+* the tokenizer provides the tokens that end a text, because it knows more of them than `tokenizer.ggml.eos_token_id`;
 * in files of the `llama` architecture the rows of q and k are in another order, since llama.cpp rotates neighbours
-  there, and not the halves of a head: `interleaved` says so.
+  there, and not the halves of a head: `interleaved` marks them.
 
 Torch-free.
 """
@@ -50,7 +50,7 @@ AROUND: Mapping[str, str] = {"model.embed_tokens": EMBED, "model.norm": "output_
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture that GGUF files name: its name in config.json, and whether rows of q and k are interleaved."""
+    """An architecture of GGUF files: its name in config.json, and whether rows of q and k are interleaved."""
 
     name: str
     interleaved: bool = False
@@ -64,11 +64,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 LLAMA3_FACTORS, LLAMA3_CONTEXT = (8.0, 32.0), 8192
 """Settings of Llama 3's rope in circulation, beside its bounds of 1 and 4 turns."""
-SAME_FACTOR = 1e-4  # relative; the file's are rounded to float32
+SAME_FACTOR = 1e-4  # relative; the file's factors are rounded to float32
 
 
 def architecture(metadata: Mapping[str, Any]) -> Architecture:
-    """Raises ValueError for an architecture that is not read, with those that are."""
+    """Return the architecture of a file. Raises ValueError for an unsupported one, naming the supported ones."""
     name = metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ValueError(
@@ -79,7 +79,7 @@ def architecture(metadata: Mapping[str, Any]) -> Architecture:
 
 
 def file_name(name: str) -> str:
-    """The name in GGUF files of our tensor `name`, or of our module; itself where files have no such thing."""
+    """Return the name in GGUF files of our tensor or module `name`; itself where files have no such thing."""
     for ending in (".weight", ".bias", ""):
         if name.endswith(ending):
             module = name.removesuffix(ending)
@@ -92,7 +92,7 @@ def file_name(name: str) -> str:
 
 
 def read_gguf_config(metadata: Mapping[str, Any], names: Collection[str], vocab: int, dtype: str) -> ModelConfig:
-    """The model that the metadata describe; `names` are the file's tensors, `vocab` the rows of its embedding.
+    """Return the model that the metadata describe; `names` are the file's tensors, `vocab` the rows of its embedding.
 
     Raises ValueError naming the key that is missing, of the wrong type, out of bounds, or not supported.
     """
@@ -100,12 +100,12 @@ def read_gguf_config(metadata: Mapping[str, Any], names: Collection[str], vocab:
     bos = Fields(metadata, where="metadata").optional_integer("tokenizer.ggml.bos_token_id", low=0, high=SIZE)
     try:
         return replace(read_config(config), bos_ids=() if bos is None else (bos,), eos_ids=())
-    except ValueError as error:  # what only the family's reader can tell: keys are then those of config.json
+    except ValueError as error:  # errors of the family's reader name keys of config.json
         raise ValueError(f"metadata: {str(error).removeprefix('config.json: ')}") from None
 
 
 def config_json(metadata: Mapping[str, Any], names: Collection[str], vocab: int, dtype: str) -> dict[str, object]:
-    """What the metadata say in the keys of config.json. Arguments and errors as `read_gguf_config`."""
+    """Return the metadata in the keys of config.json. Arguments and errors as `read_gguf_config`."""
     family = architecture(metadata)
     at = metadata["general.architecture"]
     f = Fields(metadata, where="metadata")
@@ -140,7 +140,7 @@ def config_json(metadata: Mapping[str, Any], names: Collection[str], vocab: int,
 
 
 def _scaling(f: Fields, at: str) -> dict[str, object] | None:
-    """`rope_scaling` as config.json has it."""
+    """Return `rope_scaling` in the form of config.json."""
     where = f"{at}.rope.scaling"
     f.only(f"{where}.attn_factor", 1.0, "another factor of attention")
     given = f.get(f"{where}.type") is not None
@@ -149,23 +149,23 @@ def _scaling(f: Fields, at: str) -> dict[str, object] | None:
         return None
     factor = f.optional_number(f"{where}.factor")
     if factor is None:
-        factor = f.optional_number(f"{at}.rope.scale_linear")  # as files of 2023 have it
+        factor = f.optional_number(f"{at}.rope.scale_linear")  # in files of 2023
     if not given and factor in (None, 1.0):
         return None
     if factor is None:
         raise f.error(f"{where}.factor", "is missing")
     scaling: dict[str, object] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
-        # `yarn_beta_fast` and `yarn_beta_slow` are left alone, whatever they say: llama.cpp, which makes these files
-        # and runs them, reads them of other architectures (mistral3, grok), and of those read here never. Its logits
-        # are the same bits with any betas, and ours without (test_llamacpp.py).
+        # `yarn_beta_fast` and `yarn_beta_slow` are ignored: llama.cpp, which makes and runs these files, reads them for
+        # other architectures (mistral3, grok), and never for those read here. Its logits are the same bits with any
+        # betas, and ours without (test_llamacpp.py).
         original = f.optional_integer(f"{where}.original_context_length", low=2, high=LENGTH)
         scaling["original_max_position_embeddings"] = original
     return scaling
 
 
 def rope_with_factors(rope: Rope, factors: Sequence[float]) -> Rope:
-    """A default rope whose frequencies are divided by `factors` [dims / 2]. Raises ValueError if they do not fit."""
+    """Return a default rope with frequencies divided by `factors` [dims / 2]. Raises ValueError if they do not fit."""
     assert len(factors) == rope.dims // 2, (len(factors), rope.dims)
     if rope.kind != "default":
         raise ValueError(f"{ROPE_FACTORS} is there although the rope is {rope.kind}")
@@ -180,7 +180,7 @@ def rope_with_factors(rope: Rope, factors: Sequence[float]) -> Rope:
 
 
 def _llama3(rope: Rope) -> list[float]:
-    """What Llama 3.1 divides the frequency of each pair by, as `model.rope` computes the frequencies themselves."""
+    """Return Llama 3.1's divisor of each pair's frequency; `model.rope` computes the frequencies themselves."""
     factors = []
     for pair in range(rope.dims // 2):
         turns = rope.original_context / (2 * math.pi) * rope.theta ** (-2 * pair / rope.dims)

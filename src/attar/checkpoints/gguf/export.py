@@ -1,12 +1,12 @@
-"""A model as the head of a GGUF file: its config and tokenizer as metadata, its tensors under the names of files.
+"""Header of a GGUF file for a model: its config and tokenizer as metadata, its tensors under the names of files.
 
-`config.py` undoes what is done here, and is how it is checked: the metadata are read back, and a model that they
-describe otherwise than its config.json did is not written. So a sliding window, a soft cap or a rope that no key says
-is an error that names it, and not a file that answers a little wrong. What may differ is what numbers lose in float32.
+`config.py` is the inverse, and the check: the metadata are read back, and a model that they describe otherwise than its
+config.json did is not written. So a sliding window, a soft cap or a rope that no key describes is an error that names
+it, and not a file that answers a little wrong. Only the rounding of numbers to float32 may differ.
 
-Weights stay where they are: this module knows names, shapes and the order of rows. Rows of q and k of the `llama`
-architecture are put into the order in which llama.cpp rotates (neighbours, not the halves of a head); `neighbours`
-works on rows of bytes as well as of numbers, for no block spans two rows.
+This module knows names, shapes and the order of rows, not weights. Rows of q and k of the `llama` architecture are put
+into the order in which llama.cpp rotates (neighbours, not the halves of a head). `neighbours` works on rows of bytes as
+well as of numbers, because no block spans two rows.
 """
 
 from __future__ import annotations
@@ -35,34 +35,35 @@ from attar.model.rope import frequencies
 from attar.text.gguf_vocabulary import lost, vocabulary
 from attar.text.tokenizer import Tokenizer
 
-PLAIN = 0  # general.file_type of a file whose matrices are of several types, as llama.cpp's own writers say it
+PLAIN = 0  # general.file_type of a file whose matrices have several types, as in llama.cpp's own writers
 
 FILE_TYPES: Mapping[str, int] = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q3_K": 11, "Q4_K": 14, "Q5_K": 16,
     "Q6_K": 18, "Q2_K": 21, "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32, "MXFP4": 38, "NVFP4": 39,
 }  # fmt: skip
-"""general.file_type by the type of most matrices; of k-quants those of the mixes called small, nearly pure ones."""
+"""Values of general.file_type by the type of most matrices; for k-quants, those of the mixes called small, nearly pure
+ones."""
 
-QUANTIZATION_VERSION = 2  # of the layout of blocks, by llama.cpp's count
+QUANTIZATION_VERSION = 2  # version of the layout of blocks, by llama.cpp's count
 
 WRITTEN: Mapping[str, str] = {each.name: name for name, each in ARCHITECTURES.items()} | {"MistralForCausalLM": "llama"}
-"""Architectures of config.json that are written -> what GGUF files call them."""
+"""Architectures of config.json that are written -> their names in GGUF files."""
 
 _UNSAID = {
     "architecture", "bos_ids", "eos_ids", "dtype", "names", "ropes", "qkv_bias", "output_bias", "feed_forward_bias"
 }  # fmt: skip
-"""Fields of a config that metadata do not have, or have in other words: a bias is there where it is stored."""
+"""Fields of a config that metadata lack or express otherwise: a bias exists where it is stored."""
 
 YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
-"""Those of llama.cpp for every architecture that is written: it does not read the keys that files have for others."""
+"""Values of llama.cpp for every architecture that is written: it does not read the keys that files have for others."""
 
-_SQUARE = ("qwen2",)  # whose q llama.cpp takes to be as wide as the hidden size, whatever `key_length` says
+_SQUARE = ("qwen2",)  # llama.cpp takes their q to be as wide as the hidden size, whatever `key_length` says
 
-SAME = 1e-6  # relative: what a number may lose in float32
+SAME = 1e-6  # relative: rounding of a number to float32
 
 
 def architecture(config: ModelConfig) -> str:
-    """What GGUF files call the model's architecture. Raises ValueError for one that is not written."""
+    """Return the name of the model's architecture in GGUF files. Raises ValueError for one that is not written."""
     if config.architecture not in WRITTEN:
         raise ValueError(
             f"a {config.architecture} cannot be written to a GGUF file: attar writes {', '.join(sorted(WRITTEN))}"
@@ -71,14 +72,15 @@ def architecture(config: ModelConfig) -> str:
 
 
 def file_type(names: Sequence[str]) -> int:
-    """`general.file_type` by the types of a file's matrices: the number of what most are, of equally many the first."""
+    """Return `general.file_type` for the types of a file's matrices: the number of the most frequent, on a tie of the
+    first."""
     return FILE_TYPES.get(max(dict.fromkeys(names), key=names.count), PLAIN)
 
 
 def describe(config: ModelConfig, file_type: int, name: str) -> tuple[dict[str, Any], Tensor | None]:
-    """(The metadata of a model but for its tokenizer, the factors of its rope [dims / 2] or None).
+    """Return (the metadata of a model except its tokenizer's, the factors of its rope [dims / 2] or None).
 
-    Raises ValueError for an architecture that is not written, and for what the metadata cannot say of it.
+    Raises ValueError for an architecture that is not written, and for properties that the metadata cannot express.
     """
     at = architecture(config)
     rope = config.ropes[0]
@@ -114,7 +116,7 @@ def describe(config: ModelConfig, file_type: int, name: str) -> tuple[dict[str, 
 
 
 def words(folder: Path, config: ModelConfig) -> tuple[dict[str, Any], str | None]:
-    """(The metadata of a folder's tokenizer, what is to be said of it or None). Raises ValueError as `vocabulary`."""
+    """Return (the metadata of a folder's tokenizer, a note for the user or None). Raises ValueError as `vocabulary`."""
     if not has_tokenizer(folder):
         none = next(name for name in NO_TOKENIZER if name is not None)
         return {"tokenizer.ggml.model": none}, "The source has no tokenizer, so the file has none: give it token ids."
@@ -127,9 +129,9 @@ def words(folder: Path, config: ModelConfig) -> tuple[dict[str, Any], str | None
 
 
 def matrices(config: ModelConfig) -> Iterator[tuple[str, str, int]]:
-    """Every matrix of a file: (our module, its name there without layer and ending, its layer), both ends first.
+    """Yield every matrix of a file: (our module, its name there without layer and ending, its layer), both ends first.
 
-    The output matrix is left out where the model is tied.
+    The LM head is left out where the model is tied.
     """
     names = config.names
     yield names.embed, file_name(names.embed), 0
@@ -141,7 +143,7 @@ def matrices(config: ModelConfig) -> Iterator[tuple[str, str, int]]:
 
 
 def tensor_names(config: ModelConfig, has: Callable[[str], bool]) -> Iterator[str]:
-    """Every tensor of a file by our name, the ends first, then block after block; `has` says which biases there are."""
+    """Yield every tensor of a file by our name, the ends first, then block after block; `has` tests for biases."""
     names = config.names
     yield f"{names.embed}.weight"
     yield f"{names.final_norm}.weight"
@@ -158,18 +160,18 @@ def tensor_names(config: ModelConfig, has: Callable[[str], bool]) -> Iterator[st
 
 
 def interleaves(config: ModelConfig, module: str) -> bool:
-    """Whether rows of this module stand in another order in files."""
+    """Return whether rows of this module have another order in files."""
     matrix = file_name(module).rpartition(".")[2]
     return ARCHITECTURES[architecture(config)].interleaved and matrix in ("attn_q", "attn_k")
 
 
 def neighbours(rows: Tensor, head_dim: int) -> Tensor:
-    """Rows [O, ...] of q or k, where a head's halves follow each other, with the pairs that turn side by side."""
+    """Return rows [O, ...] of q or k, stored by halves of a head, with the pairs that rotate together side by side."""
     return rows.view(-1, 2, head_dim // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _check_readers(config: ModelConfig, rope: Rope, at: str) -> None:
-    """Raise ValueError for what files have words for, and llama.cpp does not read."""
+    """Raise ValueError for settings that files can express and llama.cpp does not read."""
     columns = config.heads * config.head_dim
     if at in _SQUARE and columns != config.hidden:
         raise ValueError(
@@ -187,7 +189,7 @@ def _check_readers(config: ModelConfig, rope: Rope, at: str) -> None:
 
 
 def _check(config: ModelConfig, metadata: Mapping[str, Any], factors: Tensor | None) -> None:
-    """Read the metadata back. Raises ValueError naming the first field that came out otherwise."""
+    """Read the metadata back. Raises ValueError naming the first field that differs."""
     tensors = () if config.tied else (f"{HEAD}.weight",)
     try:
         again = read_gguf_config(_as_stored(metadata), tensors, config.vocab_size, config.dtype)
@@ -210,7 +212,7 @@ def _check(config: ModelConfig, metadata: Mapping[str, Any], factors: Tensor | N
 
 
 def _as_stored(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """With what is lost of numbers in float32, as which they are stored."""
+    """Return the metadata with their numbers rounded to float32, as they are stored."""
     return {
         key: float(torch.tensor(value, dtype=torch.float32)) if isinstance(value, float) else value
         for key, value in metadata.items()
@@ -229,7 +231,7 @@ def _shown(value: object) -> str:
 
 
 def _turns_alike(ours: Rope, theirs: Rope, context: int) -> bool:
-    """Whether two ropes give the same angles at every length, to float32."""
+    """Return whether two ropes give the same angles at every length, to float32."""
     if ours.dims != theirs.dims or not _same(ours.attention_factor, theirs.attention_factor):
         return False
     pairs = ((frequencies(ours, length), frequencies(theirs, length)) for length in (1, context, 2 * context))

@@ -1,8 +1,8 @@
 """One open GGUF file: its header checked by `header.py`, its tensors read as the bytes of their blocks.
 
-Tensors are read with `pread` into memory of their own, for the reason that `safetensors.py` gives: a map of a file that
-somebody truncates ends the process, a short read is an error with a name. What the bytes stand for is
-`formats.ggml_blocks`'s business. Nothing here imports torch before a tensor is read.
+Tensors are read with `pread` into memory of their own, for the reason given in `safetensors.py`: a map of a truncated
+file ends the process, a short read is an error with a name. `formats.codecs.ggml_blocks` decodes the bytes. Torch is
+imported only when a tensor is read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class GgufFile:
-    """One open GGUF file whose header has been checked. Reading is thread-safe.
+    """One open GGUF file with a checked header. Reading is thread-safe.
 
     Raises CheckpointError where the file is missing, not a regular file (links are followed), truncated, of another
     format, malformed, or of a kind that `header.py` refuses.
@@ -39,20 +39,20 @@ class GgufFile:
         self.metadata = self.header.metadata
 
     def names(self) -> tuple[str, ...]:
-        """The tensors' names, in the order they lie in the file."""
+        """Return the tensors' names, in the order of their data in the file."""
         return tuple(self.header.tensors)
 
     def __contains__(self, name: str) -> bool:
         return name in self.header.tensors
 
     def info(self, name: str) -> GgufTensor:
-        """A tensor's type, shape and place. Raises CheckpointError naming near misses."""
+        """Return a tensor's type, shape and position. Raises CheckpointError naming near misses."""
         if name not in self.header.tensors:
             raise CheckpointError(f"{self.path}: has no tensor {name!r}{near(name, self.header.tensors)}")
         return self.header.tensors[name]
 
     def read(self, name: str) -> Tensor:
-        """The tensor's bytes, uint8 [..., bytes of a row], in memory of their own."""
+        """Return the tensor's bytes, uint8 [..., bytes of a row], in memory of their own."""
         import torch
 
         tensor = self.info(name)

@@ -1,20 +1,19 @@
-"""The header of a GGUF file, checked: version, typed metadata, and where each tensor lies.
+"""The header of a GGUF file, checked: version, typed metadata, and the position of each tensor.
 
 A GGUF file is a magic word and a version, two counts, that many keys with typed values, that many descriptions of
-tensors, padding, and the tensors themselves. Nothing says how long the header is: one finds out by walking it. That is
-where readers go wrong, for every length on the way is a stranger's. Here each is compared with what the file still
-holds before it is used for anything; sizes are Python integers, which do not wrap; and the walk makes no objects out of
-arrays, so that a hostile file is refused before it costs memory. Arrays (a vocabulary of a quarter of a million
-strings) are decoded when somebody iterates over them.
+tensors, padding, and the tensors themselves. The header's length is not stored: a reader walks through it, and every
+length on the way is untrusted. Here each length is compared with what the file still holds before it is used for
+anything. Sizes are Python integers, which do not wrap. The walk makes no objects out of arrays, so that a hostile file
+is refused before it costs memory. Arrays (a vocabulary of a quarter of a million strings) are decoded on iteration.
 
-Refused, although llama.cpp or its Python package accept some of it: a key or a tensor given twice; names that do not
-print; arrays of arrays; a bool that is neither 0 nor 1; an alignment that is no power of two from 8 to 65536; tensors
-that are empty, overlap, start unaligned or leave a hole; bytes after the last tensor beyond its padding; types that
-were withdrawn; more than the counts below. Versions 2 and 3 are read, which differ in nothing that matters here.
+Refused, although llama.cpp or its Python package accept some of it, are these: a key or a tensor given twice; names
+that do not print; arrays of arrays; a bool that is neither 0 nor 1; an alignment that is no power of two from 8 to
+65536; tensors that are empty, overlap, start unaligned or leave a hole; bytes after the last tensor beyond its padding;
+types that were withdrawn; more than the counts below. Versions 2 and 3 are read; their differences do not matter here.
 Version 1, whose lengths have 32 bits, big-endian files, and files that are one of several parts are each refused with a
-sentence of what to do.
+sentence that names the remedy.
 
-Torch-free. A shape is in torch's order, rows last; files store it the other way round.
+Torch-free. A shape is in torch's order, rows last; files store the reverse.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ MAX_TENSORS = 1 << 14  # ten times what the largest models have: experts are sta
 MAX_RANK = 4
 MAX_ELEMENTS = 1 << 60
 MAX_KEY = 256  # bytes of a key
-MAX_NAME = 64  # bytes of a tensor's name, as the format has it
+MAX_NAME = 64  # bytes of a tensor's name, by the format
 MAX_STRING = 1 << 24  # bytes of a value
 MAX_ITEM = 1 << 16  # bytes of a string in an array
 MAX_ITEMS = 1 << 20  # values in one array
@@ -58,7 +57,7 @@ _SMALLEST_TENSOR = 8 + 1 + 4 + 8 + 4 + 8
 
 
 class GgufTensor(NamedTuple):
-    """A tensor as the header describes it: bytes [begin, end) are counted from the start of the data."""
+    """A tensor's description in the header: bytes [begin, end) are counted from the start of the data."""
 
     kind: GgmlType
     shape: tuple[int, ...]  # torch's order
@@ -67,12 +66,12 @@ class GgufTensor(NamedTuple):
 
     @property
     def raw_shape(self) -> tuple[int, ...]:
-        """The shape of its bytes: rows of whole blocks."""
+        """Return the shape of its bytes: rows of whole blocks."""
         return (*self.shape[:-1], self.kind.row_bytes(self.shape[-1]))
 
 
 class _Walk:
-    """A position in a header that is read from the file as far as it is needed."""
+    """Position in a header that is read from the file as far as it is needed."""
 
     def __init__(self, fd: int, size: int, where: Path) -> None:
         self.fd, self.size, self.where = fd, size, where
@@ -80,9 +79,9 @@ class _Walk:
         self.at = 0
 
     def need(self, count: int, what: str, of: object = None) -> int:
-        """Have `count` bytes from the position on in memory, and step over them: the position they begin at.
+        """Read `count` bytes from the position on into memory and step over them. Return the position they begin at.
 
-        Errors are about `what`, and `of` which thing: what is needed ten times a tensor is spelled out only then.
+        Errors name `what`, with `of` for its owner: the text is only built then, because ten reads a tensor come here.
         """
         at, end = self.at, self.at + count
         if end > self.size:
@@ -109,7 +108,7 @@ class _Walk:
         return value
 
     def text(self, limit: int, what: str, of: object = None) -> str:
-        """A string of 1 to `limit` bytes that prints."""
+        """Read a printable string of 1 to `limit` bytes."""
         length = self.u64(what, of)
         if length > limit:
             raise CheckpointError(f"{self.where}: {_spelled(what, of)} has {length} bytes, more than {limit}")
@@ -123,7 +122,7 @@ class _Walk:
         return text
 
     def fits(self, least: int, what: str) -> None:
-        """Refuse things that take at least `least` bytes where the file has fewer left."""
+        """Raise CheckpointError where the file has fewer than `least` bytes left for `what`."""
         left = self.size - self.at
         if least > left:
             raise CheckpointError(
@@ -154,7 +153,7 @@ def padded(at: int, alignment: int) -> int:
 
 @dataclass(frozen=True)
 class Header:
-    """What comes before the tensors. `tensors` are in the order they lie in the file, from byte `data` on."""
+    """Contents of the header. `tensors` are in the order of their data in the file, from byte `data` on."""
 
     version: int
     metadata: Metadata
@@ -188,7 +187,7 @@ _FOREIGN: tuple[tuple[bytes, str], ...] = (
 
 
 def _counts(walk: _Walk) -> tuple[int, int, int]:
-    """Version, tensors and keys. Raises CheckpointError for other formats and for versions that are not read."""
+    """Return version, tensors and keys. Raises CheckpointError for other formats and for unsupported versions."""
     if walk.size < 4:
         raise CheckpointError(f"{walk.where}: truncated: {walk.size} bytes; download or copy it again")
     walk.need(4, "the magic word")
@@ -260,7 +259,7 @@ def _value_type(walk: _Walk, what: str) -> str:
 
 
 def _step_over(walk: _Walk, kind: str, what: str) -> None:
-    """Step over a value that is no array, and check what its bytes alone can tell."""
+    """Step over a value that is no array, and check its bytes as far as its type allows."""
     if kind != STRING:
         at = walk.need(SCALARS[kind].size, what)
         if kind == "bool" and walk.read[at] > 1:
@@ -277,7 +276,7 @@ def _step_over(walk: _Walk, kind: str, what: str) -> None:
 
 
 def _step_over_strings(walk: _Walk, count: int, what: str) -> None:
-    """Step over the strings of an array: nothing but their lengths is looked at, a million in a tenth of a second."""
+    """Step over the strings of an array: only their lengths are read, a million in a tenth of a second."""
     read, unpack = walk.read, _U64.unpack_from
     at = walk.at
     for i in range(count):
@@ -296,7 +295,7 @@ def _alignment(metadata: Metadata, where: Path) -> int:
     if ALIGNMENT not in metadata:
         return DEFAULT_ALIGNMENT
     kind = metadata.type_of(ALIGNMENT)
-    value: int | None = metadata[ALIGNMENT] if kind == "u32" else None  # others are not looked at
+    value: int | None = metadata[ALIGNMENT] if kind == "u32" else None  # other types are refused
     if value is None or not 8 <= value <= 65536 or value & (value - 1):
         found = kind if value is None else f"{kind} {value}"
         raise CheckpointError(f"{where}: {ALIGNMENT} must be a u32, a power of two from 8 to 65536, not {found}")
@@ -318,7 +317,7 @@ def _refuse_parts(metadata: Metadata, where: Path) -> None:
 
 
 def _tensors(walk: _Walk, count: int, alignment: int) -> dict[str, GgufTensor]:
-    """The descriptions, by the order of their offsets."""
+    """Return the descriptions, in the order of their offsets."""
     found: dict[str, GgufTensor] = {}
     for i in range(count):
         name = walk.text(MAX_NAME, "the name of tensor", i)
@@ -353,7 +352,7 @@ def _tensor(walk: _Walk, name: str, alignment: int) -> GgufTensor:
 
 
 def _check_data(tensors: Mapping[str, GgufTensor], data: int, size: int, alignment: int, where: Path) -> None:
-    """Refuse tensors that do not tile the data."""
+    """Raise CheckpointError where the tensors do not tile the data."""
     at = 0
     for name, tensor in tensors.items():
         if tensor.begin != at:

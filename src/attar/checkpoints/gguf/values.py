@@ -1,13 +1,12 @@
-"""Values of GGUF metadata: their thirteen types, read from a header that was checked, and written.
+"""Values of GGUF metadata: their thirteen types, read from a checked header, and written.
 
-A value is read as what it is in Python (str, int, float, bool, or an `Array` of one of these), and written with its
-stored type where it is `Typed`, so that a copy of a file's metadata can be the file's metadata. A plain Python value is
-written as the type that GGUF files in circulation use for it: u32 for a whole number that is not negative, f32, i32 in
-arrays.
+A value is read as its Python type: str, int, float, bool, or an `Array` of one of these. A `Typed` value is written
+with its stored type, so that a copy of a file's metadata can equal the file's metadata. A plain Python value is written
+as the type that GGUF files in circulation use for it: u32 for a whole number that is not negative, f32, i32 in arrays.
 
-Metadata are handed on as a mapping whose arrays are decoded when they are iterated over: opening a file must not cost
-what the strings of its vocabulary cost, and who expects one value must not pay for the million that a stranger put
-there, so that an `Array` tells its type and length for nothing. Torch-free.
+Metadata are passed on as a mapping whose arrays are decoded on iteration. Opening a file must not cost as much as
+decoding the strings of its vocabulary. A caller that expects one value must not pay for a million in an untrusted file,
+so the type and length of an `Array` cost nothing. Torch-free.
 """
 
 from __future__ import annotations
@@ -36,14 +35,15 @@ _LENGTH = SCALARS["u64"]
 
 
 class Typed(NamedTuple):
-    """A value with the type it is stored as: one of `VALUE_TYPES`, or `[u8]` for an array of such."""
+    """A value with its stored type: one of `VALUE_TYPES`, or, for example, `[u8]` for an array."""
 
     type: str
     value: Any
 
 
 class Entry(NamedTuple):
-    """A value in the header: a type, for arrays that of the elements and their number, and where the first lies."""
+    """A value in the header: a type (for arrays, of the elements), the number of elements, and the position of the
+    first."""
 
     type: str
     length: int | None
@@ -51,7 +51,7 @@ class Entry(NamedTuple):
 
 
 class Array(Collection[Any]):
-    """An array of a header. Iterating over it decodes it, and raises CheckpointError where a string is not UTF-8."""
+    """An array of a header. Iteration decodes it, and raises CheckpointError where a string is not UTF-8."""
 
     def __init__(self, metadata: Metadata, key: str, entry: Entry) -> None:
         self._metadata, self._key, self._entry = metadata, key, entry
@@ -71,7 +71,7 @@ class Array(Collection[Any]):
 
 
 class Metadata(Mapping[str, Any]):
-    """The keys of a file with their values: str, int, float, bool, or an `Array` of one of these."""
+    """Keys of a file with their values: str, int, float, bool, or an `Array` of one of these."""
 
     def __init__(self, header: bytearray, entries: Mapping[str, Entry], where: Path) -> None:
         self._header, self._entries, self._where = header, entries, where
@@ -90,7 +90,7 @@ class Metadata(Mapping[str, Any]):
         return len(self._entries)
 
     def type_of(self, key: str) -> str:
-        """As in `Typed`."""
+        """Return the stored type of a key's value, in the form of `Typed`."""
         entry = self._entries[key]
         return entry.type if entry.length is None else f"[{entry.type}]"
 
@@ -122,7 +122,7 @@ class Metadata(Mapping[str, Any]):
 
 
 def encode(key: str, value: Any) -> bytes:
-    """A key with its value as a header holds them. Raises ValueError for what a GGUF file cannot hold."""
+    """Return a key with its value in the form of a header. Raises ValueError for what a GGUF file cannot hold."""
     typed = value if isinstance(value, Typed) else Typed(_usual_type(key, value), value)
     name = key.encode()
     if typed.type[0] != "[":
@@ -135,7 +135,7 @@ def encode(key: str, value: Any) -> bytes:
 
 
 def text(data: bytes) -> bytes:
-    """A string as files hold it: its length, and its bytes."""
+    """Return a string in the form of files: its length, and its bytes."""
     return _LENGTH.pack(len(data)) + data
 
 
@@ -149,7 +149,7 @@ def _usual_type(key: str, value: Any) -> str:
         if len(kinds) > 1 or "[" in next(iter(kinds)):
             raise ValueError(f"key {key!r}: an array holds values of one type, none of them an array")
         return f"[{kinds.pop()}]"
-    if isinstance(value, bool):  # before int, which it is to Python
+    if isinstance(value, bool):  # before int: a bool is an int in Python
         return "bool"
     if isinstance(value, int):
         return "u32" if value >= 0 else "i32"

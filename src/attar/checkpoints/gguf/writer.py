@@ -1,12 +1,12 @@
-"""Writing GGUF: the header is laid out first, and tensors are written at their offsets, in any order.
+"""Writer of GGUF: the header is laid out first, and tensors are written at their offsets, in any order.
 
-A GGUF file, once its header is known, is what `writer.ShardWriter` writes: named slots of known size after some fixed
-bytes. So `plan` makes a `FilePlan` whose tensors are arrays of bytes, and all else is that writer's: space reserved
-before any work, a full disk told in a sentence. `atomic_gguf` puts a file in place whole or not at all. The bytes are
-deterministic: the same keys and tensors in the same order give the same file.
+Once its header is known, a GGUF file has the form that `writer.ShardWriter` writes: named slots of known size after
+some fixed bytes. So `plan` makes a `FilePlan` whose tensors are arrays of bytes, and that writer does the rest: it
+reserves space before any work, and reports a full disk in a sentence. `atomic_gguf` puts a file in place whole or not
+at all. The bytes are deterministic: the same keys and tensors in the same order give the same file.
 
 Files are of version 3, little-endian, with the default alignment unless the metadata say otherwise, tensors in the
-order given and padded at the end too, as llama.cpp insists.
+order given and padded at the end too, as llama.cpp requires.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ VERSION = 3
 
 @dataclass(frozen=True)
 class GgufPlan(FilePlan):
-    """A GGUF file before it exists. Its slots are uint8 arrays: the bytes of each tensor's rows."""
+    """Layout of a GGUF file before it exists. Its slots are uint8 arrays: the bytes of each tensor's rows."""
 
     alignment: int
 
@@ -77,7 +77,7 @@ def plan(name: str, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[Ggm
     slots: dict[str, Slot] = {}
     at = 0
     for tensor, (kind, shape) in tensors.items():
-        _check(tensor, "tensor", MAX_NAME - 1)  # llama.cpp wants room for a closing zero
+        _check(tensor, "tensor", MAX_NAME - 1)  # llama.cpp needs room for a closing zero
         header += text(tensor.encode()) + _described(tensor, kind, shape) + SCALARS["u64"].pack(at)
         part = Part("uint8", (*shape[:-1], kind.row_bytes(shape[-1])))
         slots[tensor] = Slot(part, at, at + part.bytes)
@@ -102,7 +102,7 @@ def _check(name: str, what: str, limit: int) -> None:
 
 
 def _described(name: str, kind: GgmlType, shape: tuple[int, ...]) -> bytes:
-    """Rank, shape and type of a tensor, as the header holds them."""
+    """Return rank, shape and type of a tensor in the form of a header. Raises ValueError for an invalid shape."""
     if not 1 <= len(shape) <= MAX_RANK or min(shape) < 1:
         raise ValueError(f"tensor {name!r}: it must have 1 to {MAX_RANK} dimensions of 1 or more, not {list(shape)}")
     try:
@@ -130,8 +130,8 @@ def atomic_gguf(
     """Write the file `dst`: give each tensor's bytes to the writer; leaving the context puts the file in place.
 
     It grows in a hidden folder beside `dst`, which is removed when the body fails. Raises ValueError as `plan` does and
-    where a tensor was not written, CheckpointError where `dst` exists (unless `overwrite`, and it is a file), where
-    another process is writing it, and where the disk is full.
+    where a tensor was not written. Raises CheckpointError where `dst` exists (unless `overwrite`, and it is a file),
+    where another process is writing it, and where the disk is full.
     """
     target = Path(os.path.realpath(dst))
     planned = plan(target.name, metadata, tensors)
@@ -139,12 +139,12 @@ def atomic_gguf(
     partial = target.parent / f".{target.name}.attar-partial"
     lock = take_lock(partial, target)
     try:
-        _check_target(target, overwrite)  # again: the holder of the lock before us may have made it
+        _check_target(target, overwrite)  # again: the previous holder of the lock may have made it
         with ShardWriter(partial, [planned]) as writer:
             yield writer
             writer.finish()
         try:
-            receipt_path(target).unlink(missing_ok=True)  # it would be another file's
+            receipt_path(target).unlink(missing_ok=True)  # it would belong to another file
             (partial / planned.name).replace(target)
             sync_path(target.parent)
         except OSError as error:
@@ -157,11 +157,11 @@ def atomic_gguf(
 
 @contextlib.contextmanager
 def atomic_file(dst: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Workspace]:
-    """What `writer.atomic_folder` is for a folder, for the one file `dst` and what lies beside it, its receipt.
+    """Write the one file `dst` and its receipt beside it atomically, as `writer.atomic_folder` does for a folder.
 
     Both grow in `out` under their final names. After an exception or a kill the hidden folder stays, and the next call
-    with the same `dst` finds `out` and `state` as they were left. The file comes first: whoever is killed between the
-    two has a file without a receipt, never one with another's. Raises CheckpointError as `atomic_gguf` does.
+    with the same `dst` finds `out` and `state` as they were left. The file is put in place first: a kill between the
+    two leaves a file without a receipt, never one with another's. Raises CheckpointError as `atomic_gguf` does.
     """
     target = Path(os.path.realpath(dst))
     _check_target(target, overwrite)
@@ -169,9 +169,9 @@ def atomic_file(dst: str | os.PathLike[str], overwrite: bool = False) -> Iterato
     work = Workspace(partial / "out", partial / "state")
     lock = take_lock(partial, target)
     try:
-        _check_target(target, overwrite)  # again: the holder of the lock before us may have made it
+        _check_target(target, overwrite)  # again: the previous holder of the lock may have made it
         left = work.out.exists() and any(work.out.iterdir())
-        if left and not (work.out / target.name).exists():  # by a run that was killed when it was all but done
+        if left and not (work.out / target.name).exists():  # left by a run that was killed when it was almost done
             _remove(work)
         work.out.mkdir(exist_ok=True)
         work.state.mkdir(exist_ok=True)

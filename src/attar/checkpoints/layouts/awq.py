@@ -1,12 +1,12 @@
-"""Reading AWQ checkpoints in AutoAWQ's "gemm" layout, which is nearly all of them.
+"""Reader of AWQ checkpoints in AutoAWQ's "gemm" layout, which nearly all of them have.
 
 A quantized linear is three arrays: `qweight` int32 [I, O/8], `qzeros` int32 [G, O/8], both with eight outputs a word in
 the order (0, 2, 4, 6, 1, 3, 5, 7), and `scales` float16 [G, O]; value = (code - zero) * scale, group after group along
-the input. Groups are always contiguous, and the activation scales that AWQ searches are folded into the weights and
-norms before they are stored, so that a linear needs nothing but its weight.
+the input. Groups are always contiguous. The activation scales that AWQ searches are folded into the weights and norms
+before they are stored, so that a linear needs nothing but its weight.
 
-Which modules are quantized is read off the tensors; the config's `modules_to_not_convert` says the same. Not done: the
-gemv and gemv_fast layouts and MIT's original llm-awq files, which order and pad differently; all are refused by name.
+The tensors show which modules are quantized; the config's `modules_to_not_convert` repeats it. Not done: the gemv and
+gemv_fast layouts and MIT's original llm-awq files, which order and pad differently; all are refused by name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from attar.kernels.operands import Linear
 
 
 class Awq:
-    """The quantized modules of an AWQ checkpoint. Raises CheckpointError where its config is not one that is read."""
+    """Quantized modules of an AWQ checkpoint. Raises CheckpointError where its config is not supported."""
 
     def __init__(self, folder: Folder, config: Mapping[str, Any]) -> None:
         self.folder = folder
@@ -46,7 +46,7 @@ class Awq:
         return self.folder.has(f"{module}.qweight")
 
     def shape(self, module: str) -> tuple[int, int]:
-        """(out, in)."""
+        """Return the shape (out, in) of a module."""
         inputs, words = matrix(self.folder, f"{module}.qweight")
         return words * 8, inputs
 
@@ -54,7 +54,7 @@ class Awq:
         return scheme(self.folder, module, self._zero(module), 4, self.group_size)
 
     def read(self, module: str) -> Linear:
-        """The linear, without its bias. Raises CheckpointError where its arrays do not fit together."""
+        """Return the linear, without its bias. Raises CheckpointError where its arrays do not fit together."""
         matrix(self.folder, f"{module}.qweight")
         codes = unpack_awq(self.folder.read(f"{module}.qweight")).t().contiguous()
         zero = self._zero(module)
@@ -62,6 +62,6 @@ class Awq:
         return Linear(module, encode(self.folder, module, codes, zero, how))
 
     def _zero(self, module: str) -> Tensor:
-        """Signed zero points, int8 [G, O]."""
+        """Return the signed zero points, int8 [G, O]."""
         matrix(self.folder, f"{module}.qzeros")
         return unpack_awq(self.folder.read(f"{module}.qzeros"))

@@ -1,10 +1,10 @@
-"""bitsandbytes checkpoints, read and written, as transformers stores them: NF4, and the int8 of LLM.int8().
+"""Reader and writer of bitsandbytes checkpoints, as transformers stores them: NF4, and the int8 of LLM.int8().
 
-A module X has, in four bits, X.weight with two codes a byte and, under names that begin with X.weight, the magnitudes
-of its blocks, the tables that codes index, and a line of JSON (`formats/codecs/nf4.py`); in eight, X.weight int8, X.SCB
-float32 (the largest magnitude of each row) and X.weight_format.
+A module X in four bits has X.weight with two codes a byte. Names that begin with X.weight hold the magnitudes of its
+blocks, the tables that codes index, and a line of JSON (`formats/codecs/nf4.py`). In eight bits it has X.weight int8,
+X.SCB float32 (the largest magnitude of each row) and X.weight_format.
 
-What is quantized, and whether NF4's magnitudes are too, is read off the tensors; the config says which of the two it
+The tensors show what is quantized, and whether NF4's magnitudes are too. The config says which of the two formats it
 is, and the threshold of LLM.int8()'s outliers. One folder has one of the two.
 
 Not done: FP4, other block sizes, and NF4 matrices whose rows are not whole blocks. All are refused by name.
@@ -83,7 +83,7 @@ def quantization_config(
 
 
 class BitsAndBytes:
-    """The quantized modules of a bitsandbytes checkpoint. Raises CheckpointError where its config is not read."""
+    """Quantized modules of a bitsandbytes checkpoint. Raises CheckpointError where its config is not supported."""
 
     def __init__(self, folder: Folder, config: Mapping[str, Any]) -> None:
         self.folder = folder
@@ -112,14 +112,14 @@ class BitsAndBytes:
             raise CheckpointError(f"{self.folder.path}: {module}: {error}") from None
 
     def shape(self, module: str) -> tuple[int, int]:
-        """(out, in)."""
+        """Return the shape (out, in) of a module. Raises CheckpointError where it is not a matrix."""
         shape = self._state(module).get("shape") if self._four else self.folder.info(f"{module}.weight").shape
         if not isinstance(shape, list | tuple) or len(shape) != 2 or not all(type(n) is int and n > 0 for n in shape):
             raise CheckpointError(f"{self.folder.path}: {module} is quantized but not a matrix: its shape is {shape}")
         return shape[0], shape[1]
 
     def read(self, module: str) -> Linear:
-        """The linear, without its bias. Raises CheckpointError where its tensors do not fit together."""
+        """Return the linear, without its bias. Raises CheckpointError where its tensors do not fit together."""
         scheme, shape = self.scheme_of(module), self.shape(module)
         try:
             parts = {

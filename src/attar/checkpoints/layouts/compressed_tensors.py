@@ -1,4 +1,4 @@
-"""compressed-tensors checkpoints, read and written: the format that vLLM and transformers load.
+"""Reader and writer of compressed-tensors checkpoints: the format that vLLM and transformers load.
 
 config.json's `quantization_config` has groups, which say how modules are quantized (`compressed_tensors_groups`), and
 perhaps rotations of inputs (`compressed_tensors_rotations`). The tensors of a module X are
@@ -10,11 +10,11 @@ perhaps rotations of inputs (`compressed_tensors_rotations`). The tensors of a m
   GPTQ reordered the columns;
 * other ones where 2:4 zeros are left out, with `sparsity_config` or in marlin-24 (`compressed_tensors_24`).
 
-Reading, the tensors say *whether* a module is quantized and the groups say *how*. `ignore` repeats what the tensors
-show, and so is not needed; a module that has scales but no group is an error.
+When reading, the tensors say *whether* a module is quantized and the groups say *how*. `ignore` repeats what the
+tensors show, and so is not needed; a module that has scales but no group is an error.
 
 Asymmetric packed weights, ours and compressed-tensors' own, load in transformers 5.23 only with
-`CompressedTensorsConfig(dequantize=True)`; its default road has no place for packed zero points.
+`CompressedTensorsConfig(dequantize=True)`; its default path does not support packed zero points.
 
 Not done: quantized KV caches and sparse-bitmask, refused by name.
 """
@@ -48,18 +48,18 @@ STORED: Mapping[str, str] = {
     "shape": "weight_shape",
     "global": "weight_global_scale",
 }
-"""Names of a PackedTensor's parts in the file, but for its codes."""
+"""Names of a PackedTensor's parts in the file, except its codes."""
 
 
 def stored_part(part: str, scheme: Scheme) -> str:
-    """The name, after the module's, under which a part of a PackedTensor is stored."""
+    """Return the name, after the module's, under which a part of a PackedTensor is stored."""
     if part == "codes":
         return "weight_packed" if scheme.layout == "packed" or isinstance(scheme.weight, Fp4) else "weight"
     return STORED[part]
 
 
 def stored_scale(scheme: Scheme) -> str:
-    """The same of the fixed scale of static activations."""
+    """Return the name, after the module's, of the fixed scale of static activations."""
     return "input_global_scale" if scheme.activation == NVFP4 else "input_scale"
 
 
@@ -67,7 +67,7 @@ def stored_scale(scheme: Scheme) -> str:
 
 
 class CompressedTensors:
-    """The quantized modules of a compressed-tensors checkpoint.
+    """Quantized modules of a compressed-tensors checkpoint.
 
     Raises CheckpointError where the config asks for what is not supported.
     """
@@ -92,7 +92,7 @@ class CompressedTensors:
         self._groups = Groups({**config, "config_groups": groups}, where)
 
     def holds(self, module: str) -> bool:
-        """Whether the module is stored here. Raises CheckpointError where it is not, and its inputs are rotated."""
+        """Return whether the module is stored quantized. Raises CheckpointError for a dense one with rotated inputs."""
         held = self._scaled(module) or self._masked(module) or sparse.is_marlin(self.folder, module)
         if not held and self._rotations.reach(module):
             raise CheckpointError(
@@ -108,7 +108,7 @@ class CompressedTensors:
         return self._masks and sparse.is_masked(self.folder, module)
 
     def scheme_of(self, module: str) -> Scheme:
-        """How the module is stored. Raises CheckpointError where no group covers it."""
+        """Return the scheme of the module. Raises CheckpointError where no group covers it."""
         try:
             if sparse.is_marlin(self.folder, module):
                 return self._marlin_scheme(module)
@@ -119,7 +119,7 @@ class CompressedTensors:
             layout: Layout = "packed" if words else "plain"
             scheme = Scheme(group.weight, group.activation, group.static, layout=layout)
             if isinstance(scheme.weight, Fp4):
-                return scheme  # whose scales have a dtype of their own
+                return scheme  # its scales have a dtype of their own
             return scheme.with_scale_dtype(self.folder.info(f"{module}.weight_scale").dtype)
         except CheckpointError:
             raise
@@ -133,7 +133,7 @@ class CompressedTensors:
         return sparse.marlin_scheme(self.folder, module, group.weight)
 
     def shape(self, module: str) -> tuple[int, int]:
-        """(out, in)."""
+        """Return the shape (out, in) of a module. Raises CheckpointError where it is not a matrix."""
         shape: Sequence[int]
         if sparse.is_marlin(self.folder, module):
             scheme = self._marlin_scheme(module)
@@ -158,7 +158,7 @@ class CompressedTensors:
         return shape[0], shape[1]
 
     def read(self, module: str) -> Linear:
-        """The linear, without its bias. Raises CheckpointError where its tensors do not fit together."""
+        """Return the linear, without its bias. Raises CheckpointError where its tensors do not fit together."""
         scheme, shape = self.scheme_of(module), self.shape(module)
         try:
             packed = PackedTensor(scheme, shape, self._parts(module, scheme, shape))
@@ -184,7 +184,7 @@ class CompressedTensors:
                 continue
             parts[part] = self.folder.read(f"{module}.{stored_part(part, scheme)}")
             if part in ("scale", "global") and declared[part].shape == (1,):
-                parts[part] = parts[part].reshape(1)  # some store it as a scalar
+                parts[part] = parts[part].reshape(1)  # some files store it as a scalar
             if part == "shape":
                 parts[part] = parts[part].long()
         return parts
@@ -209,7 +209,7 @@ class CompressedTensors:
 
 
 def against(schemes: Collection[Scheme]) -> str | None:
-    """See `libraries.Library`."""
+    """Return why no folder can have the format with these schemes, or None; see `export_layouts.Library`."""
     try:
         for scheme in schemes:
             format_of(scheme)
@@ -224,7 +224,8 @@ def quantization_config(
     embeddings: Sequence[str] = (),
     shapes: Mapping[str, tuple[int, int]] | None = None,
 ) -> dict[str, Any]:
-    """See `libraries.Library`. Raises ValueError where a scheme has no place in the format."""
+    """Return the `quantization_config` of modules; see `export_layouts.Library`. Raises ValueError where the format
+    cannot store a scheme."""
     formats = {format_of(scheme) for scheme in schemes.values()}
     return {
         "quant_method": METHOD,

@@ -1,17 +1,17 @@
-"""compressed-tensors' storages of 2:4 sparse weights, of versions up to 0.12: read.
+"""Reader of compressed-tensors' storages of 2:4 sparse weights, of versions up to 0.12.
 
-sparse-24-bitmask, named in `sparsity_config`, has of module X
+sparse-24-bitmask, named in `sparsity_config`, has for module X
 
 * X.compressed [O, I/2], the two of every four consecutive values of a row that are kept, in a dtype of their own;
 * X.bitmask uint8 [O, I/8], which of eight columns they are, the first in the lowest bit;
 * X.shape int64, [2] or [2, 1]: O and I.
 
 Its values are 16- or 32-bit floats, or the int8 and float8 codes of a quantized module, whose scales are stored as
-ever. The former become `sparse24`, bit for bit; codes get their zeros back and become the plain scheme that they are
-of, for no kernel gains from leaving them out (`kernels/native/layouts.py`).
+usual. Floats become `sparse24`, bit for bit. Codes get their zeros back and become their plain scheme, because no
+kernel gains from leaving them out (`kernels/native/layouts.py`).
 
-marlin-24, a format of a group, is made for one kernel of tensor cores (Frantar et al. 2024, arXiv 2408.11743): 4- or
-8-bit integers, symmetric, in groups of 128 columns or in rows, with float16 scales. All three arrays are permuted:
+marlin-24, a format of a group, is made for one tensor-core kernel (Frantar et al. 2024, arXiv 2408.11743): 4- or 8-bit
+integers, symmetric, in groups of 128 columns or in rows, with float16 scales. All three arrays are permuted:
 
 * X.weight_packed int32 [I/32, O * bits/2]: the kept codes, transposed, in tiles of 16 inputs by 64 outputs, each in the
   order in which the kernel's threads load them, and within four bytes as its conversion to float16 takes them out;
@@ -19,8 +19,8 @@ marlin-24, a format of a group, is made for one kernel of tensor cores (Frantar 
 * X.meta int16 [I/32, 2 * O]: the places, two bits each, in CUTLASS's order for sparse products: rows are interleaved
   within 64, and blocks of two rows and two columns transposed.
 
-Each order is a permutation of binary digits of an index, so undoing it is a view, a permute and a reshape. What comes
-out is `sparse24-w4g64`: 64 kept codes are 128 columns.
+Each order is a permutation of binary digits of an index, so undoing it is a view, a permute and a reshape. The result
+is `sparse24-w4g64`: 64 kept codes are 128 columns.
 
 Not done: sparse-bitmask, for unstructured zeros, which has no kernel here; asymmetric codes, whose zero is not 0.
 """
@@ -41,7 +41,7 @@ from attar.formats.scheme import FLOAT8, Grid, Scheme
 from attar.formats.weight_formats import Sparse24
 
 BITMASK = "sparse-24-bitmask"
-TILE, OUTPUTS = 16, 64  # inputs and outputs of a tile of Marlin's; kept inputs, that is
+TILE, OUTPUTS = 16, 64  # kept inputs, and outputs, of a Marlin tile
 DENSE_GROUP = 128  # columns, of which half are kept
 
 
@@ -53,7 +53,7 @@ def is_masked(folder: Folder, module: str) -> bool:
 
 
 def masked_shape(folder: Folder, module: str) -> tuple[int, int]:
-    """(out, in). Raises CheckpointError where the three tensors do not agree on it."""
+    """Return the shape (out, in) of a module. Raises CheckpointError where the three tensors do not agree on it."""
     values, mask = (folder.info(f"{module}.{part}") for part in ("compressed", "bitmask"))
     said = folder.info(f"{module}.shape")
     if len(values.shape) != 2 or mask.dtype != "uint8" or mask.shape != (values.shape[0], values.shape[1] // 4):
@@ -73,18 +73,20 @@ def masked_shape(folder: Folder, module: str) -> tuple[int, int]:
 
 
 def masked_scheme(folder: Folder, module: str) -> Scheme:
-    """The scheme of a module whose kept values are floats. Raises ValueError on other numbers."""
+    """Return the scheme of a module whose kept values are floats. Raises ValueError for other numbers."""
     return Scheme(Sparse24(), layout="plain").with_scale_dtype(folder.info(f"{module}.compressed").dtype)
 
 
 def read_masked(folder: Folder, module: str, scheme: Scheme) -> dict[str, Tensor]:
-    """The parts of such a module."""
+    """Return the parts of a module whose kept values are floats. Raises CheckpointError where its tensors do not fit
+    together."""
     masked_shape(folder, module)
     return {"values": folder.read(f"{module}.compressed"), "places": _places(folder, module)}
 
 
 def read_masked_codes(folder: Folder, module: str, scheme: Scheme) -> Tensor:
-    """The codes [O, I] of a quantized module, zeros and all. Raises CheckpointError where they are not the scheme's."""
+    """Return the codes [O, I] of a quantized module, zeros included. Raises CheckpointError where they are not the
+    scheme's."""
     grid = scheme.weight
     if not isinstance(grid, Grid) or not grid.symmetric or grid.bits != 8 or scheme.layout != "plain":
         raise CheckpointError(f"{folder.path}: {module}: {scheme.name} is not supported as {BITMASK}")
@@ -98,7 +100,7 @@ def read_masked_codes(folder: Folder, module: str, scheme: Scheme) -> Tensor:
 
 
 def _places(folder: Folder, module: str) -> Tensor:
-    """The mask as `sparse24` has it, a byte for a byte."""
+    """Return the mask in the form of `sparse24`, a byte for a byte."""
     places = _PLACES[folder.read(f"{module}.bitmask").int()]
     if not sparse24.in_order(places):
         raise CheckpointError(f"{folder.path}: {module}.bitmask must name two of every four columns")
@@ -106,7 +108,8 @@ def _places(folder: Folder, module: str) -> Tensor:
 
 
 def _places_of_masks() -> Tensor:
-    """For each of 256 masks of eight columns the places of two in either half; 15 in a half that does not name two."""
+    """Return, for each of 256 masks of eight columns, the places of two in either half; 15 for a half that does not
+    name two."""
     of_four = [15] * 16
     for second in range(4):
         for first in range(second):
@@ -125,7 +128,8 @@ def is_marlin(folder: Folder, module: str) -> bool:
 
 
 def marlin_scheme(folder: Folder, module: str, grid: Grid) -> Scheme:
-    """The scheme of a module whose group says `grid` of its dense weight. Raises CheckpointError on others."""
+    """Return the scheme of a module whose group gives `grid` for its dense weight. Raises CheckpointError for other
+    grids."""
     groups = grid.granularity == "group" and grid.group_size == DENSE_GROUP
     known = groups or grid.granularity == "channel"
     if grid.kind != "int" or grid.bits not in (4, 8) or not grid.symmetric or not known:
@@ -138,7 +142,7 @@ def marlin_scheme(folder: Folder, module: str, grid: Grid) -> Scheme:
 
 
 def marlin_shape(folder: Folder, module: str, scheme: Scheme) -> tuple[int, int]:
-    """(out, in). Raises CheckpointError where the arrays do not fit together."""
+    """Return the shape (out, in) of a module. Raises CheckpointError where the arrays do not fit together."""
     bits = _kept(scheme).grid.bits
     words, scales, meta = (folder.info(f"{module}.{part}") for part in ("weight_packed", "scale_packed", "meta"))
     if len(words.shape) != 2 or len(scales.shape) != 2:
@@ -158,7 +162,8 @@ def marlin_shape(folder: Folder, module: str, scheme: Scheme) -> tuple[int, int]
 
 
 def read_marlin(folder: Folder, module: str, scheme: Scheme) -> dict[str, Tensor]:
-    """The parts of a module of this `marlin_scheme`. Raises CheckpointError where its arrays do not fit together."""
+    """Return the parts of a module with this `marlin_scheme`. Raises CheckpointError where its arrays do not fit
+    together."""
     inner = _kept(scheme)
     outputs, inputs = marlin_shape(folder, module, scheme)
     groups = inner.grid.groups(inputs // 2)
@@ -171,7 +176,7 @@ def read_marlin(folder: Folder, module: str, scheme: Scheme) -> dict[str, Tensor
     if not sparse24.in_order(places):
         raise CheckpointError(f"{folder.path}: {module}.meta must name two places of every four, in their order")
     codes = _untiled(folder.read(f"{module}.weight_packed"), inner.grid.bits, outputs, inputs // 2)
-    # As many as are written so: a group of 128 is compared with the number of codes that are kept.
+    # The writer compares a group of 128 with the number of kept codes, and so does this.
     if inner.grid.group_size is not None and inputs // 2 > DENSE_GROUP:
         scales = scales.view(groups, -1, 8, 4, 2).transpose(-1, -2).reshape(groups, outputs)
     packed = affine.encode(codes, scales.t().contiguous(), None, inner, (outputs, inputs // 2))
@@ -179,18 +184,18 @@ def read_marlin(folder: Folder, module: str, scheme: Scheme) -> dict[str, Tensor
 
 
 def _kept(scheme: Scheme) -> Scheme:
-    """Of the codes that are kept, as a matrix of half the columns."""
+    """Return the scheme of the kept codes, as a matrix of half the columns."""
     assert isinstance(scheme.weight, Sparse24)
     assert isinstance(scheme.weight.values, Grid)
     return Scheme(scheme.weight.values, scale_dtype=scheme.scale_dtype)
 
 
 def _untiled(words: Tensor, bits: int, outputs: int, kept: int) -> Tensor:
-    """Signed codes, int8 [O, I/2], of the words of `marlin_shape`.
+    """Return the signed codes, int8 [O, I/2], of the words of `marlin_shape`.
 
     A tile has 1024 codes, k of 16 kept inputs by n of 64 outputs. Their places in it, from the slowest digit to the
-    fastest: n / 16, n / 8 % 2, k / 2 % 4 (so far: the thread), n % 4 (its register), and in a register of 4-bit codes
-    k % 2, n / 4 % 2, k / 8; of 8-bit codes n / 4 % 2, k % 2, k / 8.
+    fastest: n / 16, n / 8 % 2, k / 2 % 4 (so far: the thread), n % 4 (its register). In a register of 4-bit codes, k %
+    2, n / 4 % 2, k / 8 follow; of 8-bit codes, n / 4 % 2, k % 2, k / 8.
     """
     codes = unpack_words(words, bits, outputs * TILE)
     digits = codes.view(kept // TILE, outputs // OUTPUTS, 4, 2, 4, 4, 2, 2, 2)  # tiles down, tiles across, then these
@@ -199,10 +204,10 @@ def _untiled(words: Tensor, bits: int, outputs: int, kept: int) -> Tensor:
 
 
 def _unswizzled(meta: Tensor, outputs: int, inputs: int) -> Tensor:
-    """Places, uint8 [O, I/8], of the words of meta: 16 columns each.
+    """Return the places, uint8 [O, I/8], of the words of meta: 16 columns each.
 
     With r a row of 64 and c the columns of two words, the digits of a word's place are, from the slowest: c of two,
-    rows in 64s, r / 2 % 2, r / 8, r % 2, c % 2, r / 4 % 2. The last two are those that a transposition swapped.
+    rows in 64s, r / 2 % 2, r / 8, r % 2, c % 2, r / 4 % 2. The last two are swapped by the transposition.
     """
     digits = meta.view(inputs // 32, outputs // 64, 2, 8, 2, 2, 2)
     return digits.permute(1, 3, 6, 2, 4, 0, 5).reshape(outputs, inputs // 16).view(torch.uint8)

@@ -1,11 +1,11 @@
-"""compressed-tensors' `config_groups`: how the modules of each group are quantized. Read and written.
+"""Reader and writer of compressed-tensors' `config_groups`: how the modules of each group are quantized.
 
 A group has `targets` (module names, patterns that begin with "re:", or the class name "Linear") and says how weights
-and inputs are quantized, in one of the library's formats. Of several groups that match a module, names win over
-patterns and patterns over class names, each in alphabetical order: compressed-tensors' own rule.
+and inputs are quantized, in one of the library's formats. Where several groups match a module, names win over patterns
+and patterns over class names, each in alphabetical order: compressed-tensors' own rule.
 
-Not done: floats of six bits, MXFP8, and output activations. Each is refused by name, for ignoring it would give a model
-that runs and answers nonsense.
+Not done: floats of six bits, MXFP8, and output activations. Each is refused by name, because ignoring it would give a
+model that runs and answers nonsense.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MIXED = "mixed-precision"
 
 @dataclass(frozen=True)
 class Group:
-    """What a config group says of its modules; the rest of the scheme is read off their tensors."""
+    """Settings of a config group for its modules; the tensors give the rest of the scheme."""
 
     weight: Form
     activation: Form | None
@@ -39,7 +39,7 @@ class Group:
 
 
 class Groups:
-    """The groups of a config, by what they target. Raises CheckpointError where one asks for what is not supported."""
+    """Groups of a config, by their targets. Raises CheckpointError where one asks for what is not supported."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self._where = where
@@ -60,7 +60,7 @@ class Groups:
         self._patterns = dict(sorted(compiled.items()))
 
     def of(self, module: str) -> Group:
-        """The group of a module that is stored quantized. Raises CheckpointError where none covers it."""
+        """Return the group of a module that is stored quantized. Raises CheckpointError where none covers it."""
         if module in self._of:
             return self._of[module]
         for target, compiled in self._patterns.items():
@@ -75,7 +75,7 @@ class Groups:
 
 
 def _check_format(value: Any, inherited: bool, where: str) -> None:
-    if value in FORMATS or (value == MIXED and inherited):  # mixed-precision: the tensors tell
+    if value in FORMATS or (value == MIXED and inherited):  # mixed-precision: the tensors decide
         return
     raise CheckpointError(f"{where}: format {value!r} is not one that attar reads: {', '.join(FORMATS)}")
 
@@ -109,7 +109,7 @@ def _read_group(group: Mapping[str, Any], where: str) -> Group:
 
 
 def _read_form(args: Mapping[str, Any], where: str) -> Form | None:
-    """What is no grid: block scales and four-bit floats. None for all that may be one."""
+    """Return a form other than a grid: block scales and four-bit floats. None for others, which may be a grid."""
     bits, kind, strategy, size = (args.get(key) for key in ("num_bits", "type", "strategy", "group_size"))
     if strategy == "block":
         structure = args.get("block_structure")
@@ -160,8 +160,11 @@ def _read_grid(args: Mapping[str, Any], known: Sequence[Granularity], where: str
 
 
 def config_groups(schemes: Mapping[str, Scheme], embeddings: Sequence[str] = ()) -> dict[str, Any]:
-    """The groups of modules with these schemes, by name. One scheme targets the class "Linear", and by name those of
-    the modules that are `embeddings`; several name their modules. Raises ValueError as `format_of`."""
+    """Return the groups of modules with these schemes, by name. Raises ValueError as `format_of`.
+
+    One scheme targets the class "Linear", and by name the modules that are `embeddings`; several schemes name their
+    modules.
+    """
     groups: dict[Scheme, list[str]] = {}
     for module, scheme in schemes.items():
         groups.setdefault(scheme, []).append(module)
@@ -178,7 +181,7 @@ def config_groups(schemes: Mapping[str, Scheme], embeddings: Sequence[str] = ())
 
 
 def format_of(scheme: Scheme) -> str:
-    """The format that stores a scheme. Raises ValueError where none does."""
+    """Return the format that stores a scheme. Raises ValueError where none does."""
     if isinstance(scheme.weight, Fp4):
         return f"{scheme.weight.name}-pack-quantized"
     if not isinstance(scheme.weight, Grid | Fp8Blocks):
@@ -197,7 +200,8 @@ def _dynamic(scheme: Scheme) -> bool | str:
 
 
 def _args(form: Form, dynamic: bool | str) -> dict[str, Any]:
-    """Every key spelled out: defaults have changed between versions of the readers."""
+    """Return the arguments of a form with every key spelled out: defaults have changed between versions of the
+    readers."""
     args: dict[str, Any] = {"block_structure": None, "dynamic": dynamic}
     args |= {"actorder": None, "observer": None, "observer_kwargs": {}}
     if isinstance(form, Grid):

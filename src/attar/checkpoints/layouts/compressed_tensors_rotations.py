@@ -1,9 +1,9 @@
-"""compressed-tensors' `transform_config`: which linears' inputs are rotated at run time. Read and written.
+"""Reader and writer of compressed-tensors' `transform_config`: the linears whose inputs are rotated at run time.
 
-It has groups of type "hadamard", whose `apply` lists modules with a location. Of these "input" counts; "weight_input"
-and "weight_output" are in the weights already. The matrix of an input is Sylvester's, in blocks of `head_dim` columns
-where that is given, and is not stored. Not done, and refused by name: other types, random numbers, and transforms of
-outputs, queries and keys.
+It has groups of type "hadamard", whose `apply` lists modules with a location. Only "input" counts; "weight_input" and
+"weight_output" are in the weights already. The matrix of an input is Sylvester's, in blocks of `head_dim` columns where
+that is given, and is not stored. Not done, and refused by name: other types, random numbers, and transforms of outputs,
+queries and keys.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from typing import Any
 from attar.checkpoints.patterns import Patterns
 from attar.checkpoints.strict_io import CheckpointError
 
-MAX_ENTRIES = 1000  # of inputs: each is asked of every module
+MAX_ENTRIES = 1000  # of inputs: each is compared with every module
 FOLDED = ("weight_input", "weight_output")
 
 
 @dataclass(frozen=True)
 class Rotated:
-    """What one entry of `transform_config` says of the inputs of its modules."""
+    """Rotation of the inputs of some modules: one entry of `transform_config`."""
 
     targets: frozenset[str]
     patterns: tuple[re.Pattern[str], ...]
     ignored: frozenset[str]
-    size: int | None  # columns of a block; None: all that the module has
+    size: int | None  # columns of a block; None: all columns of the module
 
     def covers(self, module: str, dense: bool = False) -> bool:
-        """Whether inputs of the module are rotated; `Linear` means those that are quantized, not one that is dense."""
+        """Return whether inputs of the module are rotated; `Linear` covers quantized modules, not a `dense` one."""
         named = module in self.targets or any(p.match(module) for p in self.patterns)
         return (named or ("Linear" in self.targets and not dense)) and module not in self.ignored
 
 
 class Rotations:
-    """All of a config. Raises CheckpointError where it asks for what is not supported."""
+    """All rotations of a config. Raises CheckpointError where it asks for what is not supported."""
 
     def __init__(self, config: Any, where: str) -> None:
         self._where = where
         self._entries = tuple(_read(config, where))
 
     def reach(self, module: str) -> bool:
-        """Whether they would rotate the inputs of a module that is dense."""
+        """Return whether they would rotate the inputs of a dense module."""
         return any(each.covers(module, dense=True) for each in self._entries)
 
     def of(self, module: str, columns: int) -> int:
-        """How many columns of a quantized module's input are rotated together; 0: they are not. Raises CheckpointError
-        where that is not one power of two that divides them."""
+        """Return how many columns of a quantized module's input are rotated together; 0: none. Raises CheckpointError
+        where that is not one power of two that divides the columns."""
         sizes = [each.size or columns for each in self._entries if each.covers(module)]
         if not sizes:
             return 0
@@ -98,7 +98,7 @@ def _names(found: Any, where: str) -> tuple[str, ...]:
 
 
 def transform_config(rotated: Mapping[str, int]) -> dict[str, Any]:
-    """The `transform_config` of modules whose inputs are rotated at run time, by name with the columns of a block."""
+    """Return the `transform_config` for block sizes in columns by module: inputs rotated at run time."""
     sizes: dict[int, list[str]] = {}
     for module, size in rotated.items():
         sizes.setdefault(size, []).append(module)

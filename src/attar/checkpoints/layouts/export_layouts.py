@@ -1,8 +1,8 @@
-"""In which library's format the compressed weights of a folder are stored.
+"""Choice of the library format in which a folder's compressed weights are stored.
 
-A folder has one quantization config, hence one format: that of compressed-tensors where it has a place for every scheme
-in it, else bitsandbytes', else our own, which attar alone reads. A format is a module that says under which names the
-parts of a weight lie and what the config says; it has a reader too (`hf.READERS`).
+A folder has one quantization config, hence one format. This is compressed-tensors where it supports every scheme in the
+folder, else bitsandbytes, else our own, which attar alone reads. A format is a module that defines the names of a
+weight's stored parts and the contents of the config; it has a reader too (`hf.READERS`).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from attar.formats.scheme import Part, Scheme
 
 
 class Library(Protocol):
-    """What the module of a format offers to writers."""
+    """Interface of a format's module to writers."""
 
     METHOD: str
 
     def against(self, schemes: Collection[Scheme]) -> str | None:
-        """Why a folder with these schemes cannot have the format, or None where it can."""
+        """Return why a folder with these schemes cannot have the format, or None where it can."""
         ...
 
     def stored_part(self, part: str, scheme: Scheme) -> str:
-        """The name, after the module's, under which a part of a PackedTensor is stored."""
+        """Return the name, after the module's, under which a part of a PackedTensor is stored."""
         ...
 
     def stored_scale(self, scheme: Scheme) -> str:
-        """The same of the fixed scale of static activations."""
+        """Return the name, after the module's, of the fixed scale of static activations."""
         ...
 
     def quantization_config(
@@ -41,10 +41,11 @@ class Library(Protocol):
         embeddings: Sequence[str] = (),
         shapes: Mapping[str, tuple[int, int]] | None = None,
     ) -> dict[str, Any]:
-        """The `quantization_config` of a checkpoint whose modules are stored in `schemes`, by stored module name.
+        """Return the `quantization_config` of a checkpoint whose modules are stored in `schemes`, by stored module
+        name.
 
-        `ignored` are the linears that stay dense, `embeddings` those of the modules that are one, and `shapes` (out,
-        in) of all modules, for a format that says them there.
+        `ignored` are the linears that stay dense, `embeddings` the modules that are embeddings, and `shapes` (out, in)
+        of all modules, for a format whose config has them.
         """
         ...
 
@@ -53,17 +54,18 @@ LIBRARIES: tuple[Library, ...] = (compressed_tensors, bitsandbytes, own_format)
 
 
 def library_for(schemes: Collection[Scheme]) -> Library:
-    """The first format that has a place for all of these; ours has one for any."""
+    """Return the first format that supports all of these schemes; our own supports any."""
     return next(library for library in LIBRARIES if library.against(schemes) is None)
 
 
 def library_of(method: str | None) -> Library:
-    """The format whose config names this `quant_method`; the first, where a folder holds no compressed weight."""
+    """Return the format whose config names this `quant_method`; the first, where a folder holds no compressed
+    weight."""
     return next((library for library in LIBRARIES if method == library.METHOD), LIBRARIES[0])
 
 
 def declared(library: Library, module: str, scheme: Scheme, shape: tuple[int, int]) -> dict[str, Part]:
-    """Every tensor that module `module` of `shape` (out, in) is stored as; no weight is needed to know."""
+    """Return every tensor that stores module `module` of `shape` (out, in), without its weight."""
     parts = {f"{module}.{library.stored_part(name, scheme)}": part for name, part in scheme.parts(shape).items()}
     if scheme.static:
         parts[f"{module}.{library.stored_scale(scheme)}"] = Part("float32", (1,))
@@ -73,7 +75,7 @@ def declared(library: Library, module: str, scheme: Scheme, shape: tuple[int, in
 def parts_of(
     library: Library, module: str, packed: PackedTensor, activation_scale: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """The tensors of `declared`: a packed weight, and the scale [1] of static activations."""
+    """Return the tensors of `declared`: a packed weight, and the scale [1] of static activations."""
     scheme = packed.scheme
     assert (activation_scale is not None) == scheme.static, "a static scheme, and no other, has an activation scale"
     parts = {f"{module}.{library.stored_part(name, scheme)}": tensor for name, tensor in packed.parts.items()}

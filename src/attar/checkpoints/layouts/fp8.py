@@ -1,17 +1,17 @@
-"""Reading checkpoints of quant_method "fp8", in which DeepSeek and others publish their models: E4M3.
+"""Reader of checkpoints of quant_method "fp8" (E4M3), in which DeepSeek and others publish their models.
 
 A quantized module X is X.weight in float8_e4m3fn and its scale, by which codes are *multiplied*, whatever its name:
 
 * with `weight_block_size`, X.weight_scale_inv is a number for every block of 128 by 128 weights, and inputs are rounded
-  to E4M3 in groups of 128 for each token. That is compressed-tensors' `block` strategy under other names, and our
+  to E4M3 in groups of 128 for each token. This is compressed-tensors' `block` strategy under other names, and our
   scheme `fp8-block`;
 * without, it is one number, X.weight_scale_inv (transformers) or X.weight_scale (AutoFP8, vLLM). Inputs are rounded for
   each token, or, where `activation_scheme` is static, on the fixed scale X.activation_scale or X.input_scale: our
   schemes `fp8-tensor` and `fp8-tensor-static`.
 
-Which modules are quantized is read off the tensors; `modules_to_not_convert` says the same. Not done: fixed activation
-scales beside blocks, scales that are powers of two (`ue8m0`), experts in four bits. All are refused by name. Numbers
-for a cache in float8 are not read: ours is as it is asked for.
+The tensors show which modules are quantized; `modules_to_not_convert` repeats it. Not done: fixed activation scales
+beside blocks, scales that are powers of two (`ue8m0`), experts in four bits. All are refused by name. Scales for a
+float8 cache are not read: the user chooses the KV scheme.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from attar.kernels.operands import Linear
 
 METHOD = "fp8"
 
-WANTED: Mapping[str, tuple[Any, ...]] = {  # what is read; first, what is meant where nothing is said
+WANTED: Mapping[str, tuple[Any, ...]] = {  # supported values; the first is the default
     "weight_block_size": (None, [Fp8Blocks.size] * 2),
     "activation_scheme": ("dynamic", "static"),
     "fmt": ("e4m3",),
@@ -42,7 +42,7 @@ INPUT_SCALES = ("activation_scale", "input_scale")
 
 
 class Fp8:
-    """The quantized modules of an FP8 checkpoint. Raises CheckpointError where its config is not one that is read."""
+    """Quantized modules of an FP8 checkpoint. Raises CheckpointError where its config is not supported."""
 
     def __init__(self, folder: Folder, config: Mapping[str, Any]) -> None:
         self.folder = folder
@@ -66,7 +66,7 @@ class Fp8:
         return any(self.folder.has(f"{module}.{name}") for name in SCALES)
 
     def shape(self, module: str) -> tuple[int, int]:
-        """(out, in)."""
+        """Return the shape (out, in) of a module. Raises CheckpointError where it is not a matrix."""
         shape = self.folder.info(f"{module}.weight").shape
         if len(shape) != 2:
             raise CheckpointError(f"{self.folder.path}: {module} is quantized but not a matrix: its shape is {shape}")
@@ -83,7 +83,7 @@ class Fp8:
         return scheme
 
     def read(self, module: str) -> Linear:
-        """The linear, without its bias. Raises CheckpointError where its tensors do not fit together."""
+        """Return the linear, without its bias. Raises CheckpointError where its tensors do not fit together."""
         codes, scale = self.folder.read(f"{module}.weight"), self.folder.read(self._scale(module))
         if not scale.ndim:
             scale = scale.reshape(1)
@@ -102,6 +102,6 @@ class Fp8:
         return self._found(module, SCALES)
 
     def _found(self, module: str, names: Sequence[str]) -> str:
-        """The first of a module's tensors of these names, or the last, which is then missing."""
+        """Return the first of a module's tensors with these names, or the last name where none exists."""
         known = [f"{module}.{name}" for name in names]
         return next(filter(self.folder.has, known), known[-1])

@@ -1,18 +1,18 @@
-"""Reading GPTQ checkpoints, as AutoGPTQ and GPTQModel write them.
+"""Reader of GPTQ checkpoints, as AutoGPTQ and GPTQModel write them.
 
 A quantized linear is four arrays: `qweight` int32 [I*bits/32, O], packed down the input dimension; `qzeros` int32
-[G, O*bits/32]; `scales` [G, O]; and `g_idx` int32 [I], the group of each input column. Three things go wrong elsewhere:
+[G, O*bits/32]; `scales` [G, O]; and `g_idx` int32 [I], the group of each input column. Three details need care:
 
 * `desc_act` quantizes columns in order of activation, so a group's columns lie scattered. They are stored in their
-  natural order with g_idx saying whose they are. Kernels want groups contiguous, so the columns are sorted by group
-  here, once, and the linear gets the permutation that its input needs. Where groups are in order, which g_idx and not
-  the config says, there is none;
+  natural order, and g_idx gives their groups. Kernels want groups contiguous, so the columns are sorted by group here,
+  once, and the linear gets the permutation that its input needs. Where g_idx, not the config, shows groups in order,
+  there is none;
 * version 1 of the format ("gptq", the default) stores every zero point minus one, modulo 2^bits; "gptq_v2" stores it;
 * symmetric checkpoints store zero points too. The stored numbers decide: where all are the middle of the range, the
   weight is read as symmetric.
 
 The minus one of version 1 is undone field by field. GPTQModel subtracts it from whole words; the two differ only where
-a zero point is 0, which borrows from its neighbour in the word, and nothing in the file tells who wrote it.
+a zero point is 0, which borrows from its neighbour in the word, and the file does not name its writer.
 
 Not done: Marlin and other layouts made for one kernel, and GPTQModel's `dynamic` with different bits per module.
 """
@@ -38,7 +38,7 @@ FORMATS = ("gptq", "gptq_v2")
 
 
 class Gptq:
-    """The quantized modules of a GPTQ checkpoint. Raises CheckpointError where its config is not one that is read."""
+    """Quantized modules of a GPTQ checkpoint. Raises CheckpointError where its config is not supported."""
 
     def __init__(self, folder: Folder, config: Mapping[str, Any]) -> None:
         self.folder = folder
@@ -60,7 +60,7 @@ class Gptq:
         return self.folder.has(f"{module}.qweight")
 
     def shape(self, module: str) -> tuple[int, int]:
-        """(out, in)."""
+        """Return the shape (out, in) of a module."""
         words, outputs = matrix(self.folder, f"{module}.qweight")
         return outputs, words * 32 // self.bits
 
@@ -68,7 +68,7 @@ class Gptq:
         return scheme(self.folder, module, self._zero(module), self.bits, self.group_size)
 
     def read(self, module: str) -> Linear:
-        """The linear, without its bias. Raises CheckpointError where its arrays do not fit together."""
+        """Return the linear, without its bias. Raises CheckpointError where its arrays do not fit together."""
         inputs = self.shape(module)[1]
         size = inputs if self.group_size is None else self.group_size
         codes = unpack_gptq(self.folder.read(f"{module}.qweight"), self.bits)
@@ -82,7 +82,7 @@ class Gptq:
         return Linear(module, encode(self.folder, module, codes, zero, how), permutation=permutation)
 
     def _zero(self, module: str) -> Tensor:
-        """Signed zero points, int8 [G, O]."""
+        """Return the signed zero points, int8 [G, O]."""
         outputs, name = self.shape(module)[0], f"{module}.qzeros"
         half = 1 << (self.bits - 1)
         matrix(self.folder, name)
@@ -94,7 +94,7 @@ class Gptq:
 
 
 def scheme(folder: Folder, module: str, zero: Tensor, bits: int, group_size: int | None) -> Scheme:
-    """How a module with signed zero points [G, O] is stored: symmetric where all are the middle of the range."""
+    """Return the scheme of a module with signed zero points [G, O]: symmetric where all are the middle of the range."""
     grid = Grid("int", bits, not bool(zero.any()), "group" if group_size else "channel", group_size)
     dtype = folder.info(f"{module}.scales").dtype
     try:
@@ -104,7 +104,7 @@ def scheme(folder: Folder, module: str, zero: Tensor, bits: int, group_size: int
 
 
 def encode(folder: Folder, module: str, codes: Tensor, zero: Tensor, how: Scheme) -> PackedTensor:
-    """Signed codes [O, I], signed zero points [G, O] and the module's stored `scales` [G, O] as one value.
+    """Return signed codes [O, I], signed zero points [G, O] and the module's stored `scales` [G, O] as one value.
 
     Raises CheckpointError where the three do not fit together.
     """
@@ -125,7 +125,8 @@ def encode(folder: Folder, module: str, codes: Tensor, zero: Tensor, how: Scheme
 
 
 def by_group(module: str, g_idx: Tensor, inputs: int, group_size: int) -> Tensor | None:
-    """The order [I] that makes each group's columns contiguous, stable within a group; None where they already are.
+    """Return the order [I] that makes each group's columns contiguous, stable within a group; None where they already
+    are.
 
     Raises CheckpointError where g_idx does not give every group `group_size` columns.
     """
@@ -133,7 +134,7 @@ def by_group(module: str, g_idx: Tensor, inputs: int, group_size: int) -> Tensor
     if tuple(g_idx.shape) != (inputs,) or g_idx.dtype not in (torch.int32, torch.int64):
         raise CheckpointError(f"{module}: g_idx must be {inputs} integers, not {g_idx.dtype} {tuple(g_idx.shape)}")
     index = g_idx.long()
-    known = bool(((index >= 0) & (index < groups)).all())  # bincount makes room up to the largest, however large
+    known = bool(((index >= 0) & (index < groups)).all())  # bincount allocates up to the largest, however large
     if not known or bool((index.bincount(minlength=groups) != group_size).any()):
         raise CheckpointError(f"{module}: g_idx does not put {group_size} columns into each of {groups} groups")
     order = index.argsort(stable=True)
@@ -141,7 +142,7 @@ def by_group(module: str, g_idx: Tensor, inputs: int, group_size: int) -> Tensor
 
 
 def matrix(folder: Folder, name: str) -> tuple[int, int]:
-    """The shape of a stored matrix of int32 words. Raises CheckpointError on anything else."""
+    """Return the shape of a stored matrix of int32 words. Raises CheckpointError for anything else."""
     part = folder.info(name)
     if part.dtype != "int32" or len(part.shape) != 2:
         raise CheckpointError(f"{folder.path}: {name} must be an int32 matrix, not {part.dtype} {part.shape}")
@@ -149,7 +150,7 @@ def matrix(folder: Folder, name: str) -> tuple[int, int]:
 
 
 def checked_group_size(folder: Folder, value: Any) -> int | None:
-    """The config's group_size, None for -1: one group a row."""
+    """Return the config's group_size, None for -1: one group a row. Raises CheckpointError for other values."""
     if value == -1:
         return None
     if type(value) is not int or value < 1:

@@ -1,9 +1,9 @@
-"""Our own storage of compressed weights, for schemes that no library has a place for: lookup tables, GGML's blocks
-outside of a GGUF file, 2:4 sparse weights, float8 in E5M2, and folders that mix libraries.
+"""Our own storage of compressed weights, for schemes that no library supports: lookup tables, GGML's blocks outside of
+a GGUF file, 2:4 sparse weights, float8 in E5M2, and folders that mix libraries.
 
-The parts of module X lie under X.weight.<part>. config.json's `quantization_config` names every module with its scheme
-and shape, so that all that is declared is compared with the headers when the folder is opened, and fixed scales of
-activations are looked at, before any weight is read:
+The parts of module X are stored as X.weight.<part>. config.json's `quantization_config` names every module with its
+scheme and shape. So the declarations are compared with the headers when the folder is opened, and fixed scales of
+activations are checked, before any weight is read:
 
     {"quant_method": "attar", "version": 1,
      "modules": {"model.layers.0.mlp.up_proj": {"scheme": "lut4-s45", "scale_dtype": "bfloat16", "shape": [768, 256]}}}
@@ -55,7 +55,7 @@ def quantization_config(
 
 
 class OwnFormat:
-    """The quantized modules of a checkpoint in this format.
+    """Quantized modules of a checkpoint in our own format.
 
     Raises CheckpointError where the config is not of this version, or does not describe the tensors of the files.
     """
@@ -85,14 +85,14 @@ class OwnFormat:
         return module in self._modules
 
     def shape(self, module: str) -> tuple[int, int]:
-        """(out, in)."""
+        """Return the shape (out, in) of a module."""
         return self._modules[module][1]
 
     def scheme_of(self, module: str) -> Scheme:
         return self._modules[module][0]
 
     def read(self, module: str) -> Linear:
-        """The linear, without its bias."""
+        """Return the linear, without its bias. Raises CheckpointError where places of 2:4 weights are invalid."""
         scheme, shape = self._modules[module]
         parts = {part: self.folder.read(f"{module}.{stored_part(part, scheme)}") for part in scheme.parts(shape)}
         if isinstance(scheme.weight, Sparse24) and not sparse24.in_order(parts["places"]):

@@ -1,7 +1,7 @@
-"""The one number of a linear whose activations are rounded on a scale that was fixed at calibration.
+"""The fixed activation scale of a linear: one number, found at calibration.
 
-It divides every activation and multiplies every product, so what no calibration can have found is refused when the
-folder is opened, not met as NaN logits: four bytes are read for it.
+It divides every activation and multiplies every product. A value that no calibration can have found is therefore
+refused when the folder is opened, before it becomes NaN logits; this reads four bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def activation_scale(folder: Folder, name: str) -> Tensor:
-    """The scale stored as `name`, float32 [1]. Raises CheckpointError unless it is one number, finite and above 0."""
+    """Return the scale stored as `name`, float32 [1]. Raises CheckpointError unless it is one number, finite and above
+    0."""
     part = folder.info(name)
     if part.dtype not in DTYPES or part.shape not in ((), (1,)):
         raise CheckpointError(f"{folder.path}: {name} must be one number, not {part.dtype} {list(part.shape)}")

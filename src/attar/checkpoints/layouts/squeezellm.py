@@ -1,18 +1,18 @@
-"""SqueezeLLM's own checkpoints (Kim et al. 2023, arXiv 2306.07629), in safetensors: read.
+"""Reader of SqueezeLLM's own checkpoints (Kim et al. 2023, arXiv 2306.07629), in safetensors.
 
 A quantized linear X is
 
 * X.qweight int32 [I*bits/32, O], codes of 3 or 4 bits packed down the input dimension as GPTQ's are;
 * X.lookup_table [O, 2^bits], a row's numbers in no order, float32 as they were fitted (some conversions: 16 bits);
 * where it is dense and sparse, X.rows int32 [O + 1], X.cols int32 [n] and X.vals [n]: CSR of what is *added* to the
-  looked-up values, as `formats/codecs/lookup.py` has it;
+  looked-up values, as in `formats/codecs/lookup.py`;
 * in some, X.startrows: where the threads of its GPU kernel begin. It follows from X.rows and is not read.
 
-So all of it is the scheme `lut4-s...`, number for number. What the project publishes are pickles, which are refused as
-all pickles are; safetensors made of them have these names. The bits are `wbits`, in config.json's
-`quantization_config`, or in the quant_config.json beside it that the project's own tools write.
+So all of it is the scheme `lut4-s...`, number for number. The project publishes pickles, which are refused like all
+pickles; safetensors made of them have these names. The bits are `wbits`, in config.json's `quantization_config`, or in
+the quant_config.json beside it that the project's own tools write.
 
-Not done: what its hybrid kernel keeps whole (X.full_rows), refused by name.
+Not done: the rows that its hybrid kernel keeps whole (X.full_rows), refused by name.
 """
 
 from __future__ import annotations
@@ -39,15 +39,14 @@ PLACES = ("rows", "cols")
 
 
 def beside(folder: Folder) -> dict[str, Any] | None:
-    """The quantization config of a folder whose config.json has none, if it holds lookup tables."""
+    """Return the quantization config of a folder whose config.json has none, if it holds lookup tables."""
     if not (folder.path / BESIDE).exists() or not any(name.endswith(f".{TABLE}") for name in folder.names()):
         return None
     return {"quant_method": METHOD, **read_json(folder.path / BESIDE, MAX_CONFIG)}
 
 
 class SqueezeLlm:
-    """The quantized modules of a SqueezeLLM checkpoint. Raises CheckpointError where its config is not one that is
-    read."""
+    """Quantized modules of a SqueezeLLM checkpoint. Raises CheckpointError where its config is not supported."""
 
     def __init__(self, folder: Folder, config: Mapping[str, Any]) -> None:
         self.folder = folder
@@ -60,7 +59,7 @@ class SqueezeLlm:
         return self.folder.has(f"{module}.{TABLE}")
 
     def shape(self, module: str) -> tuple[int, int]:
-        """(out, in)."""
+        """Return the shape (out, in) of a module. Raises CheckpointError where its words do not make one."""
         words, outputs = matrix(self.folder, f"{module}.qweight")
         if not words or not outputs or words % self.bits:
             raise CheckpointError(
@@ -69,7 +68,7 @@ class SqueezeLlm:
         return outputs, words * 32 // self.bits
 
     def scheme_of(self, module: str) -> Scheme:
-        """From headers alone. Raises CheckpointError where they do not fit together."""
+        """Return the scheme of a module, from headers alone. Raises CheckpointError where they do not fit together."""
         folder, shape = self.folder, self.shape(module)
         if folder.has(f"{module}.full_rows"):
             raise CheckpointError(
@@ -103,7 +102,7 @@ class SqueezeLlm:
         return Scheme(Lookup.of(self.bits, count, shape, numbers), layout="plain")
 
     def read(self, module: str) -> Linear:
-        """The linear, without its bias. Raises CheckpointError where its tensors do not fit together."""
+        """Return the linear, without its bias. Raises CheckpointError where its tensors do not fit together."""
         scheme, shape = self.scheme_of(module), self.shape(module)
         assert isinstance(scheme.weight, Lookup)
         codes = self.folder.read(f"{module}.qweight").t().contiguous()  # words down the inputs are our rows of words

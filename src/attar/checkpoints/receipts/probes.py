@@ -1,29 +1,31 @@
-"""Probes: a few prompts with what the model made of them, so that a copy can be checked on any machine.
+"""Probes: a few prompts with the model's results for them, so that a copy can be checked on any machine.
 
-A hash tells that the bytes are those that were written; a probe tells that the bytes, read and multiplied by this
-machine's kernels, still make the same model. 8 prompts of 16 tokens run through it; of the last position, each block's
-output is noted as 16 random projections (signs drawn from a counter, so that no random generator's version matters) and
-the logits as the 8 largest. A replay that differs names the first block that does. A projection onto random signs keeps
-the norm of a difference on average (Johnson and Lindenstrauss 1984; Achlioptas 2003), so no damage can hide in a
-direction that was not looked at, short of one in all 16 blind ones.
+A hash shows that the bytes are those that were written. A probe shows that the bytes, read and multiplied by this
+machine's kernels, still make the same model. 8 prompts of 16 tokens run through it. At the last position, each block's
+output is recorded as 16 random projections (signs drawn from a counter, so that no random generator's version matters)
+and the logits as the 8 largest. A replay that differs names the first block that does. A projection onto random signs
+keeps the norm of a difference on average (Johnson and Lindenstrauss 1984; Achlioptas 2003), so damage cannot hide in an
+unprobed direction, unless all 16 projections miss it.
 
-How much two sound machines differ is measured, not guessed, for each kernel path. Next to the prompts run copies:
+The difference between two sound machines is measured, not guessed, for each kernel path. Copies run next to the
+prompts:
 
-* *Shaken* ones: at each block their hidden states are moved by a few units in the last place, as another order of
+* *Shaken* copies: at each block their hidden states are moved by a few units in the last place, as another order of
   summation would. Products of unrounded activations pass the shaking on as it is: it is the floor of `EXACT`, for a
   block the largest up to it. Where a scheme rounds activations, it is the floor of `ROUNDED` instead.
-* *Rounded* ones, where this machine has the native kernels: they run through the blocks as those lay them out, with the
-  coarsest rounding that they offer to rows which a scheme leaves alone. Their stream is rounded from the first block
-  on, as in a replay, so differences add up in it as they do there. How far they end up from the prompts, which were not
+* *Rounded* copies, where this machine has the native kernels: they run through the blocks in the native layout, with
+  the kernels' coarsest rounding for rows which a scheme leaves alone. Their stream is rounded from the first block on,
+  as in a replay, so differences add up in it as they do there. Their final distance from the prompts, which were not
   rounded, is the floor of `ROUNDED`. Finer rounding stays below it.
 
 A replay may differ by `MARGIN` times the floor, but never needs to be closer than `LEAST`. Rounding amplifies the last
-place to its own size (a value that crosses a border moves by a whole step), in some block or other: the floor of
-`ROUNDED` is the largest of all blocks. Noting what the rounded copies themselves computed would therefore not make the
-replay sharper: shaken, they move from block 0 on by nearly as much as rounding moved them. So a replay on rounded rows
-sees only damage beyond some percent of a hidden state: kernels that compute something else, shifted codes, a tensor of
-flipped scales. A single flipped scale it does not see; the exact path does. As the native layout of a weight does not
-depend on how rows meet it, a model that rounds them can be replayed on both paths (`unrounded`), and is.
+place to its own size in some block or other, because a value that crosses a border moves by a whole step. So the floor
+of `ROUNDED` is the largest of all blocks. Recording the results of the rounded copies themselves would therefore not
+make the replay sharper: shaken, they move from block 0 on by nearly as much as rounding moved them. So a replay on
+rounded rows detects only damage beyond some percent of a hidden state: kernels that compute something else, shifted
+codes, a tensor of flipped scales. It misses a single flipped scale; the exact path detects it. The native layout of a
+weight does not depend on the rounding of rows, so a model that rounds them can be replayed on both paths (`unrounded`),
+and is.
 
 The blocks are walked once, one at a time, with all prompts: compression probes its output while it writes it. Where a
 block rounds its inputs by a scale taken over a whole call, each prompt has a call of its own, as in a replay.
@@ -64,14 +66,14 @@ PROJECTIONS = 16
 
 SHAKE = 2.0**-21  # relative: 4 units in the last place of a float32
 MARGIN: Mapping[str, float] = {"exact": 4.0, "int8_activations": 3.0, "cuda": 4.0}
-"""What a replay may differ by, over the floor. Sound replays on rounded rows were seen at up to 1.6."""
+"""Allowed difference of a replay, as a multiple of the floor. Sound replays on rounded rows were seen at up to 1.6."""
 LEAST: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 """Smallest relative difference that counts, by the dtype that a replay computes in."""
 
 LEAST_OF_FLOATS = 0.1
-"""The same where a scheme rounds rows to floats of 4 or 8 bits. A value that crosses a border moves by a sixteenth of
-itself or more, which is seen; but of so few borders shaking crosses none, or one, as it happens: it measures no floor.
-"""
+"""Smallest relative difference that counts where a scheme rounds rows to floats of 4 or 8 bits. A value that crosses a
+border moves by a sixteenth of itself or more, which is visible. With so few borders, shaking crosses none or one by
+chance, so it measures no floor."""
 
 EXACT, ROUNDED, CUDA = "exact", "int8_activations", "cuda"
 COARSEST: ops.Activations = "int8"
@@ -79,44 +81,44 @@ COARSEST: ops.Activations = "int8"
 NO_FLOOR = "the receipt has no noise floor for the {} kernels, which could not run where it was made"
 
 _SHAKEN, _ROUNDED = range(2)  # the copies of the prompts, in order
-_TOKENS, _SIGNS, _SHAKES = range(3)  # what a stream of random words is for
+_TOKENS, _SIGNS, _SHAKES = range(3)  # purposes of streams of random words
 
 
 def _words(purpose: int, key: int, count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """`count` random words of stream (purpose, key): Philox (Salmon et al. 2011), whose words numpy fixes."""
+    """Return `count` random words of stream (purpose, key): Philox (Salmon et al. 2011), whose words numpy fixes."""
     stream = np.random.Philox(key=np.array([key, purpose], dtype=np.uint64), counter=0)
     return np.asarray(stream.random_raw(count), dtype=np.uint64)
 
 
 def _signs(purpose: int, key: int, rows: int, columns: int) -> Tensor:
-    """+1 and -1, float64 [rows, columns], one random bit each."""
+    """Return random signs, +1 and -1, float64 [rows, columns], one random bit each."""
     words = _words(purpose, key, -(-rows * columns // 64)).astype("<u8")
     bits = np.unpackbits(words.view(np.uint8), count=rows * columns, bitorder="little")
     return torch.from_numpy(bits.reshape(rows, columns).astype(np.float64) * 2 - 1)
 
 
 def prompts(config: ModelConfig, seed: int) -> Tensor:
-    """Token ids drawn uniformly from the vocabulary, int64 [P, L]."""
+    """Return token ids drawn uniformly from the vocabulary, int64 [P, L]."""
     words = _words(_TOKENS, seed, PROMPTS * LENGTH) >> np.uint64(32)
     ids = (words * np.uint64(config.vocab_size)) >> np.uint64(32)
     return torch.from_numpy(ids.astype(np.int64).reshape(PROMPTS, LENGTH))
 
 
 def project(layer: int, hidden: Tensor) -> Tensor:
-    """Hidden states [P, I] behind block `layer` onto its random signs, over sqrt(I): float64 [P, M]."""
+    """Project hidden states [P, I] after block `layer` onto its random signs, over sqrt(I): float64 [P, M]."""
     size = hidden.shape[-1]
     return hidden.double() @ _signs(_SIGNS, layer, PROJECTIONS, size).T / math.sqrt(size)
 
 
 def rounds_activations(linears: Iterable[Linear]) -> bool:
-    """Whether any of the linears rounds its input to a grid: because its scheme says so, or because it was prepared for
-    kernels that do."""
+    """Return whether any of the linears rounds its input to a grid, by its scheme or by the kernels that it is prepared
+    for."""
     weights = (each.weight for each in linears)
     return any(w.rounds if isinstance(w, KernelWeight | TritonWeight) else _by_scheme(w) for w in weights)
 
 
 def _by_scheme(weight: object) -> bool:
-    """Whether a weight's scheme has its inputs rounded, whatever kernels multiply by it."""
+    """Return whether a weight's scheme rounds its inputs, whatever kernels multiply by it."""
     return isinstance(weight, PackedTensor) and weight.scheme.activation is not None
 
 
@@ -128,14 +130,14 @@ def _rounds_to_floats(decoder: Decoder) -> bool:
 
 
 def kernel_path(decoder: Decoder) -> str:
-    """Which of the paths that have noise floors of their own the decoder runs on."""
+    """Return the kernel path that the decoder runs on, among those with noise floors of their own."""
     linears = (linear for block in decoder.blocks for linear in block.linears())
     return ROUNDED if rounds_activations((*linears, decoder.head)) else EXACT
 
 
 @contextmanager
 def unrounded(decoder: Decoder) -> Iterator[None]:
-    """Within, rows meet the decoder's prepared weights as they are, unless a scheme says otherwise."""
+    """Run the decoder's prepared weights on unrounded rows within the context, unless a scheme says otherwise."""
     linears = [linear for block in decoder.blocks for linear in block.linears()]
     changed: list[tuple[Linear, KernelWeight]] = []
     for each in (*linears, decoder.head):
@@ -151,32 +153,33 @@ def unrounded(decoder: Decoder) -> Iterator[None]:
 
 
 def _scales_over_calls(block: Block) -> bool:
-    """Whether any linear of the block takes the scale of its input from all rows of the call."""
+    """Return whether any linear of the block takes the scale of its input from all rows of the call."""
     weights = (each.weight for each in block.linears() if each.activation_scale is None)
     grids = (w.scheme.activation for w in weights if isinstance(w, PackedTensor))
     return any(isinstance(grid, Grid) and grid.granularity == "tensor" for grid in grids)
 
 
 def _difference(found: Tensor, stored: Tensor) -> float:
-    """The largest difference of a row [.., M] relative to the stored row's norm; infinite where it is not finite."""
+    """Return the largest difference of a row [.., M] relative to the stored row's norm; infinite where it is not
+    finite."""
     if not found.isfinite().all():
         return math.inf
     return float(((found - stored).norm(dim=-1) / stored.norm(dim=-1).clamp_min(1e-30)).max())
 
 
 def _digits(values: Tensor, digits: int = 9) -> list[Any]:
-    """Nested lists of floats with as many digits as float32 needs to read back the same."""
+    """Return nested lists of floats with as many digits as float32 needs to read back the same."""
     if values.ndim == 0:
         return float(f"{float(values):.{digits}g}")  # type: ignore[return-value]
     return [_digits(value, digits) for value in values]
 
 
 class ProbeRun:
-    """The probes of a model whose blocks come one by one.
+    """Probes of a model whose blocks come one by one.
 
     `ids` [C P, L] are the prompts and, after them, their copies: to be shaken and, where there are native kernels, to
     be rounded. The caller carries their hidden states [C P * L, I] through `run`, block by block (and over a restart).
-    What `run` notes of a block is JSON; all of it, in order, goes to `finish` with what `logits` gave.
+    The record that `run` makes of a block is JSON; all records, in order, go to `finish` with the result of `logits`.
     """
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
@@ -187,10 +190,10 @@ class ProbeRun:
         self._rounds_logits = False
 
     def run(self, layer: int, block: Block, rows: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """Block `layer` over the rows [C P * L, I] that enter it: (output rows, what is noted of them).
+        """Run block `layer` over its input rows [C P * L, I]. Return (output rows, the record of the block).
 
-        To be called last of all that is done with the block: its weights end up in the layout of the native kernels.
-        Raises ValueError naming the block where the output is not finite.
+        This must be the last use of the block: its weights end up in the layout of the native kernels. Raises
+        ValueError naming the block where the output is not finite.
         """
         calm, shaken, *rounded = rows.split(PROMPTS * LENGTH)
         signs = _signs(_SHAKES, layer, *shaken.shape)
@@ -213,9 +216,9 @@ class ProbeRun:
         }
 
     def logits(self, norm: Norm, head: Linear, last: Tensor) -> Tensor:
-        """The logits [C P, O] of the last rows [C P, I] by the output matrix, or by O of its rows, `head`.
+        """Return the logits [C P, O] of the last rows [C P, I] by the LM head, or by O of its rows, `head`.
 
-        A packed one ends up in the layout of the native kernels, by which the rounded copies meet it.
+        A packed head ends up in the layout of the native kernels, which compute the rounded copies' logits.
         """
         if not self.native or not isinstance(head.weight, PackedTensor):
             return model.logits(self.config, norm, head, last)
@@ -228,7 +231,7 @@ class ProbeRun:
         return torch.cat((exact, model.logits(self.config, norm, head, last[-PROMPTS:])))
 
     def finish(self, observed: Sequence[Mapping[str, Any]], logits: Tensor) -> dict[str, Any]:
-        """The probes as they stand in a receipt, from what `run` noted and the last rows' logits [C P, V]."""
+        """Return the probes in the form of a receipt, from the records of `run` and the last rows' logits [C P, V]."""
         assert len(observed) == self.config.layers
         calm, *copies = logits.double().split(PROMPTS)
         top = calm.topk(min(TOP, self.config.vocab_size), -1)
@@ -237,7 +240,7 @@ class ProbeRun:
         by_kernels = by_kernels or self._rounds_logits
 
         def floor(*of: int) -> dict[str, Any] | None:
-            """The largest difference that the copies `of` show; None for none."""
+            """Return the largest difference of the copies `of`; None for none."""
             if not of:
                 return None
             return {
@@ -260,13 +263,13 @@ class ProbeRun:
 
 
 def _through(block: Block, rows: Tensor, together: int) -> Tensor:
-    """The block over the rows [n L, I] of n prompts, so many of them at a time."""
+    """Run the block over the rows [n L, I] of n prompts, `together` prompts at a time."""
     step = Step((LENGTH,) * together, LENGTH)
     return torch.cat([block.run(some, step) for some in rows.split(together * LENGTH)])
 
 
 def _lay_out(block: Block) -> None:
-    """Move the block's weights into a store of its own, which goes when the block does."""
+    """Move the block's weights into a store of its own, which is freed with the block."""
     store = ops.store(COARSEST)
     assert store is not None
     for linear in block.linears():
@@ -277,7 +280,7 @@ def _lay_out(block: Block) -> None:
 
 @torch.inference_mode()
 def make_probes(decoder: Decoder, seed: int) -> dict[str, Any]:
-    """Probes of a whole decoder of the reference that computes in float32. Reads its blocks once, in order."""
+    """Return probes of a whole reference decoder that computes in float32. Its blocks are read once, in order."""
     assert decoder.dtype == torch.float32
     assert decoder.store is None
     run = ProbeRun(decoder.config, seed)
@@ -300,7 +303,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """The noise floor of a kernel path: relative differences behind each block and at the logits."""
+    """Noise floor of a kernel path: relative differences after each block and at the logits."""
 
     layers: tuple[float, ...]
     head: float
@@ -308,7 +311,7 @@ class Noise:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where a replay first differs by more than it may, and by how much."""
+    """The first place where a replay differs by more than allowed, and the difference."""
 
     where: str
     difference: float
@@ -370,7 +373,7 @@ class Probes:
 
 
 def _differences(decoder: Decoder, probe: Probe, path: str, noise: Noise) -> Iterator[tuple[int, Divergence]]:
-    """Each block's difference in order, then the logits', with its place."""
+    """Yield each block's difference in order, then the logits', with its position."""
     config, last = decoder.config, len(probe.tokens) - 1
     seen: list[Tensor] = []
     step = Step((last + 1,), last + 1, decoder.cache(last + 1))  # with a cache, so that its kernels are replayed too

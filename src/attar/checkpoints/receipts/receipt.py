@@ -1,17 +1,17 @@
-"""receipt.json: what was compressed, how, what it cost, and how to check that a copy is still the same.
+"""`receipt.json`: what was compressed, how, what it cost, and how to check that a copy is still the same.
 
 A receipt holds the hashes of the source and of every file beside it, the recipe, the hash of the calibration tokens,
-the seed, the versions and what of the machine decides about the last bits (instruction set, threads, whether there are
-native kernels), the error of each layer as stored and had it only been rounded, the bits per weight, the evaluation
-figures, and the probes (`probes.py`). One that was carried over by a conversion holds what it was converted from under
-`converted`. It holds no clock, host, path or duration: the same inputs give the same bytes.
-The JSON is canonical, keys sorted and floats in their shortest form.
+the seed, and the versions. It holds the properties of the machine that decide the last bits (instruction set, threads,
+whether there are native kernels). It holds the error of each layer, as stored and if only rounded, the bits per weight,
+the evaluation figures, and the probes (`probes.py`). A receipt that a conversion copied holds its origin under
+`converted`. It holds no clock, host, path or duration: the same inputs give the same bytes. The JSON is canonical, keys
+sorted and floats in their shortest form.
 
-A receipt is no signature. Who can change the weights can change the receipt; it finds accidents (a download that ended
-early, a conversion that lost something, a machine whose kernels are wrong), and it says what was done.
+A receipt is no signature: a change of the weights can come with a change of the receipt. It finds accidents (a download
+that ended early, a conversion that lost something, a machine whose kernels are wrong), and it records what was done.
 
-Receipts come from strangers like everything in a folder: they are read strictly, and file names in them that would lead
-out of the folder are refused.
+Receipts are untrusted input like every file of a folder: they are read strictly, and file names that would lead out of
+the folder are refused.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from attar.version import __version__
 NAME = "receipt.json"
 FORMAT = 1
 MAX_BYTES = 64_000_000
-DEEPEST = 32  # levels of a receipt that is carried over; ours have fewer than ten, and each is a space a line
+DEEPEST = 32  # levels of a copied receipt; ours have fewer than ten, and each is a space a line
 _CHUNK = 1 << 20
 
 FIGURES = ("ppl", "bits_per_byte", "kl_mean", "kl_p999", "top1", "tokens")
 """Evaluation figures that every receipt has, null where they were not measured."""
 
 READ = (".safetensors", ".json", ".jinja", ".model", ".tiktoken")
-"""Endings of files that a loader may read: one that appears beside those of the receipt is a difference."""
+"""Endings of files that a loader may read: a new one beside those of the receipt is a difference."""
 
 _MACHINE = ("attar", "torch", "python", "instruction_set", "threads", "kernels")
 _REQUIRED = ("source", "recipe", "calibration", "seed", "versions", "layers", "bits_per_weight", "evaluation", "files")
@@ -52,14 +52,14 @@ _OURS = (
     "format", *_REQUIRED, "probes", "shard", "drawn", "device", "imatrix", "allocation", "rotation", "tune",
     "selection", "texts", "gain", "warnings",
 )  # fmt: skip
-"""All keys that `write` gives a receipt."""
+"""Keys that `write` may give a receipt."""
 
 Advance = Callable[[int], None]
-"""advance(bytes that were hashed since it was last called)"""
+"""Callback advance(bytes hashed since the last call)."""
 
 
 def environment() -> dict[str, Any]:
-    """The versions, and what else decides about the last bits of a result: the instruction set and thread count of
+    """Return the versions, and what else decides the last bits of a result: the instruction set and thread count of
     torch's products, and whether there are native kernels, whose rounding the probes measure."""
     return {
         "attar": __version__,
@@ -72,18 +72,18 @@ def environment() -> dict[str, Any]:
 
 
 def combined_hash(hashes: Mapping[str, str]) -> str:
-    """One SHA-256 over files' names and hashes, in the order of their names."""
+    """Return one SHA-256 over files' names and hashes, in the order of their names."""
     lines = "".join(f"{hashes[name]}  {name}\n" for name in sorted(hashes))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def receipt_path(output: Path) -> Path:
-    """Where the receipt of an output lies: in a folder, or beside a file (a GGUF)."""
+    """Return the path of an output's receipt: in a folder, or beside a file (a GGUF)."""
     return output / NAME if output.is_dir() else output.with_name(f"{output.name}.{NAME}")
 
 
 def missing(output: Path) -> str:
-    """What is to be said of an output without a receipt."""
+    """Return the message for an output without a receipt."""
     return f"no receipt: attar did not make this, or its {receipt_path(output).name} was not copied along"
 
 
@@ -100,7 +100,7 @@ def write(
 
     `about` is `environment()` together with `recipe` (a dict), `calibration` (the token hash or None) and `seed`, and
     may have others of `_OURS`. `source_files` maps the source's files to their SHA-256. Raises ValueError where a
-    figure is not finite, or nobody could read so long a receipt.
+    figure is not finite, or the receipt exceeds `MAX_BYTES`.
     """
     path = receipt_path(output)
     value = {key: about[key] for key in about if key not in _MACHINE} | {
@@ -126,12 +126,14 @@ def carry(
     bits_per_weight: float | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> str | None:
-    """Write the receipt of `output`, a conversion of `source` whose values are the same to the bit: what was done and
-    what it cost is as true of it. `found` is the source's, `digest` of the values, and the bits are those of the
-    output, None where it packs nothing. `progress(done, total)` counts bytes that are hashed, of both.
+    """Write the receipt of `output`, a conversion of `source` with bitwise equal values, to which the source's receipt
+    applies too.
 
-    Returns None, or why no receipt is written: that of the source is of other files than lie there now. Raises
-    ValueError where what it says could not be read back.
+    `found` is the source's receipt, `digest` that of the values. The bits are those of the output, None where it packs
+    nothing. `progress(done, total)` counts hashed bytes, of both.
+
+    Returns None, or the reason why no receipt is written: the source's files differ from its receipt. Raises ValueError
+    where the result could not be read back.
     """
     names, done = _files(output), 0
     paths = [*(output_file(source, name) for name in found.files), *(output_file(output, name) for name in names)]
@@ -145,7 +147,7 @@ def carry(
 
     if (wrong := _verify_files(source, found, advance)) is not None:
         return f"the output gets no receipt, because the source's does not hold: {wrong.detail}"
-    # A stranger may have written it: what none of ours has stays behind, and so does what indenting would make large.
+    # The source's receipt is untrusted: unknown keys are left out, and so is nesting that indentation would make large.
     value = {key: found.value[key] for key in _OURS if key in found.value}
     if _deeper(value, DEEPEST):
         raise ValueError(f"that of the source is nested more than {DEEPEST} deep")
@@ -155,14 +157,14 @@ def carry(
     }
     value |= {} if bits_per_weight is None else {"bits_per_weight": bits_per_weight}
     path, text = receipt_path(output), _text(value)
-    json_object(text, path)  # it may hold a little more than was accepted of the source's
+    json_object(text, path)  # it may exceed the limits that the source's receipt met
     _put(path, text)
     return None
 
 
 def known(output: Path) -> list[str]:
-    """SHA-256 of an output's receipt, and of those of what it was converted from, which hold the same values. Empty
-    where it has none. Raises CheckpointError where it is no JSON."""
+    """Return the SHA-256 of an output's receipt, and of the receipts of its origins by conversion, which hold the same
+    values. Empty where it has none. Raises CheckpointError where it is no JSON."""
     path = receipt_path(output)
     if not path.is_file():
         return []
@@ -178,7 +180,7 @@ def _known(value: Mapping[str, Any], text: bytes) -> list[str]:
 
 
 def _text(value: Mapping[str, Any]) -> bytes:
-    """Canonical JSON. Raises ValueError for more than `MAX_BYTES`, before they are all in memory."""
+    """Return canonical JSON. Raises ValueError for more than `MAX_BYTES`, before they are all in memory."""
     text = bytearray()
     encoder = json.JSONEncoder(sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
     for piece in encoder.iterencode(value):
@@ -189,7 +191,7 @@ def _text(value: Mapping[str, Any]) -> bytes:
 
 
 def _deeper(value: object, levels: int) -> bool:
-    """Whether lists and objects are nested deeper than so many levels."""
+    """Return whether lists and objects are nested deeper than `levels` levels."""
     level = [value]
     for _ in range(levels + 1):
         nested = [each for each in level if isinstance(each, list | dict)]
@@ -214,7 +216,7 @@ def _put(path: Path, text: bytes) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Receipt:
-    """A receipt that was read. `value` is the whole JSON object, `known` what the function of that name gives."""
+    """A parsed receipt. `value` is the whole JSON object, `known` the result of the function of that name."""
 
     value: Mapping[str, Any]
     files: Mapping[str, str]
@@ -223,7 +225,8 @@ class Receipt:
 
 
 def read_receipt(output: Path) -> Receipt | None:
-    """The receipt of a folder (or GGUF file), None where it has none. Raises CheckpointError where it is damaged."""
+    """Read the receipt of a folder (or GGUF file), None where it has none. Raises CheckpointError where it is
+    damaged."""
     path = receipt_path(output)
     if not path.is_file():
         return None
@@ -244,7 +247,7 @@ def read_receipt(output: Path) -> Receipt | None:
 
 @dataclass(frozen=True, slots=True)
 class PathVerdict:
-    """What the probes said on one kernel path; `ok` is None where the receipt has no noise floor for it."""
+    """Result of the probes on one kernel path; `ok` is None where the receipt has no noise floor for it."""
 
     ok: bool | None
     first_divergence: str | None
@@ -256,8 +259,8 @@ class PathVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`first_divergence` names the file or the module that differs first, None where nothing does. `paths` holds what
-    was found on each kernel path that a probe was replayed on."""
+    """Result of a verification. `first_divergence` names the file or the module that differs first, None where nothing
+    does. `paths` holds the result of each kernel path on which probes were replayed."""
 
     ok: bool
     first_divergence: str | None
@@ -266,7 +269,7 @@ class Verdict:
 
     @property
     def sentence(self) -> str:
-        """For people."""
+        """Return the verdict as a sentence."""
         return f"ok: {self.detail}" if self.ok else f"failed: {self.detail}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -287,9 +290,9 @@ def verify(
 ) -> Verdict:
     """Check an output against its receipt: first the hashes of its files, then the probes on this machine's kernels.
 
-    `decoder` is the loaded output, or a function that loads it, which is called once the hashes are found right. Where
-    it rounds rows that its schemes leave alone, it is replayed on exact rows as well. Raises CheckpointError where the
-    receipt is damaged, of another model, or has no noise floor for any path that the decoder can run on.
+    `decoder` is the loaded output, or a function that loads it, which is called once the hashes match. Where it rounds
+    rows that its schemes leave alone, it is replayed on exact rows as well. Raises CheckpointError where the receipt is
+    damaged, of another model, or has no noise floor for any path that the decoder can run on.
     """
     receipt = read_receipt(output)
     if receipt is None:
@@ -314,7 +317,7 @@ def verify(
 
 
 def _replay(probes: Probes, decoder: Decoder, count: int) -> dict[str, PathVerdict]:
-    """The first `count` probes on every path that the decoder can run on, the sharpest first."""
+    """Replay the first `count` probes on every path that the decoder can run on, the sharpest first."""
     paths: dict[str, PathVerdict] = {}
     own = kernel_path(decoder)
     with unrounded(decoder):
@@ -349,7 +352,7 @@ def _verify_files(output: Path, receipt: Receipt, advance: Advance | None = None
 
 
 def sha256(path: Path, advance: Advance | None = None) -> str:
-    """A file's SHA-256 in hex; `advance` is called with the size of each piece once it is hashed."""
+    """Return a file's SHA-256 in hex; `advance` is called with the size of each hashed piece."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -364,7 +367,7 @@ def output_file(output: Path, name: str) -> Path:
 
 
 def _files(output: Path) -> list[str]:
-    """Names of an output's files, relative to its folder and sorted, but for receipts and what hides behind a dot."""
+    """Return the names of an output's files, relative to its folder and sorted, without receipts and hidden files."""
     if not output.is_dir():
         return [output.name]
     found = (path.relative_to(output) for path in output.rglob("*") if path.is_file())
@@ -372,5 +375,5 @@ def _files(output: Path) -> list[str]:
 
 
 def _is_plain(name: object) -> bool:
-    """Whether a file's name stays within the folder."""
+    """Return whether a file's name stays within the folder."""
     return isinstance(name, str) and name.isprintable() and all(p not in ("", ".", "..") for p in name.split("/"))

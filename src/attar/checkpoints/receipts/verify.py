@@ -1,4 +1,4 @@
-"""`attar verify`: a model as a user names it, against its receipt, on this machine's kernels."""
+"""Body of `attar verify`: check a user's model against its receipt, on this machine's kernels."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ def verify(
 ) -> Verdict:
     """Check a folder, GGUF file, Hub id or `demo`: every hash unless `hashes` is false, then every probe.
 
-    Probes are computed in `dtype`. The model is loaded only once its hashes are found right: in float32 for the native
-    kernels where there are any, and then replayed on each path that it has there; in another dtype for the reference.
-    On a `device` other than the CPU, in any dtype for its kernels.
-    `progress(stage, done, total)` tells of the loading. Raises ValueError where the model cannot be loaded or its
-    receipt is damaged.
+    Probes are computed in `dtype`. The model is loaded only once its hashes match. In float32 it is loaded for the
+    native kernels where there are any, and replayed on each path that it has there; in another dtype for the reference.
+    On a `device` other than the CPU, any dtype uses that device's kernels. `progress(stage, done, total)` reports the
+    loading. Raises ValueError where the model cannot be loaded or its receipt is damaged.
     """
     ops.require(device)
     path, computed = hub.resolve(model), hf.compute_dtype(dtype, device)

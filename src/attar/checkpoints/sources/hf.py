@@ -1,15 +1,15 @@
-"""A Hugging Face checkpoint as a source of named weights: `Folder` (files) and `ModelConfig` (meaning) put together.
+"""Hugging Face checkpoint as a source of named weights: `Folder` (files) and `ModelConfig` (meaning) put together.
 
-`Checkpoint` is what the decoder builds from (`model.decoder.Weights`). It finds a tensor under whichever of its
-spellings the checkpoint uses, turns GPT-2's [in, out] weights, and hands quantized modules to the reader of their
-format, so that nobody above knows whether a weight came dense, from GPTQ or from compressed-tensors.
+The decoder is built from `Checkpoint` (`model.decoder.Weights`). It finds a tensor under whichever of its spellings the
+checkpoint uses, transposes GPT-2's [in, out] weights, and passes quantized modules to the reader of their format. Code
+above it does not see whether a weight came dense, from GPTQ or from compressed-tensors.
 
-Opening checks everything that headers can tell. The decoder is built once from tensors that have a shape and no data,
-which runs the very checks of the real build: a tensor that is missing or of another shape than config.json says is an
+Opening checks everything that headers contain. The decoder is built once from tensors that have a shape and no data,
+which runs the very checks of the real build. A tensor that is missing or of another shape than config.json says is an
 error before the first weight is read, not after hours of work.
 
 Tied embeddings come in four shapes. Only `embed_tokens`, only `lm_head`, or both and equal: the one table serves both
-ends, also where it is packed. Both and different although config.json ties them: both are used, as transformers 5 does.
+ends, also where it is packed. Both and different although config.json ties them: both are used, as in transformers 5.
 Where the config does not mention tying, a checkpoint that stores only one of the two is tied.
 """
 
@@ -45,22 +45,22 @@ GENERATION = "generation_config.json"
 
 
 class Quantized(Protocol):
-    """The reader of one quantized format. Modules go by their stored names."""
+    """Interface of a quantized format's reader. Modules go by their stored names."""
 
     def holds(self, module: str) -> bool:
-        """Whether the module is stored quantized."""
+        """Return whether the module is stored quantized."""
         ...
 
     def shape(self, module: str) -> tuple[int, int]:
-        """(out, in), without reading the weight."""
+        """Return the module's shape (out, in), without reading the weight."""
         ...
 
     def scheme_of(self, module: str) -> Scheme:
-        """How it is stored, without reading the weight."""
+        """Return the scheme of the module, without reading the weight."""
         ...
 
     def read(self, module: str) -> Linear:
-        """The linear, without its bias."""
+        """Return the linear, without its bias. Raises CheckpointError where its tensors do not fit together."""
         ...
 
 
@@ -78,7 +78,7 @@ READERS: Mapping[str, Callable[[Folder, Mapping[str, Any]], Quantized]] = {
 class Checkpoint:
     """Named weights of a model folder, dense ones cast to `dtype` on the way. Names are the family's (`Names`).
 
-    Nothing is read before it is asked for.
+    Weights are read on request only.
     """
 
     def __init__(self, folder: Folder, config: ModelConfig, dtype: torch.dtype | None, as_stored: bool = False) -> None:
@@ -90,12 +90,12 @@ class Checkpoint:
             self.config = replace(config, tied=True)
         self.dtype = self._own_dtype() if dtype is None else dtype
         self.as_stored = as_stored
-        folder.mapped = as_stored  # whoever lays weights out anew reads each of them once
+        folder.mapped = as_stored  # a caller that lays weights out anew reads each of them once
 
     @classmethod
     def open(cls, path: Path, dtype: torch.dtype | None = None, *, as_stored: bool = False) -> Self:
-        """Open a model folder to compute in `dtype`; None: the dtype its embedding is stored in. `as_stored` leaves
-        dense matrices in the dtype of the files, for kernels that read it.
+        """Open a model folder to compute in `dtype`; None: the dtype of its stored embedding. `as_stored` leaves dense
+        matrices in the dtype of the files, for kernels that read it.
 
         Raises CheckpointError where the folder is not a checkpoint of a known architecture and format, lacks a tensor,
         or holds one of another shape than its config says. No weight is read.
@@ -112,10 +112,11 @@ class Checkpoint:
         checkpoint._check()
         return checkpoint
 
-    # What the decoder builds from
+    # Interface to the decoder
 
     def linear(self, name: str) -> Linear:
-        """The linear of module `name`: its weight [O, I], dense in `dtype` or packed as stored, and its bias if any."""
+        """Return the linear of module `name`: its weight [O, I], dense in `dtype` or packed as stored, and its bias if
+        any."""
         module = self.stored_linear(name)
         if self._quantized is not None and self._quantized.holds(module):
             linear = self._quantized.read(module)
@@ -128,50 +129,53 @@ class Checkpoint:
         return linear
 
     def tensor(self, name: str) -> Tensor:
-        """The dense tensor `name` in `dtype`. Raises CheckpointError where it is missing or stores no real numbers."""
+        """Return the dense tensor `name` in `dtype`. Raises CheckpointError where it is missing or stores no real
+        numbers."""
         self._dense_part(name)
         return self.folder.read(self.stored_name(name)).to(self.dtype)
 
     def matrix(self, name: str) -> Tensor:
-        """As `tensor`, but in the dtype of the files where the checkpoint was opened `as_stored`."""
+        """Return the dense matrix `name`: in the dtype of the files where the checkpoint was opened `as_stored`, else
+        in `dtype`."""
         if not self.as_stored or self._dense_part(name).dtype == "float64":
             return self.tensor(name)
         return self.folder.read(self.stored_name(name))
 
     def has(self, name: str) -> bool:
-        """Whether `tensor(name)` finds one, for which the codes of a quantized module do not count."""
+        """Return whether `tensor(name)` finds one; the codes of a quantized module do not count."""
         stored = self.stored_name(name)
         module, _, part = stored.rpartition(".")
         codes = part == "weight" and self._quantized is not None and self._quantized.holds(module)
         return self.folder.has(stored) and not codes
 
-    # What writers need
+    # Interface to writers
 
     def stored_name(self, name: str) -> str:
-        """A module's or tensor's name in this checkpoint's files, which outputs keep."""
+        """Return a module's or tensor's name in this checkpoint's files, which outputs keep."""
         for ours, theirs in self._renames:
             if name.startswith(ours):
                 return theirs + name.removeprefix(ours)
         return name
 
     def stored_linear(self, name: str) -> str:
-        """The module under which linear `name` is stored: the packed output matrix of a tied model is its embedding."""
+        """Return the module under which linear `name` is stored: the packed LM head of a tied model is its
+        embedding."""
         names = self.config.names
         shared = name == names.head and self.config.tied and not self._stored_module(name)
         return self.stored_name(names.embed if shared else name)
 
     def linear_shape(self, name: str) -> tuple[int, int]:
-        """The shape (out, in) of linear `name`, from headers alone."""
+        """Return the shape (out, in) of linear `name`, from headers alone."""
         return _Outline(self).linear(name).shape
 
     def scheme_of(self, name: str) -> Scheme | None:
-        """How the weight of linear `name` is stored; None where it is dense."""
+        """Return the scheme of linear `name`; None where it is dense."""
         module = self.stored_linear(name)
         quantized = self._quantized
         return quantized.scheme_of(module) if quantized is not None and quantized.holds(module) else None
 
     def rows(self, ids: Tensor) -> Weights:
-        """The same weights, but with no more of the embedding and the output matrix than their rows `ids` [R]."""
+        """Return these weights with only the rows `ids` [R] of the embedding and the LM head."""
         return _Rows(self, ids)
 
     # Opening
@@ -226,7 +230,7 @@ class Checkpoint:
 
 
 class _Outline:
-    """A checkpoint's weights as tensors without data, for checks that only need shapes."""
+    """Weights of a checkpoint as tensors without data, for checks that only need shapes."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -259,7 +263,7 @@ class _Outline:
 
 
 class _Rows:
-    """A checkpoint's weights with only some rows of the embedding and of the output matrix: tables [R, I]."""
+    """Weights of a checkpoint with only some rows of the embedding and of the LM head: tables [R, I]."""
 
     def __init__(self, checkpoint: Checkpoint, ids: Tensor) -> None:
         self.checkpoint, self.ids, self.has = checkpoint, ids.tolist(), checkpoint.has
@@ -298,10 +302,10 @@ DTYPES: Mapping[str, torch.dtype | None] = {
 
 
 def compute_dtype(name: str | None, device: str = "cpu") -> torch.dtype | None:
-    """The dtype of a name that a user gave; None for "auto", the checkpoint's own. Raises ValueError on others.
+    """Return the dtype of a user's name for it; None for "auto", the checkpoint's own. Raises ValueError for others.
 
-    Without a name, float32 on a CPU. Elsewhere it is bfloat16 then, and for "auto", because kernels are laid out for
-    one dtype.
+    The default is float32 on a CPU. Elsewhere the default and "auto" are bfloat16, because kernels are laid out for one
+    dtype.
     """
     if device != "cpu" and name in (None, "auto"):
         return torch.bfloat16
@@ -317,7 +321,8 @@ def load(
     progress: Callable[[int, int], None] | None = None,
     store: Store | None = None,
 ) -> Decoder:
-    """The whole model of a folder, ready to run. `progress(done, total)` counts blocks. Raises as `Checkpoint.open`.
+    """Load the whole model of a folder, ready to run. `progress(done, total)` counts blocks. Raises as
+    `Checkpoint.open`.
 
     With a `store` the weights are laid out for its kernels, which compute in its dtype whatever is stored.
     """
@@ -344,7 +349,7 @@ def _reader(folder: Folder) -> Quantized | None:
 
 
 def _renames(folder: Folder, names: Names) -> tuple[tuple[str, str], ...]:
-    """How this checkpoint spells names, decided once: (what names begin with here, what with there).
+    """Return this checkpoint's spelling of names, decided once: (prefix of our name, prefix in the files) pairs.
 
     Raises CheckpointError where the first block is found under no spelling.
     """

@@ -1,8 +1,8 @@
-"""From what a user calls a model to its folder or GGUF file on this machine: a path, a Hub id, or `demo`.
+"""Resolver of a user's model name to a folder or GGUF file on this machine: a path, a Hub id, or `demo`.
 
 A folder that exists always wins over a Hub id of the same spelling; `demo` always means the embedded model (a folder of
-that name is `./demo`), so that results do not hang on the directory one stands in. Downloads are `huggingface_hub`'s:
-its cache, progress bars, tokens, mirrors (HF_ENDPOINT) and offline mode (HF_HUB_OFFLINE). Only data is asked for:
+that name is `./demo`), so that results do not depend on the current directory. Downloads use `huggingface_hub`: its
+cache, progress bars, tokens, mirrors (HF_ENDPOINT) and offline mode (HF_HUB_OFFLINE). Only data is requested:
 safetensors, JSON, templates and tokenizer files; never pickles or code. Neither torch nor huggingface_hub is imported
 before it is needed.
 """
@@ -26,10 +26,11 @@ _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<re
 
 
 def resolve(model: str | os.PathLike[str], *, revision: str | None = None, offline: bool | None = None) -> Path:
-    """The folder of a model given as a local folder, `org/name[@revision]` on the Hub, or `demo`; a GGUF file itself.
+    """Return the folder of a model given as a local folder, `org/name[@revision]` on the Hub, or `demo`; a GGUF file
+    itself.
 
     `offline` True looks in the cache alone; None leaves it to HF_HUB_OFFLINE. Raises CheckpointError with one sentence
-    that says what to do.
+    that names the remedy.
     """
     model = os.fspath(model)
     if model == DEMO:
@@ -53,7 +54,7 @@ def resolve(model: str | os.PathLike[str], *, revision: str | None = None, offli
 
 
 def embedded() -> Path:
-    """The folder of the model that the package carries."""
+    """Return the folder of the model inside the package. Raises CheckpointError where this build has none."""
     folder = Path(str(importlib.resources.files("attar").joinpath("data", DEMO)))
     if not (folder / "config.json").is_file():
         raise CheckpointError(
@@ -63,7 +64,7 @@ def embedded() -> Path:
 
 
 def _neighbours(path: Path, files: bool = False) -> str:
-    """Folders (or GGUF files) next to `path` with names like its own, as the end of a sentence."""
+    """Return folders (or GGUF files) next to `path` with names like its own, as the end of a sentence."""
     try:
         names = [
             entry.name
@@ -104,7 +105,7 @@ def _download(repo: str, revision: str | None, offline: bool, hint: str) -> Path
             f"the Hub cannot be reached and {at} is not whole in the local cache; check the network, or give a "
             f"folder{hint}"
         ) from error
-    except Exception as error:  # whatever the HTTP client of the installed version raises: it has changed twice
+    except Exception as error:  # the HTTP client differs between versions: it has changed twice
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(f"downloading {at} failed: {reason[0]}") from error
     assert isinstance(folder, str)

@@ -1,14 +1,14 @@
-"""Importance matrices as llama.cpp stores them: E[x^2] of each column of a matrix, by the tensor's name in GGUF files.
+"""Importance matrices in llama.cpp's formats: E[x^2] of each column of a matrix, by the tensor's name in GGUF files.
 
 Two forms are in circulation. The newer is a GGUF file of `general.type` imatrix: for each matrix its sums of squares
-(`NAME.in_sum2`, [experts, I]) and how many rows they are of (`NAME.counts`, [experts, 1]). The older has no magic: a
-count of entries, each a name, a number of chunks and as many floats, the means times that number; then the number of
-chunks and the name of the text. Both are read, told apart by their first bytes, and written: the older where a path
+(`NAME.in_sum2`, [experts, I]) and the number of rows in them (`NAME.counts`, [experts, 1]). The older has no magic. It
+has a count of entries, each a name, a number of chunks and as many floats, the means times that number; then the number
+of chunks and the name of the text. Both are read, recognized by their first bytes, and written: the older where a path
 ends in .dat.
 
-They come from strangers like every file. Every length is checked against the bytes that are left before it is used, the
-older form ends where its last field does, and what is not finite or below zero is refused. Entries of mixtures of
-experts are refused too, for the models that attar writes GGUF files of have none.
+These files are untrusted input like all files. Every length is checked against the bytes that are left before it is
+used. The older form must end where its last field does, and values that are not finite or below zero are refused.
+Entries of mixtures of experts are refused too, because the models that attar writes GGUF files of have none.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _I32 = struct.Struct("<i")
 
 @dataclass(frozen=True, eq=False)
 class Imatrix:
-    """`means` are E[x^2], float32 [I], by tensor, of `counts` rows each: `chunks` of `chunk` tokens of `datasets`."""
+    """An importance matrix. `means` are E[x^2], float32 [I], by tensor, over `counts` rows each, of `chunks` chunks of
+    `chunk` tokens of `datasets`."""
 
     means: Mapping[str, Tensor]
     counts: Mapping[str, int]
@@ -53,7 +54,7 @@ class Imatrix:
 
 
 def read(path: str | Path) -> Imatrix:
-    """An importance matrix of either form. Raises CheckpointError where it is missing or malformed."""
+    """Read an importance matrix of either form. Raises CheckpointError where it is missing or malformed."""
     path = Path(path)
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file")
@@ -95,7 +96,7 @@ def _read_gguf(path: Path) -> Imatrix:
         total, rows = _floats(file, name), _floats(file, entry + _COUNT)
         if not rows.isfinite().all() or float(rows) < 0:
             raise CheckpointError(f"{path}: {entry!r} has a count that is below zero or not finite")
-        if float(rows):  # without a row nothing is known of it
+        if float(rows):  # an entry without rows has no means
             means[entry], counts[entry] = total.flatten() / rows.flatten(), int(rows)
     if not means:
         raise CheckpointError(f"{path}: holds no importances")
@@ -135,7 +136,7 @@ def _write_gguf(path: Path, matrix: Imatrix, overwrite: bool) -> None:
 
 
 class _Reader:
-    """A file's fields, one after another; one that would reach beyond its end is an error before it is read."""
+    """Sequential reader of a file's fields; a field that would reach beyond the end is an error before it is read."""
 
     def __init__(self, path: Path, file: BufferedReader) -> None:
         self.path, self._file, self._at, self._size = path, file, 0, os.fstat(file.fileno()).st_size
@@ -145,7 +146,7 @@ class _Reader:
         return self._size - self._at
 
     def skip(self, count: int, what: str) -> int:
-        """Leave out so many bytes; where they begin."""
+        """Skip `count` bytes and return where they begin. Raises CheckpointError where the file has fewer."""
         if count > self.left:
             raise CheckpointError(f"{self.path}: not an importance matrix, or cut off: {what} reaches beyond its end")
         self._at += count
@@ -193,7 +194,7 @@ def _read_legacy(path: Path) -> Imatrix:
         if reader.left:
             raise CheckpointError(f"{path}: not an importance matrix: {reader.left} bytes follow its end")
         means = {}
-        for name, (calls, count, at) in entries.items():  # no sooner: what is no importance matrix is not held
+        for name, (calls, count, at) in entries.items():  # only now: a malformed file is never held in memory
             means[name] = torch.empty(count)
             reader.fill(byte_view(means[name]), at)
             means[name] /= max(1, calls)
@@ -213,7 +214,7 @@ def _write_legacy(path: Path, matrix: Imatrix, overwrite: bool) -> None:
             whole.write_bytes(b"".join(pieces))
             sync_path(whole)
         except BaseException:
-            whole.unlink(missing_ok=True)  # nothing of it is worth keeping for another run
+            whole.unlink(missing_ok=True)  # useless to another run
             raise
 
 

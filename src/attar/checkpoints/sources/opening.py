@@ -1,6 +1,6 @@
-"""A model on disk, whichever of the two it is: a Hugging Face folder or a GGUF file.
+"""A model on disk in either form: a Hugging Face folder or a GGUF file.
 
-What is built from either is the same decoder, so that nobody above asks which it was.
+Both give the same decoder, so that code above does not depend on the form.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def load(
     progress: Callable[[int, int], None] | None = None,
     store: Store | None = None,
 ) -> Decoder:
-    """The whole model, ready to run. Arguments and errors as `hf.load`."""
+    """Load the whole model, ready to run. Arguments and errors as `hf.load`."""
     return (gguf_checkpoint.load if is_gguf(path) else hf.load)(path, dtype, progress, store)
 
 
@@ -34,8 +34,8 @@ def load_on(
     dtype: torch.dtype | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Decoder:
-    """The same, to be measured: on a CPU by the reference, elsewhere by the device's kernels, which compute in `dtype`.
-    Raises ValueError also where nothing can be computed there."""
+    """Load the model for measurements: on a CPU with the reference, elsewhere with the device's kernels, which compute
+    in `dtype`. Raises ValueError also where the device cannot compute."""
     store = None
     if device != "cpu":
         assert dtype is not None, "kernels are laid out for one"

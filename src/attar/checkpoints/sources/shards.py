@@ -1,10 +1,10 @@
-"""The weights of one process of several (`model/split.py`): of each linear what it keeps, and no more in memory.
+"""Weights of one process of several (`model/split.py`): it holds only its part of each linear in memory.
 
 Where a file stores a weight part by part as the scheme declares it (dense safetensors, compressed-tensors, our own
-format), only the slices are read: of a linear that is cut by outputs, its rows; of one that is cut by inputs, all rows
-pass through a small buffer, for its columns lie between others. Formats that reorder what they store (GPTQ, AWQ,
-bitsandbytes, GGUF, transposed GPT-2) are read linear by linear, and cut then. All processes are on one machine, whose
-page cache reads the disk once for all of them.
+format), only the slices are read. A linear that is cut by outputs is read by its rows. One that is cut by inputs is
+read as all rows through a small buffer, because its columns lie between others. Formats that reorder what they store
+(GPTQ, AWQ, bitsandbytes, GGUF, transposed GPT-2) are read linear by linear, and cut then. All processes are on one
+machine, whose page cache reads the disk once for all of them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Checkpoint = hf.Checkpoint | GgufCheckpoint
 def open_checkpoint(
     path: Path, dtype: torch.dtype | None = None, *, as_stored: bool = False, blocks: bool = False
 ) -> Checkpoint:
-    """A folder or GGUF file, from its headers; of a file, `blocks` is as in `GgufCheckpoint.open`. Raises
+    """Open a folder or GGUF file, from its headers. `blocks` applies to files, as in `GgufCheckpoint.open`. Raises
     CheckpointError."""
     if is_gguf(path):
         return GgufCheckpoint.open(path, dtype, as_stored=as_stored, blocks=blocks)
@@ -52,7 +52,7 @@ def open_checkpoint(
 
 
 def schemes(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Scheme | None]:
-    """How every linear is stored."""
+    """Return the scheme of every linear."""
     return {each.name: checkpoint.scheme_of(each.name) for each in matrices(config)}
 
 
@@ -64,8 +64,8 @@ def load(
     progress: Callable[[int, int], None] | None = None,
     store: Store | None = None,
 ) -> SplitDecoder:
-    """The part of `share`, ready to run with the others. Raises CheckpointError as `sources.load`, and ValueError where
-    the model cannot be shared so."""
+    """Load the part of `share`, ready to run with the others. Raises CheckpointError as `opening.load`, and ValueError
+    where the model cannot be split so."""
     checkpoint = open_checkpoint(path, dtype, as_stored=store is not None, blocks=isinstance(store, NativeStore))
     config = checkpoint.config
     part = split(config, share, schemes(checkpoint, config))
@@ -78,7 +78,7 @@ def load(
 
 
 class Shard:
-    """The `Weights` of one process: those of a checkpoint, cut."""
+    """Source of one process' weights: those of a checkpoint, cut."""
 
     def __init__(self, checkpoint: Checkpoint, part: Split) -> None:
         self.checkpoint, self.part = checkpoint, part
@@ -104,7 +104,7 @@ class Shard:
         return self._slices(name, cut) or cut_linear(self.checkpoint.linear(name), cut)
 
     def _slices(self, name: str, cut: Cut) -> Linear | None:
-        """The linear read slice by slice; None where its format does not lie so."""
+        """Read the linear slice by slice; None where its format does not allow it."""
         checkpoint = self.checkpoint
         if isinstance(checkpoint, GgufCheckpoint) or checkpoint.config.names.is_transposed(name):
             return None
@@ -115,7 +115,7 @@ class Shard:
             settings = folder.config["quantization_config"]
             method = settings.get("quant_method")
             library = export_layouts.library_of(method)
-            more = settings.get("transform_config") or folder.has(f"{module}.weight_g_idx")  # is for the reader to say
+            more = settings.get("transform_config") or folder.has(f"{module}.weight_g_idx")  # for the reader to check
             if method != library.METHOD or library is bitsandbytes or library.against((scheme,)) is not None or more:
                 return None
             if any(not folder.has(f"{module}.{library.stored_part(part, scheme)}") for part in units(scheme)):
@@ -126,7 +126,7 @@ class Shard:
                 stored = f"{module}.{library.stored_part(part, scheme)}"
                 declared = scheme.parts(shape)[part].shape
                 if all(unit is None for unit in dimensions):
-                    parts[part] = folder.read(stored).reshape(declared)  # some store one number as a scalar
+                    parts[part] = folder.read(stored).reshape(declared)  # some files store one number as a scalar
                 else:
                     parts[part] = _read(folder, stored, *_ranges(cut, dimensions, declared))
             linear = Linear(name, _packed(scheme, cut.shape(shape), parts))
@@ -145,7 +145,7 @@ class Shard:
 
 
 def cut_linear(linear: Linear, cut: Cut) -> Linear:
-    """The part of a linear in memory of its own. Raises ValueError where its inputs cannot be cut."""
+    """Return the part of a linear in memory of its own. Raises ValueError where its inputs cannot be cut."""
     weight, columns = linear.weight, cut.columns
     if columns is not None and linear.permutation is not None:
         raise ValueError(
@@ -175,7 +175,8 @@ def cut_linear(linear: Linear, cut: Cut) -> Linear:
 
 
 def _bias(bias: Tensor, cut: Cut) -> Tensor:
-    """Nothing, as numbers, where another process adds it: a model that must have biases has them in every part."""
+    """Return the part of a bias: zeros where another process adds it, because a model with biases has them in every
+    part."""
     return _take(bias, cut.rows, None) if cut.bias else torch.zeros_like(bias)
 
 
@@ -189,7 +190,7 @@ Rows = tuple[Range, ...] | None
 
 
 def _ranges(cut: Cut, dimensions: Units, shape: tuple[int, ...]) -> tuple[Rows, Range | None]:
-    """What a cut of a weight takes of a part of `shape`, whose units are `dimensions`."""
+    """Return the rows and columns that a cut of a weight takes of a part of `shape`, whose units are `dimensions`."""
     down = dimensions[0] if dimensions else None
     across = dimensions[1] if len(dimensions) > 1 else None
     rows = None if cut.rows is None or down is None else tuple(within(each, down, shape[0]) for each in cut.rows)
@@ -198,14 +199,14 @@ def _ranges(cut: Cut, dimensions: Units, shape: tuple[int, ...]) -> tuple[Rows, 
 
 
 def _take(x: Tensor, rows: Rows, columns: Range | None) -> Tensor:
-    """Ranges of rows of x, side by side, and of them a range of columns: memory of its own."""
+    """Copy ranges of rows of x, side by side, and a range of their columns, into memory of its own."""
     if rows is not None:
         x = torch.cat([x[start:stop] for start, stop in rows])
     return x.clone() if columns is None else x[:, slice(*columns)].clone()
 
 
 def _read(folder: Folder, name: str, rows: Rows, columns: Range | None) -> Tensor:
-    """The same of a tensor of a file."""
+    """Read ranges of rows of a file's tensor, side by side, and a range of their columns."""
     info = folder.info(name)
     pieces = []
     for start, stop in rows or ((0, info.shape[0]),):

@@ -1,4 +1,4 @@
-"""How a model's weights are stored, as `plan` counts them: from its headers, before anything is loaded."""
+"""Storage of a model's weights for `plan`: from its headers, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from attar.plan.costs import SHORT, Storage, matrices
 
 
 def stored(path: Path) -> tuple[ModelConfig, Storage]:
-    """The model of a folder or GGUF file, and the scheme of each of its linears. CheckpointError as for loading.
+    """Return the configuration of a folder or GGUF file, and the scheme of each of its linears. Raises CheckpointError
+    as loading does.
 
-    A quantized embedding has the scheme of the output matrix that it is tied to. Dense tensors count in the dtype of
-    the embedding, for files keep one dtype; the few that some store wider are a rounding error of the sum.
+    A quantized embedding has the scheme of the LM head that it is tied to. Dense tensors count in the dtype of the
+    embedding, because files keep one dtype; the few that some store wider are a rounding error of the sum.
     """
     if is_gguf(path):
         return _stored_gguf(path)
@@ -33,12 +34,12 @@ def stored(path: Path) -> tuple[ModelConfig, Storage]:
 
 
 def _stored_gguf(path: Path) -> tuple[ModelConfig, Storage]:
-    """As the CPU kernels run it."""
+    """Return the configuration and storage of a GGUF file as the CPU kernels run it."""
     checkpoint = GgufCheckpoint.open(path, torch.float32, as_stored=True, blocks=True)
     config = checkpoint.config
     all_of = list(matrices(config))
     schemes = {each.name: checkpoint.scheme_of(each.name) for each in all_of}
-    # One dtype for all that is dense: the widest. The embedding of a model that is not tied is read as dense rows.
+    # One dtype for all dense weights: the widest. The embedding of a model that is not tied is read as dense rows.
     dense = [name for name, scheme in schemes.items() if scheme is None] + ([] if config.tied else [config.names.embed])
     dtype = max((checkpoint.decoded_as(name) for name in dense), key=ITEM_BITS.__getitem__, default="float32")
     counts = Counter(checkpoint.kind_of(each.name).name for each in all_of if each.compressible)

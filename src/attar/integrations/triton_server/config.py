@@ -1,24 +1,24 @@
-"""Settings of an NVIDIA Triton Inference Server, as TensorRT-LLM's backend reads them, and `attar serve`'s: each from
-the other. (The Triton whose kernels run on GPUs, `kernels/triton`, only has the same name.)
+"""Conversion between the settings of an NVIDIA Triton Inference Server with TensorRT-LLM's backend and those of
+`attar serve`. (The Triton language, in which the GPU kernels of `kernels/triton` are written, only shares the name.)
 
     max_batch_size                             --max-running; 0, no batching, is 1; a warning where it is not given
     dynamic_batching:
       max_queue_delay_microseconds             --max-delay, of --policy dynamic
       default_queue_policy: max_queue_size     --max-waiting: one more is refused, with 429
-    model_transaction_policy: decoupled        nothing: whoever asks for a stream gets one
+    model_transaction_policy: decoupled        nothing: every request may ask for a stream
     gpt_model_type, the batching strategy      --policy: inflight is continuous; V1 is dynamic with a delay, else static
-    batch_scheduler_policy                     --max-preemptions 0 for guaranteed_no_evict, and unless it is said
+    batch_scheduler_policy                     --max-preemptions 0 for guaranteed_no_evict, and where it is unset
     max_tokens_in_paged_kv_cache               --max-tokens-in-cache
-    kv_cache_free_gpu_mem_fraction             --kv-fraction, 0.9 unless said: of both the smaller holds (`plan/fit.py`)
+    kv_cache_free_gpu_mem_fraction             --kv-fraction, default 0.9: of both the smaller holds (`plan/fit.py`)
     max_num_tokens                             --max-step-tokens; usually fixed when an engine is built
     gpu_device_ids                             --device, where it is one
 
-Three things may become of a field. It is an option, or it is what attar does anyhow: a note. It cannot be had and an
-answer is none the worse for it, or nobody knows it: a warning. It would change what is answered, as beams, another
-sampler or an encoder do: the file is refused, naming the field. Values that a template left open, `"${...}"`, are not
-set, as for the backend.
+Each field has one of four outcomes. It becomes an option. It is what attar does anyhow: a note. It is unknown, or not
+supported without harm to the answers: a warning. It would change the answers, as beams, another sampler or an encoder
+do: the file is refused, naming the field. Values that a template left open, `"${...}"`, count as unset, as for the
+backend.
 
-Defaults and names are those of `docs/model_config.md` in triton-inference-server/tensorrtllm_backend, and of
+Defaults and names follow `docs/model_config.md` in triton-inference-server/tensorrtllm_backend, and
 `model_config.proto` in triton-inference-server/common.
 """
 
@@ -34,7 +34,7 @@ from attar.integrations.triton_server import pbtxt
 from attar.integrations.triton_server.pbtxt import Message
 from attar.protocol.scheduler_config import Limits
 
-KV_FRACTION = 0.9  # of the memory that is free once the model is loaded
+KV_FRACTION = 0.9  # of the free memory after the model is loaded
 CROSS_KV_FRACTION = 0.5  # of that, in models with an encoder
 MICROSECONDS = 1e6
 
@@ -43,7 +43,7 @@ SPELT = {
     "engine_dir": "gpt_model_path",
     "encoder_engine_dir": "encoder_model_path",
 }
-"""The names that templates have for them."""
+"""Parameters that templates name differently: the template's name by the backend's."""
 
 FIELDS = frozenset({
     "name", "platform", "backend", "runtime", "version_policy", "max_batch_size", "input", "output", "batch_input",
@@ -51,7 +51,8 @@ FIELDS = frozenset({
     "default_model_filename", "cc_model_filenames", "metric_tags", "parameters", "model_warmup", "model_operations",
     "model_transaction_policy", "model_repository_agents", "response_cache", "model_metrics",
 })  # fmt: skip
-"""Of a model's configuration. Those that nothing here reads say nothing to a server of one language model."""
+"""Fields of a model's configuration. Fields that are not read here have no meaning for a server of one language model.
+"""
 INSIDE: dict[str, frozenset[str]] = {
     "dynamic_batching": frozenset({
         "preferred_batch_size", "max_queue_delay_microseconds", "preserve_ordering", "priority_levels",
@@ -68,7 +69,7 @@ INSIDE: dict[str, frozenset[str]] = {
     "parameters": frozenset({"key", "value"}),
     "parameters.value": frozenset({"string_value"}),
 }  # fmt: skip
-"""Of the messages that are read here, by where they stand."""
+"""Fields of the messages that are read here, by the message's path."""
 INERT = frozenset({
     "FORCE_CPU_ONLY_INPUT_TENSORS", "executor_worker_path", "worker_path", "gpt_model_path",
     "kv_cache_onboard_blocks", "cancellation_check_period_ms", "stats_check_period_ms", "recv_poll_period_ms",
@@ -77,7 +78,7 @@ INERT = frozenset({
     "tokenizer_dir", "tokenizer_type", "participant_ids", "xgrammar_tokenizer_info_path", "lora_prefetch_dir",
     "logits_datatype", "cross_kv_cache_fraction",
 })  # fmt: skip
-"""Parameters of TensorRT-LLM's own works, which attar's do not have or find out by themselves."""
+"""Parameters of TensorRT-LLM's internals, which attar does not have or finds out by itself."""
 WARNED = {
     "enable_trt_overlap": "was removed from the backend: nothing overlaps two halves of a batch, there or here",
     "kv_cache_host_memory_bytes": "keys and values are not moved to the host: what is evicted is computed again",
@@ -91,7 +92,7 @@ WARNED = {
     "lora_cache_host_memory_bytes": "adapters are not cached: --adapter NAME=FOLDER keeps each in memory",
 }
 HARMLESS = ("0", "1.0", "1")
-"""Values of most of these that ask for nothing."""
+"""Values of most parameters in `WARNED` that request nothing."""
 REFUSED = {
     "encoder_model_path": "models with an encoder are not served",
     "medusa_choices": "speculation is not built",
@@ -116,10 +117,11 @@ _FIELD = {"max-tokens-in-cache": "max_cached_tokens"}
 
 @dataclass(frozen=True)
 class Imported:
-    """What a configuration means to `attar serve`.
+    """Result of reading a configuration for `attar serve`.
 
-    options: by name without dashes in front, in the form of the command line's values. kv: the three fields that share
-    memory out, with their defaults. notes: what attar does anyhow. warnings: what is lost.
+    options: by name without leading dashes, in the form of the command line's values. kv: the three fields that divide
+    the memory, with their defaults. notes: requests that attar fulfils anyhow. warnings: requests that it does not
+    fulfil.
     """
 
     options: dict[str, Option]
@@ -128,7 +130,7 @@ class Imported:
     warnings: tuple[str, ...] = ()
 
     def command(self, model: str = "MODEL") -> str:
-        """The command line that serves alike."""
+        """Return the equivalent command line."""
         options = (
             f"--{name} {value:.10g}" if isinstance(value, float) else f"--{name} {value}"
             for name, value in self.options.items()
@@ -136,11 +138,11 @@ class Imported:
         return " ".join(["attar serve", model, *options])
 
     def settings(self) -> dict[str, Any]:
-        """The same as fields of the engine's settings."""
+        """Return the options as fields of the engine's settings."""
         return {_FIELD.get(name, name.replace("-", "_")): value for name, value in self.options.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields as JSON-compatible values."""
         return {
             "options": self.options,
             "kv": self.kv,
@@ -151,7 +153,7 @@ class Imported:
 
 
 def load(path: Path) -> Imported:
-    """A file. Raises ValueError as `read`, naming the file, and OSError where there is none."""
+    """Read a file. Raises ValueError as `read`, naming the file, and OSError where it cannot be opened."""
     text = pbtxt.load(path)
     try:
         return read(text)
@@ -160,8 +162,8 @@ def load(path: Path) -> Imported:
 
 
 def read(text: str) -> Imported:
-    """A `config.pbtxt`. Raises ValueError for what cannot be read, has a value that its field cannot have, or asks for
-    what attar would answer otherwise."""
+    """Read the text of a `config.pbtxt`. Raises ValueError where it does not parse, has an invalid value, or asks for
+    behaviour that would change the answers."""
     return _Reading(pbtxt.parse(text)).result()
 
 
@@ -195,7 +197,7 @@ class _Reading:
         ]
 
     def _parameters(self) -> dict[str, str]:
-        """Those that are set, by the names that the backend looks for."""
+        """Return the parameters that are set, by the backend's names."""
         found: dict[str, str] = {}
         for each in self.root.messages("parameters"):
             key = each.text("key")
@@ -353,7 +355,7 @@ class _Reading:
 
 
 def _strange(message: Message, path: str, known: frozenset[str]) -> Iterator[str]:
-    """Where fields stand that nobody knows, below `path`."""
+    """Yield the paths of unknown fields, below `path`."""
     for name, value in message.fields:
         where = f"{path}.{name}" if path else name
         if name not in known:
@@ -363,7 +365,8 @@ def _strange(message: Message, path: str, known: frozenset[str]) -> Iterator[str
 
 
 def _truth(parameters: Mapping[str, str], name: str) -> bool | None:
-    """Of a parameter, which is a string."""
+    """Return the truth value of a parameter, which is a string; None where it is unset. Raises ValueError for
+    others."""
     if not (text := parameters.get(name, "")):
         return None
     if text.lower() not in ("true", "false", "1", "0"):
@@ -372,7 +375,7 @@ def _truth(parameters: Mapping[str, str], name: str) -> bool | None:
 
 
 def _integer(parameters: Mapping[str, str], name: str) -> int | None:
-    """Of a parameter, at least 1."""
+    """Return the integer of a parameter, at least 1; None where it is unset. Raises ValueError for others."""
     if not (text := parameters.get(name, "")):
         return None
     if not re.fullmatch("[0-9]{1,18}", text) or int(text) < 1:
@@ -381,7 +384,7 @@ def _integer(parameters: Mapping[str, str], name: str) -> int | None:
 
 
 def _share(parameters: Mapping[str, str], name: str) -> float | None:
-    """Of a parameter, from 0 to 1."""
+    """Return the fraction of a parameter, from 0 to 1; None where it is unset. Raises ValueError for others."""
     if not (text := parameters.get(name, "")):
         return None
     if not NUMBER.fullmatch(text) or not 0 <= (value := float(text)) <= 1:

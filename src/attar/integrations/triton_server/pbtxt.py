@@ -1,15 +1,15 @@
-"""Protobuf's text format, as far as files of settings use it: fields, lists, messages, comments.
+"""Parser and writer of protobuf's text format, as far as settings files use it: fields, lists, messages, comments.
 
-A small parser of our own instead of the protobuf library: it needs no schema to be compiled, and its bounds are plain.
-A text has at most `MAX_BYTES`, messages nest at most `MAX_DEPTH` deep, and integers fit 64 bits; each character is
-looked at a constant number of times. What the format has besides (extensions, expanded `Any`, messages in angle
-brackets) is refused by name.
+This small parser replaces the protobuf library: it needs no compiled schema, and its bounds are plain. A text has at
+most `MAX_BYTES`, messages nest at most `MAX_DEPTH` deep, and integers fit 64 bits; each character is read a constant
+number of times. Other features of the format (extensions, expanded `Any`, messages in angle brackets) are refused by
+name.
 
-Without a schema a field that occurs twice and a list of two values are the same thing, and so they are here: a message
-is its fields in order, one entry a value. One thing is read that protobuf does not have: `${name}` in the place of a
-value, which is what templates of such files hold before they are filled in.
+Without a schema, a field that occurs twice and a list of two values are the same: a message is its fields in order, one
+entry a value. One extension is read: `${name}` in the place of a value, which templates of such files hold before they
+are filled in.
 
-After https://protobuf.dev/reference/protobuf/textformat-spec/.
+Source: https://protobuf.dev/reference/protobuf/textformat-spec/.
 """
 
 from __future__ import annotations
@@ -61,17 +61,20 @@ class Hole:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Fields in order. A list is as many fields of one name, an empty one is none."""
+    """Fields of a message in order. A list is several fields of one name; an empty list is none."""
 
     fields: tuple[tuple[str, Value], ...] = ()
 
     def all(self, name: str) -> list[Value]:
-        """Its values, in order."""
+        """Return the values of a field, in order."""
         return [value for each, value in self.fields if each == name]
 
     def one(self, name: str) -> Value | None:
-        """Of a field that may be given once. Raises ValueError, as do those below, for more, for a value of another
-        kind, and for one that a template left open."""
+        """Return the value of a field that may be given once, None where it is absent.
+
+        Like the methods below, raises ValueError for a field given twice, for a value of another kind, and for one that
+        a template left open.
+        """
         found = self.all(name)
         if len(found) > 1:
             raise ValueError(f"{name} is given {len(found)} times")
@@ -80,33 +83,33 @@ class Message:
         return found[0] if found else None
 
     def messages(self, name: str) -> list[Message]:
-        """Of a field that holds messages."""
+        """Return the values of a field that holds messages."""
         found = [each for each in self.all(name) if isinstance(each, Message)]
         if len(found) < len(self.all(name)):
             raise ValueError(f"{name}: expected {{ }}, not a value")
         return found
 
     def message(self, name: str) -> Message:
-        """Of a field that holds one, empty where it is not there."""
+        """Return the value of a field that holds one message, empty where it is absent."""
         self.one(name)
         return next(iter(self.messages(name)), Message())
 
     def text(self, name: str) -> str:
-        """Of a string. One that is all `${name}` says nothing."""
+        """Return the value of a string field, empty where it is absent or is `${name}` alone."""
         value = self.one(name)
         if value is not None and not isinstance(value, str):
             raise ValueError(f"{name}: expected a string in quotes")
         return "" if value is None or HOLE.fullmatch(value) else value
 
     def count(self, name: str, most: int) -> int | None:
-        """Of a number from 0 to `most`."""
+        """Return the value of a number field, from 0 to `most`; None where it is absent."""
         value = self.one(name)
         if value is not None and (not isinstance(value, int) or not 0 <= value <= most):
             raise ValueError(f"{name}: expected a number from 0 to {most}")
         return value
 
     def flag(self, name: str) -> bool | None:
-        """Of a truth value, by any of the format's words for it."""
+        """Return the value of a boolean field, by any of the format's words for it; None where it is absent."""
         value = self.one(name)
         word = value.text if isinstance(value, Word) else str(value) if isinstance(value, int) else ""
         if value is not None and word not in TRUTH:
@@ -118,7 +121,8 @@ Value = int | float | str | Word | Hole | Message
 
 
 def load(path: Path) -> str:
-    """The text of a file. Raises ValueError for one that is too long or not UTF-8, OSError where it cannot be read."""
+    """Return the text of a file. Raises ValueError for one that is too long or not UTF-8, OSError where it cannot be
+    read."""
     with path.open("rb") as file:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
@@ -130,14 +134,15 @@ def load(path: Path) -> str:
 
 
 def parse(text: str) -> Message:
-    """Read a text. Raises ValueError, naming the line, for what is not protobuf's text format or past the bounds."""
+    """Parse a text. Raises ValueError, naming the line, where it is not protobuf's text format or exceeds the
+    bounds."""
     if len(text) > MAX_BYTES or len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
         raise ValueError(f"the text is longer than {MAX_BYTES} bytes")
     return _Reader(text).message(None, 0)
 
 
 def write(message: Message, indent: str = "") -> str:
-    """The text of a message, two spaces a level; what `parse` reads back to an equal one."""
+    """Return the text of a message, two spaces a level; `parse` reads it back to an equal one."""
     lines = []
     for name, value in message.fields:
         if isinstance(value, Message):
@@ -148,8 +153,7 @@ def write(message: Message, indent: str = "") -> str:
 
 
 def paths(message: Message, above: str = "") -> Iterator[str]:
-    """The name of every field, with those of the messages that it is in, in order: the shape of a text. A message's own
-    ends in a dot."""
+    """Yield the path of every field in order: the shape of a text. A message's own path ends in a dot."""
     for name, value in message.fields:
         if isinstance(value, Message):
             yield f"{above}{name}."
@@ -175,7 +179,7 @@ def _escaped(character: str) -> str:
 
 
 class _Reader:
-    """Tokens of a text, one ahead."""
+    """Tokenizer and recursive parser of a text, with one token of lookahead."""
 
     def __init__(self, text: str) -> None:
         self._text, self._at, self._line = text, 0, 1
@@ -183,7 +187,7 @@ class _Reader:
         self._next()
 
     def message(self, end: str | None, depth: int) -> Message:
-        """Fields up to `end`, or of the whole text."""
+        """Read fields up to `end`, or to the end of the text."""
         if depth > MAX_DEPTH:
             raise self._error(f"messages nest more than {MAX_DEPTH} deep")
         fields: list[tuple[str, Value]] = []
@@ -239,7 +243,7 @@ class _Reader:
         whole = kind == "hex" or token.isdecimal()
         if kind == "number" and whole and len(token) > 1 and token[0] == "0" and not set(token) <= set("01234567"):
             raise self._error(f"{token} begins with 0 and is not octal")
-        if len(token) > 64:  # before it becomes a number: Python's are as long as they are told to be
+        if len(token) > 64:  # before conversion: Python's integers have no bound
             raise self._error("a number of more than 64 characters")
         if whole:
             base = 16 if kind == "hex" else 8 if len(token) > 1 and token[0] == "0" else 10
@@ -255,7 +259,7 @@ class _Reader:
         return number
 
     def _string(self) -> str:
-        """One literal, and those that stand beside it."""
+        """Read one string literal, and the ones that follow it directly."""
         pieces = []
         while self.kind == "string":
             pieces.append(ESCAPE.sub(self._unescaped, self.token[1:-1].encode("utf-8", "surrogatepass")))

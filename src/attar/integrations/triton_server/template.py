@@ -1,13 +1,13 @@
-r"""Filling in the `config.pbtxt` templates of TensorRT-LLM's backend, as its own tool does.
+r"""Filling of `config.pbtxt` templates of TensorRT-LLM's backend, compatible with NVIDIA's own tool.
 
-A template has `${name}` where a value belongs; what is to stand there is given as `name:value,name:value`. A backslash
-keeps what follows from being a separator: `gpu_device_ids:0\,1`. NVIDIA's tool takes such lists apart twice, at commas
-and then at colons, and takes one backslash away each time; so does this one, and what it writes, that one reads. It is
-more lenient in one thing: a colon behind the first belongs to the value, escaped or not.
+A template has `${name}` in the place of a value; the values are given as `name:value,name:value`. A backslash keeps the
+next character from being a separator: `gpu_device_ids:0\,1`. NVIDIA's tool splits such lists twice, at commas and then
+at colons, and removes one backslash each time. This module does the same, and NVIDIA's tool reads what it writes. It is
+more lenient in one point: a colon after the first belongs to the value, escaped or not.
 
-Values go in as text, so one with a brace or a quotation mark could become more than a value. The text with all of them
-in it is read, and must have the very fields that the template had; where it has not, each is tried alone to say whose
-fault that is.
+Values go in as text, so one with a brace or a quotation mark could become more than a value. The filled text is
+therefore parsed, and must have exactly the fields of the template. Where it has not, each value is tried alone to name
+the wrong one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from attar.integrations.triton_server.pbtxt import Message
 from attar.protocol.scheduler_config import Limits
 
 USUAL = {"max_queue_size": "0", "max_queue_delay_microseconds": "0"}
-"""What NVIDIA's tool fills in where nobody says anything else."""
+"""Defaults of NVIDIA's tool."""
 TEMPLATE = """\
 backend: "tensorrtllm"
 max_batch_size: ${triton_max_batch_size}
@@ -36,16 +36,17 @@ dynamic_batching {
   }
 }
 """
-"""What an export without a template begins with; parameters follow."""
+"""Beginning of an export without a template; parameters follow."""
 PARAMETERS = (
     "gpt_model_type", "max_tokens_in_paged_kv_cache", "kv_cache_free_gpu_mem_fraction", "batch_scheduler_policy",
     "enable_chunked_context", "enable_kv_cache_reuse", "max_num_tokens", "gpu_device_ids",
 )  # fmt: skip
-"""Those that an export sets."""
+"""Parameters that an export sets."""
 
 
 def parse_values(text: str) -> dict[str, str]:
-    """Values by name, of `name:value,...`. Raises ValueError for what has no colon or no name, or a name twice."""
+    """Parse `name:value,...` into values by name. Raises ValueError for an item without colon or name, and for a
+    repeated name."""
     found: dict[str, str] = {}
     for each in _split(text, ","):
         name, *rest = _split(each, ":")
@@ -58,9 +59,9 @@ def parse_values(text: str) -> dict[str, str]:
 
 
 def fill(template: str, values: Mapping[str, str]) -> str:
-    """A template with these values in it, and with `USUAL` where it asks for them; other holes stay.
+    """Fill a template with these values, and with `USUAL` where it asks for them; other holes stay.
 
-    Raises ValueError for a template that is no text of protobuf, for values that it has no hole for, and for those that
+    Raises ValueError for a template that is not protobuf text, for values that it has no hole for, and for values that
     would change more than the value they stand for.
     """
     holes = set(_holes(template))
@@ -77,7 +78,7 @@ def fill(template: str, values: Mapping[str, str]) -> str:
 
 
 def _against(filled: str, shape: list[str]) -> str | None:
-    """What is wrong with a filled template whose fields were these, or None."""
+    """Return the error of a filled template whose fields should have this `shape`, or None."""
     try:
         same = list(pbtxt.paths(pbtxt.parse(filled))) == shape
     except ValueError as error:
@@ -86,15 +87,15 @@ def _against(filled: str, shape: list[str]) -> str | None:
 
 
 def left(text: str) -> list[str]:
-    """Names of the holes that are still in a text, each once."""
+    """Return the names of the holes that are still in a text, each once."""
     return list(dict.fromkeys(_holes(text)))
 
 
 def values(limits: Limits, *, tokens: int | None, fraction: float | None, device: str, shared: int) -> dict[str, str]:
-    """What a template's holes are filled with to serve as `attar serve` does with these: the way back of `read`.
+    """Return the values of a template's holes for the settings of `attar serve`: the inverse of `config.read`.
 
-    tokens, fraction: of --max-tokens-in-cache and --kv-fraction. shared: GPUs that share the model, from `device` on.
-    Raises ValueError for a device that is none.
+    tokens, fraction: of --max-tokens-in-cache and --kv-fraction. shared: number of GPUs that share the model, from
+    `device` on. Raises ValueError for an unknown device.
     """
     named = re.fullmatch(r"cpu|cuda(?::([0-9]{1,4}))?", device)
     if named is None:
@@ -112,7 +113,7 @@ def values(limits: Limits, *, tokens: int | None, fraction: float | None, device
         "batch_scheduler_policy": "max_utilization" if limits.max_preemptions else "guaranteed_no_evict",
         "max_num_tokens": str(limits.max_step_tokens),
         "max_tokens_in_paged_kv_cache": "" if tokens is None else str(tokens),
-        "cross_kv_cache_fraction": "",  # of models with an encoder
+        "cross_kv_cache_fraction": "",  # for models with an encoder
         "kv_cache_free_gpu_mem_fraction": f"{KV_FRACTION if fraction is None else fraction:.10g}",
         "enable_chunked_context": "true",
         "enable_kv_cache_reuse": "true",
@@ -123,8 +124,10 @@ def values(limits: Limits, *, tokens: int | None, fraction: float | None, device
 
 
 def export(filled: Mapping[str, str], template: str | None = None) -> str:
-    """A configuration with these values: a template's holes filled in as far as they are known, or one of these
-    settings alone. Raises ValueError as `fill`, and for a template that has no hole for any of them."""
+    """Return a configuration with these values: a template with the known holes filled in, or the settings alone.
+
+    Raises ValueError as `fill`, and for a template that has no hole for any of them.
+    """
     text = _template() if template is None else template
     holes = left(text)
     if not (known := {name: filled[name] for name in holes if name in filled}):
@@ -133,7 +136,7 @@ def export(filled: Mapping[str, str], template: str | None = None) -> str:
 
 
 def _template() -> str:
-    """Of our own: the settings alone, without the tensors that Triton wants described."""
+    """Return a template with the settings alone, without the tensors that Triton wants described."""
     back = {key: name for name, key in SPELT.items()}
     written = TEMPLATE
     for key in PARAMETERS:
@@ -152,7 +155,7 @@ def _holes(text: str) -> list[str]:
 
 
 def _split(text: str, mark: str) -> list[str]:
-    """Pieces between marks; a backslash is taken away, and what follows it is no mark."""
+    """Split at marks. A backslash is removed, and the character after it is no mark."""
     pieces, escaped = [""], False
     for character in text:
         if escaped or character not in ("\\", mark):
