@@ -4,7 +4,9 @@ Torch-free: the process that speaks HTTP makes it. That process reads the tokeni
 with the same settings. So they include fingerprints of the model's files, and an engine refuses to serve other files.
 """
 
-from __future__ from dataclasses import replace
+from __future__ import annotations
+
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
