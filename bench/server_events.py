@@ -62,10 +62,10 @@ asyncio.run(main())
 SERVER = """
 import sys
 from pathlib import Path
-from attar.server.http.middleware import Options
+from attar.server.options import ServerOptions
 from attar.server.serve import serve
 from attar.text.tokenizer import Tokenizer
-serve(Path(sys.argv[1]), Tokenizer.load(Path(sys.argv[2])), Options(port=0), lambda url: print(url, flush=True))
+serve(Path(sys.argv[1]), Tokenizer.load(Path(sys.argv[2])), ServerOptions(port=0), lambda url: print(url, flush=True))
 """
 
 

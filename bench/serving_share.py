@@ -111,13 +111,13 @@ def over_http(model: str, streams: int, tokens: int, threads: int | None) -> dic
 
 
 def in_process(model: str, streams: int, tokens: int, threads: int | None) -> dict[str, float]:
-    from attar.engine import inflight, loader
+    from attar.engine import inflight, startup
     from attar.protocol.messages import Submit
     from attar.protocol.request import SamplingParams
     from attar.protocol.settings import Settings
 
     settings = Settings(model, "", max_cached_tokens=streams * 1024, max_running=streams, threads=threads)
-    engine, _ = loader.engine(settings)
+    engine, _ = startup.start_engine(settings)
     model_seconds = [0.0]
 
     def timed(call: Any) -> Any:

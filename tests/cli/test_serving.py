@@ -12,15 +12,16 @@ import pytest
 from huggingface_hub import constants
 from typer.testing import CliRunner, Result
 
+from attar.checkpoints.fingerprints import require_unchanged
 from attar.cli.main import app
 from attar.cli.serving import BESIDES
-from attar.engine import loader
+from attar.engine import startup
 from attar.kernels.native import limits
 from attar.plan.fit import ROOM
 from attar.protocol.settings import Settings
 from attar.server import supervisor
-from attar.server.http.middleware import Options
-from attar.server.supervisor import listen
+from attar.server.http.sockets import listen
+from attar.server.options import ServerOptions
 from tests.cli.test_commands import last_json, refused
 
 KEYS = {"largest step": "step", "KV cache": "cache"}
@@ -46,8 +47,8 @@ def served(monkeypatch: pytest.MonkeyPatch, options: str, model: str = "demo") -
     ],
 )
 def test_the_door_lets_in_what_the_engine_may_have(monkeypatch: pytest.MonkeyPatch, options: str, most: int) -> None:
-    found: list[Options] = []
-    monkeypatch.setattr(supervisor, "run", lambda settings, tokenizer, options, started: found.append(options) or 0)
+    found: list[ServerOptions] = []
+    monkeypatch.setattr(supervisor, "run", lambda settings, tokenizer, options, *_: found.append(options) or 0)
     done = CliRunner().invoke(app, ["serve", "demo", *shlex.split(options)])
     assert done.exit_code == 0, done.output
     assert found[0].max_requests == most
@@ -68,7 +69,7 @@ def test_a_model_is_asked_for_by_the_name_it_was_served_by(
     options = "--memory 700MB --context 64"
     made = served(monkeypatch, options, "acme/tiny")
     assert (made.model, made.served_as) == (str(snapshot), "acme/tiny")
-    assert loader.engine(made)[1].model == "acme/tiny"
+    assert startup.start_engine(made)[1].model == "acme/tiny"
     assert served(monkeypatch, options, ".").served_as == "small"
     assert served(monkeypatch, options, str(snapshot)).served_as == commit
     for model in ("acme/tiny", ".", "demo"):
@@ -96,16 +97,16 @@ def test_an_engine_is_told_what_it_may_serve(demo: Path, tmp_path: Path, monkeyp
     folder = Path(shutil.copytree(demo, tmp_path / "small"))
     made = served(monkeypatch, "", str(folder))
     assert {Path(path).name for path in made.files} >= {"config.json", "model.safetensors", "tokenizer.json"}
-    made.require_unchanged()
+    require_unchanged(made.files, made.folders)
     shutil.copy(demo / "model.safetensors", folder)
     with pytest.raises(ValueError, match=r"model\.safetensors changed on disk since the server was started"):
-        loader.engine(made)
+        startup.start_engine(made)
 
 
 def test_chat_templates_have_their_process_before_the_first_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
     warm = threading.Event()
     monkeypatch.setattr("attar.text.template.warm", warm.set)
-    monkeypatch.setattr(supervisor, "run", lambda settings, tokenizer, options, started: started("http://x") or 0)
+    monkeypatch.setattr(supervisor, "run", lambda *given: given[-1]("http://x") or 0)
     assert CliRunner().invoke(app, ["serve", "demo"]).exit_code == 0
     assert warm.wait(10)
 
@@ -139,8 +140,8 @@ def test_no_device_is_not_the_usual_one() -> None:
     ],
 )
 def test_an_origin_is_taken_as_browsers_say_it(monkeypatch: pytest.MonkeyPatch, given: str, origin: str) -> None:
-    found: list[Options] = []
-    monkeypatch.setattr(supervisor, "run", lambda settings, tokenizer, options, started: found.append(options) or 0)
+    found: list[ServerOptions] = []
+    monkeypatch.setattr(supervisor, "run", lambda settings, tokenizer, options, *_: found.append(options) or 0)
     assert CliRunner().invoke(app, ["serve", "demo", "--origin", given]).exit_code == 0
     assert found[0].origins == {origin}
 
@@ -172,7 +173,7 @@ def test_a_plan_prints_what_a_start_prints(
     options += " --memory 700MB"
     settings = served(monkeypatch, options)
     capsys.readouterr()
-    engine, ready = loader.engine(settings)
+    engine, ready = startup.start_engine(settings)
     started = capsys.readouterr().err.splitlines()
     done = CliRunner().invoke(app, ["plan", "demo", "--bandwidth", "1GB", *shlex.split(options), "--json"])
     planned = done.stdout.splitlines()
@@ -231,7 +232,7 @@ def test_a_delay_that_nothing_would_heed_is_refused(options: str, says: str) -> 
 
 
 def test_an_address_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "run", lambda settings, tokenizer, options, _: listen(options.host, options.port))
+    monkeypatch.setattr(supervisor, "run", lambda settings, tokenizer, options, *_: listen(options.host, options.port))
 
     def start(*options: str) -> Result:
         monkeypatch.setenv("ATTAR_API_KEY", "k" * 40)

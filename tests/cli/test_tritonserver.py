@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from attar.cli.main import app
 from attar.cli.terminal import BAD_INPUT
-from attar.engine import loader
+from attar.engine import startup
 from attar.plan.costs import BLOCK
 from tests.cli.test_commands import last_json, refused
 from tests.cli.test_serving import served
@@ -107,7 +107,7 @@ def test_the_cache_of_a_server_is_the_smaller_of_both(
     )
     settings = served(monkeypatch, f"--triton-config {v1} --memory 2GB --context 256 --kv int8 --threads 1")
     monkeypatch.setattr("attar.kernels.native.limits.READ", 1 << 20)
-    engine, ready = loader.engine(settings)
+    engine, ready = startup.start_engine(settings)
     table = dict(ready.table)
     left = 2 * 10**9 - table["weights"] - table["largest step"] - table["processes"]
     of_memory = int(left * float(fraction)) // (table["KV cache"] // ready.blocks)

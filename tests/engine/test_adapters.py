@@ -15,7 +15,7 @@ from attar.checkpoints.adapters import lora
 from attar.checkpoints.sources import hf
 from attar.checkpoints.strict_io import CheckpointError
 from attar.compression.runs.pipeline import compress
-from attar.engine import loader
+from attar.engine import startup
 from attar.engine.engine import Engine
 from attar.kernels import ops
 from attar.model.cache import Step
@@ -24,7 +24,7 @@ from attar.model.split import Share
 from attar.protocol.messages import Embed, Failed, Finished, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import Limits
-from attar.protocol.settings import Settings, parse_adapters
+from attar.protocol.settings import Settings
 from tests.conftest import token_ids
 from tests.engine.conftest import Answers, answers, make_engine, run
 from tests.model import test_families as families
@@ -178,22 +178,7 @@ def test_an_adapter_that_does_not_fit_ends_the_start_before_a_weight_is_read(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path / "other", {"model.layers.0.mlp.up_proj": (8, 8)}, 0)
-    monkeypatch.setattr("attar.engine.llm.LLM", lambda *given, **more: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(startup, "load_model", lambda *given, **more: pytest.fail("the model was loaded"))
     settings = Settings(str(tiny), "", adapters=(("other", str(tmp_path / "other")),))
     with pytest.raises(CheckpointError, match=r"up_proj is \[256, 128\] and its rank 4, which A .* do not fit"):
-        loader.engine(settings)
-
-
-def test_names_of_adapters(folders: tuple[Path, Path]) -> None:
-    tone, style = map(str, folders)
-    assert parse_adapters([f"a={tone}", f"b:1={style}"], "model") == (("a", tone), ("b:1", style))
-    for given, sentence in (
-        ([tone], "given as NAME=FOLDER"),
-        ([f"a/b={tone}"], "given as NAME=FOLDER"),
-        ([f"a={tone}", f"a={style}"], "the name of two adapters"),
-        ([f"model={tone}"], "the model's own name"),
-        (["a=nowhere"], "no adapter_config.json"),
-        ([f"a{i}={tone}" for i in range(65)], "at most 64"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            parse_adapters(given, "model")
+        startup.start_engine(settings)

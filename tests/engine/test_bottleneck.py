@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attar.engine import bottleneck, loader
+from attar.engine import bottleneck, startup
 from attar.engine.bottleneck import Bounds, KernelMeter, StreamMeter
 from attar.engine.engine import Engine
 from attar.formats.scheme import Scheme
@@ -192,7 +192,7 @@ def test_a_served_model_is_judged_by_this_machine(demo: Path, monkeypatch: pytes
     monkeypatch.setattr(limits, "READ", 1 << 20)
     measure, slow = bottleneck.cpu_rates, Rates(SLOW, lambda scheme: 1.0)
     monkeypatch.setattr(bottleneck, "cpu_rates", lambda *args: slow if measure(*args) else None)
-    made, _ = loader.engine(Settings(str(demo), "", memory=10**9, context=256, verify=False))
+    made, _ = startup.start_engine(Settings(str(demo), "", memory=10**9, context=256, verify=False))
     if not extension.loaded():
         pytest.skip("the native kernels are off or do not load")
     assert made.bounds is not None
@@ -211,13 +211,13 @@ def test_a_served_model_is_judged_by_this_machine(demo: Path, monkeypatch: pytes
 def test_one_stage_of_several_on_cpus_is_not_judged(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judges: list[Bounds | None] = []
     decoder = SimpleNamespace(store=SimpleNamespace(refused={}))
-    llm = SimpleNamespace(decoder=decoder, tokenizer=None, eos_ids=frozenset(), runner=None)
-    monkeypatch.setattr("attar.engine.llm.LLM", lambda *args, **kwargs: llm)
-    monkeypatch.setattr(loader, "Engine", lambda *args, **kwargs: judges.append(kwargs["bounds"]))
+    model = SimpleNamespace(decoder=decoder, tokenizer=None, eos_ids=frozenset(), runner=None)
+    monkeypatch.setattr(startup, "load_model", lambda *args, **kwargs: model)
+    monkeypatch.setattr(startup, "Engine", lambda *args, **kwargs: judges.append(kwargs["bounds"]))
     monkeypatch.setattr(bottleneck, "cpu_rates", lambda *args: None)
     for tp, pp in ((1, 1), (2, 1), (1, 2)):
         threads = tp * pp * torch.get_num_threads()  # which leaves each process those that there are now
-        loader.engine(Settings(str(demo), "", memory=10**9, context=256, tp=tp, pp=pp, threads=threads))
+        startup.start_engine(Settings(str(demo), "", memory=10**9, context=256, tp=tp, pp=pp, threads=threads))
     assert [judge is None for judge in judges] == [False, False, True]
 
 
@@ -306,11 +306,11 @@ def test_a_card_without_room_to_measure_serves_all_the_same(
 
     monkeypatch.setattr(bottleneck, "card_rates", fails)
     error: Exception = torch.OutOfMemoryError("2 GiB")
-    assert loader._measured(torch.device("cuda")) is None
+    assert startup._measured(torch.device("cuda")) is None
     assert "the rates of cuda could not be measured" in caplog.text
     error = torch.AcceleratorError("gone")
     with pytest.raises(torch.AcceleratorError):
-        loader._measured(torch.device("cuda"))
+        startup._measured(torch.device("cuda"))
 
 
 def test_rates_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:

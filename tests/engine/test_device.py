@@ -17,7 +17,7 @@ from attar import machine
 from attar.checkpoints.sources import opening
 from attar.checkpoints.sources.stored import stored
 from attar.compression import device_placement
-from attar.engine import bottleneck, llm, loader
+from attar.engine import bottleneck, startup
 from attar.engine.bottleneck import KernelMeter
 from attar.engine.engine import Engine
 from attar.engine.main import Loop, listen
@@ -248,13 +248,13 @@ def test_an_engine_is_loaded_there(tiny: Path, fullest: int | None, monkeypatch:
         )
 
     monkeypatch.setattr(ops, "require", lambda device: None)
-    monkeypatch.setattr(loader, "CardMemory", lambda device: Memory())
-    monkeypatch.setattr(loader, "StreamMeter", lambda device: KernelMeter())
+    monkeypatch.setattr(startup, "CardMemory", lambda device: Memory())
+    monkeypatch.setattr(startup, "StreamMeter", lambda device: KernelMeter())
     monkeypatch.setattr(bottleneck, "card_limits", lambda device: (1.0, {"bf16": 1.0, "int8": 1.0, "fp8": 1.0}))
-    monkeypatch.setattr(llm, "LLM", loaded)
+    monkeypatch.setattr(startup, "load_model", loaded)
     ask = Submit("a", (1, 2, 3), SamplingParams(max_tokens=3, temperature=0, seed=0))
     with there() as device:
-        made, ready = loader.engine(Settings(str(tiny), "", str(device), max_running=2, max_step_tokens=16))
+        made, ready = startup.start_engine(Settings(str(tiny), "", str(device), max_running=2, max_step_tokens=16))
         assert made.overlaps
         found = tokens(run(made, [ask]))
     here = Engine(opening.load(tiny, torch.float32), None, blocks=4, context=64)
@@ -274,12 +274,12 @@ def test_weights_that_a_card_has_no_room_for_are_not_read(tiny: Path, monkeypatc
             return 2**19
 
     monkeypatch.setattr(ops, "require", lambda device: None)
-    monkeypatch.setattr(loader, "CardMemory", lambda device: Full())
-    monkeypatch.setattr(llm, "LLM", lambda *rest, **options: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(startup, "CardMemory", lambda device: Full())
+    monkeypatch.setattr(startup, "load_model", lambda *rest, **options: pytest.fail("the model is loaded"))
     needed = cards.weight_bytes(*stored(tiny), True).total
     sentence = rf"the weights need .*, but there are 524 kB \(free on {{}}\): {size(needed - 2**19)} too little"
     with there() as device, pytest.raises(ValueError, match=sentence.format(device)):
-        loader.engine(Settings(str(tiny), "", str(device)))
+        startup.start_engine(Settings(str(tiny), "", str(device)))
 
 
 def test_decode_steps_stay_small_once_memory_was_too_little(tiny_decoder: Make) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attar.engine.loader import on_card
 from attar.engine.memory_profile import Footprint, Trial, measure
+from attar.engine.startup import on_card
 from attar.kernels.operands import Adapter
 from attar.model.decoder import Decoder
 from attar.plan.costs import BLOCK

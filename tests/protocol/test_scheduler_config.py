@@ -1,4 +1,4 @@
-"""Limits: what a preset comes to, what steps it means, and that each policy does as it says in an engine."""
+"""Limits: what a preset comes to, and that each policy does as it says in an engine."""
 
 from __future__ import annotations
 
@@ -9,18 +9,10 @@ import pytest
 
 from attar.engine.engine import Engine
 from attar.model.decoder import Decoder
-from attar.plan.steps import StepLimits
 from attar.protocol.messages import Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import PRESETS, Limits, Policy
 from attar.protocol.settings import Settings
-
-
-def test_steps_are_planned_for_as_many_as_run_together() -> None:
-    assert Limits().steps(3) == StepLimits(rows=512, sequences=32, threads=3)
-    assert Limits(policy="none").steps(1).sequences == 1
-    throughput = PRESETS["throughput"].steps(2)
-    assert (throughput.rows, throughput.sequences, throughput.headroom) == (2048, 128, 0.01)
 
 
 def test_what_a_preset_comes_to_is_told_with_what_it_changes() -> None:

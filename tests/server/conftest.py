@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from soaks.served import Served
 
-from attar.server.http.middleware import Options
+from attar.server.options import ServerOptions
 from attar.server.serve import Server
 from attar.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
@@ -52,7 +52,7 @@ class Reply:
 class Running:
     """A server that runs, and its engine. Attributes of both may be looked at and set from the test's thread."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, options: Options, **engine: Any) -> None:
+    def __init__(self, folder: Path, tokenizer: Tokenizer, options: ServerOptions, **engine: Any) -> None:
         self.socket = folder / "engine.sock"
         self.server: Server
         self.engine: FakeEngine
@@ -139,9 +139,9 @@ def starting(tokenizer: Tokenizer, folders: pytest.TempPathFactory) -> Iterator[
     logging.getLogger("attar").setLevel(logging.INFO)
     running: list[Running] = []
 
-    def make(options: Options | None = None, **engine: Any) -> Running:
+    def make(options: ServerOptions | None = None, **engine: Any) -> Running:
         folder = folders.mktemp("engine")
-        running.append(Running(folder, tokenizer, options or Options(port=0), **engine))
+        running.append(Running(folder, tokenizer, options or ServerOptions(port=0), **engine))
         return running[-1]
 
     yield make

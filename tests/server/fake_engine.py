@@ -1,12 +1,14 @@
 """An engine that speaks `protocol/messages.py` on a real Unix socket and knows no model: a token is a hash of what came
 before it, a step takes a millisecond, and it fails when it is told to.
 
-It runs in the loop of whoever starts it, or as a program (`python fake_engine.py SOCKET TOKENIZER`).
+It runs in the loop of whoever starts it, or as a program (`python fake_engine.py SOCKET TOKENIZER STEP`, where `-` is
+the socket of the settings on standard input).
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import zlib
@@ -274,4 +276,7 @@ async def main(path: str, tokenizer: str, step: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    socket, *rest = sys.argv[1:]
+    if socket == "-":  # started as the supervisor starts an engine, with its settings on standard input
+        socket = json.loads(sys.stdin.buffer.readline())["socket"]
+    asyncio.run(main(socket, *rest))

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from attar.server import dispatcher
-from attar.server import prompts as prompts_module
+from attar.server import request_context
+from attar.server.fair_thread_pool import LARGE, THREADS
 from tests.server.conftest import Running
 from tests.server.http.test_limits import connect, post
 
@@ -44,7 +44,7 @@ def leave(sock: socket.socket, rudely: bool) -> None:
 
 
 def idle(server: Running) -> bool:
-    return server.engine.open == 0 and not server.server.engine.open and server.server.door.open == 0
+    return server.engine.open == 0 and not server.server.engine.open and server.server.middleware.open == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,7 +88,9 @@ def test_leaving_the_queue(server: Running) -> None:
 
 
 def test_leaving_a_stream_before_its_status(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher, "PROMPT_ANSWER", 1000.0)  # nothing but the leaving ends the wait for the first word
+    monkeypatch.setattr(
+        request_context, "PROMPT_ANSWER", 1000.0
+    )  # nothing but the leaving ends the wait for the first word
     server.engine.held = True
     try:
         socks = [connect(server) for _ in range(8)]
@@ -139,7 +141,7 @@ def test_the_texts_of_those_who_left_are_not_tokenized(
     begun, go_on = [], threading.Event()
 
     def slow(text: str, **options: bool) -> list[int]:
-        if len(text) > prompts_module.LARGE:
+        if len(text) > LARGE:
             begun.append(len(text))
             assert go_on.wait(20)
             return [1]
@@ -159,14 +161,14 @@ def test_the_texts_of_those_who_left_are_not_tokenized(
     try:
         for sock in socks:
             sock.sendall(data)
-        made.wait(lambda: len(begun) == prompts_module.THREADS and made.server.door.open == 8)
+        made.wait(lambda: len(begun) == THREADS and made.server.middleware.open == 8)
         for sock in socks:
             sock.close()
-        made.wait(lambda: idle(made) and not made.server.door.bodies.total())
+        made.wait(lambda: idle(made) and not made.server.middleware.bodies.total())
     finally:
         go_on.set()
     assert made.post("/v1/completions", {"prompt": text, "max_tokens": 1}).status == 200
-    assert len(begun) == prompts_module.THREADS + 1
+    assert len(begun) == THREADS + 1
 
 
 def test_leaving_at_any_moment(server: Running) -> None:

@@ -11,13 +11,14 @@ import pytest
 
 from attar.protocol.messages import Ready, Submit
 from attar.protocol.request import SamplingParams
-from attar.server.dispatcher import LATE_ANSWER, PROMPT_ANSWER, Dispatcher
+from attar.server.admission.caller import Caller
+from attar.server.dispatcher import Dispatcher
 from attar.server.engine_client.client import EngineClient
 from attar.server.errors import Refusal
-from attar.server.http.middleware import Options
 from attar.server.http.security import Keys
-from attar.server.metrics import Metrics
-from attar.server.request_handler import Caller, Work
+from attar.server.options import ServerOptions
+from attar.server.request_context import LATE_ANSWER, PROMPT_ANSWER, RequestContext
+from attar.server.request_handler import RequestHandler
 from tests.server.api.test_routes import CHAT, COMPLETIONS, SEEDED
 from tests.server.bad_requests import USER
 from tests.server.conftest import Running
@@ -35,8 +36,8 @@ def test_any_number_of_prompts_that_is_allowed_fits_into_a_small_queue(start: Ca
 def test_a_deadline_counts_from_when_the_request_came() -> None:
     engine = EngineClient(Path("nobody"))
     engine._arrived([Ready("fake", 512, 100, 10, 16, 8, ())])
-    dispatcher = Dispatcher(engine, Metrics(engine), 600.0)
-    asks: list[Callable[[Caller], Work]] = [
+    dispatcher = Dispatcher(RequestContext(engine), 600.0)
+    asks: list[Callable[[Caller], RequestHandler]] = [
         lambda caller: dispatcher.submit(caller, [(1,)], SamplingParams(), 1, "fake"),
         lambda caller: dispatcher.embed(caller, [(1,)], "mean", "fake"),
     ]
@@ -44,7 +45,7 @@ def test_a_deadline_counts_from_when_the_request_came() -> None:
     async def ask() -> None:
         for at, submit in enumerate(asks):
             made = submit(Caller(f"{at}", time.monotonic() - 400.0, b""))
-            left = made.answer._commands[f"{at}"].deadline
+            left = made.stream._commands[f"{at}"].deadline
             assert left is not None
             assert 100 < left <= 200
             made.close()
@@ -57,7 +58,7 @@ def test_a_deadline_counts_from_when_the_request_came() -> None:
 
 def test_what_is_sent_to_the_engine_is_what_was_asked(start: Callable[..., Running]) -> None:
     keys = ["a" * 32, "b" * 32]
-    made = start(Options(port=0, keys=Keys.of(keys)))
+    made = start(ServerOptions(port=0, keys=Keys.of(keys)))
     for key in keys:
         bearer = {"Authorization": f"Bearer {key}"}
         made.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "priority": 7, "seed": -1}, bearer)
@@ -93,10 +94,10 @@ def test_without_keys_a_priority_may_be_less_than_0(server: Running) -> None:
 def test_a_streams_status_waits_for_a_queue_that_may_be_full_but_not_for_long() -> None:
     engine = EngineClient(Path("nobody"))
     engine._arrived([Ready("fake", 512, 100, 10, 16, 8, ())])
-    dispatcher = Dispatcher(engine, Metrics(engine), 600.0)
+    dispatcher = Dispatcher(RequestContext(engine), 600.0)
     engine.heartbeat.longest = 300.0
-    assert dispatcher.patience() == PROMPT_ANSWER
+    assert dispatcher.context.patience() == PROMPT_ANSWER
     engine.places.take(b"", 9)
     for longest, patience in ((0.1, PROMPT_ANSWER), (2.0, 4.0), (300.0, LATE_ANSWER)):
         engine.heartbeat.longest = longest
-        assert dispatcher.patience() == patience
+        assert dispatcher.context.patience() == patience

@@ -12,9 +12,10 @@ import pytest
 
 from attar.protocol.messages import Delta, Submit
 from attar.protocol.request import SamplingParams
-from attar.server import request_handler, request_trace
+from attar.server.admission.caller import Caller
 from attar.server.admission.fair_queue import Places
-from attar.server.engine_client.client import Answer
+from attar.server.engine_client.response_stream import ResponseStream
+from attar.server.request_handler import RequestHandler
 from tests.server.api.test_routes import COMPLETIONS, SEEDED
 from tests.server.conftest import Running
 from tests.server.fake_engine import BLOCKS, CACHED
@@ -45,13 +46,10 @@ def test_metrics_are_there_before_anything_ran_and_when_the_engine_is_gone(start
 
 def test_the_time_between_tokens_is_of_each_token(server: Running) -> None:
     count, total = (metric(server, f"attar_inter_token_seconds_{each}") for each in ("count", "sum"))
-    dispatcher = server.server.dispatcher
-    caller = request_handler.Caller("several", time.monotonic(), b"")
+    caller = Caller("several", time.monotonic(), b"")
     command = Submit("several", (1,), SamplingParams())
-    answer = Answer([command], 1, lambda answer, batch: None, lambda ids, tell: None, Places())
-    made = request_handler.Work(
-        caller, [(1,)], 1, answer, dispatcher, request_trace.RequestTrace("several", b"", caller.arrived, [None])
-    )
+    answer = ResponseStream([command], 1, lambda answer, batch: None, lambda ids, tell: None, Places())
+    made = RequestHandler(caller, [(1,)], 1, answer, server.server.context)
     made._note([Delta("several", 0, (1,), "a")])
     made._last["several", 0] -= 0.9
     made._note([Delta("several", 0, (1, 2, 3), "abc")])

@@ -23,8 +23,8 @@ import pytest
 from attar.server.admission import request_limits
 from attar.server.api import schemas
 from attar.server.http.limits import MAX_BODY
-from attar.server.http.middleware import Options
 from attar.server.http.security import Keys
+from attar.server.options import ServerOptions
 from tests.server.conftest import Running
 
 SCHEMATHESIS = Path(__file__).parents[2] / ".venv-clients" / "bin" / "schemathesis"
@@ -52,7 +52,7 @@ def test_the_server_does_what_its_document_says(
     monkeypatch.setattr(request_limits, "MAX_LOGPROBS", 2**60)
     monkeypatch.setattr(schemas, "_check_last", lambda messages: None)
     server = start(
-        Options(port=0, keys=Keys.of([KEY] if keyed else [])), context=2 * MAX_BODY, longest=3, step=0.0, queue=32
+        ServerOptions(port=0, keys=Keys.of([KEY] if keyed else [])), context=2 * MAX_BODY, longest=3, step=0.0, queue=32
     )
     program = [
         str(SCHEMATHESIS), "run", f"http://127.0.0.1:{server.port}/openapi.json", "--checks", "all",

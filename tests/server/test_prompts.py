@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from attar.server import prompts
-from attar.server.api import sampling_params, schemas
+from attar.server.admission import request_limits
+from attar.server.api import schemas
+from attar.text.token_bounds import TokenBounds
+from attar.text.tokenizer import Tokenizer
 from tests.server.conftest import Running
 
 MANY = 100_000
+SECONDS = 10.0  # for a text whose tokens nobody counts: they take several times as long
 
 
 @pytest.mark.parametrize(
@@ -22,7 +28,7 @@ def test_many_token_ids_are_looked_at_beside_the_loop(
     server: Running, monkeypatch: pytest.MonkeyPatch, path: str, field: str, status: int
 ) -> None:
     looked: list[threading.Thread] = []
-    kinds, known = schemas._check_prompts, sampling_params.in_vocabulary
+    kinds, known = schemas._check_prompts, request_limits.in_vocabulary
 
     def check(given: str | Sequence[object], name: str, most: int, noun: str) -> None:
         looked.append(threading.current_thread())
@@ -47,3 +53,39 @@ def test_many_token_ids_are_looked_at_beside_the_loop(
     few = server.post(path, {field: [[1, 10**9]] * 40} if status == 400 else {field: [1] * MANY + [10**9]})
     assert few.code == "out_of_range"
     assert looked
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/embeddings"])
+def test_texts_far_too_long_are_refused_without_a_look_at_them(
+    path: str, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "word " * (600 << 10)  # 3 MB
+    said = [{"role": "user", "content": text}]
+    field = {"/v1/completions": "prompt", "/v1/embeddings": "input"}.get(path, "messages")
+    body = {field: text if field != "messages" else said} | ({"max_tokens": 1} if path == "/v1/messages" else {})
+    tokenizer, encode = server.server.prompts.tokenizer, server.server.prompts.tokenizer.encode
+
+    def small(text: str, **options: bool) -> list[int]:
+        assert len(text) < 1 << 20
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", small)
+    began = time.monotonic()
+    reply = server.post(path, body)
+    assert time.monotonic() - began < SECONDS
+    assert reply.status == 400
+    message = reply.json["error"]["message"]
+    least = -(-len(text) // TokenBounds(tokenizer).longest)  # type: ignore[operator]
+    assert message.startswith(f"{field}: at least {least}"[: len(field) + 15])
+    assert "this model's context of 512" in message
+    monkeypatch.undo()
+    if path != "/v1/messages":
+        assert reply.code == "context_length_exceeded"
+
+
+def test_who_asks_how_long_a_text_is_gets_to_know(server: Running, demo: Path) -> None:
+    text = "word " * 20_000
+    reply = server.post("/tokenize", {"prompt": text})
+    assert reply.json["count"] == len(Tokenizer.load(demo).encode(text)) > 512
+    reply = server.post("/tokenize", {"messages": [{"role": "user", "content": text}]})
+    assert reply.json["count"] > 512

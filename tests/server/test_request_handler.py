@@ -14,12 +14,12 @@ from attar import faults
 from attar.faults import Fault
 from attar.protocol.messages import Ready, Submit
 from attar.protocol.request import SamplingParams
+from attar.server.admission.caller import Caller
 from attar.server.dispatcher import Dispatcher
 from attar.server.engine_client import client
 from attar.server.engine_client.client import EngineClient
-from attar.server.metrics import Metrics
-from attar.server.request_handler import Caller, Work
-from attar.server.request_trace import RequestTrace
+from attar.server.request_context import RequestContext
+from attar.server.request_handler import RequestHandler
 from tests.server.api.test_routes import CHAT, COMPLETIONS, SEEDED
 from tests.server.bad_requests import USER
 from tests.server.conftest import Running
@@ -121,10 +121,10 @@ def test_why_tells_the_end_of_an_answer_whose_reader_had_gone(code: str | None, 
     """The task that reads it may end before it has taken the answer's end; without one, the task is what failed."""
     engine = EngineClient(Path("nobody"))
     engine._arrived([Ready("fake", 512, 100, 10, 16, 8, ())])
-    dispatcher = Dispatcher(engine, Metrics(engine), 600.0)
+    dispatcher = Dispatcher(RequestContext(engine), 600.0)
     answer = engine.ask([Submit("a", (1,), SamplingParams())], 1)
-    work = Work(Caller("a", 0.0, b""), [(1,)], 1, answer, dispatcher, RequestTrace("a", b"", 0.0, [None]))
+    work = RequestHandler(Caller("a", 0.0, b""), [(1,)], 1, answer, dispatcher.context)
     if code is not None:
         answer.cancel(code)
     work.close()
-    assert dispatcher.traces.find("a", b"").outcome == told
+    assert dispatcher.context.traces.find("a", b"").outcome == told

@@ -20,10 +20,10 @@ HERE = Path(__file__).parent
 SERVE = """
 import sys
 from pathlib import Path
-from attar.server.http.middleware import Options
+from attar.server.options import ServerOptions
 from attar.server.serve import serve
 from attar.text.tokenizer import Tokenizer
-options = Options(port=0, drain_seconds=float(sys.argv[3]))
+options = ServerOptions(port=0, drain_seconds=float(sys.argv[3]))
 serve(Path(sys.argv[1]), Tokenizer.load(Path(sys.argv[2])), options, lambda url: print(url, flush=True))
 assert "torch" not in sys.modules
 assert "numpy" not in sys.modules
@@ -69,7 +69,7 @@ class Processes:
 def processes(request: pytest.FixtureRequest, demo: Path, tmp_path: Path) -> Iterator[Processes]:
     """A server and a fake engine of 10 ms a step; the parameter is how long the server drains."""
     path = tmp_path / "engine.sock"
-    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
+    environment = os.environ | {"PYTHONPATH": f"{HERE.parents[1]}:{os.environ.get('PYTHONPATH', '')}"}
     arguments = [sys.executable, str(HERE / "fake_engine.py"), str(path), str(demo), "0.01"]
     engine = subprocess.Popen(arguments, text=True, env=environment)
     arguments = [sys.executable, "-c", SERVE, str(path), str(demo), str(request.param)]

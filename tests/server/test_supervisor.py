@@ -23,7 +23,7 @@ import pytest
 from attar.checkpoints.sources import hub
 from attar.protocol.settings import CHANGED, HOPELESS, Settings
 from attar.server import serve, supervisor
-from attar.server.http.middleware import Options
+from attar.server.options import ServerOptions
 from attar.server.supervisor import WITHIN, EngineProcess
 from attar.text.tokenizer import Tokenizer
 
@@ -225,7 +225,7 @@ class Deaths:
             self.now += seconds
             return False
 
-        self.engine = EngineProcess(Settings("", ""), lambda: len(self.starts) > ready_after, self.gave_up.append)
+        self.engine = EngineProcess([], Settings("", ""), lambda: len(self.starts) > ready_after, self.gave_up.append)
         monkeypatch.setattr(self.engine, "_spawn", spawn)
         monkeypatch.setattr(self.engine._ending, "wait", pause)
         spawn()
@@ -281,7 +281,7 @@ def test_a_folder_that_was_cleaned_away_is_made_again(tmp_path: Path, monkeypatc
         return SimpleNamespace(stdin=io.BytesIO())
 
     monkeypatch.setattr(supervisor.subprocess, "Popen", start)
-    engine = EngineProcess(Settings("", str(tmp_path / "attar" / "engine")), lambda: True, lambda _: None)
+    engine = EngineProcess([], Settings("", str(tmp_path / "attar" / "engine")), lambda: True, lambda _: None)
     engine._spawn()
     assert started == [0o700]
     (tmp_path / "attar").chmod(0o777)
@@ -329,7 +329,8 @@ def test_a_server_ends_where_its_folder_was_replaced(
     monkeypatch.setattr(supervisor.gc, "freeze", lambda: None)
     monkeypatch.setattr(supervisor.sockets, "allow", lambda _: None)
     monkeypatch.setattr(serve, "Server", Stub)
-    assert supervisor.run(Settings("", ""), Tokenizer.load(hub.resolve("demo")), Options(port=0), lambda _: None) == 0
+    tokenizer = Tokenizer.load(hub.resolve("demo"))
+    assert supervisor.run(Settings("", ""), tokenizer, ServerOptions(port=0), [], lambda _: None) == 0
     assert [each.name for each in other.iterdir()] == ["engine"]
     left = {"by a link", "by a file"}
     assert sorted(each.name for each in tmp_path.iterdir()) == ["attar-0"] * (replaced in left) + ["other"]
@@ -337,7 +338,7 @@ def test_a_server_ends_where_its_folder_was_replaced(
 
 def test_a_server_that_ends_starts_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither while it waits for the time to do so, nor when that has just come."""
-    engine = EngineProcess(Settings("", ""), lambda: True, lambda _: pytest.fail("it was told to end"))
+    engine = EngineProcess([], Settings("", ""), lambda: True, lambda _: pytest.fail("it was told to end"))
     monkeypatch.setattr(engine, "_spawn", lambda: pytest.fail("nobody would end it"))
     engine._ending.set()
     assert not engine._goes_on(-9)

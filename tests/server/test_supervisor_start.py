@@ -20,6 +20,8 @@ from attar.server import supervisor
 from attar.server.supervisor import EngineProcess
 from tests.server.test_supervisor import SECONDS, Served
 
+HERE = Path(__file__).parent
+
 LOADS = "import time; time.sleep(600)"  # and hears nothing meanwhile
 ENDS = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch(); sys.stdin.buffer.read(); sys.exit(0)"
 
@@ -32,6 +34,42 @@ def test_a_port_that_is_taken_is_said_before_anything_of_the_model() -> None:
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith(f"attar: cannot listen at 127.0.0.1, port {port}: address already in use; --port takes")
+
+
+SERVE = """
+import sys
+from pathlib import Path
+from attar.protocol.settings import Settings
+from attar.server import supervisor
+from attar.server.options import ServerOptions
+from attar.text.tokenizer import Tokenizer
+
+def started(url):
+    print(url, flush=True)
+
+tokenizer = Tokenizer.load(Path(sys.argv[1]))
+sys.exit(supervisor.run(Settings("fake", ""), tokenizer, ServerOptions(port=0), sys.argv[2:], started))
+"""
+
+
+def test_any_engine_is_served_whose_command_line_is_given(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{HERE.parents[1]}:{os.environ.get('PYTHONPATH', '')}")
+    engine = [sys.executable, str(HERE / "fake_engine.py"), "-", str(demo), "0.001"]
+    served = Served.__new__(Served)
+    served.process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, str(demo), *engine], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert served.process.stdout is not None
+        served.url = served.process.stdout.readline().strip()
+        served.wait_for(200, SECONDS)
+        status, answer = served.get("/v1/completions", {"prompt": "a", "max_tokens": 3})
+        assert (status, answer["model"]) == (200, "fake")
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(SECONDS) == 0
+    finally:
+        served.process.kill()
+        served.process.wait()
 
 
 def test_readiness_is_503_while_the_model_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,15 +90,13 @@ def test_readiness_is_503_while_the_model_loads(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.fixture
-def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineProcess]:
+def started(tmp_path: Path) -> Callable[..., EngineProcess]:
     """Starts a program in the engine's place."""
-    popen = subprocess.Popen
 
     def make(program: str, **settings: Any) -> EngineProcess:
         made = replace(Settings("", str(tmp_path / "attar" / "engine")), **settings)
         command = [sys.executable, "-c", program, made.socket]
-        monkeypatch.setattr(supervisor.subprocess, "Popen", lambda _, stdin: popen(command, stdin=stdin))
-        engine = EngineProcess(made, lambda: False, lambda _: pytest.fail("it was told to end"))
+        engine = EngineProcess(command, made, lambda: False, lambda _: pytest.fail("it was told to end"))
         engine.start()
         return engine
 

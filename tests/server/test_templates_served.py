@@ -135,7 +135,7 @@ def test_a_render_that_takes_its_time_holds_up_no_other_kind_of_request(
     try:
         for thread in threads:
             thread.start()
-        server.wait(lambda: server.server.door.open == len(threads))
+        server.wait(lambda: server.server.middleware.open == len(threads))
         for path in ("/livez", "/readyz", "/metrics", "/v1/models", "/v1/engine", "/"):
             assert server.get(path).status == 200
         long = "word " * 4000  # read and tokenized by a thread, too

@@ -32,16 +32,19 @@ if TYPE_CHECKING:
 def _load(config: options.RunConfig, bar: Progress) -> LLM:
     """Load the model, and say on stderr what a user should know of it."""
     from attar.engine.llm import LLM
+    from attar.engine.loader import Parallel
 
     tell_shared(config.device, config.tp, config.pp)
     llm = LLM(
         config.model, device=config.device, dtype=config.dtype, activations=config.activations.value,
-        adapter=config.adapter, tp=config.tp, pp=config.pp, verify=not config.no_verify, progress=bar,
+        parallel=Parallel(config.tp, config.pp), verify=not config.no_verify, progress=bar,
     )  # fmt: skip
+    if config.adapter is not None:
+        llm.attach(config.adapter)
     bar.close()
-    if llm.receipt is None:
+    if llm.model.receipt is None:
         tell(NO_RECEIPT)
-    tell_doubt(config.adapter, llm.path)
+    tell_doubt(config.adapter, llm.model.path)
     return llm
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,11 +21,12 @@ from attar.cli.terminal import emit, errors, require_apart, tell, tell_shared
 if TYPE_CHECKING:
     from attar.protocol.scheduler_config import Limits
     from attar.protocol.settings import Settings
-    from attar.server.http.middleware import Options
     from attar.server.http.security import Keys
+    from attar.server.options import ServerOptions
     from attar.text.tokenizer import Tokenizer
 
 BESIDES = 64  # HTTP requests open besides those that run or wait: read, refused, or about something else
+ENGINE = (sys.executable, "-m", "attar.engine.main")  # the command line of its process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,8 @@ class ServeConfig(SchedulerConfig):
 
         from attar.kv.schemes import scheme
         from attar.plan.fit import check_fraction
-        from attar.protocol.settings import Settings, parse_adapters
+        from attar.protocol.settings import Settings
+        from attar.server.model_names import parse_adapters
 
         given = {key: value for key, value in self.settings().items() if value is not None}
         if given.get("policy", "dynamic") != "dynamic":  # the only policy with a delay
@@ -112,16 +115,16 @@ class ServeConfig(SchedulerConfig):
             raise ValueError(f"max-delay is of the policy dynamic; with {limits.policy} nothing waits for a batch")
         return settings
 
-    def http(self, keys: Keys, origins: frozenset[str], limits: Limits) -> Options:
+    def http(self, keys: Keys, origins: frozenset[str], limits: Limits) -> ServerOptions:
         """Make the settings of HTTP. Raises ValueError for a public address without a key."""
-        from attar.server.admission import rate_limits
-        from attar.server.http.middleware import Options
+        from attar.server.admission.rate_limits import KeyLimits
+        from attar.server.options import ServerOptions
 
         most = limits.together + limits.max_waiting + BESIDES
-        return Options(
+        return ServerOptions(
             self.host, self.port, keys, frozenset(self.allowed_host or ()), origins,
             most if self.max_requests is None else self.max_requests,
-            rate_limits.Limits(self.max_requests_per_key, self.tokens_per_minute), self.deadline, self.drain_seconds,
+            KeyLimits(self.max_requests_per_key, self.tokens_per_minute), self.deadline, self.drain_seconds,
         )  # fmt: skip
 
 
@@ -141,11 +144,12 @@ def serve(config: ServeConfig) -> None:
         from msgspec.structs import replace
 
         from attar.checkpoints import vocabulary
+        from attar.checkpoints.fingerprints import fingerprints
         from attar.checkpoints.sources import hub
-        from attar.protocol.settings import check_name, name_of
         from attar.server import supervisor
         from attar.server.http.security import Keys, check_host, find_keys, parse_origin
         from attar.server.http.sockets import explained
+        from attar.server.model_names import check_name, name_of
 
         check_host(config.host)
         origins = frozenset(map(parse_origin, config.origin or ()))
@@ -158,10 +162,10 @@ def serve(config: ServeConfig) -> None:
         settings = config.engine(path, name, theirs)
         tell_shared(settings.device, config.tp, config.pp)
         options = config.http(keys, origins, settings.limits())
-        settings = replace(settings, files=settings.fingerprints)  # first: what is replaced from now on is noticed
+        settings = replace(settings, files=fingerprints(settings.folders))  # first: later changes are noticed
         tokenizer = vocabulary.tokenizer(path)
         try:
-            status = supervisor.run(settings, tokenizer, options, _started(tokenizer, config.as_json))
+            status = supervisor.run(settings, tokenizer, options, ENGINE, _started(tokenizer, config.as_json))
         except OSError as error:
             raise explained(error, config.host, config.port) from None
         if status:

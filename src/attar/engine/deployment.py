@@ -21,6 +21,7 @@ from attar.plan import fit
 from attar.plan.cards import Card
 from attar.plan.costs import Storage
 from attar.plan.fit import Demand, Plan
+from attar.plan.steps import StepLimits
 from attar.protocol.settings import Settings
 
 
@@ -129,7 +130,7 @@ def plan(settings: Settings, subject: Subject, demand: Demand, hardware: Hardwar
     return fit.plan(
         subject.name, subject.config, fit.usual(subject.config, subject.storage), demand, memory,
         source + (f", each of {share.count} processes" if share.count > 1 else ""),
-        limits=limits.steps(settings.threads or machine.cores()), max_tokens=settings.max_cached_tokens,
+        limits=StepLimits.of(limits, settings.threads or machine.cores()), max_tokens=settings.max_cached_tokens,
         kv_schemes=None if settings.kv is None else (settings.kv,), bandwidth=hardware.bandwidth,
         int8_rate=hardware.int8_rate, adapters=_adapters(settings, subject, limits.max_step_tokens, share),
         share=share, fraction=settings.kv_fraction, card=hardware.gpu,

@@ -15,28 +15,21 @@ import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attar.checkpoints import vocabulary
 from attar.checkpoints.adapters import lora
-from attar.checkpoints.receipts import receipt
-from attar.checkpoints.sources import hf, hub, opening
-from attar.checkpoints.strict_io import VerificationError
+from attar.checkpoints.sources import hub
 from attar.engine.engine import Engine
-from attar.execution.model_runner import Runner
-from attar.execution.parallel.executor import Lost, Team
-from attar.kernels import ops
+from attar.engine.loader import Parallel, load_model
+from attar.execution.parallel.executor import Lost
 from attar.model.cache import BLOCK, Step
-from attar.model.decoder import Decoder
-from attar.model.split import Share
 from attar.progress import Progress
 from attar.protocol.messages import Delta, Failed, Finished, PromptLogprobs, Submit
 from attar.protocol.request import Completion, FinishReason, SamplingParams, TokenLogprob
@@ -114,12 +107,8 @@ class LLM:
     rounded to int8 on the fly, with one scale a row (`int8`) or for every 128 or 32 columns (`int8g128`, `int8g32`), or
     `exact`. On `cuda` they are left alone.
 
-    `tp` processes compute each layer together and `pp` stages have some of the layers each
-    (`execution/parallel/executor.py`): on `cuda` with a GPU a process; on CPUs they share the cores, to check that it
-    works. `threads` are those of all of them together, by default as many as there are cores. No probe is replayed
-    then: it would tell of rounding that one process does not have. `close` ends the processes, as does this one's end.
-
-    `adapter` is the folder of a low-rank adapter, as PEFT stores it, which computes beside the weights, unmerged.
+    `parallel` says how many processes share the model (`loader.py`). No probe is replayed then: it would tell of
+    rounding that one process does not have. `close` ends the processes, as does this one's end.
 
     Calls may be under way side by side: several streams, read in turn, or a `generate` between two pieces of a stream.
     They share every step, so the texts of streams that nobody reads grow as well, and wait to be read; a stream that is
@@ -134,75 +123,41 @@ class LLM:
         self,
         model: str | Path,
         *,
+        device: str = "cpu",
         dtype: str | None = None,
         activations: str = "int8g128",
+        parallel: Parallel | None = None,
         verify: bool = True,
         progress: Progress | None = None,
-        device: str = "cpu",
-        adapter: str | Path | None = None,
-        tp: int = 1,
-        pp: int = 1,
-        threads: int | None = None,
     ) -> None:
-        ops.require(device)
-        computed = hf.compute_dtype(dtype, device)
-        self.path = hub.resolve(model)
-        report = progress or (lambda stage, done, total: None)
-        loading = partial(report, "loading")
-        self.team: Team | None = None
-        self.decoder: Decoder
-        if Share(0, tp, pp).count > 1:
-            self.team = Team(
-                self.path, tp, pp, device=device, dtype=computed, activations=activations, threads=threads,
-                progress=loading,
-            )  # fmt: skip
-            self.decoder = self.team.decoder
-        else:
-            store = None if computed is None else ops.store(activations, device, computed)
-            self.decoder = opening.load(self.path, computed, loading, store)
+        self.model = load_model(
+            hub.resolve(model), device=device, dtype=dtype, activations=activations, parallel=parallel, verify=verify,
+            progress=progress,
+        )  # fmt: skip
+        self.decoder = self.model.decoder
         self._engine: Engine | None = None
         self._ids = itertools.count()
         self._calls: dict[str, Call] = {}  # of requests that have not ended, by their ids
         self._left: list[str] = []  # requests that are to end because nobody waits for them
         self._busy = threading.Lock()
-        self.receipt = receipt.read_receipt(self.path)
-        if verify and self.receipt is not None and self.team is None:
-            verdict = receipt.verify(self.path, self.decoder, hashes=False, probes="one")
-            if not verdict.ok:
-                raise VerificationError(
-                    f"{self.path} does not compute what its receipt says: it diverges at {verdict.first_divergence}. "
-                    "`attar verify` checks the files; --no-verify loads it all the same"
-                )
-        elif verify and self.receipt is not None:
-            logger.warning("the receipt's probe is not replayed in several processes: `attar verify` does so in one")
-        if adapter is not None:
-            try:
-                lora.attach(self.decoder, Path(adapter))
-            except BaseException:
-                self.close()
-                raise
 
-    @property
-    def runner(self) -> Callable[..., Runner]:
-        """What runs the steps of an engine on this model."""
-        return Runner if self.team is None else self.team.runner
+    def attach(self, adapter: str | Path) -> None:
+        """Put a low-rank adapter, a folder as PEFT stores it, beside the weights, unmerged. Raises ValueError where it
+        does not fit, and ends the processes that share the model then."""
+        try:
+            lora.attach(self.decoder, Path(adapter))
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """End the processes that share the model, where there are several."""
-        if self.team is not None:
-            self.team.close()
+        self.model.close()
 
-    @cached_property
+    @property
     def tokenizer(self) -> Tokenizer:
-        return vocabulary.tokenizer(self.path)
-
-    @cached_property
-    def eos_ids(self) -> frozenset[int]:
-        """Tokens that end a text: those of the generation config, else the tokenizer's."""
-        declared = self.decoder.config.eos_ids
-        if declared or not self._has_tokenizer:
-            return frozenset(declared)
-        return self.tokenizer.eos_ids
+        """The model's tokenizer. Raises ValueError where it has none."""
+        return self.model.tokenizer
 
     @property
     def context(self) -> int:
@@ -353,17 +308,13 @@ class LLM:
                 context, blocks = max(context, old.context), max(blocks, old.pool.total)
                 del old
             limits = Limits(max_running=TOGETHER, max_step_tokens=PREFILL_ROWS, max_waiting=sys.maxsize, headroom=0.0)
-            tokenizer = self.tokenizer if self._has_tokenizer else None
+            tokenizer = self.tokenizer if self.model.has_tokenizer else None
             self._engine = Engine(
-                self.decoder, tokenizer, blocks=blocks, context=context, limits=limits, eos_ids=self.eos_ids,
-                runner=self.runner,
+                self.decoder, tokenizer, blocks=blocks, context=context, limits=limits, eos_ids=self.model.eos_ids,
+                runner=self.model.runner,
             )  # fmt: skip
         assert self._engine is not None
         return self._engine
-
-    @cached_property
-    def _has_tokenizer(self) -> bool:
-        return vocabulary.has_tokenizer(self.path)
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
         """Token ids as a list, each in the vocabulary; of an empty prompt, the model's BOS."""

@@ -31,11 +31,11 @@ from typing import NoReturn
 import msgspec
 
 from attar import env, faults, logs, machine
-from attar.engine import loader
+from attar.checkpoints.fingerprints import ChangedError
+from attar.engine import startup
 from attar.engine.engine import Engine
-from attar.engine.requests import SENTENCES
+from attar.engine.outbox import Outbox, framed
 from attar.execution.parallel.executor import TeamRunner
-from attar.faults import point
 from attar.protocol import framing
 from attar.protocol.messages import (
     BEAT_SECONDS,
@@ -47,14 +47,12 @@ from attar.protocol.messages import (
     Drain,
     Embed,
     Event,
-    Failed,
     Ready,
     Stats,
     Submit,
-    Told,
     encode,
 )
-from attar.protocol.settings import CHANGED, HOPELESS, ChangedError, Settings
+from attar.protocol.settings import CHANGED, HOPELESS, Settings
 
 MAX_UNSENT = 64 << 20
 STATS_SECONDS = 0.1
@@ -63,47 +61,6 @@ REST_SECONDS = 0.01  # that the rest of a frame is waited for: it comes when the
 ORPHAN_SECONDS = 10.0  # that the loop has to see for itself that nobody wants its step any more
 
 logger = logging.getLogger(__name__)
-
-
-class Outbox:
-    """What goes to one server: whole frames, in order, whichever thread says them.
-
-    The socket does not block: what it does not take waits here. So the lock is held for moments only, and neither
-    thread can hold up the other, however slowly the server reads. The first frame is there from the start: no beat
-    comes before it.
-    """
-
-    def __init__(self, server: socket.socket, first: bytes) -> None:
-        server.setblocking(False)
-        self._server, self._waiting, self._lock = server, bytearray(first), threading.Lock()
-
-    @property
-    def waiting(self) -> int:
-        """Bytes that the socket has not taken."""
-        return len(self._waiting)
-
-    def put(self, frames: bytes = b"") -> None:
-        """Send what waits, then `frames`, as far as the socket takes them. Raises OSError when the server has gone."""
-        with self._lock:
-            self._waiting += frames
-            self._send()
-
-    def beat(self, frame: bytes) -> None:
-        """The same with a frame that is left out where others wait: a server that does not read need not be told."""
-        with self._lock:
-            if not self._waiting:
-                self._waiting += frame
-            self._send()
-
-    def close(self) -> None:
-        """Close the socket; what waits is lost."""
-        with self._lock:
-            self._server.close()
-
-    def _send(self) -> None:
-        if self._waiting:
-            with contextlib.suppress(BlockingIOError):
-                del self._waiting[: self._server.send(self._waiting)]
 
 
 class Loop:
@@ -275,7 +232,7 @@ class Loop:
             events = [*events, stats]
         if events:
             lost: set[str] = set()
-            self._write(_framed(events, lost))
+            self._write(framed(events, lost))
             for id in lost:
                 self.engine.drop(id)
 
@@ -306,26 +263,6 @@ class Loop:
         # Temporary folders are cleaned, also of what is needed.
         if not (self.draining or self.ended or _place(self.listener) == self._socket):
             _end_at_once("the engine's socket was removed: no server can connect any more")
-
-
-def _framed(events: Sequence[Event], lost: set[str]) -> bytes:
-    """One frame, or, where that cannot be made, one an event. An event that no frame holds becomes its request's
-    failure: the id joins `lost`, and nothing more is said of it."""
-    try:
-        for event in events:
-            if not isinstance(event, Ready | Stats | Beat | Told):
-                point("events.encode", event.id)
-        return encode(events)
-    except Exception as error:
-        if len(events) > 1:
-            return b"".join(_framed([event], lost) for event in events if getattr(event, "id", "") not in lost)
-        (event,) = events
-        assert not isinstance(event, Ready | Stats | Beat | Told), "these are short"
-        lost.add(event.id)
-        if isinstance(error, ValueError):
-            return encode([Failed(event.id, "too_long", "the answer is too long to be sent")])
-        logger.error("what is to be said of request %s cannot be encoded", event.id, exc_info=error)
-        return encode([Failed(event.id, "internal", SENTENCES["internal"])])
 
 
 def _readable(server: socket.socket, seconds: float) -> bool:
@@ -369,7 +306,7 @@ def main() -> int:
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
     try:
         faults.arm_from(env.get().faults)
-        engine, ready = loader.engine(settings)
+        engine, ready = startup.start_engine(settings)
     except (ValueError, OSError) as error:
         logs.say(f"error: {error}")
         return CHANGED if isinstance(error, ChangedError) else HOPELESS

@@ -30,6 +30,7 @@ from attar.formats.scheme import Scheme
 from attar.formats.weight_formats import Lookup, Progressive
 from attar.model.config import ModelConfig
 from attar.plan.costs import LANES, Storage, against, matrices
+from attar.protocol.scheduler_config import Limits
 
 LARGE = 1 << 20  # bytes from which a result has pages of its own
 UNIT = 2 << 20  # pages of a large result come in multiples of this
@@ -81,6 +82,11 @@ class StepLimits:
                 raise ValueError(f"{name} of a step are at least {low}, not {value}")
         if not 0 <= self.headroom < 1:
             raise ValueError(f"the headroom is a share below 1, not {self.headroom:g}")
+
+    @classmethod
+    def of(cls, scheduler: Limits, threads: int) -> StepLimits:
+        """Bounds of a step on a CPU of so many threads: what memory is planned by, before a start and at it."""
+        return cls(scheduler.max_step_tokens, scheduler.together, threads=threads, headroom=scheduler.headroom)
 
 
 def largest_step(config: ModelConfig, storage: Storage, limits: StepLimits, context: int) -> StepBytes:

@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from attar.plan.steps import StepLimits
-
 Policy = Literal["none", "static", "dynamic", "continuous"]
 
 
@@ -55,11 +53,6 @@ class Limits:
     def together(self) -> int:
         """Return the number of sequences that may run at the same time."""
         return 1 if self.policy == "none" else self.max_running
-
-    def steps(self, threads: int) -> StepLimits:
-        """Return the bounds of a step on a CPU of `threads` threads; memory is planned with them, before a start and at
-        it."""
-        return StepLimits(rows=self.max_step_tokens, sequences=self.together, threads=threads, headroom=self.headroom)
 
     def told(self, preset: str | None) -> str:
         """Return all settings in one line, with the default beside each value that differs from it."""

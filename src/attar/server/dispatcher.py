@@ -7,48 +7,42 @@ from collections.abc import Sequence
 from typing import Any
 
 from attar.faults import point
-from attar.protocol.messages import Embed, Failed, Ready, Submit
+from attar.protocol.messages import Embed, Failed, Ready, Stats, Submit
 from attar.protocol.request import SamplingParams
-from attar.server.admission.retry_after import Backoff
-from attar.server.api.schemas import MAX_PROMPTS
-from attar.server.engine_client.client import EngineClient
+from attar.server.admission.caller import Caller
 from attar.server.errors import Refusal
-from attar.server.metrics import Metrics
-from attar.server.request_handler import Caller, Work
-from attar.server.request_trace import RequestTrace, RequestTraces
+from attar.server.request_context import RequestContext
+from attar.server.request_handler import RequestHandler
 
 WINDOW = 32  # texts to embed that the engine has at once
-PROMPT_ANSWER = 1.0  # seconds that a stream's status waits for the engine's first word
-LATE_ANSWER = 10.0  # the same where the engine may have to refuse it, at most: clients wait for a status too
 SHARE_AFTER = 1  # seconds after which a key may ask again that has its share: all keys share the turns of `Backoff`
 
 
 class Dispatcher:
-    """Where requests become work: the engine's client, the metrics, and the memory of what became of requests."""
+    """Hands requests to the engine. A request has `deadline` seconds from when it came."""
 
-    def __init__(self, engine: EngineClient, metrics: Metrics, deadline: float) -> None:
-        self.engine, self.metrics, self.deadline = engine, metrics, deadline
-        self.draining = False
-        self.backoff = Backoff()
-        self.traces = RequestTraces()
+    def __init__(self, context: RequestContext, deadline: float) -> None:
+        self.context, self.engine, self.deadline = context, context.engine, deadline
+
+    @property
+    def most_choices(self) -> int:
+        """Choices of one prompt that could ever wait together."""
+        return self.engine.places.most
+
+    @property
+    def stats(self) -> Stats | None:
+        """The engine's state, as it last said it."""
+        return self.engine.stats
 
     def ready(self) -> Ready:
         """The engine, ready to be asked. Raises Refusal when it is not."""
-        if self.draining:
+        if self.context.draining:
             raise Refusal("draining", "the server is shutting down")
         if self.engine.ready is None:
             if self.engine.was_ready:
                 raise Refusal("engine_down", "the engine is not running")
             raise Refusal("loading", "the model is being loaded")
         return self.engine.ready
-
-    def patience(self) -> float:
-        """Seconds that a stream's status waits: where the engine's queue may have no room, until it can have said so,
-        which it does between two steps."""
-        places = self.engine.places
-        if places.total <= places.size:
-            return PROMPT_ANSWER
-        return min(max(PROMPT_ANSWER, 2 * self.engine.heartbeat.longest), LATE_ANSWER)
 
     def getting_on(self) -> None:
         """Raises Refusal unless the engine is healthy, and in no step that takes far longer than any before."""
@@ -70,17 +64,6 @@ class Dispatcher:
             raise Refusal("model_not_found", "model: not served here; GET /v1/models lists what is", "model")
         return ready.model if asked is None else asked
 
-    def full(self, message: str) -> Refusal:
-        """There is no room; says when there may be."""
-        places = self.engine.places
-        waiting = len(self.engine.open) * places.total / max(1, places.total + places.running)
-        return Refusal("overloaded", message, retry_after=self.backoff.retry_after(time.monotonic(), waiting))
-
-    def refusal(self, failed: Failed) -> Refusal:
-        """What the engine's refusal is to a user."""
-        refusal = Refusal.of(failed)
-        return self.full(refusal.message) if refusal.code == "overloaded" else refusal
-
     def submit(
         self,
         caller: Caller,
@@ -89,7 +72,7 @@ class Dispatcher:
         n: int,
         model: str,
         priority: int = 0,
-    ) -> Work:
+    ) -> RequestHandler:
         """Prompts to be continued, n choices each, by what `model` names. Where there are keys, a `priority` below 0
         counts as 0. Raises Refusal."""
         self.healthy()
@@ -103,9 +86,9 @@ class Dispatcher:
             Submit(name, prompt, params.seeded(), n, caller.salt, priority, left, adapter)
             for name, prompt in zip(_names(caller, len(prompts)), prompts, strict=True)
         ]
-        return self._work(caller, prompts, n, commands, self._share())
+        return self._ask(caller, prompts, n, commands, self._share())
 
-    def embed(self, caller: Caller, prompts: Sequence[tuple[int, ...]], pooling: str, model: str) -> Work:
+    def embed(self, caller: Caller, prompts: Sequence[tuple[int, ...]], pooling: str, model: str) -> RequestHandler:
         """Prompts whose vectors are wanted, of what `model` names. Raises Refusal."""
         self.healthy()
         left = self._left(caller)
@@ -115,7 +98,7 @@ class Dispatcher:
             Embed(name, prompt, pooling, left, self._adapter(model), caller.salt)
             for name, prompt in zip(_names(caller, len(prompts)), prompts, strict=True)
         ]
-        return self._work(caller, prompts, 1, commands, min(WINDOW, self._share()))
+        return self._ask(caller, prompts, 1, commands, min(WINDOW, self._share()))
 
     def _place(self, caller: Caller, count: int) -> None:
         """Raises Refusal where so many choices of the first prompt would be more than the key's share of the queue, or
@@ -123,14 +106,16 @@ class Dispatcher:
         places = self.engine.places
         if not places.fit(caller.salt, count):
             if places.keys < 2:
-                raise self.full("the server is full: try again later")
-            self.metrics.limited.labels("queue").inc()
+                raise self.context.full("the server is full: try again later")
+            self.context.metrics.limited.labels("queue").inc()
             waiting = f"this key has {places.waiting(caller.salt)} of the {places.size} places in the queue"
             message = f"{waiting}, and its share has no room for {count} more: try again later"
             raise Refusal("rate_limit_exceeded", message, retry_after=SHARE_AFTER)
 
-    async def why(self, trace: RequestTrace) -> dict[str, Any]:
-        """What became of a request, for JSON; of one that runs, how far it is, unless a long step keeps the engine."""
+    async def why(self, request: str, salt: bytes) -> dict[str, Any]:
+        """What became of a request, for JSON; of one that runs, how far it is, unless a long step keeps the engine.
+        Raises Refusal where nobody knows of it, or it was another's."""
+        trace = self.context.traces.find(request, salt)
         if trace.outcome != "running":
             return trace.told(time.monotonic())
         left = [name for name, ended in zip(trace.names, trace.reports, strict=True) if ended is None]
@@ -141,7 +126,7 @@ class Dispatcher:
         """Seconds of the deadline, which began when the request came. Raises Refusal where it has passed."""
         left = caller.arrived + self.deadline - time.monotonic()
         if left <= 0:
-            raise self.refusal(Failed(caller.id, "deadline", ""))
+            raise self.context.refusal(Failed(caller.id, "deadline", ""))
         return left
 
     def _share(self) -> int:
@@ -152,14 +137,11 @@ class Dispatcher:
         """What the engine calls it: nothing where it is the served model itself."""
         return "" if model == self.ready().model else model
 
-    def _work(
+    def _ask(
         self, caller: Caller, prompts: Sequence[tuple[int, ...]], n: int, commands: Sequence[Submit | Embed], most: int
-    ) -> Work:
+    ) -> RequestHandler:
         point("dispatcher.submit", caller.id)
-        names = tuple(command.id for command in commands[:MAX_PROMPTS])
-        trace = RequestTrace(caller.id, caller.salt, caller.arrived, [None] * len(names), names=names)
-        self.traces.begin(trace)
-        return Work(caller, prompts, n, self.engine.ask(commands, most), self, trace)
+        return RequestHandler(caller, prompts, n, self.engine.ask(commands, most), self.context)
 
 
 def _names(caller: Caller, count: int) -> list[str]:

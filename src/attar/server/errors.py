@@ -8,8 +8,10 @@ half of more than one exploit. What the engine says of a failed request is shown
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
+from starlette.types import Send
 
 from attar.protocol.messages import Failed
 from attar.strict_json import shown
@@ -120,3 +122,13 @@ class Refusal(Exception):
         if self.kind.vain:
             return {"x-should-retry": "false"}  # what the clients of both APIs heed
         return {"WWW-Authenticate": "Bearer"} if self.kind.status == 401 else {}
+
+    async def send(self, path: str, send: Send, allowed: str | None = None) -> None:
+        """Answer a request with it, in the shape that the API at `path` has. `allowed`: methods, where another was
+        used."""
+        body = self.body(anthropic=path.startswith(ANTHROPIC))
+        headers: list[Any] = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        headers += [(name.encode(), value.encode()) for name, value in self.headers().items()]
+        headers += [] if allowed is None else [(b"allow", allowed.encode())]
+        await send({"type": "http.response.start", "status": self.kind.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})

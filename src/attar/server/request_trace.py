@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -12,9 +13,11 @@ import msgspec
 
 from attar.faults import point
 from attar.protocol.messages import Embedding, Failed, Finished, Report
+from attar.server.admission.caller import Caller
 from attar.server.engine_client.connection import AnswerEvent
 from attar.server.errors import Refusal
 
+MAX_PROMPTS = 128  # of a request that are told of: of an embedding the first
 REMEMBERED = 1000  # requests that /why can tell of when they have ended
 
 
@@ -67,9 +70,12 @@ class RequestTraces:
         self._running: WeakValueDictionary[str, RequestTrace] = WeakValueDictionary()
         self._ended: OrderedDict[str, RequestTrace] = OrderedDict()
 
-    def begin(self, trace: RequestTrace) -> None:
-        """Its request runs, for as long as somebody holds the trace."""
+    def begin(self, caller: Caller, names: Iterable[str]) -> RequestTrace:
+        """A request of `caller` runs, for as long as somebody holds the trace. The engine calls its prompts `names`."""
+        kept = tuple(islice(names, MAX_PROMPTS))
+        trace = RequestTrace(caller.id, caller.salt, caller.arrived, [None] * len(kept), names=kept)
         self._running[trace.id] = trace
+        return trace
 
     def remember(self, trace: RequestTrace) -> None:
         """Its request has ended; the oldest is forgotten."""

@@ -16,22 +16,25 @@ from pathlib import Path
 
 import uvicorn
 
-from attar.server.api.routes import make_app
+from attar.server.api.app import make_app
 from attar.server.dispatcher import Dispatcher
 from attar.server.engine_client.client import EngineClient
 from attar.server.engine_client.heartbeat import STUCK
+from attar.server.fair_thread_pool import TextThreads
 from attar.server.http.limits import KEEP_ALIVE_SECONDS, LimitedProtocol
-from attar.server.http.middleware import Door, Options
-from attar.server.http.sockets import Waiting, allowed
-from attar.server.metrics import Metrics
+from attar.server.http.middleware import Middleware
+from attar.server.http.sockets import BACKLOG, Waiting, allowed, listen
+from attar.server.options import ServerOptions
 from attar.server.prompts import Prompts
-from attar.server.supervisor import BACKLOG, listen
+from attar.server.request_context import RequestContext
 from attar.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 
-def serve(engine: Path, tokenizer: Tokenizer, options: Options, started: Callable[[str], None] | None = None) -> None:
+def serve(
+    engine: Path, tokenizer: Tokenizer, options: ServerOptions, started: Callable[[str], None] | None = None
+) -> None:
     """Serve until told to stop.
 
     engine: the Unix socket at which the engine listens, or will; it is connected to whenever it does. started: called
@@ -45,16 +48,17 @@ class Server:
     closes, it listens where the options say once it runs."""
 
     def __init__(
-        self, engine: Path, tokenizer: Tokenizer, options: Options, listener: socket.socket | None = None
+        self, engine: Path, tokenizer: Tokenizer, options: ServerOptions, listener: socket.socket | None = None
     ) -> None:
         self.options, self._listener = options, listener
         keys = len(set(options.keys.hashes))
         self.engine = EngineClient(engine, max(STUCK, options.deadline), keys)
-        self.metrics = Metrics(self.engine)
-        self.dispatcher = Dispatcher(self.engine, self.metrics, options.deadline)
-        self.prompts = Prompts(tokenizer, keys)
-        self.app = make_app(self.dispatcher, self.prompts, self.metrics, keyed=bool(options.keys.hashes))
-        self.door = Door(self.app, options, self.dispatcher, self.metrics)
+        self.context = RequestContext(self.engine)
+        self.dispatcher = Dispatcher(self.context, options.deadline)
+        self.threads = TextThreads(keys)
+        self.prompts = Prompts(tokenizer, self.threads)
+        self.app = make_app(self.dispatcher, self.prompts, self.threads, keyed=bool(options.keys.hashes))
+        self.middleware = Middleware(self.app, options, self.context)
         self._stop, self._now = asyncio.Event(), asyncio.Event()
 
     def stop(self) -> None:
@@ -71,7 +75,7 @@ class Server:
             waiting = Waiting(allowed())
 
         config = uvicorn.Config(
-            self.door,
+            self.middleware,
             http=Protocol,
             ws="none",
             lifespan="off",
@@ -89,7 +93,7 @@ class Server:
             for each in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(each, self.stop)
         self.engine.start()
-        lag = loop.create_task(self.metrics.watch_loop())
+        lag = loop.create_task(self.context.metrics.watch_loop())
         serving = loop.create_task(server.serve([listener]))
         try:
             if started is not None:
@@ -103,14 +107,14 @@ class Server:
             server.should_exit = True
             await serving
             lag.cancel()
-            self.prompts.close()
+            self.threads.close()
 
     async def _drain(self) -> None:
-        self.dispatcher.draining = True
-        logger.info("draining: %d requests are open", self.door.open)
+        self.context.draining = True
+        logger.info("draining: %d requests are open", self.middleware.open)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.options.drain_seconds):
-                while self.door.open and not self._now.is_set():
+                while self.middleware.open and not self._now.is_set():
                     await asyncio.sleep(0.02)
 
 

@@ -2,12 +2,12 @@
 
 The engine is a child with its settings on standard input, a pipe that stays open: when this process dies, of whatever,
 the engine's end of it does too, and the engine ends. When the engine dies, open requests have failed within the moment
-(`client.py`), and a new one is started, at once the first time, later after every further death. The server ends where
-the first could not serve its model at all (exit status 2). Once there was one that could, the same status counts as a
-death: what a new one lacks, memory, a file, a card that the old one still holds, may be there again soon. So does a
-process that cannot be started. Files that are others than when the server started end it (status 1). An engine that is
-stopped is left alone, for whoever stopped it may continue it; one that runs but will not get on is killed
-(`heartbeat.py`).
+(`engine_client/client.py`), and a new one is started, at once the first time, later after every further death. The
+server ends where the first could not serve its model at all (exit status 2). Once there was one that could, the same
+status counts as a death: what a new one lacks, memory, a file, a card that the old one still holds, may be there again
+soon. So does a process that cannot be started. Files that are others than when the server started end it (status 1). An
+engine that is stopped is left alone, for whoever stopped it may continue it; one that runs but will not get on is
+killed (`heartbeat.py`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ import asyncio
 import contextlib
 import gc
 import logging
-import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +30,7 @@ import msgspec
 from attar import env, faults, machine
 from attar.protocol.settings import CHANGED, HOPELESS, Settings
 from attar.server.http import sockets
-from attar.server.http.middleware import Options
+from attar.server.options import ServerOptions
 from attar.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -41,17 +39,25 @@ if TYPE_CHECKING:
 RESTARTS, WITHIN = 5, 600.0  # more deaths in so many seconds end the server
 BACK_OFF = 2.0  # seconds before the second restart within that time; each later one waits twice as long
 END_SECONDS = 10.0  # that an engine has to end
-BACKLOG = 512
 
 logger = logging.getLogger(__name__)
 
 
 class EngineProcess:
-    """The engine as a child process. `gave_up(status)` is called, from another thread, when there will be none; and
-    `served()` to know whether one was ever ready."""
+    """The engine as a child process, started by `command`, which reads `settings` from its standard input.
 
-    def __init__(self, settings: Settings, served: Callable[[], bool], gave_up: Callable[[int], None]) -> None:
-        self.settings, self.served, self.gave_up = settings, served, gave_up
+    `gave_up(status)` is called, from another thread, when there will be none; and `served()` to know whether one was
+    ever ready.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        settings: Settings,
+        served: Callable[[], bool],
+        gave_up: Callable[[int], None],
+    ) -> None:
+        self.command, self.settings, self.served, self.gave_up = command, settings, served, gave_up
         self.child: subprocess.Popen[bytes] | None = None
         self._ending = threading.Event()
         self._starting = threading.Lock()  # a child that is started while this ends would be nobody's
@@ -92,7 +98,7 @@ class EngineProcess:
         path = Path(self.settings.socket)
         machine.private_folder(path.parent)  # temporary folders are cleaned, also of what is needed yet
         path.unlink(missing_ok=True)
-        self.child = subprocess.Popen([sys.executable, "-m", "attar.engine.main"], stdin=subprocess.PIPE)
+        self.child = subprocess.Popen(self.command, stdin=subprocess.PIPE)
         assert self.child.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once: the watcher sees that
             self.child.stdin.write(msgspec.json.encode(self.settings) + b"\n")
@@ -135,21 +141,6 @@ def waits(deaths: int) -> float:
     return 0.0 if deaths == 1 else BACK_OFF * 2 ** (deaths - 2)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Raises OSError when the address cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off for sockets that say they are TCP; with 0, "the default", answers wait 40 ms.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
 @contextlib.contextmanager
 def _socket() -> Iterator[Path]:
     """A place for a socket that only this user can reach. What others put in the place of a folder that was cleaned
@@ -161,17 +152,23 @@ def _socket() -> Iterator[Path]:
         machine.remove_private_folder(path.parent, path.name)
 
 
-def run(settings: Settings, tokenizer: Tokenizer, options: Options, started: Callable[[str], None]) -> int:
+def run(
+    settings: Settings,
+    tokenizer: Tokenizer,
+    options: ServerOptions,
+    engine: Sequence[str],
+    started: Callable[[str], None],
+) -> int:
     """Serve until told to stop; returns the exit status: 0, 1 if the engine kept dying, 2 if it cannot serve its model.
 
-    The socket of `settings` is chosen here. Raises OSError when the address cannot be had, ValueError for faults to be
-    armed (`attar/faults.py`) that do not exist.
+    `engine` is the command line of the engine's process. The socket of `settings` is chosen here. Raises OSError when
+    the address cannot be had, ValueError for faults to be armed (`attar/faults.py`) that do not exist.
     """
     faults.arm_from(env.get().faults)
     sockets.allow(options.max_requests)
     status = 0
     # First the address: without it nobody is to wait for a model. Who is early waits there until the loop runs.
-    with listen(options.host, options.port) as listener, _socket() as path:
+    with sockets.listen(options.host, options.port) as listener, _socket() as path:
 
         async def main() -> None:
             loop = asyncio.get_running_loop()
@@ -190,16 +187,16 @@ def run(settings: Settings, tokenizer: Tokenizer, options: Options, started: Cal
             def served() -> bool:
                 return server is not None and server.engine.was_ready
 
-            engine = EngineProcess(msgspec.structs.replace(settings, socket=str(path)), served, give_up)
-            engine.start()
+            child = EngineProcess(engine, msgspec.structs.replace(settings, socket=str(path)), served, give_up)
+            child.start()
             try:
                 from attar.server.serve import Server  # a fifth of a second, in which the engine's process starts
 
                 server = Server(path, tokenizer, options, listener)
-                server.engine.hung = engine.kill
+                server.engine.hung = child.kill
                 await server.run(started)
             finally:
-                await loop.run_in_executor(None, engine.end)
+                await loop.run_in_executor(None, child.end)
 
         gc.freeze()  # modules and tables stay: a full collection that walks through them is 20 ms for every stream
         asyncio.run(main())

@@ -121,7 +121,11 @@ def test_native_models_add_it_too(base: Path, tmp_path: Path) -> None:
 
 def test_an_llm_takes_one(demo: Path, tmp_path: Path) -> None:
     adapter, greedy = save(tmp_path / "adapter"), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    plain, changed = (LLM(demo, adapter=each).generate("It was", greedy)[0] for each in (None, adapter))
+    llm = LLM(demo)
+    (plain,) = llm.generate("It was", greedy)
+    llm = LLM(demo)
+    llm.attach(adapter)
+    (changed,) = llm.generate("It was", greedy)
     assert len(changed.token_ids) == 8
     assert changed.token_ids != plain.token_ids
 

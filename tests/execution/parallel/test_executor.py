@@ -22,9 +22,10 @@ from attar import faults
 from attar.checkpoints.adapters import lora
 from attar.checkpoints.sources.hub import embedded
 from attar.checkpoints.strict_io import CheckpointError
-from attar.engine import loader
+from attar.engine import startup
 from attar.engine.engine import Engine
 from attar.engine.llm import LLM
+from attar.engine.loader import Parallel
 from attar.execution.parallel import executor
 from attar.execution.parallel.commands import Call, Job, encode
 from attar.execution.parallel.executor import Crew, Lost, Team, TeamRunner, tell
@@ -61,7 +62,7 @@ def one(demo: Path) -> LLM:
 @pytest.fixture(scope="module", params=[(2, 1), (1, 2)], ids=["tp", "pp"])
 def two(demo: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     tp, pp = request.param
-    llm = LLM(demo, tp=tp, pp=pp)
+    llm = LLM(demo, parallel=Parallel(tp, pp))
     yield llm
     llm.close()
 
@@ -86,7 +87,7 @@ def test_preempted_forked_and_scored_sequences(one: LLM, two: LLM, kv: str | Non
             context=160,
             limits=limits,
             kv=kv,
-            runner=llm.runner,
+            runner=llm.model.runner,
             clock=itertools.count().__next__,
         )
         params = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
@@ -134,7 +135,7 @@ def test_requests_take_adapters_in_every_process(one: LLM, two: LLM, tone: Path)
         lora.install(llm.decoder, 1, tone)
         limits = Limits(max_running=4, max_step_tokens=24)
         engine = Engine(
-            llm.decoder, None, blocks=12, context=64, limits=limits, adapters=("tone",), runner=llm.runner
+            llm.decoder, None, blocks=12, context=64, limits=limits, adapters=("tone",), runner=llm.model.runner
         )  # fmt: skip
         params, asks = (
             SamplingParams(max_tokens=6, temperature=0, logprobs=0, ignore_eos=True),
@@ -242,7 +243,7 @@ def test_every_process_has_its_part_of_the_threads(demo: Path, monkeypatch: pyte
     threads = torch.get_num_threads()
     try:
         with pytest.raises(Asked):
-            loader.engine(Settings(str(demo), "", memory=10**9, context=256, tp=2, threads=6))
+            startup.start_engine(Settings(str(demo), "", memory=10**9, context=256, tp=2, threads=6))
     finally:
         torch.set_num_threads(threads)
 
@@ -319,7 +320,7 @@ def test_an_engine_ends_when_a_worker_dies(tmp_path: Path) -> None:
 def tokens(llm: LLM) -> tuple[dict[str, list[int]], Engine]:
     """What an engine of its own gives to three prompts, of which one is scored and one shares a beginning."""
     limits = Limits(max_step_tokens=48, headroom=0.0)
-    made = Engine(llm.decoder, None, blocks=8, context=160, limits=limits, runner=llm.runner)
+    made = Engine(llm.decoder, None, blocks=8, context=160, limits=limits, runner=llm.model.runner)
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     for i, prompt in enumerate((range(100, 170), range(100, 150), range(30))):
         scored = replace(params, prompt_logprobs=0) if i == 2 else params
@@ -377,7 +378,7 @@ def test_nobody_goes_on_before_all_have_met(demo: Path, monkeypatch: pytest.Monk
             super().__init__([command[0], "-c", LATE], **how)
 
     monkeypatch.setattr(subprocess, "Popen", Late)
-    llm = LLM(demo, tp=2)
+    llm = LLM(demo, parallel=Parallel(2))
     through = []
     plain = TeamRunner._meet
 
@@ -421,7 +422,7 @@ def test_where_another_has_too_little_memory_within_a_step_all_run_smaller_ones(
             super().__init__([command[0], "-c", SHORT], **how)
 
     monkeypatch.setattr(subprocess, "Popen", Small)
-    llm = LLM(demo, tp=2)
+    llm = LLM(demo, parallel=Parallel(2))
     try:
         found, made = tokens(llm)
         assert found == tokens(one)[0]
@@ -436,7 +437,7 @@ def test_a_step_that_is_broken_off_ends_the_model(demo: Path, monkeypatch: pytes
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    llm = LLM(demo, tp=2)
+    llm = LLM(demo, parallel=Parallel(2))
     try:
         monkeypatch.setattr(llm.decoder, "states", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -449,7 +450,7 @@ def test_a_step_that_is_broken_off_ends_the_model(demo: Path, monkeypatch: pytes
 
 
 def test_others_that_wait_within_a_step_are_not_waited_for(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(demo, tp=2)
+    llm = LLM(demo, parallel=Parallel(2))
     try:
         monkeypatch.setattr(executor, "waits", lambda decoder: "as on a GPU where experts run")
         faults.arm(Fault("runner.memory"))
@@ -461,7 +462,9 @@ def test_others_that_wait_within_a_step_are_not_waited_for(demo: Path, monkeypat
 
 def test_an_adapter_of_all_rows(demo: Path, two: LLM, tone: Path) -> None:
     """Nothing takes it away again, so few tests come after this one."""
-    expected = LLM(demo, adapter=tone).logits([5, 6, 7, 8])
+    one = LLM(demo)
+    one.attach(tone)
+    expected = one.logits([5, 6, 7, 8])
     before = two.logits([5, 6, 7, 8])
     lora.attach(two.decoder, tone)
     assert (two.logits([5, 6, 7, 8]) - expected).abs().max() < SUMMED * expected.abs().max()
@@ -470,11 +473,11 @@ def test_an_adapter_of_all_rows(demo: Path, two: LLM, tone: Path) -> None:
 
 def test_a_dead_process_is_known(two: LLM) -> None:
     """The last of its module: nothing is left of the fixture."""
-    assert two.team is not None
+    assert two.model.team is not None
     two._engine = None  # others were made of the same processes, which know the last alone
     answer = two.stream(PROMPTS[0], SamplingParams(max_tokens=200, temperature=0, ignore_eos=True))
     next(answer)
-    two.team.crew.children[0].send_signal(signal.SIGKILL)
+    two.model.team.crew.children[0].send_signal(signal.SIGKILL)
     since = time.monotonic()
     with pytest.raises(RuntimeError, match="the model is no longer there: process 1 of the model ended with status -9"):
         list(answer)
@@ -482,4 +485,4 @@ def test_a_dead_process_is_known(two: LLM) -> None:
         two.logits([1, 2])
     assert time.monotonic() - since < SECONDS
     two.close()
-    assert not two.team.crew.folder.exists()
+    assert not two.model.team.crew.folder.exists()

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attar.engine.loader import on_card
 from attar.engine.memory_profile import Footprint
+from attar.engine.startup import on_card
 from attar.integrations.triton_server import config as triton_config
 from attar.integrations.triton_server import pbtxt
 from attar.integrations.triton_server.config import Imported, read

@@ -16,16 +16,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from attar.protocol.messages import Beat, Delta, Failed, Finished, Ready, Stats, Submit
 from attar.protocol.request import SamplingParams
+from attar.server.admission.caller import Caller
 from attar.server.admission.fair_queue import Places
-from attar.server.admission.rate_limits import Limits, Quotas
-from attar.server.dispatcher import PROMPT_ANSWER, Dispatcher
-from attar.server.engine_client import client
-from attar.server.engine_client.client import Answer, EngineClient
+from attar.server.admission.rate_limits import KeyLimits, Quotas
+from attar.server.dispatcher import Dispatcher
+from attar.server.engine_client import response_stream
+from attar.server.engine_client.client import EngineClient
+from attar.server.engine_client.response_stream import ResponseStream
 from attar.server.errors import Refusal
-from attar.server.http.middleware import Options
 from attar.server.http.security import Keys
-from attar.server.metrics import Metrics
-from attar.server.request_handler import Caller
+from attar.server.options import ServerOptions
+from attar.server.request_context import PROMPT_ANSWER, RequestContext
 from tests.server.api.test_routes import COMPLETIONS
 from tests.server.conftest import Reply, Running
 from tests.server.http.test_limits import connect, post
@@ -170,10 +171,10 @@ def test_more_keys_than_places_share_what_there_is() -> None:
     assert not places.fit(b"c", 1)
 
 
-def asking(places: Places, *prompts: int, window: int = 100) -> tuple[Answer, list[str]]:
+def asking(places: Places, *prompts: int, window: int = 100) -> tuple[ResponseStream, list[str]]:
     """An answer to prompts of so many choices each, and the ids that it has sent."""
     sent: list[str] = []
-    answer = Answer(
+    answer = ResponseStream(
         [Submit(f"{at}", (1,), SamplingParams(), n, b"key") for at, n in enumerate(prompts)], window,
         lambda answer, batch: sent.extend(each.id for each in batch), lambda ids, tell: None, places,
     )  # fmt: skip
@@ -251,11 +252,11 @@ def test_a_stream_s_status_waits_for_an_engine_that_may_have_no_room() -> None:
     """It says so between two steps, and of those the longest seen is what is known."""
     engine = EngineClient(Path("nobody"))
     engine._arrived([Ready("fake", 512, 100, 10, 16, 8, (), max_running=4), Beat(2.5), STATS])
-    dispatcher = Dispatcher(engine, Metrics(engine), 600.0)
+    dispatcher = Dispatcher(RequestContext(engine), 600.0)
     assert engine.heartbeat.longest == 3.0
     for waiting, seconds in ((8, PROMPT_ANSWER), (9, 6.0)):
         engine.places.take(b"", waiting - engine.places.total)
-        assert dispatcher.patience() == seconds
+        assert dispatcher.context.patience() == seconds
 
 
 def test_what_finds_no_place_waits_here() -> None:
@@ -284,7 +285,7 @@ def test_what_finds_no_place_waits_here() -> None:
 
 def test_what_waits_here_goes_on_while_others_of_it_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """First tokens give places back long before a prompt ends, and nobody says so but a look now and then."""
-    monkeypatch.setattr(client, "ROOM_SECONDS", 0.001)
+    monkeypatch.setattr(response_stream, "ROOM_SECONDS", 0.001)
 
     async def scene() -> None:
         places = Places(2)
@@ -311,7 +312,7 @@ class Keyed:
 
     def __init__(self, start: Callable[..., Running]) -> None:
         self.names = [name * 32 for name in "abc"]
-        self.server = start(Options(port=0, keys=Keys.of(self.names), max_requests=64), queue=12, batch=4)
+        self.server = start(ServerOptions(port=0, keys=Keys.of(self.names), max_requests=64), queue=12, batch=4)
         self.server.engine.held = True
         self.socks: list[socket.socket] = []
 
@@ -371,13 +372,13 @@ def test_a_request_that_finds_no_place_costs_its_key_nothing() -> None:
     engine = EngineClient(Path("nobody"), keys=2)
     engine.ready = Ready("fake", 512, 100, 10, 16, 8, ())
     engine.places.size = 8
-    dispatcher = Dispatcher(engine, Metrics(engine), 600.0)
-    account = Quotas(Limits(tokens_per_minute=100), lambda _: None, clock=lambda: 0.0).enter(b"key")
+    dispatcher = Dispatcher(RequestContext(engine), 600.0)
+    account = Quotas(KeyLimits(tokens_per_minute=100), lambda _: None, clock=lambda: 0.0).enter(b"key")
     caller = Caller("a", time.monotonic(), b"key", account)
     engine.places.take(b"key", 6)
     for at in range(20):
-        dispatcher.backoff.served(time.monotonic() - 5 + at / 10)
-    before = dispatcher.backoff.retry_after(time.monotonic(), 0)
+        dispatcher.context.backoff.served(time.monotonic() - 5 + at / 10)
+    before = dispatcher.context.backoff.retry_after(time.monotonic(), 0)
     for ask in 20 * (
         lambda: dispatcher.submit(caller, [(1, 2)], SamplingParams(max_tokens=5), 1, "fake"),
         lambda: dispatcher.embed(caller, [(1, 2)], "mean", "fake"),
@@ -386,7 +387,7 @@ def test_a_request_that_finds_no_place_costs_its_key_nothing() -> None:
             ask()
         assert "this key has 6 of the 8 places" in caught.value.message
         assert caught.value.retry_after == 1
-    assert dispatcher.backoff.retry_after(time.monotonic(), 0) <= before + 1, (
+    assert dispatcher.context.backoff.retry_after(time.monotonic(), 0) <= before + 1, (
         "a flood of one key sends others to the end"
     )
     account.close()

@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from attar.server.admission.rate_limits import MINUTE, PART, Account, Limits, Quotas
+from attar.server.admission.rate_limits import MINUTE, PART, Account, KeyLimits, Quotas
 from attar.server.errors import Refusal
-from attar.server.http.middleware import Options
 from attar.server.http.security import Keys
+from attar.server.options import ServerOptions
 from tests.server.conftest import Running
 
 REQUESTS, TOKENS = 3, 120
@@ -29,7 +29,7 @@ class Shares(RuleBasedStateMachine):
         super().__init__()
         self.now = 1000.0
         self.turned_away: list[str] = []
-        self.quotas = Quotas(Limits(REQUESTS, TOKENS), self.turned_away.append, clock=lambda: self.now)
+        self.quotas = Quotas(KeyLimits(REQUESTS, TOKENS), self.turned_away.append, clock=lambda: self.now)
         self.open = {b"a": 0, b"b": 0}
         self.used: dict[bytes, list[tuple[float, int]]] = {b"a": [], b"b": []}
         self.aside: dict[int, int] = {}  # of what was asked, by account
@@ -120,7 +120,7 @@ TestShares = Shares.TestCase
 
 def test_the_time_to_wait_is_enough_and_no_second_too_long() -> None:
     now = [0.0]
-    quotas = Quotas(Limits(None, TOKENS), lambda _: None, clock=lambda: now[0])
+    quotas = Quotas(KeyLimits(None, TOKENS), lambda _: None, clock=lambda: now[0])
     first = quotas.enter(b"key")
     first.take(TOKENS, 0)
     first.close()
@@ -137,14 +137,14 @@ def test_the_time_to_wait_is_enough_and_no_second_too_long() -> None:
 
 
 def test_without_limits_nothing_is_refused() -> None:
-    quotas = Quotas(Limits(), lambda _: None)
+    quotas = Quotas(KeyLimits(), lambda _: None)
     for _ in range(100):
         quotas.enter(b"key").take(10**9, 10**9)
 
 
 def test_who_names_no_number_has_what_is_there_and_no_less_than_a_fair_part() -> None:
     now = [0.0]
-    quotas = Quotas(Limits(None, TOKENS), lambda _: None, clock=lambda: now[0])
+    quotas = Quotas(KeyLimits(None, TOKENS), lambda _: None, clock=lambda: now[0])
     first, second = quotas.enter(b"key"), quotas.enter(b"key")
     assert (first.allowance(20, 1), first.allowance(20, 3)) == (TOKENS - 20, (TOKENS - 20) // 3)
     first.take(20, 60)
@@ -157,12 +157,12 @@ def test_who_names_no_number_has_what_is_there_and_no_less_than_a_fair_part() ->
     first.close()
     now[0] += MINUTE
     assert second.allowance(TOKENS - 7, 2) == 3
-    assert Quotas(Limits(1, None), lambda _: None).enter(b"key").allowance(5, 1) is None
+    assert Quotas(KeyLimits(1, None), lambda _: None).enter(b"key").allowance(5, 1) is None
 
 
 def test_a_chat_that_names_no_number_is_served_within_its_keys_minute(start: Callable[..., Running]) -> None:
     key = "a-key-of-the-test-" + "c" * 20
-    server = start(Options(port=0, keys=Keys.of([key]), limits=Limits(tokens_per_minute=TOKENS)))
+    server = start(ServerOptions(port=0, keys=Keys.of([key]), limits=KeyLimits(tokens_per_minute=TOKENS)))
     said = {"messages": [{"role": "user", "content": "hello"}], "ignore_eos": True}
     for stream in (False, True):
         headers = {"Authorization": f"Bearer {key}"}

@@ -15,9 +15,9 @@ import pytest
 
 from attar.protocol.messages import Delta
 from attar.protocol.request import TokenLogprob
-from attar.server import request_handler
-from attar.server.api import openai, routes
-from attar.server.logprobs import LEAST
+from attar.server.api import embeddings, openai
+from attar.server.api.choices import Choice
+from attar.server.api.logprobs import LEAST
 from attar.text.tokenizer import Tokenizer
 from tests.server.bad_requests import USER
 from tests.server.conftest import Reply, Running
@@ -260,7 +260,7 @@ def test_embeddings_are_of_unit_length(server: Running, tokenizer: Tokenizer) ->
 @pytest.mark.parametrize("scale", [1e-45, 1e-30, 1, 1e37])
 def test_no_length_is_too_small_or_too_large_to_divide_by(scale: float) -> None:
     numbers = np.array([3, -4, 0, 0], np.float32) * np.float32(scale)
-    answer = json.loads(b"".join(routes._vectors([numbers.tobytes(), bytes(16)], "m", 1, False)))
+    answer = json.loads(b"".join(embeddings._vectors([numbers.tobytes(), bytes(16)], "m", 1, False)))
     first, zero = (each["embedding"] for each in answer["data"])
     assert first == [float(np.float32(0.6)), -float(np.float32(0.8)), 0, 0]
     assert zero == [0] * 4
@@ -365,8 +365,8 @@ def test_the_best_of_several_is_the_likeliest_by_token(server: Running) -> None:
     assert openai.best(likely, 4, 4) == likely
 
 
-def choice_of(*logprobs: float) -> request_handler.Choice:
-    return request_handler.Choice(0, logprob=sum(logprobs), scored=len(logprobs))
+def choice_of(*logprobs: float) -> Choice:
+    return Choice(0, logprob=sum(logprobs), scored=len(logprobs))
 
 
 def test_the_loop_is_not_held_up_by_large_bodies_and_long_texts(server: Running) -> None:
@@ -377,10 +377,10 @@ def test_the_loop_is_not_held_up_by_large_bodies_and_long_texts(server: Running)
         ("/v1/embeddings", {"input": [[1] * 100] * 2048}),
     ]
     encoded = [(path, json.dumps(body, separators=(",", ":")).encode()) for path, body in bodies]
-    server.server.metrics._worst = 0.0
+    server.server.context.metrics._worst = 0.0
     codes = [server.post(path, body).json.get("error", {}).get("code") for path, body in encoded]
     assert codes == ["context_length_exceeded"] * 3 + [None]
-    assert server.server.metrics._worst < 1  # a tokenizer that keeps Python's lock holds it up for more than two
+    assert server.server.context.metrics._worst < 1  # with a lock kept by the tokenizer: over two
 
 
 def test_what_is_at_its_limit_is_taken(server: Running) -> None:

@@ -12,24 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attar.protocol.messages import Ready
-from attar.server.api import openapi, sampling_params, schemas
-from attar.server.api.routes import make_app
+from attar.server.api import openapi, sampling_params, validation
+from attar.server.api.anthropic_schemas import AnthropicBody, AnthropicPrompt
+from attar.server.api.app import make_app
 from attar.server.api.schemas import (
-    AnthropicBody,
-    AnthropicPrompt,
     Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     EmbeddingBody,
     TokenizeBody,
-    read,
 )
+from attar.server.api.validation import read
 from attar.server.errors import Refusal
 
 if TYPE_CHECKING:
     from attar.server.dispatcher import Dispatcher
-    from attar.server.metrics import Metrics
+    from attar.server.fair_thread_pool import TextThreads
     from attar.server.prompts import Prompts
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -254,7 +253,7 @@ def test_logit_bias_is_by_token() -> None:
     ],
 )
 def test_the_librarys_sentences_are_understood(sentence: str, code: str, param: str) -> None:
-    refusal = schemas._explained(sentence)
+    refusal = validation._explained(sentence)
     assert (refusal.code, refusal.param) == (code, param)
 
 
@@ -330,7 +329,7 @@ def test_the_documents_pattern_of_token_ids_is_exact(vocab: int, data: st.DataOb
 
 
 def test_the_document_names_what_is_served_and_asks_for_keys_where_they_are_needed() -> None:
-    app = make_app(cast("Dispatcher", None), cast("Prompts", None), cast("Metrics", None))
+    app = make_app(cast("Dispatcher", None), cast("Prompts", None), cast("TextThreads", None))
     before = openapi.document(app, openapi.Served())
     assert "security" not in before
     assert "401" not in before["paths"]["/tokenize"]["post"]["responses"]

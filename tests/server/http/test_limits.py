@@ -14,9 +14,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from attar.server import supervisor
-from attar.server.engine_client import client
-from attar.server.http import limits
+from attar.server.engine_client import response_stream
+from attar.server.http import limits, sockets
 from tests.server.conftest import Running
 
 BODY = json.dumps({"prompt": "hello", "max_tokens": 1, "temperature": 0}).encode()
@@ -188,7 +187,7 @@ def test_a_request_is_not_smuggled_behind_a_refused_one(server: Running) -> None
 
 def test_answers_do_not_wait_for_acknowledgements() -> None:
     """By their protocol asyncio knows the sockets for which it has to turn Nagle's algorithm off."""
-    with supervisor.listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+    with sockets.listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
         pass
     assert listener.proto == socket.IPPROTO_TCP
 
@@ -256,7 +255,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deadlines of a test's length."""
     monkeypatch.setattr(limits.LimitedProtocol, "receipt_seconds", 0.5)
     monkeypatch.setattr(limits.LimitedProtocol, "stall_seconds", 0.5)
-    monkeypatch.setattr(client, "PATIENCE", 0.0)
+    monkeypatch.setattr(response_stream, "PATIENCE", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +307,7 @@ def test_an_answer_that_nobody_reads_is_given_up(start: Callable[..., Running], 
         sock.connect(("127.0.0.1", server.port))
         sock.sendall(post(body.encode()))
         server.wait(lambda: server.engine.cancelled == 1)
-        server.wait(lambda: server.server.door.open == 0)
+        server.wait(lambda: server.server.middleware.open == 0)
         with pytest.raises(ConnectionResetError):  # not an end behind which the kernel goes on
             read_all(sock)
     assert server.engine.cancelled == 1

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
-from attar.server.admission.rate_limits import Limits
+from attar.server.admission.rate_limits import KeyLimits
 from attar.server.api import anthropic, openai
 from attar.server.http import middleware
-from attar.server.http.middleware import OPEN_TO_ALL, Options
+from attar.server.http.middleware import OPEN_TO_ALL
 from attar.server.http.security import Keys
+from attar.server.options import ServerOptions
 from tests.server.conftest import Reply, Running
 
 KEY, OTHER = "first-key-of-the-test-" + "a" * 20, "other-key-of-the-test-" + "b" * 20
@@ -34,7 +35,7 @@ BAD: list[dict[str, str]] = [
 @pytest.fixture(scope="module")
 def keyed(start: Callable[..., Running]) -> Running:
     """A server with two keys and one origin."""
-    return start(Options(port=0, keys=Keys.of([KEY, OTHER]), origins=frozenset({ORIGIN})))
+    return start(ServerOptions(port=0, keys=Keys.of([KEY, OTHER]), origins=frozenset({ORIGIN})))
 
 
 def routes(server: Running) -> list[tuple[str, str]]:
@@ -130,7 +131,7 @@ def test_without_origins_nothing_is_said_of_cors(server: Running) -> None:
 
 
 def test_a_full_server_says_so_and_when_to_come_back(start: Callable[..., Running]) -> None:
-    server = start(Options(port=0, max_requests=0))
+    server = start(ServerOptions(port=0, max_requests=0))
     reply = server.post("/v1/completions", {"prompt": "a"})
     assert (reply.status, reply.code, reply.headers["retry-after"]) == (429, "overloaded", "1")
     assert server.get("/readyz").status == 200
@@ -139,8 +140,8 @@ def test_a_full_server_says_so_and_when_to_come_back(start: Callable[..., Runnin
 @pytest.fixture
 def limited(start: Callable[..., Running]) -> Running:
     """Each key may have two requests open, and 60 tokens a minute on a clock that stands still."""
-    server = start(Options(port=0, keys=Keys.of([KEY, OTHER]), limits=Limits(2, 60)))
-    server.call(lambda: setattr(server.server.door.quotas, "_clock", lambda: 1e9))
+    server = start(ServerOptions(port=0, keys=Keys.of([KEY, OTHER]), limits=KeyLimits(2, 60)))
+    server.call(lambda: setattr(server.server.middleware.quotas, "_clock", lambda: 1e9))
     return server
 
 
@@ -153,7 +154,7 @@ def refusals(server: Running) -> dict[str, float]:
 
 def settled(server: Running) -> None:
     """An answer is whole for its reader a moment before its request has ended."""
-    server.wait(lambda: not any(state.open for state in server.server.door.quotas._keys.values()))
+    server.wait(lambda: not any(state.open for state in server.server.middleware.quotas._keys.values()))
 
 
 def test_a_key_may_have_so_many_requests_open(limited: Running) -> None:
@@ -219,15 +220,15 @@ def test_a_request_that_found_no_room_costs_no_tokens(limited: Running) -> None:
 
 def test_of_several_keys_each_has_half_where_nothing_else_is_said() -> None:
     both = Keys.of([KEY, OTHER])
-    assert Options(keys=both).shares == Limits(128, None)
-    assert Options(keys=both, max_requests=1).shares.requests == 1
-    assert Options(keys=both, limits=Limits(tokens_per_minute=9)).shares == Limits(128, 9)
-    assert Options(keys=both, limits=Limits(256)).shares == Limits(256, None)
-    assert Options(keys=Keys.of([KEY])).shares == Options().shares == Limits()
+    assert ServerOptions(keys=both).shares == KeyLimits(128, None)
+    assert ServerOptions(keys=both, max_requests=1).shares.requests == 1
+    assert ServerOptions(keys=both, limits=KeyLimits(tokens_per_minute=9)).shares == KeyLimits(128, 9)
+    assert ServerOptions(keys=both, limits=KeyLimits(256)).shares == KeyLimits(256, None)
+    assert ServerOptions(keys=Keys.of([KEY])).shares == ServerOptions().shares == KeyLimits()
 
 
 def test_one_key_of_several_cannot_keep_the_others_out(start: Callable[..., Running]) -> None:
-    server = start(Options(port=0, keys=Keys.of([KEY, OTHER]), max_requests=4))
+    server = start(ServerOptions(port=0, keys=Keys.of([KEY, OTHER]), max_requests=4))
     server.engine.held = True
     body = {"prompt": [1], "max_tokens": 1}
     threads = [threading.Thread(target=server.post, args=("/v1/completions", body, GOOD[0])) for _ in range(2)]
@@ -249,7 +250,7 @@ def test_the_bytes_of_all_bodies_are_bounded_and_one_key_of_several_has_half_of_
     monkeypatch.setattr(middleware, "MAX_BODIES", 4000)
     body = {"prompt": "a" * 1500, "max_tokens": 1}
     for keys, first, second in (([], {}, None), ([KEY, OTHER], GOOD[0], GOOD[1])):
-        server = start(Options(port=0, keys=Keys.of(keys)), context=2000)
+        server = start(ServerOptions(port=0, keys=Keys.of(keys)), context=2000)
         server.engine.held = True
         threads = [
             threading.Thread(target=server.post, args=("/v1/completions", body, by))
@@ -264,7 +265,7 @@ def test_the_bytes_of_all_bodies_are_bounded_and_one_key_of_several_has_half_of_
         server.engine.held = False
         for thread in threads:
             thread.join(20)
-        server.wait(lambda server=server: not server.server.door.bodies.total())  # type: ignore[misc]
+        server.wait(lambda server=server: not server.server.middleware.bodies.total())  # type: ignore[misc]
         assert server.post("/v1/completions", body, first).status == 200
     reply = server.post("/v1/completions", {"prompt": "a" * 2500, "max_tokens": 1}, GOOD[0])
     assert (reply.status, reply.code) == (429, "overloaded")  # more than a key's half
@@ -272,7 +273,7 @@ def test_the_bytes_of_all_bodies_are_bounded_and_one_key_of_several_has_half_of_
 
 def test_limits_are_for_keys() -> None:
     with pytest.raises(ValueError, match="API key"):
-        Options(limits=Limits(tokens_per_minute=5))
+        ServerOptions(limits=KeyLimits(tokens_per_minute=5))
 
 
 def test_logs_hold_no_content_and_no_keys(keyed: Running, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from soaks.served import Served
 
-from attar.server.http.middleware import Options
 from attar.server.http.security import KEY_VARIABLE, Keys, checked_keys, find_keys, host_name, is_loopback, read_keys
+from attar.server.options import ServerOptions
 from attar.text.tokenizer import Tokenizer
 
 KEY, OTHER = "k" * 32, "o" * 40
@@ -71,15 +71,15 @@ def test_addresses_that_others_reach_need_a_key() -> None:
     for host in ("0.0.0.0", "::", "192.168.1.4", "example.org"):
         assert not is_loopback(host)
         with pytest.raises(ValueError, match="key"):
-            Options(host=host)
-        assert Options(host=host, keys=Keys.of([KEY])).names == frozenset()
+            ServerOptions(host=host)
+        assert ServerOptions(host=host, keys=Keys.of([KEY])).names == frozenset()
     for host in ("127.0.0.1", "::1", "localhost", "127.1.2.3"):
         assert is_loopback(host)
-        assert "localhost" in Options(host=host).names
-        assert Options(host=host, hosts=frozenset({"llm.example.org"})).names >= {"localhost", "llm.example.org"}
-    public = Options(host="0.0.0.0", keys=Keys.of([KEY]), hosts=frozenset({"llm.example.org"}))
+        assert "localhost" in ServerOptions(host=host).names
+        assert ServerOptions(host=host, hosts=frozenset({"llm.example.org"})).names >= {"localhost", "llm.example.org"}
+    public = ServerOptions(host="0.0.0.0", keys=Keys.of([KEY]), hosts=frozenset({"llm.example.org"}))
     assert public.names >= {"127.0.0.1", "llm.example.org"}, "who looks after a container asks by loopback"
-    assert "2001:db8::1" in Options(hosts=frozenset({"2001:db8::1"})).names
+    assert "2001:db8::1" in ServerOptions(hosts=frozenset({"2001:db8::1"})).names
     for name in (
         "[2001:db8::1]",
         "2001:DB8::1",
@@ -91,9 +91,9 @@ def test_addresses_that_others_reach_need_a_key() -> None:
         " example.org",
     ):
         with pytest.raises(ValueError, match="no host's name"):
-            Options(hosts=frozenset({name}))
+            ServerOptions(hosts=frozenset({name}))
     with pytest.raises(ValueError, match="every web page"):
-        Options(origins=frozenset({"*"}))
+        ServerOptions(origins=frozenset({"*"}))
 
 
 def test_host_names_have_no_port() -> None:
@@ -113,13 +113,13 @@ def watch(event, arguments):
     elif event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pickle.find_class"):
         seen.append([event, repr(arguments[0])])
 
-from attar.server.http.middleware import Options
+from attar.server.options import ServerOptions
 from attar.server.serve import serve
 from attar.text.tokenizer import Tokenizer
 
 tokenizer = Tokenizer.load(Path(sys.argv[2]))
 sys.addaudithook(watch)
-serve(Path(sys.argv[1]), tokenizer, Options(port=0), lambda url: print(url, flush=True))
+serve(Path(sys.argv[1]), tokenizer, ServerOptions(port=0), lambda url: print(url, flush=True))
 print(json.dumps(seen), flush=True)
 """
 

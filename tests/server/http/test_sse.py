@@ -14,9 +14,9 @@ import msgspec
 import pytest
 import uvicorn
 
-from attar.server import dispatcher, serve, supervisor
+from attar.server import request_context, serve
 from attar.server.api import response_types
-from attar.server.http import sse
+from attar.server.http import sockets, sse
 from attar.server.http.limits import LimitedProtocol
 from attar.server.http.sse import PART
 from tests.server.conftest import Reply, Running
@@ -94,7 +94,7 @@ def test_nothing_more_is_made_for_a_reader_who_left(after: int) -> None:
 
 def test_a_large_answer_arrives_as_fast_as_it_is_read() -> None:
     """Over loopback, whose segments are larger than some send buffers: each then waits 40 ms for what it is told."""
-    listener = supervisor.listen("127.0.0.1", 0)
+    listener = sockets.listen("127.0.0.1", 0)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await sse.whole(b"x" * PART for _ in range(LARGE // PART))(scope, receive, send)
@@ -121,7 +121,7 @@ def test_a_stream_that_has_nothing_to_say_says_that(
 ) -> None:
     silence = 0.05
     monkeypatch.setattr(sse, "SILENCE", silence)
-    monkeypatch.setattr(dispatcher, "PROMPT_ANSWER", 0.05)
+    monkeypatch.setattr(request_context, "PROMPT_ANSWER", 0.05)
     said = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
     ping = b'event: ping\ndata: {"type":"ping"}\n\n' if path == "/v1/messages" else b": ping\n\n"
     server.engine.held = True

@@ -24,7 +24,7 @@ PART = 4  # of a minute's worth one is a fair answer, where no length was asked 
 
 
 @dataclass(frozen=True)
-class Limits:
+class KeyLimits:
     """What each key may have; None: no limit."""
 
     requests: int | None = None
@@ -43,7 +43,7 @@ class Quotas:
     """The state of every key that has asked. Keys are known to be good ones, so there are few."""
 
     def __init__(
-        self, limits: Limits, refused: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self, limits: KeyLimits, refused: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`refused` is told which limit, `requests` or `tokens`, each time that one turns a request away."""
         self.limits, self.refused, self._clock = limits, refused, clock

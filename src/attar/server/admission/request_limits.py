@@ -44,3 +44,9 @@ def beyond(tokens: str, new: int, context: int, name: str) -> Refusal:
     """A prompt of so many `tokens`, in words, with `new` ones has no room in the context."""
     message = f"{name}: {tokens} tokens, which with {new} to come are more than this model's context of {context}"
     return Refusal("context_length_exceeded", message, name)
+
+
+def in_vocabulary(tokens: Sequence[int], vocab: int, name: str) -> None:
+    """Raises Refusal unless all tokens are of the vocabulary."""
+    if tokens and max(tokens) >= vocab:
+        raise Refusal("out_of_range", f"{name}: token ids are 0 to {vocab - 1}, not {max(tokens)}", name)

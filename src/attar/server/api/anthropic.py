@@ -13,9 +13,10 @@ import msgspec
 
 from attar.faults import point
 from attar.protocol.messages import Delta, Failed, Finished
+from attar.server.api.choices import collect
 from attar.server.errors import Refusal
 from attar.server.http import sse
-from attar.server.request_handler import Work
+from attar.server.request_handler import RequestHandler
 
 encode = msgspec.json.encode
 
@@ -27,11 +28,11 @@ def failed(refusal: Refusal) -> bytes:
     return sse.event(refusal.body(anthropic=True), "error")
 
 
-def _usage(work: Work, generated: int) -> dict[str, int]:
+def _usage(request: RequestHandler, generated: int) -> dict[str, int]:
     return {
-        "input_tokens": work.prompt_tokens - work.reused,
+        "input_tokens": request.prompt_tokens - request.reused,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": work.reused,
+        "cache_read_input_tokens": request.reused,
         "output_tokens": generated,
     }
 
@@ -42,33 +43,35 @@ def _reason(reason: str, stop: str | None) -> str:
     return "max_tokens" if reason == "length" else "end_turn"
 
 
-def _message(work: Work, model: str, text: str | None, reason: str | None, stop: str | None, generated: int) -> Any:
+def _message(
+    request: RequestHandler, model: str, text: str | None, reason: str | None, stop: str | None, generated: int
+) -> Any:
     return {
-        "id": "msg_" + work.caller.id,
+        "id": "msg_" + request.caller.id,
         "type": "message",
         "role": "assistant",
         "model": model,
         "content": [] if text is None else [{"type": "text", "text": text}],
         "stop_reason": reason,
         "stop_sequence": stop,
-        "usage": _usage(work, generated),
+        "usage": _usage(request, generated),
     }
 
 
-async def whole(work: Work, model: str) -> list[bytes]:
+async def whole(request: RequestHandler, model: str) -> list[bytes]:
     """The answer as one object. Raises Refusal."""
-    [choice] = await work.choices()
-    point("anthropic.whole", work.caller.id)
+    [choice] = await collect(request)
+    point("anthropic.whole", request.caller.id)
     reason = _reason(choice.reason, choice.stop)
-    return [encode(_message(work, model, choice.text, reason, choice.stop, choice.tokens))]
+    return [encode(_message(request, model, choice.text, reason, choice.stop, choice.tokens))]
 
 
-async def stream(work: Work, model: str) -> AsyncIterator[bytes]:
+async def stream(request: RequestHandler, model: str) -> AsyncIterator[bytes]:
     """The answer as server-sent events; the last is `message_stop`, or `error`."""
-    start = {"type": "message_start", "message": _message(work, model, None, None, None, 0)}
+    start = {"type": "message_start", "message": _message(request, model, None, None, None, 0)}
     block = {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
     yield sse.event(encode(start), "message_start") + sse.event(encode(block), "content_block_start")
-    async for events in work.events():
+    async for events in request.events():
         pieces = []
         for event in events:
             if isinstance(event, Delta):
@@ -81,7 +84,7 @@ async def stream(work: Work, model: str) -> AsyncIterator[bytes]:
                     )
             elif isinstance(event, Finished):
                 delta = {"stop_reason": _reason(event.reason, event.stop), "stop_sequence": event.stop}
-                end = {"type": "message_delta", "delta": delta, "usage": _usage(work, event.completion_tokens)}
+                end = {"type": "message_delta", "delta": delta, "usage": _usage(request, event.completion_tokens)}
                 pieces.append(sse.event(b'{"type":"content_block_stop","index":0}', "content_block_stop"))
                 pieces.append(sse.event(encode(end), "message_delta"))
                 pieces.append(sse.event(b'{"type":"message_stop"}', "message_stop"))

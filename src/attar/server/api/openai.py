@@ -14,10 +14,12 @@ import msgspec
 from attar.faults import point
 from attar.protocol.messages import Delta, Failed, Finished
 from attar.protocol.request import TokenLogprob
+from attar.server.api.choices import Choice, collect
+from attar.server.api.logprobs import Columns, Content, Turns, rows, values
+from attar.server.engine_client.connection import PromptScores
 from attar.server.errors import Refusal
 from attar.server.http import sse
-from attar.server.logprobs import Columns, Content, PromptScores, Turns, rows, values
-from attar.server.request_handler import Choice, Work
+from attar.server.request_handler import RequestHandler
 from attar.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -27,14 +29,14 @@ Pieces = list[bytes | bytearray]
 encode = msgspec.json.encode
 
 
-def usage(work: Work, generated: int) -> dict[str, Any]:
+def usage(request: RequestHandler, generated: int) -> dict[str, Any]:
     """The usage object."""
-    point("openai.usage", work.caller.id)
+    point("openai.usage", request.caller.id)
     return {
-        "prompt_tokens": work.prompt_tokens,
+        "prompt_tokens": request.prompt_tokens,
         "completion_tokens": generated,
-        "total_tokens": work.prompt_tokens + generated,
-        "prompt_tokens_details": {"cached_tokens": work.reused},
+        "total_tokens": request.prompt_tokens + generated,
+        "prompt_tokens_details": {"cached_tokens": request.reused},
     }
 
 
@@ -193,29 +195,29 @@ def _per_token(choice: Choice) -> float:
     return choice.logprob / max(1, choice.scored)
 
 
-async def whole(work: Work, model: str, form: Format) -> Pieces:
+async def whole(request: RequestHandler, model: str, form: Format) -> Pieces:
     """The answer as one object, in pieces. Raises Refusal."""
-    choices = await work.choices(form)
-    point("openai.whole", work.caller.id)
+    choices = await collect(request, form)
+    point("openai.whole", request.caller.id)
     generated = sum(choice.tokens for choice in choices)
     if isinstance(form, CompletionFormat):
-        choices = best(choices, work.n, form.n)
-    head = {"id": form.prefix + work.caller.id, "object": form.kind, "created": work.created, "model": model}
+        choices = best(choices, request.n, form.n)
+    head = {"id": form.prefix + request.caller.id, "object": form.kind, "created": request.created, "model": model}
     pieces: Pieces = [encode(head)[:-1], b',"choices":[']
     for number, choice in enumerate(choices):
         pieces += [b"," if number else b"", *form.whole(number, choice)]
-    return [*pieces, b'],"usage":%b}' % encode(usage(work, generated))]
+    return [*pieces, b'],"usage":%b}' % encode(usage(request, generated))]
 
 
-async def stream(work: Work, model: str, form: Format, with_usage: bool) -> AsyncIterator[bytes]:
+async def stream(request: RequestHandler, model: str, form: Format, with_usage: bool) -> AsyncIterator[bytes]:
     """The answer as server-sent events."""
     kind = form.kind + ".chunk" if isinstance(form, ChatFormat) else form.kind
-    head = {"id": form.prefix + work.caller.id, "object": kind, "created": work.created, "model": model}
+    head = {"id": form.prefix + request.caller.id, "object": kind, "created": request.created, "model": model}
     before = b"data: " + encode(head)[:-1] + (b',"usage":null' if with_usage else b"") + b',"choices":['
     generated = 0
     opened: set[int] = set()
-    turns = Turns(work.wanted)
-    async for events in work.events():
+    turns = Turns(request.wanted)
+    async for events in request.events():
         pieces: Pieces = []
 
         def say(choice: Pieces, pieces: Pieces = pieces) -> None:
@@ -226,7 +228,7 @@ async def stream(work: Work, model: str, form: Format, with_usage: bool) -> Asyn
             for event in events:
                 if isinstance(event, Delta | Finished):
                     point("openai.delta", event.id)
-                    number = work.number(event)
+                    number = request.number(event)
                     if number not in opened:
                         opened.add(number)
                         say(form.opening(number))
@@ -238,7 +240,7 @@ async def stream(work: Work, model: str, form: Format, with_usage: bool) -> Asyn
                         if event.logprobs:
                             await turns.after(values(event.logprobs))
                 elif isinstance(event, PromptScores):
-                    await form.add_prompt(work.answer.prompts[event.id], event, turns)
+                    await form.add_prompt(request.stream.prompts[event.id], event, turns)
                 elif isinstance(event, Failed):
                     raise Refusal.of(event)
         except Refusal as refusal:
@@ -249,5 +251,5 @@ async def stream(work: Work, model: str, form: Format, with_usage: bool) -> Asyn
         for part in sse.parts(pieces):
             yield part
     if with_usage:
-        yield sse.event(encode(head | {"choices": [], "usage": usage(work, generated)}))
+        yield sse.event(encode(head | {"choices": [], "usage": usage(request, generated)}))
     yield DONE

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from attar.faults import point
 from attar.protocol.request import MAX_SEED, SamplingParams
-from attar.server.api.schemas import AnthropicBody, ChatBody, CompletionBody, Sampling
+from attar.server.admission.request_limits import in_vocabulary
+from attar.server.api.anthropic_schemas import AnthropicBody
+from attar.server.api.schemas import ChatBody, CompletionBody, Sampling
 from attar.server.errors import Refusal
 
 DEFAULT_COMPLETION = 16  # tokens: /v1/completions, as OpenAI has it
@@ -73,9 +74,3 @@ def _filters(top_k: int | None, top_p: float | None) -> dict[str, Any]:
 def _present(given: dict[str, Any]) -> dict[str, Any]:
     point("params.build")
     return {name: value for name, value in given.items() if value is not None}
-
-
-def in_vocabulary(tokens: Sequence[int], vocab: int, name: str) -> None:
-    """Raises Refusal unless all tokens are of the vocabulary."""
-    if tokens and max(tokens) >= vocab:
-        raise Refusal("out_of_range", f"{name}: token ids are 0 to {vocab - 1}, not {max(tokens)}", name)

@@ -11,15 +11,11 @@ Fields that change no token (`user`, `metadata`, cache hints) are accepted and i
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
-from attar import strict_json
 from attar.protocol.request import MAX_REPETITION, MIN_REPETITION
 from attar.server.errors import Refusal
 
@@ -77,7 +73,7 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool = False  # padding against observers of lengths: a client may ask for none
 
 
-def _check_stops(stop: str | Sequence[str] | None, name: str) -> None:
+def check_stops(stop: str | Sequence[str] | None, name: str) -> None:
     for each in (stop,) if isinstance(stop, str) else stop or ():
         if len(each.encode()) > MAX_STOP_BYTES:
             message = f"{name}: a string of {len(each.encode())} bytes is longer than {MAX_STOP_BYTES}"
@@ -111,7 +107,7 @@ class Sampling(Body, frozen=True, kw_only=True):
     user: Label | None = None
 
     def __post_init__(self) -> None:
-        _check_stops(self.stop, "stop")
+        check_stops(self.stop, "stop")
         if self.stream_options is not None and not self.stream:
             raise Refusal("invalid_value", "stream_options: only with stream = true", "stream_options")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
@@ -238,6 +234,12 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         if self.content is None and self.role != "assistant":
             raise Refusal("missing_field", f"messages: a message of role {self.role} needs content", "messages")
 
+    def for_template(self) -> dict[str, str]:
+        """The message as templates know it: `developer` is `system` by its newer name."""
+        role = "system" if self.role == "developer" else self.role
+        entry = {"role": role, "content": text_of(self.content)}
+        return entry if self.name is None else entry | {"name": self.name}
+
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
@@ -292,72 +294,9 @@ class ChatBody(Sampling, frozen=True, kw_only=True):
         if self.top_logprobs is not None and not self.logprobs:
             raise Refusal("invalid_value", "top_logprobs: only with logprobs = true", "top_logprobs")
 
-
-class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
-    role: Literal["user", "assistant"]
-    content: Content
-
-
-def _check_last(messages: Sequence[AnthropicMessage]) -> None:
-    """Refuse the beginning of an answer. Anthropic's API goes on with it; here a template says how a turn begins, and
-    many begin one otherwise than they show a finished one: with thoughts or a space that the other has not."""
-    if messages[-1].role == "assistant":
-        message = "messages: continuing an assistant's message is not supported: end with one of role user"
-        raise Refusal("invalid_value", message, "messages")
-
-
-class Metadata(Struct, frozen=True, forbid_unknown_fields=True):
-    user_id: Label | None = None
-
-
-class AnthropicPrompt(Body, frozen=True, kw_only=True):
-    """/v1/messages/count_tokens, and of /v1/messages what makes the prompt."""
-
-    unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "tools": ([],),
-        "tool_choice": ({"type": "none"}, {"type": "auto"}),
-        "thinking": ({"type": "disabled"},),
-        "mcp_servers": ([],),
-        "context_management": (),
-        "output_config": (),
-        "output_format": (),
-    }
-
-    messages: Annotated[
-        list[AnthropicMessage],
-        Meta(
-            min_length=1,
-            max_length=MAX_MESSAGES,
-            description="The last is of role user: an assistant's message is not continued.",
-        ),
-    ]
-    system: Content | None = None
-    cache_control: CacheControl | None = None
-
-    def __post_init__(self) -> None:
-        _check_last(self.messages)
-
-
-class AnthropicBody(AnthropicPrompt, frozen=True, kw_only=True):
-    """/v1/messages."""
-
-    unbuilt: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **AnthropicPrompt.unbuilt,
-        "service_tier": ("auto", "standard_only"),
-        "container": (),
-    }
-
-    max_tokens: Length
-    temperature: Fraction | None = None
-    top_p: TopP | None = None
-    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    stop_sequences: StopStrings | None = None
-    stream: bool | None = None
-    metadata: Metadata | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_stops(self.stop_sequences, "stop_sequences")
+    def conversation(self) -> list[dict[str, str]]:
+        """The messages as templates know them."""
+        return [message.for_template() for message in self.messages]
 
 
 class EmbeddingBody(Body, frozen=True, kw_only=True):
@@ -390,102 +329,12 @@ class TokenizeBody(Body, frozen=True, kw_only=True):
         if (self.prompt is None) == (self.messages is None):
             raise Refusal("missing_field", "prompt: either prompt or messages, and one of them", "prompt")
 
+    def conversation(self) -> list[dict[str, str]]:
+        """The messages as templates know them."""
+        return [message.for_template() for message in self.messages or ()]
+
 
 class DetokenizeBody(Body, frozen=True, kw_only=True):
     """/detokenize."""
 
     tokens: Annotated[list[Token], Meta(max_length=1 << 20)]
-
-
-T = TypeVar("T", bound=Body)
-
-
-def read(kind: type[T], body: bytes) -> T:
-    """A request's body as `kind`. Raises Refusal, which names the field."""
-    try:
-        value = strict_json.loads(body)
-    except strict_json.JSONError as error:
-        raise Refusal("invalid_json", str(error)) from error
-    if isinstance(value, dict):
-        for name in kind.unbuilt.keys() & value.keys():
-            given = value.pop(name)
-            if given is not None and not any(_same(given, harmless) for harmless in kind.unbuilt[name]):
-                raise Refusal("unsupported_field", f"{name}: not supported by this server", name)
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise _explained(str(error), kind) from error
-
-
-def _same(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and bool(a == b)  # False is not 0 here
-
-
-_CODES = (  # what msgspec's sentences have in them; tests hold every one
-    ("unknown field", "unknown_field"),
-    ("missing required field", "missing_field"),
-    ("of length <= 0", "unsupported_field"),
-    ("Expected `null`, got", "unsupported_field"),
-    ("of length", "invalid_length"),
-    ("enum value", "invalid_value"),
-    (", got ", "invalid_type"),
-    ("<", "out_of_range"),
-    (">", "out_of_range"),
-)
-_NAMES = {"int": "a whole number", "float": "a number", "str": "a string", "array": "a list", "object": "an object",
-          "bool": "true or false", "null": "null"}  # fmt: skip
-_UNITS = {"str": "characters", "array": "entries", "object": "entries"}
-_BOUND = re.compile(r"Expected `(\w+)`( of length)? ([<>]=?) (\S+)")
-_TYPES = re.compile(r"Expected `([^`]+)`, got `([^`]+)`")
-_STEPS = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
-
-
-def _explained(sentence: str, kind: type[Body] = Body) -> Refusal:
-    """msgspec's `Expected ... - at `$.field[0]`, of a `kind`, as a refusal in words of JSON."""
-    what, _, where = sentence.rpartition(" - at `$")
-    if not what:
-        what, where = sentence, ""
-    code = next((code for words, code in _CODES if words in what), "invalid_value")
-    param = where.rstrip("`").lstrip(".")
-    if code in ("unknown_field", "missing_field"):
-        field = strict_json.shown(what.partition("`")[2].rpartition("`")[0])
-        param = f"{param}.{field}" if param else field
-        says = "unknown" if code == "unknown_field" else "is required"
-    elif code == "unsupported_field":
-        says = "not supported by this server"
-    elif code == "invalid_value" and (values := _values(kind, param)):
-        given = strict_json.shown(what.partition("value ")[2], 80)
-        says = f"{given} is not supported by this server: it takes {' or '.join(map(repr, values))}"
-    elif found := _BOUND.match(what):
-        type_, length, sign, number = found.groups()
-        bound = {"<=": "at most", ">=": "at least", "<": "less than", ">": "more than"}[sign] + " " + number
-        says = f"{bound} {_UNITS[type_]}" if length else bound
-    elif found := _TYPES.match(what):
-        wanted = [_NAMES.get(name, name) for name in found[1].split(" | ")]
-        says = strict_json.shown(f"{' or '.join(wanted)}, not {_NAMES.get(found[2], found[2])}", 160)
-    else:
-        says = strict_json.shown(what[0].lower() + what[1:], 160).replace("`", "")
-    return Refusal(code, f"{param or 'the body'}: {says}", param or None)
-
-
-def _values(kind: type[Body], path: str) -> list[str]:
-    """What a field may be that is one of several words; none where it may be more."""
-    kinds: list[Any] = [kind]
-    for step in _STEPS.findall(path):
-        kinds = [inner for outer in kinds for inner in _within(outer, step)]
-    return [value for each in kinds if get_origin(each) is Literal for value in get_args(each)]
-
-
-def _within(outer: Any, step: str) -> list[Any]:
-    """The types of a field, or of an entry where `step` is in brackets."""
-    if step.startswith("["):
-        return _flat(get_args(outer)[-1]) if get_origin(outer) in (list, dict) else []
-    fields = get_type_hints(outer) if isinstance(outer, type) and issubclass(outer, Struct) else {}
-    return _flat(fields[step]) if step in fields else []
-
-
-def _flat(kind: Any) -> list[Any]:
-    """The types of a union."""
-    if get_origin(kind) in (Union, UnionType):
-        return [inner for each in get_args(kind) for inner in _flat(each)]
-    return [kind]

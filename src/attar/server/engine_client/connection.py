@@ -12,7 +12,17 @@ import msgspec
 
 from attar.protocol import framing
 from attar.protocol.messages import MAX_FRAME, Beat, Delta, Embedding, Failed, Finished, Ready, Stats, Told
-from attar.server.logprobs import PromptScores
+
+
+class PromptScores(msgspec.Struct, frozen=True, tag="prompt_logprobs"):
+    """A `PromptLogprobs` as it came: tens of bytes a token, where the values would be hundreds."""
+
+    id: str
+    logprobs: msgspec.Raw
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "logprobs", self.logprobs.copy())  # what came is of the buffer it came in
+
 
 AnswerEvent = Delta | PromptScores | Finished | Embedding | Failed
 Event = AnswerEvent | Ready | Stats | Beat | Told

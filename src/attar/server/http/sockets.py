@@ -1,4 +1,4 @@
-"""How many connections this process may have open, and which of them goes where there are more.
+"""Sockets of the server: where it listens, how many connections it may have open, and which goes where there are more.
 
 A connection over which nothing is asked costs its client nothing, and here one of the files that a process may open.
 When those are gone nobody else gets in, not even who asks whether the server is alive. So beyond a number the one that
@@ -14,9 +14,25 @@ import socket
 from typing import Protocol
 
 FILES = 256  # descriptors of this process besides connections: half of all that there are, where those are few
+BACKLOG = 512  # connections that wait to be accepted
 MANY = 1 << 16  # connections, where a user may open any number of files
 
 logger = logging.getLogger(__name__)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Listen at an address. Raises OSError when it cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio turns Nagle's algorithm off for sockets that say they are TCP; with 0, "the default", answers wait 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 class Closable(Protocol):

@@ -3,7 +3,7 @@
 Starlette cancels no handler whose client went away unless it streams, and uvicorn drops silently what is sent to
 nobody; an engine would go on for minutes. So while an answer is made, one task waits for the connection's end, and
 cancels the answer then. A stream's events are written as they come, all that have arrived in one write; the connection
-makes the writer wait when its buffer is full (`protocol.py`), and the queue behind it is bounded (`client.py`).
+makes the writer wait when its buffer is full (`limits.py`), and the queue behind it is bounded (`response_stream.py`).
 
 A stream may have nothing to say for minutes: its request waits in the queue, or has a long prompt. Proxies and clients
 take such a silence for the end, so it is broken by something that every reader of streams skips.
@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from attar.faults import point
+from attar.server.errors import CANCELLED, Refusal
 
 PART = 64 << 10  # bytes of a write, at least, but for the last
 SILENCE = 15.0  # seconds after which a stream says that it is there
@@ -41,6 +42,27 @@ async def while_connected(receive: Receive, gone: Callable[[], None]) -> AsyncIt
         yield
     finally:
         task.cancel()
+
+
+@contextlib.asynccontextmanager
+async def while_wanted(receive: Receive) -> AsyncIterator[None]:
+    """Before the engine is asked, while a body is read or a prompt is made, or waits to be: given up once the client
+    has gone. Raises Refusal then."""
+    task, gone = asyncio.current_task(), False
+    assert task is not None
+
+    def leave() -> None:
+        nonlocal gone
+        gone = True
+        task.cancel()
+
+    async with while_connected(receive, leave):
+        try:
+            yield
+        except asyncio.CancelledError:
+            if gone and not task.uncancel():  # else somebody ends the server as well
+                raise Refusal("cancelled", CANCELLED) from None
+            raise
 
 
 def parts(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:

@@ -22,8 +22,8 @@ _SPLITTING = frozenset({"ByteLevel", "Split", "Digits", "Punctuation", "Metaspac
 _BYTES = 256
 
 
-class Lengths:
-    """Of the texts of one tokenizer."""
+class TokenBounds:
+    """Lower bounds of the tokens of texts, by one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._composes = False

@@ -25,16 +25,6 @@ _rows = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _row = msgspec.msgpack.Decoder(TokenLogprob)
 
 
-class PromptScores(msgspec.Struct, frozen=True, tag="prompt_logprobs"):
-    """A `PromptLogprobs` as it came: tens of bytes a token, where the values would be hundreds."""
-
-    id: str
-    logprobs: msgspec.Raw
-
-    def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "logprobs", self.logprobs.copy())  # what came is of the buffer it came in
-
-
 class Turns:
     """Gives the event loop a turn after every `SLICE` values that were written, and calls `had` then, which may raise
     to end the writing."""

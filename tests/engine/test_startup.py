@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from attar import machine
 from attar.checkpoints.sources import opening
 from attar.cli.main import app
-from attar.engine.loader import engine, fit, kv_name, without_kernels
+from attar.engine.startup import fit, kv_name, start_engine, without_kernels
 from attar.formats.scheme import Scheme
 from attar.kernels import ops
 from attar.model.shapes import shape
@@ -171,7 +171,7 @@ def test_what_has_no_kernel_is_named_and_what_that_means(
         pytest.skip("the native kernels are off or do not load")
     path = write(tmp_path / "model", LLAMA, scheme)
     shutil.copy(demo / "tokenizer.json", path)
-    engine(Settings(str(path), "socket", memory=GB, max_cached_tokens=256, threads=1, **changed))  # type: ignore[arg-type]
+    start_engine(Settings(str(path), "socket", memory=GB, max_cached_tokens=256, threads=1, **changed))  # type: ignore[arg-type]
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == len(sentences), said
     for sentence, found in zip(sentences, said, strict=True):

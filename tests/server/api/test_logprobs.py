@@ -13,16 +13,16 @@ import pytest
 
 from attar.protocol.messages import Event, Finished, PromptLogprobs, Ready, Submit, encode
 from attar.protocol.request import SamplingParams, TokenLogprob
+from attar.server.admission.caller import Caller
 from attar.server.api import openai
+from attar.server.api.logprobs import LEAST, SLICE, Columns, Content, Turns, rows
 from attar.server.dispatcher import Dispatcher
 from attar.server.engine_client.client import EngineClient
-from attar.server.engine_client.connection import Connection
+from attar.server.engine_client.connection import Connection, PromptScores
 from attar.server.engine_client.connection import Event as Arrived
 from attar.server.errors import Refusal
-from attar.server.logprobs import LEAST, SLICE, Columns, Content, PromptScores, Turns, rows
-from attar.server.metrics import Metrics
-from attar.server.request_handler import Caller, Work
-from attar.server.request_trace import RequestTrace
+from attar.server.request_context import RequestContext
+from attar.server.request_handler import RequestHandler
 from attar.text.tokenizer import Tokenizer
 
 
@@ -88,9 +88,9 @@ def test_nothing_more_is_written_for_a_reader_that_has_gone(
         nonlocal work
         engine = EngineClient(Path("nobody"))
         engine._arrived([Ready("fake", 512, 100, 10, 16, 8, ())])
-        dispatcher = Dispatcher(engine, Metrics(engine), 600.0)
+        dispatcher = Dispatcher(RequestContext(engine), 600.0)
         answer = engine.ask([Submit("a", (1, 2), SamplingParams())], 1)
-        work = Work(Caller("a", 0.0, b""), [(1, 2)], 1, answer, dispatcher, RequestTrace("a", b"", 0.0, [None]))
+        work = RequestHandler(Caller("a", 0.0, b""), [(1, 2)], 1, answer, dispatcher.context)
         engine._arrived([raw(scores(20 * SLICE, 0)), *[Finished("a", 0, "length", 0)] * finished])
         form = openai.CompletionFormat(tokenizer, True, 1, [(1, 2)], [""])
         if stream:
@@ -100,10 +100,10 @@ def test_nothing_more_is_written_for_a_reader_that_has_gone(
             with pytest.raises(Refusal, match="cancelled"):
                 await openai.whole(work, "fake", form)
         work.close()
-        assert dispatcher.traces.find("a", b"").outcome == ("length" if finished else "cancelled")
+        assert dispatcher.context.traces.find("a", b"").outcome == ("length" if finished else "cancelled")
         assert written[0] <= 3 * SLICE
 
-    work: Work
+    work: RequestHandler
     monkeypatch.setattr(Columns, "add", counted)
     asyncio.run(scene())
     assert 2 * SLICE <= written[0] <= 3 * SLICE
@@ -114,8 +114,7 @@ def test_what_is_written_of_an_answer_that_has_ended_well_is_all_of_it(tokenizer
         engine = EngineClient(Path("nobody"))
         engine._arrived([Ready("fake", 512, 100, 10, 16, 8, ())])
         answer = engine.ask([Submit("a", (1, 2), SamplingParams())], 1)
-        trace = RequestTrace("a", b"", 0.0, [None])
-        work = Work(Caller("a", 0.0, b""), [(1, 2)], 1, answer, Dispatcher(engine, Metrics(engine), 600.0), trace)
+        work = RequestHandler(Caller("a", 0.0, b""), [(1, 2)], 1, answer, RequestContext(engine))
         engine._arrived([raw(scores(4 * SLICE, 0)), Finished("a", 0, "length", 0)])
         form = openai.CompletionFormat(tokenizer, True, 1, [(1, 2)], [""])
         whole = json.loads(b"".join(await openai.whole(work, "fake", form)))

@@ -12,14 +12,17 @@ from pathlib import Path
 import pytest
 
 from attar.checkpoints.sources import hub
-from attar.server.http.middleware import Options
+from attar.server.fair_thread_pool import LARGE, THREADS, FairThreadPool, TextThreads
 from attar.server.http.security import Keys
-from attar.server.prompts import LARGE, THREADS, Prompts
+from attar.server.options import ServerOptions
+from attar.server.prompts import Prompts
 from attar.server.serve import Server
-from attar.server.workers import Workers
 from attar.text.tokenizer import Tokenizer
 
 SECONDS = 20.0
+
+
+Pools = Callable[[int, int], FairThreadPool]
 
 
 class Job:
@@ -35,11 +38,11 @@ class Job:
 
 
 @pytest.fixture
-def workers() -> Iterator[Callable[[int, int], Workers]]:
-    made: list[Workers] = []
+def workers() -> Iterator[Pools]:
+    made: list[FairThreadPool] = []
 
-    def make(threads: int, each: int) -> Workers:
-        made.append(Workers("test", threads, each))
+    def make(threads: int, each: int) -> FairThreadPool:
+        made.append(FairThreadPool("test", threads, each))
         return made[-1]
 
     yield make
@@ -58,7 +61,7 @@ async def settled(*waiting: Awaitable[object]) -> None:
     assert waiting
 
 
-def test_a_key_that_floods_leaves_the_next_thread_to_another(workers: Callable[[int, int], Workers]) -> None:
+def test_a_key_that_floods_leaves_the_next_thread_to_another(workers: Pools) -> None:
     async def main() -> None:
         made, flood, other = workers(2, 1), [Job() for _ in range(5)], Job()
         theirs = [asyncio.create_task(made.run(b"a", job)) for job in flood]
@@ -73,7 +76,9 @@ def test_a_key_that_floods_leaves_the_next_thread_to_another(workers: Callable[[
     asyncio.run(main())
 
 
-def test_what_was_given_up_keeps_its_turn_until_its_thread_is_free(workers: Callable[[int, int], Workers]) -> None:
+def test_what_was_given_up_keeps_its_turn_until_its_thread_is_free(
+    workers: Pools,
+) -> None:
     async def main() -> None:
         made, first, second = workers(2, 1), Job(), Job()
         gone = asyncio.create_task(made.run(b"a", first))
@@ -92,7 +97,9 @@ def test_what_was_given_up_keeps_its_turn_until_its_thread_is_free(workers: Call
     asyncio.run(main())
 
 
-def test_who_gives_up_while_waiting_and_who_raises_hold_up_nobody(workers: Callable[[int, int], Workers]) -> None:
+def test_who_gives_up_while_waiting_and_who_raises_hold_up_nobody(
+    workers: Pools,
+) -> None:
     async def main() -> None:
         made, first = workers(1, 1), Job()
         running = asyncio.create_task(made.run(b"a", first))
@@ -117,7 +124,7 @@ def test_who_gives_up_while_waiting_and_who_raises_hold_up_nobody(workers: Calla
 
 
 def test_what_is_given_up_before_it_began_never_begins_and_holds_nothing(
-    workers: Callable[[int, int], Workers],
+    workers: Pools,
 ) -> None:
     class Text:
         def __call__(self) -> None:
@@ -153,7 +160,8 @@ def test_large_texts_have_all_threads_where_no_keys_share_them(
 ) -> None:
     """All who come without one go by the same salt."""
     tokenizer = Tokenizer.load(hub.resolve("demo"))
-    prompts = Server(tmp_path / "engine", tokenizer, Options(keys=Keys.of(keys))).prompts
+    server = Server(tmp_path / "engine", tokenizer, ServerOptions(keys=Keys.of(keys)))
+    prompts = server.prompts
     jobs = [Job() for _ in range(THREADS + 1)]
     rest = iter(jobs)
     monkeypatch.setattr(tokenizer, "encode", lambda text, **_: [len(next(rest)())])
@@ -173,12 +181,13 @@ def test_large_texts_have_all_threads_where_no_keys_share_them(
     finally:
         for job in jobs:
             job.go_on.set()
-        prompts.close()
+        server.threads.close()
 
 
 def test_large_texts_hold_up_no_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer.load(hub.resolve("demo"))
-    prompts, job, encode = Prompts(tokenizer, keys=2), Job(), tokenizer.encode
+    threads = TextThreads(keys=2)
+    prompts, job, encode = Prompts(tokenizer, threads), Job(), tokenizer.encode
 
     def slow(text: str, **options: bool) -> list[int]:
         if len(text) > LARGE:
@@ -205,4 +214,4 @@ def test_large_texts_hold_up_no_small_ones(monkeypatch: pytest.MonkeyPatch) -> N
         asyncio.run(asyncio.wait_for(main(), SECONDS))
     finally:
         job.go_on.set()
-        prompts.close()
+        threads.close()

@@ -1,0 +1,76 @@
+"""Outbox of the engine's process: what is said to the server, as frames."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Sequence
+
+from attar.engine.requests import SENTENCES
+from attar.faults import point
+from attar.protocol.messages import Beat, Event, Failed, Ready, Stats, Told, encode
+
+logger = logging.getLogger(__name__)
+
+
+class Outbox:
+    """What goes to one server: whole frames, in order, whichever thread says them.
+
+    The socket does not block: what it does not take waits here. So the lock is held for moments only, and neither
+    thread can hold up the other, however slowly the server reads. The first frame is there from the start: no beat
+    comes before it.
+    """
+
+    def __init__(self, server: socket.socket, first: bytes) -> None:
+        server.setblocking(False)
+        self._server, self._waiting, self._lock = server, bytearray(first), threading.Lock()
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that the socket has not taken."""
+        return len(self._waiting)
+
+    def put(self, frames: bytes = b"") -> None:
+        """Send what waits, then `frames`, as far as the socket takes them. Raises OSError when the server has gone."""
+        with self._lock:
+            self._waiting += frames
+            self._send()
+
+    def beat(self, frame: bytes) -> None:
+        """The same with a frame that is left out where others wait: a server that does not read need not be told."""
+        with self._lock:
+            if not self._waiting:
+                self._waiting += frame
+            self._send()
+
+    def close(self) -> None:
+        """Close the socket; what waits is lost."""
+        with self._lock:
+            self._server.close()
+
+    def _send(self) -> None:
+        if self._waiting:
+            with contextlib.suppress(BlockingIOError):
+                del self._waiting[: self._server.send(self._waiting)]
+
+
+def framed(events: Sequence[Event], lost: set[str]) -> bytes:
+    """One frame, or, where that cannot be made, one an event. An event that no frame holds becomes its request's
+    failure: the id joins `lost`, and nothing more is said of it."""
+    try:
+        for event in events:
+            if not isinstance(event, Ready | Stats | Beat | Told):
+                point("events.encode", event.id)
+        return encode(events)
+    except Exception as error:
+        if len(events) > 1:
+            return b"".join(framed([event], lost) for event in events if getattr(event, "id", "") not in lost)
+        (event,) = events
+        assert not isinstance(event, Ready | Stats | Beat | Told), "these are short"
+        lost.add(event.id)
+        if isinstance(error, ValueError):
+            return encode([Failed(event.id, "too_long", "the answer is too long to be sent")])
+        logger.error("what is to be said of request %s cannot be encoded", event.id, exc_info=error)
+        return encode([Failed(event.id, "internal", SENTENCES["internal"])])

@@ -1,0 +1,263 @@
+"""From settings to an engine: what fits is computed from the checkpoint's headers, before any weight is read.
+
+The same arithmetic answers `attar plan`. Without a size given, the cache gets what memory leaves, up to what the
+largest allowed number of requests need to run at once; where that is less than one request of the model's whole
+context, the context becomes what does fit, and the start-up table says so.
+
+On a GPU, where the weights alone have no room, that is said before any is read. Of the rest nothing but the cache is
+computed: the model is loaded, its largest step and its largest graph are measured (`footprint.py`), and the cache gets
+what remains. Decode steps are recorded before the first request comes. Of several GPUs the first is measured, whose
+process holds the most, and the least that is free on any counts.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from attar import logs, machine
+from attar.checkpoints.adapters import lora
+from attar.checkpoints.fingerprints import require_unchanged
+from attar.checkpoints.sources import hub
+from attar.checkpoints.sources.stored import stored
+from attar.engine import bottleneck
+from attar.engine.bottleneck import Bounds, KernelMeter, StreamMeter
+from attar.engine.engine import Engine
+from attar.engine.loader import LoadedModel, Parallel, load_model
+from attar.engine.memory_profile import CardMemory, Footprint, Trial, measure
+from attar.execution import kv_cache as kv_schemes
+from attar.kernels import ops
+from attar.kernels.triton.weights import knows_float8
+from attar.kv import schemes
+from attar.model.config import ModelConfig
+from attar.model.decoder import Decoder
+from attar.model.split import Share
+from attar.plan import cards, report
+from attar.plan import fit as planning
+from attar.plan.costs import BLOCK, Storage
+from attar.plan.fit import Fit
+from attar.plan.roofline import Rates, Roofline
+from attar.plan.steps import StepLimits
+from attar.protocol.messages import Ready
+from attar.protocol.scheduler_config import Limits
+from attar.protocol.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+BY_REFERENCE = "by the reference, so a text's bits may depend on what runs beside it"
+
+
+def start_engine(settings: Settings) -> tuple[Engine, Ready]:
+    """Load the model of `settings`. Raises ValueError where it cannot be loaded, fails its probe, or does not fit."""
+    limits = settings.limits()
+    threads = settings.threads or machine.cores()
+    path = hub.resolve(settings.model)
+    require_unchanged(settings.files, settings.folders)
+    config, storage = stored(path)
+    if settings.device != "cpu":
+        return _on_card(settings, path, config, storage, limits, threads)
+    folders = [Path(folder) for _, folder in settings.adapters]
+    share = Share(0, settings.tp, settings.pp)
+    adapters = lora.memory(folders, config, limits.max_step_tokens, share)
+    found = fit(settings, config, storage, limits, threads, adapters)
+    if share.count > 1:
+        logs.say(f"the first of {share.count} processes, which holds the most:")
+    _tell(settings, limits, found, kv_name(settings))
+    each = max(1, threads // share.count)  # a number that was asked for counts, whatever the machine
+    torch.set_num_threads(each)
+    rates = bottleneck.cpu_rates(found.weights, settings.activations)
+    model = load_model(
+        path, dtype=settings.computes_in, activations=settings.activations, verify=settings.verify,
+        parallel=Parallel(settings.tp, settings.pp, threads),
+    )  # fmt: skip
+    names = _install(model, settings)
+    for sentence in without_kernels(model.decoder):
+        logger.warning("%s", sentence)
+    torch.set_num_threads(each)  # which loading may have changed
+    # The time of one stage of several says nothing of the step (`bounds.py`).
+    roof = _roof(settings, config, storage, kv_name(settings), rates)
+    judge = Bounds(roof, KernelMeter()) if settings.pp == 1 else None
+    made = _over(model, found, limits, kv_name(settings), names, judge)
+    return made, _ready(settings, config, found, limits, names)
+
+
+def without_kernels(decoder: Decoder) -> list[str]:
+    """What of a model on CPUs the reference computes, in sentences that say why; none where all of it has kernels."""
+    if decoder.store is None:
+        dtype = str(decoder.dtype).removeprefix("torch.")
+        why = next(reason for _, reason in ops.candidates("linear", "cpu", decoder.dtype))
+        return [f"no linear has a CPU kernel in {dtype} ({why}): all run {BY_REFERENCE}"]
+    found: dict[str, list[str]] = {}
+    for name, reason in decoder.store.refused.items():
+        found.setdefault(reason, []).append(name)
+    return [
+        f"{names[0]}{f' and {len(names) - 1} more linears' if names[1:] else ''}: {reason}: run {BY_REFERENCE}"
+        for reason, names in found.items()
+    ]
+
+
+def _over(
+    model: LoadedModel, found: Fit, limits: Limits, kv_scheme: str, adapters: tuple[str, ...], judge: Bounds | None
+) -> Engine:
+    """An engine over a loaded model."""
+    return Engine(
+        model.decoder,
+        model.tokenizer,
+        blocks=found.blocks,
+        context=found.context,
+        limits=limits,
+        eos_ids=model.eos_ids,
+        kv=kv_scheme,
+        adapters=adapters,
+        bounds=judge,
+        runner=model.runner,
+    )
+
+
+def _tell(settings: Settings, limits: Limits, found: Fit, kv_scheme: str) -> None:
+    """What was decided: by preset and options, and with the memory."""
+    logs.say(limits.told(settings.preset))
+    logs.say(report.startup(found, kv_scheme))
+
+
+def _install(model: LoadedModel, settings: Settings) -> tuple[str, ...]:
+    """Give the model its adapters; returns their names, in the order of their numbers."""
+    for number, (_, folder) in enumerate(settings.adapters, 1):
+        if (sentence := lora.doubt(Path(folder), model.path)) is not None:
+            logger.warning("%s", sentence)
+        lora.install(model.decoder, number, Path(folder))
+    return tuple(name for name, _ in settings.adapters)
+
+
+def _roof(
+    settings: Settings, config: ModelConfig, storage: Storage, kv_scheme: str, rates: Rates | None
+) -> Roofline | None:
+    """Of the part that each of several processes computes; stages run one after another."""
+    part = planning.shared(config, storage, Share(0, settings.tp))[1]
+    return None if rates is None else Roofline(part, storage, kv_scheme, rates)
+
+
+def _on_card(
+    settings: Settings, path: Path, config: ModelConfig, storage: Storage, limits: Limits, threads: int
+) -> tuple[Engine, Ready]:
+    """Start an engine on a GPU."""
+    ops.require(settings.device)
+    torch.set_num_threads(threads)
+    memory = CardMemory(torch.device(settings.device))
+    available, most = memory.free(), planning.longest(config, settings.context)
+    room_for_weights(settings, config, storage, available, knows_float8(memory.device))
+    try:
+        rates = _measured(memory.device)
+        memory.settle()
+        model = load_model(
+            path, dtype=settings.computes_in, verify=settings.verify, device=settings.device,
+            parallel=Parallel(settings.tp, settings.pp, threads),
+        )  # fmt: skip
+        names, scheme = _install(model, settings), kv_schemes.of(model.decoder, kv_name(settings))
+        trial = Trial(model.decoder, scheme, limits, most, runner=model.runner, adapters=len(names))
+        each = trial.pages // trial.runner.pages[0].blocks
+        measured = measure(memory, available, trial)
+        del trial
+        # The first holds the most, and has not always the most.
+        if model.team is not None and model.team.crew.free is not None:
+            measured = replace(measured, available=min(available, model.team.crew.free))
+        memory.settle()
+        found = on_card(settings, measured, each, most, limits)
+        _tell(settings, limits, found, scheme.name)
+        roof = _roof(settings, config, storage, scheme.name, rates)
+        judge = None if roof is None else Bounds(roof, StreamMeter(memory.device))
+        made = _over(model, found, limits, scheme.name, names, judge)
+        made.runner.record_all()
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"{path.name} does not fit into the {planning.size(available)} that {settings.device} has free: {error}"
+        ) from None
+    return made, _ready(settings, config, found, limits, names)
+
+
+def room_for_weights(settings: Settings, config: ModelConfig, storage: Storage, available: int, float8: bool) -> None:
+    """Raises ValueError, saying by how much, where a card has too little memory for its part of the weights alone."""
+    held = planning.shared(config, storage, Share(0, settings.tp, settings.pp))[1]
+    weights = cards.weight_bytes(held, storage, float8).total
+    memory, source = settings.memory, "--memory"
+    if memory is None:
+        memory, source = available, f"free on {settings.device}"
+    if weights > memory:
+        raise ValueError(
+            f"the weights need {planning.size(weights)}, but there are {planning.size(memory)} ({source}): "
+            f"{planning.size(weights - memory)} too little"
+        )
+
+
+def _measured(device: torch.device) -> Rates | None:
+    """The rates of a card; None where they cannot be measured, because little memory is free, say: a model may be
+    served all the same."""
+    try:
+        return bottleneck.card_rates(device)
+    except torch.AcceleratorError:  # nothing can be computed there any more
+        raise
+    except RuntimeError as error:
+        logger.warning("the rates of %s could not be measured, so nothing says what limits steps: %s", device, error)
+        return None
+
+
+def _ready(settings: Settings, config: ModelConfig, found: Fit, limits: Limits, adapters: tuple[str, ...]) -> Ready:
+    require_unchanged(settings.files, settings.folders)  # nor while it was read
+    return Ready(
+        settings.served_as, found.context, config.vocab_size, found.blocks, found.block, limits.max_waiting,
+        found.table(), adapters, limits.together,
+    )  # fmt: skip
+
+
+def on_card(settings: Settings, measured: Footprint, block_bytes: int, most: int, limits: Limits) -> Fit:
+    """Where a card's memory will go, after what was measured, for requests of up to `most` tokens. Raises ValueError,
+    saying by how much, where it is too little."""
+    fraction = settings.kv_fraction
+    memory, source = settings.memory, "--memory"
+    if memory is None:
+        memory = int(measured.available * (machine.SHARE if fraction is None else 1.0))
+        source = f"free on {settings.device}"
+    taken = measured.weights + measured.step + measured.graphs + measured.driver + block_bytes  # and nobody's block
+    blocks = planning.cache_blocks(memory - taken, block_bytes, BLOCK, settings.max_cached_tokens, fraction)
+    if settings.max_cached_tokens is None:
+        blocks = min(blocks, planning.useful(limits.together, -(-most // BLOCK), limits.headroom))
+    context = most
+    if settings.context is None and 0 < blocks * BLOCK < most:
+        context = blocks * BLOCK
+        logger.info("the cache holds %d tokens, so requests may have no more, instead of %d", context, most)
+    found = Fit(
+        memory, measured.weights, measured.step, measured.driver, BLOCK, block_bytes, blocks, context,
+        graphs=measured.graphs + block_bytes,
+        kept_by=planning.keeps(blocks * BLOCK, settings.max_cached_tokens, fraction), headroom=limits.headroom,
+    )  # fmt: skip
+    planning.require(found, source)
+    return found
+
+
+def fit(
+    settings: Settings, config: ModelConfig, storage: Storage, limits: Limits, threads: int, adapters: int = 0
+) -> Fit:
+    """Where the memory will go. Raises ValueError, saying by how much, where the model does not fit."""
+    here = machine.examine()
+    share = Share(0, settings.tp, settings.pp)
+    memory, source = settings.memory, "--memory"
+    if memory is None:
+        memory, source = here.budget if settings.kv_fraction is None else here.memory, here.limited_by
+    memory //= share.count
+    source += f", of which each of {share.count} processes has its part" if share.count > 1 else ""
+    found = planning.start(
+        config, storage, kv_name(settings), memory, StepLimits.of(limits, threads), settings.context,
+        settings.max_cached_tokens, adapters, share, settings.kv_fraction,
+    )  # fmt: skip
+    if found.context < (settings.context or config.context):
+        logger.info("requests may have %d tokens, what the cache holds, instead of %d", found.context, config.context)
+    planning.require(found, source)
+    return found
+
+
+def kv_name(settings: Settings) -> str:
+    """How keys and values are kept: by default as they are. Raises ValueError for an unknown name."""
+    return schemes.scheme(settings.kv or ("bfloat16" if settings.computes_in == "bfloat16" else "float32")).name

@@ -1,0 +1,79 @@
+"""Routes that tell of the server: its page, whether it is alive and ready, its metrics, models, and requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response
+
+from attar.protocol.messages import Ready
+from attar.server.api import response_types as types
+from attar.server.api.openapi import giving
+from attar.server.dispatcher import Dispatcher
+from attar.server.pages.chat import PAGE, POLICY
+
+
+def respond(value: Any) -> Response:
+    """Answer with JSON."""
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+class StatusRoutes:
+    """Routes that ask the engine for nothing, or for what it says of itself."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    def add_to(self, app: FastAPI) -> None:
+        """Register the routes, in the order in which the OpenAPI document has them."""
+        app.get("/", response_class=HTMLResponse, include_in_schema=False)(self.page)
+        for path, route in (("/livez", self.livez), ("/readyz", self.readyz)):
+            app.get(path, openapi_extra=giving(types.Alive))(route)
+            app.head(path)(route)
+        app.get("/metrics", response_class=PlainTextResponse)(self.read_metrics)
+        app.get("/v1/engine", openapi_extra=giving(types.Engine))(self.engine)
+        app.get("/v1/models", openapi_extra=giving(types.Models))(self.models)
+        app.get("/v1/models/{name:path}", openapi_extra=giving(types.Model))(self.one_model)
+        app.get("/v1/requests/{name}/why", openapi_extra=giving(types.Why))(self.why)
+
+    async def page(self) -> Response:
+        """A page to talk to the model and to watch the engine."""
+        return Response(PAGE, media_type="text/html", headers={"Content-Security-Policy": POLICY})
+
+    async def livez(self) -> Response:
+        """The process is alive. Asks nobody."""
+        return respond({"status": "alive"})
+
+    async def readyz(self) -> Response:
+        """The model is loaded, the engine runs and gets on, and the server is not shutting down."""
+        self._dispatcher.getting_on()
+        return respond({"status": "ready"})
+
+    async def read_metrics(self) -> Response:
+        """Metrics in Prometheus's text format."""
+        return Response(self._dispatcher.context.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def engine(self) -> Response:
+        """What the engine said when it was ready, and its state since; `blocks` is base64, a byte each."""
+        return respond({"ready": self._dispatcher.ready(), "stats": self._dispatcher.stats})
+
+    async def models(self) -> Response:
+        """The served model and its adapters, in a list."""
+        ready = self._dispatcher.ready()
+        return respond({"object": "list", "data": [_model(name, ready) for name in (ready.model, *ready.adapters)]})
+
+    async def one_model(self, name: str) -> Response:
+        """The served model, or one of its adapters."""
+        return respond(_model(self._dispatcher.model(name), self._dispatcher.ready()))
+
+    async def why(self, request: Request, name: str) -> Response:
+        """Where a request's time went, or goes. `name` is its `X-Request-Id`, or the `id` of its answer."""
+        known = name.rpartition("-")[2].removeprefix("msg_")
+        return respond(await self._dispatcher.why(known, request.scope["attar"].salt))
+
+
+def _model(name: str, ready: Ready) -> dict[str, Any]:
+    described = {"id": name, "object": "model", "created": 0, "owned_by": "attar", "max_model_len": ready.context}
+    return described if name == ready.model else described | {"parent": ready.model}
