@@ -11,7 +11,7 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints-cpu.txt src/attar/vers
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint soak soak-load soak-api soak-faults soak-invariance sanitize neon test-triton gpu-check bench-compressors bench-quality \
-  bench-hostile bench-peers bench-serving bench-lm-eval clean
+  bench-hostile bench-peers bench-serving bench-lm-eval bench-real real-models clean
 
 help:
 	@echo "make demo    compress the embedded model, print what it cost, generate text before and after"
@@ -48,6 +48,11 @@ help:
 	@echo "             serving beside llama.cpp's server and OpenVINO's continuous batching; options go in BENCH="
 	@echo "make bench-lm-eval TASK=<a file of LAMBADA>"
 	@echo "             perplexity by lm-eval over HTTP beside attar's own, set up in .venv-lmeval (or LMEVAL=<an environment>)"
+	@echo "make real-models SCRIPT=<a script that fetches them>"
+	@echo "             the real models that tests and benches read, into ATTAR_REAL_MODELS or build/real-models; without a"
+	@echo "             script, which files they are; NAMES= for some of them"
+	@echo "make bench-real TABLE=<name>"
+	@echo "             a table of figures on the real models; options go in BENCH=, and without a table all are listed"
 	@echo "make clean   remove .venv, the peers' environments and models, the build folder of the extension, and caches"
 
 demo: $(VENV)/.installed
@@ -198,6 +203,13 @@ bench-lm-eval: $(VENV)/.installed $(if $(LMEVAL),,.venv-lmeval/.installed)
 	@$(BIN)/python -m venv --clear .venv-lmeval
 	@.venv-lmeval/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	@touch $@
+
+# The script is somebody's own. What it leaves is checked.
+real-models: | $(BIN)/python
+	@$(BIN)/python bench/real_models.py $(NAMES) $(if $(SCRIPT),--script $(SCRIPT))
+
+bench-real: $(VENV)/.installed
+	@$(BIN)/python bench/real.py $(or $(TABLE),--list) $(BENCH)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "attar needs Python 3.11 or newer, and $(PYTHON) is %s: name another with make PYTHON=..." % sys.version.split()[0])'
