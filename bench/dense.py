@@ -2,8 +2,8 @@
 
     python bench/dense.py FILE.gguf OUT
 
-Every weight is the file's value, decoded and rounded to bfloat16. So a figure beside such a folder says what was lost of
-the file, not of the model that the file was made from. Config, tokenizer and chat template come from the metadata.
+Every weight is the file's value, decoded and rounded to bfloat16. So a figure beside such a folder says what was lost
+of the file, not of the model that the file was made from. Config, tokenizer and chat template come from the metadata.
 """
 
 from __future__ import annotations
