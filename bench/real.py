@@ -25,7 +25,8 @@ from pathlib import Path
 import real_models
 from engines import BUSY
 from reals import framework
-from reals.tables import Setting, tables
+from reals.setting import Setting
+from reals.tables import tables
 
 
 def main() -> int:
@@ -35,6 +36,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=real_models.MODELS, metavar="NAME", help="default: all")
     parser.add_argument("--only", nargs="+", default=(), metavar="ROW", help="rows whose names hold one of these")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=4096, help="of each text that arithmetic is scored on")
     parser.add_argument("--out", type=Path, default=real_models.ROOT / "build" / "real", metavar="FOLDER")
     parser.add_argument("--json", action="store_true", help="print nothing but the object that comes last otherwise")
     for name, program in (
@@ -49,7 +51,7 @@ def main() -> int:
     names = args.models or tuple(real_models.MODELS)
     setting = Setting(
         {name: (place / real_models.MODELS[name].file).absolute() for name in names}, args.out.absolute(),
-        args.llamacpp, args.llama_cli, args.openvino, args.peers,
+        args.tokens, args.llamacpp, args.llama_cli, args.openvino, args.peers,
     )  # fmt: skip
     every = tables(setting)
     if args.list or args.table is None:

@@ -2,7 +2,7 @@
 
     PYTHONPATH=bench python -m reals.compression FILE.gguf --place FOLDER (--recipe NAME [--bits B] | --kv NAME |
         --peer PROGRAM --job NAME --lane LANE --python PYTHON | --llama-quantize MIX --python PYTHON)
-        [--calib prose|code|chat] [--samples N] [--seed N] [--tokens N]
+        [--calib prose|code|chat|mixed] [--samples N] [--seed N] [--tokens N]
 
 The original is the file's values in bfloat16 (`dense.py`), kept in FOLDER; what comes out is deleted. It is scored in
 float32 on held-out text of the kind that it was calibrated on, in windows of 512 tokens. `peak_mb` is what this process
@@ -34,7 +34,7 @@ from attar.compression.search.target import Target
 from attar.evaluation.report import evaluate
 from attar.formats.codecs.ggml_mix import MIXES, find
 from attar.text.tokenizer import Tokenizer
-from reals.texts import KINDS, LENGTH, calibration, scored
+from reals.texts import KINDS, LENGTH, MIXED, calibration, scored
 
 Made = dict[str, Any]
 
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--lane", help="of bench/lanes.py, which has the job")
     parser.add_argument("--llama-quantize", metavar="MIX", help="llama.cpp's own, with an importance matrix")
     parser.add_argument("--python", type=Path, help="of the peer's environment")
-    parser.add_argument("--calib", choices=KINDS, default="prose")
+    parser.add_argument("--calib", choices=(*KINDS, MIXED), default="prose")
     parser.add_argument("--samples", type=int, default=128, help=f"calibration sequences of {LENGTH} tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=32768, help="to score on")

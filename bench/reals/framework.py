@@ -33,6 +33,8 @@ SETS = ("amx", "vnni")
 Figures = dict[str, Any]  # what a measurement printed
 Pick = str | Callable[[Figures], float | None]
 """A figure by its name, or made from several."""
+Fills = Mapping[str, Pick]
+"""Which figures go into which columns."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Measurement:
     """A command, and which figures of its object fill which columns. `timed`: it differs from run to run."""
 
     command: tuple[str, ...]
-    fills: Mapping[str, Pick]
+    fills: Fills
     timed: bool = False
     threads: int = 0  # as many as there are cores
     ready: Path | None = None  # what must be there before it can run
@@ -163,7 +165,7 @@ class Runs:
 
 
 def fill(table: Table, runs: Runs, rounds: int, tell: Callable[[str], None]) -> dict[str, str]:
-    """Run what is missing, and return why measurements failed, by their rows.
+    """Run what is missing, and return why measurements failed, by their keys.
 
     A measurement that fails is not tried again. Its cells stay empty.
     """
@@ -176,7 +178,7 @@ def fill(table: Table, runs: Runs, rounds: int, tell: Callable[[str], None]) -> 
             try:
                 figures = run(measurement)
             except (RuntimeError, OSError, ValueError) as error:
-                failed[row.label] = str(error)
+                failed[measurement.key] = str(error)
                 tell(f"{row.label} failed: {error}")
             else:
                 runs.add(measurement.key, figures)
@@ -189,7 +191,7 @@ def _due(table: Table, runs: Runs, number: int, failed: Mapping[str, str]) -> It
     for row in table.rows:
         for each in row.measurements:
             wanted = number if each.timed else 0
-            if (number and not each.timed) or each.key in seen or row.label in failed or len(runs.of(each)) > wanted:
+            if (number and not each.timed) or each.key in seen or each.key in failed or len(runs.of(each)) > wanted:
                 continue
             seen.add(each.key)
             yield row, each
@@ -230,8 +232,8 @@ def shown(table: Table, runs: Runs, failed: Mapping[str, str]) -> str:
     ]
     body = [(row.label, [each.show(runs.cell(row, each.title)) for each in table.columns]) for row in table.rows]
     for ratio in table.ratios:
-        cells = [runs.quotient(ratio, each.title) if each.title in ratio.columns else None for each in table.columns]
-        said = ["" if value is None else f"{value:.2f}x" for value in cells]
+        found = [runs.quotient(ratio, each.title) if each.title in ratio.columns else None for each in table.columns]
+        said = ["" if value is None else f"{value:.2f}x" for value in found]
         body.append((f"{ratio.row.label} over {ratio.over.name or ratio.over.label}", said))
     first = max(len(label) for label, _ in body) if body else 0
     widths = [
@@ -249,8 +251,7 @@ def _notes(table: Table, runs: Runs, failed: Mapping[str, str]) -> Iterator[str]
     for reason in dict.fromkeys(row.reason for row in table.rows if row.reason):
         labels = [row.label for row in table.rows if row.reason == reason]
         yield f"empty, {reason}: {'; '.join(labels)}"
-    for label, why in failed.items():
-        yield f"failed, {label}: {why}"
+    yield from (f"failed: {why}" for why in failed.values())
     done = {each.key: runs.of(each) for row in table.rows for each in row.measurements}
     counts = sorted({len(each) for each in done.values() if each})
     if counts:
@@ -271,7 +272,7 @@ def as_json(table: Table, runs: Runs, failed: Mapping[str, str]) -> Figures:
                 "model": row.model,
                 "row": row.name,
                 "cells": {each.title: runs.cell(row, each.title) for each in table.columns},
-                "reason": failed.get(row.label, row.reason),
+                "reason": next((failed[each.key] for each in row.measurements if each.key in failed), row.reason),
                 "commands": [each.key for each in row.measurements],
             }
             for row in table.rows
