@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import zlib
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import real_models
 import torch
 from hypothesis import settings
 
@@ -47,6 +49,20 @@ def shared() -> Path:
     if not (folder / "data").is_dir():
         pytest.skip(f"no test data at {folder}: set ATTAR_TEST_DATA to its folder")
     return folder
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Callable[[str], Path]:
+    """Find the file of a real, trained model by its name in `bench/real_models.py`. Skip where it cannot be used."""
+    place, against = real_models.folder(), functools.cache(real_models.against)
+
+    def find(name: str) -> Path:
+        if (reason := against(name, place)) is not None:
+            pytest.skip(reason)
+        assert place is not None
+        return place / real_models.MODELS[name].file
+
+    return find
 
 
 @pytest.fixture(scope="session")
