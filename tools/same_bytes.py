@@ -115,10 +115,10 @@ def _values(old: Any, new: Any, receipt: bool) -> list[str]:
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield each number, text and empty container with its path. Floats keep every bit, and their sign."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    if not inner:
+    if not isinstance(value, dict | list) or not value:
         yield path, json.dumps(value)
-    for key, each in inner:
+        return
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
         yield from _leaves(each, f"{path}.{key}" if path else str(key))
 
 
@@ -162,7 +162,7 @@ class Place:
 
     def _extension(self, tree: Path) -> Path:
         """Build the extension, or find one that was built of the same sources."""
-        sources = [tree / "CMakeLists.txt", *(path for path in files(tree) if "csrc" in path.parts)]
+        sources = [tree / "CMakeLists.txt", *(path for path in files(tree / "src") if "csrc" in path.parts)]
         place = self.work / "native" / digest(tree, sources)[:12]
         if found := list(place.glob("_native*.so")):
             say(f"{tree.name}: the extension of these sources is there already, at {place}")

@@ -27,7 +27,7 @@ from typing import Any
 
 PROMPTS = ["Once upon a time", "It was a dark and stormy night, and the rain", "The licensor", "No"]
 TOKENS = 64
-GREEDY = {"max_tokens": TOKENS, "temperature": 0.0, "logprobs": 3}
+GREEDY = {"max_tokens": TOKENS, "temperature": 0.0, "seed": 0, "logprobs": 3}
 SEEDED = {"max_tokens": TOKENS, "temperature": 0.9, "top_p": 0.95, "seed": 7, "logprobs": 3}
 FILTERED = {
     "max_tokens": TOKENS, "temperature": 1.1, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1,
