@@ -169,17 +169,9 @@ class Place:
             return found[0]
         say(f"{tree.name}: building the extension")
         with tempfile.TemporaryDirectory(dir=self.work) as folder:
-            wheel: list[str | Path] = [
-                self.python,
-                "-m",
-                "pip",
-                "wheel",
-                "--quiet",
-                "--no-deps",
-                "--no-build-isolation",
-            ]
             path = f"{self.python.parent}{os.pathsep}{os.environ.get('PATH', '')}"
-            subprocess.run([*wheel, "--no-deps", "-w", folder, tree], check=True, env={**os.environ, "PATH": path})
+            wheel = f"-m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir {folder}".split()
+            subprocess.run([self.python, *wheel, tree], check=True, env={**os.environ, "PATH": path})
             with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as archive:
                 (name,) = fnmatch.filter(archive.namelist(), "attar/_native*.so")
                 place.mkdir(parents=True, exist_ok=True)
