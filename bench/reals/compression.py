@@ -30,7 +30,8 @@ from dense import dense
 import attar
 from attar.checkpoints.sources import hf, opening
 from attar.compression.calibration import importance
-from attar.compression.search.target import Target
+from attar.compression.request.request import CompressionRequest, Target
+from attar.compression.runs.pipeline import compress_request
 from attar.evaluation.report import evaluate
 from attar.formats.codecs.ggml_mix import MIXES, find
 from attar.text.tokenizer import Tokenizer
@@ -98,9 +99,9 @@ def ours(original: Path, out: Path, sequences: list[list[int]], args: argparse.N
     if args.recipe.rpartition("-")[2] in MIXES:
         out = out.with_suffix(".gguf")
     target = None if args.bits is None else Target(bits=args.bits)
-    done = attar.compress(
-        original, out, recipe=args.recipe, target=target, calibration=sequences, seed=args.seed, resume=False
-    )
+    done = compress_request(CompressionRequest(
+        original, out, recipe=args.recipe, target=target, calibration=sequences, seed=args.seed, resume=False,
+    ))  # fmt: skip
     return {"seconds": done.seconds, "bits": done.bits_per_weight, "peak_mb": peak_mb()}, out
 
 
@@ -131,7 +132,9 @@ def llama_quantize(
     if done.returncode:
         raise SystemExit(f"llama.cpp's quantize: {done.stderr[-2000:]}")
     made: Made = {"seconds": time.perf_counter() - since, "peak_mb": peak_mb(resource.RUSAGE_CHILDREN)}
-    mine = attar.compress(original, folder / "ours.gguf", recipe=args.llama_quantize, imatrix=imatrix)
+    mine = compress_request(
+        CompressionRequest(original, folder / "ours.gguf", recipe=args.llama_quantize, imatrix=imatrix)
+    )
     assert mine.path.stat().st_size == out.stat().st_size, "the two files have other types"
     return made | {"bits": mine.bits_per_weight}, out
 
