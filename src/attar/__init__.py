@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 spin_briefly(os.environ)
 
 __all__ = [
-    "LLM", "Completion", "CompressionRequest", "SamplingParams", "__version__", "compress", "compress_request", "evaluate",
+    "LLM", "Completion", "CompressionRequest", "SamplingParams", "__version__", "compress", "compress_request",
+    "evaluate",
 ]  # fmt: skip
 
 _HOMES = {
