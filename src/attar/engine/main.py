@@ -40,13 +40,13 @@ from attar.protocol import framing
 from attar.protocol.messages import (
     BEAT_SECONDS,
     MAX_FRAME,
-    Ask,
     Beat,
     Cancel,
     Command,
     Drain,
     Embed,
     Event,
+    QueryStatus,
     Ready,
     Stats,
     Submit,
@@ -218,7 +218,7 @@ class Loop:
                     self.engine.cancel(command.id)
                 case Drain():
                     self.draining = True
-                case Ask():
+                case QueryStatus():
                     told += self.engine.told(command.ids)
         return told
 
