@@ -24,7 +24,7 @@ from torch import Tensor
 
 from attar.engine import memory_profile
 from attar.execution import cuda_graphs
-from attar.execution.model_runner import Coming, Runner
+from attar.execution.model_runner import InflightTokens, Runner
 from attar.kernels.triton import backend
 from attar.kv.schemes import SCHEMES
 from attar.model.decoder import Decoder
@@ -165,7 +165,7 @@ class Server:
             chosen = device_sampler.choose(logits, [samplers[each.id] for each in own]) if own else None
             if ahead and (behind := self.scheduler.ahead(since)) is not None and behind.chunks:
                 places = {each: i for i, each in enumerate(own)}
-                coming = None if chosen is None else Coming(chosen.tokens, places)
+                coming = None if chosen is None else InflightTokens(chosen.tokens, places)
                 following = behind, self.runner.run(behind, None, coming)
             launched = time.perf_counter()
             draws = chosen.draws() if chosen else []

@@ -25,7 +25,7 @@ from attar.checkpoints.sources import opening
 from attar.engine import inflight
 from attar.engine.bottleneck import Bounds
 from attar.engine.engine import Engine
-from attar.execution.model_runner import Coming, Runner, Wanted, waits
+from attar.execution.model_runner import InflightTokens, Runner, Wanted, waits
 from attar.faults import Fault
 from attar.kernels import ops
 from attar.model.decoder import Decoder
@@ -81,12 +81,14 @@ class LateLogits(Tensor):
 class LateRunner(Runner):
     device_told: Device
 
-    def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: Coming | None = None) -> Tensor:
+    def run(
+        self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: InflightTokens | None = None
+    ) -> Tensor:
         self.device_told.seen.append("launch")
         told = {chunk.sequence: as_told(chunk) for chunk in plan.chunks}
         late = coming
         if coming is not None:
-            late = Coming(coming.tokens, {told[each]: i for each, i in coming.places.items() if each in told})
+            late = InflightTokens(coming.tokens, {told[each]: i for each, i in coming.places.items() if each in told})
         chunks = [chunk._replace(sequence=told[chunk.sequence]) for chunk in plan.chunks]
         out = torch.empty(sum(chunk.samples for chunk in chunks), self.decoder.config.vocab_size)
         step = StepPlan(chunks, list(plan.copies))
@@ -394,7 +396,9 @@ def test_a_choice_that_raises_is_made_one_by_one(decoder: Decoder, point: str) -
 
 def test_too_little_memory_for_a_step_ahead(decoder: Decoder) -> None:
     class Small(Runner):
-        def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: Coming | None = None) -> Tensor:
+        def run(
+            self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: InflightTokens | None = None
+        ) -> Tensor:
             if plan.tokens > (2 if coming else 48):
                 raise torch.OutOfMemoryError("no room")
             return super().run(plan, wanted, coming)

@@ -40,7 +40,7 @@ from attar.engine.outputs import Choice, Request
 from attar.engine.requests import RequestTable
 from attar.execution import cuda_graphs
 from attar.execution import kv_cache as kv_schemes
-from attar.execution.model_runner import Coming, Runner, horizon
+from attar.execution.model_runner import InflightTokens, Runner, horizon
 from attar.faults import point
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Embed, Event, Stats, Submit
@@ -303,7 +303,7 @@ class Engine:
         if self._flight is not None:
             self._flight.began = now
 
-    def _launched(self, plan: StepPlan, began: float, coming: Coming | None = None) -> Flight:
+    def _launched(self, plan: StepPlan, began: float, coming: InflightTokens | None = None) -> Flight:
         choices = {chunk.sequence: self.requests.choices[chunk.sequence.id] for chunk in plan.chunks}
         return self.launcher.launch(plan, choices, began, coming)
 

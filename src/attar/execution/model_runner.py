@@ -7,7 +7,7 @@ sequence that takes an adapter, whose rows differ in every step.
 
 On a GPU recordings are CUDA graphs (`cuda_graphs.py`), for a few numbers of rows, each of which also serves fewer.
 Logits stay on the device, where tokens are chosen, and a step returns before the device has done it. So the next may be
-run before the host knows those tokens: it reads them on the device (`Coming`).
+run before the host knows those tokens: it reads them on the device (`InflightTokens`).
 
 On CPUs a row's numbers do not depend on the other rows of a step, nor on the chunking of a prompt, so neither do a
 sequence's tokens.
@@ -59,7 +59,7 @@ class Wanted:
     hidden: Watch | None = None
 
 
-class Coming(NamedTuple):
+class InflightTokens(NamedTuple):
     """Tokens sampled by the step before, which the device may not have computed yet.
 
     They are int64 [n], on the device, with the index of each sequence's.
@@ -75,10 +75,10 @@ class _Rows(NamedTuple):
     ids: list[int]
     late: list[int]
     places: list[int]
-    coming: Coming | None
+    coming: InflightTokens | None
 
     @classmethod
-    def of(cls, chunks: List[Chunk], coming: Coming | None) -> _Rows:
+    def of(cls, chunks: List[Chunk], coming: InflightTokens | None) -> _Rows:
         made = cls([], [], [], coming)
         for sequence, start, rows, _ in chunks:
             made.ids.extend(sequence.tokens[start : start + rows])
@@ -185,7 +185,9 @@ class Runner:
             self.graphs.record_all()
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: Coming | None = None) -> Tensor:
+    def run(
+        self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: InflightTokens | None = None
+    ) -> Tensor:
         """Run the step; return logits [S, V] after each chunk that samples, in order, on the model's device.
 
         The device may still be working on them, and the next step overwrites them. `wanted` maps sequence ids to
@@ -249,7 +251,7 @@ class Runner:
             self._batches.popitem(last=False)
         return batch
 
-    def _run(self, chunks: List[Chunk], wanted: dict[str, Wanted], coming: Coming | None) -> Tensor:
+    def _run(self, chunks: List[Chunk], wanted: dict[str, Wanted], coming: InflightTokens | None) -> Tensor:
         width = max(len(chunk.sequence.blocks) for chunk in chunks)
         tables = torch.zeros((len(chunks), width), dtype=torch.int32)
         for row, chunk in enumerate(chunks):

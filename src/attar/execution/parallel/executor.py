@@ -58,7 +58,7 @@ from torch import Tensor
 from attar import machine
 from attar.checkpoints.sources import shards
 from attar.execution.cuda_graphs import Record
-from attar.execution.model_runner import Coming, Runner, Wanted, waits
+from attar.execution.model_runner import InflightTokens, Runner, Wanted, waits
 from attar.execution.parallel.commands import (
     MAX_FRAME,
     Adapt,
@@ -450,7 +450,9 @@ class TeamRunner(Runner):
         super().__init__(decoder, blocks, context, scheme, sequences)
         self.waits = "several processes compute a step together"
 
-    def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: Coming | None = None) -> Tensor:
+    def run(
+        self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: InflightTokens | None = None
+    ) -> Tensor:
         """Run the step like `Runner.run`, in all processes.
 
         Raises torch.OutOfMemoryError where any process has too little memory, and Lost where a process is gone and for
