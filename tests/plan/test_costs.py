@@ -131,7 +131,7 @@ def test_a_weight_holds_what_the_kernels_read(name: str, size: tuple[int, int]) 
     store = ops.store()
     assert store is not None
     store.take(linear)
-    assert isinstance(linear.weight, native.KernelWeight)
+    assert isinstance(linear.weight, native.PackedWeight)
     dtype = "bfloat16"
     assert costs.read_bytes(*size, scheme, dtype) == linear.weight.read_bytes
     assert costs.memory_bytes(*size, scheme, dtype) == linear.weight.read_bytes

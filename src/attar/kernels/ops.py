@@ -271,7 +271,7 @@ def prepare_adapter(adapter: Adapter, into: Store | None, device: torch.device) 
 
 
 def _products(x: Tensor, linears: Sequence[Linear]) -> Tensor:
-    prepared = [isinstance(each.weight, products.KernelWeight) for each in linears]
+    prepared = [isinstance(each.weight, products.PackedWeight) for each in linears]
     if all(prepared):
         return products.linear(x, linears)
     on_gpu = [isinstance(each.weight, TritonWeight) for each in linears]
@@ -383,7 +383,7 @@ def feed_forward_in(
     """Return the rows that `reader` multiplies in a feed-forward: `activate` of the products of rows x [N, I] with
     `up`."""
     plain = tap is None and routes is None and all(each.adapter is None for each in up)
-    if gated and plain and products.gateable(up) and isinstance(reader.weight, products.KernelWeight):
+    if gated and plain and products.gateable(up) and isinstance(reader.weight, products.PackedWeight):
         return products.gated_linear(x, up, kind)
     return activate(linear(x, up, tap, routes), kind, gated, reader)
 
@@ -393,7 +393,7 @@ def activate(x: Tensor, kind: Activation, gated: bool, reader: Linear) -> Tensor
     if isinstance(reader.weight, TritonWeight):
         out: Tensor = _triton("rows").activate(x, kind, gated)
         return out
-    if isinstance(reader.weight, products.KernelWeight):
+    if isinstance(reader.weight, products.PackedWeight):
         return rows.activate(x.contiguous(), kind, gated)
     return ref.activate(x, kind, gated)
 

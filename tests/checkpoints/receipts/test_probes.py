@@ -17,7 +17,7 @@ from attar.checkpoints.receipts.probes import Probes
 from attar.checkpoints.strict_io import CheckpointError
 from attar.formats.packed import PackedTensor
 from attar.kernels import ops
-from attar.kernels.native.linear import KernelWeight
+from attar.kernels.native.linear import PackedWeight
 from attar.model.decoder import Decoder
 from tests.checkpoints.conftest import make_probes
 
@@ -83,7 +83,7 @@ def test_replay_on_native_kernels(tiny_decoder: Make, scheme: str | None, form: 
         assert probes.kernel_path(native) == ("int8_activations" if by_scheme else "exact")
         assert read.replay(native) is None
     weight = native.blocks[0].attention.output.weight
-    assert isinstance(weight, PackedTensor if scheme == "w8a8-atensor" else KernelWeight)
+    assert isinstance(weight, PackedTensor if scheme == "w8a8-atensor" else PackedWeight)
     assert read.replay(native) is None
 
 
@@ -110,7 +110,7 @@ def test_the_native_copy_of_a_block_goes_with_it(tiny_decoder: Make) -> None:
     block = copy.deepcopy(decoder.blocks[0])
     run.run(0, block, torch.randn(24 * 16, 64, generator=torch.Generator().manual_seed(0)))
     weights = [weakref.ref(linear.weight) for linear in block.linears()]
-    assert all(isinstance(weight(), KernelWeight) for weight in weights)
+    assert all(isinstance(weight(), PackedWeight) for weight in weights)
     del block
     assert all(weight() is None for weight in weights)
 
