@@ -40,13 +40,13 @@ from attar.kernels.native.rows import Table as NativeTable
 from attar.kernels.native.store import Store as NativeStore
 from attar.kernels.operands import (
     Activation,
+    ActivationHook,
     Adapter,
     AttentionForm,
     Linear,
     Norm,
     PreparedAdapter,
     Routes,
-    Tap,
 )
 from attar.kernels.triton import backend as gpu
 from attar.kernels.triton import store as gpu_store
@@ -216,7 +216,9 @@ def norm(stream: Tensor, delta: Tensor | None, spec: Norm) -> tuple[Tensor, Tens
     return ref.norm(stream, delta, spec)
 
 
-def linear(x: Tensor, linears: Sequence[Linear], tap: Tap | None = None, routes: Routes | None = None) -> Tensor:
+def linear(
+    x: Tensor, linears: Sequence[Linear], tap: ActivationHook | None = None, routes: Routes | None = None
+) -> Tensor:
     """Return the products of rows x [N, I] with each of `linears`, side by side: [N, sum of O].
 
     Weights may be of any schemes, mixed. Where a scheme quantizes activations, x is first rounded to that grid, once
@@ -377,7 +379,7 @@ def feed_forward_in(
     kind: Activation,
     gated: bool,
     reader: Linear,
-    tap: Tap | None = None,
+    tap: ActivationHook | None = None,
     routes: Routes | None = None,
 ) -> Tensor:
     """Return the rows that `reader` multiplies in a feed-forward: `activate` of the products of rows x [N, I] with

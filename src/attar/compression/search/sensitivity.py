@@ -41,7 +41,7 @@ from attar.compression.solvers.transforms import fold
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.kernels import ops
-from attar.kernels.operands import Linear, Tap
+from attar.kernels.operands import ActivationHook, Linear
 from attar.model.cache import Step
 from attar.model.decoder import Decoder, Embedding
 from attar.model.layers import Block
@@ -236,7 +236,7 @@ class Trial:
         return states
 
     @torch.inference_mode()
-    def _through(self, block: Block, states: Tensor, tap: Tap | None = None) -> Tensor:
+    def _through(self, block: Block, states: Tensor, tap: ActivationHook | None = None) -> Tensor:
         parts = states.split(self._batch)
         steps = (Step((self._length,) * (len(part) // self._length), self._length) for part in parts)
         return torch.cat([block.run(part, step, tap) for part, step in zip(parts, steps, strict=True)])
