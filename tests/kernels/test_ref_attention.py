@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attar.kernels import ops, ref_attention
 from attar.kernels.operands import AttentionForm
-from attar.kv.pages import Pages, Placement
+from attar.kv.pages import AttentionMetadata, Pages
 from attar.kv.schemes import scheme
 
 FLOAT32 = 2e-6  # of values around 1, sums of a few hundred terms
@@ -202,7 +202,7 @@ def test_pages_with_a_tree_of_guesses() -> None:
     k, v, q = randn(8, 2, 8, seed=1), randn(8, 2, 8, seed=2), randn(3, 4, 8, seed=3)
     ref_attention.write_pages(k, v, pages, torch.arange(8))
     at = torch.tensor([5, 6, 6], dtype=torch.int32)
-    place = Placement(
+    place = AttentionMetadata(
         torch.tensor([0, 3]), torch.tensor([8]), torch.tensor([[0]]), at, torch.arange(5, 8),
         tree=torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool).flatten(),
     )  # fmt: skip
@@ -218,7 +218,7 @@ def test_keys_that_are_rotated_when_read_are_taken_for_no_others() -> None:
     pages = Pages.zeros(1, 16, 2, 8, scheme("float32"))
     pages.keys_rotated = False
     at = torch.zeros(1, dtype=torch.int32)
-    place = Placement(torch.tensor([0, 1]).int(), torch.ones(1).int(), torch.zeros(1, 1).int(), at, at.long())
+    place = AttentionMetadata(torch.tensor([0, 1]).int(), torch.ones(1).int(), torch.zeros(1, 1).int(), at, at.long())
     q, k, v = randn(1, 4, 8), randn(1, 2, 8), randn(1, 2, 8)
     with pytest.raises(AssertionError, match="written as they are"):
         ops.write_kv(q, k, v, pages, place)

@@ -13,7 +13,7 @@ from attar.kernels import ref_attention
 from attar.kernels.operands import AttentionForm
 from attar.kv import bit_planes, kivi
 from attar.kv.bit_planes import Basis
-from attar.kv.pages import Bases, Pages, Placement
+from attar.kv.pages import AttentionMetadata, Bases, Pages
 from attar.kv.schemes import DISTORTION, LEVELS, scheme
 
 HEADS, SIZE = 2, 32
@@ -177,7 +177,7 @@ def paged(pages: Pages, k: Tensor, v: Tensor, q: Tensor, cuts: list[int], form: 
     for end in cuts:
         at = torch.arange(start, end)
         slots = table[0, at // pages.block] * pages.block + at % pages.block
-        place = Placement(
+        place = AttentionMetadata(
             torch.tensor([0, end - start]), torch.tensor([end]), table, at.int(), slots, tails=torch.tensor([1])
         )
         turned = ref_attention.write_kv(q[start:end], k[start:end], v[start:end], pages, place, None)

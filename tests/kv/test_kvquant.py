@@ -12,7 +12,7 @@ from attar.kernels import ref_attention
 from attar.kernels.operands import AttentionForm
 from attar.kv import kvquant
 from attar.kv.kvquant import Channels
-from attar.kv.pages import Bases, Pages, Placement
+from attar.kv.pages import AttentionMetadata, Bases, Pages
 from attar.kv.schemes import scheme
 
 HEADS, SIZE, BLOCK = 2, 32, 32
@@ -63,7 +63,7 @@ def paged(cuts: list[int], order: list[int], q: Tensor, k: Tensor, v: Tensor, ba
     for end in cuts:
         at = torch.arange(start, end)
         slots = table[0, at // BLOCK] * BLOCK + at % BLOCK
-        place = Placement(torch.tensor([0, end - start]), torch.tensor([end]), table, at.int(), slots)
+        place = AttentionMetadata(torch.tensor([0, end - start]), torch.tensor([end]), table, at.int(), slots)
         turned = ref_attention.write_kv(q[start:end], k[start:end], v[start:end], pages, place, None)
         out.append(ref_attention.paged_attention(turned, pages, place, form)[0])
         start = end

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from attar.kernels.ops import TritonStore
-from attar.kv.pages import Pages, Placement
+from attar.kv.pages import AttentionMetadata, Pages
 from attar.model.cache import ALIGNED, KVCache, Step
 from attar.model.decoder import Decoder
 from attar.model.parallel import SplitDecoder
@@ -173,7 +173,7 @@ class Inputs:
         )
         self.ids, slots, positions, filled, tables = parts(self._there)
         starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self.place = Placement(starts, filled, tables, positions, slots)
+        self.place = AttentionMetadata(starts, filled, tables, positions, slots)
         self._held: list[list[int]] = [[]] * rows  # the blocks that each row of the table lists
         self.rest(0)
 
@@ -212,16 +212,16 @@ class Inputs:
 class _Told(KVCache):
     """A cache whose next rows are placed by the inputs of a graph."""
 
-    told: Placement
+    told: AttentionMetadata
 
     @classmethod
-    def by(cls, told: Placement, pages: list[Pages], tables: Tensor) -> _Told:
+    def by(cls, told: AttentionMetadata, pages: list[Pages], tables: Tensor) -> _Told:
         made = cls.over(pages, tables, [0] * len(tables))
         assert isinstance(made, _Told)
         made.told = told
         return made
 
-    def place(self, lengths: tuple[int, ...]) -> Placement:
+    def place(self, lengths: tuple[int, ...]) -> AttentionMetadata:
         return self.told
 
 

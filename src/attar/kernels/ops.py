@@ -54,7 +54,7 @@ from attar.kernels.triton.pages import NibblePages, PlainPages
 from attar.kernels.triton.store import TritonStore as TritonStore
 from attar.kernels.triton.store import TritonTable
 from attar.kernels.triton.weights import TritonWeight, knows_float8
-from attar.kv.pages import Bases, Pages, Placement, Rotation
+from attar.kv.pages import AttentionMetadata, Bases, Pages, Rotation
 from attar.kv.schemes import KvScheme, Layout
 
 if TYPE_CHECKING:
@@ -316,7 +316,7 @@ def write_kv(
     k: Tensor,
     v: Tensor,
     pages: Pages,
-    place: Placement,
+    place: AttentionMetadata,
     rotation: Rotation | None = None,
     q_norm: Norm | None = None,
     k_norm: Norm | None = None,
@@ -346,11 +346,12 @@ def write_kv(
 
 
 def paged_attention(
-    q: Tensor, pages: Pages, place: Placement, form: AttentionForm, want_mass: bool = False
+    q: Tensor, pages: Pages, place: AttentionMetadata, form: AttentionForm, want_mass: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Return attention of queries [N, H, D] over the pages of their sequences: ([N, H * D], mass).
 
-    Visibility is that of `attention`, with positions from `Placement`. A query that sees nothing gives zeros (of
+    Visibility is that of `attention`, with positions from `AttentionMetadata`. A query that sees nothing gives zeros
+    (of
     coordinates: the mean of values where the pages' basis has one). The mass, float32 [B, G, slots of a table], is how
     much of the softmax each slot received, summed over the sequence's rows of this call and over the H / G query heads
     that read its head; None unless wanted.

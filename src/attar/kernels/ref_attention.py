@@ -17,7 +17,7 @@ from attar.kv import bit_planes as coding
 from attar.kv import kivi, kvquant
 from attar.kv.bit_planes import Basis
 from attar.kv.kvquant import Channels
-from attar.kv.pages import Pages, Placement, Rotation
+from attar.kv.pages import AttentionMetadata, Pages, Rotation
 from attar.kv.schemes import Layout
 
 QUERY_TILE = 512  # queries that share one mask: memory grows with the keys, not with their square
@@ -300,7 +300,9 @@ def read_sequence(
     return torch.cat((k, next(last))), torch.cat((v, next(last)))
 
 
-def write_kv(q: Tensor, k: Tensor, v: Tensor, pages: Pages, place: Placement, rotation: Rotation | None) -> Tensor:
+def write_kv(
+    q: Tensor, k: Tensor, v: Tensor, pages: Pages, place: AttentionMetadata, rotation: Rotation | None
+) -> Tensor:
     if rotation is not None:
         cos, sin = rotation.cos[rotation.rows.long()], rotation.sin[rotation.rows.long()]
         q, k = rope(q, cos, sin), rope(k, cos, sin)
@@ -310,7 +312,7 @@ def write_kv(q: Tensor, k: Tensor, v: Tensor, pages: Pages, place: Placement, ro
 
 
 def paged_attention(
-    q: Tensor, pages: Pages, place: Placement, form: AttentionForm, want_mass: bool = False
+    q: Tensor, pages: Pages, place: AttentionMetadata, form: AttentionForm, want_mass: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     mixed, mass = _paged_attention(q, pages, place, form, want_mass)
     if pages.bases is not None:
@@ -319,7 +321,7 @@ def paged_attention(
 
 
 def _paged_attention(
-    q: Tensor, pages: Pages, place: Placement, form: AttentionForm, want_mass: bool
+    q: Tensor, pages: Pages, place: AttentionMetadata, form: AttentionForm, want_mass: bool
 ) -> tuple[Tensor, Tensor | None]:
     starts, lengths = place.row_starts.tolist(), place.lengths.tolist()
     counts = [end - first for first, end in itertools.pairwise(starts)]

@@ -58,7 +58,7 @@ class Bases:
 class Recent:
     """Unfinished blocks in 16 bits, in the coordinates of finished blocks: [tails, G, block, D] each.
 
-    `Placement.tails` gives the tail of each sequence.
+    `AttentionMetadata.tails` gives the tail of each sequence.
     """
 
     keys: Tensor
@@ -165,7 +165,7 @@ class Pages:
 
 
 @dataclass(eq=False)
-class Placement:
+class AttentionMetadata:
     """The rows of each sequence in a call, the slots of their keys and values, and the slots filled already.
 
     Everything is a tensor, read when a kernel runs: a recorded step is replayed by writing new numbers into them. The

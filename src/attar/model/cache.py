@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attar.kernels import ops
 from attar.kernels.operands import Routes
-from attar.kv.pages import Bases, Pages, Placement, Rotation
+from attar.kv.pages import AttentionMetadata, Bases, Pages, Rotation
 from attar.kv.schemes import SCHEMES, KvScheme
 from attar.model.config import ModelConfig, Rope
 from attar.model.rope import rotation, table
@@ -76,7 +76,7 @@ class KVCache:
     def device(self) -> torch.device:
         return self.layers[0].keys.device
 
-    def place(self, lengths: tuple[int, ...]) -> Placement:
+    def place(self, lengths: tuple[int, ...]) -> AttentionMetadata:
         """Return the placement of the next `lengths[s]` rows of each sequence s, without waiting for the device.
 
         Tables and lengths are known on the host, and go to the device in one copy.
@@ -98,7 +98,7 @@ class KVCache:
         row_starts, seen, tables, positions, where = sent(
             self.device, starts.int(), filled, self.tables, torch.cat(pieces).int(), torch.cat(slots)
         )
-        return Placement(row_starts, seen, tables, positions, where, tails=tails)
+        return AttentionMetadata(row_starts, seen, tables, positions, where, tails=tails)
 
     @property
     def scheme(self) -> KvScheme:
@@ -180,7 +180,7 @@ class Step:
     adapters: tuple[int, ...] = ()
     device: torch.device | str = "cpu"
     positions: Tensor = field(init=False)  # [N] int64
-    place: Placement | None = field(init=False)  # with a cache
+    place: AttentionMetadata | None = field(init=False)  # with a cache
     routes: Routes | None = field(init=False)  # of the rows, where any takes an adapter
     _rotations: dict[Rope, Rotation] = field(init=False, default_factory=dict, repr=False, compare=False)
 

@@ -20,7 +20,7 @@ from attar.kernels import ref, ref_attention
 from attar.kernels.native import attention as native
 from attar.kernels.native import extension
 from attar.kernels.operands import AttentionForm, Norm
-from attar.kv.pages import Pages, Placement, Rotation
+from attar.kv.pages import AttentionMetadata, Pages, Rotation
 from attar.kv.schemes import Layout, scheme
 
 TOLERANCE = {  # of outputs, relative to the largest: what the arithmetic adds, for the oracle reads what is stored
@@ -51,7 +51,7 @@ def close(ours: Tensor, expected: Tensor, tolerance: float) -> None:
 class Case:
     q: Tensor
     pages: Pages
-    place: Placement
+    place: AttentionMetadata
     form: AttentionForm
 
     def run(self, level: str | None = None, want_mass: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -85,7 +85,7 @@ def case(
         k, v = (randn(length, wanted.kv_heads, wanted.head_dim, seed=seed + 10 * b + i) for i in (1, 2))
         ref_attention.write_pages(k, v, pages, tables[b, at // block] * block + at % block)
     positions = [torch.arange(length - count, length) for count, length in zip(counts, lengths, strict=True)]
-    place = Placement(
+    place = AttentionMetadata(
         torch.tensor([0, *counts]).cumsum(0).int(),
         torch.tensor(lengths).int(),
         tables.int().contiguous(),
@@ -261,7 +261,7 @@ def generate(
         slots = [tables[b, t // block] * block + t % block for b, t in enumerate(at)]
         x = torch.cat([one[first:end] for one, first, end in zip(inputs, filled, ends, strict=True)])
         positions = torch.cat(at).int()
-        place = Placement(
+        place = AttentionMetadata(
             torch.tensor([0, *rows]).cumsum(0).int(),
             torch.tensor(ends).int(),
             tables.int(),
@@ -332,7 +332,7 @@ def test_write_kv(kv: str, turned: int, normed: float | None) -> None:
     )
     slots = torch.randperm(96, generator=torch.Generator().manual_seed(3))[:rows]
     nothing = torch.zeros(0, dtype=torch.int32)
-    place = Placement(nothing, nothing, nothing, nothing, slots)
+    place = AttentionMetadata(nothing, nothing, nothing, nothing, slots)
     theirs = Pages.zeros(3, 32, kv_heads, size, scheme(kv))
     normed_q, normed_k = (ref.norm(t, None, n)[1] for t, n in zip((q, k), norms, strict=True)) if norms else (q, k)
     expected = ref_attention.write_kv(normed_q, normed_k, v, theirs, place, rotation)
@@ -358,7 +358,7 @@ def test_rotation_is_that_of_the_reference_to_the_bit() -> None:
     x, angle = randn(5, 3, 32), randn(5, 12, seed=1)
     rotation = Rotation(angle.cos(), angle.sin(), torch.arange(5, dtype=torch.int32))
     nothing = torch.zeros(0, dtype=torch.int32)
-    place = Placement(nothing, nothing, nothing, nothing, torch.arange(5))
+    place = AttentionMetadata(nothing, nothing, nothing, nothing, torch.arange(5))
     q = native.write_kv(x, x, x, Pages.zeros(1, 16, 3, 32, scheme("float32")), place, rotation)
     assert torch.equal(q, ref_attention.rope(x, angle.cos(), angle.sin()))
 
@@ -427,7 +427,7 @@ def test_bad_writes_are_refused() -> None:
     q, k, v = randn(2, 4, 8), randn(2, 2, 8), randn(2, 2, 8)
     pages = Pages.zeros(3, 16, 2, 8, scheme("float32"))
     nothing = torch.zeros(0, dtype=torch.int32)
-    place = Placement(nothing, nothing, nothing, nothing, torch.tensor([0, 47]))
+    place = AttentionMetadata(nothing, nothing, nothing, nothing, torch.tensor([0, 47]))
     angle = torch.zeros(5, 4)
     norm = Norm("rms", torch.ones(8))
 
@@ -468,7 +468,7 @@ def test_beyond_two_to_the_31_elements() -> None:
     for table, where in [((blocks - 1, blocks - 7), pages), ((1, 0), Pages.zeros(2, 16, 1, 16, scheme("bfloat16")))]:
         tables = torch.tensor([table], dtype=torch.int32)
         slots = tables[0].long()[at // 16] * 16 + at % 16
-        place = Placement(torch.tensor([0, 20]).int(), torch.tensor([20]).int(), tables, at.int(), slots)
+        place = AttentionMetadata(torch.tensor([0, 20]).int(), torch.tensor([20]).int(), tables, at.int(), slots)
         where.keys[list(table)], where.values[list(table)] = 0, 0
         native.write_kv(q, k, v, where, place)
         results.append(native.paged_attention(q, where, place, form)[0])

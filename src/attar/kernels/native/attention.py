@@ -15,7 +15,7 @@ from attar.kernels.native import extension
 from attar.kernels.operands import AttentionForm, Norm
 from attar.kv.bit_planes import Basis
 from attar.kv.kvquant import Channels
-from attar.kv.pages import PARTS, Pages, Placement, Rotation
+from attar.kv.pages import PARTS, AttentionMetadata, Pages, Rotation
 from attar.kv.schemes import BUCKET, Layout
 
 
@@ -24,7 +24,7 @@ def write_kv(
     k: Tensor,
     v: Tensor,
     pages: Pages,
-    place: Placement,
+    place: AttentionMetadata,
     rotation: Rotation | None = None,
     q_norm: Norm | None = None,
     k_norm: Norm | None = None,
@@ -76,7 +76,7 @@ def write_kv(
 def paged_attention(
     q: Tensor,
     pages: Pages,
-    place: Placement,
+    place: AttentionMetadata,
     form: AttentionForm,
     want_mass: bool = False,
     out: Tensor | None = None,
@@ -150,7 +150,7 @@ def _pages(pages: Pages) -> tuple[Any, ...]:
     return layout, *addresses.values(), *sizes, bases, units, *recent, scheme.byte_scales, outliers
 
 
-def _tails(pages: Pages, place: Placement) -> tuple[int, int]:
+def _tails(pages: Pages, place: AttentionMetadata) -> tuple[int, int]:
     """Return the addresses of row_starts and of the numbers of sequences' recent blocks; 0 where there are none."""
     if pages.recent is None:
         return 0, 0
