@@ -34,7 +34,7 @@ from attar.kernels.native import attention, extension
 from attar.kernels.operands import AttentionForm
 from attar.kv.bit_planes import Basis
 from attar.kv.kvquant import Channels
-from attar.kv.pages import AttentionMetadata, Bases, Pages
+from attar.kv.pages import AttentionMetadata, Bases, PagedKV
 from attar.kv.schemes import BUCKET, UNIT, KvScheme, Layout, divide, scheme
 
 SHAPES = {"llama-3.2-1b": (32, 8, 64), "qwen2.5-0.5b": (14, 2, 64), "llama-3.1-8b": (32, 8, 128)}
@@ -103,7 +103,7 @@ def seconds(work: Callable[[], object], at_least: float = 0.05) -> float:
 
 def filled(
     kv_heads: int, size: int, lengths: list[int], dtype: torch.dtype, rows: int
-) -> tuple[Pages, AttentionMetadata]:
+) -> tuple[PagedKV, AttentionMetadata]:
     """Pages of random numbers, the blocks of each sequence scattered, and a call of `rows` last rows each."""
     width = max(-(-length // BLOCK) for length in lengths)
     blocks = width * len(lengths)
@@ -253,11 +253,11 @@ def narrow(name: str, length: int, prompt: int, rounds: int) -> list[dict[str, o
             torch.zeros(0, dtype=torch.int64), tails=tails,
         )  # fmt: skip
 
-        def decode(made: list[Pages] = made, place: AttentionMetadata = place) -> None:
+        def decode(made: list[PagedKV] = made, place: AttentionMetadata = place) -> None:
             for pages in made:
                 attention.paged_attention(q, pages, place, form, out=out)
 
-        def write(pages: Pages = made[0], table: Tensor = table, tails: Tensor | None = tails) -> None:
+        def write(pages: PagedKV = made[0], table: Tensor = table, tails: Tensor | None = tails) -> None:
             step = BLOCK if tails is not None else prompt
             for first in range(0, prompt, step):
                 at = torch.arange(first, first + step)

@@ -21,7 +21,7 @@ from attar.kernels import ops, ref, ref_attention
 from attar.kernels.operands import AttentionForm, Linear, Norm
 from attar.kernels.triton import attention, backend, kv_write, linear, rows, w8, weights
 from attar.kernels.triton.pages import PlainPages
-from attar.kv.pages import AttentionMetadata, Pages, Rotation
+from attar.kv.pages import AttentionMetadata, PagedKV, Rotation
 from attar.kv.schemes import SCHEMES
 
 DTYPES = (torch.float32, torch.float16) if backend.interpreted() else (torch.bfloat16, torch.float16, torch.float32)
@@ -136,7 +136,7 @@ def _write(kv: torch.dtype, dtype: torch.dtype) -> tuple[float, float]:
     turns = torch.tensor([0, 8, 3, 3, 1], dtype=torch.int32, device=DEVICE)
     rotation, norm = Rotation(angles.cos(), angles.sin(), turns), Norm("rms", _randn(128, seed=2).to(dtype))
     ours = PlainPages.make(3, 16, 2, 128, kv, DEVICE)
-    theirs = Pages.zeros(3, 16, 2, 128, SCHEMES[SCALED.get(kv, "float32")], DEVICE)
+    theirs = PagedKV.zeros(3, 16, 2, 128, SCHEMES[SCALED.get(kv, "float32")], DEVICE)
     out = kv_write.write_kv(q, k, v, ours, place, rotation, norm, norm)
     exact = Norm("rms", norm.weight.float())
     normed_q, normed_k = (ref.norm(x.float(), None, exact)[1] for x in (q, k))
@@ -173,14 +173,14 @@ def _tree(counts: list[int], kv: torch.dtype) -> tuple[float, float]:
 
 def _cached(
     counts: list[int], lengths: list[int], kv: torch.dtype, dtype: torch.dtype, form: dict[str, object]
-) -> tuple[Tensor, PlainPages, Pages, AttentionMetadata, AttentionForm]:
+) -> tuple[Tensor, PlainPages, PagedKV, AttentionMetadata, AttentionForm]:
     """Queries of the last `counts` rows of sequences of `lengths`, whose keys and values were written by the kernels,
     and by the reference."""
     wanted = AttentionForm(**({"heads": 8, "kv_heads": 2, "head_dim": 128, "scale": 0.09} | form))  # type: ignore[arg-type]
     block, width = 64, -(-max(lengths) // 64)
     sizes = (len(counts) * width + 1, block, wanted.kv_heads, wanted.head_dim)
     ours = PlainPages.make(*sizes, kv, DEVICE)
-    theirs = Pages.zeros(*sizes, SCHEMES[SCALED.get(kv, "float32")], DEVICE)
+    theirs = PagedKV.zeros(*sizes, SCHEMES[SCALED.get(kv, "float32")], DEVICE)
     tables = torch.randperm(sizes[0], generator=torch.Generator().manual_seed(0))[:-1].view(len(counts), width)
     for b, length in enumerate(lengths):
         at = torch.arange(length)
@@ -205,7 +205,7 @@ def _placed(counts: list[int], lengths: list[int], tables: Tensor) -> AttentionM
     )
 
 
-def _attended(q: Tensor, ours: PlainPages, theirs: Pages, place: AttentionMetadata, wanted: AttentionForm) -> float:
+def _attended(q: Tensor, ours: PlainPages, theirs: PagedKV, place: AttentionMetadata, wanted: AttentionForm) -> float:
     expected, _ = ref_attention.paged_attention(q.float(), theirs, place, wanted)
     again = [attention.paged_attention(q, ours, place, wanted) for _ in range(3)]
     assert all(torch.equal(each, again[0]) for each in again), "the same call gave other bits"
@@ -218,7 +218,7 @@ def _four_bits(window: int | None, cap: float | None) -> tuple[float, float]:
     form, int4 = AttentionForm(8, 2, 128, 0.09, window, cap), SCHEMES["int4"]
     lengths = [200, 150] if DEVICE == "cuda" else [70, 40]
     width = -(-max(lengths) // 64)
-    ours, theirs = ops.pages(2 * width, 64, 2, 128, int4, DEVICE), Pages.zeros(2 * width, 64, 2, 128, int4, DEVICE)
+    ours, theirs = ops.pages(2 * width, 64, 2, 128, int4, DEVICE), PagedKV.zeros(2 * width, 64, 2, 128, int4, DEVICE)
     tables = torch.randperm(2 * width, generator=torch.Generator().manual_seed(0)).view(2, width)
     errors = []
     for b, length in enumerate(lengths):
@@ -235,7 +235,7 @@ def _four_bits(window: int | None, cap: float | None) -> tuple[float, float]:
     return max(errors), EIGHT + SOME * ROUNDING[DTYPES[0]]
 
 
-def _difference(q: Tensor, ours: Pages, theirs: Pages, place: AttentionMetadata, form: AttentionForm) -> float:
+def _difference(q: Tensor, ours: PagedKV, theirs: PagedKV, place: AttentionMetadata, form: AttentionForm) -> float:
     found, _ = ops.paged_attention(q, ours, place, form)
     expected, _ = ref_attention.paged_attention(q.float(), theirs, place, form)
     return _error(found, expected)

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from attar.kernels.ops import TritonStore
-from attar.kv.pages import AttentionMetadata, Pages
+from attar.kv.pages import AttentionMetadata, PagedKV
 from attar.model.cache import ALIGNED, KVCache, Step
 from attar.model.decoder import Decoder
 from attar.model.parallel import SplitDecoder
@@ -215,7 +215,7 @@ class _Told(KVCache):
     told: AttentionMetadata
 
     @classmethod
-    def by(cls, told: AttentionMetadata, pages: list[Pages], tables: Tensor) -> _Told:
+    def by(cls, told: AttentionMetadata, pages: list[PagedKV], tables: Tensor) -> _Told:
         made = cls.over(pages, tables, [0] * len(tables))
         assert isinstance(made, _Told)
         made.told = told
@@ -234,7 +234,7 @@ class Graph:
     def __init__(
         self,
         decoder: Decoder,
-        pages: list[Pages],
+        pages: list[PagedKV],
         rows: int,
         context: int,
         spare: int,
@@ -277,7 +277,7 @@ class Graphs:
     `record_all`.
     """
 
-    def __init__(self, decoder: Decoder, pages: list[Pages], context: int, most: int, record: Record) -> None:
+    def __init__(self, decoder: Decoder, pages: list[PagedKV], context: int, most: int, record: Record) -> None:
         self.sizes, self.spare = sizes(most), pages[0].blocks - 1
         self._decoder, self._pages, self._context, self._record = decoder, pages, context, record
         self._made: dict[int, Graph] = {}

@@ -29,7 +29,7 @@ from attar.execution import cuda_graphs
 from attar.execution.recorded_step import Decoding
 from attar.faults import InjectedFault, point
 from attar.kernels import ops
-from attar.kv.pages import Bases, Pages
+from attar.kv.pages import Bases, PagedKV
 from attar.kv.schemes import KvScheme
 from attar.model import cache
 from attar.model.cache import KVCache, Step, Tails, sent
@@ -166,7 +166,7 @@ class Runner:
             else:
                 record = cuda_graphs.CudaRecorder(self.device)
         tails, blocks = self._unfinished.count, blocks + (record is not None)
-        self.pages: list[Pages] = cache.pool(
+        self.pages: list[PagedKV] = cache.pool(
             decoder.config, blocks, self.scheme, str(self.device), tails=tails, bases=bases
         )
         self.block = self.pages[0].block

@@ -54,7 +54,7 @@ from attar.kernels.triton.pages import NibblePages, PlainPages
 from attar.kernels.triton.store import TritonStore as TritonStore
 from attar.kernels.triton.store import TritonTable
 from attar.kernels.triton.weights import TritonWeight, knows_float8
-from attar.kv.pages import AttentionMetadata, Bases, Pages, Rotation
+from attar.kv.pages import AttentionMetadata, Bases, PagedKV, Rotation
 from attar.kv.schemes import KvScheme, Layout
 
 if TYPE_CHECKING:
@@ -127,14 +127,14 @@ def pages(
     device: str = "cpu",
     tails: int = 0,
     bases: Bases | None = None,
-) -> Pages:
+) -> PagedKV:
     """Return the KV cache of a layer in the layout of the device's kernels: `blocks` blocks of `block` slots.
 
-    It includes what the scheme needs of a layer beside them (`Pages.zeros`). Raises ValueError where the slots are no
+    It includes what the scheme needs of a layer beside them (`PagedKV.zeros`). Raises ValueError where the slots are no
     multiple of 16, or the device's kernels do not support `scheme`.
     """
     if not gpu.takes(device) or env.get().kernels == "ref":
-        made = Pages.zeros(blocks, block, kv_heads, head_dim, scheme, device, tails, bases)
+        made = PagedKV.zeros(blocks, block, kv_heads, head_dim, scheme, device, tails, bases)
         for (
             part
         ) in made.parts():  # a head's blocks lie apart, one to a small page: walking those costs a third of the speed
@@ -315,7 +315,7 @@ def write_kv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pages: Pages,
+    pages: PagedKV,
     place: AttentionMetadata,
     rotation: Rotation | None = None,
     q_norm: Norm | None = None,
@@ -346,7 +346,7 @@ def write_kv(
 
 
 def paged_attention(
-    q: Tensor, pages: Pages, place: AttentionMetadata, form: AttentionForm, want_mass: bool = False
+    q: Tensor, pages: PagedKV, place: AttentionMetadata, form: AttentionForm, want_mass: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Return attention of queries [N, H, D] over the pages of their sequences: ([N, H * D], mass).
 

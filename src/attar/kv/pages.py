@@ -66,7 +66,7 @@ class Recent:
 
 
 @dataclass(eq=False)
-class Pages:
+class PagedKV:
     """The blocks of one layer, with the scheme's data of the layer as a whole.
 
     Keys and values of the float and 8-bit schemes have the shapes below; other schemes follow `KvScheme.parts` and
@@ -103,7 +103,7 @@ class Pages:
         device: str = "cpu",
         tails: int = 0,
         bases: Bases | None = None,
-    ) -> Pages:
+    ) -> PagedKV:
         """Make blocks of `block` slots, all zeros, and `tails` unfinished ones where the scheme has such.
 
         `bases` are for calibrated schemes, which have none by default. Raises ValueError where the scheme does not

@@ -2,7 +2,7 @@
 
 A cache is pages (`kv.pages`): blocks of slots named by a sequence's row of the block table. Here each sequence has its
 blocks from the start, side by side; an engine that allocates them as sequences grow brings tables of its own
-(`KVCache.over`), and nothing else changes. Keys are stored rotated (`Pages.keys_rotated`).
+(`KVCache.over`), and nothing else changes. Keys are stored rotated (`PagedKV.keys_rotated`).
 
 Some schemes keep a sequence's unfinished block in 16 bits (`kv/schemes.py`). A call's rows of a sequence then lie in
 one block; `KVCache.pieces` cuts longer ones, and `Decoder.states` runs the pieces.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attar.kernels import ops
 from attar.kernels.operands import Routes
-from attar.kv.pages import AttentionMetadata, Bases, Pages, Rotation
+from attar.kv.pages import AttentionMetadata, Bases, PagedKV, Rotation
 from attar.kv.schemes import SCHEMES, KvScheme
 from attar.model.config import ModelConfig, Rope
 from attar.model.rope import rotation, table
@@ -57,7 +57,7 @@ class KVCache:
         self.tails: Tails = _own
 
     @classmethod
-    def over(cls, layers: list[Pages], tables: Tensor, filled: list[int], tails: Tails | None = None) -> KVCache:
+    def over(cls, layers: list[PagedKV], tables: Tensor, filled: list[int], tails: Tails | None = None) -> KVCache:
         """Return a cache of sequences on blocks that the caller allocates.
 
         Their rows of `tables` [B, width] int32, on the host, name these blocks; `tails` names unfinished blocks, where
@@ -156,7 +156,7 @@ def pool(
     block: int = BLOCK,
     tails: int = 0,
     bases: Sequence[Bases] | None = None,
-) -> list[Pages]:
+) -> list[PagedKV]:
     """Return `blocks` blocks of `block` slots in every layer, and `tails` unfinished ones where the scheme has such."""
     sizes = (blocks, block, config.kv_heads, config.head_dim)
     each = [None] * config.layers if bases is None else bases

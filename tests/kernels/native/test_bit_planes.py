@@ -21,7 +21,7 @@ from attar.kernels.native import attention as native
 from attar.kernels.operands import AttentionForm, Norm
 from attar.kv.bit_planes import Basis
 from attar.kv.kvquant import Channels
-from attar.kv.pages import AttentionMetadata, Bases, Pages, Rotation
+from attar.kv.pages import AttentionMetadata, Bases, PagedKV, Rotation
 from attar.kv.schemes import UNIT, KvScheme, Layout, divide, scheme
 
 LEVELS = _native.levels()
@@ -56,7 +56,7 @@ def channels(size: int, kind: KvScheme, scaled: bool, seed: int) -> Channels:
     return Channels(randn(HEADS, size, seed=seed) * 0.1, spread, levels, scaled)
 
 
-def likely(rows: int, pages: Pages, seed: int) -> tuple[Tensor, Tensor]:
+def likely(rows: int, pages: PagedKV, seed: int) -> tuple[Tensor, Tensor]:
     """Keys and values [rows, G, D] that the pages' bases are made for."""
     unit = UNIT if pages.scheme.byte_scales else 1.0
     keys, values = (randn(rows, HEADS, pages.head_dim, seed=seed + i) * unit for i in (0, 1))
@@ -65,14 +65,14 @@ def likely(rows: int, pages: Pages, seed: int) -> tuple[Tensor, Tensor]:
     return pages.bases.keys.turn_back(keys).contiguous(), pages.bases.values.turn_back(values).contiguous()
 
 
-def empty(kv: str, blocks: int, size: int = 64, tails: int = 8) -> Pages:
+def empty(kv: str, blocks: int, size: int = 64, tails: int = 8) -> PagedKV:
     kind = scheme(kv)
     bases = None
     if kind.layout == Layout.KVQUANT:
         bases = Bases(channels(size, kind, False, 1), channels(size, kind, True, 7))
     elif kind.calibrated:
         bases = Bases(basis(size, kind, 1), basis(size, kind, 7))
-    return Pages.zeros(blocks, BLOCK, HEADS, size, kind, tails=tails, bases=bases)
+    return PagedKV.zeros(blocks, BLOCK, HEADS, size, kind, tails=tails, bases=bases)
 
 
 def whole(kv: str, size: int) -> int:
@@ -83,7 +83,7 @@ def whole(kv: str, size: int) -> int:
 @dataclasses.dataclass
 class Case:
     q: Tensor
-    pages: Pages
+    pages: PagedKV
     place: AttentionMetadata
     form: AttentionForm
 
@@ -306,7 +306,7 @@ def test_bad_planes_are_refused() -> None:
     place = one.place
     assert place.tails is not None
 
-    def refused(match: str, changed: AttentionMetadata, pages: Pages = one.pages) -> None:
+    def refused(match: str, changed: AttentionMetadata, pages: PagedKV = one.pages) -> None:
         with pytest.raises(ValueError, match=match):
             native.paged_attention(one.q, pages, changed, one.form)
 

@@ -21,7 +21,7 @@ from attar.kernels.operands import AttentionForm, Norm
 from attar.kernels.triton import attention, kv_write, nibbles
 from attar.kernels.triton.pages import NibblePages, PlainPages
 from attar.kv import bit_planes
-from attar.kv.pages import AttentionMetadata, Pages, Rotation
+from attar.kv.pages import AttentionMetadata, PagedKV, Rotation
 from attar.kv.schemes import scheme
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}  # of outputs, relative to the largest: what the arithmetic adds
@@ -70,7 +70,7 @@ class Case:
         self.form = form_ = AttentionForm(**given)  # type: ignore[arg-type]
         width = max(1, *(-(-length // block) for length in lengths))
         sizes = (len(counts) * width + 1, block, form_.kv_heads, form_.head_dim)
-        self.theirs = Pages.zeros(*sizes, scheme(SCHEMES.get(kv, "float32")))
+        self.theirs = PagedKV.zeros(*sizes, scheme(SCHEMES.get(kv, "float32")))
         self.ours = PlainPages.make(*sizes, kv)
         if kv not in SCHEMES:
             self.ours.keys.fill_(torch.nan)
@@ -188,7 +188,7 @@ def test_write_kv(normed: float | None, turned: int, dtype: torch.dtype) -> None
     if normed is not None:
         norms = [Norm("rms", randn(size, seed=i).to(dtype), offset=normed, eps=1e-5) for i in (2, 3)]
     for kv in (dtype, torch.int8):
-        theirs = Pages.zeros(3, block, kv_heads, size, scheme("int8" if kv == torch.int8 else "float32"))
+        theirs = PagedKV.zeros(3, block, kv_heads, size, scheme("int8" if kv == torch.int8 else "float32"))
         ours = PlainPages.make(3, block, kv_heads, size, kv)
         turned_q = ops.write_kv(q, k, v, ours, place, rotation, *norms)
         normed_q, normed_k = (
@@ -220,7 +220,7 @@ def test_four_bits(dtype: torch.dtype, window: int | None, cap: float | None) ->
     int4, form = scheme("int4"), AttentionForm(heads, kv_heads, size, size**-0.5, window, cap)
     ours = NibblePages.rotated(5, block, kv_heads, size, int4)
     ours.keys.fill_(255)
-    theirs = Pages.zeros(5, block, kv_heads, size, int4)
+    theirs = PagedKV.zeros(5, block, kv_heads, size, int4)
     tables = torch.tensor([[3, 0], [4, 2]])
     angles = randn(80, 10, seed=3)
     for b, length in enumerate(lengths):
@@ -301,7 +301,7 @@ def test_write_float8() -> None:
         AttentionMetadata(slots, slots, slots, slots, slots),
         PlainPages.make(2, 16, 2, 24, torch.float8_e4m3fn),
     )
-    theirs = Pages.zeros(2, 16, 2, 24, scheme("fp8"))
+    theirs = PagedKV.zeros(2, 16, 2, 24, scheme("fp8"))
     ops.write_kv(k, k, v, ours, place)
     ref_attention.write_pages(k, v, theirs, slots)
     assert ours.key_scales is not None
