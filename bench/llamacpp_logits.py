@@ -55,7 +55,7 @@ from attar.metrics import bootstrap
 from attar.metrics.bootstrap import Interval
 from attar.metrics.divergence import compare
 from attar.metrics.perplexity import plan_windows
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder, soft_capped
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
@@ -107,7 +107,7 @@ def rounding_tap(file: GgufCheckpoint) -> ActivationHook:
 def logits(model: Decoder, ids: Sequence[int], tap: ActivationHook | None = None, nudged: bool = False) -> Tensor:
     """Logits [T, vocab] at every position, with `tap` at every linear, the output matrix among them. `nudged`: every
     number of the embeddings is the next larger float32."""
-    step = Step((len(ids),), len(ids))
+    step = ForwardBatch((len(ids),), len(ids))
     stream, delta = model.enter(torch.tensor(ids), step)
     if nudged:
         stream = stream.nextafter(torch.tensor(torch.inf))

@@ -22,7 +22,7 @@ from attar.kernels.triton import attention, backend, linear
 from attar.kernels.triton.pages import NibblePages, PlainPages
 from attar.kv.pages import AttentionMetadata, Rotation
 from attar.kv.schemes import scheme as kv_scheme
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 from attar.model.shapes import shape
 
@@ -211,7 +211,7 @@ def whole_model(roofs: Row) -> Iterator[Row]:
         del made, ids, step
 
 
-def again(made: Decoder, ids: Tensor, step: Step, rows: Tensor | None = None) -> Tensor:
+def again(made: Decoder, ids: Tensor, step: ForwardBatch, rows: Tensor | None = None) -> Tensor:
     """The step, run once more at the same place."""
     assert step.cache is not None
     step.cache.filled = [0] * len(step.cache.filled)

@@ -18,7 +18,7 @@ from attar.compression.runs.pipeline import compress
 from attar.engine import startup
 from attar.engine.engine import Engine
 from attar.kernels import ops
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 from attar.model.split import Share
 from attar.protocol.messages import Embed, Failed, Finished, Submit
@@ -68,13 +68,13 @@ def test_rows_with_an_adapter_are_those_of_merged_weights_and_others_of_the_base
         tensors[stored] = tensors[stored] + (gain.T if names.is_transposed(name) else gain)
     lora.install(model, 2, tmp_path / "adapter")
     ids, lengths = torch.cat(found.ids), tuple(len(each) for each in found.ids)
-    mixed = model.forward(ids, Step(lengths, max(lengths), model.cache(64, 2), (2, 0))).split(lengths)
+    mixed = model.forward(ids, ForwardBatch(lengths, max(lengths), model.cache(64, 2), (2, 0))).split(lengths)
     merged = found.decoder(tensors=tensors)
-    wanted = merged.forward(found.ids[0], Step(lengths[:1], max(lengths)))
+    wanted = merged.forward(found.ids[0], ForwardBatch(lengths[:1], max(lengths)))
     assert families.difference(mixed[0], wanted) <= SAME
     assert families.difference(found.logits[0], wanted) >= MOVES
     assert families.difference(mixed[1], found.logits[1]) <= SAME
-    swapped = model.forward(ids, Step(lengths, max(lengths), model.cache(64, 2), (0, 2))).split(lengths)
+    swapped = model.forward(ids, ForwardBatch(lengths, max(lengths), model.cache(64, 2), (0, 2))).split(lengths)
     assert families.difference(swapped[0], found.logits[0]) <= SAME
 
 

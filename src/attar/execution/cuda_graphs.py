@@ -43,7 +43,7 @@ from torch import Tensor
 
 from attar.kernels.ops import TritonStore
 from attar.kv.pages import AttentionMetadata, PagedKV
-from attar.model.cache import ALIGNED, KVCache, Step
+from attar.model.cache import ALIGNED, ForwardBatch, KVCache
 from attar.model.decoder import Decoder
 from attar.model.parallel import SplitDecoder
 
@@ -251,7 +251,7 @@ class Graph:
 
         def call() -> Tensor:
             view.filled = [0] * rows
-            self._step = Step((1,) * rows, context, view)  # holds the angles that the graph reads
+            self._step = ForwardBatch((1,) * rows, context, view)  # holds the angles that the graph reads
             return decoder.forward(self.inputs.ids, self._step)
 
         self._recorded = record(call)

@@ -32,7 +32,7 @@ from attar.kernels import ops
 from attar.kv.pages import Bases, PagedKV
 from attar.kv.schemes import KvScheme
 from attar.model import cache
-from attar.model.cache import KVCache, Step, Tails, sent
+from attar.model.cache import ForwardBatch, KVCache, Tails, sent
 from attar.model.decoder import Decoder
 from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import Chunk, Copy, StepPlan
@@ -264,7 +264,7 @@ class Runner:
         view = KVCache.over(self.pages, tables, [chunk.start for chunk in chunks], tails)
         horizons = tuple(horizon(chunk.sequence) for chunk in chunks) if self.grows else self.context
         adapters = tuple(chunk.sequence.adapter for chunk in chunks)
-        step = Step(tuple(chunk.rows for chunk in chunks), horizons, view, adapters)
+        step = ForwardBatch(tuple(chunk.rows for chunk in chunks), horizons, view, adapters)
         stream, delta = self.decoder.states(ids, step)
         ends = torch.tensor([chunk.rows for chunk in chunks]).cumsum(0)
         for chunk, end in zip(chunks, ends.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""The KV cache of the sequences in flight, and the `Step` that assigns the rows of a call to sequences.
+"""The KV cache of the sequences in flight, and the `ForwardBatch` that assigns the rows of a call to sequences.
 
 A cache is pages (`kv.pages`): blocks of slots named by a sequence's row of the block table. Here each sequence has its
 blocks from the start, side by side; an engine that allocates them as sequences grow brings tables of its own
@@ -164,7 +164,7 @@ def pool(
 
 
 @dataclass(frozen=True)
-class Step:
+class ForwardBatch:
     """The rows of one call: `lengths[s]` rows of sequence s, one sequence after another, in order of position.
 
     Without a cache every sequence starts at position 0 and its keys are its own rows. With one, each continues at the

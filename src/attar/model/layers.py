@@ -16,7 +16,7 @@ from torch import Tensor
 from attar.kernels import ops
 from attar.kernels.operands import ActivationHook, AttentionForm, Linear, Norm, Routes
 from attar.kv.pages import Rotation
-from attar.model.cache import Step, sent
+from attar.model.cache import ForwardBatch, sent
 from attar.model.config import Activation, Rope
 
 
@@ -30,7 +30,7 @@ class Attention:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
 
-    def forward(self, x: Tensor, step: Step, tap: ActivationHook | None = None) -> Tensor:
+    def forward(self, x: Tensor, step: ForwardBatch, tap: ActivationHook | None = None) -> Tensor:
         form = self.form
         heads = ops.linear(x, self.qkv, tap, step.routes).view(x.shape[0], -1, form.head_dim)
         q, k, v = heads.split((form.heads, form.kv_heads, form.kv_heads), 1)
@@ -122,7 +122,7 @@ class Block:
     """Sum over the processes that each hold a part of the block's linear layers; None for one process."""
 
     def forward(
-        self, stream: Tensor, delta: Tensor | None, step: Step, tap: ActivationHook | None = None
+        self, stream: Tensor, delta: Tensor | None, step: ForwardBatch, tap: ActivationHook | None = None
     ) -> tuple[Tensor, Tensor]:
         """Run the block on (stream, delta), both [N, I]; return (stream, delta), whose sum is its output."""
         stream, x = ops.norm(stream, delta, self.attention_norm)
@@ -139,7 +139,7 @@ class Block:
             delta = ops.norm(delta, None, self.feed_forward_post_norm)[1]
         return stream, delta
 
-    def run(self, hidden: Tensor, step: Step, tap: ActivationHook | None = None) -> Tensor:
+    def run(self, hidden: Tensor, step: ForwardBatch, tap: ActivationHook | None = None) -> Tensor:
         """Run the block on hidden states [N, I]; return hidden states [N, I]."""
         stream, delta = self.forward(hidden, None, step, tap)
         return stream + delta

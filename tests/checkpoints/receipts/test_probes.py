@@ -190,11 +190,11 @@ def test_damaged_native_weights_are_found(
 
 
 def test_the_largest_logits_are_those_of_the_last_position(tiny_decoder: Make) -> None:
-    from attar.model.cache import Step
+    from attar.model.cache import ForwardBatch
 
     decoder = tiny_decoder(0)
     for probe in make_probes(decoder, 0)["prompts"]:
-        last = decoder.forward(torch.tensor(probe["tokens"]), Step((16,), 16))[-1].topk(8)
+        last = decoder.forward(torch.tensor(probe["tokens"]), ForwardBatch((16,), 16))[-1].topk(8)
         assert [i for i, _ in probe["top"]] == last.indices.tolist()
         assert [x for _, x in probe["top"]] == pytest.approx(last.values.tolist(), rel=1e-4)
 

@@ -17,7 +17,7 @@ from attar.execution.model_runner import Runner
 from attar.kernels import ops
 from attar.kernels.triton.pages import PlainPages
 from attar.kv.schemes import SCHEMES
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 from attar.scheduling.sequence import Sequence
 from attar.scheduling.step_plan import Chunk, StepPlan
@@ -38,10 +38,10 @@ def test_prompts_in_pieces_then_tokens(scheme: str | None, tiny_decoder: Callabl
     assert isinstance(cache.layers[0], PlainPages)
     pieces, at = [], 0
     for rows in (13, 9, 1, 1):
-        step = Step((rows, rows), 32, cache)
+        step = ForwardBatch((rows, rows), 32, cache)
         pieces.append(ours.forward(ids[:, at : at + rows].flatten(), step).view(2, rows, -1))
         at += rows
-    expected = theirs.forward(ids.flatten(), Step((24, 24), 32)).view(2, 24, -1)
+    expected = theirs.forward(ids.flatten(), ForwardBatch((24, 24), 32)).view(2, 24, -1)
     most = ROUNDED if scheme == "qserve-g64" else TOLERANCE
     assert (torch.cat(pieces, 1) - expected).abs().max() <= most * expected.abs().max()
 

@@ -53,7 +53,7 @@ from attar.kernels.native.linear import PackedWeight
 from attar.kernels.operands import Linear, Norm
 from attar.kernels.triton.weights import TritonWeight
 from attar.model import decoder as model
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.model.layers import Block
@@ -263,7 +263,7 @@ class ProbeRun:
 
 def _through(block: Block, rows: Tensor, together: int) -> Tensor:
     """Run the block over the rows [n L, I] of n prompts, `together` prompts at a time."""
-    step = Step((LENGTH,) * together, LENGTH)
+    step = ForwardBatch((LENGTH,) * together, LENGTH)
     return torch.cat([block.run(some, step) for some in rows.split(together * LENGTH)])
 
 
@@ -361,7 +361,9 @@ def _differences(decoder: Decoder, probe: Probe, path: str, noise: Noise) -> Ite
     """Yield each block's difference in order, then the logits', with its position."""
     config, last = decoder.config, len(probe.tokens) - 1
     seen: list[Tensor] = []
-    step = Step((last + 1,), last + 1, decoder.cache(last + 1))  # with a cache, so that its kernels are replayed too
+    step = ForwardBatch(
+        (last + 1,), last + 1, decoder.cache(last + 1)
+    )  # with a cache, so that its kernels are replayed too
     rows = torch.tensor([last], device=decoder.device)
     logits = decoder.forward(
         torch.tensor(probe.tokens, device=decoder.device),

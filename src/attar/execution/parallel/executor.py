@@ -82,7 +82,7 @@ from attar.kernels.operands import Routes
 from attar.kernels.ops import Store
 from attar.kv.pages import Bases
 from attar.kv.schemes import KvScheme
-from attar.model.cache import KVCache, Step
+from attar.model.cache import ForwardBatch, KVCache
 from attar.model.decoder import Decoder
 from attar.model.parallel import Groups, SplitDecoder
 from attar.model.split import Share, split
@@ -406,7 +406,7 @@ class Caller:
         self._rooms: weakref.WeakKeyDictionary[KVCache, int] = weakref.WeakKeyDictionary()
         self._left: list[int] = []
 
-    def call(self, ids: Tensor, step: Step, rows: Tensor | None) -> None:
+    def call(self, ids: Tensor, step: ForwardBatch, rows: Tensor | None) -> None:
         cache, room = step.cache, None
         while self._left:
             tell(self.crew, Leave(self._left.pop()))

@@ -43,7 +43,7 @@ from attar.execution.parallel.commands import (
 )
 from attar.kernels.operands import Routes
 from attar.kv import schemes
-from attar.model.cache import KVCache, Step, sent
+from attar.model.cache import ForwardBatch, KVCache, sent
 from attar.model.parallel import SplitDecoder
 from attar.protocol.framing import read
 from attar.scheduling.sequence import Sequence, Status
@@ -125,7 +125,7 @@ class Worker:
         device = self.decoder.device
         rows = None if command.rows is None else torch.tensor(command.rows, dtype=torch.int64)
         ids = torch.tensor(command.ids, dtype=torch.int64, device=device)
-        self.decoder.run(ids, Step(command.lengths, command.horizon, cache, command.adapters, device), rows)
+        self.decoder.run(ids, ForwardBatch(command.lengths, command.horizon, cache, command.adapters, device), rows)
 
     def _logits(self, command: Logits) -> None:
         decoder, together = self.decoder, self.decoder.groups.layers
