@@ -36,7 +36,7 @@ from attar.scheduling.block_pool import BlockPool
 from attar.scheduling.prefix_cache import RadixCache
 from attar.scheduling.scheduler import Scheduler
 from attar.scheduling.sequence import Sequence
-from attar.scheduling.step_plan import Chunk, Outcome, StepPlan
+from attar.scheduling.step_plan import Outcome, ScheduledTokens, StepPlan
 
 SMALL = "tiny"
 PROMPTS = (3, 5, 9) if backend.interpreted() else (5, 70, 130)  # tokens, in a graph of four rows: one is left over
@@ -80,7 +80,7 @@ class Decoders:
 
     def step(self) -> Tensor:
         """Every pending token of every sequence; returns the logits behind them, and appends their largest."""
-        chunks = [Chunk(each, each.computed, each.pending, True) for each in self.sequences]
+        chunks = [ScheduledTokens(each, each.computed, each.pending, True) for each in self.sequences]
         logits = self.runner.run(StepPlan(chunks)).clone()
         samplers = [Sampler(SamplingParams(temperature=0, seed=0), (0,), logits.shape[1]) for _ in chunks]
         for each, draw in zip(self.sequences, device_sampler.sample(logits, samplers), strict=True):

@@ -113,7 +113,7 @@ def run(folder: Path, since: float) -> dict[str, float]:
     from attar.sampling import device_sampler
     from attar.sampling.sampler import BadLogits, Sampler
     from attar.scheduling.sequence import Sequence
-    from attar.scheduling.step_plan import Chunk, StepPlan
+    from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 
     ended: dict[str, float] = {}
 
@@ -140,7 +140,7 @@ def run(folder: Path, since: float) -> dict[str, float]:
     end("recorded")
     sequence = Sequence(id="first", prompt_ids=range(PROMPT), max_tokens=1)
     sequence.blocks = [0]
-    logits = runner.run(StepPlan([Chunk(sequence, 0, PROMPT, True)]))
+    logits = runner.run(StepPlan([ScheduledTokens(sequence, 0, PROMPT, True)]))
     sampler = Sampler(SamplingParams(temperature=0, seed=0), (0,), decoder.config.vocab_size)
     (draw,) = device_sampler.sample(logits, [sampler])
     assert not isinstance(draw, BadLogits)

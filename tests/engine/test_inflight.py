@@ -35,7 +35,7 @@ from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import Limits
 from attar.sampling import device_sampler
 from attar.sampling.sampler import BadLogits, Draw, Sampler
-from attar.scheduling.step_plan import Chunk, StepPlan
+from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 from attar.text.tokenizer import Tokenizer
 from tests.engine.conftest import ROOM, TIGHT, Answers, answers, make_engine, run
 from tests.engine.test_engine import some_requests
@@ -101,7 +101,7 @@ class LateRunner(Runner):
         return found
 
 
-def as_told(chunk: Chunk) -> Any:
+def as_told(chunk: ScheduledTokens) -> Any:
     """The sequence as it is at this moment."""
     made = copy.copy(chunk.sequence)
     made.tokens, made.blocks = array("i", chunk.sequence.tokens), list(chunk.sequence.blocks)

@@ -30,7 +30,7 @@ from attar.sampling import device_sampler
 from attar.sampling.device_sampler import Chosen
 from attar.sampling.sampler import BadLogits, Draw, Sampler, sample
 from attar.scheduling.sequence import Sequence
-from attar.scheduling.step_plan import Chunk, StepPlan
+from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ class Launcher:
                 wanted[chunk.sequence.id] = Wanted(logits=partial(self._score, request))
         return wanted
 
-    def _score(self, request: Request, chunk: Chunk, first: int, logits: Tensor) -> None:
+    def _score(self, request: Request, chunk: ScheduledTokens, first: int, logits: Tensor) -> None:
         found = request.score(chunk.start + first, logits.cpu())
         if found is not None:
             self.say(found)
@@ -207,7 +207,7 @@ def _restore(pooled: List[tuple[Request, Tensor | None]]) -> None:
         request.pooled = before
 
 
-def _pool(request: Request, before: Tensor | None, chunk: Chunk, first: int, hidden: Tensor) -> None:
+def _pool(request: Request, before: Tensor | None, chunk: ScheduledTokens, first: int, hidden: Tensor) -> None:
     request.pool(before, hidden.cpu())
 
 

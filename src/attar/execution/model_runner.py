@@ -35,7 +35,7 @@ from attar.model import cache
 from attar.model.cache import ForwardBatch, KVCache, Tails, sent
 from attar.model.decoder import Decoder
 from attar.scheduling.sequence import Sequence, Status
-from attar.scheduling.step_plan import Chunk, Copy, StepPlan
+from attar.scheduling.step_plan import Copy, ScheduledTokens, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ RECORDINGS = 4  # numbers of sequences whose decode step is kept ready
 
 LOGIT_ROWS = 32  # rows of one chunk whose logits are made at once, where all are wanted
 
-Watch = Callable[[Chunk, int, Tensor], None]
+Watch = Callable[[ScheduledTokens, int, Tensor], None]
 """A callback watch(chunk, first, numbers), called with the numbers of the chunk's rows from `first` on, in order.
 
 Some calls cover all rows. The numbers are on the model's device, which may still be working on them: reading them
@@ -78,7 +78,7 @@ class _Rows(NamedTuple):
     coming: InflightTokens | None
 
     @classmethod
-    def of(cls, chunks: List[Chunk], coming: InflightTokens | None) -> _Rows:
+    def of(cls, chunks: List[ScheduledTokens], coming: InflightTokens | None) -> _Rows:
         made = cls([], [], [], coming)
         for sequence, start, rows, _ in chunks:
             made.ids.extend(sequence.tokens[start : start + rows])
@@ -125,7 +125,7 @@ class Unfinished:
         self._free = list(range(self.lasting))
         self._held: dict[Sequence, dict[int, int]] = {}
 
-    def tails(self, chunks: List[Chunk], size: int) -> Tails:
+    def tails(self, chunks: List[ScheduledTokens], size: int) -> Tails:
         """Return the unfinished blocks of a step of `chunks`, in blocks of `size` tokens."""
         for sequence in [s for s in self._held if s.status in (Status.PREEMPTED, Status.ENDED)]:
             self._free += self._held.pop(sequence).values()
@@ -223,7 +223,7 @@ class Runner:
             for part in pages.parts():
                 part[copy.target] = part[copy.source]
 
-    def _replay(self, chunks: List[Chunk], rows: _Rows) -> Tensor:
+    def _replay(self, chunks: List[ScheduledTokens], rows: _Rows) -> Tensor:
         batch = self._batches.get(len(chunks)) or self._batch(len(chunks))
         self._batches.move_to_end(len(chunks))
         if self.scheme.recent:
@@ -251,7 +251,7 @@ class Runner:
             self._batches.popitem(last=False)
         return batch
 
-    def _run(self, chunks: List[Chunk], wanted: dict[str, Wanted], coming: InflightTokens | None) -> Tensor:
+    def _run(self, chunks: List[ScheduledTokens], wanted: dict[str, Wanted], coming: InflightTokens | None) -> Tensor:
         width = max(len(chunk.sequence.blocks) for chunk in chunks)
         tables = torch.zeros((len(chunks), width), dtype=torch.int32)
         for row, chunk in enumerate(chunks):
@@ -309,7 +309,7 @@ def waits(decoder: Decoder) -> str | None:
     return None if decoder.device.type == "cpu" else decoder.by_token
 
 
-def _replayed(graph: cuda_graphs.Graph, chunks: List[Chunk], rows: _Rows) -> Tensor:
+def _replayed(graph: cuda_graphs.Graph, chunks: List[ScheduledTokens], rows: _Rows) -> Tensor:
     for row, (token, chunk) in enumerate(zip(rows.ids, chunks, strict=True)):
         graph.inputs.put(row, token, chunk.start, chunk.sequence.blocks)
     return graph.run(len(chunks), rows.complete)

@@ -54,7 +54,7 @@ from attar.protocol.scheduler_config import Limits
 from attar.scheduling.block_pool import BlockPool
 from attar.scheduling.prefix_cache import NOTHING, Match, RadixCache, common
 from attar.scheduling.sequence import Sequence, SequenceGroup, Status
-from attar.scheduling.step_plan import Chunk, Copy, Outcome, StepPlan
+from attar.scheduling.step_plan import Copy, Outcome, ScheduledTokens, StepPlan
 
 MANY_ENDED = 256  # deadlines of ended sequences that may be kept
 
@@ -256,7 +256,7 @@ class Scheduler:
         pending = sequence.pending
         rows = min(pending, budget)
         if rows:
-            step.chunks.append(Chunk(sequence, sequence.planned, rows, rows == pending))
+            step.chunks.append(ScheduledTokens(sequence, sequence.planned, rows, rows == pending))
             sequence.planned += rows
             sequence.coming += rows == pending and sequence.max_tokens > 0
         return rows

@@ -20,7 +20,7 @@ from attar.kv.schemes import SCHEMES
 from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 from attar.scheduling.sequence import Sequence
-from attar.scheduling.step_plan import Chunk, StepPlan
+from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 
 INT8 = 0.02  # of logits, where keys and values are codes, of which some fall to the neighbour
 ROUNDED = 0.02  # of logits, where rows are: a number on the border of two codes may take the other
@@ -58,13 +58,13 @@ def test_steps_in_graphs_of_more_rows(tiny_decoder: Callable[..., Decoder]) -> N
         for i, prompt in enumerate(prompts):
             sequence = Sequence(id=str(i), prompt_ids=prompt, max_tokens=4)
             sequence.blocks = [i]
-            chunks.append(Chunk(sequence, 0, len(prompt), True))
+            chunks.append(ScheduledTokens(sequence, 0, len(prompt), True))
         runner.run(StepPlan(chunks))
         found = []
         for token in (1, 2, 3):
             for chunk in chunks:
                 chunk.sequence.tokens.append(token)
-            chunks = [Chunk(each.sequence, len(each.sequence.tokens) - 1, 1, True) for each in chunks]
+            chunks = [ScheduledTokens(each.sequence, len(each.sequence.tokens) - 1, 1, True) for each in chunks]
             found.append(runner.run(StepPlan(chunks)).clone())
         return torch.stack(found), runner
 
