@@ -29,7 +29,7 @@ from attar.kernels.triton import backend
 from attar.kv.schemes import SCHEMES
 from attar.model.decoder import Decoder
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling import device_sampler
 from attar.sampling.sampler import BadLogits, Sampler, sample
 from attar.scheduling.block_pool import BlockPool
@@ -132,7 +132,7 @@ class Server:
         width = -(-(filled + TIMED + 2) // 64) + 1
         self.runner = Runner(decoder, 2 * batch * width, width * 64, None, batch, None, recorder())
         pool = BlockPool(2 * batch * width, self.runner.block)
-        limits = Limits(max_running=batch, max_step_tokens=max(2048, batch), max_waiting=batch, headroom=0.0)
+        limits = SchedulerConfig(max_running=batch, max_step_tokens=max(2048, batch), max_waiting=batch, headroom=0.0)
         self.scheduler = Scheduler(pool, RadixCache(pool), limits)
         self._requests = itertools.count()
 
@@ -216,7 +216,7 @@ def memory(name: str, scheme: str) -> Iterator[Row]:
     began = time.perf_counter()
     decoder = models.decoder(name, scheme)
     made = time.perf_counter() - began
-    limits = Limits(max_running=128, max_step_tokens=2048)
+    limits = SchedulerConfig(max_running=128, max_step_tokens=2048)
     began = time.perf_counter()
     trial = memory_profile.Trial(decoder, SCHEMES["bfloat16"], limits, 8192)
     found = memory_profile.measure(held, available, trial)

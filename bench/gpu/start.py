@@ -109,7 +109,7 @@ def run(folder: Path, since: float) -> dict[str, float]:
     from attar.execution.model_runner import Runner
     from attar.kernels import ops
     from attar.protocol.request import SamplingParams
-    from attar.protocol.scheduler_config import Limits
+    from attar.protocol.scheduler_config import SchedulerConfig
     from attar.sampling import device_sampler
     from attar.sampling.sampler import BadLogits, Sampler
     from attar.scheduling.sequence import Sequence
@@ -122,7 +122,7 @@ def run(folder: Path, since: float) -> dict[str, float]:
             torch.cuda.synchronize()
         ended[stage] = time.time() - since
 
-    store, limits = ops.store(device=DEVICE, dtype=HALF), Limits()
+    store, limits = ops.store(device=DEVICE, dtype=HALF), SchedulerConfig()
     memory = memory_profile.CardMemory(torch.device(DEVICE)) if DEVICE == "cuda" else None
     available = 0 if memory is None else memory.free()
     end("imported")

@@ -18,7 +18,7 @@ import attar.cli
 from attar.cli.commands import GROUPS
 from attar.cli.main import app
 from attar.cli.scheduling import KEYS
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from tests.cli.test_commands import refused
 
 MOST_OPTIONS, MOST_LINES, MOST_PARAMETERS = 8, 30, 8

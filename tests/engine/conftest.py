@@ -12,7 +12,7 @@ from attar.engine.engine import Engine
 from attar.kernels import ops
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Delta, Embed, Embedding, Event, Failed, Finished, PromptLogprobs, Submit
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 
 CONTEXT = 192
 ROOM = 40  # blocks: enough for every request of a test at once
@@ -28,10 +28,10 @@ def decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
     return tiny_decoder(scheme="w4g32", store=store)
 
 
-def make_engine(decoder: Decoder, blocks: int = ROOM, limits: Limits | None = None, **how: Any) -> Engine:
+def make_engine(decoder: Decoder, blocks: int = ROOM, limits: SchedulerConfig | None = None, **how: Any) -> Engine:
     """An engine of small steps; `how` is `Engine`'s."""
     settings: dict[str, Any] = {"tokenizer": None, "context": CONTEXT, **how}
-    return Engine(decoder, blocks=blocks, limits=limits or Limits(max_step_tokens=48), **settings)
+    return Engine(decoder, blocks=blocks, limits=limits or SchedulerConfig(max_step_tokens=48), **settings)
 
 
 def ask(made: Engine, asks: Iterable[Submit | Embed]) -> None:

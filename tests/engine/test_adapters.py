@@ -23,7 +23,7 @@ from attar.model.decoder import Decoder
 from attar.model.split import Share
 from attar.protocol.messages import Embed, Failed, Finished, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
 from tests.conftest import token_ids
 from tests.engine.conftest import Answers, answers, make_engine, run
@@ -101,7 +101,7 @@ def decoder(tiny: Path, folders: tuple[Path, Path], tmp_path_factory: pytest.Tem
     return made
 
 
-def adapted(decoder: Decoder, limits: Limits | None = None) -> Engine:
+def adapted(decoder: Decoder, limits: SchedulerConfig | None = None) -> Engine:
     return make_engine(decoder, limits=limits, adapters=NAMES)
 
 
@@ -118,13 +118,13 @@ def asks() -> list[Submit | Embed]:
 
 def test_company_of_other_adapters_changes_no_bit(decoder: Decoder) -> None:
     alone: Answers = {}
-    one = adapted(decoder, Limits(max_step_tokens=200))
+    one = adapted(decoder, SchedulerConfig(max_step_tokens=200))
     for ask in asks():
         alone |= answers(run(one, [ask]))
         one.cache.flush()
     assert alone["e0", 0] != alone["e1", 0] != alone["e2", 0]
     assert answers(run(adapted(decoder), asks())) == alone
-    assert answers(run(adapted(decoder, Limits(max_step_tokens=7, max_running=3)), asks()[::-1])) == alone
+    assert answers(run(adapted(decoder, SchedulerConfig(max_step_tokens=7, max_running=3)), asks()[::-1])) == alone
 
 
 def test_no_adapter_takes_what_another_has_cached(decoder: Decoder) -> None:

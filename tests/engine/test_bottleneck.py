@@ -22,7 +22,7 @@ from attar.plan.costs import Matrix, Storage
 from attar.plan.roofline import Rates, Roofline
 from attar.protocol.messages import Embed, Embedding, Event, Failed, Finished, Report, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
 from attar.scheduling.step_plan import StepPlan
 from tests.engine.conftest import ask, make_engine
@@ -69,7 +69,9 @@ def roofline(decoder: Decoder, reads: bool) -> Roofline:
 
 
 def judged(decoder: Decoder, judge: Bounds | None, step: int = 48) -> Engine:
-    return make_engine(decoder, limits=Limits(max_step_tokens=step, max_running=8), clock=Clock(), bounds=judge)
+    return make_engine(
+        decoder, limits=SchedulerConfig(max_step_tokens=step, max_running=8), clock=Clock(), bounds=judge
+    )
 
 
 def steps(made: Engine, *asks: Submit | Embed) -> Iterator[list[Event]]:

@@ -32,7 +32,7 @@ from attar.model.decoder import Decoder
 from attar.model.layers import MixtureOfExperts
 from attar.protocol.messages import Delta, Embed, Event, Failed, Finished, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling import device_sampler
 from attar.sampling.sampler import BadLogits, Draw, Sampler
 from attar.scheduling.step_plan import ScheduledTokens, StepPlan
@@ -144,7 +144,7 @@ def late(decoder: Decoder, device: Device) -> Make:
         device_told = device
 
     def make(blocks: int = ROOM, tokenizer: Tokenizer | None = None, **limits: Any) -> Engine:
-        settings = Limits(**{"max_running": 6, "max_step_tokens": 48, "headroom": 0.0} | limits)
+        settings = SchedulerConfig(**{"max_running": 6, "max_step_tokens": 48, "headroom": 0.0} | limits)
         return make_engine(decoder, blocks, settings, tokenizer=tokenizer, overlaps=True, runner=Lags)
 
     return make
@@ -217,7 +217,7 @@ def test_an_unfinished_block_may_lie_apart(demo: Path) -> None:
 
 
 def rounded_alike(decoder: Decoder, kv: str) -> None:
-    limits, found = Limits(max_running=4, max_step_tokens=17), list[Answers]()
+    limits, found = SchedulerConfig(max_running=4, max_step_tokens=17), list[Answers]()
     for overlaps in (False, True):
         made = make_engine(decoder, limits=limits, kv=kv, overlaps=overlaps)
         found.append(answers(run(made, some_requests(7, 8, decoder.config.vocab_size))))
@@ -373,7 +373,7 @@ def test_choices_of_one_request_and_a_prefix_that_is_there(late: Make) -> None:
 
 def ahead(decoder: Decoder, runner: type[Runner] = Runner) -> Engine:
     """On a device that does at once what it is told, and raises at once."""
-    limits = Limits(max_running=6, max_step_tokens=48)
+    limits = SchedulerConfig(max_running=6, max_step_tokens=48)
     return make_engine(decoder, limits=limits, overlaps=True, runner=runner)
 
 

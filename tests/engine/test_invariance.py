@@ -16,7 +16,7 @@ from attar.model.decoder import Decoder
 from attar.model.families import ARCHITECTURES
 from attar.protocol.messages import Delta, Failed, PromptLogprobs, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from tests.engine.conftest import make_engine
 from tests.model.random_model import LLAMA, write
 
@@ -47,7 +47,7 @@ Said = dict[str, list[object]]
 
 def said(decoder: Decoder, rows: int, lengths: tuple[int, ...] = LENGTHS) -> Said:
     """What prompts of these lengths get together in one engine, whose steps have so many rows."""
-    engine = make_engine(decoder, 16, Limits(max_running=4, max_step_tokens=rows), context=CONTEXT)
+    engine = make_engine(decoder, 16, SchedulerConfig(max_running=4, max_step_tokens=rows), context=CONTEXT)
     for length in lengths:
         engine.submit(Submit(f"{length}", tuple((i * 37 + length) % 120 for i in range(length)), ASKED))
     found: Said = {}

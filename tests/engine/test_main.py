@@ -36,7 +36,7 @@ from attar.protocol.messages import (
     encode,
 )
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
 from tests.engine.conftest import make_engine
 
@@ -50,7 +50,7 @@ class Running:
 
     def __init__(self, path: Path, decoder: Decoder) -> None:
         self.path = path
-        self.engine = make_engine(decoder, 8, Limits(max_step_tokens=32), context=128)
+        self.engine = make_engine(decoder, 8, SchedulerConfig(max_step_tokens=32), context=128)
         self.ready = Ready("tiny", 128, decoder.config.vocab_size, 8, 64, 256, (("weights", 1),))
         self.listener = listen(path)
         self.parent, self.pipe = os.pipe()

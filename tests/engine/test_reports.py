@@ -10,7 +10,7 @@ from attar.engine.engine import Engine
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Embed, Embedding, Failed, Finished, Report, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from tests.engine.conftest import ask, make_engine
 
 PROMPT = tuple(range(1, 71))
@@ -32,7 +32,7 @@ def decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
 
 @pytest.fixture
 def engine(decoder: Decoder) -> Engine:
-    return make_engine(decoder, limits=Limits(max_running=2, max_step_tokens=32), clock=Clock())
+    return make_engine(decoder, limits=SchedulerConfig(max_running=2, max_step_tokens=32), clock=Clock())
 
 
 def run(engine: Engine, *asks: Submit | Embed, steps: int = 100) -> dict[str, Report | None]:

@@ -22,7 +22,7 @@ from attar.kernels import ops
 from attar.model.shapes import shape
 from attar.plan.costs import BLOCK, Storage
 from attar.plan.fit import ROOM, Fit, blocks_for
-from attar.protocol.scheduler_config import PRESETS, Limits
+from attar.protocol.scheduler_config import PRESETS, SchedulerConfig
 from attar.protocol.settings import Settings
 from attar.scheduling.block_pool import BlockPool
 from attar.scheduling.prefix_cache import RadixCache
@@ -36,8 +36,8 @@ GB = 10**9
 SETTINGS = Settings("model", "socket", memory=8 * GB)
 
 
-def found(limits: Limits | None = None, **changed: object) -> Fit:
-    return fit(msgspec.structs.replace(SETTINGS, **changed), CONFIG, STORAGE, limits or Limits(), 2)
+def found(limits: SchedulerConfig | None = None, **changed: object) -> Fit:
+    return fit(msgspec.structs.replace(SETTINGS, **changed), CONFIG, STORAGE, limits or SchedulerConfig(), 2)
 
 
 def test_without_a_context_requests_may_be_as_long_as_the_cache() -> None:
@@ -54,13 +54,13 @@ def test_a_context_that_fits_several_times_is_kept() -> None:
 
 
 def test_the_cache_is_a_few_times_what_all_requests_take_together() -> None:
-    made = found(Limits(max_running=2, max_step_tokens=64), context=1024)
+    made = found(SchedulerConfig(max_running=2, max_step_tokens=64), context=1024)
     assert made.tokens == ROOM * (2 * 1024 + BLOCK), "and the block that the second has to leave free"
     assert made.requests == ROOM * 2
     assert made.unused > GB
 
 
-def admitted(made: Fit, limits: Limits, prompt: int) -> tuple[int, int]:
+def admitted(made: Fit, limits: SchedulerConfig, prompt: int) -> tuple[int, int]:
     """Of many requests of the full context, with so many tokens of a prompt that no other has: how many the scheduler
     lets run at once in that cache, and how many of their tokens there is room for."""
     pool = BlockPool(made.blocks, made.block)
@@ -78,15 +78,17 @@ def admitted(made: Fit, limits: Limits, prompt: int) -> tuple[int, int]:
 @pytest.mark.parametrize("tokens", [512, 1000, 16384, 16448, 17000, 40000])
 def test_as_many_full_requests_as_are_told_run_at_once_and_no_more(tokens: int, headroom: float, prompt: int) -> None:
     """472 tokens and an answer of 40: 31 ran in 256 blocks, of which 32 had been told."""
-    limits = Limits(max_running=200, headroom=headroom)
+    limits = SchedulerConfig(max_running=200, headroom=headroom)
     made = found(limits, context=512, max_cached_tokens=tokens)
     assert admitted(made, limits, prompt) == (made.requests, made.requests * prompt)
     if (tokens, headroom) == (16384, 0.02):
         assert made.requests == 31
 
 
-@pytest.mark.parametrize("limits", [Limits(), *PRESETS.values(), Limits(policy="static"), Limits(policy="none")])
-def test_in_much_memory_all_that_may_run_together_do(limits: Limits) -> None:
+@pytest.mark.parametrize(
+    "limits", [SchedulerConfig(), *PRESETS.values(), SchedulerConfig(policy="static"), SchedulerConfig(policy="none")]
+)
+def test_in_much_memory_all_that_may_run_together_do(limits: SchedulerConfig) -> None:
     made = found(limits, context=512, memory=60 * GB)
     assert made.unused > GB
     assert made.blocks == ROOM * blocks_for(limits.together, made.blocks_each, limits.headroom)

@@ -20,7 +20,7 @@ from attar.model.decoder import Decoder
 from attar.model.layers import MixtureOfExperts
 from attar.protocol.messages import Delta, Event, Failed, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling import device_sampler
 from attar.sampling.sampler import BadLogits, Sampler, sample
 from tests.engine.conftest import ROOM, TIGHT, answers, make_engine, run
@@ -29,7 +29,7 @@ from tests.pretend import Late
 
 Make = Callable[..., Decoder]
 
-SMALL = Limits(max_running=6, max_step_tokens=48)
+SMALL = SchedulerConfig(max_running=6, max_step_tokens=48)
 
 
 class Again:

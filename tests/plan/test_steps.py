@@ -20,7 +20,7 @@ from attar.model.decoder import Decoder
 from attar.plan import steps
 from attar.plan.costs import Storage
 from attar.plan.steps import StepLimits
-from attar.protocol.scheduler_config import PRESETS, Limits
+from attar.protocol.scheduler_config import PRESETS, SchedulerConfig
 
 ROWS, SEQUENCES = 60, 3
 SLACK = 1.35  # of the bound over what is counted: it holds for every family and every scheme
@@ -181,7 +181,7 @@ def test_impossible_limits(sentence: str) -> None:
 
 
 def test_steps_are_planned_for_as_many_as_run_together() -> None:
-    assert StepLimits.of(Limits(), 3) == StepLimits(rows=512, sequences=32, threads=3)
-    assert StepLimits.of(Limits(policy="none"), 1).sequences == 1
+    assert StepLimits.of(SchedulerConfig(), 3) == StepLimits(rows=512, sequences=32, threads=3)
+    assert StepLimits.of(SchedulerConfig(policy="none"), 1).sequences == 1
     throughput = StepLimits.of(PRESETS["throughput"], 2)
     assert (throughput.rows, throughput.sequences, throughput.headroom) == (2048, 128, 0.01)

@@ -54,7 +54,7 @@ import attar.scheduling.prefix_cache
 import attar.scheduling.scheduler
 from attar import faults
 from attar.protocol.messages import REUSE_ENDS
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import StepPlan
 
@@ -132,7 +132,7 @@ class Simulation:
         self.module = scheduler
         size = rng.choice([1, 2, 3, 4, 4, 8])
         running = rng.choice([1, 3, 6, 8, 8])
-        self.limits = Limits(
+        self.limits = SchedulerConfig(
             policy=rng.choice(["none", "static", "dynamic", *["continuous"] * 7]),
             max_running=running,
             max_step_tokens=running + rng.choice([0, 1, 3, 10, 30]),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from attar.protocol.scheduler_config import PRESETS, Limits
+from attar.protocol.scheduler_config import PRESETS, SchedulerConfig
 from attar.scheduling.block_pool import BlockPool
 from attar.scheduling.prefix_cache import RadixCache
 from attar.scheduling.scheduler import MANY_ENDED, Refused, Scheduler
@@ -22,7 +22,7 @@ class Engine:
     def __init__(self, blocks: int = 64, **limits: object) -> None:
         self.pool = BlockPool(blocks, SIZE)
         self.cache = RadixCache(self.pool)
-        self.scheduler = Scheduler(self.pool, self.cache, Limits(**{"headroom": 0.0, **limits}))  # type: ignore[arg-type]
+        self.scheduler = Scheduler(self.pool, self.cache, SchedulerConfig(**{"headroom": 0.0, **limits}))  # type: ignore[arg-type]
         self.now = 0.0
 
     def add(self, id: str, prompt: Iterable[int], max_tokens: int = 4, n: int = 1, **more: object) -> list[Sequence]:
@@ -539,7 +539,7 @@ def test_time_is_accounted_for() -> None:
 )  # fmt: skip
 def test_limits_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError):
-        Limits(**wrong)  # type: ignore[arg-type]
+        SchedulerConfig(**wrong)  # type: ignore[arg-type]
 
 
 def test_presets_trade_gaps_for_throughput() -> None:

@@ -45,7 +45,7 @@ from attar.faults import point
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Embed, Event, Stats, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling.sampler import BadLogits, Sampler, distinct, seed_of_choice
 from attar.sampling.stop_strings import StopChecker
 from attar.scheduling.block_pool import BlockPool
@@ -76,7 +76,7 @@ class Engine:
         *,
         blocks: int,
         context: int,
-        limits: Limits | None = None,
+        limits: SchedulerConfig | None = None,
         eos_ids: frozenset[int] = frozenset(),
         kv: str | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -87,7 +87,7 @@ class Engine:
         runner: Callable[..., Runner] = Runner,
     ) -> None:
         self.decoder, self.tokenizer, self.eos_ids, self.clock = decoder, tokenizer, eos_ids, clock
-        limits, scheme = limits or Limits(), kv_schemes.of(decoder, kv)
+        limits, scheme = limits or SchedulerConfig(), kv_schemes.of(decoder, kv)
         bases = kv_schemes.bases(decoder, scheme)
         self.runner = runner(decoder, blocks, context, scheme, limits.together, bases, record)
         self.overlaps = self.runner.device.type != "cpu" if overlaps is None else overlaps

@@ -33,7 +33,7 @@ from attar.model.cache import BLOCK, ForwardBatch
 from attar.progress import Progress
 from attar.protocol.messages import Delta, Failed, Finished, PromptLogprobs, Submit
 from attar.protocol.request import Completion, FinishReason, SamplingParams, TokenLogprob
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.text.template import render_chat
 from attar.text.tokenizer import Tokenizer
 
@@ -307,7 +307,9 @@ class LLM:
             if old is not None:
                 context, blocks = max(context, old.context), max(blocks, old.pool.total)
                 del old
-            limits = Limits(max_running=TOGETHER, max_step_tokens=PREFILL_ROWS, max_waiting=sys.maxsize, headroom=0.0)
+            limits = SchedulerConfig(
+                max_running=TOGETHER, max_step_tokens=PREFILL_ROWS, max_waiting=sys.maxsize, headroom=0.0
+            )
             tokenizer = self.tokenizer if self.model.has_tokenizer else None
             self._engine = Engine(
                 self.decoder, tokenizer, blocks=blocks, context=context, limits=limits, eos_ids=self.model.eos_ids,

@@ -25,7 +25,7 @@ from attar.execution.model_runner import Runner
 from attar.kv.schemes import KvScheme
 from attar.model.decoder import Decoder
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling import device_sampler
 from attar.sampling.sampler import Sampler
 from attar.scheduling.sequence import Sequence as Tokens
@@ -93,7 +93,7 @@ class Trial:
         self,
         decoder: Decoder,
         scheme: KvScheme,
-        limits: Limits,
+        limits: SchedulerConfig,
         context: int,
         record: graphs.Record | None = None,
         runner: Callable[..., Runner] = Runner,

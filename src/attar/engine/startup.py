@@ -42,7 +42,7 @@ from attar.plan.fit import Fit
 from attar.plan.roofline import Rates, Roofline
 from attar.plan.steps import StepLimits
 from attar.protocol.messages import Ready
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,12 @@ def without_kernels(decoder: Decoder) -> list[str]:
 
 
 def _over(
-    model: LoadedModel, found: Fit, limits: Limits, kv_scheme: str, adapters: tuple[str, ...], judge: Bounds | None
+    model: LoadedModel,
+    found: Fit,
+    limits: SchedulerConfig,
+    kv_scheme: str,
+    adapters: tuple[str, ...],
+    judge: Bounds | None,
 ) -> Engine:
     """An engine over a loaded model."""
     return Engine(
@@ -117,7 +122,7 @@ def _over(
     )
 
 
-def _tell(settings: Settings, limits: Limits, found: Fit, kv_scheme: str) -> None:
+def _tell(settings: Settings, limits: SchedulerConfig, found: Fit, kv_scheme: str) -> None:
     """What was decided: by preset and options, and with the memory."""
     logs.say(limits.told(settings.preset))
     logs.say(report.startup(found, kv_scheme))
@@ -141,7 +146,7 @@ def _roof(
 
 
 def _on_card(
-    settings: Settings, path: Path, config: ModelConfig, storage: Storage, limits: Limits, threads: int
+    settings: Settings, path: Path, config: ModelConfig, storage: Storage, limits: SchedulerConfig, threads: int
 ) -> tuple[Engine, Ready]:
     """Start an engine on a GPU."""
     ops.require(settings.device)
@@ -204,7 +209,9 @@ def _measured(device: torch.device) -> Rates | None:
         return None
 
 
-def _ready(settings: Settings, config: ModelConfig, found: Fit, limits: Limits, adapters: tuple[str, ...]) -> Ready:
+def _ready(
+    settings: Settings, config: ModelConfig, found: Fit, limits: SchedulerConfig, adapters: tuple[str, ...]
+) -> Ready:
     require_unchanged(settings.files, settings.folders)  # nor while it was read
     return Ready(
         settings.served_as, found.context, config.vocab_size, found.blocks, found.block, limits.max_waiting,
@@ -212,7 +219,7 @@ def _ready(settings: Settings, config: ModelConfig, found: Fit, limits: Limits, 
     )  # fmt: skip
 
 
-def on_card(settings: Settings, measured: Footprint, block_bytes: int, most: int, limits: Limits) -> Fit:
+def on_card(settings: Settings, measured: Footprint, block_bytes: int, most: int, limits: SchedulerConfig) -> Fit:
     """Where a card's memory will go, after what was measured, for requests of up to `most` tokens. Raises ValueError,
     saying by how much, where it is too little."""
     fraction = settings.kv_fraction
@@ -238,7 +245,7 @@ def on_card(settings: Settings, measured: Footprint, block_bytes: int, most: int
 
 
 def fit(
-    settings: Settings, config: ModelConfig, storage: Storage, limits: Limits, threads: int, adapters: int = 0
+    settings: Settings, config: ModelConfig, storage: Storage, limits: SchedulerConfig, threads: int, adapters: int = 0
 ) -> Fit:
     """Where the memory will go. Raises ValueError, saying by how much, where the model does not fit."""
     here = machine.examine()

@@ -35,7 +35,7 @@ from attar.kv.schemes import SCHEMES
 from attar.model.cache import ForwardBatch
 from attar.protocol.messages import Delta, Embed, Failed, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
 from tests.engine.test_adapters import save
 
@@ -79,7 +79,7 @@ def test_preempted_forked_and_scored_sequences(one: LLM, two: LLM, kv: str | Non
     """Few blocks for several requests of several choices: blocks change hands, are copied, and given up."""
 
     def told(llm: LLM) -> tuple[dict[tuple[str, int], list[int]], int]:
-        limits = Limits(max_step_tokens=48, headroom=0.0)
+        limits = SchedulerConfig(max_step_tokens=48, headroom=0.0)
         engine = Engine(
             llm.decoder,
             None,
@@ -133,7 +133,7 @@ def tone(one: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_requests_take_adapters_in_every_process(one: LLM, two: LLM, tone: Path) -> None:
     def told(llm: LLM) -> list[tuple[list[int], float]]:
         lora.install(llm.decoder, 1, tone)
-        limits = Limits(max_running=4, max_step_tokens=24)
+        limits = SchedulerConfig(max_running=4, max_step_tokens=24)
         engine = Engine(
             llm.decoder, None, blocks=12, context=64, limits=limits, adapters=("tone",), runner=llm.model.runner
         )  # fmt: skip
@@ -319,7 +319,7 @@ def test_an_engine_ends_when_a_worker_dies(tmp_path: Path) -> None:
 
 def tokens(llm: LLM) -> tuple[dict[str, list[int]], Engine]:
     """What an engine of its own gives to three prompts, of which one is scored and one shares a beginning."""
-    limits = Limits(max_step_tokens=48, headroom=0.0)
+    limits = SchedulerConfig(max_step_tokens=48, headroom=0.0)
     made = Engine(llm.decoder, None, blocks=8, context=160, limits=limits, runner=llm.model.runner)
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     for i, prompt in enumerate((range(100, 170), range(100, 150), range(30))):
