@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from attar.engine.bottleneck import Bounds
-from attar.engine.inflight import Drawn, Flight, Launcher
+from attar.engine.inflight import Drawn, InflightStep, Launcher
 from attar.engine.outputs import Choice, Request
 from attar.engine.requests import RequestTable
 from attar.execution import cuda_graphs
@@ -101,7 +101,7 @@ class Engine:
         have been none: `model`, `mishap`, `numbers` (which the host would wait for), `blocks` (too few)."""
         if self.overlaps and self.runner.waits is not None:
             logger.warning("no step is launched before the tokens of the last are known: %s", self.runner.waits)
-        self._flight: Flight | None = None  # the next step, where it is on its way
+        self._flight: InflightStep | None = None  # the next step, where it is on its way
         self.pool = BlockPool(blocks, self.runner.block)
         self.cache = RadixCache(self.pool, scheme.round_to(self.runner.block))
         self.scheduler = Scheduler(self.pool, self.cache, limits)
@@ -264,7 +264,7 @@ class Engine:
 
     # ---- a step
 
-    def _planned(self) -> Flight | None:
+    def _planned(self) -> InflightStep | None:
         """The next step, launched when the one before is over; None where there is nothing to run."""
         plan = self.scheduler.plan(began := self.clock())
         flight = self._launched(plan, began) if plan.chunks else None
@@ -273,7 +273,7 @@ class Engine:
         self.requests.settle()  # no earlier: who ends takes its blocks out of the rows that are to be launched
         return flight
 
-    def _next(self, flight: Flight) -> Flight | None:
+    def _next(self, flight: InflightStep) -> InflightStep | None:
         """The step behind one whose tokens are not known yet; None where it has to wait for them, or there is none."""
         if (why := self._alone(flight)) is None:
             now = self.clock()
@@ -284,7 +284,7 @@ class Engine:
         self.alone[why] += 1
         return None
 
-    def _outcomes(self, flight: Flight) -> dict[str, Outcome]:
+    def _outcomes(self, flight: InflightStep) -> dict[str, Outcome]:
         """What a step gave its sequences. Of who has ended meanwhile it says nothing, or nothing that counts."""
         outcomes = {chunk.sequence.id: Outcome((), True) for chunk in flight.plan.chunks if chunk.samples}
         for choice, draw in zip(flight.takers, self.launcher.wait_for(flight), strict=True):
@@ -293,7 +293,7 @@ class Engine:
         outcomes |= {id: Outcome(failure="bad_logits") for id in unscorable}
         return outcomes | {id: Outcome(failure="internal") for id in flight.failed}
 
-    def _count(self, flight: Flight, now: float) -> None:
+    def _count(self, flight: InflightStep, now: float) -> None:
         """Before those that end with it are settled: their reports tell of their last step too."""
         self.steps += 1
         self.step_seconds += now - flight.began
@@ -303,11 +303,11 @@ class Engine:
         if self._flight is not None:
             self._flight.began = now
 
-    def _launched(self, plan: StepPlan, began: float, coming: InflightTokens | None = None) -> Flight:
+    def _launched(self, plan: StepPlan, began: float, coming: InflightTokens | None = None) -> InflightStep:
         choices = {chunk.sequence: self.requests.choices[chunk.sequence.id] for chunk in plan.chunks}
         return self.launcher.launch(plan, choices, began, coming)
 
-    def _alone(self, flight: Flight) -> str | None:
+    def _alone(self, flight: InflightStep) -> str | None:
         """Why the step behind this one waits for its tokens; None where nothing is against it."""
         if self.runner.waits is not None:
             return "model"

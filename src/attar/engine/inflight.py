@@ -39,7 +39,7 @@ Drawn = Draw | BadLogits | None
 
 
 @dataclass(eq=False, slots=True)
-class Flight:
+class InflightStep:
     """A step that was launched at `began`. `choices` are those of its chunks, in their order."""
 
     plan: StepPlan
@@ -82,7 +82,7 @@ class Launcher:
 
     def launch(
         self, plan: StepPlan, choices: Mapping[Sequence, Choice], began: float, coming: InflightTokens | None = None
-    ) -> Flight:
+    ) -> InflightStep:
         """Run the model. On a GPU it is on its way then. `coming` are tokens of the step before, if nobody knows them
         yet. Raises torch.AcceleratorError where nothing can be computed any more."""
         failed: set[str] = set()
@@ -98,9 +98,9 @@ class Launcher:
             _restore(pooled)
             logits, failed = self._apart(plan, choices, coming)
         busy = float if self.bounds is None else self.bounds.end()
-        return Flight(plan, choices, began, logits, failed, busy)
+        return InflightStep(plan, choices, began, logits, failed, busy)
 
-    def choose(self, flight: Flight) -> None:
+    def choose(self, flight: InflightStep) -> None:
         """Choose the tokens of a step, or begin to."""
         sampling = [chunk.sequence for chunk in flight.plan.chunks if chunk.samples]
         sampling = [sequence for sequence in sampling if sequence.id not in flight.failed]
@@ -125,7 +125,7 @@ class Launcher:
             choose, own = (device_sampler.sample if self.overlaps else sample), logits
             flight.known = _each(samplers, lambda row: choose(own[row : row + 1], samplers[row : row + 1]))
 
-    def wait_for(self, flight: Flight) -> list[Drawn]:
+    def wait_for(self, flight: InflightStep) -> list[Drawn]:
         """What came of each of `flight.takers`. Here the host waits for the device."""
         if (chosen := flight.chosen) is None:
             return flight.known
