@@ -81,7 +81,7 @@ def parse_scheduler(given: Sequence[str]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
+class SchedulerOptions:
     """The options of the scheduler and of the size of its cache."""
 
     preset: Annotated[

@@ -15,7 +15,7 @@ import typer
 from attar import logs
 from attar.cli import options
 from attar.cli.commands import configured, option
-from attar.cli.scheduling import SchedulerConfig
+from attar.cli.scheduling import SchedulerOptions
 from attar.cli.terminal import emit, errors, require_apart, tell, tell_shared
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ ENGINE = (sys.executable, "-m", "attar.engine.main")  # the command line of its 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(SchedulerConfig):
+class ServeConfig(SchedulerOptions):
     """Options of `serve`."""
 
     model: options.Model = "demo"
