@@ -28,7 +28,7 @@ from attar.checkpoints.adapters import lora
 from attar.checkpoints.sources import hub
 from attar.engine.engine import Engine
 from attar.engine.loader import Parallel, load_model
-from attar.execution.parallel.executor import Lost
+from attar.execution.parallel.executor import WorkerLost
 from attar.model.cache import BLOCK, ForwardBatch
 from attar.progress import Progress
 from attar.protocol.messages import Delta, Failed, Finished, PromptLogprobs, Submit
@@ -263,7 +263,7 @@ class LLM:
                 for call in self._calls.values():
                     call.broken = True
                 self._calls.clear()
-                if isinstance(error, Lost):
+                if isinstance(error, WorkerLost):
                     raise RuntimeError(f"the model is no longer there: {error}") from error
                 raise
             for event in events:

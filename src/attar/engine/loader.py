@@ -14,7 +14,7 @@ from attar.checkpoints.receipts.receipt import Receipt
 from attar.checkpoints.sources import hf, opening
 from attar.checkpoints.strict_io import VerificationError
 from attar.execution.model_runner import Runner
-from attar.execution.parallel.executor import Team
+from attar.execution.parallel.executor import ParallelExecutor
 from attar.kernels import ops
 from attar.model.decoder import Decoder
 from attar.model.split import Share
@@ -45,7 +45,7 @@ class LoadedModel:
 
     path: Path
     decoder: Decoder
-    team: Team | None
+    team: ParallelExecutor | None
     receipt: Receipt | None
 
     @property
@@ -96,10 +96,10 @@ def load_model(
     computed = hf.compute_dtype(dtype, device)
     parallel = parallel or Parallel()
     loading = partial(progress or (lambda stage, done, total: None), "loading")
-    team: Team | None = None
+    team: ParallelExecutor | None = None
     decoder: Decoder
     if Share(0, parallel.tp, parallel.pp).count > 1:
-        team = Team(
+        team = ParallelExecutor(
             path, parallel.tp, parallel.pp, device=device, dtype=computed, activations=activations,
             threads=parallel.threads, progress=loading,
         )  # fmt: skip

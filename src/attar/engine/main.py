@@ -35,7 +35,7 @@ from attar.checkpoints.fingerprints import ChangedError
 from attar.engine import startup
 from attar.engine.engine import Engine
 from attar.engine.outbox import Outbox, framed
-from attar.execution.parallel.executor import TeamRunner
+from attar.execution.parallel.executor import ParallelRunner
 from attar.protocol import framing
 from attar.protocol.messages import (
     BEAT_SECONDS,
@@ -310,7 +310,7 @@ def main() -> int:
     except (ValueError, OSError) as error:
         logs.say(f"error: {error}")
         return CHANGED if isinstance(error, ChangedError) else HOPELESS
-    if isinstance(engine.runner, TeamRunner):
+    if isinstance(engine.runner, ParallelRunner):
         crew = engine.runner.crew
 
         def lost(why: str) -> None:

@@ -42,7 +42,7 @@ from attar.checkpoints.sources.stored import stored
 from attar.engine import bottleneck
 from attar.engine.llm import PREFILL_ROWS
 from attar.execution import kv_cache as engine_kv
-from attar.execution.parallel.executor import Team
+from attar.execution.parallel.executor import ParallelExecutor
 from attar.execution.recorded_step import Decoding
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import HEADS, Scheme
@@ -211,11 +211,13 @@ def measure_model(path: Path, options: Load, setup: Setup) -> dict[str, Any]:
     if setup.tp * setup.pp == 1:
         part = config, storage
         return run(lambda store: load(path, store), options, setup.activations, setup.kv, setup.device, part)
-    teams: list[Team] = []
+    teams: list[ParallelExecutor] = []
 
     def make(store: Store) -> Decoder:
         dtype = hf.compute_dtype(None, setup.device)
-        teams.append(Team(path, setup.tp, setup.pp, device=setup.device, dtype=dtype, activations=setup.activations))
+        teams.append(
+            ParallelExecutor(path, setup.tp, setup.pp, device=setup.device, dtype=dtype, activations=setup.activations)
+        )
         return teams[0].decoder
 
     part = shared(config, storage, Share(0, setup.tp))[1], storage  # stages run one after another

@@ -28,7 +28,7 @@ from attar.engine.llm import LLM
 from attar.engine.loader import Parallel
 from attar.execution.parallel import executor
 from attar.execution.parallel.commands import Call, Job, encode
-from attar.execution.parallel.executor import Crew, Lost, Team, TeamRunner, tell
+from attar.execution.parallel.executor import ParallelExecutor, ParallelRunner, WorkerGroup, WorkerLost, tell
 from attar.faults import Fault
 from attar.kernels.operands import Routes
 from attar.kv.schemes import SCHEMES
@@ -179,7 +179,7 @@ def test_hidden_states_may_become_logits_later(one: LLM, two: LLM) -> None:
 def test_what_cannot_be_shared_is_refused_before_a_process_starts(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
     with pytest.raises(ValueError, match="--tp 3 does not divide the model's 4 query heads: 2, 4 would do"):
-        Team(demo, 3, 1)
+        ParallelExecutor(demo, 3, 1)
 
 
 def test_a_scheme_of_keys_that_is_calibrated_is_refused(two: LLM) -> None:
@@ -233,12 +233,12 @@ def test_every_process_has_its_part_of_the_threads(demo: Path, monkeypatch: pyte
     class Asked(Exception):
         pass
 
-    def made(folder: Path, jobs: list[Job]) -> Crew:
+    def made(folder: Path, jobs: list[Job]) -> WorkerGroup:
         assert [job.threads for job in jobs] == [3]
         folder.rmdir()
         raise Asked
 
-    monkeypatch.setattr(executor, "Crew", made)
+    monkeypatch.setattr(executor, "WorkerGroup", made)
     monkeypatch.setattr(executor.machine, "cores", lambda *args: 64)
     threads = torch.get_num_threads()
     try:
@@ -255,7 +255,7 @@ def test_a_worker_that_reads_nothing_is_not_waited_for_without_end(
         monkeypatch.setattr(executor, what, 0.1)
     folder = tmp_path / "folder"
     folder.mkdir()
-    crew = Crew(folder, [Job("model", 1, 2, 1, "cpu", "float32", "int8g128", True, 1, str(folder))])
+    crew = WorkerGroup(folder, [Job("model", 1, 2, 1, "cpu", "float32", "int8g128", True, 1, str(folder))])
     (child,) = crew.children
     child.send_signal(signal.SIGSTOP)
     said: list[str] = []
@@ -287,7 +287,7 @@ def test_where_one_process_cannot_be_started_nothing_is_left(tmp_path: Path, mon
     folder.mkdir()
     jobs = [Job("model", rank, 3, 1, "cpu", "float32", "int8g128", True, 1, str(folder)) for rank in (1, 2)]
     with pytest.raises(BlockingIOError, match="too many processes"):
-        Crew(folder, jobs)
+        WorkerGroup(folder, jobs)
     assert started[0].returncode is not None
     assert not folder.exists()
 
@@ -347,7 +347,7 @@ def test_where_the_first_has_too_little_memory_all_run_smaller_steps(one: LLM, t
 
 def test_they_meet_anew_where_their_folder_was_cleaned_away(one: LLM, two: LLM) -> None:
     found, made = tokens(two)
-    assert isinstance(made.runner, TeamRunner)
+    assert isinstance(made.runner, ParallelRunner)
     shutil.rmtree(made.runner.crew.folder)
     faults.arm(Fault("runner.memory", after=1, times=2))
     assert tokens(two)[0] == found == tokens(one)[0]
@@ -380,13 +380,13 @@ def test_nobody_goes_on_before_all_have_met(demo: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(subprocess, "Popen", Late)
     llm = LLM(demo, parallel=Parallel(2))
     through = []
-    plain = TeamRunner._meet
+    plain = ParallelRunner._meet
 
-    def meet(self: TeamRunner) -> None:
+    def meet(self: ParallelRunner) -> None:
         plain(self)
         through.append((self.crew.folder / f"through{self.crew.met}").exists())
 
-    monkeypatch.setattr(TeamRunner, "_meet", meet)
+    monkeypatch.setattr(ParallelRunner, "_meet", meet)
     try:
         faults.arm(Fault("runner.memory", after=1, times=2))
         tokens(llm)
@@ -454,7 +454,7 @@ def test_others_that_wait_within_a_step_are_not_waited_for(demo: Path, monkeypat
     try:
         monkeypatch.setattr(executor, "waits", lambda decoder: "as on a GPU where experts run")
         faults.arm(Fault("runner.memory"))
-        with pytest.raises(Lost, match="too little memory"):
+        with pytest.raises(WorkerLost, match="too little memory"):
             tokens(llm)
     finally:
         llm.close()

@@ -12,20 +12,20 @@ that a sequence has gained. It keeps a `Sequence` for each, which no scheduler h
 
 **When a process dies.** A worker ends the moment the pipe does, whatever its leader died of. A leader learns of a dead
 worker from the other pipe, the worker's standard output, through a thread that waits for its end. Every exchange under
-way is then aborted. Waiting calls and later ones raise: an engine's step `Lost`, other calls RuntimeError. A server's
-engine ends as soon as that thread knows (`on_lost`), and its supervisor starts another. A worker that lives but is
-stopped is lost too, once an exchange or a full pipe has waited for it too long.
+way is then aborted. Waiting calls and later ones raise: an engine's step `WorkerLost`, other calls RuntimeError. A
+server's engine ends as soon as that thread knows (`on_lost`), and its supervisor starts another. A worker that lives
+but is stopped is lost too, once an exchange or a full pipe has waited for it too long.
 
 A process that raises within a step leaves the others waiting for it in theirs. Where it has too little memory they
-recover. Each reports the result of every step, exchanges under way are ended, and all meet again (`Meet`). The leader
-raises the exception that one process alone would, so the step is run again in halves and later ones in pieces of that
-size. Any other exception, which fails one request in one process, is `Lost` here. It is no `Exception`, because an
-engine answers those by running the step again, sequence by sequence.
+recover. Each reports the result of every step, exchanges under way are ended, and all meet again (`Rendezvous`). The
+leader raises the exception that one process alone would, so the step is run again in halves and later ones in pieces of
+that size. Any other exception, which fails one request in one process, is `WorkerLost` here. It is no `Exception`,
+because an engine answers those by running the step again, sequence by sequence.
 
 Between GPUs a worker recovers only where its host is through with the step, and the device alone waits: no other
 process ends its exchanges. A host that has to read from the device within a step (`Decoder.by_token`) hangs there for
-`WAIT`. So with such a model a leader that has too little memory raises `Lost` at once; where a worker has too little,
-any third process is waited for in vain, and so is one whose allocator happens to wait for the device.
+`WAIT`. So with such a model a leader that has too little memory raises `WorkerLost` at once; where a worker has too
+little, any third process is waited for in vain, and so is one whose allocator happens to wait for the device.
 
 An adapter is read by the leader first, which reports its errors, and then, by its folder, by the others, which end
 where it has changed meanwhile.
@@ -66,14 +66,14 @@ from attar.execution.parallel.commands import (
     Command,
     End,
     Job,
-    Leave,
     Logits,
-    Meet,
     Piece,
     Pool,
+    Rendezvous,
+    Reply,
     Room,
     Run,
-    Said,
+    Shutdown,
     encode,
 )
 from attar.kernels import ops
@@ -99,7 +99,7 @@ END_SECONDS = 5.0
 MOMENT = 0.5  # seconds between the end of a connection and that of the process behind it
 
 
-class Lost(BaseException):
+class WorkerLost(BaseException):
     """A worker process is gone, or out of step, while an engine ran one: nothing can be computed now."""
 
 
@@ -144,7 +144,7 @@ def load(job: Job, groups: Groups, progress: StageProgress | None = None) -> Spl
 # The leader's side
 
 
-class Crew:
+class WorkerGroup:
     """The workers' processes and their state. It knows no model: it ends the processes when that is gone."""
 
     def __init__(self, folder: Path, jobs: Sequence[Job]) -> None:
@@ -203,7 +203,7 @@ class Crew:
     def watch(self) -> None:
         """Read the workers' replies, until one of them ends."""
         children = {child.stdout.fileno(): child for child in self.children if child.stdout is not None}
-        said: Said | None = None
+        said: Reply | None = None
         poll = select.poll()
         for fd in children:
             poll.register(fd, select.POLLIN)
@@ -291,7 +291,7 @@ def _ready(fd: int, event: int, seconds: float) -> bool:
     return bool(poll.poll(1000 * seconds))
 
 
-def _read_said(child: subprocess.Popen[bytes], limit: float) -> Said | None:
+def _read_said(child: subprocess.Popen[bytes], limit: float) -> Reply | None:
     """Read one message of a worker, None where it ended instead. Raises RuntimeError where it comes too late."""
     assert child.stdout is not None
     fd, data = child.stdout.fileno(), b""
@@ -302,10 +302,10 @@ def _read_said(child: subprocess.Popen[bytes], limit: float) -> Said | None:
         if not more:
             return None
         data += more
-    return msgspec.msgpack.decode(data[framing.HEAD :], type=Said)
+    return msgspec.msgpack.decode(data[framing.HEAD :], type=Reply)
 
 
-class Team:
+class ParallelExecutor:
     """A model in `tp * pp` processes, of which this is the first; `decoder` is its part, and leads all of them.
 
     On `cuda` each process has a GPU of its own. On CPUs they share the cores: that is for checking, not for speed.
@@ -339,7 +339,7 @@ class Team:
             for share in first.every()
         ]  # fmt: skip
         self._job = jobs[0]
-        self.crew = crew = Crew(folder, jobs[1:])
+        self.crew = crew = WorkerGroup(folder, jobs[1:])
         try:
             crew.wait_for("started", START_SECONDS)
             crew.groups = job_groups(jobs[0])
@@ -362,12 +362,12 @@ class Team:
         sequences: int = 1,
         bases: Sequence[Bases] | None = None,
         record: Record | None = None,
-    ) -> TeamRunner:
+    ) -> ParallelRunner:
         """Return a `Runner` of all processes, for an engine. It replaces the one before."""
         assert decoder is self.decoder
         assert bases is None, "calibrated schemes are refused"
         assert record is None, "steps of several processes are not recorded"
-        return TeamRunner(self.crew, self._job, self.decoder, blocks, context, scheme, sequences)
+        return ParallelRunner(self.crew, self._job, self.decoder, blocks, context, scheme, sequences)
 
 
 def check(path: Path, first: Share, device: str, native: bool) -> None:
@@ -388,7 +388,7 @@ def check(path: Path, first: Share, device: str, native: bool) -> None:
         split(checkpoint.config, share, shards.schemes(checkpoint, checkpoint.config))
 
 
-def tell(crew: Crew, command: Command) -> None:
+def tell(crew: WorkerGroup, command: Command) -> None:
     """Send a command to all workers. Raises RuntimeError where a worker is gone."""
     if crew.ending or crew.lost:
         raise RuntimeError(crew.lost or "the processes of the model were ended")
@@ -400,7 +400,7 @@ def tell(crew: Crew, command: Command) -> None:
 class Caller:
     """A sender of calls of the decoder itself, outside of an engine's steps."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: WorkerGroup) -> None:
         self.crew, self.stepping = crew, False
         self._numbers = itertools.count()
         self._rooms: weakref.WeakKeyDictionary[KVCache, int] = weakref.WeakKeyDictionary()
@@ -409,7 +409,7 @@ class Caller:
     def call(self, ids: Tensor, step: ForwardBatch, rows: Tensor | None) -> None:
         cache, room = step.cache, None
         while self._left:
-            tell(self.crew, Leave(self._left.pop()))
+            tell(self.crew, Shutdown(self._left.pop()))
         if cache is not None:
             room = self._rooms.get(cache)
             if room is None:
@@ -430,12 +430,12 @@ class Caller:
         tell(self.crew, Adapt(number, folder))
 
 
-class TeamRunner(Runner):
+class ParallelRunner(Runner):
     """A `Runner` whose steps all processes run."""
 
     def __init__(
         self,
-        crew: Crew,
+        crew: WorkerGroup,
         job: Job,
         decoder: SplitDecoder,
         blocks: int,
@@ -485,7 +485,7 @@ class TeamRunner(Runner):
         except Exception as error:
             if not self.crew.lost:
                 self.crew.lose(self.crew.ended() or f"a step raised {type(error).__name__}: {error}")
-            raise Lost(self.crew.lost) from error
+            raise WorkerLost(self.crew.lost) from error
         except BaseException:  # Ctrl-C, say: the others' replies to this step would be taken for those of the next
             self.crew.lose("a step was broken off")
             raise
@@ -507,7 +507,7 @@ class TeamRunner(Runner):
         self.release()
         self.crew.met += 1
         machine.private_folder(self.crew.folder)  # without it torch waits for 300 s, and nothing can stop it
-        tell(self.crew, Meet(self.crew.met))
+        tell(self.crew, Rendezvous(self.crew.met))
         meet_again(self.job, self.crew.groups, self.crew.met)
         # A process that left again at once, out of a step that is short too, would reset connections that others are
         # still making: gloo fails in them, or ends the process.

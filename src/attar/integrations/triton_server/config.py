@@ -240,7 +240,9 @@ class _Reading:
         if size := policy.count("max_queue_size", 2**32 - 1):
             self.options["max-waiting"] = size
         elif size == 0:
-            self.notes.append(f"max_queue_size: 0 means no limit; attar's queue has one, {SchedulerConfig().max_waiting}")
+            self.notes.append(
+                f"max_queue_size: 0 means no limit; attar's queue has one, {SchedulerConfig().max_waiting}"
+            )
         if policy.count("default_timeout_microseconds", 2**64 - 1):
             self.warnings.append(
                 "default_timeout_microseconds: time in the queue has no limit of its own; --deadline is of the whole"
