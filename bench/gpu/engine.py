@@ -210,7 +210,7 @@ def memory(name: str, scheme: str) -> Iterator[Row]:
     """What `attar serve` would measure at its start."""
     if backend.interpreted():
         return
-    held = memory_profile.CardMemory(torch.device(DEVICE))
+    held = memory_profile.GpuMemory(torch.device(DEVICE))
     held.settle()
     available = held.free() + held.held()
     began = time.perf_counter()
@@ -218,7 +218,7 @@ def memory(name: str, scheme: str) -> Iterator[Row]:
     made = time.perf_counter() - began
     limits = SchedulerConfig(max_running=128, max_step_tokens=2048)
     began = time.perf_counter()
-    trial = memory_profile.Trial(decoder, SCHEMES["bfloat16"], limits, 8192)
+    trial = memory_profile.ProfileRun(decoder, SCHEMES["bfloat16"], limits, 8192)
     found = memory_profile.measure(held, available, trial)
     took = time.perf_counter() - began
     parts = {part: getattr(found, part) / 1e9 for part in ("available", "weights", "step", "graphs", "driver")}

@@ -123,13 +123,13 @@ def run(folder: Path, since: float) -> dict[str, float]:
         ended[stage] = time.time() - since
 
     store, limits = ops.store(device=DEVICE, dtype=HALF), SchedulerConfig()
-    memory = memory_profile.CardMemory(torch.device(DEVICE)) if DEVICE == "cuda" else None
+    memory = memory_profile.GpuMemory(torch.device(DEVICE)) if DEVICE == "cuda" else None
     available = 0 if memory is None else memory.free()
     end("imported")
     decoder = hf.load(folder, HALF, None, store)
     end("loaded")
     if memory is not None:
-        trial = memory_profile.Trial(decoder, decoder.lossless, limits, CONTEXT)
+        trial = memory_profile.ProfileRun(decoder, decoder.lossless, limits, CONTEXT)
         memory_profile.measure(memory, available, trial)
         del trial
         memory.settle()

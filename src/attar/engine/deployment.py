@@ -86,11 +86,11 @@ def gpu_at_hand(device: str) -> Card:
     import torch
 
     from attar.engine import bottleneck
-    from attar.engine.memory_profile import CardMemory
+    from attar.engine.memory_profile import GpuMemory
     from attar.kernels.triton.weights import knows_float8
 
     place = torch.device(device)
-    free = CardMemory(place).free()
+    free = GpuMemory(place).free()
     try:
         gb_s, gops = bottleneck.card_limits(place)
     except torch.OutOfMemoryError:

@@ -27,7 +27,7 @@ from attar.engine import bottleneck
 from attar.engine.bottleneck import Bounds, KernelMeter, StreamMeter
 from attar.engine.engine import Engine
 from attar.engine.loader import LoadedModel, Parallel, load_model
-from attar.engine.memory_profile import CardMemory, Footprint, Trial, measure
+from attar.engine.memory_profile import GpuMemory, MemoryProfile, ProfileRun, measure
 from attar.execution import kv_cache as kv_schemes
 from attar.kernels import ops
 from attar.kernels.triton.weights import knows_float8
@@ -151,7 +151,7 @@ def _on_card(
     """Start an engine on a GPU."""
     ops.require(settings.device)
     torch.set_num_threads(threads)
-    memory = CardMemory(torch.device(settings.device))
+    memory = GpuMemory(torch.device(settings.device))
     available, most = memory.free(), planning.longest(config, settings.context)
     room_for_weights(settings, config, storage, available, knows_float8(memory.device))
     try:
@@ -162,7 +162,7 @@ def _on_card(
             parallel=Parallel(settings.tp, settings.pp, threads),
         )  # fmt: skip
         names, scheme = _install(model, settings), kv_schemes.of(model.decoder, kv_name(settings))
-        trial = Trial(model.decoder, scheme, limits, most, runner=model.runner, adapters=len(names))
+        trial = ProfileRun(model.decoder, scheme, limits, most, runner=model.runner, adapters=len(names))
         each = trial.pages // trial.runner.pages[0].blocks
         measured = measure(memory, available, trial)
         del trial
@@ -219,7 +219,7 @@ def _ready(
     )  # fmt: skip
 
 
-def on_card(settings: Settings, measured: Footprint, block_bytes: int, most: int, limits: SchedulerConfig) -> Fit:
+def on_card(settings: Settings, measured: MemoryProfile, block_bytes: int, most: int, limits: SchedulerConfig) -> Fit:
     """Where a card's memory will go, after what was measured, for requests of up to `most` tokens. Raises ValueError,
     saying by how much, where it is too little."""
     fraction = settings.kv_fraction

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attar.engine.memory_profile import Footprint
+from attar.engine.memory_profile import MemoryProfile
 from attar.engine.startup import on_card
 from attar.integrations.triton_server import config as triton_config
 from attar.integrations.triton_server import pbtxt
@@ -265,7 +265,7 @@ def test_the_smaller_of_both_holds(free: int, tokens: int | None, fraction: floa
 def test_the_same_holds_on_a_card(tokens: int | None, fraction: float) -> None:
     """Row K13, after what was measured there."""
     settings = Settings(model="", socket="", device="cuda", max_cached_tokens=tokens, kv_fraction=fraction)
-    measured = Footprint(available=10 * GB, weights=2 * GB, step=GB, graphs=0, driver=0)
+    measured = MemoryProfile(available=10 * GB, weights=2 * GB, step=GB, graphs=0, driver=0)
     found = on_card(settings, measured, 4 << 20, 4096, SchedulerConfig())
     left = 10 * GB - 3 * GB - (4 << 20)  # one block is nobody's
     assert found.blocks == cache_blocks(left, 4 << 20, BLOCK, tokens, fraction)
