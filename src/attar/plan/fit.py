@@ -34,7 +34,7 @@ from typing import Any
 from attar.model.config import ModelConfig
 from attar.model.split import Share, split
 from attar.plan import cards, costs, steps
-from attar.plan.cards import Card
+from attar.plan.cards import GpuSpec
 from attar.plan.costs import BLOCK, Storage
 from attar.plan.roofline import Roofline
 from attar.plan.steps import StepLimits
@@ -142,7 +142,7 @@ def fit(
     adapters: int = 0,
     share: Share = WHOLE,
     fraction: float | None = None,
-    card: Card | None = None,
+    card: GpuSpec | None = None,
 ) -> Fit:
     """Divide `memory`, of the machine or of a `card` (`cards.py`).
 
@@ -233,7 +233,7 @@ def start(
     adapters: int = 0,
     share: Share = WHOLE,
     fraction: float | None = None,
-    card: Card | None = None,
+    card: GpuSpec | None = None,
 ) -> Fit:
     """Divide a server's memory as `fit`, with a cache of `max_tokens`. By default it gets what the memory leaves, or a
     `fraction` of that, up to `ROOM` times what `limits.sequences` full requests need to run together.
@@ -345,7 +345,7 @@ def speed(
     return Speed(read, demand.users / slower, "compute" if computing > reading else "bandwidth")
 
 
-def card_speed(config: ModelConfig, storage: Storage, kv: str, demand: Demand, card: Card) -> Speed:
+def card_speed(config: ModelConfig, storage: Storage, kv: str, demand: Demand, card: GpuSpec) -> Speed:
     """Bound the decode speed of all users on a GPU, with attention's operations."""
     context = longest(config, demand.context)
     reading, computing = Roofline(config, storage, kv, card.rates).least([(context - 1, 1, True)] * demand.users)
@@ -380,7 +380,7 @@ class Plan:
     bandwidth: float | None  # bytes a second
     int8_rate: float | None  # operations a second
     rows: tuple[Row, ...]
-    card: Card | None = None
+    card: GpuSpec | None = None
 
 
 def plan(
@@ -399,7 +399,7 @@ def plan(
     adapters: int = 0,
     share: Share = WHOLE,
     fraction: float | None = None,
-    card: Card | None = None,
+    card: GpuSpec | None = None,
 ) -> Plan:
     """Divide the memory for every storage with every KV scheme (default: the usual ones), each as by `start`.
 
