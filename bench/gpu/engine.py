@@ -33,7 +33,7 @@ from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling import device_sampler
 from attar.sampling.sampler import BadLogits, Sampler, sample
 from attar.scheduling.block_pool import BlockPool
-from attar.scheduling.prefix_cache import RadixCache
+from attar.scheduling.prefix_cache import PrefixCache
 from attar.scheduling.scheduler import Scheduler
 from attar.scheduling.sequence import Sequence
 from attar.scheduling.step_plan import Outcome, ScheduledTokens, StepPlan
@@ -133,7 +133,7 @@ class Server:
         self.runner = Runner(decoder, 2 * batch * width, width * 64, None, batch, None, recorder())
         pool = BlockPool(2 * batch * width, self.runner.block)
         limits = SchedulerConfig(max_running=batch, max_step_tokens=max(2048, batch), max_waiting=batch, headroom=0.0)
-        self.scheduler = Scheduler(pool, RadixCache(pool), limits)
+        self.scheduler = Scheduler(pool, PrefixCache(pool), limits)
         self._requests = itertools.count()
 
     def fill(self) -> None:

@@ -25,7 +25,7 @@ from attar.plan.fit import ROOM, Fit, blocks_for
 from attar.protocol.scheduler_config import PRESETS, SchedulerConfig
 from attar.protocol.settings import Settings
 from attar.scheduling.block_pool import BlockPool
-from attar.scheduling.prefix_cache import RadixCache
+from attar.scheduling.prefix_cache import PrefixCache
 from attar.scheduling.scheduler import Scheduler
 from attar.scheduling.sequence import Sequence
 from tests.model.random_model import LLAMA, write
@@ -65,7 +65,7 @@ def admitted(made: Fit, limits: SchedulerConfig, prompt: int) -> tuple[int, int]
     lets run at once in that cache, and how many of their tokens there is room for."""
     pool = BlockPool(made.blocks, made.block)
     one_step = replace(limits, max_step_tokens=200 * 512, max_waiting=made.requests + 3)
-    scheduler = Scheduler(pool, RadixCache(pool), one_step)
+    scheduler = Scheduler(pool, PrefixCache(pool), one_step)
     for i in range(made.requests + 3):
         ids = range(i * prompt, (i + 1) * prompt)
         scheduler.add([Sequence(id=str(i), prompt_ids=ids, max_tokens=made.context - prompt)], 0.0)

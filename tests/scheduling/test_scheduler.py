@@ -8,7 +8,7 @@ import pytest
 
 from attar.protocol.scheduler_config import PRESETS, SchedulerConfig
 from attar.scheduling.block_pool import BlockPool
-from attar.scheduling.prefix_cache import RadixCache
+from attar.scheduling.prefix_cache import PrefixCache
 from attar.scheduling.scheduler import MANY_ENDED, Refused, Scheduler
 from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import Copy, Outcome, StepPlan
@@ -21,7 +21,7 @@ class Engine:
 
     def __init__(self, blocks: int = 64, **limits: object) -> None:
         self.pool = BlockPool(blocks, SIZE)
-        self.cache = RadixCache(self.pool)
+        self.cache = PrefixCache(self.pool)
         self.scheduler = Scheduler(self.pool, self.cache, SchedulerConfig(**{"headroom": 0.0, **limits}))  # type: ignore[arg-type]
         self.now = 0.0
 

@@ -49,7 +49,7 @@ from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling.sampler import BadLogits, Sampler, distinct, seed_of_choice
 from attar.sampling.stop_strings import StopChecker
 from attar.scheduling.block_pool import BlockPool
-from attar.scheduling.prefix_cache import RadixCache
+from attar.scheduling.prefix_cache import PrefixCache
 from attar.scheduling.scheduler import Refused, Scheduler
 from attar.scheduling.sequence import Sequence as Tokens
 from attar.scheduling.step_plan import Outcome, StepPlan
@@ -103,7 +103,7 @@ class Engine:
             logger.warning("no step is launched before the tokens of the last are known: %s", self.runner.waits)
         self._flight: InflightStep | None = None  # the next step, where it is on its way
         self.pool = BlockPool(blocks, self.runner.block)
-        self.cache = RadixCache(self.pool, scheme.round_to(self.runner.block))
+        self.cache = PrefixCache(self.pool, scheme.round_to(self.runner.block))
         self.scheduler = Scheduler(self.pool, self.cache, limits)
         self.context = context
         self.adapters = {"": 0, **{name: number for number, name in enumerate(adapters, 1)}}

@@ -63,7 +63,7 @@ class Node:
         self.children: list[Node] = []  # sorted by tokens
 
 
-class RadixCache:
+class PrefixCache:
     """The tree over the blocks of `pool`.
 
     With `round_to`, matches end at multiples of so many tokens: caches that quantize tokens in groups cannot share part

@@ -52,7 +52,7 @@ from attar.faults import point
 from attar.plan.fit import kept_free
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.scheduling.block_pool import BlockPool
-from attar.scheduling.prefix_cache import NOTHING, Match, RadixCache, common
+from attar.scheduling.prefix_cache import NOTHING, Match, PrefixCache, common
 from attar.scheduling.sequence import Sequence, SequenceGroup, Status
 from attar.scheduling.step_plan import Copy, Outcome, ScheduledTokens, StepPlan
 
@@ -75,7 +75,7 @@ _NOTHING_NEW = Outcome()
 class Scheduler:
     """Sequences waiting and running over one pool of blocks. Times are seconds on any clock that does not go back."""
 
-    def __init__(self, pool: BlockPool, cache: RadixCache, limits: SchedulerConfig) -> None:
+    def __init__(self, pool: BlockPool, cache: PrefixCache, limits: SchedulerConfig) -> None:
         self.pool, self.cache, self.limits = pool, cache, limits
         self.waiting: list[Sequence] = []
         """Waiting sequences, in order of admission."""

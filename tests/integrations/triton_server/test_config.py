@@ -25,7 +25,7 @@ from attar.protocol.messages import Failed
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
 from attar.scheduling.block_pool import BlockPool
-from attar.scheduling.prefix_cache import RadixCache
+from attar.scheduling.prefix_cache import PrefixCache
 from attar.scheduling.scheduler import Refused, Scheduler
 from attar.scheduling.sequence import Sequence
 from attar.server.errors import APIError
@@ -163,7 +163,7 @@ def sequence(name: str) -> Sequence:
 
 def scheduler(limits: SchedulerConfig) -> Scheduler:
     pool = BlockPool(64, 16)
-    return Scheduler(pool, RadixCache(pool), limits)
+    return Scheduler(pool, PrefixCache(pool), limits)
 
 
 def started(limits: SchedulerConfig, arrivals: dict[str, float]) -> tuple[float, list[str]]:
@@ -211,12 +211,12 @@ def test_nobody_is_paused_where_that_was_asked_for() -> None:
     """guaranteed_no_evict: whoever has begun has its blocks to the end, so another waits instead."""
     limits = limits_of(read(config("max_batch_size: 4", batch_scheduler_policy="guaranteed_no_evict")))
     pool = BlockPool(4, 16)
-    made = Scheduler(pool, RadixCache(pool), limits)
+    made = Scheduler(pool, PrefixCache(pool), limits)
     for name in "ab":
         made.add([Sequence(id=name, prompt_ids=[ord(name)] * 10, max_tokens=40)], 0.0)
     assert [each.id for each in made.plan(0.0).admitted] == ["a"]
     pool = BlockPool(4, 16)
-    usual = Scheduler(pool, RadixCache(pool), SchedulerConfig(max_running=4, headroom=0))
+    usual = Scheduler(pool, PrefixCache(pool), SchedulerConfig(max_running=4, headroom=0))
     for name in "ab":
         usual.add([Sequence(id=name, prompt_ids=[ord(name)] * 10, max_tokens=40)], 0.0)
     assert [each.id for each in usual.plan(0.0).admitted] == ["a", "b"]
