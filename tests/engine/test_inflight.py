@@ -34,7 +34,7 @@ from attar.protocol.messages import Delta, Embed, Event, Failed, Finished, Submi
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling import device_sampler
-from attar.sampling.sampler import BadLogits, Draw, Sampler
+from attar.sampling.sampler import BadLogits, SampledToken, Sampler
 from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 from attar.text.tokenizer import Tokenizer
 from tests.engine.conftest import ROOM, TIGHT, Answers, answers, make_engine, run
@@ -118,7 +118,7 @@ class LateChosen:
         self._chosen = CHOOSE(self._logits.as_subclass(Tensor), self._samplers)
         self.tokens.copy_(self._chosen.tokens)
 
-    def draws(self, first: int = 0, last: int | None = None) -> list[Draw | BadLogits]:
+    def draws(self, first: int = 0, last: int | None = None) -> list[SampledToken | BadLogits]:
         self._device.seen.append("wait")
         self._wait()
         return self._chosen.draws(first, last)

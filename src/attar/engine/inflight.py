@@ -28,13 +28,13 @@ from attar.model.cache import sent
 from attar.protocol.messages import Event
 from attar.sampling import device_sampler
 from attar.sampling.device_sampler import Chosen
-from attar.sampling.sampler import BadLogits, Draw, Sampler, sample
+from attar.sampling.sampler import BadLogits, SampledToken, Sampler, sample
 from attar.scheduling.sequence import Sequence
 from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 
 logger = logging.getLogger(__name__)
 
-Drawn = Draw | BadLogits | None
+Drawn = SampledToken | BadLogits | None
 """What came of a row: None where its choice raised."""
 
 
@@ -211,7 +211,7 @@ def _pool(request: Request, before: Tensor | None, chunk: ScheduledTokens, first
     request.pool(before, hidden.cpu())
 
 
-def _each(samplers: List[Sampler], choose: Callable[[int], list[Draw | BadLogits]]) -> list[Drawn]:
+def _each(samplers: List[Sampler], choose: Callable[[int], list[SampledToken | BadLogits]]) -> list[Drawn]:
     """A draw for every row, after all at once has raised; None where it raises alone."""
     logger.exception("choosing %d tokens raised: once more, one by one", len(samplers))
     draws: list[Drawn] = []
