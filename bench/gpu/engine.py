@@ -165,8 +165,8 @@ class Server:
             chosen = device_sampler.choose(logits, [samplers[each.id] for each in own]) if own else None
             if ahead and (behind := self.scheduler.ahead(since)) is not None and behind.chunks:
                 places = {each: i for i, each in enumerate(own)}
-                coming = None if chosen is None else InflightTokens(chosen.tokens, places)
-                following = behind, self.runner.run(behind, None, coming)
+                inflight_tokens = None if chosen is None else InflightTokens(chosen.tokens, places)
+                following = behind, self.runner.run(behind, None, inflight_tokens)
             launched = time.perf_counter()
             draws = chosen.draws() if chosen else []
             drawn, outcomes = time.perf_counter(), {}

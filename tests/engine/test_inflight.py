@@ -82,13 +82,15 @@ class LateRunner(Runner):
     device_told: Device
 
     def run(
-        self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: InflightTokens | None = None
+        self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, inflight_tokens: InflightTokens | None = None
     ) -> Tensor:
         self.device_told.seen.append("launch")
         told = {chunk.sequence: as_told(chunk) for chunk in plan.chunks}
-        late = coming
-        if coming is not None:
-            late = InflightTokens(coming.tokens, {told[each]: i for each, i in coming.places.items() if each in told})
+        late = inflight_tokens
+        if inflight_tokens is not None:
+            late = InflightTokens(
+                inflight_tokens.tokens, {told[each]: i for each, i in inflight_tokens.places.items() if each in told}
+            )
         chunks = [chunk._replace(sequence=told[chunk.sequence]) for chunk in plan.chunks]
         out = torch.empty(sum(chunk.samples for chunk in chunks), self.decoder.config.vocab_size)
         step = StepPlan(chunks, list(plan.copies))
@@ -397,11 +399,11 @@ def test_a_choice_that_raises_is_made_one_by_one(decoder: Decoder, point: str) -
 def test_too_little_memory_for_a_step_ahead(decoder: Decoder) -> None:
     class Small(Runner):
         def run(
-            self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: InflightTokens | None = None
+            self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, inflight_tokens: InflightTokens | None = None
         ) -> Tensor:
-            if plan.tokens > (2 if coming else 48):
+            if plan.tokens > (2 if inflight_tokens else 48):
                 raise torch.OutOfMemoryError("no room")
-            return super().run(plan, wanted, coming)
+            return super().run(plan, wanted, inflight_tokens)
 
     made = ahead(decoder, Small)
     asks = [Submit(str(i), (i + 1,) * (i + 1), GREEDY) for i in range(5)]

@@ -560,9 +560,9 @@ def test_a_step_ahead_goes_on_behind_tokens_that_are_to_come() -> None:
     second = engine.ahead()
     assert [(chunk.sequence.id, *chunk[1:]) for chunk in first.chunks] == [("a", 0, 6, True), ("b", 0, 2, False)]
     assert [(chunk.sequence.id, *chunk[1:]) for chunk in second.chunks] == [("a", 6, 1, True), ("b", 2, 7, False)]
-    assert (a.computed, a.planned, len(a.tokens), a.coming) == (0, 7, 6, 2)
+    assert (a.computed, a.planned, len(a.tokens), a.inflight_tokens) == (0, 7, 6, 2)
     engine.commit(first)
-    assert (a.computed, a.planned, len(a.tokens), a.coming) == (6, 7, 7, 1)
+    assert (a.computed, a.planned, len(a.tokens), a.inflight_tokens) == (6, 7, 7, 1)
     third = engine.ahead()
     assert [(chunk.sequence.id, *chunk[1:]) for chunk in third.chunks] == [("a", 7, 1, True), ("b", 9, 5, True)]
     engine.commit(second)

@@ -279,7 +279,7 @@ class Engine:
             now = self.clock()
             if (plan := self.scheduler.ahead(now)) is not None:
                 self.ahead += bool(plan.chunks)
-                return self._launched(plan, now, flight.coming) if plan.chunks else None
+                return self._launched(plan, now, flight.inflight_tokens) if plan.chunks else None
             why = "blocks"
         self.alone[why] += 1
         return None
@@ -303,9 +303,9 @@ class Engine:
         if self._flight is not None:
             self._flight.began = now
 
-    def _launched(self, plan: StepPlan, began: float, coming: InflightTokens | None = None) -> InflightStep:
+    def _launched(self, plan: StepPlan, began: float, inflight_tokens: InflightTokens | None = None) -> InflightStep:
         choices = {chunk.sequence: self.requests.choices[chunk.sequence.id] for chunk in plan.chunks}
-        return self.launcher.launch(plan, choices, began, coming)
+        return self.launcher.launch(plan, choices, began, inflight_tokens)
 
     def _alone(self, flight: InflightStep) -> str | None:
         """Why the step behind this one waits for its tokens; None where nothing is against it."""

@@ -64,7 +64,7 @@ class InflightStep:
         return not self.failed and (self.chosen is not None or not self.takers)
 
     @property
-    def coming(self) -> InflightTokens | None:
+    def inflight_tokens(self) -> InflightTokens | None:
         """Its tokens, for the step behind it."""
         if self.chosen is None:
             return None
@@ -81,22 +81,26 @@ class Launcher:
         """Of a step that the device has had memory for, where one was too large."""
 
     def launch(
-        self, plan: StepPlan, choices: Mapping[Sequence, Choice], began: float, coming: InflightTokens | None = None
+        self,
+        plan: StepPlan,
+        choices: Mapping[Sequence, Choice],
+        began: float,
+        inflight_tokens: InflightTokens | None = None,
     ) -> InflightStep:
-        """Run the model. On a GPU it is on its way then. `coming` are tokens of the step before, if nobody knows them
-        yet. Raises torch.AcceleratorError where nothing can be computed any more."""
+        """Run the model. On a GPU it is on its way then. `inflight_tokens` are tokens of the step before, if nobody
+        knows them yet. Raises torch.AcceleratorError where nothing can be computed any more."""
         failed: set[str] = set()
         pooled = _pooled(choices.values())
         if self.bounds is not None:
             self.bounds.begin()
         try:
-            logits = self._whole(plan, choices, coming)
+            logits = self._whole(plan, choices, inflight_tokens)
         except torch.AcceleratorError:  # nothing can be computed there any more: the process ends, and a new one starts
             raise
         except Exception:
             logger.exception("a step of %d sequences raised: once more, one by one", len(plan.chunks))
             _restore(pooled)
-            logits, failed = self._apart(plan, choices, coming)
+            logits, failed = self._apart(plan, choices, inflight_tokens)
         busy = float if self.bounds is None else self.bounds.end()
         return InflightStep(plan, choices, began, logits, failed, busy)
 
@@ -136,7 +140,9 @@ class Launcher:
         except Exception:
             return _each([choice.sampler for choice in flight.takers], lambda row: chosen.draws(row, row + 1))
 
-    def _whole(self, plan: StepPlan, choices: Mapping[Sequence, Choice], coming: InflightTokens | None) -> Tensor:
+    def _whole(
+        self, plan: StepPlan, choices: Mapping[Sequence, Choice], inflight_tokens: InflightTokens | None
+    ) -> Tensor:
         """As `Runner.run`, in pieces where the device has too little memory for more. Raises torch.OutOfMemoryError
         where it has too little for a single token."""
         left = [plan] if self.rows is None else plan.pieces(self.rows)
@@ -145,7 +151,7 @@ class Launcher:
             piece = left.pop(0)
             pooled = _pooled(choices[chunk.sequence] for chunk in piece.chunks)
             try:
-                found = self.runner.run(piece, self._wanted(piece, choices), coming)
+                found = self.runner.run(piece, self._wanted(piece, choices), inflight_tokens)
             except torch.OutOfMemoryError:
                 self.runner.release()
                 if piece.tokens < 2:
@@ -160,7 +166,7 @@ class Launcher:
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _apart(
-        self, plan: StepPlan, choices: Mapping[Sequence, Choice], coming: InflightTokens | None
+        self, plan: StepPlan, choices: Mapping[Sequence, Choice], inflight_tokens: InflightTokens | None
     ) -> tuple[Tensor, set[str]]:
         """A step sequence by sequence: logits [S, V] as of `Runner.run` without those that raise, and their ids."""
         empty = torch.empty((0, self.runner.decoder.config.vocab_size), device=self.runner.device)
@@ -170,7 +176,7 @@ class Launcher:
             chunks = [chunk for chunk in plan.chunks if chunk.sequence is sequence]
             copies = [copy for copy in plan.copies if copy.sequence is sequence]
             try:
-                logits.append(self._whole(StepPlan(chunks, copies), choices, coming).clone())
+                logits.append(self._whole(StepPlan(chunks, copies), choices, inflight_tokens).clone())
             except torch.AcceleratorError:
                 raise
             except Exception:

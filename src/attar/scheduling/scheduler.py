@@ -238,7 +238,7 @@ class Scheduler:
                 if samples:
                     sequence.enter(Status.DECODE, now)
             if samples:
-                sequence.coming -= sequence.max_tokens > 0
+                sequence.inflight_tokens -= sequence.max_tokens > 0
                 sequence.tokens.extend(outcome.tokens)
                 assert sequence.output <= sequence.max_tokens
                 if outcome.finished or sequence.output == sequence.max_tokens:
@@ -258,7 +258,7 @@ class Scheduler:
         if rows:
             step.chunks.append(ScheduledTokens(sequence, sequence.planned, rows, rows == pending))
             sequence.planned += rows
-            sequence.coming += rows == pending and sequence.max_tokens > 0
+            sequence.inflight_tokens += rows == pending and sequence.max_tokens > 0
         return rows
 
     def _missing(self, sequence: Sequence) -> int:
@@ -409,7 +409,7 @@ class Scheduler:
                 self._keep(sequence)
         finally:
             self._let_go(sequence)(sequence.blocks)
-            sequence.blocks, sequence.computed, sequence.planned, sequence.coming = [], 0, 0, 0
+            sequence.blocks, sequence.computed, sequence.planned, sequence.inflight_tokens = [], 0, 0, 0
 
     def _give_up(self, sequence: Sequence, now: float, error: Exception) -> None:
         """End the sequence after its own work raised an exception, which changed nothing or was undone.

@@ -3,7 +3,8 @@
 `tokens` is the prompt and then the output. The keys and values of its first `computed` tokens are in `blocks`; the
 `pending` tokens have to be run through the model. That one number tells prefill from decode: a sequence decodes while
 exactly its last token is pending, and one that lost its blocks starts over with everything pending, output included.
-While a step is under way, `planned` and `coming` are the values after its end: a plan made meanwhile starts from them.
+While a step is under way, `planned` and `inflight_tokens` are the values after its end: a plan made meanwhile starts
+from them.
 
 The engine makes the sequence; the scheduler alone changes it. The engine reads it, above all `blocks`, which is its row
 of the block table while a step runs. Until it decodes, a commit may replace its blocks by the prefix tree's with the
@@ -63,7 +64,7 @@ class Sequence:
     """Tokens whose keys and values are in the blocks."""
     planned: int = 0
     """Value of `computed` once the steps under way are over."""
-    coming: int = 0
+    inflight_tokens: int = 0
     """Tokens that the steps under way will sample."""
     blocks: list[int] = field(default_factory=list)
 
@@ -106,7 +107,7 @@ class Sequence:
     @property
     def expected(self) -> int:
         """Tokens to be run through the model, known now or once the steps under way are over."""
-        tokens = len(self.tokens) + self.coming
+        tokens = len(self.tokens) + self.inflight_tokens
         return tokens if tokens < self.longest else self.longest
 
     @property
@@ -133,7 +134,7 @@ class Sequence:
         running = self.status in (Status.PREFILL, Status.DECODE)
         assert 0 <= self.computed <= len(self.tokens) <= self.prompt + self.max_tokens
         assert self.computed <= self.planned <= self.expected
-        assert self.under_way or (self.planned, self.coming) == (self.computed, 0), "more to come, of no step"
+        assert self.under_way or (self.planned, self.inflight_tokens) == (self.computed, 0), "more to come, of no step"
         assert self.planned <= len(self.blocks) * size, "tokens without a block"
         assert len(self.blocks) <= -(-self.longest // size), "more blocks than it can ever need"
         assert running or not self.blocks, "blocks held by a sequence that does not run"

@@ -451,14 +451,14 @@ class ParallelRunner(Runner):
         self.waits = "several processes compute a step together"
 
     def run(
-        self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: InflightTokens | None = None
+        self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, inflight_tokens: InflightTokens | None = None
     ) -> Tensor:
         """Run the step like `Runner.run`, in all processes.
 
         Raises torch.OutOfMemoryError where any process has too little memory, and Lost where a process is gone and for
         any other exception within the step.
         """
-        assert coming is None, "tokens are told by the host"
+        assert inflight_tokens is None, "tokens are told by the host"
         assert isinstance(self.decoder, SplitDecoder)
         assert isinstance(self.decoder.lead, Caller)
         self.decoder.lead.stepping = True
