@@ -460,7 +460,7 @@ def test_an_id_may_come_again_while_a_row_of_it_is_on_its_way(late: Make) -> Non
     made.meanwhile = None
     assert [type(event) for event in events] == [Failed]
     made.submit(ask)
-    assert made._flight is not None
+    assert made._inflight is not None
     assert answers(run(made)) == answers(run(in_turn(made), [ask]))
 
 

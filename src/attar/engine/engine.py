@@ -1,7 +1,7 @@
 """The engine: requests in, events out, one step at a time, in one thread.
 
 A step is plan, launch, commit. The scheduler plans on integers, the launcher runs the model and has tokens chosen
-(`flight.py`), and here each sequence that got one takes it and turns it into text.
+(`inflight.py`), and here each sequence that got one takes it and turns it into text.
 
 What raises while it works for one request fails that request and no other.
 
@@ -101,7 +101,7 @@ class Engine:
         have been none: `model`, `mishap`, `numbers` (which the host would wait for), `blocks` (too few)."""
         if self.overlaps and self.runner.waits is not None:
             logger.warning("no step is launched before the tokens of the last are known: %s", self.runner.waits)
-        self._flight: InflightStep | None = None  # the next step, where it is on its way
+        self._inflight: InflightStep | None = None  # the next step, where it is on its way
         self.pool = BlockPool(blocks, self.runner.block)
         self.cache = PrefixCache(self.pool, scheme.round_to(self.runner.block))
         self.scheduler = Scheduler(self.pool, self.cache, limits)
@@ -114,13 +114,13 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Nothing runs or waits, every event was taken, and nothing is kept of what has ended."""
-        return not self.requests.choices and not self.requests.events and self._flight is None
+        return not self.requests.choices and not self.requests.events and self._inflight is None
 
     @property
     def runnable(self) -> bool:
         """Whether a step would do something now, rather than when `scheduler.wake` says."""
         continuous = self.scheduler.limits.policy == "continuous"
-        more = self.requests.events or self._flight or self.scheduler.running
+        more = self.requests.events or self._inflight or self.scheduler.running
         # More choices than sequences: one was cancelled between steps, and is not settled.
         ended = len(self.requests.choices) > len(self.scheduler.sequences)
         return bool(more or ended or (continuous and self.scheduler.waiting))
@@ -180,16 +180,16 @@ class Engine:
 
         Plan and launch, choose tokens, launch the next step behind them where it need not wait, commit.
         """
-        flight, self._flight = self._flight or self._planned(), None
-        if flight is not None:
-            self.launcher.choose(flight)
+        inflight, self._inflight = self._inflight or self._planned(), None
+        if inflight is not None:
+            self.launcher.choose(inflight)
             if self.overlaps:
-                self._flight = self._next(flight)
+                self._inflight = self._next(inflight)
             self.requests.tell_late()
             if self.meanwhile is not None:
                 self.meanwhile(self.requests.take())
-            self.scheduler.commit(flight.plan, self._outcomes(flight), self.clock())
-            self._count(flight, self.clock())
+            self.scheduler.commit(inflight.plan, self._outcomes(inflight), self.clock())
+            self._count(inflight, self.clock())
             self.requests.settle()
         return self.requests.take()
 
@@ -267,51 +267,51 @@ class Engine:
     def _planned(self) -> InflightStep | None:
         """The next step, launched when the one before is over; None where there is nothing to run."""
         plan = self.scheduler.plan(began := self.clock())
-        flight = self._launched(plan, began) if plan.chunks else None
-        if flight is None:
+        inflight = self._launched(plan, began) if plan.chunks else None
+        if inflight is None:
             self.scheduler.commit(plan, {}, self.clock())
         self.requests.settle()  # no earlier: who ends takes its blocks out of the rows that are to be launched
-        return flight
+        return inflight
 
-    def _next(self, flight: InflightStep) -> InflightStep | None:
+    def _next(self, inflight: InflightStep) -> InflightStep | None:
         """The step behind one whose tokens are not known yet; None where it has to wait for them, or there is none."""
-        if (why := self._alone(flight)) is None:
+        if (why := self._alone(inflight)) is None:
             now = self.clock()
             if (plan := self.scheduler.ahead(now)) is not None:
                 self.ahead += bool(plan.chunks)
-                return self._launched(plan, now, flight.inflight_tokens) if plan.chunks else None
+                return self._launched(plan, now, inflight.inflight_tokens) if plan.chunks else None
             why = "blocks"
         self.alone[why] += 1
         return None
 
-    def _outcomes(self, flight: InflightStep) -> dict[str, Outcome]:
+    def _outcomes(self, inflight: InflightStep) -> dict[str, Outcome]:
         """What a step gave its sequences. Of who has ended meanwhile it says nothing, or nothing that counts."""
-        outcomes = {chunk.sequence.id: Outcome((), True) for chunk in flight.plan.chunks if chunk.samples}
-        for choice, draw in zip(flight.takers, self.launcher.wait_for(flight), strict=True):
+        outcomes = {chunk.sequence.id: Outcome((), True) for chunk in inflight.plan.chunks if chunk.samples}
+        for choice, draw in zip(inflight.takers, self.launcher.wait_for(inflight), strict=True):
             outcomes[choice.sequence.id] = self._advance(choice, draw)
-        unscorable = [each.id for each, choice in flight.choices.items() if choice.request.unscorable]
+        unscorable = [each.id for each, choice in inflight.choices.items() if choice.request.unscorable]
         outcomes |= {id: Outcome(failure="bad_logits") for id in unscorable}
-        return outcomes | {id: Outcome(failure="internal") for id in flight.failed}
+        return outcomes | {id: Outcome(failure="internal") for id in inflight.failed}
 
-    def _count(self, flight: InflightStep, now: float) -> None:
+    def _count(self, inflight: InflightStep, now: float) -> None:
         """Before those that end with it are settled: their reports tell of their last step too."""
         self.steps += 1
-        self.step_seconds += now - flight.began
+        self.step_seconds += now - inflight.began
         if self.bounds is not None:
-            requests = {choice.request for choice in flight.choices.values()}
-            self.bounds.count(flight.plan, now - flight.began, flight.busy, requests)
-        if self._flight is not None:
-            self._flight.began = now
+            requests = {choice.request for choice in inflight.choices.values()}
+            self.bounds.count(inflight.plan, now - inflight.began, inflight.busy, requests)
+        if self._inflight is not None:
+            self._inflight.began = now
 
     def _launched(self, plan: StepPlan, began: float, inflight_tokens: InflightTokens | None = None) -> InflightStep:
         choices = {chunk.sequence: self.requests.choices[chunk.sequence.id] for chunk in plan.chunks}
         return self.launcher.launch(plan, choices, began, inflight_tokens)
 
-    def _alone(self, flight: InflightStep) -> str | None:
+    def _alone(self, inflight: InflightStep) -> str | None:
         """Why the step behind this one waits for its tokens; None where nothing is against it."""
         if self.runner.waits is not None:
             return "model"
-        if not flight.whole:
+        if not inflight.whole:
             return "mishap"
         return "numbers" if self._numbers_wanted() else None
 
@@ -333,7 +333,7 @@ class Engine:
         if isinstance(draw, BadLogits) or choice.request.unscorable:
             return Outcome(failure="bad_logits")
         try:
-            self.requests.accept(choice, draw, later=self.overlaps and self._flight is None)
+            self.requests.accept(choice, draw, later=self.overlaps and self._inflight is None)
         except Exception:
             logger.exception("sequence %s failed", choice.sequence.id)
             return Outcome(failure="internal")

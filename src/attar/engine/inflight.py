@@ -104,41 +104,41 @@ class Launcher:
         busy = float if self.bounds is None else self.bounds.end()
         return InflightStep(plan, choices, began, logits, failed, busy)
 
-    def choose(self, flight: InflightStep) -> None:
+    def choose(self, inflight: InflightStep) -> None:
         """Choose the tokens of a step, or begin to."""
-        sampling = [chunk.sequence for chunk in flight.plan.chunks if chunk.samples]
-        sampling = [sequence for sequence in sampling if sequence.id not in flight.failed]
+        sampling = [chunk.sequence for chunk in inflight.plan.chunks if chunk.samples]
+        sampling = [sequence for sequence in sampling if sequence.id not in inflight.failed]
         rows = [i for i, each in enumerate(sampling) if each.max_tokens > 0 and each.ending is None]
-        flight.takers = [flight.choices[sampling[i]] for i in rows]
+        inflight.takers = [inflight.choices[sampling[i]] for i in rows]
         if not rows:
             return
-        logits, flight.logits = flight.logits, None  # the memory goes, or the next step writes there
+        logits, inflight.logits = inflight.logits, None  # the memory goes, or the next step writes there
         assert logits is not None
         if len(rows) < len(sampling):
             (places,) = sent(logits.device, torch.tensor(rows))
             logits = logits[places]
-        samplers = [choice.sampler for choice in flight.takers]
+        samplers = [choice.sampler for choice in inflight.takers]
         try:
             if self.overlaps:
-                flight.chosen = device_sampler.choose(logits, samplers)
+                inflight.chosen = device_sampler.choose(logits, samplers)
             else:
-                flight.known = list(sample(logits, samplers))
+                inflight.known = list(sample(logits, samplers))
         except torch.AcceleratorError:
             raise
         except Exception:
             choose, own = (device_sampler.sample if self.overlaps else sample), logits
-            flight.known = _each(samplers, lambda row: choose(own[row : row + 1], samplers[row : row + 1]))
+            inflight.known = _each(samplers, lambda row: choose(own[row : row + 1], samplers[row : row + 1]))
 
-    def wait_for(self, flight: InflightStep) -> list[Drawn]:
-        """What came of each of `flight.takers`. Here the host waits for the device."""
-        if (chosen := flight.chosen) is None:
-            return flight.known
+    def wait_for(self, inflight: InflightStep) -> list[Drawn]:
+        """What came of each of `inflight.takers`. Here the host waits for the device."""
+        if (chosen := inflight.chosen) is None:
+            return inflight.known
         try:
             return list(chosen.draws())
         except torch.AcceleratorError:
             raise
         except Exception:
-            return _each([choice.sampler for choice in flight.takers], lambda row: chosen.draws(row, row + 1))
+            return _each([choice.sampler for choice in inflight.takers], lambda row: chosen.draws(row, row + 1))
 
     def _whole(
         self, plan: StepPlan, choices: Mapping[Sequence, Choice], inflight_tokens: InflightTokens | None
