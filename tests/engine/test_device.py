@@ -241,7 +241,7 @@ def test_an_engine_is_loaded_there(tiny: Path, fullest: int | None, monkeypatch:
         free, held, peak, settle = (lambda self, n=n: n for n in (4 * 10**6, 10**6, 10**6, 0))
 
     def loaded(path: Path, *, device: str, **_: Any) -> SimpleNamespace:
-        team = None if fullest is None else SimpleNamespace(crew=SimpleNamespace(free=fullest))
+        team = None if fullest is None else SimpleNamespace(workers=SimpleNamespace(free=fullest))
         decoder = moved(opening.load(path, torch.float32), torch.device(device))
         return SimpleNamespace(
             decoder=decoder, tokenizer=None, eos_ids=frozenset(), path=path, runner=Runner, team=team

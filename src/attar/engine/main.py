@@ -311,15 +311,15 @@ def main() -> int:
         logs.say(f"error: {error}")
         return CHANGED if isinstance(error, ChangedError) else HOPELESS
     if isinstance(engine.runner, ParallelRunner):
-        crew = engine.runner.crew
+        workers = engine.runner.workers
 
         def lost(why: str) -> None:
-            machine.remove_folder(crew.folder)
+            machine.remove_folder(workers.folder)
             _end_at_once(why)
 
-        crew.on_lost = lost
-        if crew.lost:  # before anybody listened
-            lost(crew.lost)
+        workers.on_lost = lost
+        if workers.lost:  # before anybody listened
+            lost(workers.lost)
     gc.freeze()  # torch and the model stay: no collection between two steps need walk through them
     path = Path(settings.socket)
     try:

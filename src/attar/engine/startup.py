@@ -167,8 +167,8 @@ def _on_card(
         measured = measure(memory, available, trial)
         del trial
         # The first holds the most, and has not always the most.
-        if model.team is not None and model.team.crew.free is not None:
-            measured = replace(measured, available=min(available, model.team.crew.free))
+        if model.team is not None and model.team.workers.free is not None:
+            measured = replace(measured, available=min(available, model.team.workers.free))
         memory.settle()
         found = on_card(settings, measured, each, most, limits)
         _tell(settings, limits, found, scheme.name)

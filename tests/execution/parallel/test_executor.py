@@ -255,17 +255,17 @@ def test_a_worker_that_reads_nothing_is_not_waited_for_without_end(
         monkeypatch.setattr(executor, what, 0.1)
     folder = tmp_path / "folder"
     folder.mkdir()
-    crew = WorkerGroup(folder, [Job("model", 1, 2, 1, "cpu", "float32", "int8g128", True, 1, str(folder))])
-    (child,) = crew.children
+    workers = WorkerGroup(folder, [Job("model", 1, 2, 1, "cpu", "float32", "int8g128", True, 1, str(folder))])
+    (child,) = workers.children
     child.send_signal(signal.SIGSTOP)
     said: list[str] = []
-    crew.on_lost = said.append
+    workers.on_lost = said.append
     long = Call(None, [], (1,), 1, list(range(1 << 17)), None)  # more than any pipe takes
     for _ in range(2):
         with pytest.raises(RuntimeError, match="process 1 of the model reads nothing any more"):
-            tell(crew, long)
+            tell(workers, long)
     assert folder.exists(), "who is lost may still be closing what it met by"
-    crew.end()
+    workers.end()
     assert said == ["process 1 of the model reads nothing any more"]
     assert child.returncode == -signal.SIGKILL
     assert not folder.exists()
@@ -348,7 +348,7 @@ def test_where_the_first_has_too_little_memory_all_run_smaller_steps(one: LLM, t
 def test_they_meet_anew_where_their_folder_was_cleaned_away(one: LLM, two: LLM) -> None:
     found, made = tokens(two)
     assert isinstance(made.runner, ParallelRunner)
-    shutil.rmtree(made.runner.crew.folder)
+    shutil.rmtree(made.runner.workers.folder)
     faults.arm(Fault("runner.memory", after=1, times=2))
     assert tokens(two)[0] == found == tokens(one)[0]
 
@@ -384,7 +384,7 @@ def test_nobody_goes_on_before_all_have_met(demo: Path, monkeypatch: pytest.Monk
 
     def meet(self: ParallelRunner) -> None:
         plain(self)
-        through.append((self.crew.folder / f"through{self.crew.met}").exists())
+        through.append((self.workers.folder / f"through{self.workers.met}").exists())
 
     monkeypatch.setattr(ParallelRunner, "_meet", meet)
     try:
@@ -477,7 +477,7 @@ def test_a_dead_process_is_known(two: LLM) -> None:
     two._engine = None  # others were made of the same processes, which know the last alone
     answer = two.stream(PROMPTS[0], SamplingParams(max_tokens=200, temperature=0, ignore_eos=True))
     next(answer)
-    two.model.team.crew.children[0].send_signal(signal.SIGKILL)
+    two.model.team.workers.children[0].send_signal(signal.SIGKILL)
     since = time.monotonic()
     with pytest.raises(RuntimeError, match="the model is no longer there: process 1 of the model ended with status -9"):
         list(answer)
@@ -485,4 +485,4 @@ def test_a_dead_process_is_known(two: LLM) -> None:
         two.logits([1, 2])
     assert time.monotonic() - since < SECONDS
     two.close()
-    assert not two.model.team.crew.folder.exists()
+    assert not two.model.team.workers.folder.exists()

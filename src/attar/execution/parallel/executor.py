@@ -339,19 +339,19 @@ class ParallelExecutor:
             for share in first.every()
         ]  # fmt: skip
         self._job = jobs[0]
-        self.crew = crew = WorkerGroup(folder, jobs[1:])
+        self.workers = workers = WorkerGroup(folder, jobs[1:])
         try:
-            crew.wait_for("started", START_SECONDS)
-            crew.groups = job_groups(jobs[0])
-            self.decoder = load(jobs[0], crew.groups, progress)
-            crew.wait_for("loaded", LOAD_SECONDS)
+            workers.wait_for("started", START_SECONDS)
+            workers.groups = job_groups(jobs[0])
+            self.decoder = load(jobs[0], workers.groups, progress)
+            workers.wait_for("loaded", LOAD_SECONDS)
         except BaseException:
-            crew.end()
+            workers.end()
             raise
-        self.close = weakref.finalize(self.decoder, crew.end)
+        self.close = weakref.finalize(self.decoder, workers.end)
         """Ends the processes, like the end of the decoder's owner."""
-        threading.Thread(target=crew.watch, name="team-watch", daemon=True).start()
-        self.decoder.lead = Caller(crew)
+        threading.Thread(target=workers.watch, name="team-watch", daemon=True).start()
+        self.decoder.lead = Caller(workers)
 
     def runner(
         self,
@@ -367,7 +367,7 @@ class ParallelExecutor:
         assert decoder is self.decoder
         assert bases is None, "calibrated schemes are refused"
         assert record is None, "steps of several processes are not recorded"
-        return ParallelRunner(self.crew, self._job, self.decoder, blocks, context, scheme, sequences)
+        return ParallelRunner(self.workers, self._job, self.decoder, blocks, context, scheme, sequences)
 
 
 def check(path: Path, first: Share, device: str, native: bool) -> None:
@@ -388,20 +388,20 @@ def check(path: Path, first: Share, device: str, native: bool) -> None:
         split(checkpoint.config, share, shards.schemes(checkpoint, checkpoint.config))
 
 
-def tell(crew: WorkerGroup, command: Command) -> None:
+def tell(workers: WorkerGroup, command: Command) -> None:
     """Send a command to all workers. Raises RuntimeError where a worker is gone."""
-    if crew.ending or crew.lost:
-        raise RuntimeError(crew.lost or "the processes of the model were ended")
+    if workers.ending or workers.lost:
+        raise RuntimeError(workers.lost or "the processes of the model were ended")
     data = encode(command)
-    for child in crew.children:
-        crew.write(child, data)
+    for child in workers.children:
+        workers.write(child, data)
 
 
 class Caller:
     """A sender of calls of the decoder itself, outside of an engine's steps."""
 
-    def __init__(self, crew: WorkerGroup) -> None:
-        self.crew, self.stepping = crew, False
+    def __init__(self, workers: WorkerGroup) -> None:
+        self.workers, self.stepping = workers, False
         self._numbers = itertools.count()
         self._rooms: weakref.WeakKeyDictionary[KVCache, int] = weakref.WeakKeyDictionary()
         self._left: list[int] = []
@@ -409,25 +409,25 @@ class Caller:
     def call(self, ids: Tensor, step: ForwardBatch, rows: Tensor | None) -> None:
         cache, room = step.cache, None
         while self._left:
-            tell(self.crew, Shutdown(self._left.pop()))
+            tell(self.workers, Shutdown(self._left.pop()))
         if cache is not None:
             room = self._rooms.get(cache)
             if room is None:
                 room = self._rooms[cache] = next(self._numbers)
-                tell(self.crew, Room(room, cache.capacity, len(cache.filled), cache.scheme.name, cache.block))
+                tell(self.workers, Room(room, cache.capacity, len(cache.filled), cache.scheme.name, cache.block))
                 weakref.finalize(cache, self._left.append, room)
         filled = [] if cache is None else list(cache.filled)
         picked = None if rows is None else rows.tolist()
-        tell(self.crew, Call(room, filled, step.lengths, step.horizon, ids.tolist(), picked, step.adapters))
+        tell(self.workers, Call(room, filled, step.lengths, step.horizon, ids.tolist(), picked, step.adapters))
 
     def logits(self, rows: int, routes: Routes | None) -> bool:
         if self.stepping:
             return False
-        tell(self.crew, Logits(rows, [] if routes is None else routes.numbers.tolist()))
+        tell(self.workers, Logits(rows, [] if routes is None else routes.numbers.tolist()))
         return True
 
     def adapt(self, number: int, folder: str) -> None:
-        tell(self.crew, Adapt(number, folder))
+        tell(self.workers, Adapt(number, folder))
 
 
 class ParallelRunner(Runner):
@@ -435,7 +435,7 @@ class ParallelRunner(Runner):
 
     def __init__(
         self,
-        crew: WorkerGroup,
+        workers: WorkerGroup,
         job: Job,
         decoder: SplitDecoder,
         blocks: int,
@@ -443,10 +443,10 @@ class ParallelRunner(Runner):
         scheme: KvScheme | None,
         sequences: int,
     ) -> None:
-        self.crew, self.job = crew, job
+        self.workers, self.job = workers, job
         self._known: dict[Tokens, tuple[int, list[int]]] = {}  # a sequence's number, and the blocks sent so far
         self._numbers = itertools.count()
-        tell(crew, Pool(blocks, context, (scheme or decoder.lossless).name, sequences))
+        tell(workers, Pool(blocks, context, (scheme or decoder.lossless).name, sequences))
         super().__init__(decoder, blocks, context, scheme, sequences)
         self.waits = "several processes compute a step together"
 
@@ -463,11 +463,11 @@ class ParallelRunner(Runner):
         assert isinstance(self.decoder.lead, Caller)
         self.decoder.lead.stepping = True
         try:
-            tell(self.crew, self._told(plan, wanted or {}))
+            tell(self.workers, self._told(plan, wanted or {}))
             found = self._own(plan, wanted)
             if isinstance(found, torch.OutOfMemoryError) and waits(self.decoder) is not None:
                 raise RuntimeError("too little memory, and the others wait within the step") from found
-            verdicts = self.crew.verdicts()
+            verdicts = self.workers.verdicts()
             if "short" in verdicts or isinstance(found, torch.OutOfMemoryError):
                 del found  # and its partial results
                 try:
@@ -483,11 +483,11 @@ class ParallelRunner(Runner):
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            if not self.crew.lost:
-                self.crew.lose(self.crew.ended() or f"a step raised {type(error).__name__}: {error}")
-            raise WorkerLost(self.crew.lost) from error
+            if not self.workers.lost:
+                self.workers.lose(self.workers.ended() or f"a step raised {type(error).__name__}: {error}")
+            raise WorkerLost(self.workers.lost) from error
         except BaseException:  # Ctrl-C, say: the others' replies to this step would be taken for those of the next
-            self.crew.lose("a step was broken off")
+            self.workers.lose("a step was broken off")
             raise
         finally:
             self.decoder.lead.stepping = False
@@ -497,21 +497,21 @@ class ParallelRunner(Runner):
         try:
             return super().run(plan, wanted)
         except Exception as error:
-            assert self.crew.groups is not None
-            self.crew.groups.leave()  # others may wait for this one
+            assert self.workers.groups is not None
+            self.workers.groups.leave()  # others may wait for this one
             return error
 
     def _meet(self) -> None:
         """Return to the beginning of a step that not all completed. Raises RuntimeError where a process is gone."""
-        assert self.crew.groups is not None
+        assert self.workers.groups is not None
         self.release()
-        self.crew.met += 1
-        machine.private_folder(self.crew.folder)  # without it torch waits for 300 s, and nothing can stop it
-        tell(self.crew, Rendezvous(self.crew.met))
-        meet_again(self.job, self.crew.groups, self.crew.met)
+        self.workers.met += 1
+        machine.private_folder(self.workers.folder)  # without it torch waits for 300 s, and nothing can stop it
+        tell(self.workers, Rendezvous(self.workers.met))
+        meet_again(self.job, self.workers.groups, self.workers.met)
         # A process that left again at once, out of a step that is short too, would reset connections that others are
         # still making: gloo fails in them, or ends the process.
-        if (verdicts := self.crew.verdicts()) != {"met"}:
+        if (verdicts := self.workers.verdicts()) != {"met"}:
             raise RuntimeError(f"the processes of the model did not meet again: {verdicts}")
 
     def _told(self, plan: StepPlan, wanted: Mapping[str, Wanted]) -> Run:
