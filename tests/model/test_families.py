@@ -465,12 +465,12 @@ def test_the_tap_sees_every_linear_that_runs(case: str) -> None:
     block, step = decoder.blocks[0], ForwardBatch((LONG,), LONG)
     taken: dict[str, int] = {}
 
-    def tap(linear: Linear, rows: Tensor) -> None:
+    def hook(linear: Linear, rows: Tensor) -> None:
         assert rows.shape[1] == linear.shape[1]
         taken[linear.name] = taken.get(linear.name, 0) + len(rows)
 
     with torch.inference_mode():
-        block.run(decoder.embedding.forward(o.ids[0], step.positions), step, tap)
+        block.run(decoder.embedding.forward(o.ids[0], step.positions), step, hook)
     assert set(taken) == {linear.name for linear in block.linears()}
     if o.config.experts is None:
         assert set(taken.values()) == {LONG}

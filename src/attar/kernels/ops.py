@@ -217,7 +217,7 @@ def norm(stream: Tensor, delta: Tensor | None, spec: Norm) -> tuple[Tensor, Tens
 
 
 def linear(
-    x: Tensor, linears: Sequence[Linear], tap: ActivationHook | None = None, routes: Routes | None = None
+    x: Tensor, linears: Sequence[Linear], hook: ActivationHook | None = None, routes: Routes | None = None
 ) -> Tensor:
     """Return the products of rows x [N, I] with each of `linears`, side by side: [N, sum of O].
 
@@ -228,9 +228,9 @@ def linear(
     """
     if linears[0].hadamard:
         x = hadamard.rotate(x, linears[0].hadamard)
-    if tap is not None:
+    if hook is not None:
         for each in linears:
-            tap(each, x)
+            hook(each, x)
     out = _products(x, linears)
     if any(each.adapter is not None for each in linears):
         _adapt(out, x, linears, slice(None), [each.adapter for each in linears])
@@ -380,15 +380,15 @@ def feed_forward_in(
     kind: Activation,
     gated: bool,
     reader: Linear,
-    tap: ActivationHook | None = None,
+    hook: ActivationHook | None = None,
     routes: Routes | None = None,
 ) -> Tensor:
     """Return the rows that `reader` multiplies in a feed-forward: `activate` of the products of rows x [N, I] with
     `up`."""
-    plain = tap is None and routes is None and all(each.adapter is None for each in up)
+    plain = hook is None and routes is None and all(each.adapter is None for each in up)
     if gated and plain and products.gateable(up) and isinstance(reader.weight, products.PackedWeight):
         return products.gated_linear(x, up, kind)
-    return activate(linear(x, up, tap, routes), kind, gated, reader)
+    return activate(linear(x, up, hook, routes), kind, gated, reader)
 
 
 def activate(x: Tensor, kind: Activation, gated: bool, reader: Linear) -> Tensor:
