@@ -108,10 +108,10 @@ class Scheduler:
                     f"{self.pool.size}; there are {self.pool.total}",
                 )
         self.require_room(len(choices))
-        kin = SequenceGroup()
+        group = SequenceGroup()
         for choice in choices:
             self._sequences[choice.id] = choice
-            choice.kin = kin
+            choice.group = group
             choice.order = next(self._orders)
             choice.arrival = choice.since = now
             choice.overdue = self.limits.max_passed == 0
@@ -335,8 +335,8 @@ class Scheduler:
             self._pass(other)
         if sequence.status is Status.QUEUED:
             sequence.reused, sequence.reuse_ended, sequence.differs_at = match.length, match.ended, match.differs_at
-            if not sequence.kin.counted:  # the first choice has just computed what the others find there
-                sequence.kin.counted = True
+            if not sequence.group.counted:  # the first choice has just computed what the others find there
+                sequence.group.counted = True
                 self.cache.count(sequence.prompt, match)
         sequence.enter(Status.PREFILL, now)
         insort(self.running, sequence, key=_rank)

@@ -73,7 +73,7 @@ class Sequence:
     """`finished`, or one of `messages.FAILURES`."""
     order: int = 0
     """Number in order of arrival."""
-    kin: SequenceGroup = field(default_factory=SequenceGroup)
+    group: SequenceGroup = field(default_factory=SequenceGroup)
     arrival: float = 0.0
     passed: int = 0
     """Times that a later arrival of better priority went first."""
