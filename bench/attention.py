@@ -117,9 +117,9 @@ def filled(
     return pages, AttentionMetadata(
         row_starts=torch.arange(len(lengths) + 1, dtype=torch.int32) * rows,
         lengths=torch.tensor(lengths, dtype=torch.int32),
-        tables=tables.int(),
+        block_tables=tables.int(),
         positions=torch.cat([torch.arange(length - rows, length) for length in lengths]).int(),
-        slots=torch.zeros(0, dtype=torch.int64),
+        slot_mapping=torch.zeros(0, dtype=torch.int64),
     )
 
 

@@ -86,7 +86,7 @@ class Kivi:
         assert len(place.lengths) == 1
         assert not want_mass
         length, repeat = int(place.lengths[0]), form.heads // form.kv_heads
-        k, v = ref_attention.read_sequence(pages, place.tables[0], length, None, torch.float32)
+        k, v = ref_attention.read_sequence(pages, place.block_tables[0], length, None, torch.float32)
         k, v = (x.half().float().transpose(0, 1) for x in (k, v))  # [G, S, D]
         full = length // self.recent * self.recent
         rounded_k = torch.cat((self._rounded(k[:, :full], 2), k[:, full:]), 1)

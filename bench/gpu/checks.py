@@ -224,7 +224,7 @@ def _four_bits(window: int | None, cap: float | None) -> tuple[float, float]:
     for b, length in enumerate(lengths):
         at = torch.arange(length)
         place = _placed([length], [length], tables[b : b + 1])
-        place.slots = (tables[b, at // 64] * 64 + at % 64).to(DEVICE)
+        place.slot_mapping = (tables[b, at // 64] * 64 + at % 64).to(DEVICE)
         q, k, v = (_randn(length, n, 128, seed=10 * b + n).to(DTYPES[0]) for n in (8, 2, 2))
         turned = ops.write_kv(q, k, v, ours, place)
         ref_attention.write_kv(q.float(), k.float(), v.float(), theirs, place, None)

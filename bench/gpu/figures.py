@@ -140,7 +140,7 @@ def writing(roofs: Row) -> Iterator[Row]:
         q, k, v = together.split((heads, kv_heads, kv_heads), 1)
         for label, kv in KEPT.items():
             pages, place = cached(1, room, rows, form, kv)
-            place.slots = torch.randperm(room, device=DEVICE)[:rows]
+            place.slot_mapping = torch.randperm(room, device=DEVICE)[:rows]
             call = partial(ops.write_kv, q, k, v, pages, place, rotation)
             once = seconds([call])
             moved = HALF.itemsize * (together.numel() + q.numel()) + pages.nbytes * rows / room

@@ -70,15 +70,15 @@ def test_inputs_arrive_as_they_were_put() -> None:
     assert inputs.ids.tolist() == [7, 8, 0]
     assert place.positions.tolist() == [18, 0, 0]
     assert place.lengths.tolist() == [19, 1, 1]
-    assert place.slots.tolist() == [2 * 16 + 2, 16, 9 * 16]
+    assert place.slot_mapping.tolist() == [2 * 16 + 2, 16, 9 * 16]
     assert place.row_starts.tolist() == [0, 1, 2, 3]
-    assert place.tables[:, 0].tolist() == [5, 1, 9]
-    assert place.tables[0, 1] == 2
+    assert place.block_tables[:, 0].tolist() == [5, 1, 9]
+    assert place.block_tables[0, 1] == 2
     inputs.put(0, token=1, at=1, blocks=[4])
     inputs.rest(1)
     inputs.send()
-    assert inputs.place.tables[:, 0].tolist() == [4, 9, 9]
-    assert inputs.place.slots.tolist() == [4 * 16 + 1, 9 * 16, 9 * 16]
+    assert inputs.place.block_tables[:, 0].tolist() == [4, 9, 9]
+    assert inputs.place.slot_mapping.tolist() == [4 * 16 + 1, 9 * 16, 9 * 16]
 
 
 def test_rows_left_over_touch_nobody(decoder: Decoder) -> None:
@@ -300,5 +300,5 @@ def test_a_cache_tells_the_device_and_keeps_its_table(decoder: Decoder) -> None:
     pages = cache.pool(decoder.config, 4, decoder.lossless, "meta")
     view = KVCache.over(pages, torch.tensor([[2, 1], [3, 0]], dtype=torch.int32), [70, 3])
     place = view.place((1, 2))
-    assert place.tables.device.type == place.slots.device.type == place.row_starts.device.type == "meta"
-    assert view.tables.device.type == "cpu"
+    assert place.block_tables.device.type == place.slot_mapping.device.type == place.row_starts.device.type == "meta"
+    assert view.block_tables.device.type == "cpu"

@@ -85,7 +85,9 @@ def test_rows_go_to_slots_of_their_own(config: ModelConfig, calls: list[tuple[in
     for lengths in calls:
         place = cache.place(lengths)
         assert place.row_starts.tolist() == [0, lengths[0], sum(lengths)]
-        for s, (slots, at) in enumerate(zip(place.slots.split(lengths), place.positions.split(lengths), strict=True)):
+        for s, (slots, at) in enumerate(
+            zip(place.slot_mapping.split(lengths), place.positions.split(lengths), strict=True)
+        ):
             assert at.tolist() == list(range(cache.filled[s], cache.filled[s] + lengths[s]))
             assert {slot // block for slot in slots.tolist()} <= blocks[s]
             seen[s] += slots.tolist()

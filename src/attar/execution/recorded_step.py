@@ -95,7 +95,7 @@ class Decoding:
         place, block = self._step.place, self.cache.block
         assert place is not None
         self._require_room()
-        tables, slots = self.cache.tables.numpy(), place.slots.numpy()
+        tables, slots = self.cache.tables.numpy(), place.slot_mapping.numpy()
         positions, own, lengths = place.positions.numpy(), self._step.positions.numpy(), place.lengths.numpy()
         for s, at in enumerate(self.cache.filled):
             slots[s] = int(tables[s, at // block]) * block + at % block

@@ -307,7 +307,7 @@ def write_kv(
         cos, sin = rotation.cos[rotation.rows.long()], rotation.sin[rotation.rows.long()]
         q, k = rope(q, cos, sin), rope(k, cos, sin)
     tails = None if place.tails is None else place.tails.repeat_interleave(place.row_starts.diff().long())
-    write_pages(k, v, pages, place.slots, tails)
+    write_pages(k, v, pages, place.slot_mapping, tails)
     return q if pages.bases is None else pages.bases.keys.turn_queries(q)
 
 
@@ -326,12 +326,12 @@ def _paged_attention(
     starts, lengths = place.row_starts.tolist(), place.lengths.tolist()
     counts = [end - first for first, end in itertools.pairwise(starts)]
     out = torch.zeros_like(q)
-    mass = q.new_zeros((len(counts), form.kv_heads, place.tables.shape[1] * pages.block), dtype=torch.float32)
+    mass = q.new_zeros((len(counts), form.kv_heads, place.block_tables.shape[1] * pages.block), dtype=torch.float32)
     plain = place.key_positions is None and place.tree is None and not want_mass and pages.recent is None
     if plain and len(counts) > 1 and len(set(counts)) == len(set(lengths)) == 1 and counts[0] > 0:
         at = place.positions.view(len(counts), -1)
         if (at == at[0]).all():  # sequences of the same positions are computed as one batch
-            k, v = read_pages(pages, place.tables[:, : -(-lengths[0] // pages.block)], q.dtype)
+            k, v = read_pages(pages, place.block_tables[:, : -(-lengths[0] // pages.block)], q.dtype)
             k, v = k[:, : lengths[0]], v[:, : lengths[0]]
             key_at = torch.arange(lengths[0], device=q.device)
             return _attend_tiled(q.view(len(counts), counts[0], *q.shape[1:]), k, v, at[0], key_at, form).reshape(
@@ -339,7 +339,7 @@ def _paged_attention(
             ), None
     tree_at = 0
     for b, (first, count, length) in enumerate(zip(starts, counts, lengths, strict=False)):
-        table = place.tables[b, : -(-length // pages.block)]
+        table = place.block_tables[b, : -(-length // pages.block)]
         k, v = read_sequence(pages, table, length, None if place.tails is None else int(place.tails[b]), q.dtype)
         at = place.positions[first : first + count]
         if place.key_positions is None:

@@ -178,9 +178,9 @@ class AttentionMetadata:
 
     row_starts: Tensor  # [B + 1] int32: the rows of sequence b are row_starts[b] .. row_starts[b + 1]
     lengths: Tensor  # [B] int32: slots filled, once this call's rows are written
-    tables: Tensor  # [B, width] int32: block numbers; those past the length are not looked at
+    block_tables: Tensor  # [B, width] int32: block numbers; those past the length are not looked at
     positions: Tensor  # [N] int32
-    slots: Tensor  # [N] int64: block number * block + place in the block
+    slot_mapping: Tensor  # [N] int64: block number * block + place in the block
     key_positions: Tensor | None = None  # [blocks, block] int32
     tree: Tensor | None = None  # bool [sum of T * T]: each sequence's mask [queries, keys] of its T rows, one by one
     tails: Tensor | None = None  # [B] int64

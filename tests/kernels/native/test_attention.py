@@ -180,9 +180,9 @@ def test_explicit_positions_with_empty_slots(kv: str, window: int | None) -> Non
     for b, length in enumerate(one.place.lengths.tolist()):
         at = torch.randperm(length, generator=generator).int()
         at[torch.rand(length, generator=generator) < 0.4] = -1
-        flat = torch.full((one.place.tables.shape[1] * 32,), -1, dtype=torch.int32)
+        flat = torch.full((one.place.block_tables.shape[1] * 32,), -1, dtype=torch.int32)
         flat[:length] = at
-        positions[one.place.tables[b].long()] = flat.view(-1, 32)
+        positions[one.place.block_tables[b].long()] = flat.view(-1, 32)
     one.place = dataclasses.replace(one.place, key_positions=positions)
     expected, mass = one.oracle()
     ours, our_mass = one.run(want_mass=True)
@@ -209,7 +209,7 @@ def test_a_query_that_sees_nothing_gives_zeros(kv: str) -> None:
 def test_what_is_not_a_number_comes_out_where_it_is_seen_and_nowhere_else(kv: str, level: str) -> None:
     one = case([1, 1], [600, 40], kv)
     clean, _ = one.run(level)
-    slot = int(one.place.tables[0, 17]) * 32 + 3
+    slot = int(one.place.block_tables[0, 17]) * 32 + 3
     for broken in (float("nan"), float("inf")):
         for side in (0, 1):
             kv = torch.zeros(2, 1, 2, 40)
@@ -377,23 +377,23 @@ def test_bad_numbers_are_refused_before_anything_is_touched() -> None:
     def i32(*numbers: int) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32)
 
-    tables = good.place.tables
+    tables = good.place.block_tables
     refused("do not cover the rows", row_starts=i32(0, 2, 4))
     refused("do not cover the rows", row_starts=i32(1, 2, 5))
     refused("decrease", row_starts=i32(0, 6, 5))
     refused("more rows than filled slots", lengths=i32(1, 70))
     refused("beyond its block table", lengths=i32(40, 97))
-    refused("does not exist", tables=torch.where(tables == tables[1, 2], good.pages.blocks, tables))
-    refused("does not exist", tables=torch.where(tables == tables[1, 2], -1, tables))
+    refused("does not exist", block_tables=torch.where(tables == tables[1, 2], good.pages.blocks, tables))
+    refused("does not exist", block_tables=torch.where(tables == tables[1, 2], -1, tables))
     refused("outside 0", positions=i32(38, 39, 67, 68, -1))
     refused("tree masks", tree=torch.ones(12, dtype=torch.bool))
     refused("must be torch.int32", lengths=good.place.lengths.long())
     refused(r"must be torch.int32 \[5\]", positions=i32(1))
-    refused("contiguous", tables=tables.T.contiguous().T)
+    refused("contiguous", block_tables=tables.T.contiguous().T)
     refused("must be torch.bool", tree=torch.ones(13))
     refused("must be torch.int32", key_positions=torch.zeros(2, 2, dtype=torch.int32))
     table = torch.where(torch.arange(3) == 2, -1, tables[0])  # past the length: not looked at
-    place = dataclasses.replace(good.place, tables=torch.stack([table, tables[1]]).int())
+    place = dataclasses.replace(good.place, block_tables=torch.stack([table, tables[1]]).int())
     assert torch.equal(native.paged_attention(good.q, good.pages, place, good.form)[0], good.run()[0])
 
 
@@ -432,7 +432,7 @@ def test_bad_writes_are_refused() -> None:
     norm = Norm("rms", torch.ones(8))
 
     def refused(match: str, *args: object, slots: list[int] | None = None, k: Tensor = k) -> None:
-        there = dataclasses.replace(place, slots=torch.tensor(slots)) if slots else place
+        there = dataclasses.replace(place, slot_mapping=torch.tensor(slots)) if slots else place
         with pytest.raises(ValueError, match=match):
             native.write_kv(q, k, v, pages, there, *args)  # type: ignore[arg-type]
 

@@ -246,7 +246,7 @@ def test_what_is_not_finite_shows_where_it_is_read(kv: str) -> None:
             copy = case(kv, [70, 40], [1, 1])
             x = torch.zeros(1, HEADS, 64)
             x[0, 1, 5] = broken
-            slot = copy.place.tables[0, row // BLOCK].long()[None] * BLOCK + row % BLOCK
+            slot = copy.place.block_tables[0, row // BLOCK].long()[None] * BLOCK + row % BLOCK
             if copy.pages.recent is not None and row < 64:
                 continue  # it would come there by way of a recent block
             tails = None if copy.place.tails is None else copy.place.tails[:1]
@@ -320,7 +320,7 @@ def test_bad_planes_are_refused() -> None:
     crossing = dataclasses.replace(
         place,
         row_starts=torch.tensor([0, 2, 2]).int(),
-        slots=torch.tensor([31, 32]),
+        slot_mapping=torch.tensor([31, 32]),
         positions=torch.tensor([31, 32]).int(),
     )
     with pytest.raises(ValueError, match="a call's rows of a sequence are of one block"):

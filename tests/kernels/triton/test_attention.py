@@ -165,7 +165,7 @@ def test_positions_of_an_evicting_cache() -> None:
     numbers = torch.Generator().manual_seed(0)
     one.place.key_positions = torch.randint(-1, 60, (one.ours.blocks, one.ours.block), generator=numbers).int()
     one.place.positions[0] = 0
-    one.place.key_positions[one.place.tables[0].long()] = 5
+    one.place.key_positions[one.place.block_tables[0].long()] = 5
     one.check()
     assert not ops.paged_attention(one.q, one.ours, one.place, one.form)[0][0].any()
 

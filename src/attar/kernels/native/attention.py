@@ -38,7 +38,7 @@ def write_kv(
     rows, heads, size = q.shape
     for name, heads_of, count in (("q", q, heads), ("k", k, pages.kv_heads), ("v", v, pages.kv_heads)):
         _check(name, heads_of, torch.float32, (rows, count, pages.head_dim), rows_apart=True)
-    _check("slots", place.slots, torch.int64, (rows,))
+    _check("slots", place.slot_mapping, torch.int64, (rows,))
     sequences = 0
     if pages.recent is not None:
         sequences = len(place.lengths)
@@ -68,7 +68,7 @@ def write_kv(
         extension.library.write_kv, *_pages(pages),
         q.data_ptr(), k.data_ptr(), v.data_ptr(), *(t.stride(0) if rows > 1 else t.shape[1] * size for t in (q, k, v)),
         rows, heads, *weights, eps, offset, *rotary[:2], angles, turned, rotary[2],
-        place.slots.data_ptr(), out.data_ptr(), *_tails(pages, place), sequences, level or extension.cpu_level(),
+        place.slot_mapping.data_ptr(), out.data_ptr(), *_tails(pages, place), sequences, level or extension.cpu_level(),
     )  # fmt: skip
     return out
 
@@ -96,8 +96,8 @@ def paged_attention(
     _check("row_starts", place.row_starts, torch.int32, (sequences + 1,))
     _check("lengths", place.lengths, torch.int32, (sequences,))
     _check("positions", place.positions, torch.int32, (rows,))
-    width = place.tables.shape[-1]
-    _check("tables", place.tables, torch.int32, (sequences, width))
+    width = place.block_tables.shape[-1]
+    _check("tables", place.block_tables, torch.int32, (sequences, width))
     key_positions = tree = tree_size = 0
     if place.key_positions is not None:
         _check("key_positions", place.key_positions, torch.int32, (pages.blocks, pages.block))
@@ -112,7 +112,7 @@ def paged_attention(
     mass = extension.empty((sequences, form.kv_heads, width * pages.block)) if want_mass else None
     extension.call(
         extension.library.attention, *_pages(pages), q.data_ptr(), rows, form.heads, sequences,
-        place.row_starts.data_ptr(), place.lengths.data_ptr(), place.tables.data_ptr(), width,
+        place.row_starts.data_ptr(), place.lengths.data_ptr(), place.block_tables.data_ptr(), width,
         place.positions.data_ptr(), key_positions, tree, tree_size, form.window or 0, form.scale, form.soft_cap or 0.0,
         out.data_ptr(), 0 if mass is None else mass.data_ptr(), _tails(pages, place)[1], level or extension.cpu_level(),
     )  # fmt: skip

@@ -215,14 +215,14 @@ def paged_attention(q: Tensor, pages: PlainPages, place: AttentionMetadata, form
         raise ValueError(
             f"the pages hold {pages.kv_heads} heads of {pages.head_dim} columns, not {form.kv_heads} of {form.head_dim}"
         )
-    rows, sequences, width = len(q), len(place.lengths), place.tables.shape[1]
+    rows, sequences, width = len(q), len(place.lengths), place.block_tables.shape[1]
     if q.shape[1:] != (form.heads, form.head_dim) or place.positions.shape != (rows,):
         raise ValueError(f"queries are {list(q.shape)}, not [rows, {form.heads}, {form.head_dim}] with a position each")
-    if place.row_starts.shape != (sequences + 1,) or len(place.tables) != sequences:
+    if place.row_starts.shape != (sequences + 1,) or len(place.block_tables) != sequences:
         raise ValueError(f"{sequences} sequences need as many block tables, and a start of rows each, and the end")
     if (form.window is not None and form.window < 1) or (form.soft_cap is not None and not form.soft_cap > 0):
         raise ValueError("a window and a soft cap are greater than zero")
-    same_device(q, pages.keys, place.positions, place.tables, place.lengths, place.key_positions, place.tree)
+    same_device(q, pages.keys, place.positions, place.block_tables, place.lengths, place.key_positions, place.tree)
     q, none = q.contiguous(), nothing(q.device)
     out = q.new_empty((rows, form.heads * form.head_dim))
     if not rows:
@@ -245,7 +245,7 @@ def paged_attention(q: Tensor, pages: PlainPages, place: AttentionMetadata, form
         extremes = torch.empty((*parts, 2, queries), dtype=torch.float32, device=q.device)
     _attend[grid](
         q, pages.keys, pages.values, pages.key_scales if scaled else none, pages.value_scales if scaled else none, out,
-        sums, extremes, counters(q.device), place.row_starts, place.lengths, place.tables, place.positions,
+        sums, extremes, counters(q.device), place.row_starts, place.lengths, place.block_tables, place.positions,
         none if place.key_positions is None else place.key_positions,
         none if place.tree is None else place.tree.view(torch.uint8), sequences, width,
         nibbles.tables(q.device)[0] if four else none, form.scale,

@@ -137,7 +137,7 @@ def write_kv(
             raise ValueError(
                 f"{name} is {list(heads_of.shape)}, not {[rows, count, pages.head_dim]} with heads together"
             )
-    if place.slots.shape != (rows,) or (rotation is not None and rotation.rows.shape != (rows,)):
+    if place.slot_mapping.shape != (rows,) or (rotation is not None and rotation.rows.shape != (rows,)):
         raise ValueError(f"{rows} rows need as many slots and angles")
     if (q_norm is None) != (k_norm is None):
         raise ValueError("queries and keys are normed both or neither")
@@ -153,14 +153,14 @@ def write_kv(
         cos, sin, turns, half = rotation.cos, rotation.sin, rotation.rows, rotation.cos.shape[1]
         if not 0 < 2 * half <= size:
             raise ValueError(f"{2 * half} columns cannot turn in heads of {size}")
-    same_device(q, k, v, pages.keys, place.slots, cos, weights[0], weights[1])
+    same_device(q, k, v, pages.keys, place.slot_mapping, cos, weights[0], weights[1])
     out = torch.empty((rows, heads, size), dtype=q.dtype, device=q.device)
     scaled, four = pages.key_scales is not None, isinstance(pages, NibblePages)
     tables = nibbles.tables(q.device) if four else (none, none, none)
     if rows:
         _write[(rows, heads + 2 * pages.kv_heads)](
             q, k, v, out, pages.keys, pages.values, pages.key_scales if scaled else none,
-            pages.value_scales if scaled else none, *weights, cos, sin, turns, place.slots, *tables,
+            pages.value_scales if scaled else none, *weights, cos, sin, turns, place.slot_mapping, *tables,
             nibbles.share(size), nibbles.entry(size) if four else 1.0, q.stride(0), k.stride(0), v.stride(0),
             pages.block, eps, offset, H=heads, G=pages.kv_heads, NORM=q_norm is not None, OFFSET=offset != 0,
             SCALED=scaled, FOUR=four, HALF=half, D=size, BLOCK=next_power(size), num_warps=1,
