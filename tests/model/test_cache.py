@@ -79,7 +79,7 @@ def test_a_layer_through_the_cache_is_the_layer(
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=6), st.sampled_from([16, 48]))
 def test_rows_go_to_slots_of_their_own(config: ModelConfig, calls: list[tuple[int, int]], block: int) -> None:
     cache = KVCache(config, 120, 2, block=block)
-    blocks = [set(row) for row in cache.tables.tolist()]
+    blocks = [set(row) for row in cache.block_tables.tolist()]
     assert not blocks[0] & blocks[1]
     seen: list[list[int]] = [[], []]
     for lengths in calls:

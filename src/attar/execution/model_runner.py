@@ -228,7 +228,7 @@ class Runner:
         self._batches.move_to_end(len(chunks))
         if self.scheme.recent:
             batch.cache.tails = self._unfinished.tails(chunks, self.block)
-        tables = batch.cache.tables.numpy()
+        tables = batch.cache.block_tables.numpy()
         for row, chunk in enumerate(chunks):
             blocks = chunk.sequence.blocks
             if batch.rows[row] != blocks:  # few steps bring a block, and fewer swap one for the prefix tree's

@@ -69,7 +69,7 @@ class Decoding:
             for row, (token, at, table) in enumerate(zip(tokens, self.cache.filled, tables, strict=True)):
                 inputs.put(row, token, at, table)
 
-        tables = self.cache.tables[:, : -(-self.horizon // self.cache.block)].tolist()
+        tables = self.cache.block_tables[:, : -(-self.horizon // self.cache.block)].tolist()
         if self._graph is None:
             self._graph = cuda_graphs.Graph(self.decoder, self.cache.layers, len(tokens), self.horizon, 0, record, put)
         put(self._graph.inputs)
@@ -95,7 +95,7 @@ class Decoding:
         place, block = self._step.place, self.cache.block
         assert place is not None
         self._require_room()
-        tables, slots = self.cache.tables.numpy(), place.slot_mapping.numpy()
+        tables, slots = self.cache.block_tables.numpy(), place.slot_mapping.numpy()
         positions, own, lengths = place.positions.numpy(), self._step.positions.numpy(), place.lengths.numpy()
         for s, at in enumerate(self.cache.filled):
             slots[s] = int(tables[s, at // block]) * block + at % block

@@ -51,7 +51,9 @@ class KVCache:
     ) -> None:
         width = -(-capacity // block)
         self.layers = pool(config, batch * width, scheme, device, block, batch, bases)
-        self.tables = torch.arange(batch * width, dtype=torch.int32).view(batch, width)  # [batch, width], on the host
+        self.block_tables = torch.arange(batch * width, dtype=torch.int32).view(
+            batch, width
+        )  # [batch, width], on the host
         self.capacity = capacity
         self.filled = [0] * batch
         self.tails: Tails = _own
@@ -64,7 +66,7 @@ class KVCache:
         the scheme keeps those apart.
         """
         made = cls.__new__(cls)
-        made.layers, made.tables, made.filled, made.tails = layers, tables, filled, tails or _own
+        made.layers, made.block_tables, made.filled, made.tails = layers, tables, filled, tails or _own
         made.capacity = tables.shape[1] * layers[0].block
         return made
 
@@ -84,7 +86,8 @@ class KVCache:
         ends = [first + n for first, n in zip(self.filled, lengths, strict=True)]
         pieces = [torch.arange(first, end) for first, end in zip(self.filled, ends, strict=True)]
         slots = [
-            t[at // self.block] * self.block + at % self.block for t, at in zip(self.tables.long(), pieces, strict=True)
+            t[at // self.block] * self.block + at % self.block
+            for t, at in zip(self.block_tables.long(), pieces, strict=True)
         ]
         starts = torch.tensor([0, *lengths]).cumsum(0)
         tails = None
@@ -96,7 +99,7 @@ class KVCache:
             tails = torch.tensor([tail or 0 for tail in own])
         filled = torch.tensor(ends, dtype=torch.int32)
         row_starts, seen, tables, positions, where = sent(
-            self.device, starts.int(), filled, self.tables, torch.cat(pieces).int(), torch.cat(slots)
+            self.device, starts.int(), filled, self.block_tables, torch.cat(pieces).int(), torch.cat(slots)
         )
         return AttentionMetadata(row_starts, seen, tables, positions, where, tails=tails)
 
