@@ -118,7 +118,7 @@ def _taken_out(text: str) -> tuple[str, list[list[Any]], set[int]]:
 
 
 def _numbers(text: str, at: int, end: int) -> tuple[list[Any], bool]:
-    """The numbers of a list between two places of `text`; whether all of them are integers that fit 64 bits."""
+    """Return the numbers of a list between two places of `text`, and whether all are integers that fit 64 bits."""
     begin, found, integers = at, [], True
     while at <= end:
         cut = text.find(",", at + PIECE, end) if end - at > PIECE else -1
@@ -136,7 +136,7 @@ def _numbers(text: str, at: int, end: int) -> tuple[list[Any], bool]:
 
 
 def _check_rest(text: str, constants: int) -> None:
-    """Of what is left of a long body; `constants` are ours."""
+    """Check what is left of a long body, in which so many constants stand for lists. Raises JSONError."""
     masked = text.replace("\\\\", "").replace('\\"', "")
     if masked.count('"') > MAX_QUOTES:
         raise JSONError(_TOO_MANY)
@@ -149,7 +149,7 @@ def _check_rest(text: str, constants: int) -> None:
 
 
 def _parts(body: bytes) -> int:
-    """Lists, objects and keys, where there may be too many of them or of texts; else no fewer than there are."""
+    """Count lists, objects and keys: exactly where there may be too many of them, else no fewer than there are."""
     found = _marks(body)
     if found > MAX_PARTS:
         unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -163,7 +163,7 @@ def _marks(data: bytes) -> int:
 
 
 def shown(name: str, limit: int = 64) -> str:
-    """A name out of a request, fit for an error message: short, and without control characters."""
+    """Return a name out of a request as an error message shows it: short, and without control characters."""
     return "".join(char if char.isprintable() else "?" for char in name[:limit]) + ("..." if len(name) > limit else "")
 
 
@@ -195,7 +195,7 @@ def _constant(name: str) -> Any:
 
 
 def _check(value: Any, known: set[int]) -> None:
-    """Depth, range of numbers, and text that is Unicode; without recursion. `known`: lists whose numbers need none."""
+    """Check depth, range of numbers and Unicode text, without recursion; lists whose `id` is `known` need no check."""
     waiting: list[tuple[Any, int, Any]] = [(value, 0, None)]  # value, depth of what holds it, path (holder's, its key)
     while waiting:
         value, depth, path = waiting.pop()
