@@ -13,7 +13,7 @@ import safetensors.torch as oracle
 import torch
 
 from attar.checkpoints import folder as checkpoint_folder
-from attar.checkpoints.folder import INDEX, MAX_CONFIG, Folder, read_json
+from attar.checkpoints.folder import INDEX, MAX_CONFIG, MAX_ENTRIES, Folder, read_json
 from attar.checkpoints.strict_io import MAX_WIDE, CheckpointError
 from attar.formats.scheme import Part
 
@@ -100,10 +100,10 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(weight_map: Any, words
         Folder(sharded(tmp_path, weight_map))
 
 
-def test_an_index_of_a_million_entries_is_refused_before_it_is_parsed(
+def test_an_index_of_very_many_entries_is_refused_before_it_is_parsed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sharded(tmp_path, dict.fromkeys((f"d{i}" for i in range(1_000_000)), ONE))
+    sharded(tmp_path, dict.fromkeys((f"d{i}" for i in range(MAX_ENTRIES)), ONE))
     lengths: list[int] = []
     monkeypatch.setattr(checkpoint_folder, "parse_json", lambda text, path: lengths.append(len(text)) or {})
     with pytest.raises(CheckpointError, match="attar accepts 300000"):

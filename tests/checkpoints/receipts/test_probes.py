@@ -68,23 +68,23 @@ def test_replay_on_the_same_machine(tiny_decoder: Make, scheme: str | None) -> N
             assert found.allowed < 10 * SAME_KERNELS
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("scheme", [None, "w4g32", "w8", "w8a8", "w8a8-atensor", "w4g16", "fp8"])
 @pytest.mark.parametrize("seed", range(3))
-def test_replay_on_native_kernels(tiny_decoder: Make, scheme: str | None, form: str, seed: int) -> None:
+def test_replay_on_native_kernels(tiny_decoder: Make, scheme: str | None, seed: int) -> None:
     """Whatever the native kernels do to rows, the floor that was measured with the coarsest form allows it."""
     read = Probes.parse(make_probes(tiny_decoder(seed, scheme=scheme), seed), "here")
-    native = tiny_decoder(seed, scheme=scheme, store=ops.store(form))
     by_scheme = scheme is not None and ("a8" in scheme or scheme == "fp8")
-    by_kernels = scheme in ("w4g32", "w8", "w4g16") and form != "exact"
-    assert probes.kernel_path(native) == ("int8_activations" if by_scheme or by_kernels else "exact")
-    assert read.replay(native) is None
-    with probes.unrounded(native):
-        assert probes.kernel_path(native) == ("int8_activations" if by_scheme else "exact")
-        assert read.replay(native) is None
-    weight = native.blocks[0].attention.output.weight
-    assert isinstance(weight, PackedTensor if scheme == "w8a8-atensor" else PackedWeight)
-    assert read.replay(native) is None
+    for form in FORMS:
+        native = tiny_decoder(seed, scheme=scheme, store=ops.store(form))
+        by_kernels = scheme in ("w4g32", "w8", "w4g16") and form != "exact"
+        assert probes.kernel_path(native) == ("int8_activations" if by_scheme or by_kernels else "exact"), form
+        assert read.replay(native) is None, form
+        with probes.unrounded(native):
+            assert probes.kernel_path(native) == ("int8_activations" if by_scheme else "exact"), form
+            assert read.replay(native) is None, form
+        weight = native.blocks[0].attention.output.weight
+        assert isinstance(weight, PackedTensor if scheme == "w8a8-atensor" else PackedWeight)
+        assert read.replay(native) is None, form
 
 
 def test_the_floor_of_rounded_rows_is_what_rounding_does(tiny_decoder: Make) -> None:
