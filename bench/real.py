@@ -54,7 +54,8 @@ def main() -> int:
     checked = {name: real_models.against(name, place) for name in names if measures}
     setting = Setting(
         {name: (place / real_models.MODELS[name].file).absolute() for name in names}, args.out.absolute(),
-        args.tokens, {name: why for name, why in checked.items() if why is not None}, args.llamacpp, args.llama_cli, args.openvino, args.peers,
+        args.tokens, {name: why for name, why in checked.items() if why is not None}, args.llamacpp,
+        args.llama_cli, args.openvino, args.peers,
     )  # fmt: skip
     every = tables(setting)
     if args.list or args.table is None:
