@@ -18,7 +18,7 @@ from hypothesis import settings
 from attar import faults
 
 if TYPE_CHECKING:
-    from attar.kernels.ops import Store
+    from attar.kernels.dispatch import Store
     from attar.model.decoder import Decoder
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from attar.engine.engine import Engine
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Delta, Embed, Embedding, Event, Failed, Finished, PromptLogprobs, Submit
 from attar.protocol.scheduler_config import SchedulerConfig
@@ -22,7 +22,7 @@ TIGHT = 5  # blocks: requests have to give way to each other
 @pytest.fixture(scope="module")
 def decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
     """A quantized model in the native kernels' layout."""
-    store = ops.store("int8g32")
+    store = dispatch.store("int8g32")
     if store is None:
         pytest.skip("the native kernels are off or do not load")
     return tiny_decoder(scheme="w4g32", store=store)

@@ -15,7 +15,7 @@ from attar.engine import bottleneck, startup
 from attar.engine.bottleneck import Bounds, KernelMeter, StreamMeter
 from attar.engine.engine import Engine
 from attar.formats.scheme import Scheme
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.native import extension, limits
 from attar.model.decoder import Decoder
 from attar.plan.costs import Matrix, Storage
@@ -224,7 +224,7 @@ def test_one_stage_of_several_on_cpus_is_not_judged(demo: Path, monkeypatch: pyt
 
 
 def test_time_in_kernels_is_that_of_native_calls(tiny_decoder: Callable[..., Decoder]) -> None:
-    store = ops.store()
+    store = dispatch.store()
     if store is None:
         pytest.skip("the native kernels are off or do not load")
     made, meter = judged(tiny_decoder(layers=1, store=store), None), KernelMeter()

@@ -24,7 +24,7 @@ from attar.engine.main import Loop, listen
 from attar.evaluation import decode_speed
 from attar.execution.cuda_graphs import Recorded
 from attar.execution.model_runner import Runner
-from attar.kernels import ops
+from attar.kernels import dispatch, ops
 from attar.kernels.operands import Adapter, Linear, Routes
 from attar.model.cache import ForwardBatch, KVCache, pool
 from attar.model.decoder import Decoder
@@ -210,7 +210,7 @@ def test_experts_are_waited_for_once_a_layer() -> None:
 
 def test_a_report_of_a_card(tiny_decoder: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it but the kernels; the roof is that of `plan/`, at rates that are made up."""
-    monkeypatch.setattr(ops, "store", lambda *_: ops.TritonStore(pretend.THERE, torch.float32))
+    monkeypatch.setattr(dispatch, "store", lambda *_: dispatch.TritonStore(pretend.THERE, torch.float32))
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 7 * 10**6)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     monkeypatch.setattr(bottleneck, "card_limits", lambda device: (1000.0, {"bf16": 2.0, "int8": 4.0, "fp8": 8.0}))
@@ -247,7 +247,7 @@ def test_an_engine_is_loaded_there(tiny: Path, fullest: int | None, monkeypatch:
             decoder=decoder, tokenizer=None, eos_ids=frozenset(), path=path, runner=Runner, team=team
         )
 
-    monkeypatch.setattr(ops, "require", lambda device: None)
+    monkeypatch.setattr(dispatch, "require", lambda device: None)
     monkeypatch.setattr(startup, "CardMemory", lambda device: Memory())
     monkeypatch.setattr(startup, "StreamMeter", lambda device: KernelMeter())
     monkeypatch.setattr(bottleneck, "card_limits", lambda device: (1.0, {"bf16": 1.0, "int8": 1.0, "fp8": 1.0}))
@@ -273,7 +273,7 @@ def test_weights_that_a_card_has_no_room_for_are_not_read(tiny: Path, monkeypatc
         def free(self) -> int:
             return 2**19
 
-    monkeypatch.setattr(ops, "require", lambda device: None)
+    monkeypatch.setattr(dispatch, "require", lambda device: None)
     monkeypatch.setattr(startup, "CardMemory", lambda device: Full())
     monkeypatch.setattr(startup, "load_model", lambda *rest, **options: pytest.fail("the model is loaded"))
     needed = cards.weight_bytes(*stored(tiny), True).total

@@ -27,7 +27,7 @@ from attar.engine.bottleneck import Bounds
 from attar.engine.engine import Engine
 from attar.execution.model_runner import InflightTokens, Runner, Wanted, waits
 from attar.faults import Fault
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.model.decoder import Decoder
 from attar.model.layers import MixtureOfExperts
 from attar.protocol.messages import Delta, Embed, Event, Failed, Finished, Submit
@@ -215,7 +215,7 @@ def test_keys_and_values_may_be_rounded(decoder: Decoder, kv: str) -> None:
 
 def test_an_unfinished_block_may_lie_apart(demo: Path) -> None:
     """It changes hands where a step ahead finishes it."""
-    rounded_alike(opening.load(demo, torch.float32, store=ops.store()), "kivi2")
+    rounded_alike(opening.load(demo, torch.float32, store=dispatch.store()), "kivi2")
 
 
 def rounded_alike(decoder: Decoder, kv: str) -> None:

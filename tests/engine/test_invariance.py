@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from attar.engine.llm import LLM
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.model.decoder import Decoder
 from attar.model.families import ARCHITECTURES
 from attar.protocol.messages import Delta, Failed, PromptLogprobs, Submit
@@ -64,7 +64,7 @@ def said(decoder: Decoder, rows: int, lengths: tuple[int, ...] = LENGTHS) -> Sai
 def test_no_bit_depends_on_how_a_prompt_is_cut_nor_on_company(
     architecture: str, activations: str, tmp_path: Path
 ) -> None:
-    if ops.store() is None:
+    if dispatch.store() is None:
         pytest.skip("the native kernels are off or do not load")
     path = write(tmp_path / "model", {**MODELS[architecture], "architectures": [architecture]})
     decoder = LLM(path, activations=activations, verify=False).decoder

@@ -18,7 +18,7 @@ from attar.checkpoints.sources import opening
 from attar.cli.main import app
 from attar.engine.startup import fit, kv_name, start_engine, without_kernels
 from attar.formats.scheme import Scheme
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.model.shapes import shape
 from attar.plan.costs import BLOCK, Storage
 from attar.plan.fit import ROOM, Fit, blocks_for
@@ -169,7 +169,7 @@ def test_what_has_no_kernel_is_named_and_what_that_means(
     sentences: list[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    if ops.store() is None:
+    if dispatch.store() is None:
         pytest.skip("the native kernels are off or do not load")
     path = write(tmp_path / "model", LLAMA, scheme)
     shutil.copy(demo / "tokenizer.json", path)
@@ -182,7 +182,7 @@ def test_what_has_no_kernel_is_named_and_what_that_means(
 
 def test_the_reference_is_named_where_it_is_forced(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = opening.load(tiny, torch.float32)
-    monkeypatch.setattr(ops, "candidates", lambda *asked: [("native", "does not load"), ("ref", None)])
+    monkeypatch.setattr(dispatch, "candidates", lambda *asked: [("native", "does not load"), ("ref", None)])
     (sentence,) = without_kernels(decoder)
     assert sentence.startswith("no linear has a CPU kernel in float32 (does not load): all run by the reference")
 

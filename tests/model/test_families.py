@@ -20,9 +20,9 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from attar.kernels import ops
+from attar.kernels import dispatch
+from attar.kernels.dispatch import Store
 from attar.kernels.operands import Linear
-from attar.kernels.ops import Store
 from attar.model.cache import ForwardBatch, KVCache
 from attar.model.config import ModelConfig, Names, Rope
 from attar.model.decoder import Decoder, build
@@ -237,7 +237,7 @@ def test_logits_equal_transformers(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_native_kernels_give_the_same_logits_in_the_same_bits(case: str) -> None:
     o = oracle(case)
-    store = ops.store()
+    store = dispatch.store()
     if store is None:
         pytest.skip("the native kernels are off or do not load")
     decoder = o.decoder(store=store)

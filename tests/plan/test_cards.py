@@ -15,7 +15,7 @@ from attar.cli.terminal import BAD_INPUT
 from attar.engine import bottleneck
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Scheme, multiplied_in
-from attar.kernels import ops, ref
+from attar.kernels import dispatch, ref
 from attar.kernels.operands import Linear
 from attar.kernels.triton import weights
 from attar.kernels.triton.pages import NibblePages, PlainPages
@@ -257,5 +257,5 @@ def test_a_plan_for_a_named_card_needs_neither_torch_nor_kernels(monkeypatch: py
         raise AssertionError("something was measured here")
 
     monkeypatch.setattr("attar.kernels.native.limits.measure", never)
-    monkeypatch.setattr(ops, "require", never)
+    monkeypatch.setattr(dispatch, "require", never)
     assert json.loads(plan("--gpu", "l40s", "--json").stdout.splitlines()[-1])["fits"]

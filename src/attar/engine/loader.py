@@ -15,7 +15,7 @@ from attar.checkpoints.sources import hf, opening
 from attar.checkpoints.strict_io import VerificationError
 from attar.execution.model_runner import Runner
 from attar.execution.parallel.executor import ParallelExecutor
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.model.decoder import Decoder
 from attar.model.split import Share
 from attar.text.tokenizer import Tokenizer
@@ -92,7 +92,7 @@ def load_model(
     Raises ValueError where it cannot be loaded or nothing can be computed on the device, VerificationError (a
     ValueError) where it fails its probe.
     """
-    ops.require(device)
+    dispatch.require(device)
     computed = hf.compute_dtype(dtype, device)
     parallel = parallel or Parallel()
     loading = partial(progress or (lambda stage, done, total: None), "loading")
@@ -105,7 +105,7 @@ def load_model(
         )  # fmt: skip
         decoder = team.decoder
     else:
-        store = None if computed is None else ops.store(activations, device, computed)
+        store = None if computed is None else dispatch.store(activations, device, computed)
         decoder = opening.load(path, computed, loading, store)
     found = receipt.read_receipt(path)
     if verify and found is not None:

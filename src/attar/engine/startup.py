@@ -29,7 +29,7 @@ from attar.engine.engine import Engine
 from attar.engine.loader import LoadedModel, Parallel, load_model
 from attar.engine.memory_profile import GpuMemory, MemoryProfile, ProfileRun, measure
 from attar.execution import kv_cache as kv_schemes
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.triton.weights import knows_float8
 from attar.kv import schemes
 from attar.model.config import ModelConfig
@@ -88,7 +88,7 @@ def without_kernels(decoder: Decoder) -> list[str]:
     """What of a model on CPUs the reference computes, in sentences that say why; none where all of it has kernels."""
     if decoder.store is None:
         dtype = str(decoder.dtype).removeprefix("torch.")
-        why = next(reason for _, reason in ops.candidates("linear", "cpu", decoder.dtype))
+        why = next(reason for _, reason in dispatch.candidates("linear", "cpu", decoder.dtype))
         return [f"no linear has a CPU kernel in {dtype} ({why}): all run {BY_REFERENCE}"]
     found: dict[str, list[str]] = {}
     for name, reason in decoder.store.refused.items():
@@ -149,7 +149,7 @@ def _on_card(
     settings: Settings, path: Path, config: ModelConfig, storage: Storage, limits: SchedulerConfig, threads: int
 ) -> tuple[Engine, Ready]:
     """Start an engine on a GPU."""
-    ops.require(settings.device)
+    dispatch.require(settings.device)
     torch.set_num_threads(threads)
     memory = GpuMemory(torch.device(settings.device))
     available, most = memory.free(), planning.longest(config, settings.context)

@@ -47,10 +47,10 @@ from attar.execution.recorded_step import Decoding
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import HEADS, Scheme
 from attar.formats.weight_formats import Sparse24
-from attar.kernels import ops
+from attar.kernels import dispatch, ops
+from attar.kernels.dispatch import Store, TritonStore
 from attar.kernels.native import extension, limits
 from attar.kernels.operands import Linear, Prepared
-from attar.kernels.ops import Store, TritonStore
 from attar.kv.pages import Bases
 from attar.kv.schemes import KvScheme
 from attar.model import decoder as model
@@ -256,9 +256,9 @@ def run(
     since, floor = time.perf_counter(), _resident()
     computed = hf.compute_dtype(None, device)
     assert computed is not None
-    store = ops.store(activations, device, computed)
+    store = dispatch.store(activations, device, computed)
     if store is None:
-        raise ValueError(f"there is nothing to measure: {ops.candidates('linear')[0][1]}")
+        raise ValueError(f"there is nothing to measure: {dispatch.candidates('linear')[0][1]}")
     decoder = make(store)
     loaded = time.perf_counter() - since
     numbers = torch.Generator().manual_seed(SEED)

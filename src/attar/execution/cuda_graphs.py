@@ -41,7 +41,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attar.kernels.ops import TritonStore
+from attar.kernels.dispatch import TritonStore
 from attar.kv.pages import AttentionMetadata, PagedKV
 from attar.model.cache import ALIGNED, ForwardBatch, KVCache
 from attar.model.decoder import Decoder

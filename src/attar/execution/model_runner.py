@@ -28,7 +28,7 @@ from torch import Tensor
 from attar.execution import cuda_graphs
 from attar.execution.recorded_step import Decoding
 from attar.faults import InjectedFault, point
-from attar.kernels import ops
+from attar.kernels import dispatch, ops
 from attar.kv.pages import Bases, PagedKV
 from attar.kv.schemes import KvScheme
 from attar.model import cache
@@ -298,7 +298,7 @@ class Runner:
         Graphs stay: each step writes all their inputs, so none is ever half made.
         """
         self._batches.clear()
-        ops.release()
+        dispatch.release()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

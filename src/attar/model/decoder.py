@@ -16,8 +16,8 @@ from torch import Tensor
 
 from attar.formats.packed import PackedTensor
 from attar.kernels import ops
+from attar.kernels.dispatch import Store, Table, TritonStore
 from attar.kernels.operands import AttentionForm, Linear, Norm, Prepared, Routes
-from attar.kernels.ops import Store, Table, TritonStore
 from attar.kv.pages import Bases
 from attar.kv.schemes import SCHEMES, KvScheme
 from attar.model.cache import ForwardBatch, KVCache

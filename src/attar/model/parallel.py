@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attar.kernels import ops
+from attar.kernels.dispatch import Store
 from attar.kernels.group import Group
 from attar.kernels.operands import Adapter, Linear, Norm, Routes
-from attar.kernels.ops import Store
 from attar.model import decoder
 from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder, Embedding, Weights

@@ -22,7 +22,7 @@ from attar.formats.codecs import lookup
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.formats.weight_formats import NUMBERS, Lookup
-from attar.kernels import ops, ref
+from attar.kernels import dispatch, ref
 from attar.model.cache import ForwardBatch
 from tests.model.random_model import together
 
@@ -164,7 +164,7 @@ def test_a_model_gives_the_logits_of_its_dense_twin(beside: bool, outliers: int,
     assert sum(inspect(folder).schemes.values()) == len(tiny.linears)
     with pytest.raises(ValueError, match="already"):  # wherever its bits stand
         compress(folder, tmp_path / "again", recipe="rtn-w4g32")
-    if (store := ops.store()) is not None:
+    if (store := dispatch.store()) is not None:
         model = hf.load(folder, torch.float32, store=store)
         assert (
             tiny.difference(model.forward(tiny.ids, ForwardBatch((len(tiny.ids),), len(tiny.ids))), logits) <= KERNELS

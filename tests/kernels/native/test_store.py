@@ -13,7 +13,7 @@ from torch import Tensor
 from attar import _native, env
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Scheme
-from attar.kernels import ops, ref
+from attar.kernels import dispatch, ops, ref
 from attar.kernels.native import linear as native
 from attar.kernels.native.store import Store
 from attar.kernels.operands import Linear, Norm
@@ -117,9 +117,9 @@ def test_stores_round_rows_in_the_ways_there_are() -> None:
 
 
 def test_the_reference_has_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(ops.store(), Store)
+    assert isinstance(dispatch.store(), Store)
     monkeypatch.setattr(env, "get", lambda: env.Env(kernels="ref"))
-    assert ops.store() is None
+    assert dispatch.store() is None
 
 
 # ---- how rows are rounded

@@ -33,10 +33,10 @@ from attar.formats.packed import PackedTensor
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Scheme
 from attar.formats.weight_formats import GgmlBlocks
+from attar.kernels.dispatch import Store
 from attar.kernels.native.layouts import GGML
 from attar.kernels.native.store import Store as NativeStore
 from attar.kernels.operands import Linear
-from attar.kernels.ops import Store
 from attar.model import decoder
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder

@@ -26,9 +26,9 @@ from attar.checkpoints.vocabulary import is_gguf
 from attar.formats.cuts import Range, Units, units, within
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
+from attar.kernels.dispatch import Store
 from attar.kernels.native.store import Store as NativeStore
 from attar.kernels.operands import Linear
-from attar.kernels.ops import Store
 from attar.model import parallel
 from attar.model.config import ModelConfig
 from attar.model.parallel import Groups, SplitDecoder

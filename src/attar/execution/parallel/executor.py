@@ -76,10 +76,10 @@ from attar.execution.parallel.commands import (
     Shutdown,
     encode,
 )
-from attar.kernels import ops
+from attar.kernels import dispatch
+from attar.kernels.dispatch import Store
 from attar.kernels.group import WAIT, Group
 from attar.kernels.operands import Routes
-from attar.kernels.ops import Store
 from attar.kv.pages import Bases
 from attar.kv.schemes import KvScheme
 from attar.model.cache import ForwardBatch, KVCache
@@ -137,7 +137,7 @@ def load(job: Job, groups: Groups, progress: StageProgress | None = None) -> Spl
     dtype: torch.dtype | None = None if job.dtype is None else getattr(torch, job.dtype)
     store: Store | None = None
     if job.native and dtype is not None:
-        store = ops.store(job.activations, job.device, dtype)
+        store = dispatch.store(job.activations, job.device, dtype)
     return shards.load(Path(job.model), job.share, groups, dtype, progress, store)
 
 
@@ -378,7 +378,7 @@ def check(path: Path, first: Share, device: str, native: bool) -> None:
     if not torch.distributed.is_available():
         raise ValueError("this build of torch has no torch.distributed: --tp and --pp need it")
     if device != "cpu":
-        ops.require(device)
+        dispatch.require(device)
         if ":" in device:
             raise ValueError(f"processes take the GPUs in order: device is cuda, not {device}")
         if (found := torch.cuda.device_count()) < first.count:
