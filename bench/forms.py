@@ -55,7 +55,7 @@ class Mixed(decode_speed.RandomWeights):
         return super()._weight(size, ggml_mix.scheme(kind))
 
 
-def make(model: str, scheme: str, head: str, store: dispatch.Store) -> Decoder:
+def make(model: str, scheme: str, head: str, store: dispatch.BackendWeights) -> Decoder:
     mix = ggml_mix.find(scheme) if scheme.endswith(("_m", "_s", "_l")) else None
     if mix is None:
         return decode_speed.build(model, scheme, head, store)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from attar.kernels import dispatch
-from attar.kernels.dispatch import Store
+from attar.kernels.dispatch import BackendWeights
 from attar.kernels.operands import Linear
 from attar.model.cache import ForwardBatch, KVCache
 from attar.model.config import ModelConfig, Names, Rope
@@ -147,7 +147,10 @@ class Oracle:
     logits: tuple[Tensor, Tensor]
 
     def decoder(
-        self, config: ModelConfig | None = None, tensors: dict[str, Tensor] | None = None, store: Store | None = None
+        self,
+        config: ModelConfig | None = None,
+        tensors: dict[str, Tensor] | None = None,
+        store: BackendWeights | None = None,
     ) -> Decoder:
         config = config or self.config
         return build(config, Stored(config.names, self.tensors if tensors is None else tensors), store=store)

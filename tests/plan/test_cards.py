@@ -19,7 +19,7 @@ from attar.kernels import dispatch, ref
 from attar.kernels.operands import Linear
 from attar.kernels.triton import weights
 from attar.kernels.triton.pages import NibblePages, PlainPages
-from attar.kernels.triton.store import TritonStore
+from attar.kernels.triton.store import GpuWeights
 from attar.kv.schemes import scheme as kv_scheme
 from attar.model.shapes import shape
 from attar.plan import cards, costs, fit, report
@@ -51,7 +51,7 @@ def test_a_weight_takes_what_its_layout_takes(
     source = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
     one = Linear("one", codec(parsed.weight.kind).quantize(source, parsed))
     assert cards.has_kernel(parsed, columns, float8) == (weights.against(one) is None)
-    matrix, where = Matrix("one", rows, columns), TritonStore("cpu", torch.bfloat16)
+    matrix, where = Matrix("one", rows, columns), GpuWeights("cpu", torch.bfloat16)
     where.take(one)
     if isinstance(one.weight, weights.TritonWeight):
         assert cards.size(matrix, parsed, float8) == cards.held(matrix, parsed, float8) == one.weight.read_bytes

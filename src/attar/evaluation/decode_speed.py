@@ -48,7 +48,7 @@ from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import HEADS, Scheme
 from attar.formats.weight_formats import Sparse24
 from attar.kernels import dispatch, ops
-from attar.kernels.dispatch import Store, TritonStore
+from attar.kernels.dispatch import BackendWeights, TritonStore
 from attar.kernels.native import extension, limits
 from attar.kernels.operands import Linear, Prepared
 from attar.kv.pages import Bases
@@ -189,7 +189,7 @@ def quantized(size: tuple[int, int], scheme: Scheme, numbers: torch.Generator) -
     return PackedTensor(scheme, size, {name: repeated(part) for name, part in packed.parts.items()})
 
 
-def build(name: str, scheme: str, head: str, store: Store) -> Decoder:
+def build(name: str, scheme: str, head: str, store: BackendWeights) -> Decoder:
     """Return a model of a known shape with random weights. A tied embedding is the LM head, in the head's scheme."""
     config, device = shape(name), store.device if isinstance(store, TritonStore) else "cpu"
     return model.build(config, RandomWeights(config, scheme, head, device), None, store)
@@ -201,7 +201,7 @@ def part(name: str, scheme: str, head: str) -> Part:
     return shape(name), Storage.named(scheme, None if packed is None else packed.with_scale_dtype("float16"))
 
 
-def load(path: Path, store: Store) -> Decoder:
+def load(path: Path, store: BackendWeights) -> Decoder:
     return opening.load(path, store.dtype if isinstance(store, TritonStore) else torch.float32, None, store)
 
 
@@ -213,7 +213,7 @@ def measure_model(path: Path, options: Load, setup: Setup) -> dict[str, Any]:
         return run(lambda store: load(path, store), options, setup.activations, setup.kv, setup.device, part)
     teams: list[ParallelExecutor] = []
 
-    def make(store: Store) -> Decoder:
+    def make(store: BackendWeights) -> Decoder:
         dtype = hf.compute_dtype(None, setup.device)
         teams.append(
             ParallelExecutor(path, setup.tp, setup.pp, device=setup.device, dtype=dtype, activations=setup.activations)
@@ -241,7 +241,7 @@ def measure_shape(name: str, scheme: str, head: str, options: Load, setup: Setup
 
 
 def run(
-    make: Callable[[Store], Decoder],
+    make: Callable[[BackendWeights], Decoder],
     load: Load,
     activations: str = "int8g128",
     kv: str | None = None,

@@ -17,10 +17,10 @@ from attar import env
 from attar.kernels.native import extension
 from attar.kernels.native.linear import Activations as Activations
 from attar.kernels.native.rows import Table as NativeTable
-from attar.kernels.native.store import Store as NativeStore
+from attar.kernels.native.store import BackendWeights as NativeStore
 from attar.kernels.triton import backend as gpu
 from attar.kernels.triton.pages import NibblePages, PlainPages
-from attar.kernels.triton.store import TritonStore as TritonStore
+from attar.kernels.triton.store import GpuWeights as TritonStore
 from attar.kernels.triton.store import TritonTable
 from attar.kernels.triton.weights import knows_float8
 from attar.kv.pages import Bases, PagedKV
@@ -29,7 +29,7 @@ from attar.kv.schemes import KvScheme, Layout
 if TYPE_CHECKING:
     from types import ModuleType
 
-Store: TypeAlias = NativeStore | TritonStore
+BackendWeights: TypeAlias = NativeStore | TritonStore
 """A model's weights in the layout of a backend."""
 
 Table: TypeAlias = NativeTable | TritonTable
@@ -69,7 +69,9 @@ def require(device: str) -> None:
     gpu.require(device)
 
 
-def store(activations: str = "int8g128", device: str = "cpu", dtype: torch.dtype = torch.float32) -> Store | None:
+def store(
+    activations: str = "int8g128", device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> BackendWeights | None:
     """Return a store for the weights of a native model that computes in `dtype` on `device`; None where the reference
     runs.
 

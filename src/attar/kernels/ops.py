@@ -30,13 +30,13 @@ from torch import Tensor
 
 from attar.formats.packed import PackedTensor
 from attar.kernels import dispatch, hadamard, ref, ref_attention
-from attar.kernels.dispatch import Store, Table
+from attar.kernels.dispatch import BackendWeights, Table
 from attar.kernels.native import attention as native_attention
 from attar.kernels.native import linear as products
 from attar.kernels.native import rows
 from attar.kernels.native.linear import Activations as Activations
 from attar.kernels.native.rows import Table as NativeTable
-from attar.kernels.native.store import Store as NativeStore
+from attar.kernels.native.store import BackendWeights as NativeStore
 from attar.kernels.operands import (
     Activation,
     ActivationHook,
@@ -50,7 +50,7 @@ from attar.kernels.operands import (
 from attar.kernels.triton import backend as gpu
 from attar.kernels.triton import store as gpu_store
 from attar.kernels.triton.pages import NibblePages, PlainPages
-from attar.kernels.triton.store import TritonStore as TritonStore
+from attar.kernels.triton.store import GpuWeights as TritonStore
 from attar.kernels.triton.store import TritonTable
 from attar.kernels.triton.weights import TritonWeight
 from attar.kv.pages import AttentionMetadata, PagedKV, Rotation
@@ -150,7 +150,7 @@ def _adapt(
         at += each.shape[0]
 
 
-def prepare_adapter(adapter: Adapter, into: Store | None, device: torch.device) -> Adapter | PreparedAdapter:
+def prepare_adapter(adapter: Adapter, into: BackendWeights | None, device: torch.device) -> Adapter | PreparedAdapter:
     """Prepare an adapter for a model on `device` whose weights are in `into`.
 
     On CPUs it takes the layout of the kernels; a GPU multiplies by it in float32, like the reference.

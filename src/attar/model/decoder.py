@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attar.formats.packed import PackedTensor
 from attar.kernels import ops
-from attar.kernels.dispatch import Store, Table, TritonStore
+from attar.kernels.dispatch import BackendWeights, Table, TritonStore
 from attar.kernels.operands import AttentionForm, Linear, Norm, Prepared, Routes
 from attar.kv.pages import Bases
 from attar.kv.schemes import SCHEMES, KvScheme
@@ -75,7 +75,7 @@ class Decoder:
     blocks: list[Block]
     final_norm: Norm
     head: Linear
-    store: Store | None = None  # where its weights are laid out for the native kernels
+    store: BackendWeights | None = None  # where its weights are laid out for the native kernels
     first: int = 0  # layer of the model of its first block
 
     @property
@@ -430,7 +430,7 @@ def build(
     config: ModelConfig,
     weights: Weights,
     on_block: StageProgress | None = None,
-    store: Store | None = None,
+    store: BackendWeights | None = None,
 ) -> Decoder:
     """Build the whole decoder, its weights in `store` where one is given. `on_block(done, total)` reports progress.
 
@@ -443,7 +443,7 @@ def build(
     return Decoder(config, embedding, blocks, final_norm, head, store)
 
 
-def lay_out_ends(embedding: Embedding, head: Linear, final_norm: Norm, store: Store | None) -> None:
+def lay_out_ends(embedding: Embedding, head: Linear, final_norm: Norm, store: BackendWeights | None) -> None:
     """Put the parts around the blocks into `store`; where embedding and LM head are one, they stay one."""
     if store is None:
         return
@@ -461,7 +461,7 @@ def build_blocks(
     weights: Weights,
     layers: range,
     on_block: StageProgress | None,
-    store: Store | None,
+    store: BackendWeights | None,
 ) -> list[Block]:
     """Build blocks `layers` of the model, in `store` where one is given. `on_block(done, total)` reports progress."""
     blocks = []

@@ -88,7 +88,7 @@ def test_schemes_without_one_say_why(scheme: str, reason: str) -> None:
 @pytest.mark.parametrize("dtype", backend.DTYPES, ids=str)
 def test_a_checkpoint_loads_in_the_dtype_of_the_store(dtype: torch.dtype, demo: Path) -> None:
     """As `--device cuda` loads it, but for the device."""
-    where = store.TritonStore("cpu", dtype)
+    where = store.GpuWeights("cpu", dtype)
     decoder = hf.load(demo, dtype, None, where)
     for each in (decoder.head, *decoder.blocks[0].linears()):
         assert isinstance(each.weight, weights.TritonWeight)

@@ -13,7 +13,7 @@ from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
 from attar.checkpoints.sources import hf
 from attar.checkpoints.vocabulary import is_gguf
 from attar.kernels import dispatch
-from attar.kernels.dispatch import Store
+from attar.kernels.dispatch import BackendWeights
 from attar.model.decoder import Decoder
 from attar.progress import StageProgress
 
@@ -22,7 +22,7 @@ def load(
     path: Path,
     dtype: torch.dtype | None = None,
     progress: StageProgress | None = None,
-    store: Store | None = None,
+    store: BackendWeights | None = None,
 ) -> Decoder:
     """Load the whole model, ready to run. Arguments and errors as `hf.load`."""
     return (gguf_checkpoint.load if is_gguf(path) else hf.load)(path, dtype, progress, store)

@@ -26,8 +26,8 @@ from attar.checkpoints.vocabulary import is_gguf
 from attar.formats.cuts import Range, Units, units, within
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
-from attar.kernels.dispatch import Store
-from attar.kernels.native.store import Store as NativeStore
+from attar.kernels.dispatch import BackendWeights
+from attar.kernels.native.store import BackendWeights as NativeStore
 from attar.kernels.operands import Linear
 from attar.model import parallel
 from attar.model.config import ModelConfig
@@ -62,7 +62,7 @@ def load(
     groups: Groups,
     dtype: torch.dtype | None = None,
     progress: StageProgress | None = None,
-    store: Store | None = None,
+    store: BackendWeights | None = None,
 ) -> SplitDecoder:
     """Load the part of `share`, ready to run with the others. Raises CheckpointError as `opening.load`, and ValueError
     where the model cannot be split so."""

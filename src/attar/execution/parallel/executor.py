@@ -77,7 +77,7 @@ from attar.execution.parallel.commands import (
     encode,
 )
 from attar.kernels import dispatch
-from attar.kernels.dispatch import Store
+from attar.kernels.dispatch import BackendWeights
 from attar.kernels.group import WAIT, Group
 from attar.kernels.operands import Routes
 from attar.kv.pages import Bases
@@ -135,7 +135,7 @@ def load(job: Job, groups: Groups, progress: StageProgress | None = None) -> Spl
         torch.cuda.set_device(device)
     torch.set_num_threads(job.threads)
     dtype: torch.dtype | None = None if job.dtype is None else getattr(torch, job.dtype)
-    store: Store | None = None
+    store: BackendWeights | None = None
     if job.native and dtype is not None:
         store = dispatch.store(job.activations, job.device, dtype)
     return shards.load(Path(job.model), job.share, groups, dtype, progress, store)
