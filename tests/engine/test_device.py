@@ -210,7 +210,7 @@ def test_experts_are_waited_for_once_a_layer() -> None:
 
 def test_a_report_of_a_card(tiny_decoder: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it but the kernels; the roof is that of `plan/`, at rates that are made up."""
-    monkeypatch.setattr(dispatch, "store", lambda *_: dispatch.TritonStore(pretend.THERE, torch.float32))
+    monkeypatch.setattr(dispatch, "store", lambda *_: dispatch.GpuWeights(pretend.THERE, torch.float32))
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 7 * 10**6)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     monkeypatch.setattr(bottleneck, "card_limits", lambda device: (1000.0, {"bf16": 2.0, "int8": 4.0, "fp8": 8.0}))

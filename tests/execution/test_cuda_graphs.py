@@ -203,7 +203,7 @@ def test_whoever_is_cancelled_is_told_of_no_more(decoder: Decoder) -> None:
 
 def test_what_is_not_recorded_says_why(tiny_decoder: Make) -> None:
     assert cuda_graphs.against(tiny_decoder()) == "the model is not laid out for the kernels of a GPU"
-    store = dispatch.TritonStore("cpu", torch.float32)
+    store = dispatch.GpuWeights("cpu", torch.float32)
     laid = tiny_decoder(store=store)
     assert cuda_graphs.against(laid) is None
     experts = MixtureOfExperts(laid.head, (), 1, False)

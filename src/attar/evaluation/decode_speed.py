@@ -48,7 +48,7 @@ from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import HEADS, Scheme
 from attar.formats.weight_formats import Sparse24
 from attar.kernels import dispatch, ops
-from attar.kernels.dispatch import BackendWeights, TritonStore
+from attar.kernels.dispatch import BackendWeights, GpuWeights
 from attar.kernels.native import extension, limits
 from attar.kernels.operands import Linear, Prepared
 from attar.kv.pages import Bases
@@ -191,7 +191,7 @@ def quantized(size: tuple[int, int], scheme: Scheme, numbers: torch.Generator) -
 
 def build(name: str, scheme: str, head: str, store: BackendWeights) -> Decoder:
     """Return a model of a known shape with random weights. A tied embedding is the LM head, in the head's scheme."""
-    config, device = shape(name), store.device if isinstance(store, TritonStore) else "cpu"
+    config, device = shape(name), store.device if isinstance(store, GpuWeights) else "cpu"
     return model.build(config, RandomWeights(config, scheme, head, device), None, store)
 
 
@@ -202,7 +202,7 @@ def part(name: str, scheme: str, head: str) -> Part:
 
 
 def load(path: Path, store: BackendWeights) -> Decoder:
-    return opening.load(path, store.dtype if isinstance(store, TritonStore) else torch.float32, None, store)
+    return opening.load(path, store.dtype if isinstance(store, GpuWeights) else torch.float32, None, store)
 
 
 def measure_model(path: Path, options: Load, setup: Setup) -> dict[str, Any]:
@@ -279,7 +279,7 @@ def run(
         "step_ms": 1e3 * decode,
         "bytes_per_token": per_token,
     }
-    if isinstance(store, TritonStore):
+    if isinstance(store, GpuWeights):
         peak, rates = torch.cuda.max_memory_reserved(decoder.device), bottleneck.card_rates(decoder.device)
         rate, gops = rates.bandwidth / 1e9, rates.operations(None) / 1e9
         if part is not None:

@@ -20,7 +20,7 @@ from attar.kernels.native.rows import Table as NativeTable
 from attar.kernels.native.store import BackendWeights as NativeStore
 from attar.kernels.triton import backend as gpu
 from attar.kernels.triton.pages import NibblePages, PlainPages
-from attar.kernels.triton.store import GpuWeights as TritonStore
+from attar.kernels.triton.store import GpuWeights as GpuWeights
 from attar.kernels.triton.store import TritonTable
 from attar.kernels.triton.weights import knows_float8
 from attar.kv.pages import Bases, PagedKV
@@ -29,7 +29,7 @@ from attar.kv.schemes import KvScheme, Layout
 if TYPE_CHECKING:
     from types import ModuleType
 
-BackendWeights: TypeAlias = NativeStore | TritonStore
+BackendWeights: TypeAlias = NativeStore | GpuWeights
 """A model's weights in the layout of a backend."""
 
 Table: TypeAlias = NativeTable | TritonTable
@@ -81,7 +81,7 @@ def store(
     gpu.require(device)
     name, _ = next(each for each in candidates("linear", gpu.kind_of(device), dtype) if each[1] is None)
     if name == "triton":
-        return TritonStore(device, dtype)
+        return GpuWeights(device, dtype)
     if name == "ref":
         if gpu.kind_of(device) != "cpu":
             raise ValueError(f"the reference computes on {device} only what is loaded there: it has no store")

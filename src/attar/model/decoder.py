@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attar.formats.packed import PackedTensor
 from attar.kernels import ops
-from attar.kernels.dispatch import BackendWeights, Table, TritonStore
+from attar.kernels.dispatch import BackendWeights, GpuWeights, Table
 from attar.kernels.operands import AttentionForm, Linear, Norm, Prepared, Routes
 from attar.kv.pages import Bases
 from attar.kv.schemes import SCHEMES, KvScheme
@@ -113,7 +113,7 @@ class Decoder:
         """Return why a step cannot be recorded as native calls and replayed, or None where it can."""
         if self.store is None:
             return "the model is not laid out for the native kernels"
-        if isinstance(self.store, TritonStore):
+        if isinstance(self.store, GpuWeights):
             return "steps of a GPU are recorded as CUDA graphs"
         if self.store.refused:
             name, reason = next(iter(self.store.refused.items()))
@@ -452,7 +452,7 @@ def lay_out_ends(embedding: Embedding, head: Linear, final_norm: Norm, store: Ba
     store.take_norm(final_norm)
     assert not isinstance(embedding.table, Table)
     embedding.table = store.table(head.weight if tied and isinstance(head.weight, Prepared) else embedding.table)
-    if isinstance(store, TritonStore) and embedding.positions is not None:
+    if isinstance(store, GpuWeights) and embedding.positions is not None:
         embedding.positions = embedding.positions.to(store.device)
 
 
