@@ -17,11 +17,10 @@ from attar import env
 from attar.kernels.native import extension
 from attar.kernels.native.linear import Activations as Activations
 from attar.kernels.native.rows import Table as NativeTable
-from attar.kernels.native.store import BackendWeights as NativeStore
+from attar.kernels.native.store import CpuWeights
 from attar.kernels.triton import backend as gpu
 from attar.kernels.triton.pages import NibblePages, PlainPages
-from attar.kernels.triton.store import GpuWeights as GpuWeights
-from attar.kernels.triton.store import TritonTable
+from attar.kernels.triton.store import GpuWeights, TritonTable
 from attar.kernels.triton.weights import knows_float8
 from attar.kv.pages import Bases, PagedKV
 from attar.kv.schemes import KvScheme, Layout
@@ -29,7 +28,7 @@ from attar.kv.schemes import KvScheme, Layout
 if TYPE_CHECKING:
     from types import ModuleType
 
-BackendWeights: TypeAlias = NativeStore | GpuWeights
+BackendWeights: TypeAlias = CpuWeights | GpuWeights
 """A model's weights in the layout of a backend."""
 
 Table: TypeAlias = NativeTable | TritonTable
@@ -87,7 +86,7 @@ def store(
             raise ValueError(f"the reference computes on {device} only what is loaded there: it has no store")
         return None
     extension.fit_threads()
-    return NativeStore(activations)
+    return CpuWeights(activations)
 
 
 def pages(

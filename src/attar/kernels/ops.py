@@ -36,7 +36,7 @@ from attar.kernels.native import linear as products
 from attar.kernels.native import rows
 from attar.kernels.native.linear import Activations as Activations
 from attar.kernels.native.rows import Table as NativeTable
-from attar.kernels.native.store import BackendWeights as NativeStore
+from attar.kernels.native.store import CpuWeights
 from attar.kernels.operands import (
     Activation,
     ActivationHook,
@@ -50,8 +50,7 @@ from attar.kernels.operands import (
 from attar.kernels.triton import backend as gpu
 from attar.kernels.triton import store as gpu_store
 from attar.kernels.triton.pages import NibblePages, PlainPages
-from attar.kernels.triton.store import GpuWeights as GpuWeights
-from attar.kernels.triton.store import TritonTable
+from attar.kernels.triton.store import GpuWeights, TritonTable
 from attar.kernels.triton.weights import TritonWeight
 from attar.kv.pages import AttentionMetadata, PagedKV, Rotation
 
@@ -155,7 +154,7 @@ def prepare_adapter(adapter: Adapter, into: BackendWeights | None, device: torch
 
     On CPUs it takes the layout of the kernels; a GPU multiplies by it in float32, like the reference.
     """
-    if not isinstance(into, NativeStore):
+    if not isinstance(into, CpuWeights):
         return adapter.to(device)
     made = PreparedAdapter(Linear("adapter's A", adapter.down), Linear("adapter's B", adapter.up))
     into.take(made.down)

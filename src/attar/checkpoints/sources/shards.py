@@ -27,7 +27,7 @@ from attar.formats.cuts import Range, Units, units, within
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.kernels.dispatch import BackendWeights
-from attar.kernels.native.store import BackendWeights as NativeStore
+from attar.kernels.native.store import CpuWeights
 from attar.kernels.operands import Linear
 from attar.model import parallel
 from attar.model.config import ModelConfig
@@ -66,7 +66,7 @@ def load(
 ) -> SplitDecoder:
     """Load the part of `share`, ready to run with the others. Raises CheckpointError as `opening.load`, and ValueError
     where the model cannot be split so."""
-    checkpoint = open_checkpoint(path, dtype, as_stored=store is not None, blocks=isinstance(store, NativeStore))
+    checkpoint = open_checkpoint(path, dtype, as_stored=store is not None, blocks=isinstance(store, CpuWeights))
     config = checkpoint.config
     part = split(config, share, schemes(checkpoint, config))
     try:
