@@ -48,9 +48,10 @@ from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import HEADS, Scheme
 from attar.formats.weight_formats import Sparse24
 from attar.kernels import dispatch, ops
-from attar.kernels.dispatch import BackendWeights, GpuWeights
+from attar.kernels.dispatch import BackendWeights
 from attar.kernels.native import extension, limits
 from attar.kernels.operands import Linear, Prepared
+from attar.kernels.triton.store import GpuWeights
 from attar.kv.pages import Bases
 from attar.kv.schemes import KvScheme
 from attar.model import decoder as model

@@ -41,7 +41,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attar.kernels.dispatch import GpuWeights
+from attar.kernels.triton.store import GpuWeights
 from attar.kv.pages import AttentionMetadata, PagedKV
 from attar.model.cache import ALIGNED, ForwardBatch, KVCache
 from attar.model.decoder import Decoder

@@ -50,7 +50,7 @@ from attar.kernels.operands import (
 from attar.kernels.triton import backend as gpu
 from attar.kernels.triton import store as gpu_store
 from attar.kernels.triton.pages import NibblePages, PlainPages
-from attar.kernels.triton.store import GpuWeights, TritonTable
+from attar.kernels.triton.store import TritonTable
 from attar.kernels.triton.weights import TritonWeight
 from attar.kv.pages import AttentionMetadata, PagedKV, Rotation
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from attar.formats.packed import PackedTensor
 from attar.kernels import ops
-from attar.kernels.dispatch import BackendWeights, GpuWeights, Table
+from attar.kernels.dispatch import BackendWeights, Table
 from attar.kernels.operands import AttentionForm, Linear, Norm, Prepared, Routes
+from attar.kernels.triton.store import GpuWeights
 from attar.kv.pages import Bases
 from attar.kv.schemes import SCHEMES, KvScheme
 from attar.model.cache import ForwardBatch, KVCache
