@@ -131,10 +131,10 @@ def test_no_adapter_takes_what_another_has_cached(decoder: Decoder) -> None:
     made = adapted(decoder)
     prompt, params = tuple(token_ids(1, 100)[0]), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     reused = []
-    for i, (adapter, salt) in enumerate(
+    for i, (adapter, cache_salt) in enumerate(
         [("", b""), ("tone", b""), ("style", b""), ("tone", b""), ("", b""), ("", b"\1\0\0\0"), ("tone", b"key")]
     ):
-        ends = run(made, [Submit(str(i), prompt, params, salt=salt, adapter=adapter)])
+        ends = run(made, [Submit(str(i), prompt, params, cache_salt=cache_salt, adapter=adapter)])
         reused += [e.report.reused_tokens for e in ends if isinstance(e, Finished) and e.report is not None]
     assert [n > 0 for n in reused] == [False, False, False, True, True, False, False]
 

@@ -49,8 +49,8 @@ def some_requests(seed: int, count: int, vocab: int) -> list[Submit | Embed]:
             logprobs=draw.choice((None, 0, 3)),
             prompt_logprobs=draw.choice((None, None, None, 2)),
         )
-        salt = draw.choice((b"", b"", b"other"))
-        asks.append(Submit(str(i), prompt, params, draw.choice((1, 1, 1, 3)), salt, draw.randrange(3)))
+        cache_salt = draw.choice((b"", b"", b"other"))
+        asks.append(Submit(str(i), prompt, params, draw.choice((1, 1, 1, 3)), cache_salt, draw.randrange(3)))
     return asks
 
 
@@ -130,7 +130,7 @@ def test_what_followers_share_is_not_computed_again(decoder: Decoder) -> None:
     (end,) = [e for e in run(made, [Submit("c", (*prompt[:80], 5, 5, 5), greedy)]) if isinstance(e, Finished)]
     assert end.report is not None
     assert (end.report.reused_tokens, end.report.differs_at) == (80, 80)
-    (end,) = [e for e in run(made, [Submit("d", prompt, greedy, salt=b"own")]) if isinstance(e, Finished)]
+    (end,) = [e for e in run(made, [Submit("d", prompt, greedy, cache_salt=b"own")]) if isinstance(e, Finished)]
     assert end.report is not None
     assert end.report.reused_tokens == 0
 

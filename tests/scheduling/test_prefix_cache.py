@@ -52,35 +52,35 @@ class Tree(RuleBasedStateMachine):
         self.written: dict[int, tuple[bytes, list[int]]] = {}
         self.tables: list[list[int]] = []
 
-    def longest(self, salt: bytes, tokens: list[int]) -> int:
-        return max((common(tokens, other) for own, other in self.known if own == salt), default=0)
+    def longest(self, cache_salt: bytes, tokens: list[int]) -> int:
+        return max((common(tokens, other) for own, other in self.known if own == cache_salt), default=0)
 
-    def usable(self, salt: bytes, tokens: list[int], match: Match) -> None:
+    def usable(self, cache_salt: bytes, tokens: list[int], match: Match) -> None:
         """Each block that was matched was written with these very tokens, up to where it is used."""
         size = self.pool.size
         used = [*match.blocks, *([] if match.source is None else [match.source])]
         for i, block in enumerate(used):
             end = min((i + 1) * size, match.length)
             own, text = self.written[block]
-            assert own == salt
+            assert own == cache_salt
             assert text[:end] == tokens[:end]
 
-    @rule(salt=SALTS, tokens=TOKENS)
-    def match(self, salt: bytes, tokens: list[int]) -> None:
-        match = self.cache.match(salt, ids(tokens))
-        assert match.length == self.longest(salt, tokens)
+    @rule(cache_salt=SALTS, tokens=TOKENS)
+    def match(self, cache_salt: bytes, tokens: list[int]) -> None:
+        match = self.cache.match(cache_salt, ids(tokens))
+        assert match.length == self.longest(cache_salt, tokens)
         assert len(match.blocks) == match.length // self.pool.size
         assert (match.source is not None) == (match.length % self.pool.size > 0)
         assert match.differs_at == (match.length if match.length < len(tokens) else None)
         assert match.ended in (["complete"] if match.length == len(tokens) else ["differs", "evicted"])
         if match.ended == "evicted":
-            assert any(own == salt and common(tokens, text) > match.length for own, text in self.ever)
-        self.usable(salt, tokens, match)
+            assert any(own == cache_salt and common(tokens, text) > match.length for own, text in self.ever)
+        self.usable(cache_salt, tokens, match)
 
-    @rule(salt=SALTS, tokens=TOKENS, keep=st.booleans())
-    def run(self, salt: bytes, tokens: list[int], keep: bool) -> None:
+    @rule(cache_salt=SALTS, tokens=TOKENS, keep=st.booleans())
+    def run(self, cache_salt: bytes, tokens: list[int], keep: bool) -> None:
         """A sequence takes what it finds, computes the rest, is inserted, and ends at once or stays."""
-        match = self.cache.match(salt, ids(tokens))
+        match = self.cache.match(cache_salt, ids(tokens))
         self.pool.hold(match.blocks)
         needed = self.pool.needed(len(tokens)) - len(match.blocks)
         if needed > self.pool.available:
@@ -88,13 +88,13 @@ class Tree(RuleBasedStateMachine):
             return
         self.make_room(needed)
         table = match.blocks + self.pool.allocate(needed)
-        self.written.update((block, (salt, tokens)) for block in table[len(match.blocks) :])
-        self.cache.insert(salt, ids(tokens), table)
+        self.written.update((block, (cache_salt, tokens)) for block in table[len(match.blocks) :])
+        self.cache.insert(cache_salt, ids(tokens), table)
         assert len(table) == len(set(table)) == self.pool.needed(len(tokens))
-        self.usable(salt, tokens, Match(len(tokens), table, None, "", None))
-        self.known.append((salt, tokens))
-        self.ever.append((salt, tokens))
-        assert self.cache.match(salt, ids(tokens)).length == len(tokens)
+        self.usable(cache_salt, tokens, Match(len(tokens), table, None, "", None))
+        self.known.append((cache_salt, tokens))
+        self.ever.append((cache_salt, tokens))
+        assert self.cache.match(cache_salt, ids(tokens)).length == len(tokens)
         if keep:
             self.tables.append(table)
         else:
@@ -117,8 +117,8 @@ class Tree(RuleBasedStateMachine):
         assert self.pool.free == before + n
         assert all(self.pool.kept(block) for block in in_use), "a block in use was evicted"
         if n:
-            left = [(salt, [*path, *node.tokens]) for salt, path, node in self.cache.nodes()]
-            assert all(self.longest(salt, text) == len(text) for salt, text in left)
+            left = [(cache_salt, [*path, *node.tokens]) for cache_salt, path, node in self.cache.nodes()]
+            assert all(self.longest(cache_salt, text) == len(text) for cache_salt, text in left)
             self.known = left
 
     @rule()
@@ -176,11 +176,11 @@ def test_prompts_whose_hashes_collide_are_told_apart() -> None:
     cache.check()
 
 
-def put(cache: PrefixCache, tokens: Iterable[int], salt: bytes = b"") -> list[int]:
+def put(cache: PrefixCache, tokens: Iterable[int], cache_salt: bytes = b"") -> list[int]:
     """Insert tokens as a sequence that ends at once; its blocks."""
     tokens = ids(tokens)
     blocks = cache.pool.allocate(cache.pool.needed(len(tokens)))
-    cache.insert(salt, tokens, blocks)
+    cache.insert(cache_salt, tokens, blocks)
     cache.pool.drop(blocks)
     return blocks
 

@@ -281,7 +281,7 @@ def test_less_than_a_block_is_not_waited_for() -> None:
     engine = Engine()
     engine.add("a", range(9))
     engine.add("b", [0, 1, 2, 60, 61])
-    engine.add("c", range(9), salt=b"other")
+    engine.add("c", range(9), cache_salt=b"other")
     assert engine.step() == [("a", 9), ("b", 5), ("c", 9)]
 
 

@@ -249,8 +249,8 @@ class FakeEngine:
             choice.request = None
 
     def _report(self, request: Submit) -> Report:
-        known = (request.salt, request.prompt) in self.seen
-        self.seen.add((request.salt, request.prompt))
+        known = (request.cache_salt, request.prompt) in self.seen
+        self.seen.add((request.cache_salt, request.prompt))
         length = len(request.prompt)
         reused = length - 1 if known else 0
         return Report(

@@ -150,7 +150,12 @@ class Engine:
             request = self._new(ask.id, ask.prompt, SamplingParams(max_tokens=0, temperature=0, seed=0))
             request.pooling = ask.pooling
             whole = Submit(
-                ask.id, ask.prompt, request.params, salt=ask.salt, deadline=ask.deadline, adapter=ask.adapter
+                ask.id,
+                ask.prompt,
+                request.params,
+                cache_salt=ask.cache_salt,
+                deadline=ask.deadline,
+                adapter=ask.adapter,
             )
             sequence = self._sequence(request, 0, 0, whole, bypass=ask.pooling == "mean")
             request.choices.append(self._choice(request, 0, sequence))
@@ -243,12 +248,13 @@ class Engine:
             max_tokens=longest,
             priority=ask.priority,
             deadline=None if ask.deadline is None else self.clock() + ask.deadline,
-            salt=adapter.to_bytes(4, "little") + ask.salt,  # of fixed length: no salt reads as another adapter's
+            cache_salt=adapter.to_bytes(4, "little")
+            + ask.cache_salt,  # of fixed length: no salt reads as another adapter's
             bypass=bypass,
             adapter=adapter,
         )
         if self.runner.grows:  # its keys are turned by angles of its own length
-            made.salt += horizon(made).to_bytes(8, "little")
+            made.cache_salt += horizon(made).to_bytes(8, "little")
         return made
 
     def _choice(self, request: Request, number: int, sequence: Tokens) -> Choice:

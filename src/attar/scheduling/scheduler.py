@@ -316,8 +316,8 @@ class Scheduler:
         match = NOTHING
         if not sequence.bypass:
             prompt = sequence.tokens[:-1]  # the last has to be run, for its logits
-            match = self.cache.match(sequence.salt, prompt)
-            if self._soon_more(sequence.salt, prompt, match):
+            match = self.cache.match(sequence.cache_salt, prompt)
+            if self._soon_more(sequence.cache_salt, prompt, match):
                 return False
         room = self._room(sequence, match)
         if room is None and match.source is not None:  # the block to copy from may be the one that is missing
@@ -343,7 +343,7 @@ class Scheduler:
         step.admitted.append(sequence)
         return True
 
-    def _soon_more(self, salt: bytes, prompt: array[int], match: Match) -> bool:
+    def _soon_more(self, cache_salt: bytes, prompt: array[int], match: Match) -> bool:
         """Return whether a prompt being computed will bring a block more of this one into the tree, or all of it.
 
         Batches of the other policies start together, so there is nothing to wait for.
@@ -351,7 +351,7 @@ class Scheduler:
         if self.limits.policy != "continuous":
             return False
         for other in self.running:
-            if other.status is Status.PREFILL and other.salt == salt:
+            if other.status is Status.PREFILL and other.cache_salt == cache_salt:
                 length = common(prompt, other.tokens)
                 whole = length == len(prompt)
                 length -= length % self.cache.round_to
@@ -393,7 +393,7 @@ class Scheduler:
     def _keep(self, sequence: Sequence) -> None:
         """Put the sequence's computed tokens into the tree."""
         tokens = sequence.tokens[: sequence.computed]
-        self.cache.insert(sequence.salt, tokens, sequence.blocks, self._let_go(sequence))
+        self.cache.insert(sequence.cache_salt, tokens, sequence.blocks, self._let_go(sequence))
 
     def _let_go(self, sequence: Sequence) -> Callable[[list[int]], None]:
         """Return the function that takes blocks given up: a step that may still use them releases them at its

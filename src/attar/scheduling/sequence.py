@@ -41,9 +41,9 @@ class SequenceGroup:
 class Sequence:
     """A prompt to be continued by at most `max_tokens` tokens (0: only to be run through the model).
 
-    `priority`: lower goes first. `deadline` is on the scheduler's clock. Sequences of different `salt` share no block.
-    With `bypass` nothing of the prompt is taken from the cache, because the request needs every position computed.
-    `adapter` is the number of its adapter, 0 for none; the caller makes the salt differ by adapter.
+    `priority`: lower goes first. `deadline` is on the scheduler's clock. Sequences of different `cache_salt` share no
+    block. With `bypass` nothing of the prompt is taken from the cache, because the request needs every position
+    computed. `adapter` is the number of its adapter, 0 for none; the caller makes the salt differ by adapter.
     """
 
     id: str
@@ -51,7 +51,7 @@ class Sequence:
     max_tokens: int
     priority: int = 0
     deadline: float | None = None
-    salt: bytes = b""
+    cache_salt: bytes = b""
     bypass: bool = False
     adapter: int = 0
 
