@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from attar.cli.compression import parse_target
 from attar.cli.main import app
-from attar.compression.search.target import Target
+from attar.compression.request.request import CompressionRequest, Target
 
 
 def test_a_target_on_the_command_line(tiny: Path, tmp_path: Path) -> None:
@@ -40,14 +40,14 @@ def test_what_the_options_say() -> None:
 
 @pytest.mark.parametrize("size, target", [("1.5MB", 1_500_000), ("much", None)])
 def test_a_size_is_read_with_its_unit(size: str, target: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Target] = []
+    asked: list[Target | None] = []
 
-    def run(*_: object, target: Target, **__: object) -> None:
-        asked.append(target)
+    def run(request: CompressionRequest, _: object) -> None:
+        asked.append(request.target)
         raise ValueError("no further")
 
-    monkeypatch.setattr("attar.compression.runs.pipeline.compress", run)
+    monkeypatch.setattr("attar.compression.runs.pipeline.compress_request", run)
     done = CliRunner().invoke(app, ["compress", "demo", "out", "--target-size", size])
     assert done.exit_code == 2
-    assert [each.to_dict() for each in asked] == ([] if target is None else [{"size": target}])
+    assert [each and each.to_dict() for each in asked] == ([] if target is None else [{"size": target}])
     assert ("is not a size" in done.stderr) is (target is None)
