@@ -29,7 +29,7 @@ from attar.kernels.operands import Adapter, Linear, Routes
 from attar.model.cache import ForwardBatch, KVCache, pool
 from attar.model.decoder import Decoder
 from attar.model.layers import FeedForward, MixtureOfExperts
-from attar.plan import cards
+from attar.plan import gpus
 from attar.plan.costs import matrices
 from attar.plan.fit import size
 from attar.protocol.messages import Cancel, Delta, Event, Failed, PromptLogprobs, Ready, Submit
@@ -276,7 +276,7 @@ def test_weights_that_a_card_has_no_room_for_are_not_read(tiny: Path, monkeypatc
     monkeypatch.setattr(dispatch, "require", lambda device: None)
     monkeypatch.setattr(startup, "CardMemory", lambda device: Full())
     monkeypatch.setattr(startup, "load_model", lambda *rest, **options: pytest.fail("the model is loaded"))
-    needed = cards.weight_bytes(*stored(tiny), True).total
+    needed = gpus.weight_bytes(*stored(tiny), True).total
     sentence = rf"the weights need .*, but there are 524 kB \(free on {{}}\): {size(needed - 2**19)} too little"
     with there() as device, pytest.raises(ValueError, match=sentence.format(device)):
         startup.start_engine(Settings(str(tiny), "", str(device)))

@@ -18,9 +18,9 @@ from attar.model import shapes
 from attar.model.config import ModelConfig
 from attar.model.split import Share
 from attar.plan import fit
-from attar.plan.cards import GpuSpec
 from attar.plan.costs import Storage
 from attar.plan.fit import Demand, Plan
+from attar.plan.gpus import GpuSpec
 from attar.plan.steps import StepLimits
 from attar.protocol.settings import Settings
 

@@ -35,8 +35,8 @@ from attar.kv import schemes
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.model.split import Share
-from attar.plan import cards, report
 from attar.plan import fit as planning
+from attar.plan import gpus, report
 from attar.plan.costs import BLOCK, Storage
 from attar.plan.fit import Fit
 from attar.plan.roofline import Rates, Roofline
@@ -186,7 +186,7 @@ def _on_card(
 def room_for_weights(settings: Settings, config: ModelConfig, storage: Storage, available: int, float8: bool) -> None:
     """Raises ValueError, saying by how much, where a card has too little memory for its part of the weights alone."""
     held = planning.shared(config, storage, Share(0, settings.tp, settings.pp))[1]
-    weights = cards.weight_bytes(held, storage, float8).total
+    weights = gpus.weight_bytes(held, storage, float8).total
     memory, source = settings.memory, "--memory"
     if memory is None:
         memory, source = available, f"free on {settings.device}"

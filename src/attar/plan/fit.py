@@ -33,9 +33,9 @@ from typing import Any
 
 from attar.model.config import ModelConfig
 from attar.model.split import Share, split
-from attar.plan import cards, costs, steps
-from attar.plan.cards import GpuSpec
+from attar.plan import costs, gpus, steps
 from attar.plan.costs import BLOCK, Storage
+from attar.plan.gpus import GpuSpec
 from attar.plan.roofline import Roofline
 from attar.plan.steps import StepLimits
 
@@ -163,9 +163,9 @@ def fit(
     own, held = shared(config, storage, share)
     limits = limits or StepLimits()
     if card is not None:
-        weights = cards.weight_bytes(held, storage, card.float8).total
-        each = cards.block_bytes(own, kv, card.float8, block)
-        step, processes = cards.step_bytes(own, storage, limits, context), 0
+        weights = gpus.weight_bytes(held, storage, card.float8).total
+        each = gpus.block_bytes(own, kv, card.float8, block)
+        step, processes = gpus.step_bytes(own, storage, limits, context), 0
     else:
         weights, each = costs.weight_bytes(held, storage).total, costs.block_bytes(own, kv, block)
         step = steps.largest_step(own, storage, limits, context).total
@@ -418,7 +418,7 @@ def plan(
     context = demand.context if demand.users == 1 else most
     rows = []
     for storage in storages:
-        if card is not None and storage is not storages[0] and cards.without_kernel(config, storage, card.float8):
+        if card is not None and storage is not storages[0] and gpus.without_kernel(config, storage, card.float8):
             continue  # at least as large there as dense
         try:
             layers = shared(config, storage, Share(0, share.tp))[1]
@@ -439,8 +439,8 @@ def plan(
             if card is None:
                 weights, references = costs.weight_bytes(held, storage), len(steps.references(config, storage))
             else:
-                weights = cards.weight_bytes(held, storage, card.float8)
-                references = cards.without_kernel(config, storage, card.float8)
+                weights = gpus.weight_bytes(held, storage, card.float8)
+                references = gpus.without_kernel(config, storage, card.float8)
             rows.append(Row(storage.label, kv, found, weights, fits, short, fast, references))
     if card is not None:
         bandwidth, int8_rate = card.bandwidth, card.operations["int8"]
@@ -449,7 +449,7 @@ def plan(
 
 def usual_kv(config: ModelConfig, card: bool) -> tuple[str, ...]:
     """Return the KV schemes worth comparing for a model, on a GPU or a CPU."""
-    return tuple(name for name in cards.USUAL_KV if name in costs.usual_kv(config)) if card else costs.usual_kv(config)
+    return tuple(name for name in gpus.USUAL_KV if name in costs.usual_kv(config)) if card else costs.usual_kv(config)
 
 
 def usual(config: ModelConfig, first: Storage) -> list[Storage]:
