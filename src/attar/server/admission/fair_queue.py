@@ -18,8 +18,7 @@ from __future__ import annotations
 
 
 class Places:
-    """Waiting choices by key. `keys` is the number of keys, each known by its salt; `slots`, of choices that can
-    run."""
+    """Waiting choices by key. `keys` is the number of keys, each known by its salt; `slots`, of choices that run."""
 
     def __init__(self, keys: int = 0) -> None:
         self.keys, self.size, self.slots = keys, 0, 0
