@@ -21,7 +21,7 @@ steps ahead, and `alone`, by reason, the times that there was none. Without a st
 step runs (`RequestTable.tell_late`), unless a stop string could end its sequence.
 
 A request becomes one sequence a choice. Each has a sampler of its own, seeded by the request's seed and the choice's
-number, and samples by (seed, index of the token), so that batching, preemption and the contents of the prefix cache
+number. It samples by (seed, index of the token), so that batching, preemption and the contents of the prefix cache
 cannot change a text.
 """
 

@@ -46,7 +46,7 @@ class Flight:
     choices: Mapping[Sequence, Choice]
     began: float
     logits: Tensor | None
-    """Logits [S, V] of the chunks that sample, without the chunks of `failed`; None once tokens are sampled from them."""
+    """Logits [S, V] of the chunks that sample, without those of `failed`; None once tokens are sampled from them."""
     failed: set[str]
     """Ids of sequences for which the step raised."""
     busy: Callable[[], float]

@@ -60,7 +60,7 @@ class LoadedModel:
 
     @cached_property
     def has_tokenizer(self) -> bool:
-        """Whether the checkpoint has a tokenizer."""
+        """True where the checkpoint has a tokenizer."""
         return vocabulary.has_tokenizer(self.path)
 
     @cached_property

@@ -2,8 +2,8 @@
 
 On a CPU all of it is computed from shapes (`plan/`). On a GPU that would be a guess: an allocator that keeps freed
 memory, libraries with workspaces, weights that are rearranged at their first use, graphs with a pool of their own. So
-the largest step that the limits allow is run on a cache of one block (`Trial`), tokens are sampled from its logits, the
-largest graph is recorded, and the allocator is asked each time what it holds. The first step also compiles the kernels,
+the largest step that the limits allow is run on a cache of one block (`Trial`), and tokens are sampled from its logits.
+The largest graph is recorded. The allocator is asked each time what it holds. The first step also compiles the kernels,
 which would otherwise delay the first request. With adapters a step takes more, so it is run once more with each of
 them: their products run one after another, so a step of several takes no more than the worst.
 

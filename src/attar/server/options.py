@@ -19,9 +19,9 @@ class ServerOptions:
 
     hosts: names allowed in the Host header besides loopback's; with none, a loopback server allows no others, and a
     public one any. origins: web pages of other servers that may call this one from a browser. max_requests: open at a
-    time; more get 429. limits: of each key; with several keys and no limit of requests each has half of max_requests,
-    so that none can keep the others out of the server (the engine's queue has shares of its own, see `fair_queue.py`);
-    the same holds of `middleware.MAX_BODIES`. deadline, drain_seconds: seconds for one request, and for all when the
+    time; more get 429. limits: of each key; with several keys and no limit of requests each has half of max_requests.
+    So none can keep the others out of the server; the engine's queue has shares of its own (`fair_queue.py`). The same
+    holds of `middleware.MAX_BODIES`. deadline, drain_seconds: seconds for one request, and for all when the
     server ends.
     """
 

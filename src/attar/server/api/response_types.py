@@ -42,7 +42,7 @@ class Models(Answer, frozen=True):
 
 
 class Why(Answer, frozen=True):
-    """Where a request's time went, or goes while `outcome` is `running`.
+    """Account of where a request's time went, or goes while `outcome` is `running`.
 
     `outcome` is otherwise how it ended: `stop`, `length`, or the code of its failure. `prompts` has a report for each
     prompt, and for an embedding's first 128 inputs. A running prompt's report is partial; it is null where the prompt

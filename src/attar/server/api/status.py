@@ -69,7 +69,7 @@ class StatusRoutes:
         return respond(_model(self._dispatcher.model(name), self._dispatcher.ready()))
 
     async def why(self, request: Request, name: str) -> Response:
-        """Where a request's time went, or goes. `name` is its `X-Request-Id`, or the `id` of its answer."""
+        """Account of where a request's time went, or goes. `name` is its `X-Request-Id`, or the `id` of its answer."""
         known = name.rpartition("-")[2].removeprefix("msg_")
         return respond(await self._dispatcher.why(known, request.scope["attar"].salt))
 
