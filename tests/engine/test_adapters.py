@@ -17,13 +17,13 @@ from attar.checkpoints.strict_io import CheckpointError
 from attar.compression.runs.pipeline import compress
 from attar.engine import startup
 from attar.engine.engine import Engine
-from attar.kernels import ops
-from attar.model.cache import Step
+from attar.kernels import dispatch
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 from attar.model.split import Share
 from attar.protocol.messages import Embed, Failed, Finished, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
 from tests.conftest import token_ids
 from tests.engine.conftest import Answers, answers, make_engine, run
@@ -57,7 +57,7 @@ def test_rows_with_an_adapter_are_those_of_merged_weights_and_others_of_the_base
     """Fused projections, transposed weights, experts (whose rows are gathered), the output matrix."""
     found = families.oracle(case)
     names = found.config.names
-    model = found.decoder(store=ops.store("exact"))
+    model = found.decoder(store=dispatch.store("exact"))
     shapes = lora.shapes_of(model)
     tensors = dict(found.tensors)
     for name, gain in save(tmp_path / "adapter", shapes, 0).items():
@@ -68,13 +68,13 @@ def test_rows_with_an_adapter_are_those_of_merged_weights_and_others_of_the_base
         tensors[stored] = tensors[stored] + (gain.T if names.is_transposed(name) else gain)
     lora.install(model, 2, tmp_path / "adapter")
     ids, lengths = torch.cat(found.ids), tuple(len(each) for each in found.ids)
-    mixed = model.forward(ids, Step(lengths, max(lengths), model.cache(64, 2), (2, 0))).split(lengths)
+    mixed = model.forward(ids, ForwardBatch(lengths, max(lengths), model.cache(64, 2), (2, 0))).split(lengths)
     merged = found.decoder(tensors=tensors)
-    wanted = merged.forward(found.ids[0], Step(lengths[:1], max(lengths)))
+    wanted = merged.forward(found.ids[0], ForwardBatch(lengths[:1], max(lengths)))
     assert families.difference(mixed[0], wanted) <= SAME
     assert families.difference(found.logits[0], wanted) >= MOVES
     assert families.difference(mixed[1], found.logits[1]) <= SAME
-    swapped = model.forward(ids, Step(lengths, max(lengths), model.cache(64, 2), (0, 2))).split(lengths)
+    swapped = model.forward(ids, ForwardBatch(lengths, max(lengths), model.cache(64, 2), (0, 2))).split(lengths)
     assert families.difference(swapped[0], found.logits[0]) <= SAME
 
 
@@ -90,7 +90,7 @@ def folders(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 @pytest.fixture(scope="module")
 def decoder(tiny: Path, folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     """A compressed base in the native kernels' layout, with both."""
-    store = ops.store("int8g32")
+    store = dispatch.store("int8g32")
     if store is None:
         pytest.skip("the native kernels are off or do not load")
     packed = tmp_path_factory.mktemp("packed") / "packed"
@@ -101,7 +101,7 @@ def decoder(tiny: Path, folders: tuple[Path, Path], tmp_path_factory: pytest.Tem
     return made
 
 
-def adapted(decoder: Decoder, limits: Limits | None = None) -> Engine:
+def adapted(decoder: Decoder, limits: SchedulerConfig | None = None) -> Engine:
     return make_engine(decoder, limits=limits, adapters=NAMES)
 
 
@@ -118,23 +118,23 @@ def asks() -> list[Submit | Embed]:
 
 def test_company_of_other_adapters_changes_no_bit(decoder: Decoder) -> None:
     alone: Answers = {}
-    one = adapted(decoder, Limits(max_step_tokens=200))
+    one = adapted(decoder, SchedulerConfig(max_step_tokens=200))
     for ask in asks():
         alone |= answers(run(one, [ask]))
         one.cache.flush()
     assert alone["e0", 0] != alone["e1", 0] != alone["e2", 0]
     assert answers(run(adapted(decoder), asks())) == alone
-    assert answers(run(adapted(decoder, Limits(max_step_tokens=7, max_running=3)), asks()[::-1])) == alone
+    assert answers(run(adapted(decoder, SchedulerConfig(max_step_tokens=7, max_running=3)), asks()[::-1])) == alone
 
 
 def test_no_adapter_takes_what_another_has_cached(decoder: Decoder) -> None:
     made = adapted(decoder)
     prompt, params = tuple(token_ids(1, 100)[0]), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     reused = []
-    for i, (adapter, salt) in enumerate(
+    for i, (adapter, cache_salt) in enumerate(
         [("", b""), ("tone", b""), ("style", b""), ("tone", b""), ("", b""), ("", b"\1\0\0\0"), ("tone", b"key")]
     ):
-        ends = run(made, [Submit(str(i), prompt, params, salt=salt, adapter=adapter)])
+        ends = run(made, [Submit(str(i), prompt, params, cache_salt=cache_salt, adapter=adapter)])
         reused += [e.report.reused_tokens for e in ends if isinstance(e, Finished) and e.report is not None]
     assert [n > 0 for n in reused] == [False, False, False, True, True, False, False]
 
@@ -155,7 +155,7 @@ def test_an_adapter_that_is_not_there_is_refused(decoder: Decoder) -> None:
 
 
 def test_their_memory_is_counted(tiny: Path, folders: tuple[Path, Path]) -> None:
-    model = hf.load(tiny, torch.float32, store=ops.store())
+    model = hf.load(tiny, torch.float32, store=dispatch.store())
     rows, weights = 512, 0
     counted = lora.memory(folders, model.config, rows)
     for number, folder in enumerate(folders, 1):

@@ -13,14 +13,14 @@ from attar.engine.engine import Engine
 from attar.execution import cuda_graphs
 from attar.execution.cuda_graphs import Graphs, Inputs, Recorded, sizes
 from attar.execution.recorded_step import Decoding
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.model import cache
-from attar.model.cache import KVCache, Step, sent
+from attar.model.cache import ForwardBatch, KVCache, sent
 from attar.model.decoder import Decoder
 from attar.model.layers import MixtureOfExperts
 from attar.protocol.messages import Delta, Event, Failed, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling import device_sampler
 from attar.sampling.sampler import BadLogits, Sampler, sample
 from tests.engine.conftest import ROOM, TIGHT, answers, make_engine, run
@@ -29,7 +29,7 @@ from tests.pretend import Late
 
 Make = Callable[..., Decoder]
 
-SMALL = Limits(max_running=6, max_step_tokens=48)
+SMALL = SchedulerConfig(max_running=6, max_step_tokens=48)
 
 
 class Again:
@@ -128,7 +128,7 @@ def test_pieces_of_a_step_keep_their_inputs(decoder: Decoder, monkeypatch: pytes
     expected = []
     for step in range(steps):
         ids = torch.tensor([7 * row + step for row in range(5)])
-        expected += decoder.forward(ids, Step((1,) * 5, 64, plain)).split(2)
+        expected += decoder.forward(ids, ForwardBatch((1,) * 5, 64, plain)).split(2)
     late = Late()
     monkeypatch.setattr(cuda_graphs, "mark", lambda device: late)
     made = Graphs(decoder, pages, 64, 2, late)
@@ -203,7 +203,7 @@ def test_whoever_is_cancelled_is_told_of_no_more(decoder: Decoder) -> None:
 
 def test_what_is_not_recorded_says_why(tiny_decoder: Make) -> None:
     assert cuda_graphs.against(tiny_decoder()) == "the model is not laid out for the kernels of a GPU"
-    store = ops.TritonStore("cpu", torch.float32)
+    store = dispatch.GpuWeights("cpu", torch.float32)
     laid = tiny_decoder(store=store)
     assert cuda_graphs.against(laid) is None
     experts = MixtureOfExperts(laid.head, (), 1, False)
@@ -218,7 +218,7 @@ def test_steps_of_a_whole_cache_in_a_graph(decoder: Decoder) -> None:
     record, found = Again(), []
     for how in (None, record):
         held = decoder.cache(6, 2)
-        decoder.forward(torch.tensor([4, 5, 6, 7, 8, 9]), Step((3, 3), 6, held))
+        decoder.forward(torch.tensor([4, 5, 6, 7, 8, 9]), ForwardBatch((3, 3), 6, held))
         decoding = Decoding(decoder, held, 6, how)
         found.append([decoding.step([i, i + 1]).clone() for i in range(3)])
         with pytest.raises(ValueError, match="it is full"):
@@ -293,7 +293,7 @@ def test_what_is_sent_together_arrives_apart() -> None:
 
 
 def test_a_step_without_a_cache_lies_where_its_rows_do() -> None:
-    assert Step((3, 2), 3, device="meta").positions.device.type == "meta"
+    assert ForwardBatch((3, 2), 3, device="meta").positions.device.type == "meta"
 
 
 def test_a_cache_tells_the_device_and_keeps_its_table(decoder: Decoder) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from attar.cli.commands import configured, option
 from attar.cli.options import Json, Memory, OptionalModel, Pp, Threads, Tp, parse_size
-from attar.cli.scheduling import SchedulerConfig
+from attar.cli.scheduling import SchedulerOptions
 from attar.cli.terminal import emit, errors, require, tell
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig(SchedulerConfig):
+class PlanConfig(SchedulerOptions):
     """Options of `plan`."""
 
     model: OptionalModel = None
@@ -69,10 +69,10 @@ class PlanConfig(SchedulerConfig):
     def hardware(self) -> Hardware:
         """Describe a GPU by its data sheet, or measure this machine. Raises ValueError for an unknown GPU model."""
         from attar.engine import deployment
-        from attar.plan import cards
+        from attar.plan import gpus
 
         if self.gpu is not None:
-            return deployment.Hardware.of_gpu(cards.card(self.gpu), self.bandwidth)
+            return deployment.Hardware.of_gpu(gpus.card(self.gpu), self.bandwidth)
         if self.device != "cpu":
             return deployment.Hardware.of_gpu(deployment.gpu_at_hand(self.device), self.bandwidth)
         return deployment.Hardware.of_machine(self.bandwidth)

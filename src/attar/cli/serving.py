@@ -15,11 +15,11 @@ import typer
 from attar import logs
 from attar.cli import options
 from attar.cli.commands import configured, option
-from attar.cli.scheduling import SchedulerConfig
+from attar.cli.scheduling import SchedulerOptions
 from attar.cli.terminal import emit, errors, require_apart, tell, tell_shared
 
 if TYPE_CHECKING:
-    from attar.protocol.scheduler_config import Limits
+    from attar.protocol.scheduler_config import SchedulerConfig
     from attar.protocol.settings import Settings
     from attar.server.http.security import Keys
     from attar.server.options import ServerOptions
@@ -30,7 +30,7 @@ ENGINE = (sys.executable, "-m", "attar.engine.main")  # the command line of its 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(SchedulerConfig):
+class ServeConfig(SchedulerOptions):
     """Options of `serve`."""
 
     model: options.Model = "demo"
@@ -115,7 +115,7 @@ class ServeConfig(SchedulerConfig):
             raise ValueError(f"max-delay is of the policy dynamic; with {limits.policy} nothing waits for a batch")
         return settings
 
-    def http(self, keys: Keys, origins: frozenset[str], limits: Limits) -> ServerOptions:
+    def http(self, keys: Keys, origins: frozenset[str], limits: SchedulerConfig) -> ServerOptions:
         """Make the settings of HTTP. Raises ValueError for a public address without a key."""
         from attar.server.admission.rate_limits import KeyLimits
         from attar.server.options import ServerOptions

@@ -34,21 +34,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from attar.engine.bottleneck import Bounds
-from attar.engine.inflight import Drawn, Flight, Launcher
+from attar.engine.inflight import Drawn, InflightStep, Launcher
 from attar.engine.outputs import Choice, Request
 from attar.engine.requests import RequestTable
 from attar.execution import cuda_graphs
 from attar.execution import kv_cache as kv_schemes
-from attar.execution.model_runner import Coming, Runner, horizon
+from attar.execution.model_runner import InflightTokens, Runner, horizon
 from attar.faults import point
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Embed, Event, Stats, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling.sampler import BadLogits, Sampler, distinct, seed_of_choice
 from attar.sampling.stop_strings import StopChecker
 from attar.scheduling.block_pool import BlockPool
-from attar.scheduling.prefix_cache import RadixCache
+from attar.scheduling.prefix_cache import PrefixCache
 from attar.scheduling.scheduler import Refused, Scheduler
 from attar.scheduling.sequence import Sequence as Tokens
 from attar.scheduling.step_plan import Outcome, StepPlan
@@ -75,7 +75,7 @@ class Engine:
         *,
         blocks: int,
         context: int,
-        limits: Limits | None = None,
+        limits: SchedulerConfig | None = None,
         eos_ids: frozenset[int] = frozenset(),
         kv: str | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -86,7 +86,7 @@ class Engine:
         runner: Callable[..., Runner] = Runner,
     ) -> None:
         self.decoder, self.tokenizer, self.eos_ids, self.clock = decoder, tokenizer, eos_ids, clock
-        limits, scheme = limits or Limits(), kv_schemes.of(decoder, kv)
+        limits, scheme = limits or SchedulerConfig(), kv_schemes.of(decoder, kv)
         bases = kv_schemes.bases(decoder, scheme)
         self.runner = runner(decoder, blocks, context, scheme, limits.together, bases, record)
         self.overlaps = self.runner.device.type != "cpu" if overlaps is None else overlaps
@@ -100,9 +100,9 @@ class Engine:
         `model`, `mishap`, `numbers` (which the host would wait for), `blocks` (too few)."""
         if self.overlaps and self.runner.waits is not None:
             logger.warning("no step is launched before the tokens of the last are known: %s", self.runner.waits)
-        self._flight: Flight | None = None  # the next step, where it is in flight
+        self._inflight: InflightStep | None = None  # the next step, where it is in flight
         self.pool = BlockPool(blocks, self.runner.block)
-        self.cache = RadixCache(self.pool, scheme.round_to(self.runner.block))
+        self.cache = PrefixCache(self.pool, scheme.round_to(self.runner.block))
         self.scheduler = Scheduler(self.pool, self.cache, limits)
         self.context = context
         self.adapters = {"": 0, **{name: number for number, name in enumerate(adapters, 1)}}
@@ -113,13 +113,13 @@ class Engine:
     @property
     def idle(self) -> bool:
         """True where nothing runs or waits, every event was taken, and every ended request is settled."""
-        return not self.requests.choices and not self.requests.events and self._flight is None
+        return not self.requests.choices and not self.requests.events and self._inflight is None
 
     @property
     def runnable(self) -> bool:
         """True where a step would do something now, rather than at the time of `scheduler.wake`."""
         continuous = self.scheduler.limits.policy == "continuous"
-        more = self.requests.events or self._flight or self.scheduler.running
+        more = self.requests.events or self._inflight or self.scheduler.running
         # More choices than sequences: one was cancelled between steps, and is not settled.
         ended = len(self.requests.choices) > len(self.scheduler.sequences)
         return bool(more or ended or (continuous and self.scheduler.waiting))
@@ -149,7 +149,12 @@ class Engine:
             request = self._new(ask.id, ask.prompt, SamplingParams(max_tokens=0, temperature=0, seed=0))
             request.pooling = ask.pooling
             whole = Submit(
-                ask.id, ask.prompt, request.params, salt=ask.salt, deadline=ask.deadline, adapter=ask.adapter
+                ask.id,
+                ask.prompt,
+                request.params,
+                cache_salt=ask.cache_salt,
+                deadline=ask.deadline,
+                adapter=ask.adapter,
             )
             sequence = self._sequence(request, 0, 0, whole, bypass=ask.pooling == "mean")
             request.choices.append(self._choice(request, 0, sequence))
@@ -179,16 +184,16 @@ class Engine:
 
         Plan and launch, sample tokens, launch the next step behind them where it need not wait, commit.
         """
-        flight, self._flight = self._flight or self._planned(), None
-        if flight is not None:
-            self.launcher.choose(flight)
+        inflight, self._inflight = self._inflight or self._planned(), None
+        if inflight is not None:
+            self.launcher.choose(inflight)
             if self.overlaps:
-                self._flight = self._next(flight)
+                self._inflight = self._next(inflight)
             self.requests.tell_late()
             if self.meanwhile is not None:
                 self.meanwhile(self.requests.take())
-            self.scheduler.commit(flight.plan, self._outcomes(flight), self.clock())
-            self._count(flight, self.clock())
+            self.scheduler.commit(inflight.plan, self._outcomes(inflight), self.clock())
+            self._count(inflight, self.clock())
             self.requests.settle()
         return self.requests.take()
 
@@ -242,12 +247,13 @@ class Engine:
             max_tokens=longest,
             priority=ask.priority,
             deadline=None if ask.deadline is None else self.clock() + ask.deadline,
-            salt=adapter.to_bytes(4, "little") + ask.salt,  # fixed length: no salt reads as another adapter's
+            cache_salt=adapter.to_bytes(4, "little")
+            + ask.cache_salt,  # fixed length: no salt reads as another adapter's
             bypass=bypass,
             adapter=adapter,
         )
         if self.runner.grows:  # rotary angles depend on the sequence's length
-            made.salt += horizon(made).to_bytes(8, "little")
+            made.cache_salt += horizon(made).to_bytes(8, "little")
         return made
 
     def _choice(self, request: Request, number: int, sequence: Tokens) -> Choice:
@@ -263,54 +269,54 @@ class Engine:
 
     # ---- a step
 
-    def _planned(self) -> Flight | None:
+    def _planned(self) -> InflightStep | None:
         """Launch the next step after the one before is over; None where there is nothing to run."""
         plan = self.scheduler.plan(began := self.clock())
-        flight = self._launched(plan, began) if plan.chunks else None
-        if flight is None:
+        inflight = self._launched(plan, began) if plan.chunks else None
+        if inflight is None:
             self.scheduler.commit(plan, {}, self.clock())
         self.requests.settle()  # no earlier: an ending sequence frees its blocks, which the launch reads
-        return flight
+        return inflight
 
-    def _next(self, flight: Flight) -> Flight | None:
+    def _next(self, inflight: InflightStep) -> InflightStep | None:
         """Launch the step behind one whose tokens are not known yet; None where it must wait, or there is none."""
-        if (why := self._alone(flight)) is None:
+        if (why := self._alone(inflight)) is None:
             now = self.clock()
             if (plan := self.scheduler.ahead(now)) is not None:
                 self.ahead += bool(plan.chunks)
-                return self._launched(plan, now, flight.coming) if plan.chunks else None
+                return self._launched(plan, now, inflight.inflight_tokens) if plan.chunks else None
             why = "blocks"
         self.alone[why] += 1
         return None
 
-    def _outcomes(self, flight: Flight) -> dict[str, Outcome]:
+    def _outcomes(self, inflight: InflightStep) -> dict[str, Outcome]:
         """Return a step's outcomes by sequence; those of sequences that have ended meanwhile are missing or ignored."""
-        outcomes = {chunk.sequence.id: Outcome((), True) for chunk in flight.plan.chunks if chunk.samples}
-        for choice, draw in zip(flight.takers, self.launcher.wait_for(flight), strict=True):
+        outcomes = {chunk.sequence.id: Outcome((), True) for chunk in inflight.plan.chunks if chunk.samples}
+        for choice, draw in zip(inflight.takers, self.launcher.wait_for(inflight), strict=True):
             outcomes[choice.sequence.id] = self._advance(choice, draw)
-        unscorable = [each.id for each, choice in flight.choices.items() if choice.request.unscorable]
+        unscorable = [each.id for each, choice in inflight.choices.items() if choice.request.unscorable]
         outcomes |= {id: Outcome(failure="bad_logits") for id in unscorable}
-        return outcomes | {id: Outcome(failure="internal") for id in flight.failed}
+        return outcomes | {id: Outcome(failure="internal") for id in inflight.failed}
 
-    def _count(self, flight: Flight, now: float) -> None:
+    def _count(self, inflight: InflightStep, now: float) -> None:
         """Count a step before the requests that end with it are settled: their reports include their last step."""
         self.steps += 1
-        self.step_seconds += now - flight.began
+        self.step_seconds += now - inflight.began
         if self.bounds is not None:
-            requests = {choice.request for choice in flight.choices.values()}
-            self.bounds.count(flight.plan, now - flight.began, flight.busy, requests)
-        if self._flight is not None:
-            self._flight.began = now
+            requests = {choice.request for choice in inflight.choices.values()}
+            self.bounds.count(inflight.plan, now - inflight.began, inflight.busy, requests)
+        if self._inflight is not None:
+            self._inflight.began = now
 
-    def _launched(self, plan: StepPlan, began: float, coming: Coming | None = None) -> Flight:
+    def _launched(self, plan: StepPlan, began: float, inflight_tokens: InflightTokens | None = None) -> InflightStep:
         choices = {chunk.sequence: self.requests.choices[chunk.sequence.id] for chunk in plan.chunks}
-        return self.launcher.launch(plan, choices, began, coming)
+        return self.launcher.launch(plan, choices, began, inflight_tokens)
 
-    def _alone(self, flight: Flight) -> str | None:
+    def _alone(self, inflight: InflightStep) -> str | None:
         """Return why the step behind this one must wait for its tokens; None where it need not."""
         if self.runner.waits is not None:
             return "model"
-        if not flight.whole:
+        if not inflight.whole:
             return "mishap"
         return "numbers" if self._numbers_wanted() else None
 
@@ -332,7 +338,7 @@ class Engine:
         if isinstance(draw, BadLogits) or choice.request.unscorable:
             return Outcome(failure="bad_logits")
         try:
-            self.requests.accept(choice, draw, later=self.overlaps and self._flight is None)
+            self.requests.accept(choice, draw, later=self.overlaps and self._inflight is None)
         except Exception:
             logger.exception("sequence %s failed", choice.sequence.id)
             return Outcome(failure="internal")

@@ -23,23 +23,23 @@ from torch import Tensor
 
 from attar.engine.bottleneck import Bounds
 from attar.engine.outputs import Choice, Request
-from attar.execution.model_runner import Coming, Runner, Wanted
+from attar.execution.model_runner import InflightTokens, Runner, Wanted
 from attar.model.cache import sent
 from attar.protocol.messages import Event
 from attar.sampling import device_sampler
 from attar.sampling.device_sampler import Chosen
-from attar.sampling.sampler import BadLogits, Draw, Sampler, sample
+from attar.sampling.sampler import BadLogits, SampledToken, Sampler, sample
 from attar.scheduling.sequence import Sequence
-from attar.scheduling.step_plan import Chunk, StepPlan
+from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 
 logger = logging.getLogger(__name__)
 
-Drawn = Draw | BadLogits | None
+Drawn = SampledToken | BadLogits | None
 """Outcome of a row: None where its sampling raised."""
 
 
 @dataclass(eq=False, slots=True)
-class Flight:
+class InflightStep:
     """A step launched at `began`. `choices` are those of its chunks, in their order."""
 
     plan: StepPlan
@@ -64,11 +64,11 @@ class Flight:
         return not self.failed and (self.chosen is not None or not self.takers)
 
     @property
-    def coming(self) -> Coming | None:
+    def inflight_tokens(self) -> InflightTokens | None:
         """Tokens of this step, for the step behind it."""
         if self.chosen is None:
             return None
-        return Coming(self.chosen.tokens, {choice.sequence: i for i, choice in enumerate(self.takers)})
+        return InflightTokens(self.chosen.tokens, {choice.sequence: i for i, choice in enumerate(self.takers)})
 
 
 class Launcher:
@@ -81,62 +81,68 @@ class Launcher:
         """Most tokens of a step for which the device had memory; None while no step was too large."""
 
     def launch(
-        self, plan: StepPlan, choices: Mapping[Sequence, Choice], began: float, coming: Coming | None = None
-    ) -> Flight:
-        """Run the model, or on a GPU launch it. `coming` are tokens of the step before that the host does not know yet.
-        Raises torch.AcceleratorError where the device is beyond use."""
+        self,
+        plan: StepPlan,
+        choices: Mapping[Sequence, Choice],
+        began: float,
+        inflight_tokens: InflightTokens | None = None,
+    ) -> InflightStep:
+        """Run the model, or on a GPU launch it. `inflight_tokens` are tokens of the step before that the host does not
+        know yet. Raises torch.AcceleratorError where the device is beyond use."""
         failed: set[str] = set()
         pooled = _pooled(choices.values())
         if self.bounds is not None:
             self.bounds.begin()
         try:
-            logits = self._whole(plan, choices, coming)
+            logits = self._whole(plan, choices, inflight_tokens)
         except torch.AcceleratorError:  # the device is beyond use: the process ends, and a new one starts
             raise
         except Exception:
             logger.exception("a step of %d sequences raised: once more, one by one", len(plan.chunks))
             _restore(pooled)
-            logits, failed = self._apart(plan, choices, coming)
+            logits, failed = self._apart(plan, choices, inflight_tokens)
         busy = float if self.bounds is None else self.bounds.end()
-        return Flight(plan, choices, began, logits, failed, busy)
+        return InflightStep(plan, choices, began, logits, failed, busy)
 
-    def choose(self, flight: Flight) -> None:
+    def choose(self, inflight: InflightStep) -> None:
         """Sample the tokens of a step, or begin to."""
-        sampling = [chunk.sequence for chunk in flight.plan.chunks if chunk.samples]
-        sampling = [sequence for sequence in sampling if sequence.id not in flight.failed]
+        sampling = [chunk.sequence for chunk in inflight.plan.chunks if chunk.samples]
+        sampling = [sequence for sequence in sampling if sequence.id not in inflight.failed]
         rows = [i for i, each in enumerate(sampling) if each.max_tokens > 0 and each.ending is None]
-        flight.takers = [flight.choices[sampling[i]] for i in rows]
+        inflight.takers = [inflight.choices[sampling[i]] for i in rows]
         if not rows:
             return
-        logits, flight.logits = flight.logits, None  # frees the memory, or the next step writes there
+        logits, inflight.logits = inflight.logits, None  # frees the memory, or the next step writes there
         assert logits is not None
         if len(rows) < len(sampling):
             (places,) = sent(logits.device, torch.tensor(rows))
             logits = logits[places]
-        samplers = [choice.sampler for choice in flight.takers]
+        samplers = [choice.sampler for choice in inflight.takers]
         try:
             if self.overlaps:
-                flight.chosen = device_sampler.choose(logits, samplers)
+                inflight.chosen = device_sampler.choose(logits, samplers)
             else:
-                flight.known = list(sample(logits, samplers))
+                inflight.known = list(sample(logits, samplers))
         except torch.AcceleratorError:
             raise
         except Exception:
             choose, own = (device_sampler.sample if self.overlaps else sample), logits
-            flight.known = _each(samplers, lambda row: choose(own[row : row + 1], samplers[row : row + 1]))
+            inflight.known = _each(samplers, lambda row: choose(own[row : row + 1], samplers[row : row + 1]))
 
-    def wait_for(self, flight: Flight) -> list[Drawn]:
-        """Return the outcome of each of `flight.takers`. The host waits for the device here."""
-        if (chosen := flight.chosen) is None:
-            return flight.known
+    def wait_for(self, inflight: InflightStep) -> list[Drawn]:
+        """Return the outcome of each of `inflight.takers`. The host waits for the device here."""
+        if (chosen := inflight.chosen) is None:
+            return inflight.known
         try:
             return list(chosen.draws())
         except torch.AcceleratorError:
             raise
         except Exception:
-            return _each([choice.sampler for choice in flight.takers], lambda row: chosen.draws(row, row + 1))
+            return _each([choice.sampler for choice in inflight.takers], lambda row: chosen.draws(row, row + 1))
 
-    def _whole(self, plan: StepPlan, choices: Mapping[Sequence, Choice], coming: Coming | None) -> Tensor:
+    def _whole(
+        self, plan: StepPlan, choices: Mapping[Sequence, Choice], inflight_tokens: InflightTokens | None
+    ) -> Tensor:
         """Run `Runner.run`, in pieces where the device has too little memory. Raises torch.OutOfMemoryError where it
         has too little for a single token."""
         left = [plan] if self.rows is None else plan.pieces(self.rows)
@@ -145,7 +151,7 @@ class Launcher:
             piece = left.pop(0)
             pooled = _pooled(choices[chunk.sequence] for chunk in piece.chunks)
             try:
-                found = self.runner.run(piece, self._wanted(piece, choices), coming)
+                found = self.runner.run(piece, self._wanted(piece, choices), inflight_tokens)
             except torch.OutOfMemoryError:
                 self.runner.release()
                 if piece.tokens < 2:
@@ -160,7 +166,7 @@ class Launcher:
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _apart(
-        self, plan: StepPlan, choices: Mapping[Sequence, Choice], coming: Coming | None
+        self, plan: StepPlan, choices: Mapping[Sequence, Choice], inflight_tokens: InflightTokens | None
     ) -> tuple[Tensor, set[str]]:
         """Run a step sequence by sequence: logits [S, V] as `Runner.run` without those that raise, and their ids."""
         empty = torch.empty((0, self.runner.decoder.config.vocab_size), device=self.runner.device)
@@ -170,7 +176,7 @@ class Launcher:
             chunks = [chunk for chunk in plan.chunks if chunk.sequence is sequence]
             copies = [copy for copy in plan.copies if copy.sequence is sequence]
             try:
-                logits.append(self._whole(StepPlan(chunks, copies), choices, coming).clone())
+                logits.append(self._whole(StepPlan(chunks, copies), choices, inflight_tokens).clone())
             except torch.AcceleratorError:
                 raise
             except Exception:
@@ -191,7 +197,7 @@ class Launcher:
                 wanted[chunk.sequence.id] = Wanted(logits=partial(self._score, request))
         return wanted
 
-    def _score(self, request: Request, chunk: Chunk, first: int, logits: Tensor) -> None:
+    def _score(self, request: Request, chunk: ScheduledTokens, first: int, logits: Tensor) -> None:
         found = request.score(chunk.start + first, logits.cpu())
         if found is not None:
             self.say(found)
@@ -207,11 +213,11 @@ def _restore(pooled: List[tuple[Request, Tensor | None]]) -> None:
         request.pooled = before
 
 
-def _pool(request: Request, before: Tensor | None, chunk: Chunk, first: int, hidden: Tensor) -> None:
+def _pool(request: Request, before: Tensor | None, chunk: ScheduledTokens, first: int, hidden: Tensor) -> None:
     request.pool(before, hidden.cpu())
 
 
-def _each(samplers: List[Sampler], choose: Callable[[int], list[Draw | BadLogits]]) -> list[Drawn]:
+def _each(samplers: List[Sampler], choose: Callable[[int], list[SampledToken | BadLogits]]) -> list[Drawn]:
     """Sample each row by itself, after all at once has raised; None where a row raises alone."""
     logger.exception("choosing %d tokens raised: once more, one by one", len(samplers))
     draws: list[Drawn] = []

@@ -2,9 +2,10 @@
 
 On a CPU all of it is computed from shapes (`plan/`). On a GPU that would be a guess: an allocator that keeps freed
 memory, libraries with workspaces, weights that are rearranged at their first use, graphs with a pool of their own. So
-the largest step that the limits allow is run on a cache of one block (`Trial`), and tokens are sampled from its logits.
-The largest graph is recorded. The allocator is asked each time what it holds. The first step also compiles the kernels,
-which would otherwise delay the first request. With adapters a step takes more, so it is run once more with each of
+the largest step that the limits allow is run on a cache of one block (`ProfileRun`), and tokens are sampled from its
+logits. The largest graph is recorded. The allocator is asked each time what it holds. The first step also compiles the
+kernels, which would otherwise delay the first request. With adapters a step takes more, so it is run once more with
+each of
 them: their products run one after another, so a step of several takes no more than the worst.
 
 The figure that counts is what torch's allocator has reserved, not the tensors' part of it: gaps between tensors are
@@ -25,11 +26,11 @@ from attar.execution.model_runner import Runner
 from attar.kv.schemes import KvScheme
 from attar.model.decoder import Decoder
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling import device_sampler
 from attar.sampling.sampler import Sampler
 from attar.scheduling.sequence import Sequence as Tokens
-from attar.scheduling.step_plan import Chunk, StepPlan
+from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 
 
 class Memory(Protocol):
@@ -52,7 +53,7 @@ class Memory(Protocol):
         ...
 
 
-class CardMemory:
+class GpuMemory:
     """Memory of a CUDA device, as reported by torch's allocator and the driver."""
 
     def __init__(self, device: torch.device) -> None:
@@ -75,7 +76,7 @@ class CardMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Footprint:
+class MemoryProfile:
     """Bytes used of a GPU that had `available` before this process took any."""
 
     available: int
@@ -85,7 +86,7 @@ class Footprint:
     driver: int  # unknown to the allocator
 
 
-class Trial:
+class ProfileRun:
     """The largest step that `limits` allow, with sampling, over a cache of one block; also with each of the decoder's
     `adapters`, which are numbered from 1."""
 
@@ -93,7 +94,7 @@ class Trial:
         self,
         decoder: Decoder,
         scheme: KvScheme,
-        limits: Limits,
+        limits: SchedulerConfig,
         context: int,
         record: graphs.Record | None = None,
         runner: Callable[..., Runner] = Runner,
@@ -128,7 +129,9 @@ def _plan(rows: Sequence[int], block: int, adapter: int) -> StepPlan:
     """Plan a step with `rows[i]` rows of sequence i. All use the adapter but the last, if it is not alone: an adapter's
     rows are gathered where there are others, which takes more memory than all rows in place."""
     takes = [adapter] * max(1, len(rows) - 1) + [0] * (len(rows) > 1)
-    return StepPlan([Chunk(_sequence(n, block, number), 0, n, True) for n, number in zip(rows, takes, strict=True)])
+    return StepPlan(
+        [ScheduledTokens(_sequence(n, block, number), 0, n, True) for n, number in zip(rows, takes, strict=True)]
+    )
 
 
 def _sequence(tokens: int, block: int, adapter: int) -> Tokens:
@@ -138,7 +141,7 @@ def _sequence(tokens: int, block: int, adapter: int) -> Tokens:
     return made
 
 
-def measure(memory: Memory, available: int, trial: Trial) -> Footprint:
+def measure(memory: Memory, available: int, trial: ProfileRun) -> MemoryProfile:
     """Run the trial and measure. Raises torch.OutOfMemoryError where not even that fits."""
     trial.step()
     memory.settle()
@@ -150,7 +153,7 @@ def measure(memory: Memory, available: int, trial: Trial) -> Footprint:
     trial.record()
     memory.settle()
     recorded = memory.held()
-    return Footprint(
+    return MemoryProfile(
         available=available,
         weights=before - trial.pages,
         step=peak - before,

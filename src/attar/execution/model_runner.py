@@ -7,7 +7,7 @@ sequence that takes an adapter, whose rows differ in every step.
 
 On a GPU recordings are CUDA graphs (`cuda_graphs.py`), for a few numbers of rows, each of which also serves fewer.
 Logits stay on the device, where tokens are chosen, and a step returns before the device has done it. So the next may be
-run before the host knows those tokens: it reads them on the device (`Coming`).
+run before the host knows those tokens: it reads them on the device (`InflightTokens`).
 
 On CPUs a row's numbers do not depend on the other rows of a step, nor on the chunking of a prompt, so neither do a
 sequence's tokens.
@@ -28,14 +28,14 @@ from torch import Tensor
 from attar.execution import cuda_graphs
 from attar.execution.recorded_step import Decoding
 from attar.faults import InjectedFault, point
-from attar.kernels import ops
-from attar.kv.pages import Bases, Pages
+from attar.kernels import dispatch, ops
+from attar.kv.pages import Bases, PagedKV
 from attar.kv.schemes import KvScheme
 from attar.model import cache
-from attar.model.cache import KVCache, Step, Tails, sent
+from attar.model.cache import ForwardBatch, KVCache, Tails, sent
 from attar.model.decoder import Decoder
 from attar.scheduling.sequence import Sequence, Status
-from attar.scheduling.step_plan import Chunk, Copy, StepPlan
+from attar.scheduling.step_plan import Copy, ScheduledTokens, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ RECORDINGS = 4  # numbers of sequences whose decode step is kept ready
 
 LOGIT_ROWS = 32  # rows of one chunk whose logits are made at once, where all are wanted
 
-Watch = Callable[[Chunk, int, Tensor], None]
+Watch = Callable[[ScheduledTokens, int, Tensor], None]
 """A callback watch(chunk, first, numbers), called with the numbers of the chunk's rows from `first` on, in order.
 
 Some calls cover all rows. The numbers are on the model's device, which may still be working on them: reading them
@@ -59,7 +59,7 @@ class Wanted:
     hidden: Watch | None = None
 
 
-class Coming(NamedTuple):
+class InflightTokens(NamedTuple):
     """Tokens sampled by the step before, which the device may not have computed yet.
 
     They are int64 [n], on the device, with the index of each sequence's.
@@ -75,25 +75,25 @@ class _Rows(NamedTuple):
     ids: list[int]
     late: list[int]
     places: list[int]
-    coming: Coming | None
+    inflight_tokens: InflightTokens | None
 
     @classmethod
-    def of(cls, chunks: List[Chunk], coming: Coming | None) -> _Rows:
-        made = cls([], [], [], coming)
+    def of(cls, chunks: List[ScheduledTokens], inflight_tokens: InflightTokens | None) -> _Rows:
+        made = cls([], [], [], inflight_tokens)
         for sequence, start, rows, _ in chunks:
             made.ids.extend(sequence.tokens[start : start + rows])
             if start + rows > len(sequence.tokens):
-                assert coming is not None, "a token that nobody knows"
+                assert inflight_tokens is not None, "a token that nobody knows"
                 made.late.append(len(made.ids))
-                made.places.append(coming.places[sequence])
+                made.places.append(inflight_tokens.places[sequence])
                 made.ids.append(0)
         return made
 
     def complete(self, ids: Tensor) -> None:
         """Write the late token ids into the ids [N], on their device."""
-        if self.coming is not None and self.late:
+        if self.inflight_tokens is not None and self.late:
             late, places = sent(ids.device, torch.tensor(self.late), torch.tensor(self.places))
-            ids[late] = self.coming.tokens[places]
+            ids[late] = self.inflight_tokens.tokens[places]
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class Unfinished:
         self._free = list(range(self.lasting))
         self._held: dict[Sequence, dict[int, int]] = {}
 
-    def tails(self, chunks: List[Chunk], size: int) -> Tails:
+    def tails(self, chunks: List[ScheduledTokens], size: int) -> Tails:
         """Return the unfinished blocks of a step of `chunks`, in blocks of `size` tokens."""
         for sequence in [s for s in self._held if s.status in (Status.PREEMPTED, Status.ENDED)]:
             self._free += self._held.pop(sequence).values()
@@ -166,7 +166,7 @@ class Runner:
             else:
                 record = cuda_graphs.CudaRecorder(self.device)
         tails, blocks = self._unfinished.count, blocks + (record is not None)
-        self.pages: list[Pages] = cache.pool(
+        self.pages: list[PagedKV] = cache.pool(
             decoder.config, blocks, self.scheme, str(self.device), tails=tails, bases=bases
         )
         self.block = self.pages[0].block
@@ -185,14 +185,16 @@ class Runner:
             self.graphs.record_all()
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: Coming | None = None) -> Tensor:
+    def run(
+        self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, inflight_tokens: InflightTokens | None = None
+    ) -> Tensor:
         """Run the step; return logits [S, V] after each chunk that samples, in order, on the model's device.
 
         The device may still be working on them, and the next step overwrites them. `wanted` maps sequence ids to
-        additional results of a chunk, whose callbacks may wait. `coming` has the tokens that their sequences do not
-        have yet. A step, or parts of it, can be run again until the next one is run or the scheduler commits it, to the
-        same bits: it writes slots that it does not read before. After a step that raised, `release` comes first. Raises
-        torch.OutOfMemoryError where the device has too little memory for it.
+        additional results of a chunk, whose callbacks may wait. `inflight_tokens` has the tokens that their sequences
+        do not have yet. A step, or parts of it, can be run again until the next one is run or the scheduler commits it,
+        to the same bits: it writes slots that it does not read before. After a step that raised, `release` comes first.
+        Raises torch.OutOfMemoryError where the device has too little memory for it.
         """
         for copy in plan.copies:
             self._copy(copy)
@@ -208,11 +210,11 @@ class Runner:
         if not wanted and plain and (self._recorded or self.graphs is not None):
             for chunk in chunks:
                 point("runner.replay", chunk.sequence.id)
-            rows = _Rows.of(chunks, coming)
+            rows = _Rows.of(chunks, inflight_tokens)
             if self.graphs is None:
                 return self._replay(chunks, rows)
             return _replayed(self.graphs.of(len(chunks)), chunks, rows)
-        return self._run(chunks, wanted or {}, coming)
+        return self._run(chunks, wanted or {}, inflight_tokens)
 
     def _copy(self, copy: Copy) -> None:
         """Copy whole blocks: the rest behind the slots is overwritten before it is read."""
@@ -221,7 +223,7 @@ class Runner:
             for part in pages.parts():
                 part[copy.target] = part[copy.source]
 
-    def _replay(self, chunks: List[Chunk], rows: _Rows) -> Tensor:
+    def _replay(self, chunks: List[ScheduledTokens], rows: _Rows) -> Tensor:
         batch = self._batches.get(len(chunks)) or self._batch(len(chunks))
         self._batches.move_to_end(len(chunks))
         if self.scheme.recent:
@@ -249,20 +251,22 @@ class Runner:
             self._batches.popitem(last=False)
         return batch
 
-    def _run(self, chunks: List[Chunk], wanted: dict[str, Wanted], coming: Coming | None) -> Tensor:
+    def _run(
+        self, chunks: List[ScheduledTokens], wanted: dict[str, Wanted], inflight_tokens: InflightTokens | None
+    ) -> Tensor:
         width = max(len(chunk.sequence.blocks) for chunk in chunks)
         tables = torch.zeros((len(chunks), width), dtype=torch.int32)
         for row, chunk in enumerate(chunks):
             point("runner.table", chunk.sequence.id)
             tables[row, : len(chunk.sequence.blocks)] = torch.tensor(chunk.sequence.blocks, dtype=torch.int32)
-        told = _Rows.of(chunks, coming)
+        told = _Rows.of(chunks, inflight_tokens)
         (ids,) = sent(self.device, torch.tensor(told.ids))
         told.complete(ids)
         tails = self._unfinished.tails(chunks, self.block) if self.scheme.recent else None
         view = KVCache.over(self.pages, tables, [chunk.start for chunk in chunks], tails)
         horizons = tuple(horizon(chunk.sequence) for chunk in chunks) if self.grows else self.context
         adapters = tuple(chunk.sequence.adapter for chunk in chunks)
-        step = Step(tuple(chunk.rows for chunk in chunks), horizons, view, adapters)
+        step = ForwardBatch(tuple(chunk.rows for chunk in chunks), horizons, view, adapters)
         stream, delta = self.decoder.states(ids, step)
         ends = torch.tensor([chunk.rows for chunk in chunks]).cumsum(0)
         for chunk, end in zip(chunks, ends.tolist(), strict=True):
@@ -294,7 +298,7 @@ class Runner:
         Graphs stay: each step writes all their inputs, so none is ever half made.
         """
         self._batches.clear()
-        ops.release()
+        dispatch.release()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -307,7 +311,7 @@ def waits(decoder: Decoder) -> str | None:
     return None if decoder.device.type == "cpu" else decoder.by_token
 
 
-def _replayed(graph: cuda_graphs.Graph, chunks: List[Chunk], rows: _Rows) -> Tensor:
+def _replayed(graph: cuda_graphs.Graph, chunks: List[ScheduledTokens], rows: _Rows) -> Tensor:
     for row, (token, chunk) in enumerate(zip(rows.ids, chunks, strict=True)):
         graph.inputs.put(row, token, chunk.start, chunk.sequence.blocks)
     return graph.run(len(chunks), rows.complete)

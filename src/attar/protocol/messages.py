@@ -29,7 +29,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     prompt: tuple[int, ...]
     params: SamplingParams
     n: int = 1
-    salt: bytes = b""  # requests with different salts share no cached block
+    cache_salt: bytes = b""  # requests with different salts share no cached block
     priority: int = 0  # lower goes first
     deadline: float | None = None  # seconds from now; then the request fails with `deadline`
     adapter: str = ""  # one of `Ready.adapters`; empty: the base model
@@ -43,7 +43,7 @@ class Embed(msgspec.Struct, frozen=True, tag="embed"):
     pooling: str = "mean"  # or "last"
     deadline: float | None = None
     adapter: str = ""
-    salt: bytes = b""
+    cache_salt: bytes = b""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -56,13 +56,13 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Stop when all requests have ended."""
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """Send a `Told` for each of these requests that has not ended."""
+class QueryStatus(msgspec.Struct, frozen=True, tag="ask"):
+    """Send a `RequestStatus` for each of these requests that has not ended."""
 
     ids: tuple[str, ...]
 
 
-Command = Submit | Embed | Cancel | Drain | Ask
+Command = Submit | Embed | Cancel | Drain | QueryStatus
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -195,14 +195,14 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     busy: float = 0.0
 
 
-class Told(msgspec.Struct, frozen=True, tag="told"):
+class RequestStatus(msgspec.Struct, frozen=True, tag="told"):
     """Present state of a request."""
 
     id: str
     report: Report
 
 
-Event = Delta | PromptLogprobs | Finished | Embedding | Failed | Ready | Stats | Beat | Told
+Event = Delta | PromptLogprobs | Finished | Embedding | Failed | Ready | Stats | Beat | RequestStatus
 
 
 def encode(messages: Sequence[Command] | Sequence[Event]) -> bytes:

@@ -10,7 +10,7 @@ from attar.faults import point
 from attar.protocol.messages import Embed, Failed, Ready, Stats, Submit
 from attar.protocol.request import SamplingParams
 from attar.server.admission.caller import Caller
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 from attar.server.request_context import RequestContext
 from attar.server.request_handler import RequestHandler
 
@@ -37,31 +37,31 @@ class Dispatcher:
     def ready(self) -> Ready:
         """Return the engine's description. Raises Refusal where it is not ready."""
         if self.context.draining:
-            raise Refusal("draining", "the server is shutting down")
+            raise APIError("draining", "the server is shutting down")
         if self.engine.ready is None:
             if self.engine.was_ready:
-                raise Refusal("engine_down", "the engine is not running")
-            raise Refusal("loading", "the model is being loaded")
+                raise APIError("engine_down", "the engine is not running")
+            raise APIError("loading", "the model is being loaded")
         return self.engine.ready
 
     def getting_on(self) -> None:
         """Raise Refusal unless the engine is healthy, and in no step that takes far longer than any before."""
         self.healthy()
         if (slow := self.engine.heartbeat.slow) is not None:
-            raise Refusal("engine_down", slow)
+            raise APIError("engine_down", slow)
 
     def healthy(self) -> None:
         """Raise Refusal unless the engine is ready, runs, and makes progress."""
         self.ready()
         if (trouble := self.engine.trouble) is not None:
-            raise Refusal("engine_down", trouble)
+            raise APIError("engine_down", trouble)
 
     def model(self, asked: str | None) -> str:
         """Return the model's or adapter's name; the served model's where nothing is `asked` for. Raises Refusal for
         unknown names."""
         ready = self.ready()
         if asked is not None and asked != ready.model and asked not in ready.adapters:
-            raise Refusal("model_not_found", "model: not served here; GET /v1/models lists what is", "model")
+            raise APIError("model_not_found", "model: not served here; GET /v1/models lists what is", "model")
         return ready.model if asked is None else asked
 
     def submit(
@@ -79,11 +79,11 @@ class Dispatcher:
         left = self._left(caller)
         self._place(caller, n)  # before the key is charged
         caller.take(sum(map(len, prompts)), len(prompts) * n * params.max_tokens)
-        if caller.salt:  # no key goes ahead of another
+        if caller.cache_salt:  # no key goes ahead of another
             priority = max(0, priority)
         adapter = self._adapter(model)
         commands = [
-            Submit(name, prompt, params.seeded(), n, caller.salt, priority, left, adapter)
+            Submit(name, prompt, params.seeded(), n, caller.cache_salt, priority, left, adapter)
             for name, prompt in zip(_names(caller, len(prompts)), prompts, strict=True)
         ]
         return self._ask(caller, prompts, n, commands, self._share())
@@ -95,7 +95,7 @@ class Dispatcher:
         self._place(caller, 1)
         caller.take(sum(map(len, prompts)), 0)
         commands = [
-            Embed(name, prompt, pooling, left, self._adapter(model), caller.salt)
+            Embed(name, prompt, pooling, left, self._adapter(model), caller.cache_salt)
             for name, prompt in zip(_names(caller, len(prompts)), prompts, strict=True)
         ]
         return self._ask(caller, prompts, 1, commands, min(WINDOW, self._share()))
@@ -104,18 +104,18 @@ class Dispatcher:
         """Raise Refusal where `count` choices of the first prompt would exceed the key's share of the queue, or the
         engine's room."""
         places = self.engine.places
-        if not places.fit(caller.salt, count):
+        if not places.fit(caller.cache_salt, count):
             if places.keys < 2:
                 raise self.context.full("the server is full: try again later")
             self.context.metrics.limited.labels("queue").inc()
-            waiting = f"this key has {places.waiting(caller.salt)} of the {places.size} places in the queue"
+            waiting = f"this key has {places.waiting(caller.cache_salt)} of the {places.size} places in the queue"
             message = f"{waiting}, and its share has no room for {count} more: try again later"
-            raise Refusal("rate_limit_exceeded", message, retry_after=SHARE_AFTER)
+            raise APIError("rate_limit_exceeded", message, retry_after=SHARE_AFTER)
 
-    async def why(self, request: str, salt: bytes) -> dict[str, Any]:
+    async def why(self, request: str, cache_salt: bytes) -> dict[str, Any]:
         """Return what became of a request, for JSON; for a running one, its progress, unless a long step keeps the
         engine. Raises Refusal where it is unknown or another key's."""
-        trace = self.context.traces.find(request, salt)
+        trace = self.context.traces.find(request, cache_salt)
         if trace.outcome != "running":
             return trace.told(time.monotonic())
         left = [name for name, ended in zip(trace.names, trace.reports, strict=True) if ended is None]

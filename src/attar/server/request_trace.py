@@ -15,7 +15,7 @@ from attar.faults import point
 from attar.protocol.messages import Embedding, Failed, Finished, Report
 from attar.server.admission.caller import Caller
 from attar.server.engine_client.connection import AnswerEvent
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 
 MAX_PROMPTS = 128  # prompts of a request that are reported: the first
 REMEMBERED = 1000  # ended requests that /why can report
@@ -26,7 +26,7 @@ class RequestTrace:
     """The trace of a request, as /why reports it. Times are monotonic."""
 
     id: str
-    salt: bytes
+    cache_salt: bytes
     arrived: float
     reports: list[Report | None]
     """One report a prompt, of the first MAX_PROMPTS; None where there is none yet."""
@@ -73,7 +73,7 @@ class RequestTraces:
     def begin(self, caller: Caller, names: Iterable[str]) -> RequestTrace:
         """Begin the trace of a request, known for as long as it is referenced. The engine calls its prompts `names`."""
         kept = tuple(islice(names, MAX_PROMPTS))
-        trace = RequestTrace(caller.id, caller.salt, caller.arrived, [None] * len(kept), names=kept)
+        trace = RequestTrace(caller.id, caller.cache_salt, caller.arrived, [None] * len(kept), names=kept)
         self._running[trace.id] = trace
         return trace
 
@@ -84,9 +84,9 @@ class RequestTraces:
         if len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
 
-    def find(self, request: str, salt: bytes) -> RequestTrace:
+    def find(self, request: str, cache_salt: bytes) -> RequestTrace:
         """Return the trace of a request. Raises Refusal where it is unknown, or another key's."""
         trace = self._running.get(request) or self._ended.get(request)
-        if trace is None or trace.salt != salt:
-            raise Refusal("not_found", f"no such request is running, or among the last {REMEMBERED}")
+        if trace is None or trace.cache_salt != cache_salt:
+            raise APIError("not_found", f"no such request is running, or among the last {REMEMBERED}")
         return trace

@@ -169,10 +169,10 @@ def write(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> Write:
 
 
 def logits(decoder: Decoder) -> torch.Tensor:
-    from attar.model.cache import Step
+    from attar.model.cache import ForwardBatch
 
     ids = torch.arange(5, 25) * 11 % VOCAB
-    return decoder.forward(ids, Step((len(ids),), len(ids), decoder.cache(len(ids))))
+    return decoder.forward(ids, ForwardBatch((len(ids),), len(ids), decoder.cache(len(ids))))
 
 
 @pytest.mark.parametrize("kind", ["F32", "BF16"])
@@ -202,9 +202,9 @@ def test_types_that_a_scheme_represents_are_packed_with_the_same_values(kind: st
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_1", "Q5_1"])
 def test_the_native_kernels_run_packed_files(kind: str, write: Write) -> None:
-    from attar.kernels import ops
+    from attar.kernels import dispatch
 
-    store = ops.store("exact")
+    store = dispatch.store("exact")
     if store is None:
         pytest.skip("no native kernels here")
     path = write(kind)

@@ -27,9 +27,9 @@ from attar.formats import affine
 from attar.formats.codecs import ggml_mix
 from attar.formats.observers import KL, MSE, MinMax, Percentile
 from attar.formats.scheme import Grid, Scheme
-from attar.formats.weight_formats import FORMS
+from attar.formats.weight_formats import WEIGHT_FORMATS
 from attar.kernels import ops
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 from tests.compression.test_experts import write
 from tests.conftest import token_ids
@@ -119,7 +119,7 @@ def every_scheme() -> Iterator[tuple[str, str]]:
     """Every form by name, grids of every width and kind, and mixes: with the output's name."""
     grids = ("w2g32", "w3g128", "w4g48", "w4g128", "w4g128-asym", "w5g64", "w8", "w8a8", "w8a8-static", "w4a4", "w4a8")
     alike = ("lut4-s5", "lut4-s45", "lut3", "lut3-s5", "lut2", "lut2-s5", "nf4-single")  # slow, and others go before
-    for name in (*grids, "w4g32", "fp8", "fp8-e5m2", *FORMS, *PRESETS):
+    for name in (*grids, "w4g32", "fp8", "fp8-e5m2", *WEIGHT_FORMATS, *PRESETS):
         if name not in alike:
             yield name, "out"
     for name in ggml_mix.MIXES:
@@ -324,7 +324,7 @@ def test_an_expert_without_a_token_stops_no_method(recipe: str, tmp_path: Path) 
     assert any("of 8 experts were sent no calibration token" in each for each in done.warnings)
     assert len([record for record in done.records if ".experts." in record.name]) == 2 * 4 * 3
     found, wanted = (
-        hf.load(folder, torch.float32).forward(torch.arange(24), Step((24,), 24)).log_softmax(-1)
+        hf.load(folder, torch.float32).forward(torch.arange(24), ForwardBatch((24,), 24)).log_softmax(-1)
         for folder in (tmp_path / "out", source)
     )
     divergence = (wanted.exp() * (wanted - found)).sum(-1).mean()

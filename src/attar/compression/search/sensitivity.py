@@ -41,8 +41,8 @@ from attar.compression.solvers.transforms import fold
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.kernels import ops
-from attar.kernels.operands import Linear, Tap
-from attar.model.cache import Step
+from attar.kernels.operands import ActivationHook, Linear
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder, Embedding
 from attar.model.layers import Block
 
@@ -223,7 +223,7 @@ class Trial:
     @torch.inference_mode()
     def _embedded(self, ids: Tensor, embedding: Embedding | None = None) -> Tensor:
         """What enters the first block, [N, I]."""
-        step = Step((self._length,) * len(ids), self._length)
+        step = ForwardBatch((self._length,) * len(ids), self._length)
         return (embedding or self._decoder.embedding).forward(ids.reshape(-1), step.positions).float()
 
     def _run(self, states: Tensor, first: int, kept: list[Tensor] | None = None, stop: int | None = None) -> Tensor:
@@ -236,10 +236,10 @@ class Trial:
         return states
 
     @torch.inference_mode()
-    def _through(self, block: Block, states: Tensor, tap: Tap | None = None) -> Tensor:
+    def _through(self, block: Block, states: Tensor, hook: ActivationHook | None = None) -> Tensor:
         parts = states.split(self._batch)
-        steps = (Step((self._length,) * (len(part) // self._length), self._length) for part in parts)
-        return torch.cat([block.run(part, step, tap) for part, step in zip(parts, steps, strict=True)])
+        steps = (ForwardBatch((self._length,) * (len(part) // self._length), self._length) for part in parts)
+        return torch.cat([block.run(part, step, hook) for part, step in zip(parts, steps, strict=True)])
 
     def _swaps(self, changes: Mapping[int, int]) -> list[Swap]:
         """The groups (keys) in schemes of the ladder (values)."""
@@ -314,12 +314,12 @@ class Trial:
             elif self._weighs:
                 means[name] = ColumnMean(columns, 2, name)
 
-        def tap(linear: Linear, x: Tensor) -> None:
+        def hook(linear: Linear, x: Tensor) -> None:
             for each in (hessians.get(linear.name), means.get(linear.name)):
                 if each is not None:
                     each.add(x)
 
-        states = self._through(block, states, tap if hessians or means else None)
+        states = self._through(block, states, hook if hessians or means else None)
         made: dict[str, list[PackedTensor]] = {}
         for linears in shared:
             name = linears[0].name

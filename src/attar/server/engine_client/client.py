@@ -21,7 +21,6 @@ from weakref import WeakSet
 
 from attar.faults import point
 from attar.protocol.messages import (
-    Ask,
     Beat,
     Cancel,
     Command,
@@ -30,11 +29,12 @@ from attar.protocol.messages import (
     Embedding,
     Failed,
     Finished,
+    QueryStatus,
     Ready,
     Report,
+    RequestStatus,
     Stats,
     Submit,
-    Told,
     encode,
 )
 from attar.server.admission.fair_queue import Places
@@ -117,7 +117,7 @@ class EngineClient:
         new = {each: loop.create_future() for each in open if each not in self._asked}
         self._asked |= new
         if new:
-            self._send([Ask(tuple(new))])  # once, however many callers wait
+            self._send([QueryStatus(tuple(new))])  # once, however many callers wait
         asked = {each: self._asked[each] for each in open}
         try:
             if asked:
@@ -204,7 +204,7 @@ class EngineClient:
                 self.stats = event
             elif isinstance(event, Beat):
                 self.heartbeat.beat(event.busy)
-            elif isinstance(event, Told):
+            elif isinstance(event, RequestStatus):
                 if (told := self._asked.pop(event.id, None)) is not None:
                     told.set_result(event.report)
             elif isinstance(event, Ready):

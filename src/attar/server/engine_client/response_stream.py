@@ -91,7 +91,7 @@ class ResponseStream:
         self._under_way = False
         self._began = time.monotonic()
         self._send, self._drop = send, drop
-        self._places, self._salt = places, commands[0].salt
+        self._places, self._salt = places, commands[0].cache_salt
         self._unheard: dict[str, set[int]] = {}  # choices sent and without an event yet
         self._running: dict[str, set[int]] = {}  # choices with an event that have not ended
         self._events: list[AnswerEvent] = []

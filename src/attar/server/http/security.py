@@ -68,7 +68,7 @@ class Keys:
         """Hash keys given in plain text."""
         return cls(tuple(hashlib.sha256(key.encode()).digest() for key in keys))
 
-    def salt(self, headers: Mapping[bytes, bytes]) -> bytes | None:
+    def cache_salt(self, headers: Mapping[bytes, bytes]) -> bytes | None:
         """Return the cache salt of the key in these headers: empty where no keys are set, None for an invalid key."""
         if not self.hashes:
             return b""
