@@ -1,11 +1,11 @@
-"""How a command is declared: a frozen dataclass of its options, a function of that, and help in plain text.
+"""Declaration of commands: a frozen dataclass of options, a function of that, and help in plain text.
 
 A command with more than a few options has a config class: a dataclass whose fields are its arguments and options, each
-annotated as typer wants it. `configured` makes a typer command of a function that takes one such object. Classes share
+annotated as typer expects. `configured` makes a typer command of a function that takes one such object. Classes share
 options by inheritance; the order of fields does not matter, because help sorts options by group (`GROUPS`).
 
 typer draws groups (`rich_help_panel`) by rich alone, whose boxes break in logs and narrow terminals. `Command` writes
-them as plain sections. Examples stand in a docstring's paragraph that begins with `Examples:`, and are not wrapped.
+them as plain sections. Examples are the paragraph of a docstring that begins with `Examples:`, and are not wrapped.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def option(
     parser: Callable[[str], Any] | None = None,
     default: str | None = None,
 ) -> Any:
-    """Annotate an option of a group that takes a value; `default` is what help says where the value is computed."""
+    """Annotate an option of a group that takes a value; help shows `default` where the value is computed."""
 
     def parsed(given: Any) -> Any:  # typer hands a default to the parser, too
         return parser(given) if parser is not None and isinstance(given, str) else given
@@ -97,7 +97,7 @@ def write_help(text: str, formatter: Any) -> None:
 
 
 class Commands(TyperGroup):
-    """A table of commands; a command line with --json that cannot be understood leaves a JSON object as well."""
+    """A table of commands; an invalid command line with --json prints a JSON object as well."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta["json"] = "--json" in args
@@ -107,7 +107,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except USAGE_ERROR as error:
-            error.message = error.message.replace("Value error, ", "")  # of the library that typer converts with
+            error.message = error.message.replace("Value error, ", "")  # prefix of typer's conversion library
             if ctx.parent is None:
                 emit(ctx.meta["json"], {"error": error.format_message()})
             raise
@@ -118,7 +118,7 @@ class Commands(TyperGroup):
 
 
 class Command(TyperCommand):
-    """A command whose help shows options in groups, and arguments without brackets of typer's own."""
+    """A command whose help shows options in groups, and arguments without typer's brackets."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """List what follows the command's name: brackets mean optional, dots repeatable."""

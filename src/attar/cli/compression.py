@@ -128,7 +128,7 @@ def compress(config: CompressConfig) -> None:
 
 
 def summary(done: Compressed) -> Iterator[str]:
-    """Say what compression cost, for people: a table, gains on text set aside, size and bits."""
+    """Yield the cost of compression, for people: a table, gains on text set aside, size and bits."""
     from attar.compression.recipe.parser import KEEP
     from attar.evaluation.table import Row, cost_table
 
@@ -149,16 +149,16 @@ def summary(done: Compressed) -> Iterator[str]:
 
 
 def warnings(done: Compressed) -> Iterator[str]:
-    """List what a user should know of an output, for stderr."""
+    """Yield warnings about an output, for stderr."""
     from attar.checkpoints import vocabulary
 
     yield from (*done.warnings, *done.notes)
-    if done.path.is_dir() and not vocabulary.has_tokenizer(done.path):  # the notes of a file say it
+    if done.path.is_dir() and not vocabulary.has_tokenizer(done.path):  # a file's notes include it
         yield "the original has no tokenizer that attar reads, nor has this: it takes token ids alone"
 
 
 def gains(done: Compressed) -> Iterator[str]:
-    """Say what each recipe tried, and tuning, gained on text set aside from calibration, for people."""
+    """Yield the gains of each recipe tried, and of tuning, on text set aside from calibration, for people."""
     from attar.evaluation.table import Row, cost_table
 
     if (chosen := done.selection) is not None:

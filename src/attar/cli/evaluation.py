@@ -106,7 +106,7 @@ def _on_task(config: EvalConfig, task: str, bar: Progress) -> TaskReport:
 
 
 def _subject(config: EvalConfig, bar: Progress) -> tuple[str | Decoder, Tokenizer | None, Path | None]:
-    """Name what is measured, and its adapter; in several processes, load the model with both, and its tokenizer."""
+    """Return what to measure, and its adapter; for several processes, load the model with both, and its tokenizer."""
     if config.tp * config.pp == 1:
         return config.model, None, config.adapter
     from attar.checkpoints import vocabulary

@@ -1,4 +1,4 @@
-"""Commands about files, those of other programs among them: `inspect`, `convert`, `imatrix`."""
+"""Commands about files, attar's own and other programs': `inspect`, `convert`, `imatrix`."""
 
 from __future__ import annotations
 

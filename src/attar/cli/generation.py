@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def _load(config: options.RunConfig, bar: Progress) -> LLM:
-    """Load the model, and say on stderr what a user should know of it."""
+    """Load the model, and print on stderr what a user should know of it."""
     from attar.engine.llm import LLM
     from attar.engine.loader import Parallel
 
@@ -49,7 +49,7 @@ def _load(config: options.RunConfig, bar: Progress) -> LLM:
 
 
 def _cut_short(llm: LLM, done: Completion, max_tokens: int) -> list[str]:
-    """Warn, on stderr too, of a text that the context ended before `max_tokens`."""
+    """Return warnings, printed to stderr too, about a text that the context ended before `max_tokens`."""
     if done.finish_reason != "length" or len(done.token_ids) >= max_tokens:
         return []
     said = f"the context of {llm.context} tokens is full: {len(done.token_ids)} of {max_tokens} tokens were generated"

@@ -137,7 +137,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _key(file: Path | None) -> str | None:
-    """Find the key that a client sends: a file's, or else the environment's.
+    """Return the key that a client sends: the file's, or else the environment's.
 
     It never comes from the command line, which every user of the machine can read. Raises ValueError where the file
     holds none, or several.

@@ -1,7 +1,7 @@
 """The command line: one table of subcommands, each importing only what it runs.
 
-`commands.py` says how a command is declared and how help is written. `terminal.py` has what all commands share at run
-time: exit statuses, JSON, errors in one sentence, progress.
+`commands.py` declares commands and writes help. `terminal.py` has what all commands share at run time: exit statuses,
+JSON, errors in one sentence, progress.
 """
 
 from __future__ import annotations
@@ -68,6 +68,6 @@ def version(show: bool) -> None:
 def main(
     _: Annotated[bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    # Models write any character, and not every terminal can show it: better a `?` than no text.
+    # Models write any character, and some terminals cannot show it: a `?` is better than no text.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")

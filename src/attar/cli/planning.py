@@ -1,4 +1,4 @@
-"""The command `plan`: what fits, for how many users and how fast, before anything is loaded."""
+"""The command `plan`: memory, number of users and speed, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PlanConfig(SchedulerOptions):
     as_json: Json = False
 
     def check(self) -> None:
-        """Raise ValueError for options that contradict each other, and for a device that is not here."""
+        """Raise ValueError for options that contradict each other, and for a device that is not available."""
         if (self.model is None) == (self.shape is None):
             raise ValueError("name a model or a --shape, one of the two")
         if self.model is not None and self.head is not None:
@@ -67,7 +67,7 @@ class PlanConfig(SchedulerOptions):
         return Subject.checkpoint(self.model) if self.model is not None else Subject.shape(str(self.shape), self.head)
 
     def hardware(self) -> Hardware:
-        """Take a GPU by its data sheet, or measure what is here. Raises ValueError for an unknown GPU model."""
+        """Describe a GPU by its data sheet, or measure this machine. Raises ValueError for an unknown GPU model."""
         from attar.engine import deployment
         from attar.plan import gpus
 
@@ -126,7 +126,7 @@ def plan(config: PlanConfig) -> None:
 
 
 def raised(settings: Settings, asked: Settings) -> str:
-    """Spell the options by which `settings` let more users run than those asked for."""
+    """Spell the options by which `settings` allow more users than those asked for."""
     options = f"--max-running {settings.max_running}"
     if settings.max_step_tokens != asked.max_step_tokens:
         options += f" --scheduler max-step-tokens={settings.max_step_tokens}"

@@ -1,6 +1,6 @@
 """Scheduler options, shared by `serve`, `plan` and `tritonserver export`.
 
-Few people set more than a preset and the number of sequences; the other settings are keys of `--scheduler KEY=VALUE`.
+Most users set a preset and the number of sequences; the other settings are keys of `--scheduler KEY=VALUE`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from attar.cli.options import KvFraction, MaxTokensInCache
 
 @dataclass(frozen=True)
 class Key:
-    """One setting of `--scheduler`: how its value is read, what kind of value that is, and what it does."""
+    """One setting of `--scheduler`: how its value is read, what kind of value it takes, and what it does."""
 
     parse: Callable[[str], Any]
     kind: str
@@ -104,7 +104,7 @@ class SchedulerOptions:
     kv_fraction: KvFraction = None
 
     def settings(self) -> dict[str, Any]:
-        """Name the options as fields of the engine's settings."""
+        """Return the options as fields of the engine's settings."""
         return {
             "preset": self.preset,
             "max_running": self.max_running,

@@ -1,4 +1,4 @@
-"""The command `serve`."""
+"""The command `serve`: its options, and settings from a Triton configuration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from attar.server.options import ServerOptions
     from attar.text.tokenizer import Tokenizer
 
-BESIDES = 64  # HTTP requests open besides those that run or wait: read, refused, or about something else
+BESIDES = 64  # HTTP requests open besides those that run or wait: being read or refused, or other routes
 ENGINE = (sys.executable, "-m", "attar.engine.main")  # the command line of its process
 
 
@@ -87,9 +87,9 @@ class ServeConfig(SchedulerOptions):
     as_json: options.Json = False
 
     def engine(self, path: Path, name: str, theirs: dict[str, Any]) -> Settings:
-        """Make the engine's settings; `theirs`, of a Triton configuration, stand in for what is not given.
+        """Make the engine's settings; `theirs`, from a Triton configuration, replace what is not given.
 
-        Raises ValueError for what cannot be, before anything starts.
+        Raises ValueError for invalid settings, before anything starts.
         """
         from msgspec.structs import replace
 
@@ -173,11 +173,11 @@ def serve(config: ServeConfig) -> None:
 
 
 def _started(tokenizer: Tokenizer, as_json: bool) -> Callable[[str], None]:
-    """Make what is called once the server listens: it says where, and starts the process of chat templates."""
+    """Make the function called once the server listens: it prints the address, and starts the chat template process."""
     from attar.text import template
 
     def started(url: str) -> None:
-        if tokenizer.chat_templates:  # so that the first conversation need not wait for it
+        if tokenizer.chat_templates:  # so that the first conversation does not wait for it
             threading.Thread(target=template.warm, name="template-start", daemon=True).start()
         tell(f"listening at {url} (the model is loading)")
         emit(as_json, {"url": url, "pid": os.getpid()})
@@ -186,7 +186,7 @@ def _started(tokenizer: Tokenizer, as_json: bool) -> Callable[[str], None]:
 
 
 def _of_triton(file: Path | None) -> dict[str, Any]:
-    """Read settings of a Triton configuration, the device among them; say what is lost of it, and what holds anyhow."""
+    """Read settings of a Triton configuration, the device included; report what is lost, and what holds anyhow."""
     from attar.integrations.triton_server import config as triton_config
 
     if file is None:

@@ -1,6 +1,6 @@
-"""`attar tritonserver`: settings of an NVIDIA Triton Inference Server, from and to those of `serve`.
+"""`attar tritonserver`: settings of an NVIDIA Triton Inference Server, to and from those of `serve`.
 
-`serve --triton-config` takes the same file and needs none of these commands. They show what it becomes, and the way
+`serve --triton-config` takes the same file and needs none of these commands. They show its equivalent, and convert
 back. The language of the GPU kernels has the same name by chance.
 """
 
@@ -117,7 +117,7 @@ def fill(
 
 
 def _show(text: str, as_json: bool) -> None:
-    """Print a configuration, and say what is still to be filled in."""
+    """Print a configuration, and what is still to be filled in."""
     from attar.integrations.triton_server import template as triton_template
 
     sys.stdout.write(text)

@@ -1,6 +1,6 @@
-"""Plans: what an engine of some settings would take and reach on some hardware, before anything is loaded.
+"""Deployment plans: memory and speed of an engine with given settings and hardware, before anything is loaded.
 
-The arithmetic is that of a start (`loading.py`), so a plan and a start of the same settings print the same table. Only
+The arithmetic is that of a start (`startup.py`), so a plan and a start of the same settings print the same table. Only
 what measures or reads a checkpoint imports torch: a plan of a published shape on a GPU's data sheet needs none.
 """
 
@@ -27,7 +27,7 @@ from attar.protocol.settings import Settings
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that is planned for: its name, its configuration, and how its weights are stored."""
+    """The model to plan for: its name, its configuration, and the storage of its weights."""
 
     name: str
     config: ModelConfig
@@ -63,7 +63,7 @@ class Hardware:
 
     @classmethod
     def of_machine(cls, bandwidth: int | None) -> Hardware:
-        """This machine's CPU. Its rates are measured where no bandwidth is given; they are None without kernels."""
+        """Describe this CPU. Its rates are measured where no bandwidth is given; they are None without kernels."""
         here, rate = machine.examine(), None
         if bandwidth is None:
             from attar.kernels.native import extension, limits
@@ -75,7 +75,7 @@ class Hardware:
 
     @classmethod
     def of_gpu(cls, gpu: GpuSpec, bandwidth: int | None) -> Hardware:
-        """Take a GPU by its data sheet, or as it was measured."""
+        """Describe a GPU by its data sheet, or as it was measured."""
         if bandwidth is not None:
             gpu = replace(gpu, bandwidth=float(bandwidth))
         return cls(gpu.memory, gpu.name, bandwidth, None, gpu)
@@ -101,7 +101,7 @@ def gpu_at_hand(device: str) -> GpuSpec:
 
 
 def for_users(settings: Settings, users: int) -> Settings:
-    """Raise the number of sequences to that of users, and tokens a step with it, where settings leave it open.
+    """Raise the number of sequences to `users`, and tokens a step with it, where settings leave it open.
 
     Raises ValueError where the tokens of a step were set, and are fewer.
     """
@@ -118,8 +118,8 @@ def for_users(settings: Settings, users: int) -> Settings:
 def plan(settings: Settings, subject: Subject, demand: Demand, hardware: Hardware) -> Plan:
     """Plan `demand` for every usual precision of weights and KV cache, or the settings' own KV format.
 
-    A memory that settings name is each process's. Otherwise CPU processes share what the machine has, and each GPU has
-    its own. Raises ValueError as `fit.plan`.
+    A memory size in the settings is each process's. Otherwise CPU processes share the machine's memory, and each GPU
+    has its own. Raises ValueError as `fit.plan`.
     """
     share, limits = Share(0, settings.tp, settings.pp), settings.limits()
     memory, source = settings.memory, "--memory"

@@ -1,4 +1,4 @@
-"""Where requests become work: what the engine is asked, and what is refused before it is."""
+"""Submission of requests to the engine, and the checks that refuse one before that."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from attar.server.errors import APIError
 from attar.server.request_context import RequestContext
 from attar.server.request_handler import RequestHandler
 
-WINDOW = 32  # texts to embed that the engine has at once
-SHARE_AFTER = 1  # seconds after which a key may ask again that has its share: all keys share the turns of `Backoff`
+WINDOW = 32  # texts to embed in the engine at a time
+SHARE_AFTER = 1  # Retry-After, in seconds, for a key that has its share: all keys share the turns of `Backoff`
 
 
 class Dispatcher:
-    """Hands requests to the engine. A request has `deadline` seconds from when it came."""
+    """Hands requests to the engine. A request has `deadline` seconds from its arrival."""
 
     def __init__(self, context: RequestContext, deadline: float) -> None:
         self.context, self.engine, self.deadline = context, context.engine, deadline
@@ -31,11 +31,11 @@ class Dispatcher:
 
     @property
     def stats(self) -> Stats | None:
-        """The engine's state, as it last said it."""
+        """The engine's last reported state."""
         return self.engine.stats
 
     def ready(self) -> Ready:
-        """The engine, ready to be asked. Raises Refusal when it is not."""
+        """Return the engine's description. Raises Refusal where it is not ready."""
         if self.context.draining:
             raise APIError("draining", "the server is shutting down")
         if self.engine.ready is None:
@@ -45,20 +45,20 @@ class Dispatcher:
         return self.engine.ready
 
     def getting_on(self) -> None:
-        """Raises Refusal unless the engine is healthy, and in no step that takes far longer than any before."""
+        """Raise Refusal unless the engine is healthy, and in no step that takes far longer than any before."""
         self.healthy()
         if (slow := self.engine.heartbeat.slow) is not None:
             raise APIError("engine_down", slow)
 
     def healthy(self) -> None:
-        """Raises Refusal unless the engine is ready, runs, and gets on."""
+        """Raise Refusal unless the engine is ready, runs, and makes progress."""
         self.ready()
         if (trouble := self.engine.trouble) is not None:
             raise APIError("engine_down", trouble)
 
     def model(self, asked: str | None) -> str:
-        """The name of what is to answer: the served model's, also where nothing is `asked` for, or an adapter's.
-        Raises Refusal."""
+        """Return the model's or adapter's name; the served model's where nothing is `asked` for. Raises Refusal for
+        unknown names."""
         ready = self.ready()
         if asked is not None and asked != ready.model and asked not in ready.adapters:
             raise APIError("model_not_found", "model: not served here; GET /v1/models lists what is", "model")
@@ -73,13 +73,13 @@ class Dispatcher:
         model: str,
         priority: int = 0,
     ) -> RequestHandler:
-        """Prompts to be continued, n choices each, by what `model` names. Where there are keys, a `priority` below 0
-        counts as 0. Raises Refusal."""
+        """Submit prompts to be continued, n choices each, by `model`. Where there are keys, a `priority` below 0 counts
+        as 0. Raises Refusal."""
         self.healthy()
         left = self._left(caller)
-        self._place(caller, n)  # before the key pays
+        self._place(caller, n)  # before the key is charged
         caller.take(sum(map(len, prompts)), len(prompts) * n * params.max_tokens)
-        if caller.cache_salt:  # nobody goes before those who have another key
+        if caller.cache_salt:  # no key goes ahead of another
             priority = max(0, priority)
         adapter = self._adapter(model)
         commands = [
@@ -89,7 +89,7 @@ class Dispatcher:
         return self._ask(caller, prompts, n, commands, self._share())
 
     def embed(self, caller: Caller, prompts: Sequence[tuple[int, ...]], pooling: str, model: str) -> RequestHandler:
-        """Prompts whose vectors are wanted, of what `model` names. Raises Refusal."""
+        """Submit prompts to be embedded by `model`. Raises Refusal."""
         self.healthy()
         left = self._left(caller)
         self._place(caller, 1)
@@ -101,8 +101,8 @@ class Dispatcher:
         return self._ask(caller, prompts, 1, commands, min(WINDOW, self._share()))
 
     def _place(self, caller: Caller, count: int) -> None:
-        """Raises Refusal where so many choices of the first prompt would be more than the key's share of the queue, or
-        than the engine has room for."""
+        """Raise Refusal where `count` choices of the first prompt would exceed the key's share of the queue, or the
+        engine's room."""
         places = self.engine.places
         if not places.fit(caller.cache_salt, count):
             if places.keys < 2:
@@ -113,8 +113,8 @@ class Dispatcher:
             raise APIError("rate_limit_exceeded", message, retry_after=SHARE_AFTER)
 
     async def why(self, request: str, cache_salt: bytes) -> dict[str, Any]:
-        """What became of a request, for JSON; of one that runs, how far it is, unless a long step keeps the engine.
-        Raises Refusal where nobody knows of it, or it was another's."""
+        """Return what became of a request, for JSON; for a running one, its progress, unless a long step keeps the
+        engine. Raises Refusal where it is unknown or another key's."""
         trace = self.context.traces.find(request, cache_salt)
         if trace.outcome != "running":
             return trace.told(time.monotonic())
@@ -123,18 +123,18 @@ class Dispatcher:
         return trace.told(time.monotonic(), running)
 
     def _left(self, caller: Caller) -> float:
-        """Seconds of the deadline, which began when the request came. Raises Refusal where it has passed."""
+        """Return the seconds left until the deadline, counted from the request's arrival. Raises Refusal after it."""
         left = caller.arrived + self.deadline - time.monotonic()
         if left <= 0:
             raise self.context.refusal(Failed(caller.id, "deadline", ""))
         return left
 
     def _share(self) -> int:
-        """Choices of one request that the engine's queue takes at a time: half of what may wait there."""
+        """Return the choices of one request that the engine's queue takes at a time: half of its capacity."""
         return max(1, self.ready().max_waiting // 2)
 
     def _adapter(self, model: str) -> str:
-        """What the engine calls it: nothing where it is the served model itself."""
+        """Return the engine's name of an adapter; empty for the served model itself."""
         return "" if model == self.ready().model else model
 
     def _ask(

@@ -1,4 +1,4 @@
-"""The caller of one request, as admission let it in."""
+"""The caller of one request, as the middleware admitted it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from attar.server.admission.rate_limits import Account
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, and what for: the request's id, when it came, the salt of its key, and that key's share."""
+    """A request's id, its arrival time, the cache salt of its API key, and the account of that key."""
 
     id: str
     arrived: float  # monotonic
     cache_salt: bytes
-    account: Account | None = None  # of those that can cost tokens
+    account: Account | None = None  # set for requests that can cost tokens
 
     def allowance(self, prompt: int, n: int) -> int | None:
-        """Tokens for each of n answers that its key's share has room for; None: any number."""
+        """Return the tokens for each of n answers that its key's share has room for; None: any number."""
         return None if self.account is None else self.account.allowance(prompt, n)
 
     def take(self, prompt: int, asked: int) -> None:
-        """Take tokens out of the key's share. Raises Refusal."""
+        """Take tokens out of the key's share. Raises Refusal where it has too few."""
         if self.account is not None:
             self.account.take(prompt, asked)

@@ -21,7 +21,7 @@ from attar.version import __version__
 
 
 def make_app(dispatcher: Dispatcher, prompts: Prompts, threads: TextThreads, keyed: bool = False) -> FastAPI:
-    """Make the application. `keyed`: whether its middleware asks for keys, which the document then says."""
+    """Make the application. `keyed`: whether its middleware requires keys, which the document then states."""
     app = FastAPI(title="attar", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     for kind in (APIError, HTTPException, Exception):
         app.add_exception_handler(kind, _handle)
@@ -36,7 +36,7 @@ def make_app(dispatcher: Dispatcher, prompts: Prompts, threads: TextThreads, key
 
 
 async def _handle(request: Request, error: Exception) -> Response:
-    """Every error in our shape: those of routes, of routing, and the unexpected, which the middleware logs."""
+    """Answer every error in our shape: errors of routes, of routing, and unexpected ones, which the middleware logs."""
     if isinstance(error, HTTPException):
         code, message = {
             404: ("not_found", "no such route"),
@@ -52,7 +52,7 @@ async def _handle(request: Request, error: Exception) -> Response:
 
 
 def _methods(app: FastAPI, scope: Scope) -> str:
-    """What a path takes, by all of its routes: Starlette asks the first alone, and says them in any order."""
+    """Return the methods of a path, over all its routes: Starlette reads the first route alone, in any order."""
     routes = [route for route in app.routes if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE]
     return ", ".join(sorted({method for route in routes for method in route.methods or ()}))
 

@@ -1,4 +1,4 @@
-"""Routes that work for a request: what each reads, asks of the engine, and answers."""
+"""Routes that ask the engine for work: what each reads, requests of the engine, and answers."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ LARGE_BODY = 16 << 10  # bytes: smaller ones are parsed on the spot, in less tim
 
 
 class Routes:
-    """Routes with a body. A request is given up once its client has gone."""
+    """Routes with a body. A request is cancelled once its client has disconnected."""
 
     def __init__(self, dispatcher: Dispatcher, prompts: Prompts, threads: TextThreads) -> None:
         self._dispatcher, self._prompts, self._threads = dispatcher, prompts, threads
 
     def add_to(self, app: FastAPI) -> None:
-        """Register the routes, in the order in which the OpenAPI document has them."""
+        """Register the routes, in the order of the OpenAPI document."""
         chat = taking(ChatBody, types.ChatCompletion, types.ChatChunk, types.Error)
         completions = taking(CompletionBody, types.Completion, types.CompletionChunk, types.Error)
         messages = taking(AnthropicBody, types.AnthropicReply, *types.ANTHROPIC_EVENTS)
@@ -112,14 +112,14 @@ class Routes:
         return await _whole(request, handler, anthropic.whole(handler, model))
 
     async def count_tokens(self, request: Request) -> Response:
-        """How many tokens of prompt /v1/messages would read."""
+        """Count the prompt tokens that /v1/messages would read."""
         caller, body, _, _ = await self._read(request, AnthropicPrompt)
         async with sse.while_wanted(request.receive):
             ids = await self._prompts.chat_ids(caller.cache_salt, body.conversation())
         return respond({"input_tokens": len(ids)})
 
     async def embeddings(self, request: Request) -> Response:
-        """OpenAI's embeddings, of the model's final hidden states, each at unit length."""
+        """OpenAI's embeddings, from the model's final hidden states, each at unit length."""
         caller, body, model, ready = await self._read(request, EmbeddingBody)
         async with sse.while_wanted(request.receive):
             ids = await self._prompts.ids(caller.cache_salt, body.inputs(), ready.vocab_size, "input", ready.context)
@@ -128,8 +128,8 @@ class Routes:
         return await _whole(request, handler, embeddings.whole(handler, model, body.encoding_format == "base64"))
 
     async def tokenize(self, request: Request) -> Response:
-        """Token ids of a text, or of a conversation as the chat endpoint renders it, whose template writes the special
-        tokens itself: `add_special_tokens` is about a text."""
+        """Token ids of a text, or of a conversation as the chat endpoint renders it. `add_special_tokens` applies to a
+        text; a chat template writes the special tokens itself."""
         caller, body, _, ready = await self._read(request, TokenizeBody)
         async with sse.while_wanted(request.receive):
             if body.prompt is None:
@@ -146,8 +146,8 @@ class Routes:
         return respond({"prompt": text})
 
     async def _read(self, request: Request, kind: type[BodyType]) -> tuple[Caller, BodyType, str, Ready]:
-        """Read the request's body. Returns who asks, the body, the name of the model that is to answer, and the engine
-        that runs it."""
+        """Read the request's body. Returns the caller, the body, the name of the requested model, and the engine that
+        runs it."""
         caller: Caller = request.scope["attar"]
         data = await http_body.receive(request, caller.id)
         point("http.parse", caller.id)

@@ -1,4 +1,4 @@
-"""The socket between the two processes, at the server's end: frames of events from bytes."""
+"""The server's end of the socket between the two processes: frames of bytes to events."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from attar.protocol.messages import MAX_FRAME, Beat, Delta, Embedding, Failed, F
 
 
 class PromptScores(msgspec.Struct, frozen=True, tag="prompt_logprobs"):
-    """A `PromptLogprobs` as it came: tens of bytes a token, where the values would be hundreds."""
+    """A `PromptLogprobs` in its encoded form: tens of bytes a token, where decoded values would take hundreds."""
 
     id: str
     logprobs: msgspec.Raw
 
     def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "logprobs", self.logprobs.copy())  # what came is of the buffer it came in
+        msgspec.structs.force_setattr(self, "logprobs", self.logprobs.copy())  # the bytes are the receive buffer's
 
 
 AnswerEvent = Delta | PromptScores | Finished | Embedding | Failed
@@ -29,7 +29,7 @@ Event = AnswerEvent | Ready | Stats | Beat | RequestStatus
 
 
 class Connection(asyncio.Protocol):
-    """One connection. What cannot be read ends it, and `wrong` is told why."""
+    """One connection. Unreadable data ends it, and `wrong` gets the reason."""
 
     def __init__(
         self, arrived: Callable[[Sequence[Event]], None], lost: Callable[[], None], wrong: Callable[[str], None]
@@ -42,7 +42,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        # The folder may have been cleaned away, and made again by somebody else, with a socket of the same name.
+        # The folder may have been cleaned away, and made again by another user, with a socket of the same name.
         peer = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         if int.from_bytes(peer[4:8], sys.byteorder) != os.geteuid():
             self.give_up("somebody else listens in the engine's place")

@@ -1,4 +1,4 @@
-"""The body of a request: what is looked at before it is read, and the reading."""
+"""The body of a request: checks before it is read, and the reading."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ IDENTITY = (b"", b"identity")
 
 
 async def receive(request: Request, name: str) -> bytes:
-    """Read the body of the request called `name`, as it comes in; its Content-Length, checked first, bounds it. Raises
-    Refusal."""
+    """Read the body of the request called `name`; its Content-Length, checked first, bounds it. Raises Refusal."""
     _check(dict(request.scope["headers"]))
     body = bytearray()
     more = True
@@ -31,7 +30,7 @@ async def receive(request: Request, name: str) -> bytes:
 
 
 def _check(headers: Mapping[bytes, bytes]) -> None:
-    """Raise Refusal for other than JSON, and for too much of it."""
+    """Raise Refusal for content other than JSON, and for a body that is too large."""
     if headers.get(b"content-encoding", b"").strip().lower() not in IDENTITY:
         raise APIError("unsupported_media_type", "Content-Encoding is not supported: send plain JSON")
     # A form of a foreign web page can be posted without a preflight, but not as JSON.
@@ -46,5 +45,5 @@ def _length(headers: Mapping[bytes, bytes]) -> int:
 
 
 def size(headers: Mapping[bytes, bytes]) -> int:
-    """Bytes of the body that will be held: none of one that is too large is read."""
+    """Return the bytes of the body to be held: 0 for one that is too large, which is not read."""
     return length if (length := _length(headers)) <= MAX_BODY else 0

@@ -1,8 +1,8 @@
-"""Middleware in front of every route: it names requests, decides who comes in, and sees that each gets an answer.
+"""Middleware in front of every route: it names requests, authenticates them, and sees that each gets an answer.
 
-It is plain ASGI around the application, so that nothing is reached without passing it, routes added later included.
-Closed is the default: with keys set, only /livez and the page, which holds nothing, answer without one. No body is read
-before its request is let in.
+It is plain ASGI around the application, so that every route passes it, routes added later included. Access is denied by
+default: with keys set, only /livez and the page, which holds nothing, answer without one. No body is read before its
+request is admitted.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from attar.server.http.security import host_name
 from attar.server.options import ServerOptions
 from attar.server.request_context import RequestContext
 
-OPEN_TO_ALL = frozenset({"/livez", "/"})  # the page holds nothing but itself
-METHODS = frozenset({"GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE", "PATCH"})  # that a log may repeat
-GONE = 499  # nobody waited for the answer
+OPEN_TO_ALL = frozenset({"/livez", "/"})  # the page holds no data
+METHODS = frozenset({"GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE", "PATCH"})  # methods that a log may repeat
+GONE = 499  # the client had disconnected
 FULL = 429
-MAX_BODIES = 256 * MAX_BODY  # of all requests together: what was read is held until the answer has ended
+MAX_BODIES = 256 * MAX_BODY  # of all requests together: a body is held until its answer has ended
 
 logger = logging.getLogger(__name__)
 
 
 class Middleware:
-    """ASGI around `app`. `open` counts the requests inside, and `bodies` the bytes of what they send, by key."""
+    """ASGI middleware around `app`. `open` counts open requests, and `bodies` the bytes of their bodies, by key."""
 
     def __init__(self, app: Starlette, options: ServerOptions, context: RequestContext) -> None:
         self.app, self.options, self.context, self.metrics = app, options, context, context.metrics
@@ -54,7 +54,7 @@ class Middleware:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         extra = [(b"x-request-id", name.encode()), *cors.headers_for(self.options.origins, headers)]
         if scope["path"].startswith(ANTHROPIC):
-            extra.append((b"request-id", name.encode()))  # where their clients look for it
+            extra.append((b"request-id", name.encode()))  # where Anthropic's clients look for it
 
         async def tell(message: Message) -> None:
             nonlocal status
@@ -92,17 +92,17 @@ class Middleware:
                 self.bodies[cache_salt] -= size
             self.open -= 1
             self.metrics.open.set(self.open)
-            route = getattr(scope.get("route"), "path", None)  # the pattern, not what was asked
+            route = getattr(scope.get("route"), "path", None)  # the pattern, not the requested path
             if route is None:
                 route = scope["path"] if scope["path"] in self.paths else "none"
             self.metrics.requests.labels(route, str(status or GONE)).inc()
             method = scope["method"] if scope["method"] in METHODS else "?"
-            # A crowd that is refused is counted above: a line for each would take time from those who are let in.
+            # Refused crowds are counted above: a line for each would take time from admitted requests.
             level = logging.INFO if method == "POST" and status != FULL else logging.DEBUG
             logger.log(level, "%s %s %s %d %.3f s", name, method, route, status or GONE, time.monotonic() - arrived)
 
     def _let_in(self, scope: Scope, headers: dict[bytes, bytes]) -> bytes:
-        """The salt of whoever asks. Raises Refusal."""
+        """Return the cache salt of the caller's key. Raises Refusal."""
         if scope["path"] in OPEN_TO_ALL:
             return b""
         names = self.options.names
