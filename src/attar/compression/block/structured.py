@@ -10,10 +10,10 @@ others have made up for it. With H = E[x x^T] of its inputs, removing columns S 
 
     tr(W_S [(H^-1)_SS]^-1 W_S^T)
 
-(the optimal brain surgeon for groups; for feed-forwards ZipLM, Kurtic et al. 2023). The cheapest goes, W and H^-1
-are updated, and so on: one of two redundant columns stays. Finally the kept columns are solved for once
-more, W' = W H_:K (H_KK)^-1, which is the repair by least squares. W itself is first corrected for what the blocks
-before have changed (`qronos`). No gradients are needed.
+(the optimal brain surgeon for groups; for feed-forwards ZipLM, Kurtic et al. 2023). The cheapest goes, W and H^-1 are
+updated, and so on: one of two redundant columns stays. Finally the kept columns are solved for once more, W' = W H_:K
+(H_KK)^-1, which is the repair by least squares. W itself is first corrected for what the blocks before have changed
+(`qronos`). No gradients are needed.
 
 Tried and left out, as held-out KL was 1.1 to 1.5 times as large (docs/log/2026-11.md): rows of W weighted by the Fisher
 matrix of the linear's outputs, Taylor scores from gradients as LLM-Pruner has them, and activation-weighted norms, all
