@@ -45,7 +45,7 @@ from attar.kernels import ops, ref_attention
 from attar.kernels.operands import AttentionForm, Norm
 from attar.kv import kivi
 from attar.kv.bit_planes import hadamard
-from attar.kv.pages import Bases, Pages, Placement, Rotation
+from attar.kv.pages import Bases, PagedKV, AttentionMetadata, Rotation
 from attar.kv.schemes import SCHEMES, KvScheme, Layout
 from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.divergence import Comparison, compare
@@ -80,7 +80,7 @@ class Kivi:
         return rounded + (16 - rounded) * min(1, whole / context)
 
     def attend(
-        self, q: Tensor, pages: Pages, place: Placement, form: AttentionForm, want_mass: bool = False
+        self, q: Tensor, pages: PagedKV, place: AttentionMetadata, form: AttentionForm, want_mass: bool = False
     ) -> tuple[Tensor, None]:
         """As `ops.paged_attention`, of one sequence."""
         assert len(place.lengths) == 1
@@ -177,7 +177,7 @@ def keeping(way: Way) -> Iterator[None]:
     plain, attention = ops.write_kv, ops.paged_attention
 
     def write(
-        q: Tensor, k: Tensor, v: Tensor, pages: Pages, place: Placement, rotation: Rotation | None = None,
+        q: Tensor, k: Tensor, v: Tensor, pages: PagedKV, place: AttentionMetadata, rotation: Rotation | None = None,
         q_norm: Norm | None = None, k_norm: Norm | None = None,
     ) -> Tensor:  # fmt: skip
         assert way.rounded is not None

@@ -50,12 +50,12 @@ from attar.compression.runs.pipeline import compress_request
 from attar.formats.codecs import ggml_blocks
 from attar.formats.codecs.ggml import GgmlType
 from attar.kernels import ops
-from attar.kernels.operands import Linear, Tap
+from attar.kernels.operands import Linear, ActivationHook
 from attar.metrics import bootstrap
 from attar.metrics.bootstrap import Interval
 from attar.metrics.divergence import compare
 from attar.metrics.perplexity import plan_windows
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder, soft_capped
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
@@ -88,7 +88,7 @@ def rounded(x: Tensor, kind: GgmlType) -> Tensor:
     return torch.where(largest == 0, 0, found).view(x.shape)
 
 
-def rounding_tap(file: GgufCheckpoint) -> Tap:
+def rounding_tap(file: GgufCheckpoint) -> ActivationHook:
     """A tap that writes over the rows that a linear is about to read, so that what is multiplied is rounded."""
     last: list[tuple[Tensor, int]] = []
 
@@ -104,10 +104,10 @@ def rounding_tap(file: GgufCheckpoint) -> Tap:
 
 
 @torch.inference_mode()
-def logits(model: Decoder, ids: Sequence[int], tap: Tap | None = None, nudged: bool = False) -> Tensor:
+def logits(model: Decoder, ids: Sequence[int], tap: ActivationHook | None = None, nudged: bool = False) -> Tensor:
     """Logits [T, vocab] at every position, with `tap` at every linear, the output matrix among them. `nudged`: every
     number of the embeddings is the next larger float32."""
-    step = Step((len(ids),), len(ids))
+    step = ForwardBatch((len(ids),), len(ids))
     stream, delta = model.enter(torch.tensor(ids), step)
     if nudged:
         stream = stream.nextafter(torch.tensor(torch.inf))

@@ -24,19 +24,19 @@ from torch import Tensor
 
 from attar.engine import memory_profile
 from attar.execution import cuda_graphs
-from attar.execution.model_runner import Coming, Runner
+from attar.execution.model_runner import InflightTokens, Runner
 from attar.kernels.triton import backend
 from attar.kv.schemes import SCHEMES
 from attar.model.decoder import Decoder
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling import device_sampler
 from attar.sampling.sampler import BadLogits, Sampler, sample
 from attar.scheduling.block_pool import BlockPool
 from attar.scheduling.prefix_cache import RadixCache
 from attar.scheduling.scheduler import Scheduler
 from attar.scheduling.sequence import Sequence
-from attar.scheduling.step_plan import Chunk, Outcome, StepPlan
+from attar.scheduling.step_plan import ScheduledTokens, Outcome, StepPlan
 
 SMALL = "tiny"
 PROMPTS = (3, 5, 9) if backend.interpreted() else (5, 70, 130)  # tokens, in a graph of four rows: one is left over
@@ -80,7 +80,7 @@ class Decoders:
 
     def step(self) -> Tensor:
         """Every pending token of every sequence; returns the logits behind them, and appends their largest."""
-        chunks = [Chunk(each, each.computed, each.pending, True) for each in self.sequences]
+        chunks = [ScheduledTokens(each, each.computed, each.pending, True) for each in self.sequences]
         logits = self.runner.run(StepPlan(chunks)).clone()
         samplers = [Sampler(SamplingParams(temperature=0, seed=0), (0,), logits.shape[1]) for _ in chunks]
         for each, draw in zip(self.sequences, device_sampler.sample(logits, samplers), strict=True):
@@ -132,7 +132,7 @@ class Server:
         width = -(-(filled + TIMED + 2) // 64) + 1
         self.runner = Runner(decoder, 2 * batch * width, width * 64, None, batch, None, recorder())
         pool = BlockPool(2 * batch * width, self.runner.block)
-        limits = Limits(max_running=batch, max_step_tokens=max(2048, batch), max_waiting=batch, headroom=0.0)
+        limits = SchedulerConfig(max_running=batch, max_step_tokens=max(2048, batch), max_waiting=batch, headroom=0.0)
         self.scheduler = Scheduler(pool, RadixCache(pool), limits)
         self._requests = itertools.count()
 
@@ -165,7 +165,7 @@ class Server:
             chosen = device_sampler.choose(logits, [samplers[each.id] for each in own]) if own else None
             if ahead and (behind := self.scheduler.ahead(since)) is not None and behind.chunks:
                 places = {each: i for i, each in enumerate(own)}
-                coming = None if chosen is None else Coming(chosen.tokens, places)
+                coming = None if chosen is None else InflightTokens(chosen.tokens, places)
                 following = behind, self.runner.run(behind, None, coming)
             launched = time.perf_counter()
             draws = chosen.draws() if chosen else []
@@ -216,7 +216,7 @@ def memory(name: str, scheme: str) -> Iterator[Row]:
     began = time.perf_counter()
     decoder = models.decoder(name, scheme)
     made = time.perf_counter() - began
-    limits = Limits(max_running=128, max_step_tokens=2048)
+    limits = SchedulerConfig(max_running=128, max_step_tokens=2048)
     began = time.perf_counter()
     trial = memory_profile.Trial(decoder, SCHEMES["bfloat16"], limits, 8192)
     found = memory_profile.measure(held, available, trial)

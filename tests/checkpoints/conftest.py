@@ -89,9 +89,9 @@ class Tiny:
 
     def our_logits(self, folder: Path) -> Tensor:
         from attar.checkpoints.sources import hf
-        from attar.model.cache import Step
+        from attar.model.cache import ForwardBatch
 
-        return hf.load(folder, torch.float32).forward(self.ids, Step((len(self.ids),), len(self.ids)))
+        return hf.load(folder, torch.float32).forward(self.ids, ForwardBatch((len(self.ids),), len(self.ids)))
 
     @staticmethod
     def difference(ours: Tensor, theirs: Tensor) -> float:

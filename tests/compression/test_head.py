@@ -25,7 +25,7 @@ from attar.compression.runs.pipeline import compress, compress_request
 from attar.compression.solvers.rounding import rtn
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import HEADS, Scheme
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.progress import Progress
 
 EMBED = "model.embed_tokens"
@@ -63,7 +63,7 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def logits(folder: Path) -> Tensor:
-    return hf.load(folder, torch.float32).forward(IDS, Step((len(IDS),), len(IDS)))
+    return hf.load(folder, torch.float32).forward(IDS, ForwardBatch((len(IDS),), len(IDS)))
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
@@ -200,7 +200,7 @@ def test_positions_are_added_to_packed_rows(tmp_path: Path) -> None:
     compress(tmp_path / "gpt2", tmp_path / "out", recipe="rtn-w8", head="int8")
     assert verify(tmp_path / "out").ok
     ids = IDS % 64
-    step = Step((len(ids),), len(ids))
+    step = ForwardBatch((len(ids),), len(ids))
     ours = hf.load(tmp_path / "out", torch.float32).forward(ids, step)
     with torch.no_grad():
         assert difference(ours, model(ids[None]).logits[0]) < 0.02

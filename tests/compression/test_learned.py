@@ -18,7 +18,7 @@ from attar.compression.recipe.recipe_file import recipe_from_dict
 from attar.compression.runs.pipeline import compress
 from attar.compression.training import tune
 from attar.metrics.divergence import compare
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 
 TUNED = 0.9  # of the KL without, at most
@@ -48,7 +48,7 @@ def held_out(base: Decoder) -> Tensor:
 
 
 def divergence(base: Decoder, folder: Path, ids: Tensor) -> float:
-    step = Step((ids.shape[1],) * len(ids), ids.shape[1])
+    step = ForwardBatch((ids.shape[1],) * len(ids), ids.shape[1])
     logits = (model.forward(ids.flatten(), step) for model in (base, hf.load(folder, torch.float32)))
     return float(compare(*logits, ids.flatten()).kl.mean())
 

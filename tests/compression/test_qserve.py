@@ -18,7 +18,7 @@ from attar.evaluation.report import evaluate
 from attar.formats.codecs import progressive
 from attar.formats.packed import PackedTensor
 from attar.formats.weight_formats import Progressive
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 
 HIDDEN, VOCAB, LENGTH = 128, 64, 24
 SAME = 1e-5  # of float32, over the largest output
@@ -61,7 +61,7 @@ def calibration() -> list[list[int]]:
 def attention(folder: Path, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(scores, outputs, keys) of the first layer for rows x that its attention reads."""
     one = hf.load(folder, torch.float32).blocks[0].attention
-    step = Step((len(x),), len(x))
+    step = ForwardBatch((len(x),), len(x))
     q, k, _ = one.heads(x, None if one.rope is None else step.rotation(one.rope))
     scores = torch.einsum("nhd,mhd->hnm", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1))
     return scores, one.forward(x, step), k

@@ -18,12 +18,12 @@ from attar.compression.runs.pipeline import compress
 from attar.engine import startup
 from attar.engine.engine import Engine
 from attar.kernels import ops
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 from attar.model.split import Share
 from attar.protocol.messages import Embed, Failed, Finished, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
 from tests.conftest import token_ids
 from tests.engine.conftest import Answers, answers, make_engine, run
@@ -68,13 +68,13 @@ def test_rows_with_an_adapter_are_those_of_merged_weights_and_others_of_the_base
         tensors[stored] = tensors[stored] + (gain.T if names.is_transposed(name) else gain)
     lora.install(model, 2, tmp_path / "adapter")
     ids, lengths = torch.cat(found.ids), tuple(len(each) for each in found.ids)
-    mixed = model.forward(ids, Step(lengths, max(lengths), model.cache(64, 2), (2, 0))).split(lengths)
+    mixed = model.forward(ids, ForwardBatch(lengths, max(lengths), model.cache(64, 2), (2, 0))).split(lengths)
     merged = found.decoder(tensors=tensors)
-    wanted = merged.forward(found.ids[0], Step(lengths[:1], max(lengths)))
+    wanted = merged.forward(found.ids[0], ForwardBatch(lengths[:1], max(lengths)))
     assert families.difference(mixed[0], wanted) <= SAME
     assert families.difference(found.logits[0], wanted) >= MOVES
     assert families.difference(mixed[1], found.logits[1]) <= SAME
-    swapped = model.forward(ids, Step(lengths, max(lengths), model.cache(64, 2), (0, 2))).split(lengths)
+    swapped = model.forward(ids, ForwardBatch(lengths, max(lengths), model.cache(64, 2), (0, 2))).split(lengths)
     assert families.difference(swapped[0], found.logits[0]) <= SAME
 
 
@@ -101,7 +101,7 @@ def decoder(tiny: Path, folders: tuple[Path, Path], tmp_path_factory: pytest.Tem
     return made
 
 
-def adapted(decoder: Decoder, limits: Limits | None = None) -> Engine:
+def adapted(decoder: Decoder, limits: SchedulerConfig | None = None) -> Engine:
     return make_engine(decoder, limits=limits, adapters=NAMES)
 
 
@@ -118,13 +118,13 @@ def asks() -> list[Submit | Embed]:
 
 def test_company_of_other_adapters_changes_no_bit(decoder: Decoder) -> None:
     alone: Answers = {}
-    one = adapted(decoder, Limits(max_step_tokens=200))
+    one = adapted(decoder, SchedulerConfig(max_step_tokens=200))
     for ask in asks():
         alone |= answers(run(one, [ask]))
         one.cache.flush()
     assert alone["e0", 0] != alone["e1", 0] != alone["e2", 0]
     assert answers(run(adapted(decoder), asks())) == alone
-    assert answers(run(adapted(decoder, Limits(max_step_tokens=7, max_running=3)), asks()[::-1])) == alone
+    assert answers(run(adapted(decoder, SchedulerConfig(max_step_tokens=7, max_running=3)), asks()[::-1])) == alone
 
 
 def test_no_adapter_takes_what_another_has_cached(decoder: Decoder) -> None:

@@ -26,7 +26,7 @@ from attar.execution.cuda_graphs import Recorded
 from attar.execution.model_runner import Runner
 from attar.kernels import ops
 from attar.kernels.operands import Adapter, Linear, Routes
-from attar.model.cache import KVCache, Step, pool
+from attar.model.cache import KVCache, ForwardBatch, pool
 from attar.model.decoder import Decoder
 from attar.model.layers import FeedForward, MixtureOfExperts
 from attar.plan import cards
@@ -167,7 +167,7 @@ def test_rows_of_adapters_are_sent_once_for_all_linears(tiny_decoder: Make) -> N
         each = Linear("a", weight.to(device), adapters={1: Adapter(down.to(device), up.to(device))})
         pages, tables = pool(decoder.config, 2, decoder.lossless, str(device)), torch.tensor([[0], [1]])
         view = KVCache.over(pages, tables.int(), [0, 0])
-        step, rows = Step((2, 3), CONTEXT, view, (0, 1)), x.to(device)
+        step, rows = ForwardBatch((2, 3), CONTEXT, view, (0, 1)), x.to(device)
         pretend.waits.clear()
         for _ in range(2):
             out = ops.linear(rows, (each,), routes=step.routes)

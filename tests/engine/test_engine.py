@@ -16,7 +16,7 @@ from attar.engine.llm import LLM
 from attar.engine.outputs import Choice, Request
 from attar.kernels import ops
 from attar.kv.schemes import SCHEMES
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Delta, Embed, Embedding, Event, Failed, Finished, PromptLogprobs, Submit
 from attar.protocol.request import SamplingParams
@@ -175,7 +175,7 @@ def test_prompt_logprobs_and_vectors_are_the_models_own(decoder: Decoder) -> Non
         Embed("last", prompt, "last"),
     ]
     found = answers(run(make_engine(decoder), asks))
-    step = Step((len(prompt),), CONTEXT, decoder.cache(CONTEXT))
+    step = ForwardBatch((len(prompt),), CONTEXT, decoder.cache(CONTEXT))
     stream, delta = decoder.states(torch.tensor(prompt), step)
     logprobs = decoder.logits(stream, delta).double().log_softmax(-1)
     expected = [(token, logprobs[at, token].item()) for at, token in enumerate(prompt[1:])]

@@ -25,7 +25,7 @@ from attar.checkpoints.sources import opening
 from attar.engine import inflight
 from attar.engine.bottleneck import Bounds
 from attar.engine.engine import Engine
-from attar.execution.model_runner import Coming, Runner, Wanted, waits
+from attar.execution.model_runner import InflightTokens, Runner, Wanted, waits
 from attar.faults import Fault
 from attar.kernels import ops
 from attar.model.decoder import Decoder
@@ -35,7 +35,7 @@ from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import Limits
 from attar.sampling import device_sampler
 from attar.sampling.sampler import BadLogits, Draw, Sampler
-from attar.scheduling.step_plan import Chunk, StepPlan
+from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 from attar.text.tokenizer import Tokenizer
 from tests.engine.conftest import ROOM, TIGHT, Answers, answers, make_engine, run
 from tests.engine.test_engine import some_requests
@@ -81,12 +81,12 @@ class LateLogits(Tensor):
 class LateRunner(Runner):
     device_told: Device
 
-    def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: Coming | None = None) -> Tensor:
+    def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: InflightTokens | None = None) -> Tensor:
         self.device_told.seen.append("launch")
         told = {chunk.sequence: as_told(chunk) for chunk in plan.chunks}
         late = coming
         if coming is not None:
-            late = Coming(coming.tokens, {told[each]: i for each, i in coming.places.items() if each in told})
+            late = InflightTokens(coming.tokens, {told[each]: i for each, i in coming.places.items() if each in told})
         chunks = [chunk._replace(sequence=told[chunk.sequence]) for chunk in plan.chunks]
         out = torch.empty(sum(chunk.samples for chunk in chunks), self.decoder.config.vocab_size)
         step = StepPlan(chunks, list(plan.copies))
@@ -99,7 +99,7 @@ class LateRunner(Runner):
         return found
 
 
-def as_told(chunk: Chunk) -> Any:
+def as_told(chunk: ScheduledTokens) -> Any:
     """The sequence as it is at this moment."""
     made = copy.copy(chunk.sequence)
     made.tokens, made.blocks = array("i", chunk.sequence.tokens), list(chunk.sequence.blocks)
@@ -394,7 +394,7 @@ def test_a_choice_that_raises_is_made_one_by_one(decoder: Decoder, point: str) -
 
 def test_too_little_memory_for_a_step_ahead(decoder: Decoder) -> None:
     class Small(Runner):
-        def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: Coming | None = None) -> Tensor:
+        def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: InflightTokens | None = None) -> Tensor:
             if plan.tokens > (2 if coming else 48):
                 raise torch.OutOfMemoryError("no room")
             return super().run(plan, wanted, coming)

@@ -20,7 +20,7 @@ from attar.engine.main import Loop, grown, listen
 from attar.model.decoder import Decoder
 from attar.protocol.messages import (
     MAX_FRAME,
-    Ask,
+    QueryStatus,
     Beat,
     Cancel,
     Command,
@@ -32,7 +32,7 @@ from attar.protocol.messages import (
     Ready,
     Stats,
     Submit,
-    Told,
+    RequestStatus,
     encode,
 )
 from attar.protocol.request import SamplingParams
@@ -149,14 +149,14 @@ def steps(running: Running, monkeypatch: pytest.MonkeyPatch) -> threading.Semaph
 def test_how_far_requests_are(running: Running, steps: threading.Semaphore) -> None:
     client = Client(running.path)
     client.send(
-        Ask(("a",)), Submit("a", (1, 2, 3), SamplingParams(max_tokens=100, temperature=0, seed=0)), Ask(("b", "a"))
+        QueryStatus(("a",)), Submit("a", (1, 2, 3), SamplingParams(max_tokens=100, temperature=0, seed=0)), QueryStatus(("b", "a"))
     )
-    [told] = [event for event in client.until(Told) if isinstance(event, Told)]
+    [told] = [event for event in client.until(RequestStatus) if isinstance(event, RequestStatus)]
     assert (told.id, told.report.prompt_tokens, told.report.reuse_ended) == ("a", 3, "")
     client.until(Delta)
-    client.send(Ask(("a",)))
+    client.send(QueryStatus(("a",)))
     steps.release(1000)
-    [told] = [event for event in client.until(Told) if isinstance(event, Told)]
+    [told] = [event for event in client.until(RequestStatus) if isinstance(event, RequestStatus)]
     assert told.report.prefill > 0
     [end] = [event for event in client.until(Finished) if isinstance(event, Finished)]
     assert end.report is not None

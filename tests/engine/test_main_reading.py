@@ -13,7 +13,7 @@ import pytest
 from attar.engine import main
 from attar.engine.main import Loop, listen
 from attar.model.decoder import Decoder
-from attar.protocol.messages import Ask, Cancel, Delta, Event, Failed, Finished, Ready, Submit, encode
+from attar.protocol.messages import QueryStatus, Cancel, Delta, Event, Failed, Finished, Ready, Submit, encode
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import Limits
 from tests.engine.conftest import make_engine
@@ -60,7 +60,7 @@ def test_the_rest_of_a_frame_that_does_not_come_holds_up_nothing(
 ) -> None:
     monkeypatch.setattr(main, "REST_SECONDS", 100 * SECONDS)
     client = Client(running.path)
-    client.socket.sendall(encode([LONG]) + encode([Ask(("x" * 999,))])[:500])
+    client.socket.sendall(encode([LONG]) + encode([QueryStatus(("x" * 999,))])[:500])
     client.until(Finished)
 
 
@@ -72,7 +72,7 @@ def test_a_server_that_never_pauses_does_not_keep_the_engine_from_its_steps(
     class Endless:
         def recv(self, size: int) -> bytes:
             assert time.monotonic() < end, "it is read for ever"
-            return encode([Ask(("nobody",))])
+            return encode([QueryStatus(("nobody",))])
 
     engine = make_engine(tiny_decoder(layers=1), 8, Limits(), context=128)
     with listen(tmp_path / "socket") as listener:

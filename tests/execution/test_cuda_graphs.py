@@ -15,7 +15,7 @@ from attar.execution.cuda_graphs import Graphs, Inputs, Recorded, sizes
 from attar.execution.recorded_step import Decoding
 from attar.kernels import ops
 from attar.model import cache
-from attar.model.cache import KVCache, Step, sent
+from attar.model.cache import KVCache, ForwardBatch, sent
 from attar.model.decoder import Decoder
 from attar.model.layers import MixtureOfExperts
 from attar.protocol.messages import Delta, Event, Failed, Submit
@@ -128,7 +128,7 @@ def test_pieces_of_a_step_keep_their_inputs(decoder: Decoder, monkeypatch: pytes
     expected = []
     for step in range(steps):
         ids = torch.tensor([7 * row + step for row in range(5)])
-        expected += decoder.forward(ids, Step((1,) * 5, 64, plain)).split(2)
+        expected += decoder.forward(ids, ForwardBatch((1,) * 5, 64, plain)).split(2)
     late = Late()
     monkeypatch.setattr(cuda_graphs, "mark", lambda device: late)
     made = Graphs(decoder, pages, 64, 2, late)
@@ -218,7 +218,7 @@ def test_steps_of_a_whole_cache_in_a_graph(decoder: Decoder) -> None:
     record, found = Again(), []
     for how in (None, record):
         held = decoder.cache(6, 2)
-        decoder.forward(torch.tensor([4, 5, 6, 7, 8, 9]), Step((3, 3), 6, held))
+        decoder.forward(torch.tensor([4, 5, 6, 7, 8, 9]), ForwardBatch((3, 3), 6, held))
         decoding = Decoding(decoder, held, 6, how)
         found.append([decoding.step([i, i + 1]).clone() for i in range(3)])
         with pytest.raises(ValueError, match="it is full"):
@@ -293,7 +293,7 @@ def test_what_is_sent_together_arrives_apart() -> None:
 
 
 def test_a_step_without_a_cache_lies_where_its_rows_do() -> None:
-    assert Step((3, 2), 3, device="meta").positions.device.type == "meta"
+    assert ForwardBatch((3, 2), 3, device="meta").positions.device.type == "meta"
 
 
 def test_a_cache_tells_the_device_and_keeps_its_table(decoder: Decoder) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attar.execution.recorded_step import Decoding
 from attar.kernels import ops
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 
 Make = Callable[..., Decoder]
@@ -30,7 +30,7 @@ def native(request: pytest.FixtureRequest, tiny_decoder: Make) -> Decoder:
 def prefilled(decoder: Decoder, prompts: tuple[list[int], ...], horizon: int) -> Decoding:
     cache = decoder.cache(horizon, len(prompts))
     lengths = tuple(map(len, prompts))
-    decoder.forward(torch.tensor([token for prompt in prompts for token in prompt]), Step(lengths, horizon, cache))
+    decoder.forward(torch.tensor([token for prompt in prompts for token in prompt]), ForwardBatch(lengths, horizon, cache))
     return Decoding(decoder, cache, horizon)
 
 
@@ -50,7 +50,7 @@ def test_recorded_steps_equal_the_whole_sequence_in_one_piece(native: Decoder) -
     assert native.against_recording() is None
     for prompt in PROMPTS:
         ids = torch.tensor(prompt + tokens_of(prompt, STEPS))
-        whole = native.forward(ids, Step((len(ids),), 40, native.cache(40)))[len(prompt) :]
+        whole = native.forward(ids, ForwardBatch((len(ids),), 40, native.cache(40)))[len(prompt) :]
         assert torch.equal(torch.cat(run(native, (prompt,))), whole)
 
 
@@ -78,7 +78,7 @@ def test_a_model_that_is_not_native_runs_every_step_in_full(tiny_decoder: Make) 
     assert decoder.against_recording() == "the model is not laid out for the native kernels"
     prompt = PROMPTS[1]
     ids = torch.tensor(prompt + tokens_of(prompt, STEPS))
-    whole = decoder.forward(ids, Step((len(ids),), 40, decoder.cache(40)))[len(prompt) :]
+    whole = decoder.forward(ids, ForwardBatch((len(ids),), 40, decoder.cache(40)))[len(prompt) :]
     torch.testing.assert_close(torch.cat(run(decoder, (prompt,))), whole, rtol=1e-4, atol=1e-4)
 
 

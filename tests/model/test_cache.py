@@ -11,7 +11,7 @@ from torch import Tensor
 from attar import env
 from attar.kernels.operands import AttentionForm, Linear, Norm
 from attar.kv.schemes import scheme
-from attar.model.cache import KVCache, Step
+from attar.model.cache import KVCache, ForwardBatch
 from attar.model.config import ModelConfig, Rope
 from attar.model.families import read_config
 from attar.model.layers import Attention
@@ -62,12 +62,12 @@ def test_a_layer_through_the_cache_is_the_layer(
     if backend == "ref":
         monkeypatch.setattr(env, "get", lambda: env.Env(kernels="ref"))
     one, inputs = layer(rope, window, norm), [randn(length, 64, seed=length) for length in LENGTHS]
-    whole = one.forward(torch.cat(inputs), Step(LENGTHS, LENGTHS)).split(LENGTHS)
+    whole = one.forward(torch.cat(inputs), ForwardBatch(LENGTHS, LENGTHS)).split(LENGTHS)
     cache = KVCache(config, 150, 2, scheme(kv), block=16)
     outputs: list[list[Tensor]] = [[], []]
     for lengths in [(30, 0), (1, 1), (70, 38), (0, 1), (49, 0)]:
         rows = torch.cat([x[n : n + m] for x, n, m in zip(inputs, cache.filled, lengths, strict=True)])
-        parts = one.forward(rows, Step(lengths, LENGTHS, cache)).split(lengths)
+        parts = one.forward(rows, ForwardBatch(lengths, LENGTHS, cache)).split(lengths)
         cache.advance(lengths)
         for collected, part in zip(outputs, parts, strict=True):
             collected.append(part)
@@ -109,7 +109,7 @@ def test_what_a_cache_cannot_be(config: ModelConfig) -> None:
     with pytest.raises(ValueError, match="multiple of 16"):
         KVCache(config, 64, block=20)
     with pytest.raises(ValueError, match="holds 64 positions: 3 too few"):
-        Step((67,), 100, KVCache(config, 64))
+        ForwardBatch((67,), 100, KVCache(config, 64))
 
 
 @pytest.mark.parametrize("rope", [Rope(10000.0, 12), DYNAMIC], ids=["fixed", "grows"])

@@ -15,7 +15,7 @@ import torch
 from attar.formats.scheme import Scheme
 from attar.kernels import ops
 from attar.kernels.native import extension, workspace
-from attar.model.cache import KVCache, Step
+from attar.model.cache import KVCache, ForwardBatch
 from attar.model.decoder import Decoder
 from attar.plan import steps
 from attar.plan.costs import Storage
@@ -69,7 +69,7 @@ def test_no_step_holds_more_than_the_bound(
 ) -> None:
     decoder = tiny_decoder(scheme=scheme, store=ops.store())
     counting.alive = counting.most = 0
-    step = Step((ROWS // SEQUENCES,) * SEQUENCES, ROWS, KVCache(decoder.config, ROWS, SEQUENCES))
+    step = ForwardBatch((ROWS // SEQUENCES,) * SEQUENCES, ROWS, KVCache(decoder.config, ROWS, SEQUENCES))
     ends = torch.arange(ROWS // SEQUENCES - 1, ROWS, ROWS // SEQUENCES)
     decoder.forward(torch.zeros(ROWS, dtype=torch.int64), step, ends)
     bound = steps.largest_step(decoder.config, storage_of(decoder, scheme), StepLimits(ROWS, SEQUENCES), ROWS)
@@ -83,7 +83,7 @@ def test_a_vocabulary_wider_than_the_layers_is_the_largest(
     decoder = tiny_decoder(vocab=5000, layers=1, store=ops.store())
     counting.alive = counting.most = 0
     logits = decoder.forward(
-        torch.zeros(8, dtype=torch.int64), Step((1,) * 8, 8, KVCache(decoder.config, 8, 8)), torch.arange(8)
+        torch.zeros(8, dtype=torch.int64), ForwardBatch((1,) * 8, 8, KVCache(decoder.config, 8, 8)), torch.arange(8)
     )
     bound = steps.largest_step(decoder.config, Storage(dtype="float32"), StepLimits(8, 8), 8)
     assert counting.most <= bound.results <= SLACK * counting.most
@@ -92,7 +92,7 @@ def test_a_vocabulary_wider_than_the_layers_is_the_largest(
 
 def test_a_recorded_step_keeps_every_result(tiny_decoder: Callable[..., Decoder], counting: Counting) -> None:
     decoder = tiny_decoder(store=ops.store())
-    step = Step((1,) * 5, 8, KVCache(decoder.config, 8, 5))
+    step = ForwardBatch((1,) * 5, 8, KVCache(decoder.config, 8, 5))
     for rope in dict.fromkeys(decoder.config.ropes):
         assert rope is not None
         step.rotation(rope)

@@ -15,7 +15,7 @@ from attar.checkpoints.sources import opening
 from attar.engine.llm import LLM
 from attar.kernels import ops
 from attar.metrics.divergence import compare
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 
 pytestmark = pytest.mark.real
@@ -34,7 +34,7 @@ NAMES = {
 
 def whole(decoder: Decoder, ids: Sequence[int]) -> Tensor:
     """Logits [T, V] of a sequence in one call."""
-    return decoder.forward(torch.tensor(ids), Step((len(ids),), len(ids), decoder.cache(len(ids))))
+    return decoder.forward(torch.tensor(ids), ForwardBatch((len(ids),), len(ids), decoder.cache(len(ids))))
 
 
 def divergence(first: Tensor, second: Tensor) -> Tensor:
@@ -106,8 +106,8 @@ def test_no_bit_depends_on_company_nor_on_how_a_text_is_cut(llm: LLM, wikitext: 
     texts = [ids[:70], ids[70:110], ids[110:111]]
     alone = [whole(decoder, text) for text in texts]
     lengths = tuple(map(len, texts))
-    together = decoder.forward(torch.tensor(ids[:111]), Step(lengths, 70, decoder.cache(70, 3)))
+    together = decoder.forward(torch.tensor(ids[:111]), ForwardBatch(lengths, 70, decoder.cache(70, 3)))
     assert all(map(torch.equal, together.split(lengths), alone))
     cache, pieces = decoder.cache(70), (33, 1, 1, 35)
-    rows = [decoder.forward(part, Step((len(part),), 70, cache)) for part in torch.tensor(texts[0]).split(pieces)]
+    rows = [decoder.forward(part, ForwardBatch((len(part),), 70, cache)) for part in torch.tensor(texts[0]).split(pieces)]
     assert torch.equal(torch.cat(rows), alone[0])

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from attar.protocol.messages import (
-    Ask,
+    QueryStatus,
     Beat,
     Cancel,
     Command,
@@ -37,7 +37,7 @@ from attar.protocol.messages import (
     Report,
     Stats,
     Submit,
-    Told,
+    RequestStatus,
     encode,
 )
 from attar.protocol.request import TokenLogprob
@@ -181,10 +181,10 @@ class FakeEngine:
                 self.choices = [each for each in self.choices if each.request is not asked]
                 self._out.append(Failed(command.id, "cancelled", "as told", self._report(asked)))
                 self.cancelled += 1
-        elif isinstance(command, Ask):
+        elif isinstance(command, QueryStatus):
             running = {each.request.id: each.request for each in self.choices if each.request is not None}
             known = [running[id] for id in command.ids if id in running and self.tells]
-            self._out += [Told(request.id, self._report(request)) for request in known]
+            self._out += [RequestStatus(request.id, self._report(request)) for request in known]
         elif isinstance(command, Drain):
             self._drained = True
 

@@ -14,7 +14,7 @@ from attar.protocol.request import SamplingParams
 from attar.server.admission.caller import Caller
 from attar.server.dispatcher import Dispatcher
 from attar.server.engine_client.client import EngineClient
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 from attar.server.http.security import Keys
 from attar.server.options import ServerOptions
 from attar.server.request_context import LATE_ANSWER, PROMPT_ANSWER, RequestContext
@@ -49,7 +49,7 @@ def test_a_deadline_counts_from_when_the_request_came() -> None:
             assert left is not None
             assert 100 < left <= 200
             made.close()
-            with pytest.raises(Refusal, match="deadline"):
+            with pytest.raises(APIError, match="deadline"):
                 submit(Caller("late", time.monotonic() - 600.0, b""))
             assert "late" not in engine.open
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from attar.cli.commands import configured, option
 from attar.cli.options import Json, Memory, OptionalModel, Pp, Threads, Tp, parse_size
-from attar.cli.scheduling import SchedulerConfig
+from attar.cli.scheduling import SchedulerOptions
 from attar.cli.terminal import emit, errors, require, tell
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig(SchedulerConfig):
+class PlanConfig(SchedulerOptions):
     """Options of `plan`."""
 
     model: OptionalModel = None

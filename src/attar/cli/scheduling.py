@@ -52,10 +52,10 @@ def show_keys(given: list[str] | None) -> list[str] | None:
     if "help" in (given or ()):
         import textwrap
 
-        from attar.protocol.scheduler_config import Limits
+        from attar.protocol.scheduler_config import SchedulerConfig
 
         for name, key in KEYS.items():
-            default = getattr(Limits(), name.replace("-", "_"))
+            default = getattr(SchedulerConfig(), name.replace("-", "_"))
             print(textwrap.fill(f"{name:<16} {key.meaning}  [default: {default}]", 78, subsequent_indent=" " * 17))
         raise typer.Exit
     return given
@@ -81,7 +81,7 @@ def parse_scheduler(given: Sequence[str]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
+class SchedulerOptions:
     """The options of the scheduler and of the size of its cache."""
 
     preset: Annotated[

@@ -15,7 +15,7 @@ import typer
 
 from attar.cli.commands import Command, Commands, configured
 from attar.cli.options import Device, Json, Pp, Tp
-from attar.cli.scheduling import SchedulerConfig
+from attar.cli.scheduling import SchedulerOptions
 from attar.cli.terminal import emit, errors, tell
 
 app = typer.Typer(
@@ -59,7 +59,7 @@ def import_(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportConfig(SchedulerConfig):
+class ExportConfig(SchedulerOptions):
     """Options of `tritonserver export`."""
 
     template: Annotated[Path | None, typer.Argument(

@@ -23,14 +23,14 @@ from torch import Tensor
 
 from attar.engine.bottleneck import Bounds
 from attar.engine.outputs import Choice, Request
-from attar.execution.model_runner import Coming, Runner, Wanted
+from attar.execution.model_runner import InflightTokens, Runner, Wanted
 from attar.model.cache import sent
 from attar.protocol.messages import Event
 from attar.sampling import device_sampler
 from attar.sampling.device_sampler import Chosen
 from attar.sampling.sampler import BadLogits, Draw, Sampler, sample
 from attar.scheduling.sequence import Sequence
-from attar.scheduling.step_plan import Chunk, StepPlan
+from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +64,11 @@ class Flight:
         return not self.failed and (self.chosen is not None or not self.takers)
 
     @property
-    def coming(self) -> Coming | None:
+    def coming(self) -> InflightTokens | None:
         """Its tokens, for the step behind it."""
         if self.chosen is None:
             return None
-        return Coming(self.chosen.tokens, {choice.sequence: i for i, choice in enumerate(self.takers)})
+        return InflightTokens(self.chosen.tokens, {choice.sequence: i for i, choice in enumerate(self.takers)})
 
 
 class Launcher:
@@ -81,7 +81,7 @@ class Launcher:
         """Of a step that the device has had memory for, where one was too large."""
 
     def launch(
-        self, plan: StepPlan, choices: Mapping[Sequence, Choice], began: float, coming: Coming | None = None
+        self, plan: StepPlan, choices: Mapping[Sequence, Choice], began: float, coming: InflightTokens | None = None
     ) -> Flight:
         """Run the model. On a GPU it is on its way then. `coming` are tokens of the step before, if nobody knows them
         yet. Raises torch.AcceleratorError where nothing can be computed any more."""
@@ -136,7 +136,7 @@ class Launcher:
         except Exception:
             return _each([choice.sampler for choice in flight.takers], lambda row: chosen.draws(row, row + 1))
 
-    def _whole(self, plan: StepPlan, choices: Mapping[Sequence, Choice], coming: Coming | None) -> Tensor:
+    def _whole(self, plan: StepPlan, choices: Mapping[Sequence, Choice], coming: InflightTokens | None) -> Tensor:
         """As `Runner.run`, in pieces where the device has too little memory for more. Raises torch.OutOfMemoryError
         where it has too little for a single token."""
         left = [plan] if self.rows is None else plan.pieces(self.rows)
@@ -160,7 +160,7 @@ class Launcher:
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _apart(
-        self, plan: StepPlan, choices: Mapping[Sequence, Choice], coming: Coming | None
+        self, plan: StepPlan, choices: Mapping[Sequence, Choice], coming: InflightTokens | None
     ) -> tuple[Tensor, set[str]]:
         """A step sequence by sequence: logits [S, V] as of `Runner.run` without those that raise, and their ids."""
         empty = torch.empty((0, self.runner.decoder.config.vocab_size), device=self.runner.device)
@@ -191,7 +191,7 @@ class Launcher:
                 wanted[chunk.sequence.id] = Wanted(logits=partial(self._score, request))
         return wanted
 
-    def _score(self, request: Request, chunk: Chunk, first: int, logits: Tensor) -> None:
+    def _score(self, request: Request, chunk: ScheduledTokens, first: int, logits: Tensor) -> None:
         found = request.score(chunk.start + first, logits.cpu())
         if found is not None:
             self.say(found)
@@ -207,7 +207,7 @@ def _restore(pooled: List[tuple[Request, Tensor | None]]) -> None:
         request.pooled = before
 
 
-def _pool(request: Request, before: Tensor | None, chunk: Chunk, first: int, hidden: Tensor) -> None:
+def _pool(request: Request, before: Tensor | None, chunk: ScheduledTokens, first: int, hidden: Tensor) -> None:
     request.pool(before, hidden.cpu())
 
 

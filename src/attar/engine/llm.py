@@ -29,7 +29,7 @@ from attar.checkpoints.sources import hub
 from attar.engine.engine import Engine
 from attar.engine.loader import Parallel, load_model
 from attar.execution.parallel.executor import Lost
-from attar.model.cache import BLOCK, Step
+from attar.model.cache import BLOCK, ForwardBatch
 from attar.progress import Progress
 from attar.protocol.messages import Delta, Failed, Finished, PromptLogprobs, Submit
 from attar.protocol.request import Completion, FinishReason, SamplingParams, TokenLogprob
@@ -167,7 +167,7 @@ class LLM:
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Logits float32 [N, vocab] of a sequence of N token ids, one row a position."""
         ids = self._checked(token_ids)
-        step = Step((len(ids),), len(ids), self.decoder.cache(len(ids)))
+        step = ForwardBatch((len(ids),), len(ids), self.decoder.cache(len(ids)))
         return self.decoder.forward(torch.tensor(ids, device=self.decoder.device), step).cpu()
 
     def generate(self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | None = None) -> list[Completion]:

@@ -40,7 +40,7 @@ from attar.protocol import framing
 from attar.protocol.messages import (
     BEAT_SECONDS,
     MAX_FRAME,
-    Ask,
+    QueryStatus,
     Beat,
     Cancel,
     Command,
@@ -218,7 +218,7 @@ class Loop:
                     self.engine.cancel(command.id)
                 case Drain():
                     self.draining = True
-                case Ask():
+                case QueryStatus():
                     told += self.engine.told(command.ids)
         return told
 

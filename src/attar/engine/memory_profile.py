@@ -29,7 +29,7 @@ from attar.protocol.scheduler_config import Limits
 from attar.sampling import device_sampler
 from attar.sampling.sampler import Sampler
 from attar.scheduling.sequence import Sequence as Tokens
-from attar.scheduling.step_plan import Chunk, StepPlan
+from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 
 
 class Memory(Protocol):
@@ -128,7 +128,7 @@ def _plan(rows: Sequence[int], block: int, adapter: int) -> StepPlan:
     """A step of so many rows of each sequence. All take the adapter but the last, if it is not alone: the rows of an
     adapter are gathered where there are others, which takes more than all of them as they lie."""
     takes = [adapter] * max(1, len(rows) - 1) + [0] * (len(rows) > 1)
-    return StepPlan([Chunk(_sequence(n, block, number), 0, n, True) for n, number in zip(rows, takes, strict=True)])
+    return StepPlan([ScheduledTokens(_sequence(n, block, number), 0, n, True) for n, number in zip(rows, takes, strict=True)])
 
 
 def _sequence(tokens: int, block: int, adapter: int) -> Tokens:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from attar.engine.outputs import Choice, Request
-from attar.protocol.messages import Event, Failed, Told
+from attar.protocol.messages import Event, Failed, RequestStatus
 from attar.sampling.sampler import BAD, BadLogits, Draw
 from attar.scheduling.scheduler import Refused, Scheduler
 from attar.scheduling.sequence import Sequence
@@ -119,7 +119,7 @@ class RequestTable:
     def told(self, ids: Iterable[str]) -> list[Event]:
         """Return the state of those of these requests that have not ended."""
         now = self._clock()
-        return [Told(id, self.requests[id].report(now)) for id in ids if id in self.requests]
+        return [RequestStatus(id, self.requests[id].report(now)) for id in ids if id in self.requests]
 
     def take(self) -> list[Event]:
         """Return the events since the last call, and forget them."""

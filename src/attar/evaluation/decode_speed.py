@@ -54,7 +54,7 @@ from attar.kernels.ops import Store, TritonStore
 from attar.kv.pages import Bases
 from attar.kv.schemes import KvScheme
 from attar.model import decoder as model
-from attar.model.cache import BLOCK, Step
+from attar.model.cache import BLOCK, ForwardBatch
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.model.shapes import shape
@@ -339,7 +339,7 @@ def _generate(
             piece = prompts[s, at : at + PREFILL_ROWS].to(decoder.device)
             lengths = tuple(len(piece) if s == other else 0 for other in range(batch))
             end = torch.tensor([len(piece) - 1], device=decoder.device)
-            last = decoder.forward(piece, Step(lengths, horizon, cache), end)
+            last = decoder.forward(piece, ForwardBatch(lengths, horizon, cache), end)
             if at + len(piece) == length:
                 logits.append(last)
     tokens = ops.argmax(torch.cat(logits)).tolist()

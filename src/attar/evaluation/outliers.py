@@ -25,7 +25,7 @@ from attar.compression.groups import input_groups
 from attar.formats.packed import PackedTensor
 from attar.formats.packing import row_slices
 from attar.kernels.operands import Linear
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 from attar.progress import StageProgress
 
@@ -109,7 +109,7 @@ def profile(
     """
     if not any(sequences):
         raise ValueError("there is nothing to profile on: the text is empty")
-    batches = [(torch.tensor(list(s)), Step((len(s),), len(s))) for s in sequences if s]
+    batches = [(torch.tensor(list(s)), ForwardBatch((len(s),), len(s))) for s in sequences if s]
     hidden = [(decoder.embedding.forward(ids, step.positions), None) for ids, step in batches]
     found = []
     for layer, block in enumerate(decoder.blocks):

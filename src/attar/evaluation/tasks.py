@@ -36,7 +36,7 @@ from attar.metrics import bootstrap
 from attar.metrics.bootstrap import LEVEL, RESAMPLES, SEED, Interval
 from attar.metrics.perplexity import nll
 from attar.metrics.streaming import exp
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 from attar.progress import Progress
 from attar.text.files import read_texts
@@ -202,7 +202,7 @@ def score(decoder: Decoder, batch: Sequence[Encoded]) -> list[Score]:
         end += length
         rows += range(end - item.targets, end)
     ids = torch.tensor([token for each in inputs for token in each], device=decoder.device)
-    step = Step(lengths, lengths, device=decoder.device)
+    step = ForwardBatch(lengths, lengths, device=decoder.device)
     logits = decoder.forward(ids, step, torch.tensor(rows, device=decoder.device)).cpu()  # [R, V]
     if not logits.isfinite().all():
         raise ValueError("the logits of the model hold a NaN or an infinity: its weights are damaged")

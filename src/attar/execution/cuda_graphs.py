@@ -42,8 +42,8 @@ import torch
 from torch import Tensor
 
 from attar.kernels.ops import TritonStore
-from attar.kv.pages import Pages, Placement
-from attar.model.cache import ALIGNED, KVCache, Step
+from attar.kv.pages import PagedKV, AttentionMetadata
+from attar.model.cache import ALIGNED, KVCache, ForwardBatch
 from attar.model.decoder import Decoder
 from attar.model.parallel import SplitDecoder
 
@@ -173,7 +173,7 @@ class Inputs:
         )
         self.ids, slots, positions, filled, tables = parts(self._there)
         starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self.place = Placement(starts, filled, tables, positions, slots)
+        self.place = AttentionMetadata(starts, filled, tables, positions, slots)
         self._held: list[list[int]] = [[]] * rows  # the blocks that each row of the table lists
         self.rest(0)
 
@@ -212,16 +212,16 @@ class Inputs:
 class _Told(KVCache):
     """A cache whose next rows are placed by the inputs of a graph."""
 
-    told: Placement
+    told: AttentionMetadata
 
     @classmethod
-    def by(cls, told: Placement, pages: list[Pages], tables: Tensor) -> _Told:
+    def by(cls, told: AttentionMetadata, pages: list[PagedKV], tables: Tensor) -> _Told:
         made = cls.over(pages, tables, [0] * len(tables))
         assert isinstance(made, _Told)
         made.told = told
         return made
 
-    def place(self, lengths: tuple[int, ...]) -> Placement:
+    def place(self, lengths: tuple[int, ...]) -> AttentionMetadata:
         return self.told
 
 
@@ -234,7 +234,7 @@ class Graph:
     def __init__(
         self,
         decoder: Decoder,
-        pages: list[Pages],
+        pages: list[PagedKV],
         rows: int,
         context: int,
         spare: int,
@@ -251,7 +251,7 @@ class Graph:
 
         def call() -> Tensor:
             view.filled = [0] * rows
-            self._step = Step((1,) * rows, context, view)  # holds the angles that the graph reads
+            self._step = ForwardBatch((1,) * rows, context, view)  # holds the angles that the graph reads
             return decoder.forward(self.inputs.ids, self._step)
 
         self._recorded = record(call)
@@ -277,7 +277,7 @@ class Graphs:
     `record_all`.
     """
 
-    def __init__(self, decoder: Decoder, pages: list[Pages], context: int, most: int, record: Record) -> None:
+    def __init__(self, decoder: Decoder, pages: list[PagedKV], context: int, most: int, record: Record) -> None:
         self.sizes, self.spare = sizes(most), pages[0].blocks - 1
         self._decoder, self._pages, self._context, self._record = decoder, pages, context, record
         self._made: dict[int, Graph] = {}

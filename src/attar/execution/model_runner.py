@@ -7,7 +7,7 @@ sequence that takes an adapter, whose rows differ in every step.
 
 On a GPU recordings are CUDA graphs (`cuda_graphs.py`), for a few numbers of rows, each of which also serves fewer.
 Logits stay on the device, where tokens are chosen, and a step returns before the device has done it. So the next may be
-run before the host knows those tokens: it reads them on the device (`Coming`).
+run before the host knows those tokens: it reads them on the device (`InflightTokens`).
 
 On CPUs a row's numbers do not depend on the other rows of a step, nor on the chunking of a prompt, so neither do a
 sequence's tokens.
@@ -29,13 +29,13 @@ from attar.execution import cuda_graphs
 from attar.execution.recorded_step import Decoding
 from attar.faults import InjectedFault, point
 from attar.kernels import ops
-from attar.kv.pages import Bases, Pages
+from attar.kv.pages import Bases, PagedKV
 from attar.kv.schemes import KvScheme
 from attar.model import cache
-from attar.model.cache import KVCache, Step, Tails, sent
+from attar.model.cache import KVCache, ForwardBatch, Tails, sent
 from attar.model.decoder import Decoder
 from attar.scheduling.sequence import Sequence, Status
-from attar.scheduling.step_plan import Chunk, Copy, StepPlan
+from attar.scheduling.step_plan import ScheduledTokens, Copy, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ RECORDINGS = 4  # numbers of sequences whose decode step is kept ready
 
 LOGIT_ROWS = 32  # rows of one chunk whose logits are made at once, where all are wanted
 
-Watch = Callable[[Chunk, int, Tensor], None]
+Watch = Callable[[ScheduledTokens, int, Tensor], None]
 """A callback watch(chunk, first, numbers), called with the numbers of the chunk's rows from `first` on, in order.
 
 Some calls cover all rows. The numbers are on the model's device, which may still be working on them: reading them
@@ -59,7 +59,7 @@ class Wanted:
     hidden: Watch | None = None
 
 
-class Coming(NamedTuple):
+class InflightTokens(NamedTuple):
     """Tokens sampled by the step before, which the device may not have computed yet.
 
     They are int64 [n], on the device, with the index of each sequence's.
@@ -75,10 +75,10 @@ class _Rows(NamedTuple):
     ids: list[int]
     late: list[int]
     places: list[int]
-    coming: Coming | None
+    coming: InflightTokens | None
 
     @classmethod
-    def of(cls, chunks: List[Chunk], coming: Coming | None) -> _Rows:
+    def of(cls, chunks: List[ScheduledTokens], coming: InflightTokens | None) -> _Rows:
         made = cls([], [], [], coming)
         for sequence, start, rows, _ in chunks:
             made.ids.extend(sequence.tokens[start : start + rows])
@@ -125,7 +125,7 @@ class Unfinished:
         self._free = list(range(self.lasting))
         self._held: dict[Sequence, dict[int, int]] = {}
 
-    def tails(self, chunks: List[Chunk], size: int) -> Tails:
+    def tails(self, chunks: List[ScheduledTokens], size: int) -> Tails:
         """Return the unfinished blocks of a step of `chunks`, in blocks of `size` tokens."""
         for sequence in [s for s in self._held if s.status in (Status.PREEMPTED, Status.ENDED)]:
             self._free += self._held.pop(sequence).values()
@@ -166,7 +166,7 @@ class Runner:
             else:
                 record = cuda_graphs.CudaRecorder(self.device)
         tails, blocks = self._unfinished.count, blocks + (record is not None)
-        self.pages: list[Pages] = cache.pool(
+        self.pages: list[PagedKV] = cache.pool(
             decoder.config, blocks, self.scheme, str(self.device), tails=tails, bases=bases
         )
         self.block = self.pages[0].block
@@ -185,7 +185,7 @@ class Runner:
             self.graphs.record_all()
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: Coming | None = None) -> Tensor:
+    def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: InflightTokens | None = None) -> Tensor:
         """Run the step; return logits [S, V] after each chunk that samples, in order, on the model's device.
 
         The device may still be working on them, and the next step overwrites them. `wanted` maps sequence ids to
@@ -221,7 +221,7 @@ class Runner:
             for part in pages.parts():
                 part[copy.target] = part[copy.source]
 
-    def _replay(self, chunks: List[Chunk], rows: _Rows) -> Tensor:
+    def _replay(self, chunks: List[ScheduledTokens], rows: _Rows) -> Tensor:
         batch = self._batches.get(len(chunks)) or self._batch(len(chunks))
         self._batches.move_to_end(len(chunks))
         if self.scheme.recent:
@@ -249,7 +249,7 @@ class Runner:
             self._batches.popitem(last=False)
         return batch
 
-    def _run(self, chunks: List[Chunk], wanted: dict[str, Wanted], coming: Coming | None) -> Tensor:
+    def _run(self, chunks: List[ScheduledTokens], wanted: dict[str, Wanted], coming: InflightTokens | None) -> Tensor:
         width = max(len(chunk.sequence.blocks) for chunk in chunks)
         tables = torch.zeros((len(chunks), width), dtype=torch.int32)
         for row, chunk in enumerate(chunks):
@@ -262,7 +262,7 @@ class Runner:
         view = KVCache.over(self.pages, tables, [chunk.start for chunk in chunks], tails)
         horizons = tuple(horizon(chunk.sequence) for chunk in chunks) if self.grows else self.context
         adapters = tuple(chunk.sequence.adapter for chunk in chunks)
-        step = Step(tuple(chunk.rows for chunk in chunks), horizons, view, adapters)
+        step = ForwardBatch(tuple(chunk.rows for chunk in chunks), horizons, view, adapters)
         stream, delta = self.decoder.states(ids, step)
         ends = torch.tensor([chunk.rows for chunk in chunks]).cumsum(0)
         for chunk, end in zip(chunks, ends.tolist(), strict=True):
@@ -307,7 +307,7 @@ def waits(decoder: Decoder) -> str | None:
     return None if decoder.device.type == "cpu" else decoder.by_token
 
 
-def _replayed(graph: cuda_graphs.Graph, chunks: List[Chunk], rows: _Rows) -> Tensor:
+def _replayed(graph: cuda_graphs.Graph, chunks: List[ScheduledTokens], rows: _Rows) -> Tensor:
     for row, (token, chunk) in enumerate(zip(rows.ids, chunks, strict=True)):
         graph.inputs.put(row, token, chunk.start, chunk.sequence.blocks)
     return graph.run(len(chunks), rows.complete)

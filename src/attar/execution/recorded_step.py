@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attar.execution import cuda_graphs
 from attar.kernels.native import extension
-from attar.model.cache import KVCache, Step
+from attar.model.cache import KVCache, ForwardBatch
 from attar.model.decoder import Decoder, soft_capped
 
 
@@ -59,8 +59,8 @@ class Decoding:
             self.cache.advance(self.lengths)
         return soft_capped(self.decoder.config, self._out)
 
-    def _next(self) -> Step:
-        return Step(self.lengths, self.horizon, self.cache)
+    def _next(self) -> ForwardBatch:
+        return ForwardBatch(self.lengths, self.horizon, self.cache)
 
     def _replay_graph(self, tokens: Sequence[int], record: cuda_graphs.Record) -> Tensor:
         self._require_room()

@@ -134,6 +134,6 @@ class AttentionForm:
     soft_cap: float | None = None  # scores become cap * tanh(score / cap)
 
 
-Tap = Callable[[Linear, Tensor], None]
+ActivationHook = Callable[[Linear, Tensor], None]
 """An activation hook: called with a linear layer and the rows [N, I] that it is about to read. Calibration uses no
 other."""

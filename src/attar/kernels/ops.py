@@ -46,7 +46,7 @@ from attar.kernels.operands import (
     Norm,
     PreparedAdapter,
     Routes,
-    Tap,
+    ActivationHook,
 )
 from attar.kernels.triton import backend as gpu
 from attar.kernels.triton import store as gpu_store
@@ -54,7 +54,7 @@ from attar.kernels.triton.pages import NibblePages, PlainPages
 from attar.kernels.triton.store import TritonStore as TritonStore
 from attar.kernels.triton.store import TritonTable
 from attar.kernels.triton.weights import TritonWeight, knows_float8
-from attar.kv.pages import Bases, Pages, Placement, Rotation
+from attar.kv.pages import Bases, PagedKV, AttentionMetadata, Rotation
 from attar.kv.schemes import KvScheme, Layout
 
 if TYPE_CHECKING:
@@ -127,14 +127,14 @@ def pages(
     device: str = "cpu",
     tails: int = 0,
     bases: Bases | None = None,
-) -> Pages:
+) -> PagedKV:
     """Return the KV cache of a layer in the layout of the device's kernels: `blocks` blocks of `block` slots.
 
-    It includes what the scheme needs of a layer beside them (`Pages.zeros`). Raises ValueError where the slots are no
+    It includes what the scheme needs of a layer beside them (`PagedKV.zeros`). Raises ValueError where the slots are no
     multiple of 16, or the device's kernels do not support `scheme`.
     """
     if not gpu.takes(device) or env.get().kernels == "ref":
-        made = Pages.zeros(blocks, block, kv_heads, head_dim, scheme, device, tails, bases)
+        made = PagedKV.zeros(blocks, block, kv_heads, head_dim, scheme, device, tails, bases)
         for (
             part
         ) in made.parts():  # a head's blocks lie apart, one to a small page: walking those costs a third of the speed
@@ -216,7 +216,7 @@ def norm(stream: Tensor, delta: Tensor | None, spec: Norm) -> tuple[Tensor, Tens
     return ref.norm(stream, delta, spec)
 
 
-def linear(x: Tensor, linears: Sequence[Linear], tap: Tap | None = None, routes: Routes | None = None) -> Tensor:
+def linear(x: Tensor, linears: Sequence[Linear], tap: ActivationHook | None = None, routes: Routes | None = None) -> Tensor:
     """Return the products of rows x [N, I] with each of `linears`, side by side: [N, sum of O].
 
     Weights may be of any schemes, mixed. Where a scheme quantizes activations, x is first rounded to that grid, once
@@ -271,7 +271,7 @@ def prepare_adapter(adapter: Adapter, into: Store | None, device: torch.device) 
 
 
 def _products(x: Tensor, linears: Sequence[Linear]) -> Tensor:
-    prepared = [isinstance(each.weight, products.KernelWeight) for each in linears]
+    prepared = [isinstance(each.weight, products.PackedWeight) for each in linears]
     if all(prepared):
         return products.linear(x, linears)
     on_gpu = [isinstance(each.weight, TritonWeight) for each in linears]
@@ -313,8 +313,8 @@ def write_kv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pages: Pages,
-    place: Placement,
+    pages: PagedKV,
+    place: AttentionMetadata,
     rotation: Rotation | None = None,
     q_norm: Norm | None = None,
     k_norm: Norm | None = None,
@@ -344,11 +344,11 @@ def write_kv(
 
 
 def paged_attention(
-    q: Tensor, pages: Pages, place: Placement, form: AttentionForm, want_mass: bool = False
+    q: Tensor, pages: PagedKV, place: AttentionMetadata, form: AttentionForm, want_mass: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Return attention of queries [N, H, D] over the pages of their sequences: ([N, H * D], mass).
 
-    Visibility is that of `attention`, with positions from `Placement`. A query that sees nothing gives zeros (of
+    Visibility is that of `attention`, with positions from `AttentionMetadata`. A query that sees nothing gives zeros (of
     coordinates: the mean of values where the pages' basis has one). The mass, float32 [B, G, slots of a table], is how
     much of the softmax each slot received, summed over the sequence's rows of this call and over the H / G query heads
     that read its head; None unless wanted.
@@ -377,13 +377,13 @@ def feed_forward_in(
     kind: Activation,
     gated: bool,
     reader: Linear,
-    tap: Tap | None = None,
+    tap: ActivationHook | None = None,
     routes: Routes | None = None,
 ) -> Tensor:
     """Return the rows that `reader` multiplies in a feed-forward: `activate` of the products of rows x [N, I] with
     `up`."""
     plain = tap is None and routes is None and all(each.adapter is None for each in up)
-    if gated and plain and products.gateable(up) and isinstance(reader.weight, products.KernelWeight):
+    if gated and plain and products.gateable(up) and isinstance(reader.weight, products.PackedWeight):
         return products.gated_linear(x, up, kind)
     return activate(linear(x, up, tap, routes), kind, gated, reader)
 
@@ -393,7 +393,7 @@ def activate(x: Tensor, kind: Activation, gated: bool, reader: Linear) -> Tensor
     if isinstance(reader.weight, TritonWeight):
         out: Tensor = _triton("rows").activate(x, kind, gated)
         return out
-    if isinstance(reader.weight, products.KernelWeight):
+    if isinstance(reader.weight, products.PackedWeight):
         return rows.activate(x.contiguous(), kind, gated)
     return ref.activate(x, kind, gated)
 

@@ -17,7 +17,7 @@ from attar.kv import bit_planes as coding
 from attar.kv import kivi, kvquant
 from attar.kv.bit_planes import Basis
 from attar.kv.kvquant import Channels
-from attar.kv.pages import Pages, Placement, Rotation
+from attar.kv.pages import PagedKV, AttentionMetadata, Rotation
 from attar.kv.schemes import Layout
 
 QUERY_TILE = 512  # queries that share one mask: memory grows with the keys, not with their square
@@ -127,7 +127,7 @@ def quantize_head_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, torch.where(finite, scale, torch.nan)
 
 
-def write_pages(k: Tensor, v: Tensor, pages: Pages, slots: Tensor, tails: Tensor | None = None) -> None:
+def write_pages(k: Tensor, v: Tensor, pages: PagedKV, slots: Tensor, tails: Tensor | None = None) -> None:
     """Write keys and values [N, G, D] to their slots [N].
 
     Where pages keep unfinished blocks apart, they go to the slots of `tails` [N], and blocks that a row finishes to
@@ -155,7 +155,7 @@ def write_pages(k: Tensor, v: Tensor, pages: Pages, slots: Tensor, tails: Tensor
     pages.values[block, :, place // together, : pages.head_dim, place % together] = v.to(pages.keys.dtype)
 
 
-def _write_recent(k: Tensor, v: Tensor, pages: Pages, slots: Tensor, tails: Tensor) -> None:
+def _write_recent(k: Tensor, v: Tensor, pages: PagedKV, slots: Tensor, tails: Tensor) -> None:
     assert pages.recent is not None
     place = slots % pages.block
     pages.recent.keys[tails, :, place], pages.recent.values[tails, :, place] = k.bfloat16(), v.bfloat16()
@@ -177,7 +177,7 @@ def _write_recent(k: Tensor, v: Tensor, pages: Pages, slots: Tensor, tails: Tens
     _write_planes(keys.transpose(1, 2).flatten(0, 1), values.transpose(1, 2).flatten(0, 1), pages, every)
 
 
-def _write_planes(k: Tensor, v: Tensor, pages: Pages, slots: Tensor) -> None:
+def _write_planes(k: Tensor, v: Tensor, pages: PagedKV, slots: Tensor) -> None:
     """Write coordinates [N, G, D] as bit planes. A run's 16 slots share bytes, so it is read, changed and written."""
     assert pages.bases is not None
     assert pages.key_scales is not None
@@ -195,7 +195,7 @@ def _write_planes(k: Tensor, v: Tensor, pages: Pages, slots: Tensor) -> None:
         planes[block, :, run] = coding.pack(codes, basis, values)
 
 
-def _write_channels(k: Tensor, v: Tensor, pages: Pages, slots: Tensor) -> None:
+def _write_channels(k: Tensor, v: Tensor, pages: PagedKV, slots: Tensor) -> None:
     """Write coordinates [N, G, D] as channel codes; those of a block's first slot also unrounded."""
     assert pages.bases is not None
     assert pages.value_scales is not None
@@ -215,7 +215,7 @@ def _write_channels(k: Tensor, v: Tensor, pages: Pages, slots: Tensor) -> None:
             pages.value_scales[block, :, place] = coded.scales
 
 
-def read_pages(pages: Pages, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def read_pages(pages: PagedKV, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return keys and values, each [..., slots, G, D], of the finished blocks of a table [..., width].
 
     Where the pages have bases, they are coordinates.
@@ -244,7 +244,7 @@ def read_pages(pages: Pages, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor
     return keys, values
 
 
-def _read_blocks(pages: Pages, blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _read_blocks(pages: PagedKV, blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys and values of blocks [M], float32 [M, G, block, D] each."""
     if pages.scheme.layout == Layout.KVQUANT:
         return _read_channels(pages, blocks)
@@ -267,7 +267,7 @@ def _read_blocks(pages: Pages, blocks: Tensor) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-def _read_channels(pages: Pages, blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _read_channels(pages: PagedKV, blocks: Tensor) -> tuple[Tensor, Tensor]:
     assert pages.bases is not None
     assert pages.value_scales is not None
     found = []
@@ -284,7 +284,7 @@ def _read_channels(pages: Pages, blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def read_sequence(
-    pages: Pages, table: Tensor, length: int, tail: int | None, dtype: torch.dtype
+    pages: PagedKV, table: Tensor, length: int, tail: int | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return the first `length` slots of a sequence, keys and values [S, G, D] each.
 
@@ -300,7 +300,7 @@ def read_sequence(
     return torch.cat((k, next(last))), torch.cat((v, next(last)))
 
 
-def write_kv(q: Tensor, k: Tensor, v: Tensor, pages: Pages, place: Placement, rotation: Rotation | None) -> Tensor:
+def write_kv(q: Tensor, k: Tensor, v: Tensor, pages: PagedKV, place: AttentionMetadata, rotation: Rotation | None) -> Tensor:
     if rotation is not None:
         cos, sin = rotation.cos[rotation.rows.long()], rotation.sin[rotation.rows.long()]
         q, k = rope(q, cos, sin), rope(k, cos, sin)
@@ -310,7 +310,7 @@ def write_kv(q: Tensor, k: Tensor, v: Tensor, pages: Pages, place: Placement, ro
 
 
 def paged_attention(
-    q: Tensor, pages: Pages, place: Placement, form: AttentionForm, want_mass: bool = False
+    q: Tensor, pages: PagedKV, place: AttentionMetadata, form: AttentionForm, want_mass: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     mixed, mass = _paged_attention(q, pages, place, form, want_mass)
     if pages.bases is not None:
@@ -319,7 +319,7 @@ def paged_attention(
 
 
 def _paged_attention(
-    q: Tensor, pages: Pages, place: Placement, form: AttentionForm, want_mass: bool
+    q: Tensor, pages: PagedKV, place: AttentionMetadata, form: AttentionForm, want_mass: bool
 ) -> tuple[Tensor, Tensor | None]:
     starts, lengths = place.row_starts.tolist(), place.lengths.tolist()
     counts = [end - first for first, end in itertools.pairwise(starts)]

@@ -58,7 +58,7 @@ class Bases:
 class Recent:
     """Unfinished blocks in 16 bits, in the coordinates of finished blocks: [tails, G, block, D] each.
 
-    `Placement.tails` gives the tail of each sequence.
+    `AttentionMetadata.tails` gives the tail of each sequence.
     """
 
     keys: Tensor
@@ -66,7 +66,7 @@ class Recent:
 
 
 @dataclass(eq=False)
-class Pages:
+class PagedKV:
     """The blocks of one layer, with the scheme's data of the layer as a whole.
 
     Keys and values of the float and 8-bit schemes have the shapes below; other schemes follow `KvScheme.parts` and
@@ -103,7 +103,7 @@ class Pages:
         device: str = "cpu",
         tails: int = 0,
         bases: Bases | None = None,
-    ) -> Pages:
+    ) -> PagedKV:
         """Make blocks of `block` slots, all zeros, and `tails` unfinished ones where the scheme has such.
 
         `bases` are for calibrated schemes, which have none by default. Raises ValueError where the scheme does not
@@ -165,7 +165,7 @@ class Pages:
 
 
 @dataclass(eq=False)
-class Placement:
+class AttentionMetadata:
     """The rows of each sequence in a call, the slots of their keys and values, and the slots filled already.
 
     Everything is a tensor, read when a kernel runs: a recorded step is replayed by writing new numbers into them. The

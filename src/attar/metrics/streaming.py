@@ -24,7 +24,7 @@ from attar.metrics import bootstrap
 from attar.metrics.bootstrap import Floats, Interval, Ints
 from attar.metrics.divergence import Comparison, compare
 from attar.metrics.perplexity import Window, nll
-from attar.model.cache import KVCache, Step
+from attar.model.cache import KVCache, ForwardBatch
 from attar.model.decoder import Decoder
 from attar.progress import StageProgress
 
@@ -114,7 +114,7 @@ def decoder_logits(decoder: Decoder, cache: NewCache | None = None) -> Logits:
 
         ids, filled = ids.to(decoder.device), None if cache is None else cache(len(ids))
         for piece in ids.split(len(ids) if cache is None else ROWS_AT_ONCE):
-            step = Step((len(piece),), len(ids), filled, device=decoder.device)
+            step = ForwardBatch((len(piece),), len(ids), filled, device=decoder.device)
             decoder.forward(piece, step, torch.tensor([len(piece) - 1], device=decoder.device), watch)
         return kept[0] if len(kept) == 1 else torch.cat(kept)
 

@@ -1,8 +1,8 @@
-"""The KV cache of the sequences in flight, and the `Step` that assigns the rows of a call to sequences.
+"""The KV cache of the sequences in flight, and the `ForwardBatch` that assigns the rows of a call to sequences.
 
 A cache is pages (`kv.pages`): blocks of slots named by a sequence's row of the block table. Here each sequence has its
 blocks from the start, side by side; an engine that allocates them as sequences grow brings tables of its own
-(`KVCache.over`), and nothing else changes. Keys are stored rotated (`Pages.keys_rotated`).
+(`KVCache.over`), and nothing else changes. Keys are stored rotated (`PagedKV.keys_rotated`).
 
 Some schemes keep a sequence's unfinished block in 16 bits (`kv/schemes.py`). A call's rows of a sequence then lie in
 one block; `KVCache.pieces` cuts longer ones, and `Decoder.states` runs the pieces.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attar.kernels import ops
 from attar.kernels.operands import Routes
-from attar.kv.pages import Bases, Pages, Placement, Rotation
+from attar.kv.pages import Bases, PagedKV, AttentionMetadata, Rotation
 from attar.kv.schemes import SCHEMES, KvScheme
 from attar.model.config import ModelConfig, Rope
 from attar.model.rope import rotation, table
@@ -57,7 +57,7 @@ class KVCache:
         self.tails: Tails = _own
 
     @classmethod
-    def over(cls, layers: list[Pages], tables: Tensor, filled: list[int], tails: Tails | None = None) -> KVCache:
+    def over(cls, layers: list[PagedKV], tables: Tensor, filled: list[int], tails: Tails | None = None) -> KVCache:
         """Return a cache of sequences on blocks that the caller allocates.
 
         Their rows of `tables` [B, width] int32, on the host, name these blocks; `tails` names unfinished blocks, where
@@ -76,7 +76,7 @@ class KVCache:
     def device(self) -> torch.device:
         return self.layers[0].keys.device
 
-    def place(self, lengths: tuple[int, ...]) -> Placement:
+    def place(self, lengths: tuple[int, ...]) -> AttentionMetadata:
         """Return the placement of the next `lengths[s]` rows of each sequence s, without waiting for the device.
 
         Tables and lengths are known on the host, and go to the device in one copy.
@@ -98,7 +98,7 @@ class KVCache:
         row_starts, seen, tables, positions, where = sent(
             self.device, starts.int(), filled, self.tables, torch.cat(pieces).int(), torch.cat(slots)
         )
-        return Placement(row_starts, seen, tables, positions, where, tails=tails)
+        return AttentionMetadata(row_starts, seen, tables, positions, where, tails=tails)
 
     @property
     def scheme(self) -> KvScheme:
@@ -156,7 +156,7 @@ def pool(
     block: int = BLOCK,
     tails: int = 0,
     bases: Sequence[Bases] | None = None,
-) -> list[Pages]:
+) -> list[PagedKV]:
     """Return `blocks` blocks of `block` slots in every layer, and `tails` unfinished ones where the scheme has such."""
     sizes = (blocks, block, config.kv_heads, config.head_dim)
     each = [None] * config.layers if bases is None else bases
@@ -164,7 +164,7 @@ def pool(
 
 
 @dataclass(frozen=True)
-class Step:
+class ForwardBatch:
     """The rows of one call: `lengths[s]` rows of sequence s, one sequence after another, in order of position.
 
     Without a cache every sequence starts at position 0 and its keys are its own rows. With one, each continues at the
@@ -180,7 +180,7 @@ class Step:
     adapters: tuple[int, ...] = ()
     device: torch.device | str = "cpu"
     positions: Tensor = field(init=False)  # [N] int64
-    place: Placement | None = field(init=False)  # with a cache
+    place: AttentionMetadata | None = field(init=False)  # with a cache
     routes: Routes | None = field(init=False)  # of the rows, where any takes an adapter
     _rotations: dict[Rope, Rotation] = field(init=False, default_factory=dict, repr=False, compare=False)
 

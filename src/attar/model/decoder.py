@@ -20,7 +20,7 @@ from attar.kernels.operands import AttentionForm, Linear, Norm, Prepared, Routes
 from attar.kernels.ops import Store, Table, TritonStore
 from attar.kv.pages import Bases
 from attar.kv.schemes import SCHEMES, KvScheme
-from attar.model.cache import KVCache, Step
+from attar.model.cache import KVCache, ForwardBatch
 from attar.model.config import ModelConfig
 from attar.model.layers import Attention, Block, FeedForward, MixtureOfExperts
 from attar.progress import StageProgress
@@ -130,7 +130,7 @@ class Decoder:
     def forward(
         self,
         ids: Tensor,
-        step: Step,
+        step: ForwardBatch,
         rows: Tensor | None = None,
         watch: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
@@ -144,7 +144,7 @@ class Decoder:
     def run(
         self,
         ids: Tensor,
-        step: Step,
+        step: ForwardBatch,
         rows: Tensor | None = None,
         watch: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
@@ -157,7 +157,7 @@ class Decoder:
         return self.products(stream, delta, routes)
 
     def states(
-        self, ids: Tensor, step: Step, watch: Callable[[int, Tensor], None] | None = None
+        self, ids: Tensor, step: ForwardBatch, watch: Callable[[int, Tensor], None] | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the final norm's input: hidden states [N, I], and the pending addition to them."""
         if step.cache is not None and step.cache.recent and len(pieces := list(step.cache.pieces(step.lengths))) > 1:
@@ -175,7 +175,7 @@ class Decoder:
             step.cache.advance(step.lengths)
         return self.leave(stream, delta)
 
-    def enter(self, ids: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
+    def enter(self, ids: Tensor, step: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         """Return the first block's input, (stream, delta) [N, I]."""
         return self.embedding.forward(ids, step.positions), None
 
@@ -184,7 +184,7 @@ class Decoder:
         return stream, delta
 
     def _states_by_piece(
-        self, ids: Tensor, step: Step, pieces: list[tuple[int, ...]], watch: Callable[[int, Tensor], None] | None
+        self, ids: Tensor, step: ForwardBatch, pieces: list[tuple[int, ...]], watch: Callable[[int, Tensor], None] | None
     ) -> tuple[Tensor, Tensor | None]:
         """Compute `states` in calls that the cache accepts. `watch` receives the pieces."""
         first = list(itertools.accumulate(step.lengths, initial=0))[:-1]
@@ -192,7 +192,7 @@ class Decoder:
         for lengths in pieces:
             rows = torch.cat([torch.arange(at, at + n) for at, n in zip(first, lengths, strict=True)])
             first = [at + n for at, n in zip(first, lengths, strict=True)]
-            stream, delta = self.states(ids[rows], Step(lengths, step.horizon, step.cache, step.adapters), watch)
+            stream, delta = self.states(ids[rows], ForwardBatch(lengths, step.horizon, step.cache, step.adapters), watch)
             order.append(rows)
             streams.append(stream)
             if delta is not None:

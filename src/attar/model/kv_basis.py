@@ -34,7 +34,7 @@ from attar.kv.bit_planes import Basis
 from attar.kv.kvquant import Channels
 from attar.kv.pages import Bases, Rotation
 from attar.kv.schemes import BUCKET, UNIT, KvScheme, Layout, divide
-from attar.model.cache import BLOCK, Step
+from attar.model.cache import BLOCK, ForwardBatch
 from attar.model.decoder import Decoder
 from attar.model.layers import Attention
 from attar.model.rope import table
@@ -61,7 +61,7 @@ def calibrate(decoder: Decoder, ids: Tensor, scheme: KvScheme, seed: int = 0) ->
     numbers = torch.Generator().manual_seed(seed)
     first = torch.randint(0, config.context - length + 1, (sequences, 1), generator=numbers)
     placed = (first + torch.arange(length)).int()
-    step = Step((length,), length)
+    step = ForwardBatch((length,), length)
     hidden = [decoder.embedding.forward(text, step.positions) for text in ids]
     groups, size = config.kv_heads, config.head_dim
     found = []

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from attar.kernels import ops
-from attar.kernels.operands import AttentionForm, Linear, Norm, Routes, Tap
+from attar.kernels.operands import AttentionForm, Linear, Norm, Routes, ActivationHook
 from attar.kv.pages import Rotation
-from attar.model.cache import Step, sent
+from attar.model.cache import ForwardBatch, sent
 from attar.model.config import Activation, Rope
 
 
@@ -30,7 +30,7 @@ class Attention:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
 
-    def forward(self, x: Tensor, step: Step, tap: Tap | None = None) -> Tensor:
+    def forward(self, x: Tensor, step: ForwardBatch, tap: ActivationHook | None = None) -> Tensor:
         form = self.form
         heads = ops.linear(x, self.qkv, tap, step.routes).view(x.shape[0], -1, form.head_dim)
         q, k, v = heads.split((form.heads, form.kv_heads, form.kv_heads), 1)
@@ -69,7 +69,7 @@ class FeedForward:
     activation: Activation
     gated: bool
 
-    def forward(self, x: Tensor, tap: Tap | None = None, routes: Routes | None = None) -> Tensor:
+    def forward(self, x: Tensor, tap: ActivationHook | None = None, routes: Routes | None = None) -> Tensor:
         wide = ops.feed_forward_in(x, self.up, self.activation, self.gated, self.down, tap, routes)
         return ops.linear(wide, (self.down,), tap, routes)
 
@@ -92,7 +92,7 @@ class MixtureOfExperts:
     shared: FeedForward | None = None
     shared_gate: Linear | None = None
 
-    def forward(self, x: Tensor, tap: Tap | None = None, routes: Routes | None = None) -> Tensor:
+    def forward(self, x: Tensor, tap: ActivationHook | None = None, routes: Routes | None = None) -> Tensor:
         gates = ops.linear(x, (self.router,), tap, routes).float().softmax(-1)
         weights, chosen = gates.topk(self.top_k, -1)  # [N, top_k]
         if self.normalise_top_k:
@@ -122,7 +122,7 @@ class Block:
     """Sum over the processes that each hold a part of the block's linear layers; None for one process."""
 
     def forward(
-        self, stream: Tensor, delta: Tensor | None, step: Step, tap: Tap | None = None
+        self, stream: Tensor, delta: Tensor | None, step: ForwardBatch, tap: ActivationHook | None = None
     ) -> tuple[Tensor, Tensor]:
         """Run the block on (stream, delta), both [N, I]; return (stream, delta), whose sum is its output."""
         stream, x = ops.norm(stream, delta, self.attention_norm)
@@ -139,7 +139,7 @@ class Block:
             delta = ops.norm(delta, None, self.feed_forward_post_norm)[1]
         return stream, delta
 
-    def run(self, hidden: Tensor, step: Step, tap: Tap | None = None) -> Tensor:
+    def run(self, hidden: Tensor, step: ForwardBatch, tap: ActivationHook | None = None) -> Tensor:
         """Run the block on hidden states [N, I]; return hidden states [N, I]."""
         stream, delta = self.forward(hidden, None, step, tap)
         return stream + delta

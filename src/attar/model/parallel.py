@@ -22,7 +22,7 @@ from attar.kernels.group import Group
 from attar.kernels.operands import Adapter, Linear, Norm, Routes
 from attar.kernels.ops import Store
 from attar.model import decoder
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder, Embedding, Weights
 from attar.model.split import Cut, Split
 from attar.progress import StageProgress
@@ -69,7 +69,7 @@ class SplitEmbedding(Embedding):
 class Lead(Protocol):
     """The messages by which the first process announces its calls to the model's other processes."""
 
-    def call(self, ids: Tensor, step: Step, rows: Tensor | None) -> None:
+    def call(self, ids: Tensor, step: ForwardBatch, rows: Tensor | None) -> None:
         """Announce `Decoder.run` with these arguments."""
         ...
 
@@ -101,7 +101,7 @@ class SplitDecoder(Decoder):
     def run(
         self,
         ids: Tensor,
-        step: Step,
+        step: ForwardBatch,
         rows: Tensor | None = None,
         watch: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
@@ -117,7 +117,7 @@ class SplitDecoder(Decoder):
         return super().logits(stream, delta, routes)
 
     def states(
-        self, ids: Tensor, step: Step, watch: Callable[[int, Tensor], None] | None = None
+        self, ids: Tensor, step: ForwardBatch, watch: Callable[[int, Tensor], None] | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Compute `Decoder.states`; several stages work on a step of many rows in pieces, several at a time."""
         if step.cache is not None and step.cache.recent and len(list(step.cache.pieces(step.lengths))) > 1:
@@ -140,7 +140,7 @@ class SplitDecoder(Decoder):
                 watch(self.last, stream + delta)
         return stream, delta
 
-    def _pieces(self, step: Step) -> Iterator[tuple[slice, Step]]:
+    def _pieces(self, step: ForwardBatch) -> Iterator[tuple[slice, ForwardBatch]]:
         """Yield the step as steps of some of its rows, to be taken one by one: each begins where the cache then
         ends."""
         rows, starts = sum(step.lengths), list(itertools.accumulate(step.lengths, initial=0))
@@ -149,10 +149,10 @@ class SplitDecoder(Decoder):
             lengths = tuple(
                 max(0, min(last, start + n) - max(first, start)) for start, n in zip(starts, step.lengths, strict=False)
             )
-            piece = step if count == 1 else Step(lengths, step.horizon, step.cache, step.adapters, step.device)
+            piece = step if count == 1 else ForwardBatch(lengths, step.horizon, step.cache, step.adapters, step.device)
             yield slice(first, last), piece
 
-    def enter(self, ids: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
+    def enter(self, ids: Tensor, step: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         before = self.split.share.stage - 1
         return super().enter(ids, step) if before < 0 else self._receive(len(ids), before)
 

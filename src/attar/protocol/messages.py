@@ -56,13 +56,13 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Stop when all requests have ended."""
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """Send a `Told` for each of these requests that has not ended."""
+class QueryStatus(msgspec.Struct, frozen=True, tag="ask"):
+    """Send a `RequestStatus` for each of these requests that has not ended."""
 
     ids: tuple[str, ...]
 
 
-Command = Submit | Embed | Cancel | Drain | Ask
+Command = Submit | Embed | Cancel | Drain | QueryStatus
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -195,14 +195,14 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     busy: float = 0.0
 
 
-class Told(msgspec.Struct, frozen=True, tag="told"):
+class RequestStatus(msgspec.Struct, frozen=True, tag="told"):
     """Present state of a request."""
 
     id: str
     report: Report
 
 
-Event = Delta | PromptLogprobs | Finished | Embedding | Failed | Ready | Stats | Beat | Told
+Event = Delta | PromptLogprobs | Finished | Embedding | Failed | Ready | Stats | Beat | RequestStatus
 
 
 def encode(messages: Sequence[Command] | Sequence[Event]) -> bytes:

@@ -53,8 +53,8 @@ from attar.plan.fit import kept_free
 from attar.protocol.scheduler_config import Limits
 from attar.scheduling.block_pool import BlockPool
 from attar.scheduling.prefix_cache import NOTHING, Match, RadixCache, common
-from attar.scheduling.sequence import Kin, Sequence, Status
-from attar.scheduling.step_plan import Chunk, Copy, Outcome, StepPlan
+from attar.scheduling.sequence import SequenceGroup, Sequence, Status
+from attar.scheduling.step_plan import ScheduledTokens, Copy, Outcome, StepPlan
 
 MANY_ENDED = 256  # deadlines of ended sequences that may be kept
 
@@ -108,7 +108,7 @@ class Scheduler:
                     f"{self.pool.size}; there are {self.pool.total}",
                 )
         self.require_room(len(choices))
-        kin = Kin()
+        kin = SequenceGroup()
         for choice in choices:
             self._sequences[choice.id] = choice
             choice.kin = kin
@@ -256,7 +256,7 @@ class Scheduler:
         pending = sequence.pending
         rows = min(pending, budget)
         if rows:
-            step.chunks.append(Chunk(sequence, sequence.planned, rows, rows == pending))
+            step.chunks.append(ScheduledTokens(sequence, sequence.planned, rows, rows == pending))
             sequence.planned += rows
             sequence.coming += rows == pending and sequence.max_tokens > 0
         return rows

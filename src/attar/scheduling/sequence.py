@@ -29,7 +29,7 @@ class Status(enum.Enum):
 
 
 @dataclass(eq=False, slots=True)
-class Kin:
+class SequenceGroup:
     """State shared by the choices of one request."""
 
     counted: bool = False
@@ -72,7 +72,7 @@ class Sequence:
     """`finished`, or one of `messages.FAILURES`."""
     order: int = 0
     """Number in order of arrival."""
-    kin: Kin = field(default_factory=Kin)
+    kin: SequenceGroup = field(default_factory=SequenceGroup)
     arrival: float = 0.0
     passed: int = 0
     """Times that a later arrival of better priority went first."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from attar.scheduling.sequence import Sequence
 
 
-class Chunk(NamedTuple):
+class ScheduledTokens(NamedTuple):
     """Run `rows` tokens of the sequence from position `start`, reading the keys and values before them."""
 
     sequence: Sequence
@@ -33,7 +33,7 @@ class StepPlan:
     A chunk of one row may be for a token that its sequence does not have yet: the step before samples it.
     """
 
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[ScheduledTokens] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
@@ -59,7 +59,7 @@ class StepPlan:
                     made.append(StepPlan())
                     room = rows
                 taken = min(end - start, room)
-                made[-1].chunks.append(Chunk(sequence, start, taken, samples and start + taken == end))
+                made[-1].chunks.append(ScheduledTokens(sequence, start, taken, samples and start + taken == end))
                 start, room = start + taken, room - taken
         return made
 

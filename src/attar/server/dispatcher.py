@@ -10,7 +10,7 @@ from attar.faults import point
 from attar.protocol.messages import Embed, Failed, Ready, Stats, Submit
 from attar.protocol.request import SamplingParams
 from attar.server.admission.caller import Caller
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 from attar.server.request_context import RequestContext
 from attar.server.request_handler import RequestHandler
 
@@ -37,31 +37,31 @@ class Dispatcher:
     def ready(self) -> Ready:
         """The engine, ready to be asked. Raises Refusal when it is not."""
         if self.context.draining:
-            raise Refusal("draining", "the server is shutting down")
+            raise APIError("draining", "the server is shutting down")
         if self.engine.ready is None:
             if self.engine.was_ready:
-                raise Refusal("engine_down", "the engine is not running")
-            raise Refusal("loading", "the model is being loaded")
+                raise APIError("engine_down", "the engine is not running")
+            raise APIError("loading", "the model is being loaded")
         return self.engine.ready
 
     def getting_on(self) -> None:
         """Raises Refusal unless the engine is healthy, and in no step that takes far longer than any before."""
         self.healthy()
         if (slow := self.engine.heartbeat.slow) is not None:
-            raise Refusal("engine_down", slow)
+            raise APIError("engine_down", slow)
 
     def healthy(self) -> None:
         """Raises Refusal unless the engine is ready, runs, and gets on."""
         self.ready()
         if (trouble := self.engine.trouble) is not None:
-            raise Refusal("engine_down", trouble)
+            raise APIError("engine_down", trouble)
 
     def model(self, asked: str | None) -> str:
         """The name of what is to answer: the served model's, also where nothing is `asked` for, or an adapter's.
         Raises Refusal."""
         ready = self.ready()
         if asked is not None and asked != ready.model and asked not in ready.adapters:
-            raise Refusal("model_not_found", "model: not served here; GET /v1/models lists what is", "model")
+            raise APIError("model_not_found", "model: not served here; GET /v1/models lists what is", "model")
         return ready.model if asked is None else asked
 
     def submit(
@@ -110,7 +110,7 @@ class Dispatcher:
             self.context.metrics.limited.labels("queue").inc()
             waiting = f"this key has {places.waiting(caller.salt)} of the {places.size} places in the queue"
             message = f"{waiting}, and its share has no room for {count} more: try again later"
-            raise Refusal("rate_limit_exceeded", message, retry_after=SHARE_AFTER)
+            raise APIError("rate_limit_exceeded", message, retry_after=SHARE_AFTER)
 
     async def why(self, request: str, salt: bytes) -> dict[str, Any]:
         """What became of a request, for JSON; of one that runs, how far it is, unless a long step keeps the engine.

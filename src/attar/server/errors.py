@@ -1,6 +1,6 @@
 """Every way in which a request can be refused: a closed catalogue, in the shapes of OpenAI's and Anthropic's APIs.
 
-A `Refusal` names an entry of the catalogue and says in a sentence, written for this purpose, what was wrong. The text
+A `APIError` names an entry of the catalogue and says in a sentence, written for this purpose, what was wrong. The text
 of exceptions never gets into an answer: it tells strangers of paths, addresses and versions, and has been the first
 half of more than one exploit. What the engine says of a failed request is shown only where the catalogue says so.
 """
@@ -89,7 +89,7 @@ _FAILURES = {  # the engine's code: entry, and our words, or None to show the en
 }
 
 
-class Refusal(Exception):
+class APIError(Exception):
     """An answer to a request that is an error: `code` of CATALOGUE, a sentence, and the field it is about.
 
     retry_after: seconds, where they are known better than the catalogue has them.
@@ -102,7 +102,7 @@ class Refusal(Exception):
         self.retry_after = self.kind.retry_after if retry_after is None else retry_after
 
     @classmethod
-    def of(cls, failed: Failed) -> Refusal:
+    def of(cls, failed: Failed) -> APIError:
         """What the engine's refusal is to a user."""
         code, words = _FAILURES.get(failed.code, _FAILURES["internal"])
         return cls(code, shown(failed.message, 300) if words is None else words)

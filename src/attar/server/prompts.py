@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from attar import strict_json
 from attar.faults import point
 from attar.server.admission.request_limits import beyond, in_vocabulary
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 from attar.server.fair_thread_pool import TextThreads
 from attar.text.literal import LiteralChat, Messages
 from attar.text.template import TemplateError, render_chat
@@ -49,7 +49,7 @@ class Prompts:
         else:
             found = await self._threads.run(key, size, lambda: self._encoded(prompts, vocab, name, context))
         if not all(found):
-            raise Refusal("empty_prompt", f"{name}: no tokens", name)
+            raise APIError("empty_prompt", f"{name}: no tokens", name)
         return found
 
     async def text_ids(self, key: bytes, text: str, add_special_tokens: bool) -> list[int]:
@@ -65,7 +65,7 @@ class Prompts:
         size = sum(len(message["content"]) for message in messages)
         ids = await self._threads.run(key, size, lambda: self._render(messages, context), chat=True)
         if not ids:
-            raise Refusal("empty_prompt", "messages: no tokens", "messages")
+            raise APIError("empty_prompt", "messages: no tokens", "messages")
         return ids
 
     async def text(self, key: bytes, ids: Sequence[int], vocab: int | None = None) -> str:
@@ -106,7 +106,7 @@ class Prompts:
         try:
             template = tokenizer.chat_template()
         except ValueError as error:
-            raise Refusal("no_chat_template", "this model has no chat template: use /v1/completions") from error
+            raise APIError("no_chat_template", "this model has no chat template: use /v1/completions") from error
 
         def render(said: Messages) -> str:
             text = render_chat(template, said, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
@@ -117,9 +117,9 @@ class Prompts:
         try:
             return tuple(self._literal.encode(messages, render))
         except TemplateError as error:
-            raise Refusal("template_error", f"the chat template: {_fit(str(error))}", "messages") from error
+            raise APIError("template_error", f"the chat template: {_fit(str(error))}", "messages") from error
         except ValueError as error:
-            raise Refusal("invalid_value", "messages: not text that this model can read", "messages") from error
+            raise APIError("invalid_value", "messages: not text that this model can read", "messages") from error
 
 
 def _fit(sentence: str) -> str:

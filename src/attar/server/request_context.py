@@ -10,7 +10,7 @@ import time
 from attar.protocol.messages import Failed
 from attar.server.admission.retry_after import Backoff
 from attar.server.engine_client.client import EngineClient
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 from attar.server.metrics import Metrics
 from attar.server.request_trace import RequestTraces
 
@@ -34,13 +34,13 @@ class RequestContext:
             return PROMPT_ANSWER
         return min(max(PROMPT_ANSWER, 2 * self.engine.heartbeat.longest), LATE_ANSWER)
 
-    def full(self, message: str) -> Refusal:
+    def full(self, message: str) -> APIError:
         """Make the refusal of one for whom there is no room, which says when there may be."""
         places = self.engine.places
         waiting = len(self.engine.open) * places.total / max(1, places.total + places.running)
-        return Refusal("overloaded", message, retry_after=self.backoff.retry_after(time.monotonic(), waiting))
+        return APIError("overloaded", message, retry_after=self.backoff.retry_after(time.monotonic(), waiting))
 
-    def refusal(self, failed: Failed) -> Refusal:
+    def refusal(self, failed: Failed) -> APIError:
         """Make of the engine's refusal what it is to a user."""
-        refusal = Refusal.of(failed)
+        refusal = APIError.of(failed)
         return self.full(refusal.message) if refusal.code == "overloaded" else refusal

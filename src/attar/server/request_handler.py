@@ -15,7 +15,7 @@ from attar.protocol.messages import Delta, Failed, Finished
 from attar.server.admission.caller import Caller
 from attar.server.engine_client.connection import AnswerEvent
 from attar.server.engine_client.response_stream import ResponseStream
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 from attar.server.request_context import RequestContext
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class RequestHandler:
         if isinstance(self._peeked[0], Failed):
             raise self.refusal(self._peeked[0])
 
-    def refusal(self, failed: Failed) -> Refusal:
+    def refusal(self, failed: Failed) -> APIError:
         """Make of the engine's refusal what it is to a user."""
         return self._context.refusal(failed)
 

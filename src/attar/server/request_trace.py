@@ -15,7 +15,7 @@ from attar.faults import point
 from attar.protocol.messages import Embedding, Failed, Finished, Report
 from attar.server.admission.caller import Caller
 from attar.server.engine_client.connection import AnswerEvent
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 
 MAX_PROMPTS = 128  # of a request that are told of: of an embedding the first
 REMEMBERED = 1000  # requests that /why can tell of when they have ended
@@ -88,5 +88,5 @@ class RequestTraces:
         """Raises Refusal where nobody knows of the request, or it was another's."""
         trace = self._running.get(request) or self._ended.get(request)
         if trace is None or trace.salt != salt:
-            raise Refusal("not_found", f"no such request is running, or among the last {REMEMBERED}")
+            raise APIError("not_found", f"no such request is running, or among the last {REMEMBERED}")
         return trace

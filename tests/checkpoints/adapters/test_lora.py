@@ -26,7 +26,7 @@ from attar.compression.runs.pipeline import compress
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.kernels import ops
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from tests.conftest import token_ids
 
 SAME = 2e-4  # of logits around 10, float32, sums in another order
@@ -75,7 +75,7 @@ def save(folder: Path, config: dict[str, Any] | None = None, weights: dict[str, 
 
 
 def logits(model: hf.Decoder) -> Tensor:
-    return model.forward(IDS, Step((len(IDS),), len(IDS)))
+    return model.forward(IDS, ForwardBatch((len(IDS),), len(IDS)))
 
 
 def expected(base: Path, rslora: bool = False) -> Tensor:

@@ -169,10 +169,10 @@ def write(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> Write:
 
 
 def logits(decoder: Decoder) -> torch.Tensor:
-    from attar.model.cache import Step
+    from attar.model.cache import ForwardBatch
 
     ids = torch.arange(5, 25) * 11 % VOCAB
-    return decoder.forward(ids, Step((len(ids),), len(ids), decoder.cache(len(ids))))
+    return decoder.forward(ids, ForwardBatch((len(ids),), len(ids), decoder.cache(len(ids))))
 
 
 @pytest.mark.parametrize("kind", ["F32", "BF16"])

@@ -17,7 +17,7 @@ from attar.checkpoints.receipts.probes import Probes
 from attar.checkpoints.strict_io import CheckpointError
 from attar.formats.packed import PackedTensor
 from attar.kernels import ops
-from attar.kernels.native.linear import KernelWeight
+from attar.kernels.native.linear import PackedWeight
 from attar.model.decoder import Decoder
 from tests.checkpoints.conftest import make_probes
 
@@ -83,7 +83,7 @@ def test_replay_on_native_kernels(tiny_decoder: Make, scheme: str | None, form: 
         assert probes.kernel_path(native) == ("int8_activations" if by_scheme else "exact")
         assert read.replay(native) is None
     weight = native.blocks[0].attention.output.weight
-    assert isinstance(weight, PackedTensor if scheme == "w8a8-atensor" else KernelWeight)
+    assert isinstance(weight, PackedTensor if scheme == "w8a8-atensor" else PackedWeight)
     assert read.replay(native) is None
 
 
@@ -110,7 +110,7 @@ def test_the_native_copy_of_a_block_goes_with_it(tiny_decoder: Make) -> None:
     block = copy.deepcopy(decoder.blocks[0])
     run.run(0, block, torch.randn(24 * 16, 64, generator=torch.Generator().manual_seed(0)))
     weights = [weakref.ref(linear.weight) for linear in block.linears()]
-    assert all(isinstance(weight(), KernelWeight) for weight in weights)
+    assert all(isinstance(weight(), PackedWeight) for weight in weights)
     del block
     assert all(weight() is None for weight in weights)
 
@@ -190,11 +190,11 @@ def test_damaged_native_weights_are_found(
 
 
 def test_the_largest_logits_are_those_of_the_last_position(tiny_decoder: Make) -> None:
-    from attar.model.cache import Step
+    from attar.model.cache import ForwardBatch
 
     decoder = tiny_decoder(0)
     for probe in make_probes(decoder, 0)["prompts"]:
-        last = decoder.forward(torch.tensor(probe["tokens"]), Step((16,), 16))[-1].topk(8)
+        last = decoder.forward(torch.tensor(probe["tokens"]), ForwardBatch((16,), 16))[-1].topk(8)
         assert [i for i, _ in probe["top"]] == last.indices.tolist()
         assert [x for _, x in probe["top"]] == pytest.approx(last.values.tolist(), rel=1e-4)
 

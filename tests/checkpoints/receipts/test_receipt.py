@@ -158,7 +158,7 @@ def test_kernels_that_compute_something_else_are_named(
 
     def broken(x: torch.Tensor, linears: Sequence[Linear]) -> torch.Tensor:
         out, weight = product(x, linears), linears[0].weight
-        assert isinstance(weight, native.KernelWeight)
+        assert isinstance(weight, native.PackedWeight)
         return out.roll(1, 1) if weight.integer else out
 
     monkeypatch.setattr(native, "linear", broken)

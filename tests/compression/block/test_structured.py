@@ -21,7 +21,7 @@ from attar.compression.recipe.methods import Structured
 from attar.compression.recipe.recipe_file import load_recipe, recipe_from_dict
 from attar.compression.runs.pipeline import compress
 from attar.compression.solvers.rounding import gptq
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.config import ModelConfig
 
 SAME = 1e-6
@@ -134,7 +134,7 @@ def test_sizes_say_what_they_cannot_do() -> None:
 
 
 def logits(folder: Path, ids: list[int]) -> Tensor:
-    return hf.load(folder, torch.float32).forward(torch.tensor(ids), Step((len(ids),), len(ids)))
+    return hf.load(folder, torch.float32).forward(torch.tensor(ids), ForwardBatch((len(ids),), len(ids)))
 
 
 @pytest.fixture(scope="module")

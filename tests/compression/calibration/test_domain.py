@@ -16,7 +16,7 @@ from attar.compression.calibration import texts as calibrate
 from attar.compression.calibration.domain import RUN, Surprise, shared, surprise
 from attar.compression.request.request import CompressionRequest
 from attar.compression.runs.pipeline import compress, compress_request
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.text.tokenizer import Tokenizer
 from tests.conftest import token_ids
 
@@ -51,7 +51,7 @@ def test_surprise_is_that_of_whole_passes(
     ids = torch.tensor(token_ids(5, 24))
     decoder, nats, expected = hf.load(folder, torch.float32), [], []
     for row in ids[[0, 1, 3]]:
-        found = decoder.forward(row, Step((24,), 24)).double().log_softmax(-1)[:-1]
+        found = decoder.forward(row, ForwardBatch((24,), 24)).double().log_softmax(-1)[:-1]
         nats.append(-found.gather(1, row[1:, None]).mean())
         expected.append(-(found.exp() * found).sum(-1).mean())
     whole = Surprise(3 * 23, float(sum(nats)) / 3, float(sum(expected)) / 3)

@@ -12,7 +12,7 @@ from attar.checkpoints.sources import hf
 from attar.compression.outputs.folder import FolderOutput
 from attar.compression.recipe.recipe_file import load_recipe, recipe_from_dict
 from attar.compression.runs.pipeline import compress
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 
 BOTH = "attar and transformers read it."
 ROUNDED_INPUTS = 2e-2  # of the logit range: an input on the edge between two of 16 codes may fall either way
@@ -68,7 +68,7 @@ def test_codes_in_wide_places_are_told_of(scheme: str, tiny: Path, tmp_path: Pat
     assert f"format of compressed-tensors. {BOTH} {note}\n" in card
     assert "vLLM" not in card
     ids = torch.arange(1, 32)
-    ours = hf.load(tmp_path / "out", torch.float32).forward(ids, Step((len(ids),), len(ids)))
+    ours = hf.load(tmp_path / "out", torch.float32).forward(ids, ForwardBatch((len(ids),), len(ids)))
     reader, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]

@@ -27,7 +27,7 @@ from attar.compression.request.request import CompressionRequest
 from attar.compression.runs.pipeline import compress, compress_request
 from attar.formats.codecs import ggml_blocks, ggml_round, ggml_search
 from attar.formats.codecs.ggml import TYPES
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.text.tokenizer import Tokenizer
 from tests.conftest import ROOT
 
@@ -35,7 +35,7 @@ Ids = list[list[int]]
 
 
 def logits(path: Path, ids: list[int]) -> torch.Tensor:
-    return opening.load(path, torch.float32).forward(torch.tensor(ids), Step((len(ids),), len(ids)))
+    return opening.load(path, torch.float32).forward(torch.tensor(ids), ForwardBatch((len(ids),), len(ids)))
 
 
 def digest(path: Path) -> str:

@@ -29,7 +29,7 @@ from attar.formats.observers import KL, MSE, MinMax, Percentile
 from attar.formats.scheme import Grid, Scheme
 from attar.formats.weight_formats import FORMS
 from attar.kernels import ops
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 from tests.compression.test_experts import write
 from tests.conftest import token_ids
@@ -324,7 +324,7 @@ def test_an_expert_without_a_token_stops_no_method(recipe: str, tmp_path: Path) 
     assert any("of 8 experts were sent no calibration token" in each for each in done.warnings)
     assert len([record for record in done.records if ".experts." in record.name]) == 2 * 4 * 3
     found, wanted = (
-        hf.load(folder, torch.float32).forward(torch.arange(24), Step((24,), 24)).log_softmax(-1)
+        hf.load(folder, torch.float32).forward(torch.arange(24), ForwardBatch((24,), 24)).log_softmax(-1)
         for folder in (tmp_path / "out", source)
     )
     divergence = (wanted.exp() * (wanted - found)).sum(-1).mean()

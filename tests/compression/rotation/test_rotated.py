@@ -29,7 +29,7 @@ from attar.compression.runs.pipeline import compress, compress_request
 from attar.formats.codecs.ggml import TYPES
 from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.measure import measure
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from tests.compression.outputs.test_gguf import Stop, stop_after
 
 SAME_LOGITS = 1e-4  # max |difference| of logits over the largest, in float32
@@ -84,7 +84,7 @@ def text() -> Ids:
 @torch.inference_mode()
 def logits(path: Path) -> Tensor:
     found = ids()
-    return opening.load(path, torch.float32).forward(torch.tensor(found), Step((len(found),), len(found)))
+    return opening.load(path, torch.float32).forward(torch.tensor(found), ForwardBatch((len(found),), len(found)))
 
 
 @pytest.mark.parametrize("case", MODELS)

@@ -26,7 +26,7 @@ from attar.compression.runs.pipeline import compress
 from attar.compression.solvers.transforms import rotations
 from attar.kernels import hadamard, ops
 from attar.model import decoder
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.split import Cut
 
 EXACT = 1e-9  # max |difference| of logits in float64
@@ -96,7 +96,7 @@ def ids() -> Tensor:
 @torch.inference_mode()
 def logits(checkpoint: hf.Checkpoint) -> Tensor:
     built = decoder.build(checkpoint.config, checkpoint)
-    stream, delta = built.states(ids(), Step((24,), 24))
+    stream, delta = built.states(ids(), ForwardBatch((24,), 24))
     return decoder.soft_capped(built.config, decoder.products(built.final_norm, built.head, stream, delta))
 
 
@@ -265,7 +265,7 @@ def test_what_heads_give_is_mixed_at_run_time(tiny: Path, calibration: Ids, tmp_
     view = rotation.rotated(hf.Checkpoint.open(tiny), recipe, seed=0)
     assert view.heads == [None] * 3, "in heads and over all of them, the same matrix would undo itself"
     ids = torch.tensor(calibration[0])
-    step = Step((len(ids),), len(ids))
+    step = ForwardBatch((len(ids),), len(ids))
     base, out = (hf.load(folder, torch.float32).forward(ids, step) for folder in (tiny, tmp_path / "out"))
     without = hf.load(tmp_path / "out", torch.float32)
     for block in without.blocks:
@@ -308,7 +308,7 @@ def test_rotations_at_run_time_are_read_back(tiny: Path, calibration: Ids, tmp_p
     assert torch.allclose(transform(x), hadamard.rotate(x, down.hadamard), atol=1e-5)
     # The rounded model is close to the original, which it would not be were the rotation left out.
     ids = torch.tensor(calibration[0])
-    step = Step((len(ids),), len(ids))
+    step = ForwardBatch((len(ids),), len(ids))
     base, out = (hf.load(folder, torch.float32).forward(ids, step) for folder in (tiny, tmp_path / "out"))
     without = hf.load(tmp_path / "out", torch.float32)
     for block in without.blocks:

@@ -22,7 +22,7 @@ from attar.checkpoints.strict_io import CheckpointError
 from attar.compression.request.request import CompressionRequest
 from attar.compression.runs import state
 from attar.compression.runs.pipeline import compress, compress_request
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 
 Ids = list[list[int]]
 
@@ -34,7 +34,7 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def logits(folder: Path, ids: list[int]) -> torch.Tensor:
-    return hf.load(folder, torch.float32).forward(torch.tensor(ids), Step((len(ids),), len(ids)))
+    return hf.load(folder, torch.float32).forward(torch.tensor(ids), ForwardBatch((len(ids),), len(ids)))
 
 
 class Stop(Exception):

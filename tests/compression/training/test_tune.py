@@ -30,7 +30,7 @@ from attar.compression.training import trainable_model, tune
 from attar.formats.codecs import ggml_blocks
 from attar.formats.packed import PackedTensor
 from attar.metrics.divergence import compare
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from tests.conftest import token_ids
 
 SAME = 1e-5  # relative, of a KL in float32 sums against one in float64
@@ -63,7 +63,7 @@ def run(
 
 def divergence(base: Path, model: Path, ids: Tensor) -> float:
     one, other = (opening.load(each, torch.float32) for each in (base, model))
-    step = Step((ids.shape[1],) * len(ids), ids.shape[1])
+    step = ForwardBatch((ids.shape[1],) * len(ids), ids.shape[1])
     logits = (each.forward(ids.flatten(), step) for each in (one, other))
     return float(compare(*logits, ids.flatten()).kl.mean())
 

@@ -32,7 +32,7 @@ from attar.execution.parallel.executor import Crew, Lost, Team, TeamRunner, tell
 from attar.faults import Fault
 from attar.kernels.operands import Routes
 from attar.kv.schemes import SCHEMES
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.protocol.messages import Delta, Embed, Failed, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import Limits
@@ -116,7 +116,7 @@ def test_logits_outside_of_an_engine_too(one: LLM, two: LLM) -> None:
     for lengths in ((2, 1), (1, 0), (1, 1)):
         rows = torch.arange(sum(lengths))
         found = [
-            llm.decoder.forward(rows + 9, Step(lengths, 8, cache), rows[-1:])
+            llm.decoder.forward(rows + 9, ForwardBatch(lengths, 8, cache), rows[-1:])
             for llm, cache in zip((one, two), caches, strict=True)
         ]
         assert (found[0] - found[1]).abs().max() < SUMMED * 100, "codes of eight bits may fall to the other side"

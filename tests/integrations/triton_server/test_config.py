@@ -28,7 +28,7 @@ from attar.scheduling.block_pool import BlockPool
 from attar.scheduling.prefix_cache import RadixCache
 from attar.scheduling.scheduler import Refused, Scheduler
 from attar.scheduling.sequence import Sequence
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 
 TOKENS_A_BLOCK, BLOCK_BYTES = BLOCK, 1000
 GB = 10**9
@@ -202,7 +202,7 @@ def test_a_full_queue_refuses_with_429() -> None:
         made.add([sequence(name)], 0.0)
     with pytest.raises(Refused) as caught:
         made.add([sequence("d")], 0.0)
-    refusal = Refusal.of(Failed("d", caught.value.code, str(caught.value)))
+    refusal = APIError.of(Failed("d", caught.value.code, str(caught.value)))
     assert (refusal.kind.status, refusal.code) == (429, "overloaded")
     assert int(refusal.headers()["Retry-After"]) >= 1
 

@@ -31,9 +31,9 @@ def linear_of(scheme: str | torch.dtype, outputs: int = 16, inputs: int = 96, bi
     return Linear("up_proj", codec(read.weight.kind).quantize(weight, read), bias)
 
 
-def taken(each: Linear, activations: native.Activations = "int8") -> native.KernelWeight:
+def taken(each: Linear, activations: native.Activations = "int8") -> native.PackedWeight:
     native.prepare(each, _native.Arena(), activations)
-    assert isinstance(each.weight, native.KernelWeight)
+    assert isinstance(each.weight, native.PackedWeight)
     return each.weight
 
 
@@ -45,7 +45,7 @@ def test_a_store_takes_what_has_a_kernel_and_says_why_not_of_the_rest() -> None:
     for scheme in ("w4g32", "w8a8", torch.bfloat16):
         each = linear_of(scheme)
         store.take(each)
-        assert isinstance(each.weight, native.KernelWeight)
+        assert isinstance(each.weight, native.PackedWeight)
         assert each.shape == (16, 96)
     before = store.arena.bytes
     for name, scheme in (("tied", "w8a8-atensor"), ("four", "w4a4")):
@@ -112,7 +112,7 @@ def test_stores_round_rows_in_the_ways_there_are() -> None:
         Store("int4")
     each = linear_of("w4g32")
     Store("exact").take(each)
-    assert isinstance(each.weight, native.KernelWeight)
+    assert isinstance(each.weight, native.PackedWeight)
     assert not each.weight.integer
 
 

@@ -23,7 +23,7 @@ from attar.server.dispatcher import Dispatcher
 from attar.server.engine_client import response_stream
 from attar.server.engine_client.client import EngineClient
 from attar.server.engine_client.response_stream import ResponseStream
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 from attar.server.http.security import Keys
 from attar.server.options import ServerOptions
 from attar.server.request_context import PROMPT_ANSWER, RequestContext
@@ -383,7 +383,7 @@ def test_a_request_that_finds_no_place_costs_its_key_nothing() -> None:
         lambda: dispatcher.submit(caller, [(1, 2)], SamplingParams(max_tokens=5), 1, "fake"),
         lambda: dispatcher.embed(caller, [(1, 2)], "mean", "fake"),
     ):
-        with pytest.raises(Refusal, match="rate_limit_exceeded") as caught:
+        with pytest.raises(APIError, match="rate_limit_exceeded") as caught:
             ask()
         assert "this key has 6 of the 8 places" in caught.value.message
         assert caught.value.retry_after == 1

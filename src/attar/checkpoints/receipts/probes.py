@@ -49,11 +49,11 @@ from attar.checkpoints.strict_io import CheckpointError
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Grid
 from attar.kernels import ops
-from attar.kernels.native.linear import KernelWeight
+from attar.kernels.native.linear import PackedWeight
 from attar.kernels.operands import Linear, Norm
 from attar.kernels.triton.weights import TritonWeight
 from attar.model import decoder as model
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.model.layers import Block
@@ -113,7 +113,7 @@ def rounds_activations(linears: Iterable[Linear]) -> bool:
     """Return whether any of the linears rounds its input to a grid, by its scheme or by the kernels that it is prepared
     for."""
     weights = (each.weight for each in linears)
-    return any(w.rounds if isinstance(w, KernelWeight | TritonWeight) else _by_scheme(w) for w in weights)
+    return any(w.rounds if isinstance(w, PackedWeight | TritonWeight) else _by_scheme(w) for w in weights)
 
 
 def _by_scheme(weight: object) -> bool:
@@ -123,7 +123,7 @@ def _by_scheme(weight: object) -> bool:
 
 def _rounds_to_floats(decoder: Decoder) -> bool:
     weights = (linear.weight for block in decoder.blocks for linear in block.linears())
-    schemes = (each.scheme for each in weights if isinstance(each, PackedTensor | KernelWeight))
+    schemes = (each.scheme for each in weights if isinstance(each, PackedTensor | PackedWeight))
     grids = (scheme.activation for scheme in schemes if scheme is not None and scheme.activation is not None)
     return any(not isinstance(grid, Grid) or grid.kind != "int" for grid in grids)
 
@@ -138,12 +138,12 @@ def kernel_path(decoder: Decoder) -> str:
 def unrounded(decoder: Decoder) -> Iterator[None]:
     """Run the decoder's prepared weights on unrounded rows within the context, unless a scheme says otherwise."""
     linears = [linear for block in decoder.blocks for linear in block.linears()]
-    changed: list[tuple[Linear, KernelWeight]] = []
+    changed: list[tuple[Linear, PackedWeight]] = []
     for each in (*linears, decoder.head):
         weight = each.weight
-        if isinstance(weight, KernelWeight) and weight.scheme is not None and weight.scheme.activation is None:
+        if isinstance(weight, PackedWeight) and weight.scheme is not None and weight.scheme.activation is None:
             changed.append((each, weight))
-            each.weight = KernelWeight(weight.matrix, weight.scheme, False, 0)
+            each.weight = PackedWeight(weight.matrix, weight.scheme, False, 0)
     try:
         yield
     finally:
@@ -263,7 +263,7 @@ class ProbeRun:
 
 def _through(block: Block, rows: Tensor, together: int) -> Tensor:
     """Run the block over the rows [n L, I] of n prompts, `together` prompts at a time."""
-    step = Step((LENGTH,) * together, LENGTH)
+    step = ForwardBatch((LENGTH,) * together, LENGTH)
     return torch.cat([block.run(some, step) for some in rows.split(together * LENGTH)])
 
 
@@ -361,7 +361,7 @@ def _differences(decoder: Decoder, probe: Probe, path: str, noise: Noise) -> Ite
     """Yield each block's difference in order, then the logits', with its position."""
     config, last = decoder.config, len(probe.tokens) - 1
     seen: list[Tensor] = []
-    step = Step((last + 1,), last + 1, decoder.cache(last + 1))  # with a cache, so that its kernels are replayed too
+    step = ForwardBatch((last + 1,), last + 1, decoder.cache(last + 1))  # with a cache, so that its kernels are replayed too
     rows = torch.tensor([last], device=decoder.device)
     logits = decoder.forward(
         torch.tensor(probe.tokens, device=decoder.device),

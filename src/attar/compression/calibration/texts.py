@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attar.checkpoints.sources import hf
 from attar.compression.recipe.methods import MOST_DRAWN
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.progress import StageProgress
@@ -223,7 +223,7 @@ def sample_from(
         batch = rows.stop - rows.start
         cache = decoder.cache(length, batch)
         for t in range(1, length):
-            logits = decoder.forward(ids[rows, t - 1], Step((1,) * batch, length, cache))
+            logits = decoder.forward(ids[rows, t - 1], ForwardBatch((1,) * batch, length, cache))
             cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
             drawn = torch.searchsorted(cumulative, noise[rows, t, None] * cumulative[:, -1:], right=True)
             ids[rows, t] = drawn[:, 0].clamp(max=config.vocab_size - 1)

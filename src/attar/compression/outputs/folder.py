@@ -6,7 +6,7 @@ too; the rest (embeddings, final norm, LM head) is copied, large tables by rows.
 
 A recipe may compress the LM head. A tied model's LM head is its embedding as well, and is stored once, as the
 embedding: as large as several blocks, a second copy would outweigh the gain of packing. compressed-tensors declares
-packed embeddings, but not every reader has them (`_notes` lists the readers). Readers that skip the LM head of tied
+packed embeddings, but not every reader has them (`model_card.notes`). Readers that skip the LM head of tied
 models would silently drop the one copy if it were stored as `lm_head`. Where the source stores both tables, they stay
 two.
 """

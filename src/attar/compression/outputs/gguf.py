@@ -1,8 +1,8 @@
 """The GGUF output file, an `Output` as the folder is.
 
 Every matrix of a file has a type, so an uncompressed matrix is stored in the type of its own numbers. The embedding and
-the LM head are in the mix too; norms and biases are F32, as llama.cpp wants them. The rules of `formats.ggml_mix`
-choose a matrix's type, unless the recipe overrides one. Types are handled as schemes (`forms.GgmlBlocks`), so that
+the LM head are in the mix too; norms and biases are F32, as llama.cpp wants them. The rules of `codecs.ggml_mix`
+choose a matrix's type, unless the recipe overrides one. Types are handled as schemes (`GgmlBlocks`), so that
 every solver that chooses codes for a scheme can choose them for a file.
 
 A written block is left as a reader of the file has it: the grids that schemes name as such, everything else as its

@@ -71,8 +71,8 @@ class SmoothQuant:
 
     method: ClassVar[str] = "smoothquant"
     alpha: float | Literal["search"] | None = None
-    """None: the model family's own, `smoothquant.ALPHA`; `search`: for each input group the one whose rounded linears
-    have the least output error."""
+    """Migration strength; None: the family's own, `smoothquant.ALPHA`; `search`: for each input group the one whose
+    rounded linears have the least output error."""
     through: bool = False  # also between linears, up to down and v to o, unlike the paper
     norms: bool = True  # and from norms; without them only between linears
 

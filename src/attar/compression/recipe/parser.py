@@ -12,7 +12,7 @@ weights, leaves a smaller model, and stands alone.
 
 SmoothQuant's three presets (Xiao et al. 2022, table 2) are ways to scale the activations, hence spellings of the
 scheme: `w8a8-o1` is w8a8 (per token), `w8a8-o2` w8a8-atensor (per tensor), `w8a8-o3` w8a8-static (fixed at
-calibration). The scheme of a GGUF file is a mix of types (`formats.ggml_mix`), and may stand alone: `q4_k_m`,
+calibration). The scheme of a GGUF file is a mix of types (`codecs.ggml_mix`), and may stand alone: `q4_k_m`,
 `gptq-iq4_xs`.
 
 An unknown word is an error that offers the nearest names. Torch-free.

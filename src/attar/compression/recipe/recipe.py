@@ -95,7 +95,7 @@ class Recipe:
     keep: tuple[str, ...] = KEPT
     head: Scheme | Keep | None = None
     tune: Tune | None = None  # training after the last block
-    mix: str | None = None  # of a GGUF file: `formats.ggml_mix` chooses the scheme of each matrix; nothing is kept
+    mix: str | None = None  # of a GGUF file: `codecs.ggml_mix` chooses the scheme of each matrix; nothing is kept
     rotate: Rotate | None = None  # rotation before the first block
     activation_range: ActivationRange = "minmax"  # of scales that are fixed at calibration
     said: tuple[tuple[str, str], ...] = field(default=(), compare=False)

@@ -23,7 +23,7 @@ from attar.compression.solvers.transforms import spinquant
 from attar.compression.solvers.transforms.rotations import Rotation
 from attar.compression.solvers.transforms.spinquant import Learned
 from attar.kernels.operands import Linear
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import build_block, build_embedding
 from attar.model.layers import Block, MixtureOfExperts
 
@@ -78,7 +78,7 @@ class _Rows:
         places = 2 * config.layers
         count = max(1, min(ids.numel(), ROWS // places, ROWS_BYTES // (4 * config.hidden * places)))
         self._chosen = torch.arange(count) * ids.numel() // count
-        step = Step((ids.shape[1],) * len(ids), ids.shape[1])
+        step = ForwardBatch((ids.shape[1],) * len(ids), ids.shape[1])
         hidden = build_embedding(config, source).forward(ids.flatten(), step.positions).float()
         stream: list[tuple[Tensor, Tensor]] = []
         self.rows, self.costs = list[Tensor](), list[Tensor]()

@@ -42,8 +42,8 @@ from attar.compression.solvers.transforms import fold
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.kernels import ops
-from attar.kernels.operands import Linear, Tap
-from attar.model.cache import Step
+from attar.kernels.operands import Linear, ActivationHook
+from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder, Embedding
 from attar.model.layers import Block
 
@@ -218,7 +218,7 @@ class Trial:
     @torch.inference_mode()
     def _embedded(self, ids: Tensor, embedding: Embedding | None = None) -> Tensor:
         """Return the inputs of the first block, [N, I]."""
-        step = Step((self._length,) * len(ids), self._length)
+        step = ForwardBatch((self._length,) * len(ids), self._length)
         return (embedding or self._decoder.embedding).forward(ids.reshape(-1), step.positions).float()
 
     def _run(self, states: Tensor, first: int, kept: list[Tensor] | None = None, stop: int | None = None) -> Tensor:
@@ -231,9 +231,9 @@ class Trial:
         return states
 
     @torch.inference_mode()
-    def _through(self, block: Block, states: Tensor, tap: Tap | None = None) -> Tensor:
+    def _through(self, block: Block, states: Tensor, tap: ActivationHook | None = None) -> Tensor:
         parts = states.split(self._batch)
-        steps = (Step((self._length,) * (len(part) // self._length), self._length) for part in parts)
+        steps = (ForwardBatch((self._length,) * (len(part) // self._length), self._length) for part in parts)
         return torch.cat([block.run(part, step, tap) for part, step in zip(parts, steps, strict=True)])
 
     def _swaps(self, changes: Mapping[int, int]) -> list[Swap]:

@@ -7,7 +7,7 @@ number of the adapter. Each chosen linear gets (alpha / r) B A added, A from a u
 B zero: the first step begins at the base itself. The loss is the mean negative log-likelihood of the next token; Adam,
 the gradient's norm clipped, a warm-up and a cosine.
 
-The output is a folder that PEFT, and `checkpoints.lora`, read. A killed run resumes: every `save_every` steps the
+The output is a folder that PEFT, and `adapters.lora`, read. A killed run resumes: every `save_every` steps the
 adapter, Adam's moments and the losses so far go to disk. All randomness comes from counters, so the bytes are those of
 an uninterrupted run, given the same torch build, instruction set and thread count: with others no run is resumed. The
 last two saves stay, and the newer one counts unless it is damaged. The adapter is float32 throughout; on CPUs bfloat16

@@ -19,7 +19,7 @@ from attar import machine
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.model import decoder
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 
 LOGITS_AT_ONCE = 1 << 22
 WARM_UP = 0.05  # fraction of the steps
@@ -43,7 +43,7 @@ class WholeModel:
 
     def states(self, ids: Tensor) -> Tensor:
         """Return the inputs of the final norm, [S * L, I], for token ids [S, L]."""
-        step = Step((ids.shape[1],) * len(ids), ids.shape[1])
+        step = ForwardBatch((ids.shape[1],) * len(ids), ids.shape[1])
         hidden = self.embedding.forward(ids.reshape(-1), step.positions).float()
         for layer in range(self.config.layers):
             if torch.is_grad_enabled() and self.recompute:
@@ -52,7 +52,7 @@ class WholeModel:
                 hidden = self._run(layer, hidden, step)
         return hidden
 
-    def _run(self, layer: int, hidden: Tensor, step: Step) -> Tensor:
+    def _run(self, layer: int, hidden: Tensor, step: ForwardBatch) -> Tensor:
         self.install(layer)
         out = self.blocks[layer].run(hidden, step)
         for linear in self.blocks[layer].linears():

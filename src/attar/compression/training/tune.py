@@ -56,7 +56,7 @@ from attar.compression.training.trainable_model import WholeModel, schedule, shu
 from attar.compression.training.trainable_parameters import Knob
 from attar.formats.packed import PackedTensor
 from attar.model import decoder
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 from attar.progress import Progress
 
 TOKENS = 1 << 16
@@ -177,7 +177,7 @@ def probes(made: Path, seed: int) -> dict[str, Any]:
     embedding, head = decoder.build_ends(config, checkpoint)
     head.keep_dense = False
     count, length = run.ids.shape
-    rows = embedding.forward(run.ids.reshape(-1), Step((length,) * count, length).positions).float()
+    rows = embedding.forward(run.ids.reshape(-1), ForwardBatch((length,) * count, length).positions).float()
     seen = []
     for layer in range(config.layers):
         block = decoder.build_block(config, checkpoint, layer)

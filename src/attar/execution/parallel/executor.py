@@ -58,7 +58,7 @@ from torch import Tensor
 from attar import machine
 from attar.checkpoints.sources import shards
 from attar.execution.cuda_graphs import Record
-from attar.execution.model_runner import Coming, Runner, Wanted, waits
+from attar.execution.model_runner import InflightTokens, Runner, Wanted, waits
 from attar.execution.parallel.commands import (
     MAX_FRAME,
     Adapt,
@@ -82,7 +82,7 @@ from attar.kernels.operands import Routes
 from attar.kernels.ops import Store
 from attar.kv.pages import Bases
 from attar.kv.schemes import KvScheme
-from attar.model.cache import KVCache, Step
+from attar.model.cache import KVCache, ForwardBatch
 from attar.model.decoder import Decoder
 from attar.model.parallel import Groups, SplitDecoder
 from attar.model.split import Share, split
@@ -406,7 +406,7 @@ class Caller:
         self._rooms: weakref.WeakKeyDictionary[KVCache, int] = weakref.WeakKeyDictionary()
         self._left: list[int] = []
 
-    def call(self, ids: Tensor, step: Step, rows: Tensor | None) -> None:
+    def call(self, ids: Tensor, step: ForwardBatch, rows: Tensor | None) -> None:
         cache, room = step.cache, None
         while self._left:
             tell(self.crew, Leave(self._left.pop()))
@@ -450,7 +450,7 @@ class TeamRunner(Runner):
         super().__init__(decoder, blocks, context, scheme, sequences)
         self.waits = "several processes compute a step together"
 
-    def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: Coming | None = None) -> Tensor:
+    def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: InflightTokens | None = None) -> Tensor:
         """Run the step like `Runner.run`, in all processes.
 
         Raises torch.OutOfMemoryError where any process has too little memory, and Lost where a process is gone and for

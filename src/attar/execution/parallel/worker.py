@@ -43,11 +43,11 @@ from attar.execution.parallel.commands import (
 )
 from attar.kernels.operands import Routes
 from attar.kv import schemes
-from attar.model.cache import KVCache, Step, sent
+from attar.model.cache import KVCache, ForwardBatch, sent
 from attar.model.parallel import SplitDecoder
 from attar.protocol.framing import read
 from attar.scheduling.sequence import Sequence, Status
-from attar.scheduling.step_plan import Chunk, Copy, StepPlan
+from attar.scheduling.step_plan import ScheduledTokens, Copy, StepPlan
 
 ALARM_SECONDS = 10.0
 
@@ -111,7 +111,7 @@ class Worker:
             sequence.tokens.extend([0] * (piece.start - len(sequence.tokens)))
             sequence.tokens.extend(piece.tokens)
             sequence.blocks[piece.kept :] = piece.blocks
-            chunks.append(Chunk(sequence, piece.start, len(piece.tokens), piece.samples))
+            chunks.append(ScheduledTokens(sequence, piece.start, len(piece.tokens), piece.samples))
             if piece.wants_logits or piece.wants_hidden:
                 logits, hidden = (_unread if wants else None for wants in (piece.wants_logits, piece.wants_hidden))
                 wanted[sequence.id] = Wanted(logits, hidden)
@@ -125,7 +125,7 @@ class Worker:
         device = self.decoder.device
         rows = None if command.rows is None else torch.tensor(command.rows, dtype=torch.int64)
         ids = torch.tensor(command.ids, dtype=torch.int64, device=device)
-        self.decoder.run(ids, Step(command.lengths, command.horizon, cache, command.adapters, device), rows)
+        self.decoder.run(ids, ForwardBatch(command.lengths, command.horizon, cache, command.adapters, device), rows)
 
     def _logits(self, command: Logits) -> None:
         decoder, together = self.decoder, self.decoder.groups.layers
@@ -135,7 +135,7 @@ class Worker:
             decoder.products(together.broadcast(hidden), routes=routes)
 
 
-def _unread(chunk: Chunk, first: int, numbers: torch.Tensor) -> None:
+def _unread(chunk: ScheduledTokens, first: int, numbers: torch.Tensor) -> None:
     """Ignore numbers that the leader reads; they are computed here too for its sake. Nothing here waits for them."""
 
 

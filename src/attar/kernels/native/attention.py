@@ -15,7 +15,7 @@ from attar.kernels.native import extension
 from attar.kernels.operands import AttentionForm, Norm
 from attar.kv.bit_planes import Basis
 from attar.kv.kvquant import Channels
-from attar.kv.pages import PARTS, Pages, Placement, Rotation
+from attar.kv.pages import PARTS, PagedKV, AttentionMetadata, Rotation
 from attar.kv.schemes import BUCKET, Layout
 
 
@@ -23,8 +23,8 @@ def write_kv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pages: Pages,
-    place: Placement,
+    pages: PagedKV,
+    place: AttentionMetadata,
     rotation: Rotation | None = None,
     q_norm: Norm | None = None,
     k_norm: Norm | None = None,
@@ -75,8 +75,8 @@ def write_kv(
 
 def paged_attention(
     q: Tensor,
-    pages: Pages,
-    place: Placement,
+    pages: PagedKV,
+    place: AttentionMetadata,
     form: AttentionForm,
     want_mass: bool = False,
     out: Tensor | None = None,
@@ -119,7 +119,7 @@ def paged_attention(
     return out, mass
 
 
-def _pages(pages: Pages) -> tuple[Any, ...]:
+def _pages(pages: PagedKV) -> tuple[Any, ...]:
     """Return the pages as arguments of the extension."""
     scheme, bases, recent = pages.scheme, 0, (0, 0, 0)
     if scheme.layout == Layout.KVQUANT:
@@ -150,7 +150,7 @@ def _pages(pages: Pages) -> tuple[Any, ...]:
     return layout, *addresses.values(), *sizes, bases, units, *recent, scheme.byte_scales, outliers
 
 
-def _tails(pages: Pages, place: Placement) -> tuple[int, int]:
+def _tails(pages: PagedKV, place: AttentionMetadata) -> tuple[int, int]:
     """Return the addresses of row_starts and of the numbers of sequences' recent blocks; 0 where there are none."""
     if pages.recent is None:
         return 0, 0
@@ -160,7 +160,7 @@ def _tails(pages: Pages, place: Placement) -> tuple[int, int]:
     return place.row_starts.data_ptr(), place.tails.data_ptr()
 
 
-def _check_bases(pages: Pages) -> None:
+def _check_bases(pages: PagedKV) -> None:
     assert pages.bases is not None
     heads, size = pages.kv_heads, pages.head_dim
     for side, each in (("queries", pages.bases.keys), ("back", pages.bases.values)):
@@ -172,7 +172,7 @@ def _check_bases(pages: Pages) -> None:
         _check("bits of a basis", each.buckets, torch.uint8, (heads, size // BUCKET))
 
 
-def _check_channels(pages: Pages) -> None:
+def _check_channels(pages: PagedKV) -> None:
     assert pages.bases is not None
     heads, size, bits = pages.kv_heads, pages.head_dim, round(pages.scheme.bits)
     for each, scaled in ((pages.bases.keys, False), (pages.bases.values, True)):

@@ -1,6 +1,6 @@
 """Weights in the layout of the CPU kernels, and products with them.
 
-`prepare` turns a linear layer's weight, dense or packed, into a `KernelWeight` and releases the stored one, so a model
+`prepare` turns a linear layer's weight, dense or packed, into a `PackedWeight` and releases the stored one, so a model
 is in memory once. `layouts` gives the layout of a scheme, and `filling` fills it. The rounding of rows before a product
 is fixed there too: by a scheme with quantized activations, and otherwise by `Activations`. `docs/numerics.md` draws the
 layout; `csrc/linear.cpp` states the order of float operations, which makes a row's result independent of the rows
@@ -55,7 +55,7 @@ DENSE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(eq=False)
-class KernelWeight:
+class PackedWeight:
     """A weight [O, I] that only the native kernels can read."""
 
     matrix: Matrix | LookupMatrix | ProgressiveMatrix
@@ -92,7 +92,7 @@ class KernelWeight:
 def against(each: Linear) -> str | None:
     """Return why the kernels cannot multiply by this weight, or None where they can."""
     weight = each.weight
-    if isinstance(weight, KernelWeight):
+    if isinstance(weight, PackedWeight):
         return None
     if isinstance(weight, Tensor):
         return None if weight.dtype in DENSE else f"{weight.dtype} weights have no CPU kernel"
@@ -135,7 +135,7 @@ def prepare(each: Linear, arena: Arena, activations: Activations = "int8g128") -
         vector = getattr(each, what)
         if vector is not None and vector.shape != (size,):
             raise ValueError(f"{each.name}: {what} has shape {tuple(vector.shape)}, not ({size},)")
-    if isinstance(weight, KernelWeight):
+    if isinstance(weight, PackedWeight):
         return
     if isinstance(weight, PackedTensor):
         try:
@@ -146,7 +146,7 @@ def prepare(each: Linear, arena: Arena, activations: Activations = "int8g128") -
         assert isinstance(weight, Tensor)
         dense, (rows, columns) = weight.contiguous(), each.shape
         matrix = library.pack_dense(arena, dense.data_ptr(), rows, columns, extension.number_name(dense.dtype))
-        each.weight = KernelWeight(matrix, None, False, 0)
+        each.weight = PackedWeight(matrix, None, False, 0)
     each.dense = None
     if each.bias is not None:
         each.bias = each.bias.float().contiguous()
@@ -156,23 +156,23 @@ def prepare(each: Linear, arena: Arena, activations: Activations = "int8g128") -
         each.permutation = each.permutation.to(torch.int64).contiguous()
 
 
-def _pack(weight: PackedTensor, arena: Arena, activations: Activations) -> KernelWeight:
+def _pack(weight: PackedTensor, arena: Arena, activations: Activations) -> PackedWeight:
     scheme, columns = weight.scheme, weight.shape[1]
     if isinstance(scheme.weight, Progressive):
-        return KernelWeight(filling.pack_progressive(weight, arena), scheme, True, 0)
+        return PackedWeight(filling.pack_progressive(weight, arena), scheme, True, 0)
     if isinstance(scheme.weight, Lookup):
-        return KernelWeight(lookup.pack(weight, arena), scheme, False, 0)
+        return PackedWeight(lookup.pack(weight, arena), scheme, False, 0)
     layout = layout_of(scheme)
     assert layout is not None
     by_words = isinstance(scheme.weight, Grid) and scheme.weight.kind == "int" and layout.number == "codes"
     matrix = _pack_words(weight, arena) if by_words else filling.pack(weight, layout, arena)
     if isinstance(scheme.activation, Grid) and scheme.activation.kind == "int":
-        return KernelWeight(matrix, scheme, True, scheme.activation.group_size or 0)
+        return PackedWeight(matrix, scheme, True, scheme.activation.group_size or 0)
     if scheme.activation is not None:
-        return KernelWeight(matrix, scheme, False, 0)
+        return PackedWeight(matrix, scheme, False, 0)
     integer = matrix.integer and activations != "exact"
     group = int(activations.removeprefix("int8g")) if integer and "g" in activations else 0
-    return KernelWeight(matrix, scheme, integer, _nested(group, matrix.group, columns))
+    return PackedWeight(matrix, scheme, integer, _nested(group, matrix.group, columns))
 
 
 def _nested(wanted: int, of_weight: int, columns: int) -> int:
@@ -221,13 +221,13 @@ def gated_linear(x: Tensor, linears: Sequence[Linear], kind: Activation, level: 
 
 def gateable(linears: Sequence[Linear]) -> bool:
     """Return whether these are two prepared weights of one shape, scheme and rounding."""
-    if len(linears) != 2 or not all(isinstance(each.weight, KernelWeight) for each in linears):
+    if len(linears) != 2 or not all(isinstance(each.weight, PackedWeight) for each in linears):
         return False
-    if any(isinstance(each.weight, KernelWeight) and each.weight.apart for each in linears):
+    if any(isinstance(each.weight, PackedWeight) and each.weight.apart for each in linears):
         return False
     a, b = linears
     same = (
-        isinstance(a.weight, KernelWeight) and isinstance(b.weight, KernelWeight) and a.weight.scheme == b.weight.scheme
+        isinstance(a.weight, PackedWeight) and isinstance(b.weight, PackedWeight) and a.weight.scheme == b.weight.scheme
     )
     return same and a.shape == b.shape and _form(a) == _form(b)
 
@@ -247,7 +247,7 @@ def _multiply(x: Tensor, linears: Sequence[Linear], width: int, gate: str, level
 
 def _plan(linears: Sequence[Linear], width: int, gate: str) -> Plan:
     first = linears[0].weight
-    assert isinstance(first, KernelWeight)
+    assert isinstance(first, PackedWeight)
     key: tuple[str | weakref.ref[Linear], ...] = (gate, *map(weakref.ref, linears))
     plan = first._plans.get(key)
     if plan is None:
@@ -263,7 +263,7 @@ def _plan(linears: Sequence[Linear], width: int, gate: str) -> Plan:
 def _form(each: Linear) -> tuple[object, ...]:
     """Return the properties that linear layers must share for one call."""
     weight = each.weight
-    assert isinstance(weight, KernelWeight), f"{each.name} is not prepared"
+    assert isinstance(weight, PackedWeight), f"{each.name} is not prepared"
     inputs = (each.permutation, each.input_scale, each.activation_scale)
     if weight.apart:
         form = weight.scheme and weight.scheme.weight
@@ -281,10 +281,10 @@ def _form(each: Linear) -> tuple[object, ...]:
 
 def _factors(linears: Sequence[Linear], at: int, width: int, gate: str) -> Factors | LookupFactors | ProgressiveFactors:
     one, weight = linears[0], linears[0].weight
-    assert isinstance(weight, KernelWeight)
+    assert isinstance(weight, PackedWeight)
     weights = []
     for each in linears:
-        assert isinstance(each.weight, KernelWeight)
+        assert isinstance(each.weight, PackedWeight)
         weights.append((each.weight.matrix, 0 if each.bias is None else each.bias.data_ptr()))
     if weight.apart:
         of_tables = weight.scheme is not None and isinstance(weight.scheme.weight, Lookup)
@@ -299,7 +299,7 @@ def _factors(linears: Sequence[Linear], at: int, width: int, gate: str) -> Facto
     return made
 
 
-def _rounding(weight: KernelWeight, fixed: float) -> tuple[float, int, str]:
+def _rounding(weight: PackedWeight, fixed: float) -> tuple[float, int, str]:
     """Return the rounding of rows: a number, the columns that share a scale, and the format, "" for int8 or none."""
     form = None if weight.scheme is None else weight.scheme.activation
     match form:

@@ -11,7 +11,7 @@ from torch import Tensor
 from attar.formats.packed import PackedTensor
 from attar.kernels.native import extension
 from attar.kernels.native.extension import library
-from attar.kernels.native.linear import KernelWeight
+from attar.kernels.native.linear import PackedWeight
 from attar.kernels.operands import Activation, Norm, Prepared
 
 
@@ -53,7 +53,7 @@ class Table:
     def __init__(self, table: Tensor | PackedTensor | Prepared) -> None:
         self.source = table
         self.shape = (table.shape[0], table.shape[1])
-        if isinstance(table, KernelWeight):
+        if isinstance(table, PackedWeight):
             self.native = library.Table(table.matrix)
         else:
             dense = table.dequantize() if isinstance(table, PackedTensor) else table

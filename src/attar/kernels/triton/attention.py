@@ -34,7 +34,7 @@ from attar.kernels.triton import nibbles
 from attar.kernels.triton.backend import same_device
 from attar.kernels.triton.language import ACCUMULATE, arrive_last, counters, kernel, next_power, nothing, processors, tl
 from attar.kernels.triton.pages import NibblePages, PlainPages
-from attar.kv.pages import Placement
+from attar.kv.pages import AttentionMetadata
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 FEW, MANY = 16, 128  # queries of a tile: the tensor cores' least, and as many as registers hold
@@ -205,7 +205,7 @@ def _attend(
     tl.store(out + q_at, acc.to(out.dtype.element_ty), mask=q_mask)
 
 
-def paged_attention(q: Tensor, pages: PlainPages, place: Placement, form: AttentionForm) -> Tensor:
+def paged_attention(q: Tensor, pages: PlainPages, place: AttentionMetadata, form: AttentionForm) -> Tensor:
     """Run `ops.paged_attention` on queries [N, H, D] over plain pages, without the mass: [N, H * D].
 
     Over pages in 4 bits, queries and results are coordinates. Raises ValueError where shapes or devices do not fit.

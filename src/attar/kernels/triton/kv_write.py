@@ -4,7 +4,7 @@ One program takes one head of one row: a few hundred bytes, so it is a single wa
 read a second time rather than moved between lanes, which for a head of 128 has no visible cost. In 4 bits heads, and
 queries with them, are turned into coordinates before they are stored (`nibbles.py`).
 
-Slots, like everything in a `Placement`, are read when the kernel runs and are not checked: checking them would stop the
+Slots, like everything in a `AttentionMetadata`, are read when the kernel runs and are not checked: checking them would stop the
 device. The maker of placements (`model.cache`) makes only slots that exist.
 """
 
@@ -20,7 +20,7 @@ from attar.kernels.triton.language import kernel, next_power, nothing, tl
 from attar.kernels.triton.nibbles import put_nibbles, turned
 from attar.kernels.triton.pages import NibblePages, PlainPages
 from attar.kernels.triton.rows import ROUND
-from attar.kv.pages import Placement, Rotation
+from attar.kv.pages import AttentionMetadata, Rotation
 
 
 @kernel
@@ -122,7 +122,7 @@ def write_kv(
     k: Tensor,
     v: Tensor,
     pages: PlainPages,
-    place: Placement,
+    place: AttentionMetadata,
     rotation: Rotation | None = None,
     q_norm: Norm | None = None,
     k_norm: Norm | None = None,

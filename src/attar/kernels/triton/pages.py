@@ -13,7 +13,7 @@ from typing import Self
 import torch
 
 from attar.kv.bit_planes import rotation
-from attar.kv.pages import RUN, Bases, Pages
+from attar.kv.pages import RUN, Bases, PagedKV
 from attar.kv.schemes import KvScheme
 
 SCALED_DTYPES = (torch.int8, torch.float8_e4m3fn)
@@ -21,7 +21,7 @@ PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16, *SCALED_DTYPES)
 
 
 @dataclass(eq=False)
-class PlainPages(Pages):
+class PlainPages(PagedKV):
     """The blocks of one layer: keys and values [blocks, G, block, D]; with 8-bit codes also scales [blocks, G,
     block]."""
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 
 MINUTE = 60.0  # seconds
 PART = 4  # of a minute's worth one is a fair answer, where no length was asked for
@@ -57,7 +57,7 @@ class Quotas:
         most = self.limits.requests
         if most is not None and state.open >= most:
             self.refused("requests")
-            raise Refusal("rate_limit_exceeded", f"this key has {most} requests open, as many as it may")
+            raise APIError("rate_limit_exceeded", f"this key has {most} requests open, as many as it may")
         state.open += 1
         return Account(self, state)
 
@@ -95,13 +95,13 @@ class Account:
         if prompt + asked > most:
             message = f"{prompt} tokens of prompt and {asked} to come are more than the {most} a minute of this key"
             field = "max_tokens" if asked else "input"
-            raise Refusal("out_of_range", f"{field}: {message}", field)
+            raise APIError("out_of_range", f"{field}: {message}", field)
         missing = prompt + asked - self.quotas.fill(self.state)
         if missing > 0:
             seconds = max(1, math.ceil(missing * MINUTE / most))
             self.quotas.refused("tokens")
             message = f"this key's {most} tokens a minute are used up, or set aside for what runs: retry in {seconds} s"
-            raise Refusal("rate_limit_exceeded", message, retry_after=seconds)
+            raise APIError("rate_limit_exceeded", message, retry_after=seconds)
         self.state.aside += prompt + asked
         self.aside += prompt + asked
         self.owed += prompt

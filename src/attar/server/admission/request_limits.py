@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attar.protocol.request import SamplingParams
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 
 MAX_LOGPROBS = 3_000_000  # of an answer, the likely ones among them: 20 for each token of a context of 128K, and more
 
@@ -20,7 +20,7 @@ def written(prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int, 
             f"logprobs: up to {count} of them are more than the {MAX_LOGPROBS} that an answer may have: ask for fewer "
             "prompts, choices, tokens (max_tokens) or likely ones for each"
         )
-        raise Refusal("out_of_range", message, "logprobs")
+        raise APIError("out_of_range", message, "logprobs")
 
 
 def fits(n: int, most: int, name: str) -> None:
@@ -29,7 +29,7 @@ def fits(n: int, most: int, name: str) -> None:
         message = (
             f"{name}: {n} choices of a prompt are more than the {most} that one key may have waiting: ask for fewer"
         )
-        raise Refusal("out_of_range", message, name)
+        raise APIError("out_of_range", message, name)
 
 
 def room(prompts: Sequence[tuple[int, ...]], context: int, name: str, new: int = 1) -> int:
@@ -40,13 +40,13 @@ def room(prompts: Sequence[tuple[int, ...]], context: int, name: str, new: int =
     return context - longest
 
 
-def beyond(tokens: str, new: int, context: int, name: str) -> Refusal:
+def beyond(tokens: str, new: int, context: int, name: str) -> APIError:
     """A prompt of so many `tokens`, in words, with `new` ones has no room in the context."""
     message = f"{name}: {tokens} tokens, which with {new} to come are more than this model's context of {context}"
-    return Refusal("context_length_exceeded", message, name)
+    return APIError("context_length_exceeded", message, name)
 
 
 def in_vocabulary(tokens: Sequence[int], vocab: int, name: str) -> None:
     """Raises Refusal unless all tokens are of the vocabulary."""
     if tokens and max(tokens) >= vocab:
-        raise Refusal("out_of_range", f"{name}: token ids are 0 to {vocab - 1}, not {max(tokens)}", name)
+        raise APIError("out_of_range", f"{name}: token ids are 0 to {vocab - 1}, not {max(tokens)}", name)

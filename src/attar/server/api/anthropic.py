@@ -14,7 +14,7 @@ import msgspec
 from attar.faults import point
 from attar.protocol.messages import Delta, Failed, Finished
 from attar.server.api.choices import collect
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 from attar.server.http import sse
 from attar.server.request_handler import RequestHandler
 
@@ -23,7 +23,7 @@ encode = msgspec.json.encode
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
-def failed(refusal: Refusal) -> bytes:
+def failed(refusal: APIError) -> bytes:
     """The last event of a stream that fails."""
     return sse.event(refusal.body(anthropic=True), "error")
 
@@ -89,6 +89,6 @@ async def stream(request: RequestHandler, model: str) -> AsyncIterator[bytes]:
                 pieces.append(sse.event(encode(end), "message_delta"))
                 pieces.append(sse.event(b'{"type":"message_stop"}', "message_stop"))
             elif isinstance(event, Failed):
-                pieces.append(failed(Refusal.of(event)))
+                pieces.append(failed(APIError.of(event)))
         if pieces:
             yield b"".join(pieces)

@@ -20,7 +20,7 @@ from attar.server.api.schemas import (
     check_stops,
     text_of,
 )
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 
 
 class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,7 +33,7 @@ def _check_last(messages: Sequence[AnthropicMessage]) -> None:
     many begin one otherwise than they show a finished one: with thoughts or a space that the other has not."""
     if messages[-1].role == "assistant":
         message = "messages: continuing an assistant's message is not supported: end with one of role user"
-        raise Refusal("invalid_value", message, "messages")
+        raise APIError("invalid_value", message, "messages")
 
 
 class Metadata(Struct, frozen=True, forbid_unknown_fields=True):

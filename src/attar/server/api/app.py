@@ -14,7 +14,7 @@ from attar.server.api.openapi import Served, document
 from attar.server.api.routes import Routes
 from attar.server.api.status import StatusRoutes
 from attar.server.dispatcher import Dispatcher
-from attar.server.errors import INTERNAL, Refusal
+from attar.server.errors import INTERNAL, APIError
 from attar.server.fair_thread_pool import TextThreads
 from attar.server.prompts import Prompts
 from attar.version import __version__
@@ -23,7 +23,7 @@ from attar.version import __version__
 def make_app(dispatcher: Dispatcher, prompts: Prompts, threads: TextThreads, keyed: bool = False) -> FastAPI:
     """Make the application. `keyed`: whether its middleware asks for keys, which the document then says."""
     app = FastAPI(title="attar", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    for kind in (Refusal, HTTPException, Exception):
+    for kind in (APIError, HTTPException, Exception):
         app.add_exception_handler(kind, _handle)
     StatusRoutes(dispatcher).add_to(app)
     Routes(dispatcher, prompts, threads).add_to(app)
@@ -42,11 +42,11 @@ async def _handle(request: Request, error: Exception) -> Response:
             404: ("not_found", "no such route"),
             405: ("method_not_allowed", "this route does not take this method"),
         }[error.status_code]
-        refusal = Refusal(code, message)
-    elif isinstance(error, Refusal):
+        refusal = APIError(code, message)
+    elif isinstance(error, APIError):
         refusal = error
     else:
-        refusal = Refusal("internal", INTERNAL)
+        refusal = APIError("internal", INTERNAL)
     allowed = _methods(request.app, request.scope) if refusal.code == "method_not_allowed" else None
     return _Refused(refusal, request.url.path, allowed)
 
@@ -58,7 +58,7 @@ def _methods(app: FastAPI, scope: Scope) -> str:
 
 
 class _Refused(Response):
-    def __init__(self, refusal: Refusal, path: str, allowed: str | None) -> None:
+    def __init__(self, refusal: APIError, path: str, allowed: str | None) -> None:
         super().__init__()
         self._refusal, self._path, self._allowed = refusal, path, allowed
 

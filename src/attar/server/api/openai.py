@@ -17,7 +17,7 @@ from attar.protocol.request import TokenLogprob
 from attar.server.api.choices import Choice, collect
 from attar.server.api.logprobs import Columns, Content, Turns, rows, values
 from attar.server.engine_client.connection import PromptScores
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 from attar.server.http import sse
 from attar.server.request_handler import RequestHandler
 from attar.text.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ def usage(request: RequestHandler, generated: int) -> dict[str, Any]:
     }
 
 
-def failed(refusal: Refusal) -> bytes:
+def failed(refusal: APIError) -> bytes:
     """The last event of a stream that fails."""
     return sse.event(refusal.body())
 
@@ -242,8 +242,8 @@ async def stream(request: RequestHandler, model: str, form: Format, with_usage: 
                 elif isinstance(event, PromptScores):
                     await form.add_prompt(request.stream.prompts[event.id], event, turns)
                 elif isinstance(event, Failed):
-                    raise Refusal.of(event)
-        except Refusal as refusal:
+                    raise APIError.of(event)
+        except APIError as refusal:
             for part in sse.parts(pieces):
                 yield part
             yield failed(refusal)

@@ -26,7 +26,7 @@ from attar.server.api.schemas import (
 from attar.server.api.status import respond
 from attar.server.api.validation import BodyType, read
 from attar.server.dispatcher import Dispatcher
-from attar.server.errors import INTERNAL, Refusal
+from attar.server.errors import INTERNAL, APIError
 from attar.server.fair_thread_pool import TextThreads
 from attar.server.http import body as http_body
 from attar.server.http import sse
@@ -171,13 +171,13 @@ async def _stream(
     request: Request,
     handler: RequestHandler,
     pieces: AsyncIterator[bytes],
-    failed: Callable[[Refusal], bytes],
+    failed: Callable[[APIError], bytes],
     ping: bytes = sse.COMMENT,
 ) -> Response:
     try:
         async with sse.while_connected(request.receive, handler.leave):
             await handler.admitted()
-        last = failed(Refusal("internal", INTERNAL))
+        last = failed(APIError("internal", INTERNAL))
         return sse.EventStream(pieces, handler.leave, handler.close, last, handler.caller.id, ping)
     except BaseException:
         handler.close()

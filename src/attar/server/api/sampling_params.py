@@ -9,7 +9,7 @@ from attar.protocol.request import MAX_SEED, SamplingParams
 from attar.server.admission.request_limits import in_vocabulary
 from attar.server.api.anthropic_schemas import AnthropicBody
 from attar.server.api.schemas import ChatBody, CompletionBody, Sampling
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 
 DEFAULT_COMPLETION = 16  # tokens: /v1/completions, as OpenAI has it
 
@@ -60,7 +60,7 @@ def _common(body: Sampling, vocab: int) -> dict[str, Any]:
             # As numbers are written: of two spellings of one token, one bias would be lost.
             if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key and int(key) < vocab):
                 message = f"logit_bias: keys are token ids, 0 to {vocab - 1}"
-                raise Refusal("invalid_value", message, "logit_bias")
+                raise APIError("invalid_value", message, "logit_bias")
         given["logit_bias"] = {int(key): bias for key, bias in body.logit_bias.items()}
     return _present(given)
 

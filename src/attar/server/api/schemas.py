@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from attar.protocol.request import MAX_REPETITION, MIN_REPETITION
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 
 MAX_PROMPTS = 128
 MAX_INPUTS = 2048
@@ -77,7 +77,7 @@ def check_stops(stop: str | Sequence[str] | None, name: str) -> None:
     for each in (stop,) if isinstance(stop, str) else stop or ():
         if len(each.encode()) > MAX_STOP_BYTES:
             message = f"{name}: a string of {len(each.encode())} bytes is longer than {MAX_STOP_BYTES}"
-            raise Refusal("invalid_length", message, name)
+            raise APIError("invalid_length", message, name)
 
 
 class Sampling(Body, frozen=True, kw_only=True):
@@ -109,10 +109,10 @@ class Sampling(Body, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         check_stops(self.stop, "stop")
         if self.stream_options is not None and not self.stream:
-            raise Refusal("invalid_value", "stream_options: only with stream = true", "stream_options")
+            raise APIError("invalid_value", "stream_options: only with stream = true", "stream_options")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             where = "stream_options.include_obfuscation"
-            raise Refusal("unsupported_field", f"{where}: not supported by this server", where)
+            raise APIError("unsupported_field", f"{where}: not supported by this server", where)
 
     @property
     def with_usage(self) -> bool:
@@ -144,9 +144,9 @@ def _check_prompts(given: str | Sequence[Any], name: str, most: int, noun: str) 
         return
     kinds = {type(part) for part in given}
     if len(kinds) > 1:
-        raise Refusal("invalid_type", f"{name}: a list of strings, of token ids, or of lists of token ids", name)
+        raise APIError("invalid_type", f"{name}: a list of strings, of token ids, or of lists of token ids", name)
     if kinds != {int} and len(given) > most:
-        raise Refusal("invalid_length", f"{name}: at most {most} {noun}, not {len(given)}", name)
+        raise APIError("invalid_length", f"{name}: at most {most} {noun}, not {len(given)}", name)
 
 
 def _prompts(checked: Any) -> Sequence[str | list[int]]:
@@ -173,14 +173,14 @@ class CompletionBody(Sampling, frozen=True, kw_only=True):
         kept = self.n or 1
         made = self.best_of or kept
         if made < kept:
-            raise Refusal("invalid_value", f"best_of: {made} candidates are fewer than n, which is {kept}", "best_of")
+            raise APIError("invalid_value", f"best_of: {made} candidates are fewer than n, which is {kept}", "best_of")
         if self.stream and made > kept:
             message = "best_of: more than n only without stream: the best are known at the end"
-            raise Refusal("invalid_value", message, "best_of")
+            raise APIError("invalid_value", message, "best_of")
         if self.max_tokens == 0 and not self.echo:
-            raise Refusal("out_of_range", "max_tokens: 0 only with echo = true", "max_tokens")
+            raise APIError("out_of_range", "max_tokens: 0 only with echo = true", "max_tokens")
         if self.prompt == []:
-            raise Refusal("empty_prompt", "prompt: an empty list", "prompt")
+            raise APIError("empty_prompt", "prompt: an empty list", "prompt")
         _check_prompts(self.prompt, "prompt", MAX_PROMPTS, "prompts")
 
     def prompts(self) -> Sequence[str | list[int]]:
@@ -232,7 +232,7 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.content is None and self.role != "assistant":
-            raise Refusal("missing_field", f"messages: a message of role {self.role} needs content", "messages")
+            raise APIError("missing_field", f"messages: a message of role {self.role} needs content", "messages")
 
     def for_template(self) -> dict[str, str]:
         """The message as templates know it: `developer` is `system` by its newer name."""
@@ -290,9 +290,9 @@ class ChatBody(Sampling, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_tokens == 0:
-            raise Refusal("out_of_range", "max_tokens: at least 1", "max_tokens")
+            raise APIError("out_of_range", "max_tokens: at least 1", "max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
-            raise Refusal("invalid_value", "top_logprobs: only with logprobs = true", "top_logprobs")
+            raise APIError("invalid_value", "top_logprobs: only with logprobs = true", "top_logprobs")
 
     def conversation(self) -> list[dict[str, str]]:
         """The messages as templates know them."""
@@ -327,7 +327,7 @@ class TokenizeBody(Body, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.messages is None):
-            raise Refusal("missing_field", "prompt: either prompt or messages, and one of them", "prompt")
+            raise APIError("missing_field", "prompt: either prompt or messages, and one of them", "prompt")
 
     def conversation(self) -> list[dict[str, str]]:
         """The messages as templates know them."""

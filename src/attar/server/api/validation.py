@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from attar import strict_json
 from attar.server.api.schemas import Body
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 
 BodyType = TypeVar("BodyType", bound=Body)
 
@@ -21,12 +21,12 @@ def read(kind: type[BodyType], body: bytes) -> BodyType:
     try:
         value = strict_json.loads(body)
     except strict_json.JSONError as error:
-        raise Refusal("invalid_json", str(error)) from error
+        raise APIError("invalid_json", str(error)) from error
     if isinstance(value, dict):
         for name in kind.unbuilt.keys() & value.keys():
             given = value.pop(name)
             if given is not None and not any(_same(given, harmless) for harmless in kind.unbuilt[name]):
-                raise Refusal("unsupported_field", f"{name}: not supported by this server", name)
+                raise APIError("unsupported_field", f"{name}: not supported by this server", name)
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -56,7 +56,7 @@ _TYPES = re.compile(r"Expected `([^`]+)`, got `([^`]+)`")
 _STEPS = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
 
 
-def _explained(sentence: str, kind: type[Body] = Body) -> Refusal:
+def _explained(sentence: str, kind: type[Body] = Body) -> APIError:
     """msgspec's `Expected ... - at `$.field[0]`, of a `kind`, as a refusal in words of JSON."""
     what, _, where = sentence.rpartition(" - at `$")
     if not what:
@@ -81,7 +81,7 @@ def _explained(sentence: str, kind: type[Body] = Body) -> Refusal:
         says = strict_json.shown(f"{' or '.join(wanted)}, not {_NAMES.get(found[2], found[2])}", 160)
     else:
         says = strict_json.shown(what[0].lower() + what[1:], 160).replace("`", "")
-    return Refusal(code, f"{param or 'the body'}: {says}", param or None)
+    return APIError(code, f"{param or 'the body'}: {says}", param or None)
 
 
 def _values(kind: type[Body], path: str) -> list[str]:

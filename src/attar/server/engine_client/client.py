@@ -21,7 +21,7 @@ from weakref import WeakSet
 
 from attar.faults import point
 from attar.protocol.messages import (
-    Ask,
+    QueryStatus,
     Beat,
     Cancel,
     Command,
@@ -34,7 +34,7 @@ from attar.protocol.messages import (
     Report,
     Stats,
     Submit,
-    Told,
+    RequestStatus,
     encode,
 )
 from attar.server.admission.fair_queue import Places
@@ -117,7 +117,7 @@ class EngineClient:
         new = {each: loop.create_future() for each in open if each not in self._asked}
         self._asked |= new
         if new:
-            self._send([Ask(tuple(new))])  # once, however many wait to be told
+            self._send([QueryStatus(tuple(new))])  # once, however many wait to be told
         asked = {each: self._asked[each] for each in open}
         try:
             if asked:
@@ -204,7 +204,7 @@ class EngineClient:
                 self.stats = event
             elif isinstance(event, Beat):
                 self.heartbeat.beat(event.busy)
-            elif isinstance(event, Told):
+            elif isinstance(event, RequestStatus):
                 if (told := self._asked.pop(event.id, None)) is not None:
                     told.set_result(event.report)
             elif isinstance(event, Ready):

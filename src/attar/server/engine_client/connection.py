@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from attar.protocol import framing
-from attar.protocol.messages import MAX_FRAME, Beat, Delta, Embedding, Failed, Finished, Ready, Stats, Told
+from attar.protocol.messages import MAX_FRAME, Beat, Delta, Embedding, Failed, Finished, Ready, Stats, RequestStatus
 
 
 class PromptScores(msgspec.Struct, frozen=True, tag="prompt_logprobs"):
@@ -25,7 +25,7 @@ class PromptScores(msgspec.Struct, frozen=True, tag="prompt_logprobs"):
 
 
 AnswerEvent = Delta | PromptScores | Finished | Embedding | Failed
-Event = AnswerEvent | Ready | Stats | Beat | Told
+Event = AnswerEvent | Ready | Stats | Beat | RequestStatus
 
 
 class Connection(asyncio.Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from starlette.requests import Request
 
 from attar.faults import point
-from attar.server.errors import CANCELLED, Refusal
+from attar.server.errors import CANCELLED, APIError
 from attar.server.http.limits import MAX_BODY
 
 IDENTITY = (b"", b"identity")
@@ -23,7 +23,7 @@ async def receive(request: Request, name: str) -> bytes:
         point("http.read_body", name)
         message = await request.receive()
         if message["type"] == "http.disconnect":
-            raise Refusal("cancelled", CANCELLED)
+            raise APIError("cancelled", CANCELLED)
         body += message.get("body", b"")
         assert len(body) <= MAX_BODY, "h11 holds a body to its Content-Length"
         more = message.get("more_body", False)
@@ -33,12 +33,12 @@ async def receive(request: Request, name: str) -> bytes:
 def _check(headers: Mapping[bytes, bytes]) -> None:
     """Raise Refusal for other than JSON, and for too much of it."""
     if headers.get(b"content-encoding", b"").strip().lower() not in IDENTITY:
-        raise Refusal("unsupported_media_type", "Content-Encoding is not supported: send plain JSON")
+        raise APIError("unsupported_media_type", "Content-Encoding is not supported: send plain JSON")
     # A form of a foreign web page can be posted without a preflight, but not as JSON.
     if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
-        raise Refusal("unsupported_media_type", "send JSON, with Content-Type: application/json")
+        raise APIError("unsupported_media_type", "send JSON, with Content-Type: application/json")
     if _length(headers) > MAX_BODY:
-        raise Refusal("body_too_large", f"the body is larger than {MAX_BODY} bytes")
+        raise APIError("body_too_large", f"the body is larger than {MAX_BODY} bytes")
 
 
 def _length(headers: Mapping[bytes, bytes]) -> int:

@@ -27,7 +27,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from attar.server.errors import Refusal
+from attar.server.errors import APIError
 from attar.server.http.sockets import MANY, Waiting
 
 MAX_HEAD = 16 << 10  # bytes of a request's line and headers
@@ -181,7 +181,7 @@ class LimitedProtocol(H11Protocol):
         """Answer in place of the application, unless it has begun to, and close."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             code, message = _HINTS.get(status, _HINTS[400])
-            refusal = Refusal(code, message)
+            refusal = APIError(code, message)
             body = refusal.body()
             headers = [
                 *self.server_state.default_headers,

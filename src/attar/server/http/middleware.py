@@ -20,7 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 from attar.faults import point
 from attar.server.admission.caller import Caller
 from attar.server.admission.rate_limits import Account, Quotas
-from attar.server.errors import ANTHROPIC, INTERNAL, Refusal
+from attar.server.errors import ANTHROPIC, INTERNAL, APIError
 from attar.server.http import body, cors
 from attar.server.http.limits import MAX_BODY
 from attar.server.http.security import host_name
@@ -79,13 +79,13 @@ class Middleware:
                 self.bodies[salt] += size
             scope["attar"] = Caller(name, arrived, salt, account)
             await self.app(scope, receive, tell)
-        except Refusal as refusal:
+        except APIError as refusal:
             await refusal.send(scope["path"], tell)
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             logger.error("%s failed: %s at %s:%s", name, type(error).__name__, place.filename, place.lineno)
             if not status:
-                await Refusal("internal", INTERNAL).send(scope["path"], tell)
+                await APIError("internal", INTERNAL).send(scope["path"], tell)
         finally:
             if account is not None:
                 account.close()
@@ -107,17 +107,17 @@ class Middleware:
             return b""
         names = self.options.names
         if names and host_name(headers.get(b"host", b"localhost")) not in names:
-            raise Refusal("host_not_allowed", "this server does not answer to the name in the Host header")
+            raise APIError("host_not_allowed", "this server does not answer to the name in the Host header")
         salt = self.options.keys.salt(headers)
         if salt is None:
-            raise Refusal("invalid_api_key", "send a valid key: Authorization: Bearer KEY")
+            raise APIError("invalid_api_key", "send a valid key: Authorization: Bearer KEY")
         if scope["method"] == "POST":
             self._check_room(salt, body.size(headers))
         return salt
 
     def _check_room(self, salt: bytes, size: int) -> None:
         if self.context.draining:
-            raise Refusal("draining", "the server is shutting down")
+            raise APIError("draining", "the server is shutting down")
         own = MAX_BODIES // 2 if len(set(self.options.keys.hashes)) > 1 else MAX_BODIES
         large = self.bodies[salt] + size > own or self.bodies.total() + size > MAX_BODIES
         if large or self.open > self.options.max_requests:

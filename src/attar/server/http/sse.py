@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from attar.faults import point
-from attar.server.errors import CANCELLED, Refusal
+from attar.server.errors import CANCELLED, APIError
 
 PART = 64 << 10  # bytes of a write, at least, but for the last
 SILENCE = 15.0  # seconds after which a stream says that it is there
@@ -61,7 +61,7 @@ async def while_wanted(receive: Receive) -> AsyncIterator[None]:
             yield
         except asyncio.CancelledError:
             if gone and not task.uncancel():  # else somebody ends the server as well
-                raise Refusal("cancelled", CANCELLED) from None
+                raise APIError("cancelled", CANCELLED) from None
             raise
 
 

@@ -21,7 +21,7 @@ from attar.compression.solvers.pruning import prune, sparsegpt, zeros
 from attar.compression.solvers.rounding import gptq
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
-from attar.model.cache import Step
+from attar.model.cache import ForwardBatch
 
 DAMPING = 0.01
 NEAR_BEST = 1e-3  # excess of the loss over that of an exact solution
@@ -147,7 +147,7 @@ def test_a_layer_that_a_pattern_does_not_fit_is_named_before_any_work() -> None:
 
 
 def logits(folder: Path, ids: list[int]) -> Tensor:
-    return hf.load(folder, torch.float32).forward(torch.tensor(ids), Step((len(ids),), len(ids)))
+    return hf.load(folder, torch.float32).forward(torch.tensor(ids), ForwardBatch((len(ids),), len(ids)))
 
 
 @pytest.mark.parametrize("recipe", ["magnitude-s50", "sparsegpt-4:8", "prune-2:4"])

@@ -12,7 +12,7 @@ several columns are compared before any of them is fixed (a block of 128 for s50
 weights of all of them are w_B + E_F V_FB V_BB^-1: the same product, and a triangular solve. Masks and weights are then
 those of the authors' code, which the tests hold it to.
 
-With a scheme, kept weights are rounded to its levels as the sweep reaches them, and later columns compensate for that too.
+With a scheme, kept weights are rounded to its levels as the sweep reaches them, and later columns compensate for it.
 """
 
 from __future__ import annotations

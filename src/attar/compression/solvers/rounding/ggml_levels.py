@@ -1,6 +1,6 @@
 """Levels of GGML blocks, for solvers that go column by column: a block's scales are found first, then the codes.
 
-The encoder (`formats.ggml_codec`, weighted by how much each column counts) settles a block's fp16 scales and its
+The encoder (`codecs.ggml_codec`, weighted by how much each column counts) settles a block's fp16 scales and its
 groups' small integers. The weights are the importances of the GGUF file: a given matrix, or else the mean squares that
 the original model reads on the calibration text; without any, the diagonal of the solver's Hessian. These are worth the
 same on the embedded model: KL of 0.996 on average, 0.95 to 1.04 each, over five types and two texts. But a matrix may

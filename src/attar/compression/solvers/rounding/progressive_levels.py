@@ -1,8 +1,8 @@
-"""Levels of weights of two levels, (code * factor - offset) * scale (`formats.progressive`), for solvers that go by
+"""Levels of weights of two levels, (code * factor - offset) * scale (`codecs.progressive`), for solvers that go by
 columns.
 
-For one column that is a uniform grid: steps of factor * scale around a zero point that need not be a code. What differs
-is what can be fitted to codes afterwards. Scales of groups are whole multiples of the row's, so they are not moved to
+For one column that is a uniform grid: steps of factor * scale around a zero point that need not be a code. Only
+the fit to codes differs. Scales of groups are whole multiples of the row's, so they are not moved to
 the lowest point of a parabola but chosen: with pull = E H, own = H in the columns of a group and code vector c,
 changing factor and offset by (f, o) changes the damage tr(E H E^T) by
 

@@ -9,7 +9,7 @@ squares,
 
 of which a text has as many samples as tokens; the authors square the sum over a sequence, and have as many as
 sequences. Solve: for every row the 2^b numbers that minimise sum F (w - value)^2, and outliers stored apart, the most
-sensitive and the largest (`formats.lookup`, `formats.kmeans`: the best cells by dynamic programming, then Lloyd's).
+sensitive and the largest (`codecs.lookup`, `codecs.kmeans`: the best cells by dynamic programming, then Lloyd's).
 
 Nothing compensates for anything: rows, columns and layers are rounded each on its own, in the metric of the original
 model. `gptq-lut4` does the opposite, tables by the inputs alone and then columns that make up for one another.

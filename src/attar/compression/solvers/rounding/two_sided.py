@@ -3,7 +3,7 @@
 YAQA (Tseng et al. 2025). To second order an error E of a weight [O, I] changes the loss by half of its quadratic form
 in the Fisher matrix, which is taken for the Kronecker product of two: tr(Ho E H E^T). H, of the inputs, is GPTQ's. Ho,
 of the outputs, says how the loss couples the rows: the mean of g g^T over tokens, g being the gradient of the loss at
-the linear's output, each token weighted by |x|^2 (the statistic, `guide`). With labels sampled from the model that loss
+the linear's output, each token weighted by |x|^2 (`loss_weights`). With labels sampled from the model that loss
 is the KL divergence from it. GPTQ is the case Ho = 1, in which rows cannot compensate for one another.
 
 With Ho = Vo Do Vo^T and H = V D V^T, both V unit upper triangular, the form is the sum over rows i and columns k of

@@ -6,13 +6,13 @@ Statistic: the largest |x| of every input channel over the calibration tokens (`
 
 with the weight's maximum over all linears that read the same input. The scales are static and folded into what produces
 x, so they cost nothing at run time; only the rounding of activations to 8 bits happens there, in one of the paper's
-three ways (`spelling.PRESETS`). Texts also print (max|x| / max|w|)^alpha, which agrees with the paper at alpha = 0.5
+three ways (`parser.PRESETS`). Texts also print (max|x| / max|w|)^alpha, which agrees with the paper at alpha = 0.5
 only. At 0.5 both sides end with the same maximum in every channel; larger alphas move more of the difficulty to the
 weights.
 
 The best alpha depends on how large a family's outliers are. `ALPHA` holds the authors' published choices; everything
-else starts at the paper's 0.5. `search` finds one for each place instead, by what its linears put out once weights and
-activations are rounded: what the model as a whole would lose by it is not asked.
+else starts at the paper's 0.5. `search` finds one for each input group instead, by its linears' output error once
+weights and activations are rounded; the loss of the whole model is not measured.
 """
 
 from __future__ import annotations

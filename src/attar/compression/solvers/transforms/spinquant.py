@@ -84,7 +84,7 @@ def _turned(rows: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _spectral_norm(skew: Tensor) -> float:
-    """Return approximately the spectral norm, by a few rounds of the power method, never less than the root mean square."""
+    """Return the approximate spectral norm, by a few rounds of the power method, at least the root mean square."""
     x = torch.ones(len(skew), 1, dtype=skew.dtype) / math.sqrt(len(skew))
     for _ in range(8):
         x = skew.T @ (skew @ x)
