@@ -29,12 +29,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attar import machine
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.native import attention, extension
 from attar.kernels.operands import AttentionForm
 from attar.kv.bit_planes import Basis
 from attar.kv.kvquant import Channels
-from attar.kv.pages import Bases, PagedKV, AttentionMetadata
+from attar.kv.pages import AttentionMetadata, Bases, PagedKV
 from attar.kv.schemes import BUCKET, UNIT, KvScheme, Layout, divide, scheme
 
 SHAPES = {"llama-3.2-1b": (32, 8, 64), "qwen2.5-0.5b": (14, 2, 64), "llama-3.1-8b": (32, 8, 128)}
@@ -101,11 +101,13 @@ def seconds(work: Callable[[], object], at_least: float = 0.05) -> float:
     return passed / calls
 
 
-def filled(kv_heads: int, size: int, lengths: list[int], dtype: torch.dtype, rows: int) -> tuple[PagedKV, AttentionMetadata]:
+def filled(
+    kv_heads: int, size: int, lengths: list[int], dtype: torch.dtype, rows: int
+) -> tuple[PagedKV, AttentionMetadata]:
     """Pages of random numbers, the blocks of each sequence scattered, and a call of `rows` last rows each."""
     width = max(-(-length // BLOCK) for length in lengths)
     blocks = width * len(lengths)
-    pages = ops.pages(blocks, BLOCK, kv_heads, size, scheme(str(dtype).removeprefix("torch.")))
+    pages = dispatch.pages(blocks, BLOCK, kv_heads, size, scheme(str(dtype).removeprefix("torch.")))
     for part in (pages.keys, pages.values):
         part.random_(-127, 128) if dtype == torch.int8 else part.normal_()
     if pages.key_scales is not None and pages.value_scales is not None:
@@ -231,7 +233,7 @@ def narrow(name: str, length: int, prompt: int, rounds: int) -> list[dict[str, o
         bases = bases_of(kind, kv_heads, size)
         takes[each] = kind.bits_per_value(size, BLOCK, length)
         layers = max(1, 300_000_000 // (width * kind.bytes(kv_heads, size, BLOCK)))  # beyond the caches
-        made = [ops.pages(width, BLOCK, kv_heads, size, kind, tails=1, bases=bases) for _ in range(layers)]
+        made = [dispatch.pages(width, BLOCK, kv_heads, size, kind, tails=1, bases=bases) for _ in range(layers)]
         for pages in made:
             for part in pages.parts():
                 if part.is_floating_point():

@@ -45,7 +45,7 @@ from attar.kernels import ops, ref_attention
 from attar.kernels.operands import AttentionForm, Norm
 from attar.kv import kivi
 from attar.kv.bit_planes import hadamard
-from attar.kv.pages import Bases, PagedKV, AttentionMetadata, Rotation
+from attar.kv.pages import AttentionMetadata, Bases, PagedKV, Rotation
 from attar.kv.schemes import SCHEMES, KvScheme, Layout
 from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.divergence import Comparison, compare

@@ -50,7 +50,7 @@ from attar.compression.runs.pipeline import compress_request
 from attar.formats.codecs import ggml_blocks
 from attar.formats.codecs.ggml import GgmlType
 from attar.kernels import ops
-from attar.kernels.operands import Linear, ActivationHook
+from attar.kernels.operands import ActivationHook, Linear
 from attar.metrics import bootstrap
 from attar.metrics.bootstrap import Interval
 from attar.metrics.divergence import compare
@@ -92,7 +92,7 @@ def rounding_tap(file: GgufCheckpoint) -> ActivationHook:
     """A tap that writes over the rows that a linear is about to read, so that what is multiplied is rounded."""
     last: list[tuple[Tensor, int]] = []
 
-    def tap(linear: Linear, x: Tensor) -> None:
+    def hook(linear: Linear, x: Tensor) -> None:
         kind = file.kind_of(linear.name)
         if last and last[0][0] is x:  # the first of the linears that read the same rows has rounded them
             assert last[0][1] == kind.elements, f"{linear.name} shares its rows with a linear of another rounding"
@@ -100,21 +100,21 @@ def rounding_tap(file: GgufCheckpoint) -> ActivationHook:
         x.copy_(rounded(x, kind))
         last[:] = [(x, kind.elements)]
 
-    return tap
+    return hook
 
 
 @torch.inference_mode()
-def logits(model: Decoder, ids: Sequence[int], tap: ActivationHook | None = None, nudged: bool = False) -> Tensor:
-    """Logits [T, vocab] at every position, with `tap` at every linear, the output matrix among them. `nudged`: every
+def logits(model: Decoder, ids: Sequence[int], hook: ActivationHook | None = None, nudged: bool = False) -> Tensor:
+    """Logits [T, vocab] at every position, with `hook` at every linear, the output matrix among them. `nudged`: every
     number of the embeddings is the next larger float32."""
     step = ForwardBatch((len(ids),), len(ids))
     stream, delta = model.enter(torch.tensor(ids), step)
     if nudged:
         stream = stream.nextafter(torch.tensor(torch.inf))
     for block in model.blocks:
-        stream, delta = block.forward(stream, delta, step, tap)
+        stream, delta = block.forward(stream, delta, step, hook)
     _, x = ops.norm(stream, delta, model.final_norm)
-    return soft_capped(model.config, ops.linear(x, (model.head,), tap))
+    return soft_capped(model.config, ops.linear(x, (model.head,), hook))
 
 
 def llama_cpp(path: Path, windows: Sequence[Sequence[int]], *options: str) -> Tensor:

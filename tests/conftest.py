@@ -18,7 +18,7 @@ from hypothesis import settings
 from attar import faults
 
 if TYPE_CHECKING:
-    from attar.kernels.ops import Store
+    from attar.kernels.dispatch import BackendWeights
     from attar.model.decoder import Decoder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -138,7 +138,7 @@ def tiny_decoder() -> Callable[..., Decoder]:
         vocab: int = 97,
         scheme: str | None = None,
         tensors: dict[str, torch.Tensor] | None = None,
-        store: Store | None = None,
+        store: BackendWeights | None = None,
     ) -> Decoder:
         config = ModelConfig(
             "LlamaForCausalLM", vocab_size=vocab, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128,

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from attar.formats.packed import codec
 from attar.formats.scheme import Scheme
-from attar.kernels import ops, ref, ref_attention
+from attar.kernels import dispatch, ops, ref, ref_attention
 from attar.kernels.operands import AttentionForm, Linear, Norm
 from attar.kernels.triton import attention, backend, kv_write, linear, rows, w8, weights
 from attar.kernels.triton.pages import PlainPages
-from attar.kv.pages import PagedKV, AttentionMetadata, Rotation
+from attar.kv.pages import AttentionMetadata, PagedKV, Rotation
 from attar.kv.schemes import SCHEMES
 
 DTYPES = (torch.float32, torch.float16) if backend.interpreted() else (torch.bfloat16, torch.float16, torch.float32)
@@ -218,7 +218,10 @@ def _four_bits(window: int | None, cap: float | None) -> tuple[float, float]:
     form, int4 = AttentionForm(8, 2, 128, 0.09, window, cap), SCHEMES["int4"]
     lengths = [200, 150] if DEVICE == "cuda" else [70, 40]
     width = -(-max(lengths) // 64)
-    ours, theirs = ops.pages(2 * width, 64, 2, 128, int4, DEVICE), PagedKV.zeros(2 * width, 64, 2, 128, int4, DEVICE)
+    ours, theirs = (
+        dispatch.pages(2 * width, 64, 2, 128, int4, DEVICE),
+        PagedKV.zeros(2 * width, 64, 2, 128, int4, DEVICE),
+    )
     tables = torch.randperm(2 * width, generator=torch.Generator().manual_seed(0)).view(2, width)
     errors = []
     for b, length in enumerate(lengths):

@@ -33,10 +33,10 @@ from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling import device_sampler
 from attar.sampling.sampler import BadLogits, Sampler, sample
 from attar.scheduling.block_pool import BlockPool
-from attar.scheduling.prefix_cache import RadixCache
+from attar.scheduling.prefix_cache import PrefixCache
 from attar.scheduling.scheduler import Scheduler
 from attar.scheduling.sequence import Sequence
-from attar.scheduling.step_plan import ScheduledTokens, Outcome, StepPlan
+from attar.scheduling.step_plan import Outcome, ScheduledTokens, StepPlan
 
 SMALL = "tiny"
 PROMPTS = (3, 5, 9) if backend.interpreted() else (5, 70, 130)  # tokens, in a graph of four rows: one is left over
@@ -133,7 +133,7 @@ class Server:
         self.runner = Runner(decoder, 2 * batch * width, width * 64, None, batch, None, recorder())
         pool = BlockPool(2 * batch * width, self.runner.block)
         limits = SchedulerConfig(max_running=batch, max_step_tokens=max(2048, batch), max_waiting=batch, headroom=0.0)
-        self.scheduler = Scheduler(pool, RadixCache(pool), limits)
+        self.scheduler = Scheduler(pool, PrefixCache(pool), limits)
         self._requests = itertools.count()
 
     def fill(self) -> None:
@@ -165,8 +165,8 @@ class Server:
             chosen = device_sampler.choose(logits, [samplers[each.id] for each in own]) if own else None
             if ahead and (behind := self.scheduler.ahead(since)) is not None and behind.chunks:
                 places = {each: i for i, each in enumerate(own)}
-                coming = None if chosen is None else InflightTokens(chosen.tokens, places)
-                following = behind, self.runner.run(behind, None, coming)
+                inflight_tokens = None if chosen is None else InflightTokens(chosen.tokens, places)
+                following = behind, self.runner.run(behind, None, inflight_tokens)
             launched = time.perf_counter()
             draws = chosen.draws() if chosen else []
             drawn, outcomes = time.perf_counter(), {}
@@ -210,7 +210,7 @@ def memory(name: str, scheme: str) -> Iterator[Row]:
     """What `attar serve` would measure at its start."""
     if backend.interpreted():
         return
-    held = memory_profile.CardMemory(torch.device(DEVICE))
+    held = memory_profile.GpuMemory(torch.device(DEVICE))
     held.settle()
     available = held.free() + held.held()
     began = time.perf_counter()
@@ -218,7 +218,7 @@ def memory(name: str, scheme: str) -> Iterator[Row]:
     made = time.perf_counter() - began
     limits = SchedulerConfig(max_running=128, max_step_tokens=2048)
     began = time.perf_counter()
-    trial = memory_profile.Trial(decoder, SCHEMES["bfloat16"], limits, 8192)
+    trial = memory_profile.ProfileRun(decoder, SCHEMES["bfloat16"], limits, 8192)
     found = memory_profile.measure(held, available, trial)
     took = time.perf_counter() - began
     parts = {part: getattr(found, part) / 1e9 for part in ("available", "weights", "step", "graphs", "driver")}

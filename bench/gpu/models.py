@@ -12,7 +12,7 @@ from torch import Tensor
 from attar.formats.codecs import progressive
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Grid, Scheme, multiplied_in
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.operands import Linear, Prepared
 from attar.kernels.triton import weights
 from attar.model import decoder as model
@@ -112,7 +112,7 @@ def prepared(scheme: str, size: tuple[int, int]) -> list[Linear]:
 
 def decoder(name: str, scheme: str) -> Decoder:
     config = shape(name)
-    return model.build(config, RandomWeights(config, scheme), None, ops.store(device=DEVICE, dtype=HALF))
+    return model.build(config, RandomWeights(config, scheme), None, dispatch.store(device=DEVICE, dtype=HALF))
 
 
 def read_bytes(made: Decoder) -> int:

@@ -107,7 +107,7 @@ def run(folder: Path, since: float) -> dict[str, float]:
     from attar.checkpoints.sources import hf
     from attar.engine import memory_profile
     from attar.execution.model_runner import Runner
-    from attar.kernels import ops
+    from attar.kernels import dispatch
     from attar.protocol.request import SamplingParams
     from attar.protocol.scheduler_config import SchedulerConfig
     from attar.sampling import device_sampler
@@ -122,14 +122,14 @@ def run(folder: Path, since: float) -> dict[str, float]:
             torch.cuda.synchronize()
         ended[stage] = time.time() - since
 
-    store, limits = ops.store(device=DEVICE, dtype=HALF), SchedulerConfig()
-    memory = memory_profile.CardMemory(torch.device(DEVICE)) if DEVICE == "cuda" else None
+    store, limits = dispatch.store(device=DEVICE, dtype=HALF), SchedulerConfig()
+    memory = memory_profile.GpuMemory(torch.device(DEVICE)) if DEVICE == "cuda" else None
     available = 0 if memory is None else memory.free()
     end("imported")
     decoder = hf.load(folder, HALF, None, store)
     end("loaded")
     if memory is not None:
-        trial = memory_profile.Trial(decoder, decoder.lossless, limits, CONTEXT)
+        trial = memory_profile.ProfileRun(decoder, decoder.lossless, limits, CONTEXT)
         memory_profile.measure(memory, available, trial)
         del trial
         memory.settle()

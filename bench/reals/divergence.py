@@ -26,7 +26,7 @@ from torch import Tensor
 
 from attar.checkpoints import vocabulary
 from attar.checkpoints.sources import opening
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.metrics.perplexity import Window, plan_windows
 from attar.metrics.streaming import LOGITS_AT_ONCE, Logits, Measurement, decoder_logits, stream
 from reals.texts import KINDS, LENGTH, scored
@@ -44,7 +44,8 @@ def main() -> None:
     windows = plan_windows(scored(tokenizer, args.text, args.tokens), LENGTH, bos=tokenizer.added_bos)
     base = decoder_logits(opening.load(args.file, torch.float32))
     models = {
-        name: decoder_logits(opening.load(args.file, torch.float32, None, ops.store(name))) for name in args.activations
+        name: decoder_logits(opening.load(args.file, torch.float32, None, dispatch.store(name)))
+        for name in args.activations
     }
     with tempfile.TemporaryDirectory() as folder:
         if args.llamacpp is not None:

@@ -41,7 +41,7 @@ from attar.checkpoints.strict_io import CheckpointError
 from attar.compression.runs.pipeline import compress
 from attar.formats.codecs import ggml_search
 from attar.formats.codecs.ggml import TYPES
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.model.cache import ForwardBatch
 from tests.checkpoints import test_folder, test_safetensors
 from tests.checkpoints.gguf import test_checkpoint as test_gguf_checkpoint
@@ -549,7 +549,7 @@ def _raw(tensor: torch.Tensor) -> bytes:
 def _run(path: Path) -> list[str]:
     """Load it for both kinds of kernels, and run a few tokens. What has no sentence against it must give logits."""
     wrong = []
-    for store in (None, ops.store("exact")):
+    for store in (None, dispatch.store("exact")):
         try:
             decoder = opening.load(path, torch.float32, store=store)
             count = min(4, decoder.config.vocab_size, decoder.config.context)

@@ -18,7 +18,7 @@ import attar.cli
 from attar.cli.commands import GROUPS
 from attar.cli.main import app
 from attar.cli.scheduling import KEYS
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from tests.cli.test_commands import refused
 
 MOST_OPTIONS, MOST_LINES, MOST_PARAMETERS = 8, 30, 8
@@ -150,7 +150,7 @@ def test_the_keys_of_the_scheduler_are_listed_with_defaults() -> None:
         assert done.exit_code == 0, done.output
         assert re.findall(r"^[a-z-]+", done.stdout, re.M) == list(KEYS)
         for name in KEYS:
-            assert f"[default: {getattr(Limits(), name.replace('-', '_'))}]" in " ".join(done.stdout.split())
+            assert f"[default: {getattr(SchedulerConfig(), name.replace('-', '_'))}]" in " ".join(done.stdout.split())
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from attar.compression.recipe.methods import Awq, Gptq, Pass
 from attar.compression.recipe.recipe_file import load_recipe
 from attar.compression.request.request import CompressionRequest
 from attar.compression.runs.pipeline import compress, compress_request
-from attar.kernels import ops
+from attar.kernels import dispatch
 from tests.model.random_model import HEADS, LLAMA, SIZES, write
 from tests.pretend import there
 
@@ -52,7 +52,7 @@ IDS = torch.randint(0, 120, (4, 16), generator=torch.Generator().manual_seed(3))
 def test_a_model_is_compressed_there(family: str, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, plan = write(tmp_path / "model", FAMILIES[family]), load_recipe(recipe)
     plan = replace(plan, passes=tuple(map(hurried, plan.passes)))
-    monkeypatch.setattr(ops, "require", lambda device: None)
+    monkeypatch.setattr(dispatch, "require", lambda device: None)
     here = compress(model, tmp_path / "here", recipe=plan, calibration=IDS, head="int8")
     with there() as device:
         away = compress_request(

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from attar.engine.engine import Engine
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Delta, Embed, Embedding, Event, Failed, Finished, PromptLogprobs, Submit
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 
 CONTEXT = 192
 ROOM = 40  # blocks: enough for every request of a test at once
@@ -22,16 +22,16 @@ TIGHT = 5  # blocks: requests have to give way to each other
 @pytest.fixture(scope="module")
 def decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
     """A quantized model in the native kernels' layout."""
-    store = ops.store("int8g32")
+    store = dispatch.store("int8g32")
     if store is None:
         pytest.skip("the native kernels are off or do not load")
     return tiny_decoder(scheme="w4g32", store=store)
 
 
-def make_engine(decoder: Decoder, blocks: int = ROOM, limits: Limits | None = None, **how: Any) -> Engine:
+def make_engine(decoder: Decoder, blocks: int = ROOM, limits: SchedulerConfig | None = None, **how: Any) -> Engine:
     """An engine of small steps; `how` is `Engine`'s."""
     settings: dict[str, Any] = {"tokenizer": None, "context": CONTEXT, **how}
-    return Engine(decoder, blocks=blocks, limits=limits or Limits(max_step_tokens=48), **settings)
+    return Engine(decoder, blocks=blocks, limits=limits or SchedulerConfig(max_step_tokens=48), **settings)
 
 
 def ask(made: Engine, asks: Iterable[Submit | Embed]) -> None:

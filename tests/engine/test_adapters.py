@@ -17,7 +17,7 @@ from attar.checkpoints.strict_io import CheckpointError
 from attar.compression.runs.pipeline import compress
 from attar.engine import startup
 from attar.engine.engine import Engine
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 from attar.model.split import Share
@@ -57,7 +57,7 @@ def test_rows_with_an_adapter_are_those_of_merged_weights_and_others_of_the_base
     """Fused projections, transposed weights, experts (whose rows are gathered), the output matrix."""
     found = families.oracle(case)
     names = found.config.names
-    model = found.decoder(store=ops.store("exact"))
+    model = found.decoder(store=dispatch.store("exact"))
     shapes = lora.shapes_of(model)
     tensors = dict(found.tensors)
     for name, gain in save(tmp_path / "adapter", shapes, 0).items():
@@ -90,7 +90,7 @@ def folders(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 @pytest.fixture(scope="module")
 def decoder(tiny: Path, folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     """A compressed base in the native kernels' layout, with both."""
-    store = ops.store("int8g32")
+    store = dispatch.store("int8g32")
     if store is None:
         pytest.skip("the native kernels are off or do not load")
     packed = tmp_path_factory.mktemp("packed") / "packed"
@@ -131,10 +131,10 @@ def test_no_adapter_takes_what_another_has_cached(decoder: Decoder) -> None:
     made = adapted(decoder)
     prompt, params = tuple(token_ids(1, 100)[0]), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     reused = []
-    for i, (adapter, salt) in enumerate(
+    for i, (adapter, cache_salt) in enumerate(
         [("", b""), ("tone", b""), ("style", b""), ("tone", b""), ("", b""), ("", b"\1\0\0\0"), ("tone", b"key")]
     ):
-        ends = run(made, [Submit(str(i), prompt, params, salt=salt, adapter=adapter)])
+        ends = run(made, [Submit(str(i), prompt, params, cache_salt=cache_salt, adapter=adapter)])
         reused += [e.report.reused_tokens for e in ends if isinstance(e, Finished) and e.report is not None]
     assert [n > 0 for n in reused] == [False, False, False, True, True, False, False]
 
@@ -155,7 +155,7 @@ def test_an_adapter_that_is_not_there_is_refused(decoder: Decoder) -> None:
 
 
 def test_their_memory_is_counted(tiny: Path, folders: tuple[Path, Path]) -> None:
-    model = hf.load(tiny, torch.float32, store=ops.store())
+    model = hf.load(tiny, torch.float32, store=dispatch.store())
     rows, weights = 512, 0
     counted = lora.memory(folders, model.config, rows)
     for number, folder in enumerate(folders, 1):

@@ -15,14 +15,14 @@ from attar.engine import bottleneck, startup
 from attar.engine.bottleneck import Bounds, KernelMeter, StreamMeter
 from attar.engine.engine import Engine
 from attar.formats.scheme import Scheme
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.native import extension, limits
 from attar.model.decoder import Decoder
 from attar.plan.costs import Matrix, Storage
 from attar.plan.roofline import Rates, Roofline
 from attar.protocol.messages import Embed, Embedding, Event, Failed, Finished, Report, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
 from attar.scheduling.step_plan import StepPlan
 from tests.engine.conftest import ask, make_engine
@@ -69,7 +69,9 @@ def roofline(decoder: Decoder, reads: bool) -> Roofline:
 
 
 def judged(decoder: Decoder, judge: Bounds | None, step: int = 48) -> Engine:
-    return make_engine(decoder, limits=Limits(max_step_tokens=step, max_running=8), clock=Clock(), bounds=judge)
+    return make_engine(
+        decoder, limits=SchedulerConfig(max_step_tokens=step, max_running=8), clock=Clock(), bounds=judge
+    )
 
 
 def steps(made: Engine, *asks: Submit | Embed) -> Iterator[list[Event]]:
@@ -222,7 +224,7 @@ def test_one_stage_of_several_on_cpus_is_not_judged(demo: Path, monkeypatch: pyt
 
 
 def test_time_in_kernels_is_that_of_native_calls(tiny_decoder: Callable[..., Decoder]) -> None:
-    store = ops.store()
+    store = dispatch.store()
     if store is None:
         pytest.skip("the native kernels are off or do not load")
     made, meter = judged(tiny_decoder(layers=1, store=store), None), KernelMeter()

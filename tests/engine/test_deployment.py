@@ -7,7 +7,7 @@ import pytest
 from attar import machine
 from attar.engine import deployment
 from attar.engine.deployment import Hardware, Subject
-from attar.plan import cards
+from attar.plan import gpus
 from attar.plan.fit import Demand
 from attar.protocol.settings import Settings
 
@@ -46,7 +46,7 @@ def test_cpu_processes_share_a_memory_and_gpus_have_their_own(fraction: float | 
     settings = Settings("", "", kv="int8", tp=2, kv_fraction=fraction)
     here = deployment.plan(settings, subject, demand, Hardware(80 * GB, "free", GB))
     assert (here.memory, here.source) == (int(80 * GB * share) // 2, "free, each of 2 processes")
-    there = deployment.plan(settings, subject, demand, Hardware.of_gpu(cards.card("h100"), None))
+    there = deployment.plan(settings, subject, demand, Hardware.of_gpu(gpus.card("h100"), None))
     assert (there.memory, there.source) == (int(80 * GB * share), "h100, each of 2 processes")
     given = deployment.plan(
         Settings("", "", kv="int8", tp=2, memory=24 * GB), subject, demand, Hardware(80 * GB, "free", GB)
@@ -57,6 +57,6 @@ def test_cpu_processes_share_a_memory_and_gpus_have_their_own(fraction: float | 
 def test_a_bandwidth_that_is_given_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attar.kernels.native.limits.measure", lambda: pytest.fail("measured"))
     assert Hardware.of_machine(7 * GB).bandwidth == 7 * GB
-    gpu = Hardware.of_gpu(cards.card("h100"), 300 * GB).gpu
+    gpu = Hardware.of_gpu(gpus.card("h100"), 300 * GB).gpu
     assert gpu is not None
     assert gpu.bandwidth == 300e9

@@ -24,12 +24,12 @@ from attar.engine.main import Loop, listen
 from attar.evaluation import decode_speed
 from attar.execution.cuda_graphs import Recorded
 from attar.execution.model_runner import Runner
-from attar.kernels import ops
+from attar.kernels import dispatch, ops
 from attar.kernels.operands import Adapter, Linear, Routes
-from attar.model.cache import KVCache, ForwardBatch, pool
+from attar.model.cache import ForwardBatch, KVCache, pool
 from attar.model.decoder import Decoder
 from attar.model.layers import FeedForward, MixtureOfExperts
-from attar.plan import cards
+from attar.plan import gpus
 from attar.plan.costs import matrices
 from attar.plan.fit import size
 from attar.protocol.messages import Cancel, Delta, Event, Failed, PromptLogprobs, Ready, Submit
@@ -210,7 +210,7 @@ def test_experts_are_waited_for_once_a_layer() -> None:
 
 def test_a_report_of_a_card(tiny_decoder: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it but the kernels; the roof is that of `plan/`, at rates that are made up."""
-    monkeypatch.setattr(ops, "store", lambda *_: ops.TritonStore(pretend.THERE, torch.float32))
+    monkeypatch.setattr(dispatch, "store", lambda *_: dispatch.GpuWeights(pretend.THERE, torch.float32))
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 7 * 10**6)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     monkeypatch.setattr(bottleneck, "card_limits", lambda device: (1000.0, {"bf16": 2.0, "int8": 4.0, "fp8": 8.0}))
@@ -241,13 +241,13 @@ def test_an_engine_is_loaded_there(tiny: Path, fullest: int | None, monkeypatch:
         free, held, peak, settle = (lambda self, n=n: n for n in (4 * 10**6, 10**6, 10**6, 0))
 
     def loaded(path: Path, *, device: str, **_: Any) -> SimpleNamespace:
-        team = None if fullest is None else SimpleNamespace(crew=SimpleNamespace(free=fullest))
+        team = None if fullest is None else SimpleNamespace(workers=SimpleNamespace(free=fullest))
         decoder = moved(opening.load(path, torch.float32), torch.device(device))
         return SimpleNamespace(
             decoder=decoder, tokenizer=None, eos_ids=frozenset(), path=path, runner=Runner, team=team
         )
 
-    monkeypatch.setattr(ops, "require", lambda device: None)
+    monkeypatch.setattr(dispatch, "require", lambda device: None)
     monkeypatch.setattr(startup, "CardMemory", lambda device: Memory())
     monkeypatch.setattr(startup, "StreamMeter", lambda device: KernelMeter())
     monkeypatch.setattr(bottleneck, "card_limits", lambda device: (1.0, {"bf16": 1.0, "int8": 1.0, "fp8": 1.0}))
@@ -273,10 +273,10 @@ def test_weights_that_a_card_has_no_room_for_are_not_read(tiny: Path, monkeypatc
         def free(self) -> int:
             return 2**19
 
-    monkeypatch.setattr(ops, "require", lambda device: None)
+    monkeypatch.setattr(dispatch, "require", lambda device: None)
     monkeypatch.setattr(startup, "CardMemory", lambda device: Full())
     monkeypatch.setattr(startup, "load_model", lambda *rest, **options: pytest.fail("the model is loaded"))
-    needed = cards.weight_bytes(*stored(tiny), True).total
+    needed = gpus.weight_bytes(*stored(tiny), True).total
     sentence = rf"the weights need .*, but there are 524 kB \(free on {{}}\): {size(needed - 2**19)} too little"
     with there() as device, pytest.raises(ValueError, match=sentence.format(device)):
         startup.start_engine(Settings(str(tiny), "", str(device)))

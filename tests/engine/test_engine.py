@@ -20,7 +20,7 @@ from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Delta, Embed, Embedding, Event, Failed, Finished, PromptLogprobs, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits, Policy
+from attar.protocol.scheduler_config import Policy, SchedulerConfig
 from tests.engine.conftest import CONTEXT, ROOM, TIGHT, Answers, answers, make_engine, run
 
 Make = Callable[..., Decoder]
@@ -49,8 +49,8 @@ def some_requests(seed: int, count: int, vocab: int) -> list[Submit | Embed]:
             logprobs=draw.choice((None, 0, 3)),
             prompt_logprobs=draw.choice((None, None, None, 2)),
         )
-        salt = draw.choice((b"", b"", b"other"))
-        asks.append(Submit(str(i), prompt, params, draw.choice((1, 1, 1, 3)), salt, draw.randrange(3)))
+        cache_salt = draw.choice((b"", b"", b"other"))
+        asks.append(Submit(str(i), prompt, params, draw.choice((1, 1, 1, 3)), cache_salt, draw.randrange(3)))
     return asks
 
 
@@ -90,7 +90,9 @@ def company(decoder: Decoder, seed: int, count: int, kv: str | None = None) -> N
         alone |= answers(run(one, [ask]))
         one.cache.flush()
     policy = draw.choice(("continuous", "continuous", "static", "dynamic", "none"))
-    limits = Limits(policy=policy, max_running=draw.choice((2, 4, 8)), max_step_tokens=draw.choice((8, 17, 64)))
+    limits = SchedulerConfig(
+        policy=policy, max_running=draw.choice((2, 4, 8)), max_step_tokens=draw.choice((8, 17, 64))
+    )
     made = make_engine(decoder, draw.choice((ROOM, TIGHT)), limits, kv=kv)
     events: list[Event] = []
     waiting = list(asks)
@@ -108,7 +110,7 @@ def company(decoder: Decoder, seed: int, count: int, kv: str | None = None) -> N
 
 def test_a_tight_pool_does_preempt(decoder: Decoder) -> None:
     """Else the test above would not see it."""
-    made = make_engine(decoder, TIGHT, Limits(max_step_tokens=64, headroom=0.0))
+    made = make_engine(decoder, TIGHT, SchedulerConfig(max_step_tokens=64, headroom=0.0))
     asks = [Submit(str(i), (i + 1,) * 60, SamplingParams(max_tokens=70, temperature=0, seed=0)) for i in range(4)]
     found = answers(run(made, asks))
     assert made.scheduler.preemptions > 0
@@ -128,7 +130,7 @@ def test_what_followers_share_is_not_computed_again(decoder: Decoder) -> None:
     (end,) = [e for e in run(made, [Submit("c", (*prompt[:80], 5, 5, 5), greedy)]) if isinstance(e, Finished)]
     assert end.report is not None
     assert (end.report.reused_tokens, end.report.differs_at) == (80, 80)
-    (end,) = [e for e in run(made, [Submit("d", prompt, greedy, salt=b"own")]) if isinstance(e, Finished)]
+    (end,) = [e for e in run(made, [Submit("d", prompt, greedy, cache_salt=b"own")]) if isinstance(e, Finished)]
     assert end.report is not None
     assert end.report.reused_tokens == 0
 
@@ -206,7 +208,7 @@ def test_refusals_are_events(decoder: Decoder, ask: Submit | Embed, code: str) -
 
 
 def test_a_full_queue_and_a_passed_deadline(decoder: Decoder) -> None:
-    made = make_engine(decoder, limits=Limits(max_running=1, max_waiting=1, max_step_tokens=8))
+    made = make_engine(decoder, limits=SchedulerConfig(max_running=1, max_waiting=1, max_step_tokens=8))
     greedy = SamplingParams(max_tokens=5, temperature=0, seed=0)
     made.submit(Submit("first", (1,), greedy))
     events = made.step()
@@ -221,7 +223,7 @@ def test_a_full_queue_and_a_passed_deadline(decoder: Decoder) -> None:
 def test_samplers_of_a_request_share_its_prompt_and_none_is_made_for_a_refused_one(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = make_engine(decoder, limits=Limits(max_running=2, max_waiting=3, max_step_tokens=8))
+    made = make_engine(decoder, limits=SchedulerConfig(max_running=2, max_waiting=3, max_step_tokens=8))
     params = SamplingParams(max_tokens=5, repetition_penalty=1.2, seed=0)
     made.submit(Submit("a", (5, 6, 5, 7), params, n=3))
     choices = list(made.requests.choices.values())
@@ -235,7 +237,7 @@ def test_samplers_of_a_request_share_its_prompt_and_none_is_made_for_a_refused_o
 
 
 def test_requests_of_neighbouring_seeds_share_no_choices(decoder: Decoder) -> None:
-    made = make_engine(decoder, limits=Limits(max_running=8, max_step_tokens=64))
+    made = make_engine(decoder, limits=SchedulerConfig(max_running=8, max_step_tokens=64))
     for seed in (1, 2, 2**64 - 1):
         made.submit(Submit(str(seed), (5, 6, 7), SamplingParams(max_tokens=5, seed=seed), n=4))
     seeds = [choice.sampler.seed for choice in made.requests.choices.values()]
@@ -246,7 +248,7 @@ def test_requests_of_neighbouring_seeds_share_no_choices(decoder: Decoder) -> No
 
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
 def test_a_cancelled_request_ends_once_and_leaves_nothing(decoder: Decoder, phase: str) -> None:
-    made = make_engine(decoder, limits=Limits(max_running=2, max_step_tokens=8))
+    made = make_engine(decoder, limits=SchedulerConfig(max_running=2, max_step_tokens=8))
     greedy = SamplingParams(max_tokens=50, temperature=0, seed=0)
     made.submit(Submit("other", (9,) * 20, greedy))
     made.submit(Submit("x", (1,) * 30, greedy, n=2))
@@ -267,7 +269,7 @@ def test_a_cancelled_request_ends_once_and_leaves_nothing(decoder: Decoder, phas
 def test_who_is_cancelled_between_steps_is_not_kept_until_somebody_else_comes(
     decoder: Decoder, policy: Policy, steps: int
 ) -> None:
-    made = make_engine(decoder, limits=Limits(policy=policy))
+    made = make_engine(decoder, limits=SchedulerConfig(policy=policy))
     made.submit(Submit("x", (1,) * 30, SamplingParams(max_tokens=50, temperature=0, seed=0), n=2))
     for _ in range(steps):
         made.step()
@@ -326,7 +328,7 @@ def test_a_row_of_a_scored_prompt_that_says_nothing_fails_that_request(
     """Else its answer would have nulls for numbers. Of -inf a whole row, which leaves no token."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0, seed=0, prompt_logprobs=1)
     asks = [Submit(str(i), tuple(range(i, i + 20)), params, n) for i in range(3)]
-    limits = Limits(max_running=4, max_step_tokens=rows)
+    limits = SchedulerConfig(max_running=4, max_step_tokens=rows)
     expected = answers(run(make_engine(decoder, limits=limits), asks))
     score = Request.score
 
@@ -427,11 +429,11 @@ def test_prompts_of_several_blocks_in_one_step_keep_apart(
     params = SamplingParams(max_tokens=3, temperature=0, seed=0, logprobs=3)
     prompts = [tuple(draw.randrange(decoder.config.vocab_size) for _ in range(n)) for n in (180, 30, 170, 130)]
     asks = [Submit(str(i), prompt, params) for i, prompt in enumerate(prompts)]
-    limits, alone = Limits(max_step_tokens=1024), dict[tuple[str, int], list[object]]()
+    limits, alone = SchedulerConfig(max_step_tokens=1024), dict[tuple[str, int], list[object]]()
     for ask in asks:
         alone |= answers(run(make_engine(decoder, limits=limits, kv=kv), [ask]))
     assert answers(run(make_engine(decoder, limits=limits, kv=kv), asks)) == alone
-    short = Limits(max_step_tokens=48)
+    short = SchedulerConfig(max_step_tokens=48)
     assert answers(run(make_engine(decoder, limits=short, kv=kv), asks)) == alone
 
 

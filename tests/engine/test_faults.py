@@ -16,14 +16,14 @@ from attar.faults import Fault
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Delta, Embed, Embedding, Event, Failed, Finished, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.text.tokenizer import Tokenizer
 from tests.engine.conftest import Answers, answers, make_engine
 from tests.engine.test_main import GREEDY, Client, Running
 
 CONTEXT = 320
 BLOCKS = 9  # so few that requests have to give way to each other
-LIMITS = Limits(max_step_tokens=48, headroom=0.0)
+LIMITS = SchedulerConfig(max_step_tokens=48, headroom=0.0)
 LATE = 10**9  # hits, which never come
 MOMENTS = int(os.environ.get("TEST_FAULT_MOMENTS", "3"))
 """At how many moments of a scene each point raises; `make soak-faults` asks for a hundred."""
@@ -279,7 +279,7 @@ def test_a_step_that_raises_once_is_run_again(make: Callable[..., Made], alone: 
 
 def test_what_could_not_be_copied_is_never_used(make: Callable[..., Made], alone: Alone) -> None:
     """Not even by a sequence whose turn has not come: the budget of its first step went to another."""
-    limits = Limits(policy="static", max_running=4, max_step_tokens=4)
+    limits = SchedulerConfig(policy="static", max_running=4, max_step_tokens=4)
     made = make(limits=limits)
     made.take(VICTIM)
     made.run()

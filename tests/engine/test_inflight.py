@@ -27,14 +27,14 @@ from attar.engine.bottleneck import Bounds
 from attar.engine.engine import Engine
 from attar.execution.model_runner import InflightTokens, Runner, Wanted, waits
 from attar.faults import Fault
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.model.decoder import Decoder
 from attar.model.layers import MixtureOfExperts
 from attar.protocol.messages import Delta, Embed, Event, Failed, Finished, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling import device_sampler
-from attar.sampling.sampler import BadLogits, Draw, Sampler
+from attar.sampling.sampler import BadLogits, SampledToken, Sampler
 from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 from attar.text.tokenizer import Tokenizer
 from tests.engine.conftest import ROOM, TIGHT, Answers, answers, make_engine, run
@@ -81,12 +81,16 @@ class LateLogits(Tensor):
 class LateRunner(Runner):
     device_told: Device
 
-    def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: InflightTokens | None = None) -> Tensor:
+    def run(
+        self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, inflight_tokens: InflightTokens | None = None
+    ) -> Tensor:
         self.device_told.seen.append("launch")
         told = {chunk.sequence: as_told(chunk) for chunk in plan.chunks}
-        late = coming
-        if coming is not None:
-            late = InflightTokens(coming.tokens, {told[each]: i for each, i in coming.places.items() if each in told})
+        late = inflight_tokens
+        if inflight_tokens is not None:
+            late = InflightTokens(
+                inflight_tokens.tokens, {told[each]: i for each, i in inflight_tokens.places.items() if each in told}
+            )
         chunks = [chunk._replace(sequence=told[chunk.sequence]) for chunk in plan.chunks]
         out = torch.empty(sum(chunk.samples for chunk in chunks), self.decoder.config.vocab_size)
         step = StepPlan(chunks, list(plan.copies))
@@ -116,7 +120,7 @@ class LateChosen:
         self._chosen = CHOOSE(self._logits.as_subclass(Tensor), self._samplers)
         self.tokens.copy_(self._chosen.tokens)
 
-    def draws(self, first: int = 0, last: int | None = None) -> list[Draw | BadLogits]:
+    def draws(self, first: int = 0, last: int | None = None) -> list[SampledToken | BadLogits]:
         self._device.seen.append("wait")
         self._wait()
         return self._chosen.draws(first, last)
@@ -142,7 +146,7 @@ def late(decoder: Decoder, device: Device) -> Make:
         device_told = device
 
     def make(blocks: int = ROOM, tokenizer: Tokenizer | None = None, **limits: Any) -> Engine:
-        settings = Limits(**{"max_running": 6, "max_step_tokens": 48, "headroom": 0.0} | limits)
+        settings = SchedulerConfig(**{"max_running": 6, "max_step_tokens": 48, "headroom": 0.0} | limits)
         return make_engine(decoder, blocks, settings, tokenizer=tokenizer, overlaps=True, runner=Lags)
 
     return make
@@ -211,11 +215,11 @@ def test_keys_and_values_may_be_rounded(decoder: Decoder, kv: str) -> None:
 
 def test_an_unfinished_block_may_lie_apart(demo: Path) -> None:
     """It changes hands where a step ahead finishes it."""
-    rounded_alike(opening.load(demo, torch.float32, store=ops.store()), "kivi2")
+    rounded_alike(opening.load(demo, torch.float32, store=dispatch.store()), "kivi2")
 
 
 def rounded_alike(decoder: Decoder, kv: str) -> None:
-    limits, found = Limits(max_running=4, max_step_tokens=17), list[Answers]()
+    limits, found = SchedulerConfig(max_running=4, max_step_tokens=17), list[Answers]()
     for overlaps in (False, True):
         made = make_engine(decoder, limits=limits, kv=kv, overlaps=overlaps)
         found.append(answers(run(made, some_requests(7, 8, decoder.config.vocab_size))))
@@ -371,7 +375,7 @@ def test_choices_of_one_request_and_a_prefix_that_is_there(late: Make) -> None:
 
 def ahead(decoder: Decoder, runner: type[Runner] = Runner) -> Engine:
     """On a device that does at once what it is told, and raises at once."""
-    limits = Limits(max_running=6, max_step_tokens=48)
+    limits = SchedulerConfig(max_running=6, max_step_tokens=48)
     return make_engine(decoder, limits=limits, overlaps=True, runner=runner)
 
 
@@ -394,10 +398,12 @@ def test_a_choice_that_raises_is_made_one_by_one(decoder: Decoder, point: str) -
 
 def test_too_little_memory_for_a_step_ahead(decoder: Decoder) -> None:
     class Small(Runner):
-        def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: InflightTokens | None = None) -> Tensor:
-            if plan.tokens > (2 if coming else 48):
+        def run(
+            self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, inflight_tokens: InflightTokens | None = None
+        ) -> Tensor:
+            if plan.tokens > (2 if inflight_tokens else 48):
                 raise torch.OutOfMemoryError("no room")
-            return super().run(plan, wanted, coming)
+            return super().run(plan, wanted, inflight_tokens)
 
     made = ahead(decoder, Small)
     asks = [Submit(str(i), (i + 1,) * (i + 1), GREEDY) for i in range(5)]
@@ -454,7 +460,7 @@ def test_an_id_may_come_again_while_a_row_of_it_is_on_its_way(late: Make) -> Non
     made.meanwhile = None
     assert [type(event) for event in events] == [Failed]
     made.submit(ask)
-    assert made._flight is not None
+    assert made._inflight is not None
     assert answers(run(made)) == answers(run(in_turn(made), [ask]))
 
 

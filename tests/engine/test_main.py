@@ -20,7 +20,6 @@ from attar.engine.main import Loop, grown, listen
 from attar.model.decoder import Decoder
 from attar.protocol.messages import (
     MAX_FRAME,
-    QueryStatus,
     Beat,
     Cancel,
     Command,
@@ -29,14 +28,15 @@ from attar.protocol.messages import (
     Event,
     Failed,
     Finished,
+    QueryStatus,
     Ready,
+    RequestStatus,
     Stats,
     Submit,
-    RequestStatus,
     encode,
 )
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
 from tests.engine.conftest import make_engine
 
@@ -50,7 +50,7 @@ class Running:
 
     def __init__(self, path: Path, decoder: Decoder) -> None:
         self.path = path
-        self.engine = make_engine(decoder, 8, Limits(max_step_tokens=32), context=128)
+        self.engine = make_engine(decoder, 8, SchedulerConfig(max_step_tokens=32), context=128)
         self.ready = Ready("tiny", 128, decoder.config.vocab_size, 8, 64, 256, (("weights", 1),))
         self.listener = listen(path)
         self.parent, self.pipe = os.pipe()
@@ -149,7 +149,9 @@ def steps(running: Running, monkeypatch: pytest.MonkeyPatch) -> threading.Semaph
 def test_how_far_requests_are(running: Running, steps: threading.Semaphore) -> None:
     client = Client(running.path)
     client.send(
-        QueryStatus(("a",)), Submit("a", (1, 2, 3), SamplingParams(max_tokens=100, temperature=0, seed=0)), QueryStatus(("b", "a"))
+        QueryStatus(("a",)),
+        Submit("a", (1, 2, 3), SamplingParams(max_tokens=100, temperature=0, seed=0)),
+        QueryStatus(("b", "a")),
     )
     [told] = [event for event in client.until(RequestStatus) if isinstance(event, RequestStatus)]
     assert (told.id, told.report.prompt_tokens, told.report.reuse_ended) == ("a", 3, "")

@@ -13,9 +13,9 @@ import pytest
 from attar.engine import main
 from attar.engine.main import Loop, listen
 from attar.model.decoder import Decoder
-from attar.protocol.messages import QueryStatus, Cancel, Delta, Event, Failed, Finished, Ready, Submit, encode
+from attar.protocol.messages import Cancel, Delta, Event, Failed, Finished, QueryStatus, Ready, Submit, encode
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from tests.engine.conftest import make_engine
 from tests.engine.test_main import SECONDS, Client, Running, held
 
@@ -74,7 +74,7 @@ def test_a_server_that_never_pauses_does_not_keep_the_engine_from_its_steps(
             assert time.monotonic() < end, "it is read for ever"
             return encode([QueryStatus(("nobody",))])
 
-    engine = make_engine(tiny_decoder(layers=1), 8, Limits(), context=128)
+    engine = make_engine(tiny_decoder(layers=1), 8, SchedulerConfig(), context=128)
     with listen(tmp_path / "socket") as listener:
         loop = Loop(engine, Ready("tiny", 128, 97, 8, 64, 256, ()), listener, None)
         loop._server = Endless()  # type: ignore[assignment]

@@ -13,14 +13,14 @@ from attar.engine.engine import Engine
 from attar.execution import cuda_graphs
 from attar.execution.cuda_graphs import Graphs, Inputs, Recorded, sizes
 from attar.execution.recorded_step import Decoding
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.model import cache
-from attar.model.cache import KVCache, ForwardBatch, sent
+from attar.model.cache import ForwardBatch, KVCache, sent
 from attar.model.decoder import Decoder
 from attar.model.layers import MixtureOfExperts
 from attar.protocol.messages import Delta, Event, Failed, Submit
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling import device_sampler
 from attar.sampling.sampler import BadLogits, Sampler, sample
 from tests.engine.conftest import ROOM, TIGHT, answers, make_engine, run
@@ -29,7 +29,7 @@ from tests.pretend import Late
 
 Make = Callable[..., Decoder]
 
-SMALL = Limits(max_running=6, max_step_tokens=48)
+SMALL = SchedulerConfig(max_running=6, max_step_tokens=48)
 
 
 class Again:
@@ -203,7 +203,7 @@ def test_whoever_is_cancelled_is_told_of_no_more(decoder: Decoder) -> None:
 
 def test_what_is_not_recorded_says_why(tiny_decoder: Make) -> None:
     assert cuda_graphs.against(tiny_decoder()) == "the model is not laid out for the kernels of a GPU"
-    store = ops.TritonStore("cpu", torch.float32)
+    store = dispatch.GpuWeights("cpu", torch.float32)
     laid = tiny_decoder(store=store)
     assert cuda_graphs.against(laid) is None
     experts = MixtureOfExperts(laid.head, (), 1, False)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attar.execution.recorded_step import Decoding
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
 
@@ -21,7 +21,7 @@ STEPS = 20
 
 @pytest.fixture(params=["int8", "int8g32", "exact"])
 def native(request: pytest.FixtureRequest, tiny_decoder: Make) -> Decoder:
-    store = ops.store(request.param)
+    store = dispatch.store(request.param)
     if store is None:
         pytest.skip("the native kernels are off or do not load")
     return tiny_decoder(scheme="w4g32", store=store)
@@ -30,7 +30,9 @@ def native(request: pytest.FixtureRequest, tiny_decoder: Make) -> Decoder:
 def prefilled(decoder: Decoder, prompts: tuple[list[int], ...], horizon: int) -> Decoding:
     cache = decoder.cache(horizon, len(prompts))
     lengths = tuple(map(len, prompts))
-    decoder.forward(torch.tensor([token for prompt in prompts for token in prompt]), ForwardBatch(lengths, horizon, cache))
+    decoder.forward(
+        torch.tensor([token for prompt in prompts for token in prompt]), ForwardBatch(lengths, horizon, cache)
+    )
     return Decoding(decoder, cache, horizon)
 
 

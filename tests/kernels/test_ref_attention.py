@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attar.kernels import ops, ref_attention
 from attar.kernels.operands import AttentionForm
-from attar.kv.pages import PagedKV, AttentionMetadata
+from attar.kv.pages import AttentionMetadata, PagedKV
 from attar.kv.schemes import scheme
 
 FLOAT32 = 2e-6  # of values around 1, sums of a few hundred terms

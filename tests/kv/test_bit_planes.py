@@ -13,7 +13,7 @@ from attar.kernels import ref_attention
 from attar.kernels.operands import AttentionForm
 from attar.kv import bit_planes, kivi
 from attar.kv.bit_planes import Basis
-from attar.kv.pages import Bases, PagedKV, AttentionMetadata
+from attar.kv.pages import AttentionMetadata, Bases, PagedKV
 from attar.kv.schemes import DISTORTION, LEVELS, scheme
 
 HEADS, SIZE = 2, 32
@@ -194,7 +194,9 @@ def test_a_token_sees_its_own_block_as_it_is_and_others_rounded(kv: str) -> None
     pages = PagedKV.zeros(4, block, HEADS, SIZE, scheme(kv), tails=2, bases=bases)
     q, k, v = randn(80, 2 * HEADS, SIZE, seed=1), randn(80, HEADS, SIZE, seed=2), randn(80, HEADS, SIZE, seed=3)
     ours = paged(pages, k, v, q, [20, 32, 50, 64, 65, 80], form)
-    again = paged(PagedKV.zeros(4, block, HEADS, SIZE, scheme(kv), tails=2, bases=bases), k, v, q, [32, 33, 64, 80], form)
+    again = paged(
+        PagedKV.zeros(4, block, HEADS, SIZE, scheme(kv), tails=2, bases=bases), k, v, q, [32, 33, 64, 80], form
+    )
     assert (ours - again).norm() <= ROUNDING * ours.norm()
     table = torch.tensor([2, 0])
     old_k, old_v = ref_attention.read_pages(pages, table, torch.float32)

@@ -10,7 +10,7 @@ from torch import Tensor
 from attar.kernels import ref_attention
 from attar.kernels.operands import AttentionForm
 from attar.kv import kivi
-from attar.kv.pages import PagedKV, AttentionMetadata
+from attar.kv.pages import AttentionMetadata, PagedKV
 from attar.kv.schemes import SCHEMES
 
 HEADS, KV_HEADS, SIZE = 4, 2, 64

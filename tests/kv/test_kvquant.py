@@ -12,7 +12,7 @@ from attar.kernels import ref_attention
 from attar.kernels.operands import AttentionForm
 from attar.kv import kvquant
 from attar.kv.kvquant import Channels
-from attar.kv.pages import Bases, PagedKV, AttentionMetadata
+from attar.kv.pages import AttentionMetadata, Bases, PagedKV
 from attar.kv.schemes import scheme
 
 HEADS, SIZE, BLOCK = 2, 32, 32

@@ -11,7 +11,7 @@ from torch import Tensor
 from attar import env
 from attar.kernels.operands import AttentionForm, Linear, Norm
 from attar.kv.schemes import scheme
-from attar.model.cache import KVCache, ForwardBatch
+from attar.model.cache import ForwardBatch, KVCache
 from attar.model.config import ModelConfig, Rope
 from attar.model.families import read_config
 from attar.model.layers import Attention

@@ -20,10 +20,10 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from attar.kernels import ops
+from attar.kernels import dispatch
+from attar.kernels.dispatch import BackendWeights
 from attar.kernels.operands import Linear
-from attar.kernels.ops import Store
-from attar.model.cache import KVCache, ForwardBatch
+from attar.model.cache import ForwardBatch, KVCache
 from attar.model.config import ModelConfig, Names, Rope
 from attar.model.decoder import Decoder, build
 from attar.model.families import ARCHITECTURES, read_config
@@ -147,7 +147,10 @@ class Oracle:
     logits: tuple[Tensor, Tensor]
 
     def decoder(
-        self, config: ModelConfig | None = None, tensors: dict[str, Tensor] | None = None, store: Store | None = None
+        self,
+        config: ModelConfig | None = None,
+        tensors: dict[str, Tensor] | None = None,
+        store: BackendWeights | None = None,
     ) -> Decoder:
         config = config or self.config
         return build(config, Stored(config.names, self.tensors if tensors is None else tensors), store=store)
@@ -212,7 +215,9 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 def in_pieces(decoder: Decoder, ids: Tensor, lengths: list[int]) -> Tensor:
     """Logits of `ids`, run through a cache in pieces of the given lengths."""
     cache = decoder.cache(len(ids))
-    return torch.cat([decoder.forward(piece, ForwardBatch((len(piece),), len(ids), cache)) for piece in ids.split(lengths)])
+    return torch.cat(
+        [decoder.forward(piece, ForwardBatch((len(piece),), len(ids), cache)) for piece in ids.split(lengths)]
+    )
 
 
 def test_every_architecture_has_a_case() -> None:
@@ -235,7 +240,7 @@ def test_logits_equal_transformers(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_native_kernels_give_the_same_logits_in_the_same_bits(case: str) -> None:
     o = oracle(case)
-    store = ops.store()
+    store = dispatch.store()
     if store is None:
         pytest.skip("the native kernels are off or do not load")
     decoder = o.decoder(store=store)
@@ -463,12 +468,12 @@ def test_the_tap_sees_every_linear_that_runs(case: str) -> None:
     block, step = decoder.blocks[0], ForwardBatch((LONG,), LONG)
     taken: dict[str, int] = {}
 
-    def tap(linear: Linear, rows: Tensor) -> None:
+    def hook(linear: Linear, rows: Tensor) -> None:
         assert rows.shape[1] == linear.shape[1]
         taken[linear.name] = taken.get(linear.name, 0) + len(rows)
 
     with torch.inference_mode():
-        block.run(decoder.embedding.forward(o.ids[0], step.positions), step, tap)
+        block.run(decoder.embedding.forward(o.ids[0], step.positions), step, hook)
     assert set(taken) == {linear.name for linear in block.linears()}
     if o.config.experts is None:
         assert set(taken.values()) == {LONG}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attar.formats.packed import codec
 from attar.formats.scheme import Scheme
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.native import linear as native
 from attar.kernels.operands import Linear
 from attar.kv.bit_planes import Basis
@@ -58,7 +58,7 @@ SCHEMES = [
 ]
 
 
-needs_kernels = pytest.mark.skipif(ops.store() is None, reason="the native kernels are off or do not load")
+needs_kernels = pytest.mark.skipif(dispatch.store() is None, reason="the native kernels are off or do not load")
 
 
 def llama(layers: int, kv_heads: int, head_dim: int = 128, heads: int = 64) -> ModelConfig:
@@ -128,7 +128,7 @@ def test_a_weight_holds_what_the_kernels_read(name: str, size: tuple[int, int]) 
     weight = torch.randn(size, generator=torch.Generator().manual_seed(0))
     packed = weight.bfloat16() if scheme is None else codec("int").quantize(weight, scheme)
     linear = Linear("a", packed, activation_scale=torch.ones(1))
-    store = ops.store()
+    store = dispatch.store()
     assert store is not None
     store.take(linear)
     assert isinstance(linear.weight, native.PackedWeight)

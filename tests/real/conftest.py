@@ -10,7 +10,7 @@ import torch
 
 from attar.checkpoints.sources import opening
 from attar.engine.llm import LLM
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.model.decoder import Decoder
 
 NAMES = ("smollm2-135m", "qwen2.5-coder-0.5b")
@@ -30,7 +30,7 @@ def path(name: str, real_model: Callable[[str], Path]) -> Path:
 @pytest.fixture(scope="session")
 def llm(path: Path) -> LLM:
     """The model with the default activations, on native kernels."""
-    if ops.store() is None:
+    if dispatch.store() is None:
         pytest.skip("the native kernels are off or do not load")
     return LLM(path)
 

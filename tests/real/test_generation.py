@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from attar.engine.llm import LLM
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.protocol.request import SamplingParams
 from attar.text.template import render_chat
 
@@ -60,7 +60,7 @@ def test_company_changes_no_token(llm: LLM) -> None:
 
 def test_exact_activations_know_the_capital_of_france(path: Path) -> None:
     """The default turns a near tie in SmolLM2's first token (0.152 to 0.140), so only exact rows are asked."""
-    if ops.store() is None:
+    if dispatch.store() is None:
         pytest.skip("the native kernels are off or do not load")
     llm = LLM(path, activations="exact")
     answer = llm.chat([{"role": "user", "content": "What is the capital of France?"}], GREEDY)

@@ -13,7 +13,7 @@ from torch import Tensor
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.sources import opening
 from attar.engine.llm import LLM
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.metrics.divergence import compare
 from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
@@ -94,7 +94,7 @@ def test_exact_rows_on_the_kernels_are_those_of_the_reference(
     path: Path, reference: Decoder, llm: LLM, wikitext: str
 ) -> None:
     ids = llm.tokenizer.encode(wikitext[:200])[:12]
-    exact = opening.load(path, torch.float32, None, ops.store("exact"))
+    exact = opening.load(path, torch.float32, None, dispatch.store("exact"))
     assert divergence(whole(reference, ids), whole(exact, ids)).mean() < MEAN_KL
 
 
@@ -109,5 +109,7 @@ def test_no_bit_depends_on_company_nor_on_how_a_text_is_cut(llm: LLM, wikitext: 
     together = decoder.forward(torch.tensor(ids[:111]), ForwardBatch(lengths, 70, decoder.cache(70, 3)))
     assert all(map(torch.equal, together.split(lengths), alone))
     cache, pieces = decoder.cache(70), (33, 1, 1, 35)
-    rows = [decoder.forward(part, ForwardBatch((len(part),), 70, cache)) for part in torch.tensor(texts[0]).split(pieces)]
+    rows = [
+        decoder.forward(part, ForwardBatch((len(part),), 70, cache)) for part in torch.tensor(texts[0]).split(pieces)
+    ]
     assert torch.equal(torch.cat(rows), alone[0])

@@ -21,7 +21,6 @@ from pathlib import Path
 import msgspec
 
 from attar.protocol.messages import (
-    QueryStatus,
     Beat,
     Cancel,
     Command,
@@ -33,11 +32,12 @@ from attar.protocol.messages import (
     Failed,
     Finished,
     PromptLogprobs,
+    QueryStatus,
     Ready,
     Report,
+    RequestStatus,
     Stats,
     Submit,
-    RequestStatus,
     encode,
 )
 from attar.protocol.request import TokenLogprob
@@ -249,8 +249,8 @@ class FakeEngine:
             choice.request = None
 
     def _report(self, request: Submit) -> Report:
-        known = (request.salt, request.prompt) in self.seen
-        self.seen.add((request.salt, request.prompt))
+        known = (request.cache_salt, request.prompt) in self.seen
+        self.seen.add((request.cache_salt, request.prompt))
         length = len(request.prompt)
         reused = length - 1 if known else 0
         return Report(

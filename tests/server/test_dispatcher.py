@@ -68,7 +68,7 @@ def test_what_is_sent_to_the_engine_is_what_was_asked(start: Callable[..., Runni
     submits = [command for command in sent if isinstance(command, Submit)]
     assert [command.priority for command in submits] == [7, 0] * 2  # -100 would go before the other key's
     assert [command.params.seed for command in submits] == [2**64 - 1, 2**63] * 2
-    salts = [command.salt for command in sent]
+    salts = [command.cache_salt for command in sent]
     assert salts == [salts[0]] * 4 + [salts[4]] * 4
     assert salts[0] != salts[4]
     assert b"" not in salts

@@ -112,11 +112,11 @@ def _subject(config: EvalConfig, bar: Progress) -> tuple[str | Decoder, Tokenize
     from attar.checkpoints import vocabulary
     from attar.checkpoints.adapters import lora
     from attar.checkpoints.sources import hf, hub
-    from attar.execution.parallel.executor import Team
+    from attar.execution.parallel.executor import ParallelExecutor
 
     tell_shared(config.device, config.tp, config.pp)
     path, computed = hub.resolve(config.model), hf.compute_dtype(config.dtype, config.device)
-    team = Team(
+    team = ParallelExecutor(
         path, config.tp, config.pp, device=config.device, dtype=computed, native=config.device != "cpu",
         progress=lambda done, total: bar("loading", done, total),
     )  # fmt: skip

@@ -69,10 +69,10 @@ class PlanConfig(SchedulerOptions):
     def hardware(self) -> Hardware:
         """Take a GPU by its data sheet, or measure what is here. Raises ValueError for an unknown GPU model."""
         from attar.engine import deployment
-        from attar.plan import cards
+        from attar.plan import gpus
 
         if self.gpu is not None:
-            return deployment.Hardware.of_gpu(cards.card(self.gpu), self.bandwidth)
+            return deployment.Hardware.of_gpu(gpus.card(self.gpu), self.bandwidth)
         if self.device != "cpu":
             return deployment.Hardware.of_gpu(deployment.gpu_at_hand(self.device), self.bandwidth)
         return deployment.Hardware.of_machine(self.bandwidth)

@@ -1,0 +1,199 @@
+"""The command `serve`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from attar import logs
+from attar.cli import options
+from attar.cli.commands import configured, option
+from attar.cli.scheduling import SchedulerOptions
+from attar.cli.terminal import emit, errors, require_apart, tell, tell_shared
+
+if TYPE_CHECKING:
+    from attar.protocol.scheduler_config import SchedulerConfig
+    from attar.protocol.settings import Settings
+    from attar.server.http.security import Keys
+    from attar.server.options import ServerOptions
+    from attar.text.tokenizer import Tokenizer
+
+BESIDES = 64  # HTTP requests open besides those that run or wait: read, refused, or about something else
+ENGINE = (sys.executable, "-m", "attar.engine.main")  # the command line of its process
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(SchedulerOptions):
+    """Options of `serve`."""
+
+    model: options.Model = "demo"
+    name: Annotated[str | None, option(
+        "Model", "NAME", "Name that requests give the model.", default="the folder's or file's, or the Hub id",
+    )] = None  # fmt: skip
+    context: Annotated[int | None, option(
+        "Model", "N", "Tokens of the longest request.", min=1, default="the model's, or what fits",
+    )] = None  # fmt: skip
+    adapter: Annotated[list[str] | None, option(
+        "Model", "NAME=DIR", "LoRA adapter (PEFT folder) for requests whose `model` is NAME.",
+    )] = None  # fmt: skip
+    triton_config: Annotated[Path | None, option(
+        "Model", "FILE", "config.pbtxt of a TensorRT-LLM model: take what is not given here from it. `attar "
+        "tritonserver import` shows what that is.",
+    )] = None  # fmt: skip
+    no_verify: options.NoVerify = False
+    device: Annotated[str | None, option("Device", "DEVICE", options.DEVICE, "--device", default="cpu")] = None
+    threads: options.Threads = None
+    activations: options.Activations = options.Precision.int8g128
+    tp: options.Tp = 1
+    pp: options.Pp = 1
+    memory: options.Memory = None
+    kv: options.Kv = None
+    host: Annotated[str, option("HTTP", "HOST", "Address; others than loopback need an API key.")] = "127.0.0.1"
+    port: Annotated[int, option("HTTP", "N", "Port; 0 takes a free one.", min=0, max=65535)] = 8000
+    deadline: Annotated[float, option("HTTP", "SECONDS", "Time limit of one request.", min=0.1)] = 600.0
+    drain_seconds: Annotated[
+        float, option("HTTP", "SECONDS", "Time for open requests when the server stops.", min=0)
+    ] = 30.0
+    api_key_file: Annotated[Path | None, option(
+        "Security", "FILE", "API keys of at least 32 characters, one a line, in a file of mode 600; or set "
+        "ATTAR_API_KEY.",
+    )] = None  # fmt: skip
+    origin: Annotated[list[str] | None, option(
+        "Security", "URL", "Origin of a web page that may call (CORS), such as https://chat.example.",
+    )] = None  # fmt: skip
+    allowed_host: Annotated[list[str] | None, option(
+        "Security", "NAME", "Host name that clients may use, behind a proxy that passes the Host header on. "
+        "Loopback's names are always allowed.", default="on loopback only those, elsewhere any",
+    )] = None  # fmt: skip
+    max_requests: Annotated[int | None, option(
+        "Limits", "N", "Open HTTP requests; excess requests get 429, as do bodies of over 1 GiB together.", min=1,
+        default=f"sequences that run and wait, and {BESIDES} more",
+    )] = None  # fmt: skip
+    max_requests_per_key: Annotated[int | None, option(
+        "Limits", "N", "Open requests of one API key; excess requests get 429.", min=1,
+        default="half of --max-requests with several keys, no limit with one",
+    )] = None  # fmt: skip
+    tokens_per_minute: Annotated[int | None, option(
+        "Limits", "N", "Tokens of one API key in a minute, prompts and outputs; excess requests get 429. A request "
+        "reserves what it asks for until it ends.", min=1,
+    )] = None  # fmt: skip
+    as_json: options.Json = False
+
+    def engine(self, path: Path, name: str, theirs: dict[str, Any]) -> Settings:
+        """Make the engine's settings; `theirs`, of a Triton configuration, stand in for what is not given.
+
+        Raises ValueError for what cannot be, before anything starts.
+        """
+        from msgspec.structs import replace
+
+        from attar.kv.schemes import scheme
+        from attar.plan.fit import check_fraction
+        from attar.protocol.settings import Settings
+        from attar.server.model_names import parse_adapters
+
+        given = {key: value for key, value in self.settings().items() if value is not None}
+        if given.get("policy", "dynamic") != "dynamic":  # the only policy with a delay
+            theirs = {key: value for key, value in theirs.items() if key != "max_delay"}
+        settings = replace(
+            Settings(
+                str(path), "", activations=self.activations.value, kv=None if self.kv is None else scheme(self.kv).name,
+                context=self.context, memory=self.memory, threads=self.threads, verify=not self.no_verify, tp=self.tp,
+                pp=self.pp, adapters=parse_adapters(self.adapter or (), name), name=name,
+            ),
+            **theirs | given,
+        )  # fmt: skip
+        limits = settings.limits()
+        check_fraction(settings.kv_fraction)
+        if settings.max_delay is not None and limits.policy != "dynamic":
+            raise ValueError(f"max-delay is of the policy dynamic; with {limits.policy} nothing waits for a batch")
+        return settings
+
+    def http(self, keys: Keys, origins: frozenset[str], limits: SchedulerConfig) -> ServerOptions:
+        """Make the settings of HTTP. Raises ValueError for a public address without a key."""
+        from attar.server.admission.rate_limits import KeyLimits
+        from attar.server.options import ServerOptions
+
+        most = limits.together + limits.max_waiting + BESIDES
+        return ServerOptions(
+            self.host, self.port, keys, frozenset(self.allowed_host or ()), origins,
+            most if self.max_requests is None else self.max_requests,
+            KeyLimits(self.max_requests_per_key, self.tokens_per_minute), self.deadline, self.drain_seconds,
+        )  # fmt: skip
+
+
+@configured(ServeConfig)
+def serve(config: ServeConfig) -> None:
+    """Serve a model by OpenAI's and Anthropic's HTTP APIs.
+
+    The server prints its memory plan before it loads anything. Ctrl-C or SIGTERM lets open requests finish.
+
+    Examples:
+      attar serve ./out
+      attar serve ./out --preset throughput --kv int8 --memory 12GB
+      attar serve ./out --scheduler policy=static --scheduler max-waiting=64
+      attar serve ./out --host 0.0.0.0 --api-key-file keys.txt
+    """
+    with errors(config.as_json):
+        from msgspec.structs import replace
+
+        from attar.checkpoints import vocabulary
+        from attar.checkpoints.fingerprints import fingerprints
+        from attar.checkpoints.sources import hub
+        from attar.server import supervisor
+        from attar.server.http.security import Keys, check_host, find_keys, parse_origin
+        from attar.server.http.sockets import explained
+        from attar.server.model_names import check_name, name_of
+
+        check_host(config.host)
+        origins = frozenset(map(parse_origin, config.origin or ()))
+        name = name_of(config.model) if config.name is None else check_name(config.name)
+        logs.begin()
+        keys = Keys.of(find_keys(config.api_key_file, os.environ))  # first: it takes the key from what children inherit
+        theirs = _of_triton(config.triton_config) | ({} if config.device is None else {"device": config.device})
+        require_apart(theirs["device"])
+        path = hub.resolve(config.model)
+        settings = config.engine(path, name, theirs)
+        tell_shared(settings.device, config.tp, config.pp)
+        options = config.http(keys, origins, settings.limits())
+        settings = replace(settings, files=fingerprints(settings.folders))  # first: later changes are noticed
+        tokenizer = vocabulary.tokenizer(path)
+        try:
+            status = supervisor.run(settings, tokenizer, options, ENGINE, _started(tokenizer, config.as_json))
+        except OSError as error:
+            raise explained(error, config.host, config.port) from None
+        if status:
+            raise typer.Exit(status)
+
+
+def _started(tokenizer: Tokenizer, as_json: bool) -> Callable[[str], None]:
+    """Make what is called once the server listens: it says where, and starts the process of chat templates."""
+    from attar.text import template
+
+    def started(url: str) -> None:
+        if tokenizer.chat_templates:  # so that the first conversation need not wait for it
+            threading.Thread(target=template.warm, name="template-start", daemon=True).start()
+        tell(f"listening at {url} (the model is loading)")
+        emit(as_json, {"url": url, "pid": os.getpid()})
+
+    return started
+
+
+def _of_triton(file: Path | None) -> dict[str, Any]:
+    """Read settings of a Triton configuration, the device among them; say what is lost of it, and what holds anyhow."""
+    from attar.integrations.triton_server import config as triton_config
+
+    if file is None:
+        return {"device": "cpu"}
+    imported = triton_config.load(file)
+    for note in imported.notes:
+        tell(f"{file}: note: {note}")
+    for warning in imported.warnings:
+        tell(f"{file}: warning: {warning}")
+    return {"device": "cpu", **imported.settings()}

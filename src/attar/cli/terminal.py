@@ -28,9 +28,9 @@ NO_RECEIPT = "no receipt: nothing says what this checkpoint should compute, so n
 
 ASK = """
 import sys
-from attar.kernels import ops
+from attar.kernels import dispatch
 try:
-    ops.require(sys.argv[1])
+    dispatch.require(sys.argv[1])
 except ValueError as error:
     print(error)
 """
@@ -128,9 +128,9 @@ def require(device: str) -> None:
     """Raises ValueError where nothing can be computed on `device`: asked before anything is read, fetched or started.
     torch is imported only to ask for a GPU."""
     if device != "cpu":
-        from attar.kernels import ops
+        from attar.kernels import dispatch
 
-        ops.require(device)
+        dispatch.require(device)
 
 
 def require_apart(device: str) -> None:

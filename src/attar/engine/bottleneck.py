@@ -32,7 +32,7 @@ from attar.engine.outputs import Request
 from attar.formats.scheme import multiplied_in
 from attar.kernels.native import extension, limits
 from attar.kernels.triton.weights import knows_float8
-from attar.plan import cards
+from attar.plan import gpus
 from attar.plan.costs import against
 from attar.plan.roofline import Rates, Roofline
 from attar.scheduling.step_plan import StepPlan
@@ -156,7 +156,7 @@ def card_rates(device: torch.device) -> Rates:
     return Rates(
         1e9 * bandwidth,
         lambda scheme: 1e9 * gops[multiplied_in(scheme)],
-        lambda each, scheme: cards.size(each, scheme, float8),
+        lambda each, scheme: gpus.size(each, scheme, float8),
     )
 
 

@@ -18,9 +18,9 @@ from attar.model import shapes
 from attar.model.config import ModelConfig
 from attar.model.split import Share
 from attar.plan import fit
-from attar.plan.cards import Card
 from attar.plan.costs import Storage
 from attar.plan.fit import Demand, Plan
+from attar.plan.gpus import GpuSpec
 from attar.plan.steps import StepLimits
 from attar.protocol.settings import Settings
 
@@ -59,7 +59,7 @@ class Hardware:
     source: str
     bandwidth: int | None = None
     int8_rate: float | None = None
-    gpu: Card | None = None
+    gpu: GpuSpec | None = None
 
     @classmethod
     def of_machine(cls, bandwidth: int | None) -> Hardware:
@@ -74,30 +74,30 @@ class Hardware:
         return cls(here.memory, here.limited_by, bandwidth, rate)
 
     @classmethod
-    def of_gpu(cls, gpu: Card, bandwidth: int | None) -> Hardware:
+    def of_gpu(cls, gpu: GpuSpec, bandwidth: int | None) -> Hardware:
         """Take a GPU by its data sheet, or as it was measured."""
         if bandwidth is not None:
             gpu = replace(gpu, bandwidth=float(bandwidth))
         return cls(gpu.memory, gpu.name, bandwidth, None, gpu)
 
 
-def gpu_at_hand(device: str) -> Card:
+def gpu_at_hand(device: str) -> GpuSpec:
     """Measure a GPU of this machine. Raises ValueError where too little of its memory is free for that."""
     import torch
 
     from attar.engine import bottleneck
-    from attar.engine.memory_profile import CardMemory
+    from attar.engine.memory_profile import GpuMemory
     from attar.kernels.triton.weights import knows_float8
 
     place = torch.device(device)
-    free = CardMemory(place).free()
+    free = GpuMemory(place).free()
     try:
         gb_s, gops = bottleneck.card_limits(place)
     except torch.OutOfMemoryError:
         raise ValueError(f"{device} has too little memory free to be measured: name its model with --gpu") from None
     rates = {kind: 1e9 * rate for kind, rate in gops.items()}
     name = f"free on {device}, {torch.cuda.get_device_name(place)}"
-    return Card(name, free, 1e9 * gb_s, rates, knows_float8(place))
+    return GpuSpec(name, free, 1e9 * gb_s, rates, knows_float8(place))
 
 
 def for_users(settings: Settings, users: int) -> Settings:

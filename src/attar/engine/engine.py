@@ -1,0 +1,347 @@
+"""The engine: requests in, events out, one step at a time, in one thread.
+
+A step is plan, launch, commit. The scheduler plans on integers, the launcher runs the model and has tokens chosen
+(`inflight.py`), and here each sequence that got one takes it and turns it into text.
+
+What raises while it works for one request fails that request and no other.
+
+On a GPU the host works while the device does (`overlaps`). A step is on its way when it is launched, and its tokens are
+when they are asked for; both stand in line on the device. So while it computes a step, the next one is planned and
+launched behind it, with tokens that nobody on the host knows yet: they go from one step to the next on the device. Then
+`meanwhile` sends what there is to say and reads what was asked for, and only then the host waits, for tokens that it
+takes, commits and turns into text while the next step runs. Samplers are told of a token before the next one is
+chosen, so whatever a choice depends on, penalties, masks, seeds, is what it would be otherwise, and so are the tokens.
+What ends a text is seen a step late, but for its length: the row that the next step has for it is computed for nothing,
+and what is asked for meanwhile waits for one step more.
+
+There is no step ahead, and the next one is planned when the tokens of this one are known, where its plan would have
+somebody give way, where something has raised, so that what the device knows is not what the requests get, and where the
+host would wait within the next step while tokens of this one are there to be told: for models of which it always does
+(`Runner.waits`), and for embeddings and log probabilities of prompts, whose numbers it reads in the launch. `ahead`
+counts steps ahead, and `alone`, by reason, the times that there was none. Text is left for when the next step runs then
+(`_tell`), unless it could end its sequence, by a stop string.
+
+A request becomes one sequence a choice. Each has a sampler of its own, seeded by the request's seed and the choice's
+number, and draws by (seed, index of the token), so that neither batching nor preemption nor what the prefix cache had
+can change a text.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from attar.engine.bottleneck import Bounds
+from attar.engine.inflight import Drawn, InflightStep, Launcher
+from attar.engine.outputs import Choice, Request
+from attar.engine.requests import RequestTable
+from attar.execution import cuda_graphs
+from attar.execution import kv_cache as kv_schemes
+from attar.execution.model_runner import InflightTokens, Runner, horizon
+from attar.faults import point
+from attar.model.decoder import Decoder
+from attar.protocol.messages import Embed, Event, Stats, Submit
+from attar.protocol.request import SamplingParams
+from attar.protocol.scheduler_config import SchedulerConfig
+from attar.sampling.sampler import BadLogits, Sampler, distinct, seed_of_choice
+from attar.sampling.stop_strings import StopChecker
+from attar.scheduling.block_pool import BlockPool
+from attar.scheduling.prefix_cache import PrefixCache
+from attar.scheduling.scheduler import Refused, Scheduler
+from attar.scheduling.sequence import Sequence as Tokens
+from attar.scheduling.step_plan import Outcome, StepPlan
+from attar.text.tokenizer import Detokenizer, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """A model that many requests share. `blocks` blocks of cache; sequences of at most `context` tokens.
+
+    Without a tokenizer there is no text, and stop strings are refused. `clock` gives seconds that never go back.
+    `record` is the runner's. `overlaps` says whether steps are launched before the tokens of the one before are known,
+    and tokens chosen without a look at the logits: by default on a GPU. `meanwhile`, where it is set, is called in
+    every step while the device is busy, with what there is to say, and may hand in requests and cancel others.
+    `adapters` are the names of those that `lora.install` gave the decoder, in the order of their numbers. `bounds` says
+    what limits steps, where somebody wants to know.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer | None,
+        *,
+        blocks: int,
+        context: int,
+        limits: SchedulerConfig | None = None,
+        eos_ids: frozenset[int] = frozenset(),
+        kv: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        adapters: tuple[str, ...] = (),
+        record: cuda_graphs.Record | None = None,
+        overlaps: bool | None = None,
+        bounds: Bounds | None = None,
+        runner: Callable[..., Runner] = Runner,
+    ) -> None:
+        self.decoder, self.tokenizer, self.eos_ids, self.clock = decoder, tokenizer, eos_ids, clock
+        limits, scheme = limits or SchedulerConfig(), kv_schemes.of(decoder, kv)
+        bases = kv_schemes.bases(decoder, scheme)
+        self.runner = runner(decoder, blocks, context, scheme, limits.together, bases, record)
+        self.overlaps = self.runner.device.type != "cpu" if overlaps is None else overlaps
+        self.bounds = bounds
+        self.meanwhile: Callable[[list[Event]], None] | None = None
+        self.launcher = Launcher(self.runner, self.overlaps, bounds, lambda event: self.requests.events.append(event))
+        self.ahead = 0
+        """Steps that were launched before the one before was waited for."""
+        self.alone: Counter[str] = Counter()
+        """Times that an engine which overlaps launched no step ahead, by what was against it, also where there would
+        have been none: `model`, `mishap`, `numbers` (which the host would wait for), `blocks` (too few)."""
+        if self.overlaps and self.runner.waits is not None:
+            logger.warning("no step is launched before the tokens of the last are known: %s", self.runner.waits)
+        self._inflight: InflightStep | None = None  # the next step, where it is on its way
+        self.pool = BlockPool(blocks, self.runner.block)
+        self.cache = PrefixCache(self.pool, scheme.round_to(self.runner.block))
+        self.scheduler = Scheduler(self.pool, self.cache, limits)
+        self.context = context
+        self.adapters = {"": 0, **{name: number for number, name in enumerate(adapters, 1)}}
+        self.steps = self.generated = 0
+        self.step_seconds = 0.0
+        self.requests = RequestTable(self.scheduler, clock)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs or waits, every event was taken, and nothing is kept of what has ended."""
+        return not self.requests.choices and not self.requests.events and self._inflight is None
+
+    @property
+    def runnable(self) -> bool:
+        """Whether a step would do something now, rather than when `scheduler.wake` says."""
+        continuous = self.scheduler.limits.policy == "continuous"
+        more = self.requests.events or self._inflight or self.scheduler.running
+        # More choices than sequences: one was cancelled between steps, and is not settled.
+        ended = len(self.requests.choices) > len(self.scheduler.sequences)
+        return bool(more or ended or (continuous and self.scheduler.waiting))
+
+    def submit(self, ask: Submit) -> None:
+        """Take a request. It ends with events, also where it is refused at once."""
+        try:
+            request = self._new(ask.id, ask.prompt, ask.params.seeded())
+            if ask.params.stop and self.tokenizer is None:
+                raise Refused("invalid", "the model has no tokenizer: stop strings need one, stop_token_ids do not")
+            longest = min(ask.params.max_tokens, self.context - len(ask.prompt))
+            self.scheduler.require_room(ask.n)  # before what a long prompt makes costly
+            request.of_prompt = None if ask.params.prompt_logprobs is None else {}
+            if ask.params.repetition_penalty != 1.0:
+                request.seen = distinct(ask.prompt, self.decoder.config.vocab_size)
+            for number in range(ask.n):
+                bypass = request.of_prompt is not None and number == 0
+                sequence = self._sequence(request, number, longest, ask, bypass)
+                request.choices.append(self._choice(request, number, sequence))
+            self.requests.add(request)
+        except Exception as error:
+            self.requests.refuse(ask.id, error)
+
+    def embed(self, ask: Embed) -> None:
+        """Take a request for a vector."""
+        try:
+            request = self._new(ask.id, ask.prompt, SamplingParams(max_tokens=0, temperature=0, seed=0))
+            request.pooling = ask.pooling
+            whole = Submit(
+                ask.id,
+                ask.prompt,
+                request.params,
+                cache_salt=ask.cache_salt,
+                deadline=ask.deadline,
+                adapter=ask.adapter,
+            )
+            sequence = self._sequence(request, 0, 0, whole, bypass=ask.pooling == "mean")
+            request.choices.append(self._choice(request, 0, sequence))
+            self.requests.add(request)
+        except Exception as error:
+            self.requests.refuse(ask.id, error)
+
+    def cancel(self, id: str) -> None:
+        """End a request that nobody waits for; its `Failed` comes with the next events."""
+        self.requests.fail(id, "cancelled")
+
+    def told(self, ids: Iterable[str]) -> list[Event]:
+        """The requests of these that have not ended, as they are."""
+        return self.requests.told(ids)
+
+    def drop(self, id: str) -> None:
+        """End a request of which nothing more is to be said."""
+        self.requests.drop(id)
+
+    def close(self) -> list[Event]:
+        """End everything."""
+        self.requests.fail_all("shutdown")
+        return self.requests.take()
+
+    def step(self) -> list[Event]:
+        """Do one step, if there is one to do; returns everything there is to say.
+
+        Plan and launch, choose tokens, launch the next step behind them where it need not wait, commit.
+        """
+        inflight, self._inflight = self._inflight or self._planned(), None
+        if inflight is not None:
+            self.launcher.choose(inflight)
+            if self.overlaps:
+                self._inflight = self._next(inflight)
+            self.requests.tell_late()
+            if self.meanwhile is not None:
+                self.meanwhile(self.requests.take())
+            self.scheduler.commit(inflight.plan, self._outcomes(inflight), self.clock())
+            self._count(inflight, self.clock())
+            self.requests.settle()
+        return self.requests.take()
+
+    def said(self) -> list[Event]:
+        """What there is to say before the next step: of requests that were refused or cancelled since the last."""
+        return self.requests.take()
+
+    def stats(self, blocks: bool = False) -> Stats:
+        """The state of this moment; with `blocks` also each block's."""
+        running = len(self.scheduler.running)
+        return Stats(
+            running=running,
+            waiting=len(self.scheduler.sequences) - running,
+            blocks_free=self.pool.free,
+            blocks_active=self.pool.active,
+            blocks_cached=self.pool.cached,
+            steps=self.steps,
+            prompt_tokens=self.cache.asked,
+            reused_tokens=self.cache.reused,
+            generated_tokens=self.generated,
+            preemptions=self.scheduler.preemptions,
+            step_seconds=self.step_seconds,
+            steps_ahead=self.ahead,
+            blocks=self.pool.states() if blocks else b"",
+        )
+
+    # ---- taking requests
+
+    def _new(self, id: str, prompt: tuple[int, ...], params: SamplingParams) -> Request:
+        point("engine.submit", id)
+        vocab = self.decoder.config.vocab_size
+        running = {choice.request.id for choice in self.requests.choices.values()}  # also one that ends with this step
+        if id in running:
+            raise Refused("invalid", "a request of this id is running")
+        if not prompt:
+            raise Refused("invalid", "the prompt is empty")
+        if not all(0 <= token < vocab for token in prompt):
+            raise Refused("invalid", f"a token id lies outside the model's vocabulary 0..{vocab - 1}")
+        if len(prompt) + (params.max_tokens > 0) > self.context:
+            raise Refused("too_long", f"the prompt has {len(prompt)} tokens; the context holds {self.context}")
+        ending = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
+        return Request(id, prompt, params, ending)
+
+    def _sequence(self, request: Request, number: int, longest: int, ask: Submit, bypass: bool) -> Tokens:
+        if ask.adapter not in self.adapters:
+            raise Refused("invalid", f"the engine has no adapter {ask.adapter[:80]!r}")
+        adapter = self.adapters[ask.adapter]
+        made = Tokens(
+            id=f"{request.id}#{number}",
+            prompt_ids=request.prompt,
+            max_tokens=longest,
+            priority=ask.priority,
+            deadline=None if ask.deadline is None else self.clock() + ask.deadline,
+            cache_salt=adapter.to_bytes(4, "little")
+            + ask.cache_salt,  # of fixed length: no salt reads as another adapter's
+            bypass=bypass,
+            adapter=adapter,
+        )
+        if self.runner.grows:  # its keys are turned by angles of its own length
+            made.cache_salt += horizon(made).to_bytes(8, "little")
+        return made
+
+    def _choice(self, request: Request, number: int, sequence: Tokens) -> Choice:
+        point("engine.choice", sequence.id)
+        params = request.params
+        assert params.seed is not None
+        own = replace(params, seed=seed_of_choice(params.seed, number))
+        vocab = self.decoder.config.vocab_size
+        prompt = request.prompt if request.seen is None else request.seen
+        sampler = Sampler(own, prompt, vocab, name=sequence.id)
+        detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, request.prompt)
+        return Choice(request, number, sequence, sampler, detokenizer, StopChecker(own.stop))
+
+    # ---- a step
+
+    def _planned(self) -> InflightStep | None:
+        """The next step, launched when the one before is over; None where there is nothing to run."""
+        plan = self.scheduler.plan(began := self.clock())
+        inflight = self._launched(plan, began) if plan.chunks else None
+        if inflight is None:
+            self.scheduler.commit(plan, {}, self.clock())
+        self.requests.settle()  # no earlier: who ends takes its blocks out of the rows that are to be launched
+        return inflight
+
+    def _next(self, inflight: InflightStep) -> InflightStep | None:
+        """The step behind one whose tokens are not known yet; None where it has to wait for them, or there is none."""
+        if (why := self._alone(inflight)) is None:
+            now = self.clock()
+            if (plan := self.scheduler.ahead(now)) is not None:
+                self.ahead += bool(plan.chunks)
+                return self._launched(plan, now, inflight.inflight_tokens) if plan.chunks else None
+            why = "blocks"
+        self.alone[why] += 1
+        return None
+
+    def _outcomes(self, inflight: InflightStep) -> dict[str, Outcome]:
+        """What a step gave its sequences. Of who has ended meanwhile it says nothing, or nothing that counts."""
+        outcomes = {chunk.sequence.id: Outcome((), True) for chunk in inflight.plan.chunks if chunk.samples}
+        for choice, draw in zip(inflight.takers, self.launcher.wait_for(inflight), strict=True):
+            outcomes[choice.sequence.id] = self._advance(choice, draw)
+        unscorable = [each.id for each, choice in inflight.choices.items() if choice.request.unscorable]
+        outcomes |= {id: Outcome(failure="bad_logits") for id in unscorable}
+        return outcomes | {id: Outcome(failure="internal") for id in inflight.failed}
+
+    def _count(self, inflight: InflightStep, now: float) -> None:
+        """Before those that end with it are settled: their reports tell of their last step too."""
+        self.steps += 1
+        self.step_seconds += now - inflight.began
+        if self.bounds is not None:
+            requests = {choice.request for choice in inflight.choices.values()}
+            self.bounds.count(inflight.plan, now - inflight.began, inflight.busy, requests)
+        if self._inflight is not None:
+            self._inflight.began = now
+
+    def _launched(self, plan: StepPlan, began: float, inflight_tokens: InflightTokens | None = None) -> InflightStep:
+        choices = {chunk.sequence: self.requests.choices[chunk.sequence.id] for chunk in plan.chunks}
+        return self.launcher.launch(plan, choices, began, inflight_tokens)
+
+    def _alone(self, inflight: InflightStep) -> str | None:
+        """Why the step behind this one waits for its tokens; None where nothing is against it."""
+        if self.runner.waits is not None:
+            return "model"
+        if not inflight.whole:
+            return "mishap"
+        return "numbers" if self._numbers_wanted() else None
+
+    def _numbers_wanted(self) -> bool:
+        """Whether the next step may have a piece of a prompt in it whose numbers the host waits for."""
+        scheduler = self.scheduler
+        room = scheduler.limits.together - len(scheduler.running)
+        for sequence in (*scheduler.running, *scheduler.waiting[:room]):
+            request = self.requests.choices[sequence.id].request
+            if sequence.planned < sequence.prompt and (request.pooling or request.of_prompt is not None):
+                return True
+        return False
+
+    def _advance(self, choice: Choice, draw: Drawn) -> Outcome:
+        if choice.sequence.ending is not None:  # cancelled while the step ran
+            return Outcome()
+        if draw is None:
+            return Outcome(failure="internal")
+        if isinstance(draw, BadLogits) or choice.request.unscorable:
+            return Outcome(failure="bad_logits")
+        try:
+            self.requests.accept(choice, draw, later=self.overlaps and self._inflight is None)
+        except Exception:
+            logger.exception("sequence %s failed", choice.sequence.id)
+            return Outcome(failure="internal")
+        self.generated += 1
+        return Outcome((draw.token_id,), choice.reason is not None)

@@ -28,18 +28,18 @@ from attar.model.cache import sent
 from attar.protocol.messages import Event
 from attar.sampling import device_sampler
 from attar.sampling.device_sampler import Chosen
-from attar.sampling.sampler import BadLogits, Draw, Sampler, sample
+from attar.sampling.sampler import BadLogits, SampledToken, Sampler, sample
 from attar.scheduling.sequence import Sequence
 from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 
 logger = logging.getLogger(__name__)
 
-Drawn = Draw | BadLogits | None
+Drawn = SampledToken | BadLogits | None
 """What came of a row: None where its choice raised."""
 
 
 @dataclass(eq=False, slots=True)
-class Flight:
+class InflightStep:
     """A step that was launched at `began`. `choices` are those of its chunks, in their order."""
 
     plan: StepPlan
@@ -64,7 +64,7 @@ class Flight:
         return not self.failed and (self.chosen is not None or not self.takers)
 
     @property
-    def coming(self) -> InflightTokens | None:
+    def inflight_tokens(self) -> InflightTokens | None:
         """Its tokens, for the step behind it."""
         if self.chosen is None:
             return None
@@ -81,62 +81,68 @@ class Launcher:
         """Of a step that the device has had memory for, where one was too large."""
 
     def launch(
-        self, plan: StepPlan, choices: Mapping[Sequence, Choice], began: float, coming: InflightTokens | None = None
-    ) -> Flight:
-        """Run the model. On a GPU it is on its way then. `coming` are tokens of the step before, if nobody knows them
-        yet. Raises torch.AcceleratorError where nothing can be computed any more."""
+        self,
+        plan: StepPlan,
+        choices: Mapping[Sequence, Choice],
+        began: float,
+        inflight_tokens: InflightTokens | None = None,
+    ) -> InflightStep:
+        """Run the model. On a GPU it is on its way then. `inflight_tokens` are tokens of the step before, if nobody
+        knows them yet. Raises torch.AcceleratorError where nothing can be computed any more."""
         failed: set[str] = set()
         pooled = _pooled(choices.values())
         if self.bounds is not None:
             self.bounds.begin()
         try:
-            logits = self._whole(plan, choices, coming)
+            logits = self._whole(plan, choices, inflight_tokens)
         except torch.AcceleratorError:  # nothing can be computed there any more: the process ends, and a new one starts
             raise
         except Exception:
             logger.exception("a step of %d sequences raised: once more, one by one", len(plan.chunks))
             _restore(pooled)
-            logits, failed = self._apart(plan, choices, coming)
+            logits, failed = self._apart(plan, choices, inflight_tokens)
         busy = float if self.bounds is None else self.bounds.end()
-        return Flight(plan, choices, began, logits, failed, busy)
+        return InflightStep(plan, choices, began, logits, failed, busy)
 
-    def choose(self, flight: Flight) -> None:
+    def choose(self, inflight: InflightStep) -> None:
         """Choose the tokens of a step, or begin to."""
-        sampling = [chunk.sequence for chunk in flight.plan.chunks if chunk.samples]
-        sampling = [sequence for sequence in sampling if sequence.id not in flight.failed]
+        sampling = [chunk.sequence for chunk in inflight.plan.chunks if chunk.samples]
+        sampling = [sequence for sequence in sampling if sequence.id not in inflight.failed]
         rows = [i for i, each in enumerate(sampling) if each.max_tokens > 0 and each.ending is None]
-        flight.takers = [flight.choices[sampling[i]] for i in rows]
+        inflight.takers = [inflight.choices[sampling[i]] for i in rows]
         if not rows:
             return
-        logits, flight.logits = flight.logits, None  # the memory goes, or the next step writes there
+        logits, inflight.logits = inflight.logits, None  # the memory goes, or the next step writes there
         assert logits is not None
         if len(rows) < len(sampling):
             (places,) = sent(logits.device, torch.tensor(rows))
             logits = logits[places]
-        samplers = [choice.sampler for choice in flight.takers]
+        samplers = [choice.sampler for choice in inflight.takers]
         try:
             if self.overlaps:
-                flight.chosen = device_sampler.choose(logits, samplers)
+                inflight.chosen = device_sampler.choose(logits, samplers)
             else:
-                flight.known = list(sample(logits, samplers))
+                inflight.known = list(sample(logits, samplers))
         except torch.AcceleratorError:
             raise
         except Exception:
             choose, own = (device_sampler.sample if self.overlaps else sample), logits
-            flight.known = _each(samplers, lambda row: choose(own[row : row + 1], samplers[row : row + 1]))
+            inflight.known = _each(samplers, lambda row: choose(own[row : row + 1], samplers[row : row + 1]))
 
-    def wait_for(self, flight: Flight) -> list[Drawn]:
-        """What came of each of `flight.takers`. Here the host waits for the device."""
-        if (chosen := flight.chosen) is None:
-            return flight.known
+    def wait_for(self, inflight: InflightStep) -> list[Drawn]:
+        """What came of each of `inflight.takers`. Here the host waits for the device."""
+        if (chosen := inflight.chosen) is None:
+            return inflight.known
         try:
             return list(chosen.draws())
         except torch.AcceleratorError:
             raise
         except Exception:
-            return _each([choice.sampler for choice in flight.takers], lambda row: chosen.draws(row, row + 1))
+            return _each([choice.sampler for choice in inflight.takers], lambda row: chosen.draws(row, row + 1))
 
-    def _whole(self, plan: StepPlan, choices: Mapping[Sequence, Choice], coming: InflightTokens | None) -> Tensor:
+    def _whole(
+        self, plan: StepPlan, choices: Mapping[Sequence, Choice], inflight_tokens: InflightTokens | None
+    ) -> Tensor:
         """As `Runner.run`, in pieces where the device has too little memory for more. Raises torch.OutOfMemoryError
         where it has too little for a single token."""
         left = [plan] if self.rows is None else plan.pieces(self.rows)
@@ -145,7 +151,7 @@ class Launcher:
             piece = left.pop(0)
             pooled = _pooled(choices[chunk.sequence] for chunk in piece.chunks)
             try:
-                found = self.runner.run(piece, self._wanted(piece, choices), coming)
+                found = self.runner.run(piece, self._wanted(piece, choices), inflight_tokens)
             except torch.OutOfMemoryError:
                 self.runner.release()
                 if piece.tokens < 2:
@@ -160,7 +166,7 @@ class Launcher:
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _apart(
-        self, plan: StepPlan, choices: Mapping[Sequence, Choice], coming: InflightTokens | None
+        self, plan: StepPlan, choices: Mapping[Sequence, Choice], inflight_tokens: InflightTokens | None
     ) -> tuple[Tensor, set[str]]:
         """A step sequence by sequence: logits [S, V] as of `Runner.run` without those that raise, and their ids."""
         empty = torch.empty((0, self.runner.decoder.config.vocab_size), device=self.runner.device)
@@ -170,7 +176,7 @@ class Launcher:
             chunks = [chunk for chunk in plan.chunks if chunk.sequence is sequence]
             copies = [copy for copy in plan.copies if copy.sequence is sequence]
             try:
-                logits.append(self._whole(StepPlan(chunks, copies), choices, coming).clone())
+                logits.append(self._whole(StepPlan(chunks, copies), choices, inflight_tokens).clone())
             except torch.AcceleratorError:
                 raise
             except Exception:
@@ -211,7 +217,7 @@ def _pool(request: Request, before: Tensor | None, chunk: ScheduledTokens, first
     request.pool(before, hidden.cpu())
 
 
-def _each(samplers: List[Sampler], choose: Callable[[int], list[Draw | BadLogits]]) -> list[Drawn]:
+def _each(samplers: List[Sampler], choose: Callable[[int], list[SampledToken | BadLogits]]) -> list[Drawn]:
     """A draw for every row, after all at once has raised; None where it raises alone."""
     logger.exception("choosing %d tokens raised: once more, one by one", len(samplers))
     draws: list[Drawn] = []

@@ -28,12 +28,12 @@ from attar.checkpoints.adapters import lora
 from attar.checkpoints.sources import hub
 from attar.engine.engine import Engine
 from attar.engine.loader import Parallel, load_model
-from attar.execution.parallel.executor import Lost
+from attar.execution.parallel.executor import WorkerLost
 from attar.model.cache import BLOCK, ForwardBatch
 from attar.progress import Progress
 from attar.protocol.messages import Delta, Failed, Finished, PromptLogprobs, Submit
 from attar.protocol.request import Completion, FinishReason, SamplingParams, TokenLogprob
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.text.template import render_chat
 from attar.text.tokenizer import Tokenizer
 
@@ -263,7 +263,7 @@ class LLM:
                 for call in self._calls.values():
                     call.broken = True
                 self._calls.clear()
-                if isinstance(error, Lost):
+                if isinstance(error, WorkerLost):
                     raise RuntimeError(f"the model is no longer there: {error}") from error
                 raise
             for event in events:
@@ -307,7 +307,9 @@ class LLM:
             if old is not None:
                 context, blocks = max(context, old.context), max(blocks, old.pool.total)
                 del old
-            limits = Limits(max_running=TOGETHER, max_step_tokens=PREFILL_ROWS, max_waiting=sys.maxsize, headroom=0.0)
+            limits = SchedulerConfig(
+                max_running=TOGETHER, max_step_tokens=PREFILL_ROWS, max_waiting=sys.maxsize, headroom=0.0
+            )
             tokenizer = self.tokenizer if self.model.has_tokenizer else None
             self._engine = Engine(
                 self.decoder, tokenizer, blocks=blocks, context=context, limits=limits, eos_ids=self.model.eos_ids,

@@ -14,8 +14,8 @@ from attar.checkpoints.receipts.receipt import Receipt
 from attar.checkpoints.sources import hf, opening
 from attar.checkpoints.strict_io import VerificationError
 from attar.execution.model_runner import Runner
-from attar.execution.parallel.executor import Team
-from attar.kernels import ops
+from attar.execution.parallel.executor import ParallelExecutor
+from attar.kernels import dispatch
 from attar.model.decoder import Decoder
 from attar.model.split import Share
 from attar.text.tokenizer import Tokenizer
@@ -45,7 +45,7 @@ class LoadedModel:
 
     path: Path
     decoder: Decoder
-    team: Team | None
+    team: ParallelExecutor | None
     receipt: Receipt | None
 
     @property
@@ -92,20 +92,20 @@ def load_model(
     Raises ValueError where it cannot be loaded or nothing can be computed on the device, VerificationError (a
     ValueError) where it fails its probe.
     """
-    ops.require(device)
+    dispatch.require(device)
     computed = hf.compute_dtype(dtype, device)
     parallel = parallel or Parallel()
     loading = partial(progress or (lambda stage, done, total: None), "loading")
-    team: Team | None = None
+    team: ParallelExecutor | None = None
     decoder: Decoder
     if Share(0, parallel.tp, parallel.pp).count > 1:
-        team = Team(
+        team = ParallelExecutor(
             path, parallel.tp, parallel.pp, device=device, dtype=computed, activations=activations,
             threads=parallel.threads, progress=loading,
         )  # fmt: skip
         decoder = team.decoder
     else:
-        store = None if computed is None else ops.store(activations, device, computed)
+        store = None if computed is None else dispatch.store(activations, device, computed)
         decoder = opening.load(path, computed, loading, store)
     found = receipt.read_receipt(path)
     if verify and found is not None:

@@ -35,18 +35,18 @@ from attar.checkpoints.fingerprints import ChangedError
 from attar.engine import startup
 from attar.engine.engine import Engine
 from attar.engine.outbox import Outbox, framed
-from attar.execution.parallel.executor import TeamRunner
+from attar.execution.parallel.executor import ParallelRunner
 from attar.protocol import framing
 from attar.protocol.messages import (
     BEAT_SECONDS,
     MAX_FRAME,
-    QueryStatus,
     Beat,
     Cancel,
     Command,
     Drain,
     Embed,
     Event,
+    QueryStatus,
     Ready,
     Stats,
     Submit,
@@ -310,16 +310,16 @@ def main() -> int:
     except (ValueError, OSError) as error:
         logs.say(f"error: {error}")
         return CHANGED if isinstance(error, ChangedError) else HOPELESS
-    if isinstance(engine.runner, TeamRunner):
-        crew = engine.runner.crew
+    if isinstance(engine.runner, ParallelRunner):
+        workers = engine.runner.workers
 
         def lost(why: str) -> None:
-            machine.remove_folder(crew.folder)
+            machine.remove_folder(workers.folder)
             _end_at_once(why)
 
-        crew.on_lost = lost
-        if crew.lost:  # before anybody listened
-            lost(crew.lost)
+        workers.on_lost = lost
+        if workers.lost:  # before anybody listened
+            lost(workers.lost)
     gc.freeze()  # torch and the model stay: no collection between two steps need walk through them
     path = Path(settings.socket)
     try:

@@ -2,8 +2,8 @@
 
 On a CPU all of it is computed from shapes (`plan/`). On a GPU that would be a guess: an allocator that keeps what it
 was given, libraries with workspaces, weights that are laid side by side when they are first used, graphs with a pool of
-their own. So the largest step that the limits allow is run on a cache of one block (`Trial`), tokens are chosen from
-its logits, the largest graph is recorded, and each time the allocator is asked what it holds. The first step also
+their own. So the largest step that the limits allow is run on a cache of one block (`ProfileRun`), tokens are chosen
+from its logits, the largest graph is recorded, and each time the allocator is asked what it holds. The first step also
 compiles the kernels, which would otherwise fall to the first request. With adapters a step takes more, so it is run
 once more with each of them: their products come one after another, so a step of several takes no more than the worst.
 
@@ -25,7 +25,7 @@ from attar.execution.model_runner import Runner
 from attar.kv.schemes import KvScheme
 from attar.model.decoder import Decoder
 from attar.protocol.request import SamplingParams
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.sampling import device_sampler
 from attar.sampling.sampler import Sampler
 from attar.scheduling.sequence import Sequence as Tokens
@@ -52,7 +52,7 @@ class Memory(Protocol):
         ...
 
 
-class CardMemory:
+class GpuMemory:
     """That of a CUDA device, as torch's allocator and the driver tell it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -75,7 +75,7 @@ class CardMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Footprint:
+class MemoryProfile:
     """Bytes, of a card that had `available` before this process took any."""
 
     available: int
@@ -85,7 +85,7 @@ class Footprint:
     driver: int  # what the allocator does not know of
 
 
-class Trial:
+class ProfileRun:
     """The largest step that `limits` allow, with the choice of tokens, over a cache of one block; also with each of the
     decoder's `adapters`, which are numbered from 1."""
 
@@ -93,7 +93,7 @@ class Trial:
         self,
         decoder: Decoder,
         scheme: KvScheme,
-        limits: Limits,
+        limits: SchedulerConfig,
         context: int,
         record: graphs.Record | None = None,
         runner: Callable[..., Runner] = Runner,
@@ -128,7 +128,9 @@ def _plan(rows: Sequence[int], block: int, adapter: int) -> StepPlan:
     """A step of so many rows of each sequence. All take the adapter but the last, if it is not alone: the rows of an
     adapter are gathered where there are others, which takes more than all of them as they lie."""
     takes = [adapter] * max(1, len(rows) - 1) + [0] * (len(rows) > 1)
-    return StepPlan([ScheduledTokens(_sequence(n, block, number), 0, n, True) for n, number in zip(rows, takes, strict=True)])
+    return StepPlan(
+        [ScheduledTokens(_sequence(n, block, number), 0, n, True) for n, number in zip(rows, takes, strict=True)]
+    )
 
 
 def _sequence(tokens: int, block: int, adapter: int) -> Tokens:
@@ -138,7 +140,7 @@ def _sequence(tokens: int, block: int, adapter: int) -> Tokens:
     return made
 
 
-def measure(memory: Memory, available: int, trial: Trial) -> Footprint:
+def measure(memory: Memory, available: int, trial: ProfileRun) -> MemoryProfile:
     """Run the trial and look. Raises torch.OutOfMemoryError where not even that fits."""
     trial.step()
     memory.settle()
@@ -150,7 +152,7 @@ def measure(memory: Memory, available: int, trial: Trial) -> Footprint:
     trial.record()
     memory.settle()
     recorded = memory.held()
-    return Footprint(
+    return MemoryProfile(
         available=available,
         weights=before - trial.pages,
         step=peak - before,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from attar.engine.requests import SENTENCES
 from attar.faults import point
-from attar.protocol.messages import Beat, Event, Failed, Ready, Stats, RequestStatus, encode
+from attar.protocol.messages import Beat, Event, Failed, Ready, RequestStatus, Stats, encode
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from attar.faults import point
 from attar.protocol.messages import Delta, Embedding, Finished, PromptLogprobs, Report
 from attar.protocol.request import FinishReason, SamplingParams, TokenLogprob
-from attar.sampling.sampler import BAD, BadLogits, Draw, Sampler, logprobs_of
+from attar.sampling.sampler import BAD, BadLogits, SampledToken, Sampler, logprobs_of
 from attar.sampling.stop_strings import StopChecker
 from attar.scheduling.sequence import Sequence, Status
 from attar.text.tokenizer import Detokenizer
@@ -31,7 +31,7 @@ class Choice:
     stops: StopChecker
     reason: FinishReason | None = None
 
-    def take(self, draw: Draw) -> bool:
+    def take(self, draw: SampledToken) -> bool:
         """Add the token; whether it may be told of later, since nothing in its text could make it the last."""
         self.sampler.commit(draw.token_id)
         if draw.token_id in self.request.ending:
@@ -39,7 +39,7 @@ class Choice:
         last = self.sampler.index == self.sequence.max_tokens
         return self.reason is None and not last and not self.sampler.params.stop
 
-    def tell(self, draw: Draw) -> Delta:
+    def tell(self, draw: SampledToken) -> Delta:
         """The token that was taken last, as text; `reason` is set where it is the last of all."""
         token, text = draw.token_id, ""
         if self.reason is None and self.detokenizer is not None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from attar.engine.outputs import Choice, Request
 from attar.protocol.messages import Event, Failed, RequestStatus
-from attar.sampling.sampler import BAD, BadLogits, Draw
+from attar.sampling.sampler import BAD, BadLogits, SampledToken
 from attar.scheduling.scheduler import Refused, Scheduler
 from attar.scheduling.sequence import Sequence
 
@@ -33,7 +33,7 @@ class RequestTable:
         self.requests: dict[str, Request] = {}
         self.choices: dict[str, Choice] = {}
         self.events: list[Event] = []
-        self._late: list[tuple[Choice, Draw]] = []  # of the last step, to be told of while the next one runs
+        self._late: list[tuple[Choice, SampledToken]] = []  # of the last step, to be told of while the next one runs
         self._scheduler, self._clock = scheduler, clock
 
     def add(self, request: Request) -> None:
@@ -52,7 +52,7 @@ class RequestTable:
             logger.error("request %s failed before it began", id, exc_info=error)
             self.events.append(Failed(id, "internal", SENTENCES["internal"]))
 
-    def accept(self, choice: Choice, draw: Draw, later: bool) -> None:
+    def accept(self, choice: Choice, draw: SampledToken, later: bool) -> None:
         """Give a choice its next token. Its text is left for when the next step runs where `later` allows it and the
         text could not end its sequence."""
         if choice.take(draw) and later:

@@ -27,22 +27,22 @@ from attar.engine import bottleneck
 from attar.engine.bottleneck import Bounds, KernelMeter, StreamMeter
 from attar.engine.engine import Engine
 from attar.engine.loader import LoadedModel, Parallel, load_model
-from attar.engine.memory_profile import CardMemory, Footprint, Trial, measure
+from attar.engine.memory_profile import GpuMemory, MemoryProfile, ProfileRun, measure
 from attar.execution import kv_cache as kv_schemes
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.triton.weights import knows_float8
 from attar.kv import schemes
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.model.split import Share
-from attar.plan import cards, report
 from attar.plan import fit as planning
+from attar.plan import gpus, report
 from attar.plan.costs import BLOCK, Storage
 from attar.plan.fit import Fit
 from attar.plan.roofline import Rates, Roofline
 from attar.plan.steps import StepLimits
 from attar.protocol.messages import Ready
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def without_kernels(decoder: Decoder) -> list[str]:
     """What of a model on CPUs the reference computes, in sentences that say why; none where all of it has kernels."""
     if decoder.store is None:
         dtype = str(decoder.dtype).removeprefix("torch.")
-        why = next(reason for _, reason in ops.candidates("linear", "cpu", decoder.dtype))
+        why = next(reason for _, reason in dispatch.candidates("linear", "cpu", decoder.dtype))
         return [f"no linear has a CPU kernel in {dtype} ({why}): all run {BY_REFERENCE}"]
     found: dict[str, list[str]] = {}
     for name, reason in decoder.store.refused.items():
@@ -100,7 +100,12 @@ def without_kernels(decoder: Decoder) -> list[str]:
 
 
 def _over(
-    model: LoadedModel, found: Fit, limits: Limits, kv_scheme: str, adapters: tuple[str, ...], judge: Bounds | None
+    model: LoadedModel,
+    found: Fit,
+    limits: SchedulerConfig,
+    kv_scheme: str,
+    adapters: tuple[str, ...],
+    judge: Bounds | None,
 ) -> Engine:
     """An engine over a loaded model."""
     return Engine(
@@ -117,7 +122,7 @@ def _over(
     )
 
 
-def _tell(settings: Settings, limits: Limits, found: Fit, kv_scheme: str) -> None:
+def _tell(settings: Settings, limits: SchedulerConfig, found: Fit, kv_scheme: str) -> None:
     """What was decided: by preset and options, and with the memory."""
     logs.say(limits.told(settings.preset))
     logs.say(report.startup(found, kv_scheme))
@@ -141,12 +146,12 @@ def _roof(
 
 
 def _on_card(
-    settings: Settings, path: Path, config: ModelConfig, storage: Storage, limits: Limits, threads: int
+    settings: Settings, path: Path, config: ModelConfig, storage: Storage, limits: SchedulerConfig, threads: int
 ) -> tuple[Engine, Ready]:
     """Start an engine on a GPU."""
-    ops.require(settings.device)
+    dispatch.require(settings.device)
     torch.set_num_threads(threads)
-    memory = CardMemory(torch.device(settings.device))
+    memory = GpuMemory(torch.device(settings.device))
     available, most = memory.free(), planning.longest(config, settings.context)
     room_for_weights(settings, config, storage, available, knows_float8(memory.device))
     try:
@@ -157,13 +162,13 @@ def _on_card(
             parallel=Parallel(settings.tp, settings.pp, threads),
         )  # fmt: skip
         names, scheme = _install(model, settings), kv_schemes.of(model.decoder, kv_name(settings))
-        trial = Trial(model.decoder, scheme, limits, most, runner=model.runner, adapters=len(names))
+        trial = ProfileRun(model.decoder, scheme, limits, most, runner=model.runner, adapters=len(names))
         each = trial.pages // trial.runner.pages[0].blocks
         measured = measure(memory, available, trial)
         del trial
         # The first holds the most, and has not always the most.
-        if model.team is not None and model.team.crew.free is not None:
-            measured = replace(measured, available=min(available, model.team.crew.free))
+        if model.team is not None and model.team.workers.free is not None:
+            measured = replace(measured, available=min(available, model.team.workers.free))
         memory.settle()
         found = on_card(settings, measured, each, most, limits)
         _tell(settings, limits, found, scheme.name)
@@ -181,7 +186,7 @@ def _on_card(
 def room_for_weights(settings: Settings, config: ModelConfig, storage: Storage, available: int, float8: bool) -> None:
     """Raises ValueError, saying by how much, where a card has too little memory for its part of the weights alone."""
     held = planning.shared(config, storage, Share(0, settings.tp, settings.pp))[1]
-    weights = cards.weight_bytes(held, storage, float8).total
+    weights = gpus.weight_bytes(held, storage, float8).total
     memory, source = settings.memory, "--memory"
     if memory is None:
         memory, source = available, f"free on {settings.device}"
@@ -204,7 +209,9 @@ def _measured(device: torch.device) -> Rates | None:
         return None
 
 
-def _ready(settings: Settings, config: ModelConfig, found: Fit, limits: Limits, adapters: tuple[str, ...]) -> Ready:
+def _ready(
+    settings: Settings, config: ModelConfig, found: Fit, limits: SchedulerConfig, adapters: tuple[str, ...]
+) -> Ready:
     require_unchanged(settings.files, settings.folders)  # nor while it was read
     return Ready(
         settings.served_as, found.context, config.vocab_size, found.blocks, found.block, limits.max_waiting,
@@ -212,7 +219,7 @@ def _ready(settings: Settings, config: ModelConfig, found: Fit, limits: Limits, 
     )  # fmt: skip
 
 
-def on_card(settings: Settings, measured: Footprint, block_bytes: int, most: int, limits: Limits) -> Fit:
+def on_card(settings: Settings, measured: MemoryProfile, block_bytes: int, most: int, limits: SchedulerConfig) -> Fit:
     """Where a card's memory will go, after what was measured, for requests of up to `most` tokens. Raises ValueError,
     saying by how much, where it is too little."""
     fraction = settings.kv_fraction
@@ -238,7 +245,7 @@ def on_card(settings: Settings, measured: Footprint, block_bytes: int, most: int
 
 
 def fit(
-    settings: Settings, config: ModelConfig, storage: Storage, limits: Limits, threads: int, adapters: int = 0
+    settings: Settings, config: ModelConfig, storage: Storage, limits: SchedulerConfig, threads: int, adapters: int = 0
 ) -> Fit:
     """Where the memory will go. Raises ValueError, saying by how much, where the model does not fit."""
     here = machine.examine()

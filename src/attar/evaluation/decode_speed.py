@@ -42,15 +42,15 @@ from attar.checkpoints.sources.stored import stored
 from attar.engine import bottleneck
 from attar.engine.llm import PREFILL_ROWS
 from attar.execution import kv_cache as engine_kv
-from attar.execution.parallel.executor import Team
+from attar.execution.parallel.executor import ParallelExecutor
 from attar.execution.recorded_step import Decoding
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import HEADS, Scheme
 from attar.formats.weight_formats import Sparse24
-from attar.kernels import ops
+from attar.kernels import dispatch, ops
+from attar.kernels.dispatch import BackendWeights, GpuWeights
 from attar.kernels.native import extension, limits
 from attar.kernels.operands import Linear, Prepared
-from attar.kernels.ops import Store, TritonStore
 from attar.kv.pages import Bases
 from attar.kv.schemes import KvScheme
 from attar.model import decoder as model
@@ -189,9 +189,9 @@ def quantized(size: tuple[int, int], scheme: Scheme, numbers: torch.Generator) -
     return PackedTensor(scheme, size, {name: repeated(part) for name, part in packed.parts.items()})
 
 
-def build(name: str, scheme: str, head: str, store: Store) -> Decoder:
+def build(name: str, scheme: str, head: str, store: BackendWeights) -> Decoder:
     """Return a model of a known shape with random weights. A tied embedding is the LM head, in the head's scheme."""
-    config, device = shape(name), store.device if isinstance(store, TritonStore) else "cpu"
+    config, device = shape(name), store.device if isinstance(store, GpuWeights) else "cpu"
     return model.build(config, RandomWeights(config, scheme, head, device), None, store)
 
 
@@ -201,8 +201,8 @@ def part(name: str, scheme: str, head: str) -> Part:
     return shape(name), Storage.named(scheme, None if packed is None else packed.with_scale_dtype("float16"))
 
 
-def load(path: Path, store: Store) -> Decoder:
-    return opening.load(path, store.dtype if isinstance(store, TritonStore) else torch.float32, None, store)
+def load(path: Path, store: BackendWeights) -> Decoder:
+    return opening.load(path, store.dtype if isinstance(store, GpuWeights) else torch.float32, None, store)
 
 
 def measure_model(path: Path, options: Load, setup: Setup) -> dict[str, Any]:
@@ -211,11 +211,13 @@ def measure_model(path: Path, options: Load, setup: Setup) -> dict[str, Any]:
     if setup.tp * setup.pp == 1:
         part = config, storage
         return run(lambda store: load(path, store), options, setup.activations, setup.kv, setup.device, part)
-    teams: list[Team] = []
+    teams: list[ParallelExecutor] = []
 
-    def make(store: Store) -> Decoder:
+    def make(store: BackendWeights) -> Decoder:
         dtype = hf.compute_dtype(None, setup.device)
-        teams.append(Team(path, setup.tp, setup.pp, device=setup.device, dtype=dtype, activations=setup.activations))
+        teams.append(
+            ParallelExecutor(path, setup.tp, setup.pp, device=setup.device, dtype=dtype, activations=setup.activations)
+        )
         return teams[0].decoder
 
     part = shared(config, storage, Share(0, setup.tp))[1], storage  # stages run one after another
@@ -239,7 +241,7 @@ def measure_shape(name: str, scheme: str, head: str, options: Load, setup: Setup
 
 
 def run(
-    make: Callable[[Store], Decoder],
+    make: Callable[[BackendWeights], Decoder],
     load: Load,
     activations: str = "int8g128",
     kv: str | None = None,
@@ -254,9 +256,9 @@ def run(
     since, floor = time.perf_counter(), _resident()
     computed = hf.compute_dtype(None, device)
     assert computed is not None
-    store = ops.store(activations, device, computed)
+    store = dispatch.store(activations, device, computed)
     if store is None:
-        raise ValueError(f"there is nothing to measure: {ops.candidates('linear')[0][1]}")
+        raise ValueError(f"there is nothing to measure: {dispatch.candidates('linear')[0][1]}")
     decoder = make(store)
     loaded = time.perf_counter() - since
     numbers = torch.Generator().manual_seed(SEED)
@@ -277,7 +279,7 @@ def run(
         "step_ms": 1e3 * decode,
         "bytes_per_token": per_token,
     }
-    if isinstance(store, TritonStore):
+    if isinstance(store, GpuWeights):
         peak, rates = torch.cuda.max_memory_reserved(decoder.device), bottleneck.card_rates(decoder.device)
         rate, gops = rates.bandwidth / 1e9, rates.operations(None) / 1e9
         if part is not None:

@@ -116,13 +116,13 @@ def profile(
         groups = list(input_groups(block))
         seen = {group[0].name: Spread(group[0].shape[1]) for group in groups}
 
-        def tap(linear: Linear, x: Tensor, seen: dict[str, Spread] = seen) -> None:
+        def hook(linear: Linear, x: Tensor, seen: dict[str, Spread] = seen) -> None:
             if linear.name in seen:
                 seen[linear.name].add(x)
 
         streams: list[tuple[Tensor, Tensor | None]] = []
         for (stream, delta), (_, step) in zip(hidden, batches, strict=True):
-            streams.append(block.forward(stream, delta, step, tap))
+            streams.append(block.forward(stream, delta, step, hook))
         hidden = streams  # type: ignore[assignment]
         for group in groups:
             inputs = seen[group[0].name]

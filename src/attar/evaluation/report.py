@@ -17,7 +17,7 @@ from attar.checkpoints import vocabulary
 from attar.checkpoints.adapters import lora
 from attar.checkpoints.sources import hf, hub, opening
 from attar.execution import kv_cache as engine_kv
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.metrics.measure import Report, measure
 from attar.model.decoder import Decoder
 from attar.progress import Progress
@@ -65,7 +65,7 @@ def evaluate(
     """
     if (text is None) == (tokens is None):
         raise ValueError("give what to evaluate on: either a text or token ids")
-    ops.require(device)
+    dispatch.require(device)
     computed = hf.compute_dtype(dtype, device)
     if max_tokens is not None and max_tokens < 2:
         raise ValueError(f"max_tokens is {max_tokens}: at least 2 tokens are needed")

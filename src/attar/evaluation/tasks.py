@@ -31,7 +31,7 @@ import torch
 from attar.checkpoints import vocabulary
 from attar.checkpoints.sources import hf, hub
 from attar.evaluation.report import Model, load
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.metrics import bootstrap
 from attar.metrics.bootstrap import LEVEL, RESAMPLES, SEED, Interval
 from attar.metrics.perplexity import nll
@@ -157,7 +157,7 @@ def evaluate_task(
     """
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}: known are {', '.join(TASKS)}")
-    ops.require(device)
+    dispatch.require(device)
     computed = hf.compute_dtype(dtype, device)
     items = TASKS[task](path)[:limit]
     told = progress or (lambda stage, done, total: None)

@@ -41,9 +41,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attar.kernels.ops import TritonStore
-from attar.kv.pages import PagedKV, AttentionMetadata
-from attar.model.cache import ALIGNED, KVCache, ForwardBatch
+from attar.kernels.dispatch import GpuWeights
+from attar.kv.pages import AttentionMetadata, PagedKV
+from attar.model.cache import ALIGNED, ForwardBatch, KVCache
 from attar.model.decoder import Decoder
 from attar.model.parallel import SplitDecoder
 
@@ -89,7 +89,7 @@ def against(decoder: Decoder) -> str | None:
     """Return why decode steps of this model cannot be recorded as graphs, or None where they can."""
     if isinstance(decoder, SplitDecoder):
         return "several processes compute a step together"
-    if not isinstance(decoder.store, TritonStore):
+    if not isinstance(decoder.store, GpuWeights):
         return "the model is not laid out for the kernels of a GPU"
     if decoder.store.refused:
         name, reason = next(iter(decoder.store.refused.items()))

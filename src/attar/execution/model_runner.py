@@ -28,14 +28,14 @@ from torch import Tensor
 from attar.execution import cuda_graphs
 from attar.execution.recorded_step import Decoding
 from attar.faults import InjectedFault, point
-from attar.kernels import ops
+from attar.kernels import dispatch, ops
 from attar.kv.pages import Bases, PagedKV
 from attar.kv.schemes import KvScheme
 from attar.model import cache
-from attar.model.cache import KVCache, ForwardBatch, Tails, sent
+from attar.model.cache import ForwardBatch, KVCache, Tails, sent
 from attar.model.decoder import Decoder
 from attar.scheduling.sequence import Sequence, Status
-from attar.scheduling.step_plan import ScheduledTokens, Copy, StepPlan
+from attar.scheduling.step_plan import Copy, ScheduledTokens, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -75,25 +75,25 @@ class _Rows(NamedTuple):
     ids: list[int]
     late: list[int]
     places: list[int]
-    coming: InflightTokens | None
+    inflight_tokens: InflightTokens | None
 
     @classmethod
-    def of(cls, chunks: List[ScheduledTokens], coming: InflightTokens | None) -> _Rows:
-        made = cls([], [], [], coming)
+    def of(cls, chunks: List[ScheduledTokens], inflight_tokens: InflightTokens | None) -> _Rows:
+        made = cls([], [], [], inflight_tokens)
         for sequence, start, rows, _ in chunks:
             made.ids.extend(sequence.tokens[start : start + rows])
             if start + rows > len(sequence.tokens):
-                assert coming is not None, "a token that nobody knows"
+                assert inflight_tokens is not None, "a token that nobody knows"
                 made.late.append(len(made.ids))
-                made.places.append(coming.places[sequence])
+                made.places.append(inflight_tokens.places[sequence])
                 made.ids.append(0)
         return made
 
     def complete(self, ids: Tensor) -> None:
         """Write the late token ids into the ids [N], on their device."""
-        if self.coming is not None and self.late:
+        if self.inflight_tokens is not None and self.late:
             late, places = sent(ids.device, torch.tensor(self.late), torch.tensor(self.places))
-            ids[late] = self.coming.tokens[places]
+            ids[late] = self.inflight_tokens.tokens[places]
 
 
 @dataclass(slots=True)
@@ -185,14 +185,16 @@ class Runner:
             self.graphs.record_all()
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: InflightTokens | None = None) -> Tensor:
+    def run(
+        self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, inflight_tokens: InflightTokens | None = None
+    ) -> Tensor:
         """Run the step; return logits [S, V] after each chunk that samples, in order, on the model's device.
 
         The device may still be working on them, and the next step overwrites them. `wanted` maps sequence ids to
-        additional results of a chunk, whose callbacks may wait. `coming` has the tokens that their sequences do not
-        have yet. A step, or parts of it, can be run again until the next one is run or the scheduler commits it, to the
-        same bits: it writes slots that it does not read before. After a step that raised, `release` comes first. Raises
-        torch.OutOfMemoryError where the device has too little memory for it.
+        additional results of a chunk, whose callbacks may wait. `inflight_tokens` has the tokens that their sequences
+        do not have yet. A step, or parts of it, can be run again until the next one is run or the scheduler commits it,
+        to the same bits: it writes slots that it does not read before. After a step that raised, `release` comes first.
+        Raises torch.OutOfMemoryError where the device has too little memory for it.
         """
         for copy in plan.copies:
             self._copy(copy)
@@ -208,11 +210,11 @@ class Runner:
         if not wanted and plain and (self._recorded or self.graphs is not None):
             for chunk in chunks:
                 point("runner.replay", chunk.sequence.id)
-            rows = _Rows.of(chunks, coming)
+            rows = _Rows.of(chunks, inflight_tokens)
             if self.graphs is None:
                 return self._replay(chunks, rows)
             return _replayed(self.graphs.of(len(chunks)), chunks, rows)
-        return self._run(chunks, wanted or {}, coming)
+        return self._run(chunks, wanted or {}, inflight_tokens)
 
     def _copy(self, copy: Copy) -> None:
         """Copy whole blocks: the rest behind the slots is overwritten before it is read."""
@@ -249,13 +251,15 @@ class Runner:
             self._batches.popitem(last=False)
         return batch
 
-    def _run(self, chunks: List[ScheduledTokens], wanted: dict[str, Wanted], coming: InflightTokens | None) -> Tensor:
+    def _run(
+        self, chunks: List[ScheduledTokens], wanted: dict[str, Wanted], inflight_tokens: InflightTokens | None
+    ) -> Tensor:
         width = max(len(chunk.sequence.blocks) for chunk in chunks)
         tables = torch.zeros((len(chunks), width), dtype=torch.int32)
         for row, chunk in enumerate(chunks):
             point("runner.table", chunk.sequence.id)
             tables[row, : len(chunk.sequence.blocks)] = torch.tensor(chunk.sequence.blocks, dtype=torch.int32)
-        told = _Rows.of(chunks, coming)
+        told = _Rows.of(chunks, inflight_tokens)
         (ids,) = sent(self.device, torch.tensor(told.ids))
         told.complete(ids)
         tails = self._unfinished.tails(chunks, self.block) if self.scheme.recent else None
@@ -294,7 +298,7 @@ class Runner:
         Graphs stay: each step writes all their inputs, so none is ever half made.
         """
         self._batches.clear()
-        ops.release()
+        dispatch.release()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attar.execution import cuda_graphs
 from attar.kernels.native import extension
-from attar.model.cache import KVCache, ForwardBatch
+from attar.model.cache import ForwardBatch, KVCache
 from attar.model.decoder import Decoder, soft_capped
 
 

@@ -17,7 +17,16 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from attar.formats.scheme import Grid, Layout, Scheme
-from attar.formats.weight_formats import Form, Fp4, Fp8Blocks, GgmlBlocks, Int8Rows, Lookup, Progressive, Sparse24
+from attar.formats.weight_formats import (
+    Fp4,
+    Fp8Blocks,
+    GgmlBlocks,
+    Int8Rows,
+    Lookup,
+    Progressive,
+    Sparse24,
+    WeightFormat,
+)
 
 
 class Unit(NamedTuple):
@@ -43,7 +52,7 @@ def units(scheme: Scheme) -> Mapping[str, Units]:
     return found
 
 
-def _units(form: Form, layout: Layout) -> dict[str, Units] | None:
+def _units(form: WeightFormat, layout: Layout) -> dict[str, Units] | None:
     match form:
         case Grid():
             return _of_grid(form, layout)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import attar.vml  # noqa: F401 - before anything is computed with weights
 from attar.formats.scheme import Scheme
-from attar.formats.weight_formats import Form
+from attar.formats.weight_formats import WeightFormat
 
 ALL = slice(None)
 
@@ -69,9 +69,9 @@ class Codec(Protocol):
 
     def quantize(self, weight: Tensor, scheme: Scheme) -> PackedTensor: ...
 
-    def fake_quantize(self, x: Tensor, grid: Form, scale: Tensor | None = None) -> Tensor: ...
+    def fake_quantize(self, x: Tensor, grid: WeightFormat, scale: Tensor | None = None) -> Tensor: ...
 
-    def fixed_scale(self, largest: Tensor, form: Form) -> Tensor: ...
+    def fixed_scale(self, largest: Tensor, form: WeightFormat) -> Tensor: ...
 
 
 _CODECS: Mapping[str, str] = {
@@ -87,7 +87,7 @@ _CODECS: Mapping[str, str] = {
     "lookup": "codecs.lookup",
     "sparse24": "codecs.sparse24",
 }
-"""Codec module of each `Form.kind`."""
+"""Codec module of each `WeightFormat.kind`."""
 
 
 def codec(kind: str) -> Codec:

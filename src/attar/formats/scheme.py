@@ -1,5 +1,5 @@
-"""Schemes of compressed weights: a `Grid` of representable values or another `Form`, and the `Scheme` that stores a
-weight on one.
+"""Schemes of compressed weights: a `Grid` of representable values or another `WeightFormat`, and the `Scheme` that
+stores a weight on one.
 
 Nothing here imports torch: planners compute sizes of models that no machine at hand could hold. `Scheme.parts` is the
 bit ledger. It declares every array of a stored weight, with dtype and shape, so bits per weight is a sum and never an
@@ -22,9 +22,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
+from attar.formats.weight_formats import ITEM_BITS as ITEM_BITS
 from attar.formats.weight_formats import (
-    FORMS,
-    Form,
+    WEIGHT_FORMATS,
     Fp4,
     Fp8Blocks,
     Lookup,
@@ -32,8 +32,8 @@ from attar.formats.weight_formats import (
     Progressive,
     ScaleDtype,
     Sparse24,
+    WeightFormat,
 )
-from attar.formats.weight_formats import ITEM_BITS as ITEM_BITS
 from attar.formats.weight_formats import Part as Part
 
 Kind = Literal["int", "e4m3", "e5m2"]
@@ -144,12 +144,12 @@ class Grid:
 NVFP4 = Fp4("nvfp4")
 SPARSE = "sparse24-"
 
-ROUNDS: Mapping[str, Form] = {
+ROUNDS: Mapping[str, WeightFormat] = {
     "fp8-block": Grid("e4m3", granularity="group", group_size=Fp8Blocks.size),
     "nvfp4": NVFP4,
     "mxfp4": Fp4("mxfp4"),
     "llm-int8": Outliers(),
-    **{name: Grid(granularity="token") for name, form in FORMS.items() if isinstance(form, Progressive)},
+    **{name: Grid(granularity="token") for name, form in WEIGHT_FORMATS.items() if isinstance(form, Progressive)},
 }
 """Activation format of each weight format, unless the scheme's name ends in -weight."""
 
@@ -165,8 +165,8 @@ class Scheme:
     construction where the fields do not fit each other.
     """
 
-    weight: Form
-    activation: Form | None = None
+    weight: WeightFormat
+    activation: WeightFormat | None = None
     static: bool = False
     scale_dtype: ScaleDtype = "float32"
     layout: Layout = "packed"
@@ -238,10 +238,10 @@ class Scheme:
     @staticmethod
     def parse(name: str) -> Scheme:
         """Read a scheme's short name. Raises ValueError naming the forms that exist."""
-        if name in FORMS:
-            return Scheme(FORMS[name], ROUNDS.get(name), ROUNDS.get(name) == NVFP4, layout="plain")
+        if name in WEIGHT_FORMATS:
+            return Scheme(WEIGHT_FORMATS[name], ROUNDS.get(name), ROUNDS.get(name) == NVFP4, layout="plain")
         if (form := name.removesuffix("-weight")) in ROUNDS:
-            return Scheme(FORMS[form], layout="plain")
+            return Scheme(WEIGHT_FORMATS[form], layout="plain")
         if (table := Lookup.parse(name)) is not None:
             return Scheme(table, layout="plain")
         if name.startswith(SPARSE):
@@ -258,7 +258,7 @@ class Scheme:
         if match is None:
             raise ValueError(
                 f"unknown scheme {name!r}: a scheme is w<bits> with optional g<group>, a8, -asym "
-                f"(w4g128, w3g64-asym, w8, w8a8, w8a8-static), or fp8, fp8-e5m2, {SPARSE}w4g64, {', '.join(FORMS)}"
+                f"(w4g128, w3g64-asym, w8, w8a8, w8a8-static), or fp8, fp8-e5m2, {SPARSE}w4g64, {', '.join(WEIGHT_FORMATS)}"
             )
         group = int(match["group"]) if match["group"] else None
         granularity: Granularity = "group" if group else "tensor" if match["tensor"] else "channel"

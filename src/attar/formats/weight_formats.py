@@ -1,4 +1,4 @@
-"""Weight formats beyond uniform grids: a `Form` for each family, as data. Torch-free.
+"""Weight formats beyond uniform grids: a `WeightFormat` for each family, as data. Torch-free.
 
 A format names its codec (`kind`), its spelling in `Scheme.parse` (`name`), the rows it can hold (`check`) and every
 array that a weight becomes (`parts`): the bit ledger of `scheme.py`, whose `Grid` is a format too. The meaning of those
@@ -50,7 +50,7 @@ class Part:
         return math.prod(self.shape) * ITEM_BITS[self.dtype] // 8
 
 
-class Form(Protocol):
+class WeightFormat(Protocol):
     """The numbers that a weight may take, or activations may be rounded to. Hashable, and equal by value."""
 
     @property
@@ -343,7 +343,7 @@ class Sparse24:
 
     kind: ClassVar[str] = "sparse24"
 
-    values: Form | None = None
+    values: WeightFormat | None = None
 
     @property
     def name(self) -> str:
@@ -369,7 +369,7 @@ class Sparse24:
 
 _GGML = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 
-_ALL: tuple[Form, ...] = (
+_ALL: tuple[WeightFormat, ...] = (
     *(GgmlBlocks(TYPES[name]) for name in _GGML),
     Fp8Blocks(),
     Fp4("nvfp4"),
@@ -382,5 +382,5 @@ _ALL: tuple[Form, ...] = (
     *(Lookup(bits, share) for bits in (4, 3, 2) for share in (0.0, 0.0005, 0.0045)),
 )
 
-FORMS: Mapping[str, Form] = {form.name: form for form in _ALL}
+WEIGHT_FORMATS: Mapping[str, WeightFormat] = {form.name: form for form in _ALL}
 """Weight formats other than grids, by name."""

@@ -22,141 +22,40 @@ programs, and rounding with it. `ref` uses torch's matrix products and guarantee
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from attar import env
 from attar.formats.packed import PackedTensor
-from attar.kernels import hadamard, ref, ref_attention
+from attar.kernels import dispatch, hadamard, ref, ref_attention
+from attar.kernels.dispatch import BackendWeights, Table
 from attar.kernels.native import attention as native_attention
-from attar.kernels.native import extension, rows
 from attar.kernels.native import linear as products
+from attar.kernels.native import rows
 from attar.kernels.native.linear import Activations as Activations
 from attar.kernels.native.rows import Table as NativeTable
-from attar.kernels.native.store import Store as NativeStore
+from attar.kernels.native.store import CpuWeights
 from attar.kernels.operands import (
     Activation,
+    ActivationHook,
     Adapter,
     AttentionForm,
     Linear,
     Norm,
     PreparedAdapter,
     Routes,
-    ActivationHook,
 )
 from attar.kernels.triton import backend as gpu
 from attar.kernels.triton import store as gpu_store
 from attar.kernels.triton.pages import NibblePages, PlainPages
-from attar.kernels.triton.store import TritonStore as TritonStore
-from attar.kernels.triton.store import TritonTable
-from attar.kernels.triton.weights import TritonWeight, knows_float8
-from attar.kv.pages import Bases, PagedKV, AttentionMetadata, Rotation
-from attar.kv.schemes import KvScheme, Layout
+from attar.kernels.triton.store import GpuWeights, TritonTable
+from attar.kernels.triton.weights import TritonWeight
+from attar.kv.pages import AttentionMetadata, PagedKV, Rotation
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
-Store: TypeAlias = NativeStore | TritonStore
-"""A model's weights in the layout of a backend."""
-Table: TypeAlias = NativeTable | TritonTable
-"""An embedding whose rows a backend reads."""
-
-OPS = (
-    "embed",
-    "norm",
-    "linear",
-    "rope",
-    "attention",
-    "write_kv",
-    "paged_attention",
-    "activate",
-    "quantize_rows_int8",
-    "argmax",
-)
-
-
-def candidates(op: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[tuple[str, str | None]]:
-    """Return every backend in order of preference with the reason against it, or None where it would run.
-
-    Raises ValueError for an unknown operation.
-    """
-    forced = env.get().kernels
-    if op not in OPS:
-        raise ValueError(f"unknown op {op!r}: known are {', '.join(OPS)}")
-    backends = {"triton": gpu.supports, "native": extension.supports}
-    if not gpu.takes(device):
-        del backends["triton"]
-    against = "ATTAR_KERNELS=ref forces the reference" if forced == "ref" else None
-    return [*((name, against or supports(op, device, dtype)) for name, supports in backends.items()), ("ref", None)]
-
-
-def require(device: str) -> None:
-    """Raise ValueError, with a message for users, where attar cannot compute on `device`."""
-    gpu.require(device)
-
-
-def store(activations: str = "int8g128", device: str = "cpu", dtype: torch.dtype = torch.float32) -> Store | None:
-    """Return a store for the weights of a native model that computes in `dtype` on `device`; None where the reference
-    runs.
-
-    `activations` is the rounding of rows on CPUs. Raises ValueError, with a message for users, where attar cannot
-    compute on the device.
-    """
-    gpu.require(device)
-    name, _ = next(each for each in candidates("linear", gpu.kind_of(device), dtype) if each[1] is None)
-    if name == "triton":
-        return TritonStore(device, dtype)
-    if name == "ref":
-        if gpu.kind_of(device) != "cpu":
-            raise ValueError(f"the reference computes on {device} only what is loaded there: it has no store")
-        return None
-    extension.fit_threads()
-    return NativeStore(activations)
-
-
-def pages(
-    blocks: int,
-    block: int,
-    kv_heads: int,
-    head_dim: int,
-    scheme: KvScheme,
-    device: str = "cpu",
-    tails: int = 0,
-    bases: Bases | None = None,
-) -> PagedKV:
-    """Return the KV cache of a layer in the layout of the device's kernels: `blocks` blocks of `block` slots.
-
-    It includes what the scheme needs of a layer beside them (`PagedKV.zeros`). Raises ValueError where the slots are no
-    multiple of 16, or the device's kernels do not support `scheme`.
-    """
-    if not gpu.takes(device) or env.get().kernels == "ref":
-        made = PagedKV.zeros(blocks, block, kv_heads, head_dim, scheme, device, tails, bases)
-        for (
-            part
-        ) in made.parts():  # a head's blocks lie apart, one to a small page: walking those costs a third of the speed
-            extension.prefer_huge_pages(part)
-        return made
-    if scheme.name == "int4":
-        return NibblePages.rotated(blocks, block, kv_heads, head_dim, scheme, device)
-    if not (scheme.unscaled or scheme.layout in (Layout.INT8, Layout.FP8)):
-        raise ValueError(
-            f"kernels of {device} keep keys and values as float32, bfloat16, int8, fp8 or int4, not {scheme.name}"
-        )
-    dtype = torch.float8_e4m3fn if scheme.layout == Layout.FP8 else getattr(torch, scheme.name)
-    if dtype == torch.float8_e4m3fn and not knows_float8(torch.device(device)):
-        raise ValueError(f"keys and values cannot be kept as fp8 on {device}: this card knows no float8")
-    made = PlainPages.make(blocks, block, kv_heads, head_dim, dtype, device)
-    made.scheme = scheme
-    return made
-
-
-def _triton(module: str) -> ModuleType:
-    """Import a module of Triton's kernels on first use."""
-    return importlib.import_module(f"attar.kernels.triton.{module}")
+    pass
 
 
 def argmax(rows: Tensor) -> Tensor:
@@ -166,15 +65,10 @@ def argmax(rows: Tensor) -> Tensor:
     CPUs use numpy: torch takes 2 ms for a vocabulary of 152,000, a hundred times as long as reading it. torch's argmax
     on a GPU does not define ties.
     """
-    if candidates("argmax", rows.device.type, torch.float32)[0] == ("triton", None):
-        found: Tensor = _triton("sampling").argmax(rows)
+    if dispatch.candidates("argmax", rows.device.type, torch.float32)[0] == ("triton", None):
+        found: Tensor = dispatch.triton("sampling").argmax(rows)
         return found
     return torch.from_numpy(rows.numpy().argmax(-1)) if rows.device.type == "cpu" else rows.argmax(-1)
-
-
-def release() -> None:
-    """Release the memory that backends keep for later results, for programs that are short of memory between models."""
-    extension.release()
 
 
 def embed(
@@ -198,10 +92,6 @@ def embed(
     return ref.embed(table, ids, dtype, scale, position_table, positions, offset)
 
 
-def _is_native(op: str, x: Tensor) -> bool:
-    return ("native", None) in candidates(op, x.device.type, x.dtype)
-
-
 def norm(stream: Tensor, delta: Tensor | None, spec: Norm) -> tuple[Tensor, Tensor]:
     """Add `delta` [N, I] to the residual `stream` [N, I], then normalise. Returns (stream, normed), both [N, I].
 
@@ -209,14 +99,16 @@ def norm(stream: Tensor, delta: Tensor | None, spec: Norm) -> tuple[Tensor, Tens
     applied, unless the weight has an offset (Gemma), which is applied in float32. LayerNorm is torch's.
     """
     if spec.prepared and gpu.takes(stream.device):
-        both: tuple[Tensor, Tensor] = _triton("rows").norm(stream, delta, spec)
+        both: tuple[Tensor, Tensor] = dispatch.triton("rows").norm(stream, delta, spec)
         return both
     if spec.prepared:
         return rows.norm(stream.contiguous(), None if delta is None else delta.contiguous(), spec)
     return ref.norm(stream, delta, spec)
 
 
-def linear(x: Tensor, linears: Sequence[Linear], tap: ActivationHook | None = None, routes: Routes | None = None) -> Tensor:
+def linear(
+    x: Tensor, linears: Sequence[Linear], hook: ActivationHook | None = None, routes: Routes | None = None
+) -> Tensor:
     """Return the products of rows x [N, I] with each of `linears`, side by side: [N, sum of O].
 
     Weights may be of any schemes, mixed. Where a scheme quantizes activations, x is first rounded to that grid, once
@@ -226,9 +118,9 @@ def linear(x: Tensor, linears: Sequence[Linear], tap: ActivationHook | None = No
     """
     if linears[0].hadamard:
         x = hadamard.rotate(x, linears[0].hadamard)
-    if tap is not None:
+    if hook is not None:
         for each in linears:
-            tap(each, x)
+            hook(each, x)
     out = _products(x, linears)
     if any(each.adapter is not None for each in linears):
         _adapt(out, x, linears, slice(None), [each.adapter for each in linears])
@@ -257,12 +149,12 @@ def _adapt(
         at += each.shape[0]
 
 
-def prepare_adapter(adapter: Adapter, into: Store | None, device: torch.device) -> Adapter | PreparedAdapter:
+def prepare_adapter(adapter: Adapter, into: BackendWeights | None, device: torch.device) -> Adapter | PreparedAdapter:
     """Prepare an adapter for a model on `device` whose weights are in `into`.
 
     On CPUs it takes the layout of the kernels; a GPU multiplies by it in float32, like the reference.
     """
-    if not isinstance(into, NativeStore):
+    if not isinstance(into, CpuWeights):
         return adapter.to(device)
     made = PreparedAdapter(Linear("adapter's A", adapter.down), Linear("adapter's B", adapter.up))
     into.take(made.down)
@@ -276,7 +168,7 @@ def _products(x: Tensor, linears: Sequence[Linear]) -> Tensor:
         return products.linear(x, linears)
     on_gpu = [isinstance(each.weight, TritonWeight) for each in linears]
     if all(on_gpu):
-        out: Tensor = _triton("linear").linear(x, linears)
+        out: Tensor = dispatch.triton("linear").linear(x, linears)
         return out
     if any(prepared) or any(on_gpu):  # some schemes have no kernel
         return torch.cat([_products(x, (each,)) for each in linears], 1)
@@ -332,9 +224,9 @@ def write_kv(
         if q_norm is not None and k_norm is not None and q_norm.kind != "rms":
             q, k = norm(q, None, q_norm)[1], norm(k, None, k_norm)[1]
             q_norm = k_norm = None
-        turned: Tensor = _triton("kv_write").write_kv(q, k, v, pages, place, rotation, q_norm, k_norm)
+        turned: Tensor = dispatch.triton("kv_write").write_kv(q, k, v, pages, place, rotation, q_norm, k_norm)
         return turned
-    native = _is_native("write_kv", q)
+    native = dispatch.is_native("write_kv", q)
     if q_norm is not None and k_norm is not None and not (native and q_norm.kind == "rms"):
         q, k = norm(q, None, q_norm)[1], norm(k, None, k_norm)[1]
         q_norm = k_norm = None
@@ -348,7 +240,8 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Return attention of queries [N, H, D] over the pages of their sequences: ([N, H * D], mass).
 
-    Visibility is that of `attention`, with positions from `AttentionMetadata`. A query that sees nothing gives zeros (of
+    Visibility is that of `attention`, with positions from `AttentionMetadata`. A query that sees nothing gives zeros
+    (of
     coordinates: the mean of values where the pages' basis has one). The mass, float32 [B, G, slots of a table], is how
     much of the softmax each slot received, summed over the sequence's rows of this call and over the H / G query heads
     that read its head; None unless wanted.
@@ -362,11 +255,11 @@ def paged_attention(
     if isinstance(pages, PlainPages):
         if want_mass:
             raise ValueError("no kernel of this device tells the mass of a softmax yet: what evicts by it runs on CPUs")
-        mixed: Tensor = _triton("attention").paged_attention(q, pages, place, form)
+        mixed: Tensor = dispatch.triton("attention").paged_attention(q, pages, place, form)
         if isinstance(pages, NibblePages):
-            mixed = _triton("nibbles").turn_back(mixed, pages)
+            mixed = dispatch.triton("nibbles").turn_back(mixed, pages)
         return mixed, None
-    if _is_native("paged_attention", q):
+    if dispatch.is_native("paged_attention", q):
         return native_attention.paged_attention(q, pages, place, form, want_mass)
     return ref_attention.paged_attention(q, pages, place, form, want_mass)
 
@@ -377,21 +270,21 @@ def feed_forward_in(
     kind: Activation,
     gated: bool,
     reader: Linear,
-    tap: ActivationHook | None = None,
+    hook: ActivationHook | None = None,
     routes: Routes | None = None,
 ) -> Tensor:
     """Return the rows that `reader` multiplies in a feed-forward: `activate` of the products of rows x [N, I] with
     `up`."""
-    plain = tap is None and routes is None and all(each.adapter is None for each in up)
+    plain = hook is None and routes is None and all(each.adapter is None for each in up)
     if gated and plain and products.gateable(up) and isinstance(reader.weight, products.PackedWeight):
         return products.gated_linear(x, up, kind)
-    return activate(linear(x, up, tap, routes), kind, gated, reader)
+    return activate(linear(x, up, hook, routes), kind, gated, reader)
 
 
 def activate(x: Tensor, kind: Activation, gated: bool, reader: Linear) -> Tensor:
     """Return act(x) [N, I], or, gated, act(a) * b of rows laid out as [a | b]: [N, I / 2], for `reader` to multiply."""
     if isinstance(reader.weight, TritonWeight):
-        out: Tensor = _triton("rows").activate(x, kind, gated)
+        out: Tensor = dispatch.triton("rows").activate(x, kind, gated)
         return out
     if isinstance(reader.weight, products.PackedWeight):
         return rows.activate(x.contiguous(), kind, gated)
@@ -404,6 +297,6 @@ def quantize_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = max|x| / 127.5, float32's epsilon where a row is all zero; code = round-half-even(x / scale) in -128 .. 127.
     Raises ValueError naming the first row that holds a NaN or an infinity.
     """
-    if _is_native("quantize_rows_int8", x):
+    if dispatch.is_native("quantize_rows_int8", x):
         return rows.quantize_rows_int8(x)
     return ref.quantize_rows_int8(x)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attar.formats.packed import PackedTensor, codec
-from attar.formats.weight_formats import Form
+from attar.formats.weight_formats import WeightFormat
 from attar.kernels.operands import Activation, Linear, Norm
 
 WEIGHTS_AT_ONCE = 1 << 21  # enough for a product at full speed
@@ -98,7 +98,7 @@ def rounded_input(x: Tensor, each: Linear) -> Tensor:
     return rounded + (x - x.detach()) if x.requires_grad else rounded  # plus zero, whose gradient is that of x
 
 
-def activation_grid(each: Linear) -> Form | None:
+def activation_grid(each: Linear) -> WeightFormat | None:
     return each.weight.scheme.activation if isinstance(each.weight, PackedTensor) else None
 
 

@@ -17,7 +17,7 @@ from attar.kv import bit_planes as coding
 from attar.kv import kivi, kvquant
 from attar.kv.bit_planes import Basis
 from attar.kv.kvquant import Channels
-from attar.kv.pages import PagedKV, AttentionMetadata, Rotation
+from attar.kv.pages import AttentionMetadata, PagedKV, Rotation
 from attar.kv.schemes import Layout
 
 QUERY_TILE = 512  # queries that share one mask: memory grows with the keys, not with their square
@@ -300,7 +300,9 @@ def read_sequence(
     return torch.cat((k, next(last))), torch.cat((v, next(last)))
 
 
-def write_kv(q: Tensor, k: Tensor, v: Tensor, pages: PagedKV, place: AttentionMetadata, rotation: Rotation | None) -> Tensor:
+def write_kv(
+    q: Tensor, k: Tensor, v: Tensor, pages: PagedKV, place: AttentionMetadata, rotation: Rotation | None
+) -> Tensor:
     if rotation is not None:
         cos, sin = rotation.cos[rotation.rows.long()], rotation.sin[rotation.rows.long()]
         q, k = rope(q, cos, sin), rope(k, cos, sin)

@@ -61,7 +61,9 @@ def _shared(model: Decoder, base: Decoder, started: Tensor, cache: NewCache) -> 
     same, count = torch.ones(batch, dtype=torch.bool), torch.zeros(batch, dtype=torch.int64)
     for _ in range(LENGTH):
         chosen, theirs = (
-            ops.argmax(each.forward(fed.to(each.device), ForwardBatch(lengths, horizon, kept), rows.to(each.device))).cpu()
+            ops.argmax(
+                each.forward(fed.to(each.device), ForwardBatch(lengths, horizon, kept), rows.to(each.device))
+            ).cpu()
             for each, kept in caches
         )
         same &= chosen == theirs

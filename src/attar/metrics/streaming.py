@@ -24,7 +24,7 @@ from attar.metrics import bootstrap
 from attar.metrics.bootstrap import Floats, Interval, Ints
 from attar.metrics.divergence import Comparison, compare
 from attar.metrics.perplexity import Window, nll
-from attar.model.cache import KVCache, ForwardBatch
+from attar.model.cache import ForwardBatch, KVCache
 from attar.model.decoder import Decoder
 from attar.progress import StageProgress
 

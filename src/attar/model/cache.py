@@ -17,9 +17,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.operands import Routes
-from attar.kv.pages import Bases, PagedKV, AttentionMetadata, Rotation
+from attar.kv.pages import AttentionMetadata, Bases, PagedKV, Rotation
 from attar.kv.schemes import SCHEMES, KvScheme
 from attar.model.config import ModelConfig, Rope
 from attar.model.rope import rotation, table
@@ -160,7 +160,7 @@ def pool(
     """Return `blocks` blocks of `block` slots in every layer, and `tails` unfinished ones where the scheme has such."""
     sizes = (blocks, block, config.kv_heads, config.head_dim)
     each = [None] * config.layers if bases is None else bases
-    return [ops.pages(*sizes, scheme, device, tails, of_layer) for of_layer in each]
+    return [dispatch.pages(*sizes, scheme, device, tails, of_layer) for of_layer in each]
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from attar.formats.packed import PackedTensor
 from attar.kernels import ops
+from attar.kernels.dispatch import BackendWeights, GpuWeights, Table
 from attar.kernels.operands import AttentionForm, Linear, Norm, Prepared, Routes
-from attar.kernels.ops import Store, Table, TritonStore
 from attar.kv.pages import Bases
 from attar.kv.schemes import SCHEMES, KvScheme
-from attar.model.cache import KVCache, ForwardBatch
+from attar.model.cache import ForwardBatch, KVCache
 from attar.model.config import ModelConfig
 from attar.model.layers import Attention, Block, FeedForward, MixtureOfExperts
 from attar.progress import StageProgress
@@ -75,7 +75,7 @@ class Decoder:
     blocks: list[Block]
     final_norm: Norm
     head: Linear
-    store: Store | None = None  # where its weights are laid out for the native kernels
+    store: BackendWeights | None = None  # where its weights are laid out for the native kernels
     first: int = 0  # layer of the model of its first block
 
     @property
@@ -113,7 +113,7 @@ class Decoder:
         """Return why a step cannot be recorded as native calls and replayed, or None where it can."""
         if self.store is None:
             return "the model is not laid out for the native kernels"
-        if isinstance(self.store, TritonStore):
+        if isinstance(self.store, GpuWeights):
             return "steps of a GPU are recorded as CUDA graphs"
         if self.store.refused:
             name, reason = next(iter(self.store.refused.items()))
@@ -184,7 +184,11 @@ class Decoder:
         return stream, delta
 
     def _states_by_piece(
-        self, ids: Tensor, step: ForwardBatch, pieces: list[tuple[int, ...]], watch: Callable[[int, Tensor], None] | None
+        self,
+        ids: Tensor,
+        step: ForwardBatch,
+        pieces: list[tuple[int, ...]],
+        watch: Callable[[int, Tensor], None] | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute `states` in calls that the cache accepts. `watch` receives the pieces."""
         first = list(itertools.accumulate(step.lengths, initial=0))[:-1]
@@ -192,7 +196,9 @@ class Decoder:
         for lengths in pieces:
             rows = torch.cat([torch.arange(at, at + n) for at, n in zip(first, lengths, strict=True)])
             first = [at + n for at, n in zip(first, lengths, strict=True)]
-            stream, delta = self.states(ids[rows], ForwardBatch(lengths, step.horizon, step.cache, step.adapters), watch)
+            stream, delta = self.states(
+                ids[rows], ForwardBatch(lengths, step.horizon, step.cache, step.adapters), watch
+            )
             order.append(rows)
             streams.append(stream)
             if delta is not None:
@@ -424,7 +430,7 @@ def build(
     config: ModelConfig,
     weights: Weights,
     on_block: StageProgress | None = None,
-    store: Store | None = None,
+    store: BackendWeights | None = None,
 ) -> Decoder:
     """Build the whole decoder, its weights in `store` where one is given. `on_block(done, total)` reports progress.
 
@@ -437,7 +443,7 @@ def build(
     return Decoder(config, embedding, blocks, final_norm, head, store)
 
 
-def lay_out_ends(embedding: Embedding, head: Linear, final_norm: Norm, store: Store | None) -> None:
+def lay_out_ends(embedding: Embedding, head: Linear, final_norm: Norm, store: BackendWeights | None) -> None:
     """Put the parts around the blocks into `store`; where embedding and LM head are one, they stay one."""
     if store is None:
         return
@@ -446,7 +452,7 @@ def lay_out_ends(embedding: Embedding, head: Linear, final_norm: Norm, store: St
     store.take_norm(final_norm)
     assert not isinstance(embedding.table, Table)
     embedding.table = store.table(head.weight if tied and isinstance(head.weight, Prepared) else embedding.table)
-    if isinstance(store, TritonStore) and embedding.positions is not None:
+    if isinstance(store, GpuWeights) and embedding.positions is not None:
         embedding.positions = embedding.positions.to(store.device)
 
 
@@ -455,7 +461,7 @@ def build_blocks(
     weights: Weights,
     layers: range,
     on_block: StageProgress | None,
-    store: Store | None,
+    store: BackendWeights | None,
 ) -> list[Block]:
     """Build blocks `layers` of the model, in `store` where one is given. `on_block(done, total)` reports progress."""
     blocks = []

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attar.kernels import ops
+from attar.kernels.dispatch import BackendWeights
 from attar.kernels.group import Group
 from attar.kernels.operands import Adapter, Linear, Norm, Routes
-from attar.kernels.ops import Store
 from attar.model import decoder
 from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder, Embedding, Weights
@@ -213,7 +213,7 @@ def build(
     weights: Weights,
     groups: Groups,
     on_block: StageProgress | None = None,
-    store: Store | None = None,
+    store: BackendWeights | None = None,
 ) -> SplitDecoder:
     """Build one process's part of a model. `weights` holds the parts of linear layers and token table that `split`
     keeps.
@@ -236,7 +236,7 @@ def build(
     )  # fmt: skip
 
 
-def _ends(split: Split, weights: Weights, final_norm: Norm, store: Store | None) -> tuple[Embedding, Linear]:
+def _ends(split: Split, weights: Weights, final_norm: Norm, store: BackendWeights | None) -> tuple[Embedding, Linear]:
     """Build embedding and LM head of a process, laid out with the final norm; without rows where it has neither."""
     if split.vocabulary is None:
         if store is not None:

@@ -29,7 +29,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     prompt: tuple[int, ...]
     params: SamplingParams
     n: int = 1
-    salt: bytes = b""  # requests with different salts share no cached block
+    cache_salt: bytes = b""  # requests with different salts share no cached block
     priority: int = 0  # lower goes first
     deadline: float | None = None  # seconds from now; then the request fails with `deadline`
     adapter: str = ""  # one of `Ready.adapters`; empty: the base model
@@ -43,7 +43,7 @@ class Embed(msgspec.Struct, frozen=True, tag="embed"):
     pooling: str = "mean"  # or "last"
     deadline: float | None = None
     adapter: str = ""
-    salt: bytes = b""
+    cache_salt: bytes = b""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

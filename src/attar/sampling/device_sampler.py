@@ -23,7 +23,7 @@ from attar.execution.cuda_graphs import mark
 from attar.kernels import ops
 from attar.model.cache import sent
 from attar.protocol.request import TokenLogprob
-from attar.sampling.sampler import Asked, BadLogits, Draw, Sampler, drawn, penalized
+from attar.sampling.sampler import Asked, BadLogits, SampledToken, Sampler, drawn, penalized
 
 AT_ONCE = 64  # rows that are sorted together: their float64 numbers take a gigabyte at the most common vocabularies
 
@@ -43,7 +43,7 @@ class Chosen:
         self._there.set()
         self._numbers: list[float] | None = None
 
-    def draws(self, first: int = 0, last: int | None = None) -> list[Draw | BadLogits]:
+    def draws(self, first: int = 0, last: int | None = None) -> list[SampledToken | BadLogits]:
         """Return the draws of all rows, or of some. The first call makes the host wait."""
         if self._numbers is None:
             self._there.wait()
@@ -74,7 +74,7 @@ def choose(logits: Tensor, samplers: Sequence[Sampler]) -> Chosen:
     return Chosen(chosen, asked, samplers, counts, most)
 
 
-def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Draw | BadLogits]:
+def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[SampledToken | BadLogits]:
     """Choose like `sampler.sample` from logits [B, V], one row a sampler, on any device."""
     return choose(logits, samplers).draws()
 

@@ -95,7 +95,7 @@ class BadLogits(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class SampledToken:
     """The token chosen for one row, with its log probabilities where they were asked for."""
 
     token_id: int
@@ -218,7 +218,7 @@ def at_once(vocab_size: int) -> int:
     return min(AT_ONCE, torch.get_num_threads() * max(1, CACHED // vocab_size))
 
 
-def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Draw | BadLogits]:
+def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[SampledToken | BadLogits]:
     """Choose the next token of every row.
 
     logits: [B, V] floating, one row a sampler, unchanged on return. Nothing is committed: the caller commits the tokens
@@ -298,7 +298,7 @@ def drawn(
     tokens: Sequence[int],
     largest: Sequence[float],
     samplers: Sequence[Sampler],
-) -> list[Draw | BadLogits]:
+) -> list[SampledToken | BadLogits]:
     """Return the draws of chosen tokens [B], or BadLogits where the largest number of a row is not finite.
 
     `logprobs` is called once, for the rows that request them.
@@ -313,7 +313,7 @@ def drawn(
         if good[i] and (count := sampler.params.logprobs) is not None
     ]
     found = dict(zip((i for i, _, _ in wanted), logprobs(wanted), strict=True))
-    return [Draw(token, found.get(i)) if good[i] else BadLogits(BAD) for i, token in enumerate(tokens)]
+    return [SampledToken(token, found.get(i)) if good[i] else BadLogits(BAD) for i, token in enumerate(tokens)]
 
 
 def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:

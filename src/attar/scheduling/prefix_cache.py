@@ -63,7 +63,7 @@ class Node:
         self.children: list[Node] = []  # sorted by tokens
 
 
-class RadixCache:
+class PrefixCache:
     """The tree over the blocks of `pool`.
 
     With `round_to`, matches end at multiples of so many tokens: caches that quantize tokens in groups cannot share part
@@ -85,12 +85,12 @@ class RadixCache:
         self._evicted: OrderedDict[tuple[bytes | int, bytes], array[int]] = OrderedDict()
         self._behind: dict[bytes | int, list[array[int]]] = {}  # `_evicted` by name, sorted by tokens
 
-    def match(self, salt: bytes, tokens: array[int]) -> Match:
+    def match(self, cache_salt: bytes, tokens: array[int]) -> Match:
         """Return the longest run of first tokens that the tree has. The caller omits tokens that it must compute
         anyway."""
         point("radix.match")
         size = self.pool.size
-        root = self._root(salt)
+        root = self._root(cache_salt)
         node, blocks, branch, shared = self._descend(root, tokens)
         part = self._use(node, branch)
         at = len(blocks) * size
@@ -106,7 +106,7 @@ class RadixCache:
 
     def insert(
         self,
-        salt: bytes,
+        cache_salt: bytes,
         tokens: array[int],
         blocks: list[int],
         let_go: Callable[[list[int]], None] | None = None,
@@ -120,7 +120,7 @@ class RadixCache:
         if not tokens:
             return
         size = self.pool.size
-        root = self._root(salt)
+        root = self._root(cache_salt)
         node, known, branch, shared = self._descend(root, tokens)
         for i, block in enumerate(known):
             if blocks[i] != block:
@@ -135,7 +135,7 @@ class RadixCache:
         point("radix.insert")  # nothing after this raises: the tree gains all of the leaf, or nothing
         if branch is not None and shared == len(branch.tokens):
             self._remove(branch)  # it ended inside this block; the new one continues it
-        self._roots[salt] = root
+        self._roots[cache_salt] = root
         self.pool.keep(leaf.blocks)
         insort(node.children, leaf, key=_tokens)
         self._order[leaf] = None
@@ -185,15 +185,15 @@ class RadixCache:
 
     def nodes(self) -> Iterator[tuple[bytes, array[int], Node]]:
         """Yield every node, parents first, with its salt and the tokens from the root to its own first."""
-        stack = [(salt, array("i"), child) for salt, root in self._roots.items() for child in root.children]
+        stack = [(cache_salt, array("i"), child) for cache_salt, root in self._roots.items() for child in root.children]
         while stack:
-            salt, before, node = stack.pop()
-            yield salt, before, node
-            stack += [(salt, before + node.tokens, child) for child in node.children]
+            cache_salt, before, node = stack.pop()
+            yield cache_salt, before, node
+            stack += [(cache_salt, before + node.tokens, child) for child in node.children]
 
-    def _root(self, salt: bytes) -> Node:
+    def _root(self, cache_salt: bytes) -> Node:
         """Return the root of a salt; it is in the tree only once it has tokens."""
-        return self._roots.get(salt) or Node(salt, None, array("i"), [])
+        return self._roots.get(cache_salt) or Node(cache_salt, None, array("i"), [])
 
     def _descend(self, node: Node, tokens: array[int]) -> tuple[Node, list[int], Node | None, int]:
         """Follow the tokens from the root, and split the edge on which the path ends.

@@ -50,11 +50,11 @@ from collections.abc import Callable, Collection, Mapping
 
 from attar.faults import point
 from attar.plan.fit import kept_free
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 from attar.scheduling.block_pool import BlockPool
-from attar.scheduling.prefix_cache import NOTHING, Match, RadixCache, common
-from attar.scheduling.sequence import SequenceGroup, Sequence, Status
-from attar.scheduling.step_plan import ScheduledTokens, Copy, Outcome, StepPlan
+from attar.scheduling.prefix_cache import NOTHING, Match, PrefixCache, common
+from attar.scheduling.sequence import Sequence, SequenceGroup, Status
+from attar.scheduling.step_plan import Copy, Outcome, ScheduledTokens, StepPlan
 
 MANY_ENDED = 256  # deadlines of ended sequences that may be kept
 
@@ -75,7 +75,7 @@ _NOTHING_NEW = Outcome()
 class Scheduler:
     """Sequences waiting and running over one pool of blocks. Times are seconds on any clock that does not go back."""
 
-    def __init__(self, pool: BlockPool, cache: RadixCache, limits: Limits) -> None:
+    def __init__(self, pool: BlockPool, cache: PrefixCache, limits: SchedulerConfig) -> None:
         self.pool, self.cache, self.limits = pool, cache, limits
         self.waiting: list[Sequence] = []
         """Waiting sequences, in order of admission."""
@@ -108,10 +108,10 @@ class Scheduler:
                     f"{self.pool.size}; there are {self.pool.total}",
                 )
         self.require_room(len(choices))
-        kin = SequenceGroup()
+        group = SequenceGroup()
         for choice in choices:
             self._sequences[choice.id] = choice
-            choice.kin = kin
+            choice.group = group
             choice.order = next(self._orders)
             choice.arrival = choice.since = now
             choice.overdue = self.limits.max_passed == 0
@@ -238,7 +238,7 @@ class Scheduler:
                 if samples:
                     sequence.enter(Status.DECODE, now)
             if samples:
-                sequence.coming -= sequence.max_tokens > 0
+                sequence.inflight_tokens -= sequence.max_tokens > 0
                 sequence.tokens.extend(outcome.tokens)
                 assert sequence.output <= sequence.max_tokens
                 if outcome.finished or sequence.output == sequence.max_tokens:
@@ -258,7 +258,7 @@ class Scheduler:
         if rows:
             step.chunks.append(ScheduledTokens(sequence, sequence.planned, rows, rows == pending))
             sequence.planned += rows
-            sequence.coming += rows == pending and sequence.max_tokens > 0
+            sequence.inflight_tokens += rows == pending and sequence.max_tokens > 0
         return rows
 
     def _missing(self, sequence: Sequence) -> int:
@@ -316,8 +316,8 @@ class Scheduler:
         match = NOTHING
         if not sequence.bypass:
             prompt = sequence.tokens[:-1]  # the last has to be run, for its logits
-            match = self.cache.match(sequence.salt, prompt)
-            if self._soon_more(sequence.salt, prompt, match):
+            match = self.cache.match(sequence.cache_salt, prompt)
+            if self._soon_more(sequence.cache_salt, prompt, match):
                 return False
         room = self._room(sequence, match)
         if room is None and match.source is not None:  # the block to copy from may be the one that is missing
@@ -335,15 +335,15 @@ class Scheduler:
             self._pass(other)
         if sequence.status is Status.QUEUED:
             sequence.reused, sequence.reuse_ended, sequence.differs_at = match.length, match.ended, match.differs_at
-            if not sequence.kin.counted:  # the first choice has just computed what the others find there
-                sequence.kin.counted = True
+            if not sequence.group.counted:  # the first choice has just computed what the others find there
+                sequence.group.counted = True
                 self.cache.count(sequence.prompt, match)
         sequence.enter(Status.PREFILL, now)
         insort(self.running, sequence, key=_rank)
         step.admitted.append(sequence)
         return True
 
-    def _soon_more(self, salt: bytes, prompt: array[int], match: Match) -> bool:
+    def _soon_more(self, cache_salt: bytes, prompt: array[int], match: Match) -> bool:
         """Return whether a prompt being computed will bring a block more of this one into the tree, or all of it.
 
         Batches of the other policies start together, so there is nothing to wait for.
@@ -351,7 +351,7 @@ class Scheduler:
         if self.limits.policy != "continuous":
             return False
         for other in self.running:
-            if other.status is Status.PREFILL and other.salt == salt:
+            if other.status is Status.PREFILL and other.cache_salt == cache_salt:
                 length = common(prompt, other.tokens)
                 whole = length == len(prompt)
                 length -= length % self.cache.round_to
@@ -393,7 +393,7 @@ class Scheduler:
     def _keep(self, sequence: Sequence) -> None:
         """Put the sequence's computed tokens into the tree."""
         tokens = sequence.tokens[: sequence.computed]
-        self.cache.insert(sequence.salt, tokens, sequence.blocks, self._let_go(sequence))
+        self.cache.insert(sequence.cache_salt, tokens, sequence.blocks, self._let_go(sequence))
 
     def _let_go(self, sequence: Sequence) -> Callable[[list[int]], None]:
         """Return the function that takes blocks given up: a step that may still use them releases them at its
@@ -409,7 +409,7 @@ class Scheduler:
                 self._keep(sequence)
         finally:
             self._let_go(sequence)(sequence.blocks)
-            sequence.blocks, sequence.computed, sequence.planned, sequence.coming = [], 0, 0, 0
+            sequence.blocks, sequence.computed, sequence.planned, sequence.inflight_tokens = [], 0, 0, 0
 
     def _give_up(self, sequence: Sequence, now: float, error: Exception) -> None:
         """End the sequence after its own work raised an exception, which changed nothing or was undone.

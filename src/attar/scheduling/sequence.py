@@ -3,7 +3,8 @@
 `tokens` is the prompt and then the output. The keys and values of its first `computed` tokens are in `blocks`; the
 `pending` tokens have to be run through the model. That one number tells prefill from decode: a sequence decodes while
 exactly its last token is pending, and one that lost its blocks starts over with everything pending, output included.
-While a step is under way, `planned` and `coming` are the values after its end: a plan made meanwhile starts from them.
+While a step is under way, `planned` and `inflight_tokens` are the values after its end: a plan made meanwhile starts
+from them.
 
 The engine makes the sequence; the scheduler alone changes it. The engine reads it, above all `blocks`, which is its row
 of the block table while a step runs. Until it decodes, a commit may replace its blocks by the prefix tree's with the
@@ -40,9 +41,9 @@ class SequenceGroup:
 class Sequence:
     """A prompt to be continued by at most `max_tokens` tokens (0: only to be run through the model).
 
-    `priority`: lower goes first. `deadline` is on the scheduler's clock. Sequences of different `salt` share no block.
-    With `bypass` nothing of the prompt is taken from the cache, because the request needs every position computed.
-    `adapter` is the number of its adapter, 0 for none; the caller makes the salt differ by adapter.
+    `priority`: lower goes first. `deadline` is on the scheduler's clock. Sequences of different `cache_salt` share no
+    block. With `bypass` nothing of the prompt is taken from the cache, because the request needs every position
+    computed. `adapter` is the number of its adapter, 0 for none; the caller makes the salt differ by adapter.
     """
 
     id: str
@@ -50,7 +51,7 @@ class Sequence:
     max_tokens: int
     priority: int = 0
     deadline: float | None = None
-    salt: bytes = b""
+    cache_salt: bytes = b""
     bypass: bool = False
     adapter: int = 0
 
@@ -63,7 +64,7 @@ class Sequence:
     """Tokens whose keys and values are in the blocks."""
     planned: int = 0
     """Value of `computed` once the steps under way are over."""
-    coming: int = 0
+    inflight_tokens: int = 0
     """Tokens that the steps under way will sample."""
     blocks: list[int] = field(default_factory=list)
 
@@ -72,7 +73,7 @@ class Sequence:
     """`finished`, or one of `messages.FAILURES`."""
     order: int = 0
     """Number in order of arrival."""
-    kin: SequenceGroup = field(default_factory=SequenceGroup)
+    group: SequenceGroup = field(default_factory=SequenceGroup)
     arrival: float = 0.0
     passed: int = 0
     """Times that a later arrival of better priority went first."""
@@ -106,7 +107,7 @@ class Sequence:
     @property
     def expected(self) -> int:
         """Tokens to be run through the model, known now or once the steps under way are over."""
-        tokens = len(self.tokens) + self.coming
+        tokens = len(self.tokens) + self.inflight_tokens
         return tokens if tokens < self.longest else self.longest
 
     @property
@@ -133,7 +134,7 @@ class Sequence:
         running = self.status in (Status.PREFILL, Status.DECODE)
         assert 0 <= self.computed <= len(self.tokens) <= self.prompt + self.max_tokens
         assert self.computed <= self.planned <= self.expected
-        assert self.under_way or (self.planned, self.coming) == (self.computed, 0), "more to come, of no step"
+        assert self.under_way or (self.planned, self.inflight_tokens) == (self.computed, 0), "more to come, of no step"
         assert self.planned <= len(self.blocks) * size, "tokens without a block"
         assert len(self.blocks) <= -(-self.longest // size), "more blocks than it can ever need"
         assert running or not self.blocks, "blocks held by a sequence that does not run"

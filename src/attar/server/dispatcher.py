@@ -79,11 +79,11 @@ class Dispatcher:
         left = self._left(caller)
         self._place(caller, n)  # before the key pays
         caller.take(sum(map(len, prompts)), len(prompts) * n * params.max_tokens)
-        if caller.salt:  # nobody goes before those who have another key
+        if caller.cache_salt:  # nobody goes before those who have another key
             priority = max(0, priority)
         adapter = self._adapter(model)
         commands = [
-            Submit(name, prompt, params.seeded(), n, caller.salt, priority, left, adapter)
+            Submit(name, prompt, params.seeded(), n, caller.cache_salt, priority, left, adapter)
             for name, prompt in zip(_names(caller, len(prompts)), prompts, strict=True)
         ]
         return self._ask(caller, prompts, n, commands, self._share())
@@ -95,7 +95,7 @@ class Dispatcher:
         self._place(caller, 1)
         caller.take(sum(map(len, prompts)), 0)
         commands = [
-            Embed(name, prompt, pooling, left, self._adapter(model), caller.salt)
+            Embed(name, prompt, pooling, left, self._adapter(model), caller.cache_salt)
             for name, prompt in zip(_names(caller, len(prompts)), prompts, strict=True)
         ]
         return self._ask(caller, prompts, 1, commands, min(WINDOW, self._share()))
@@ -104,18 +104,18 @@ class Dispatcher:
         """Raises Refusal where so many choices of the first prompt would be more than the key's share of the queue, or
         than the engine has room for."""
         places = self.engine.places
-        if not places.fit(caller.salt, count):
+        if not places.fit(caller.cache_salt, count):
             if places.keys < 2:
                 raise self.context.full("the server is full: try again later")
             self.context.metrics.limited.labels("queue").inc()
-            waiting = f"this key has {places.waiting(caller.salt)} of the {places.size} places in the queue"
+            waiting = f"this key has {places.waiting(caller.cache_salt)} of the {places.size} places in the queue"
             message = f"{waiting}, and its share has no room for {count} more: try again later"
             raise APIError("rate_limit_exceeded", message, retry_after=SHARE_AFTER)
 
-    async def why(self, request: str, salt: bytes) -> dict[str, Any]:
+    async def why(self, request: str, cache_salt: bytes) -> dict[str, Any]:
         """What became of a request, for JSON; of one that runs, how far it is, unless a long step keeps the engine.
         Raises Refusal where nobody knows of it, or it was another's."""
-        trace = self.context.traces.find(request, salt)
+        trace = self.context.traces.find(request, cache_salt)
         if trace.outcome != "running":
             return trace.told(time.monotonic())
         left = [name for name, ended in zip(trace.names, trace.reports, strict=True) if ended is None]

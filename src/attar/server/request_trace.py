@@ -26,7 +26,7 @@ class RequestTrace:
     """What became of a request, as /why tells it. Times are monotonic."""
 
     id: str
-    salt: bytes
+    cache_salt: bytes
     arrived: float
     reports: list[Report | None]
     """Of its prompts, of those of an embedding the first."""
@@ -73,7 +73,7 @@ class RequestTraces:
     def begin(self, caller: Caller, names: Iterable[str]) -> RequestTrace:
         """A request of `caller` runs, for as long as somebody holds the trace. The engine calls its prompts `names`."""
         kept = tuple(islice(names, MAX_PROMPTS))
-        trace = RequestTrace(caller.id, caller.salt, caller.arrived, [None] * len(kept), names=kept)
+        trace = RequestTrace(caller.id, caller.cache_salt, caller.arrived, [None] * len(kept), names=kept)
         self._running[trace.id] = trace
         return trace
 
@@ -84,9 +84,9 @@ class RequestTraces:
         if len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
 
-    def find(self, request: str, salt: bytes) -> RequestTrace:
+    def find(self, request: str, cache_salt: bytes) -> RequestTrace:
         """Raises Refusal where nobody knows of the request, or it was another's."""
         trace = self._running.get(request) or self._ended.get(request)
-        if trace is None or trace.salt != salt:
+        if trace is None or trace.cache_salt != cache_salt:
             raise APIError("not_found", f"no such request is running, or among the last {REMEMBERED}")
         return trace

@@ -25,7 +25,7 @@ from attar.checkpoints.strict_io import CheckpointError
 from attar.compression.runs.pipeline import compress
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
-from attar.kernels import ops
+from attar.kernels import dispatch, ops
 from attar.model.cache import ForwardBatch
 from tests.conftest import token_ids
 
@@ -109,7 +109,7 @@ def test_unmerged_merged_and_transformers_agree(base: Path, tmp_path: Path, rslo
 
 
 def test_native_models_add_it_too(base: Path, tmp_path: Path) -> None:
-    store = ops.store()
+    store = dispatch.store()
     if store is None:
         pytest.skip("no native kernels")
     model = hf.load(base, torch.float32, store=store)

@@ -202,9 +202,9 @@ def test_types_that_a_scheme_represents_are_packed_with_the_same_values(kind: st
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_1", "Q5_1"])
 def test_the_native_kernels_run_packed_files(kind: str, write: Write) -> None:
-    from attar.kernels import ops
+    from attar.kernels import dispatch
 
-    store = ops.store("exact")
+    store = dispatch.store("exact")
     if store is None:
         pytest.skip("no native kernels here")
     path = write(kind)

@@ -18,7 +18,7 @@ from attar.checkpoints.strict_io import CheckpointError
 from attar.formats import affine
 from attar.formats.packed import PackedTensor, codec
 from attar.formats.scheme import Scheme
-from attar.kernels import ops, ref
+from attar.kernels import dispatch, ref
 from attar.model.cache import ForwardBatch
 from tests.model.random_model import together
 
@@ -85,9 +85,11 @@ def test_a_masked_model_gives_the_logits_of_its_dense_twin(kernels: bool, tiny: 
     assert inspect(folder).schemes == {"sparse24": len(tiny.linears)}
     assert tiny.difference(tiny.our_logits(folder), tiny.their_logits()) <= LOGITS
     if kernels:
-        if (store := ops.store()) is None:
+        if (store := dispatch.store()) is None:
             pytest.skip("the native kernels are off or do not load")
-        logits = hf.load(folder, torch.float32, store=store).forward(tiny.ids, ForwardBatch((len(tiny.ids),), len(tiny.ids)))
+        logits = hf.load(folder, torch.float32, store=store).forward(
+            tiny.ids, ForwardBatch((len(tiny.ids),), len(tiny.ids))
+        )
         assert tiny.difference(logits, tiny.their_logits()) <= KERNELS
 
 

@@ -16,7 +16,7 @@ from attar.checkpoints.receipts import probes
 from attar.checkpoints.receipts.probes import Probes
 from attar.checkpoints.strict_io import CheckpointError
 from attar.formats.packed import PackedTensor
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.native.linear import PackedWeight
 from attar.model.decoder import Decoder
 from tests.checkpoints.conftest import make_probes
@@ -24,7 +24,7 @@ from tests.checkpoints.conftest import make_probes
 Make = Callable[..., Decoder]
 LAYERS = 3
 SAME_KERNELS = 2e-6  # of a hidden state: attention with a cache sums in another order than without
-FORMS = get_args(ops.Activations)
+FORMS = get_args(dispatch.Activations)
 
 
 def module(decoder: Decoder, layer: int, name: str) -> str:
@@ -74,7 +74,7 @@ def test_replay_on_the_same_machine(tiny_decoder: Make, scheme: str | None) -> N
 def test_replay_on_native_kernels(tiny_decoder: Make, scheme: str | None, form: str, seed: int) -> None:
     """Whatever the native kernels do to rows, the floor that was measured with the coarsest form allows it."""
     read = Probes.parse(make_probes(tiny_decoder(seed, scheme=scheme), seed), "here")
-    native = tiny_decoder(seed, scheme=scheme, store=ops.store(form))
+    native = tiny_decoder(seed, scheme=scheme, store=dispatch.store(form))
     by_scheme = scheme is not None and ("a8" in scheme or scheme == "fp8")
     by_kernels = scheme in ("w4g32", "w8", "w4g16") and form != "exact"
     assert probes.kernel_path(native) == ("int8_activations" if by_scheme or by_kernels else "exact")
@@ -95,7 +95,7 @@ def test_the_floor_of_rounded_rows_is_what_rounding_does(tiny_decoder: Make) -> 
     read = Probes.parse(made, "here")
     noise = read.noise["int8_activations"]
     assert noise is not None
-    native = tiny_decoder(0, scheme="w4g32", store=ops.store(probes.COARSEST))
+    native = tiny_decoder(0, scheme="w4g32", store=dispatch.store(probes.COARSEST))
     found = [[d.difference for _, d in probes._differences(native, p, "int8_activations", noise)] for p in read.prompts]
     largest = [max(some) for some in zip(*found, strict=True)]
     assert largest == pytest.approx([*noise.layers, noise.head], rel=0.25)
@@ -116,14 +116,14 @@ def test_the_native_copy_of_a_block_goes_with_it(tiny_decoder: Make) -> None:
 
 
 def test_without_native_kernels_rounded_rows_have_no_floor(tiny_decoder: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "store", lambda form="int8": None)
+    monkeypatch.setattr(dispatch, "store", lambda form="int8": None)
     made = make_probes(tiny_decoder(0, scheme="w4g32"), 0)
     by_scheme = make_probes(tiny_decoder(0, scheme="w8a8"), 0)
     monkeypatch.undo()
     assert made["noise"]["exact"] == make_probes(tiny_decoder(0, scheme="w4g32"), 0)["noise"]["exact"]
     assert made["noise"]["int8_activations"] is None
     assert by_scheme["noise"]["int8_activations"] is not None
-    read, native = Probes.parse(made, "here"), tiny_decoder(0, scheme="w4g32", store=ops.store())
+    read, native = Probes.parse(made, "here"), tiny_decoder(0, scheme="w4g32", store=dispatch.store())
     with pytest.raises(CheckpointError, match="no noise floor for the int8_activations kernels"):
         read.replay(native)
     with probes.unrounded(native):
@@ -175,7 +175,7 @@ def test_damaged_native_weights_are_found(
         if linear.name == module(good, layer, name):
             assert isinstance(linear.weight, PackedTensor)
             damage(linear.weight.parts)  # type: ignore[arg-type]
-    store = ops.store(form)
+    store = dispatch.store(form)
     assert store is not None
     for linear in (linear for block in good.blocks for linear in block.linears()):
         store.take(linear)

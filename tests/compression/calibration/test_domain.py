@@ -13,7 +13,7 @@ from attar.checkpoints.receipts import receipt
 from attar.checkpoints.sources import hf
 from attar.compression.calibration import domain, hidden_states, importance
 from attar.compression.calibration import texts as calibrate
-from attar.compression.calibration.domain import RUN, Surprise, shared, surprise
+from attar.compression.calibration.domain import RUN, DomainCheck, shared, surprise
 from attar.compression.request.request import CompressionRequest
 from attar.compression.runs.pipeline import compress, compress_request
 from attar.model.cache import ForwardBatch
@@ -54,7 +54,7 @@ def test_surprise_is_that_of_whole_passes(
         found = decoder.forward(row, ForwardBatch((24,), 24)).double().log_softmax(-1)[:-1]
         nats.append(-found.gather(1, row[1:, None]).mean())
         expected.append(-(found.exp() * found).sum(-1).mean())
-    whole = Surprise(3 * 23, float(sum(nats)) / 3, float(sum(expected)) / 3)
+    whole = DomainCheck(3 * 23, float(sum(nats)) / 3, float(sum(expected)) / 3)
     told = surprise(hf.Checkpoint.open(folder), ids, tmp_path)
     assert told is not None
     assert told.tokens == whole.tokens
@@ -104,7 +104,7 @@ def test_prose_is_not(demo: Path, tmp_path: Path) -> None:
     found = surprise(hf.Checkpoint.open(demo), ids, tmp_path)
     assert list(domain.warnings(found, None)) == []
     assert found is not None
-    (sentence,) = domain.warnings(Surprise(9, 1.0 + domain.LIMIT + 1e-3, 1.0), 0.0)
+    (sentence,) = domain.warnings(DomainCheck(9, 1.0 + domain.LIMIT + 1e-3, 1.0), 0.0)
     assert "surprises the model by 2.00 nats" in sentence
 
 

@@ -27,7 +27,7 @@ from attar.formats import affine
 from attar.formats.codecs import ggml_mix
 from attar.formats.observers import KL, MSE, MinMax, Percentile
 from attar.formats.scheme import Grid, Scheme
-from attar.formats.weight_formats import FORMS
+from attar.formats.weight_formats import WEIGHT_FORMATS
 from attar.kernels import ops
 from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder
@@ -119,7 +119,7 @@ def every_scheme() -> Iterator[tuple[str, str]]:
     """Every form by name, grids of every width and kind, and mixes: with the output's name."""
     grids = ("w2g32", "w3g128", "w4g48", "w4g128", "w4g128-asym", "w5g64", "w8", "w8a8", "w8a8-static", "w4a4", "w4a8")
     alike = ("lut4-s5", "lut4-s45", "lut3", "lut3-s5", "lut2", "lut2-s5", "nf4-single")  # slow, and others go before
-    for name in (*grids, "w4g32", "fp8", "fp8-e5m2", *FORMS, *PRESETS):
+    for name in (*grids, "w4g32", "fp8", "fp8-e5m2", *WEIGHT_FORMATS, *PRESETS):
         if name not in alike:
             yield name, "out"
     for name in ggml_mix.MIXES:

@@ -24,7 +24,7 @@ from attar.compression.recipe.recipe_file import load_recipe, recipe_from_dict
 from attar.compression.rotation import rotation, spinquant_training
 from attar.compression.runs.pipeline import compress
 from attar.compression.solvers.transforms import rotations
-from attar.kernels import hadamard, ops
+from attar.kernels import dispatch, hadamard
 from attar.model import decoder
 from attar.model.cache import ForwardBatch
 from attar.model.split import Cut
@@ -315,7 +315,7 @@ def test_rotations_at_run_time_are_read_back(tiny: Path, calibration: Ids, tmp_p
         block.feed_forward.down.hadamard = 0  # type: ignore[union-attr]
     far = 0.01 * (without.forward(ids, step) - base).square().mean()
     assert (out - base).square().mean() < far
-    if (store := ops.store("exact")) is not None:  # where int8 may round another way now and then
+    if (store := dispatch.store("exact")) is not None:  # where int8 may round another way now and then
         native = hf.load(tmp_path / "out", torch.float32, store=store)
         assert not store.refused
         assert "rotated" in (native.against_recording() or "")

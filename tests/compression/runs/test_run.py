@@ -18,7 +18,7 @@ from attar.compression.runs import run
 from attar.compression.runs.pipeline import Compressed, compress, compress_request
 from attar.compression.runs.run import Run
 from attar.compression.training import tune
-from attar.kernels import ops
+from attar.kernels import dispatch
 
 Ids = list[list[int]]
 
@@ -157,7 +157,7 @@ def test_the_cost_is_measured_where_blocks_were_compressed(
     device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = []
-    monkeypatch.setattr(ops, "store", lambda device, dtype: f"a store of {device}")
+    monkeypatch.setattr(dispatch, "store", lambda device, dtype: f"a store of {device}")
     monkeypatch.setattr(opening, "load", lambda *how: loaded.append(how))
     monkeypatch.setattr(run, "measure", lambda *_, **__: SimpleNamespace(to_dict=lambda: {"kl_mean": 0.5}))
     assert measuring(device).measure() == {"kl_mean": 0.5}
@@ -169,7 +169,7 @@ def test_a_card_without_room_for_both_models_says_what_to_do(monkeypatch: pytest
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(ops, "store", lambda device, dtype: None)
+    monkeypatch.setattr(dispatch, "store", lambda device, dtype: None)
     monkeypatch.setattr(opening, "load", full)
     with pytest.raises(ValueError, match=r"cuda has too little memory .* without --eval .*\(no room\)"):
         measuring("cuda").measure()

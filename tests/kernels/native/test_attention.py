@@ -20,7 +20,7 @@ from attar.kernels import ref, ref_attention
 from attar.kernels.native import attention as native
 from attar.kernels.native import extension
 from attar.kernels.operands import AttentionForm, Norm
-from attar.kv.pages import PagedKV, AttentionMetadata, Rotation
+from attar.kv.pages import AttentionMetadata, PagedKV, Rotation
 from attar.kv.schemes import Layout, scheme
 
 TOLERANCE = {  # of outputs, relative to the largest: what the arithmetic adds, for the oracle reads what is stored

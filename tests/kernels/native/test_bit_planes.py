@@ -21,7 +21,7 @@ from attar.kernels.native import attention as native
 from attar.kernels.operands import AttentionForm, Norm
 from attar.kv.bit_planes import Basis
 from attar.kv.kvquant import Channels
-from attar.kv.pages import Bases, PagedKV, AttentionMetadata, Rotation
+from attar.kv.pages import AttentionMetadata, Bases, PagedKV, Rotation
 from attar.kv.schemes import UNIT, KvScheme, Layout, divide, scheme
 
 LEVELS = _native.levels()

@@ -26,7 +26,7 @@ from attar.kernels import ref
 from attar.kernels.native import linear as native
 from attar.kernels.native.layouts import GGML, layout_of
 from attar.kernels.native.rows import Table, embed
-from attar.kernels.native.store import Store
+from attar.kernels.native.store import CpuWeights
 from attar.kernels.operands import Linear
 from tests.kernels.native.test_linear import LEVELS, NEVER, check, every_way, many_from, poisoned, prepared, threads
 
@@ -357,7 +357,7 @@ def test_shapes_that_no_kernel_takes_are_left_to_the_reference() -> None:
 
 def test_a_single_block_runs_by_the_reference() -> None:
     weight = blocks_of("Q4_0", 16, 32)
-    store = Store()
+    store = CpuWeights()
     linear = Linear("one", weight)
     store.take(linear)
     assert "a single block" in store.refused["one"]

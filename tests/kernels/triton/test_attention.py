@@ -21,7 +21,7 @@ from attar.kernels.operands import AttentionForm, Norm
 from attar.kernels.triton import attention, kv_write, nibbles
 from attar.kernels.triton.pages import NibblePages, PlainPages
 from attar.kv import bit_planes
-from attar.kv.pages import PagedKV, AttentionMetadata, Rotation
+from attar.kv.pages import AttentionMetadata, PagedKV, Rotation
 from attar.kv.schemes import scheme
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}  # of outputs, relative to the largest: what the arithmetic adds
@@ -296,7 +296,10 @@ def test_write_float8() -> None:
     k[..., 0] = v[..., 0] = 7.0  # 448 / 64
     k[1, 1] = 0
     slots = torch.tensor([3, 30, 17])
-    place, ours = AttentionMetadata(slots, slots, slots, slots, slots), PlainPages.make(2, 16, 2, 24, torch.float8_e4m3fn)
+    place, ours = (
+        AttentionMetadata(slots, slots, slots, slots, slots),
+        PlainPages.make(2, 16, 2, 24, torch.float8_e4m3fn),
+    )
     theirs = PagedKV.zeros(2, 16, 2, 24, scheme("fp8"))
     ops.write_kv(k, k, v, ours, place)
     ref_attention.write_pages(k, v, theirs, slots)

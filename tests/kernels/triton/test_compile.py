@@ -120,7 +120,9 @@ def write(pages: PlainPages, offset: float = 0.0) -> None:
     heads, slots = torch.zeros(2, 2, 128, dtype=DTYPE), torch.zeros(2, dtype=torch.int64)
     rotation = Rotation(torch.zeros(9, 64), torch.zeros(9, 64), torch.zeros(2, dtype=torch.int32))
     norm = Norm("rms", torch.zeros(128, dtype=DTYPE), offset=offset)
-    kv_write.write_kv(heads, heads, heads, pages, AttentionMetadata(slots, slots, slots, slots, slots), rotation, norm, norm)
+    kv_write.write_kv(
+        heads, heads, heads, pages, AttentionMetadata(slots, slots, slots, slots, slots), rotation, norm, norm
+    )
 
 
 def plain(kv: torch.dtype) -> PlainPages:

@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from attar.execution.cuda_graphs import Record, Recorded
 from attar.execution.model_runner import Runner
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.triton.pages import PlainPages
 from attar.kv.schemes import SCHEMES
 from attar.model.cache import ForwardBatch
@@ -29,8 +29,8 @@ TOLERANCE = 2e-5  # of logits, relative to the largest: two orders of the same f
 
 @pytest.mark.parametrize("scheme", [None, "w4g32-asym", "qserve-g64"])
 def test_prompts_in_pieces_then_tokens(scheme: str | None, tiny_decoder: Callable[..., Decoder]) -> None:
-    store = ops.store()
-    assert isinstance(store, ops.TritonStore)
+    store = dispatch.store()
+    assert isinstance(store, dispatch.GpuWeights)
     ours, theirs = tiny_decoder(scheme=scheme, store=store), tiny_decoder(scheme=scheme)
     assert not store.refused
     ids = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -49,7 +49,7 @@ def test_prompts_in_pieces_then_tokens(scheme: str | None, tiny_decoder: Callabl
 def test_steps_in_graphs_of_more_rows(tiny_decoder: Callable[..., Decoder]) -> None:
     """What a server does on a card, but for the recording: two sequences in a graph of four rows, with int8 pages; the
     rows left over write to a block of their own."""
-    ours, theirs = tiny_decoder(layers=2, store=ops.store()), tiny_decoder(layers=2)
+    ours, theirs = tiny_decoder(layers=2, store=dispatch.store()), tiny_decoder(layers=2)
     prompts = [[5, 9, 3, 7], [11]]
 
     def run(decoder: Decoder, record: Record | None) -> tuple[torch.Tensor, Runner]:

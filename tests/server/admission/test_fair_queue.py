@@ -321,14 +321,14 @@ class Keyed:
         bearer = {"Authorization": f"Bearer {self.names[key]}"}
         while True:
             before = len(self.server.engine.commands)
-            if self.server.server.engine.places.fit(self.salt(key), 1):
+            if self.server.server.engine.places.fit(self.cache_salt(key), 1):
                 self.send(key)
                 self.server.wait(lambda before=before: len(self.server.engine.commands) > before)  # type: ignore[misc]
             else:
                 return self.server.post(COMPLETIONS, LONG, bearer)
 
-    def salt(self, key: int) -> bytes:
-        found = self.server.server.options.keys.salt({b"x-api-key": self.names[key].encode()})
+    def cache_salt(self, key: int) -> bytes:
+        found = self.server.server.options.keys.cache_salt({b"x-api-key": self.names[key].encode()})
         assert found is not None
         return found
 
@@ -350,7 +350,7 @@ def test_keys_that_flood_are_refused_and_a_polite_one_is_served(start: Callable[
         reply = made.flood(key)
         assert (reply.status, reply.code) == (429, "rate_limit_exceeded")
         assert int(reply.headers["retry-after"]) >= 1
-        counts.append(places.waiting(made.salt(key)))
+        counts.append(places.waiting(made.cache_salt(key)))
     assert counts == [8, 2]  # all but what is kept for the others; its part
     assert len(server.engine.commands) == sum(counts)
     bearer = {"Authorization": f"Bearer {made.names[2]}"}

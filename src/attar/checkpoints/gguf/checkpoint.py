@@ -33,10 +33,10 @@ from attar.formats.packed import PackedTensor
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Scheme
 from attar.formats.weight_formats import GgmlBlocks
+from attar.kernels.dispatch import BackendWeights
 from attar.kernels.native.layouts import GGML
-from attar.kernels.native.store import Store as NativeStore
+from attar.kernels.native.store import CpuWeights
 from attar.kernels.operands import Linear
-from attar.kernels.ops import Store
 from attar.model import decoder
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
@@ -268,9 +268,9 @@ def load(
     path: Path,
     dtype: torch.dtype | None = None,
     progress: StageProgress | None = None,
-    store: Store | None = None,
+    store: BackendWeights | None = None,
 ) -> Decoder:
     """Load the whole model of a GGUF file, ready to run. Arguments and errors as `hf.load`."""
     assert store is None or dtype == store.dtype, f"these kernels compute in {store.dtype}, not {dtype}"
-    checkpoint = GgufCheckpoint.open(path, dtype, as_stored=store is not None, blocks=isinstance(store, NativeStore))
+    checkpoint = GgufCheckpoint.open(path, dtype, as_stored=store is not None, blocks=isinstance(store, CpuWeights))
     return decoder.build(checkpoint.config, checkpoint, progress, store)

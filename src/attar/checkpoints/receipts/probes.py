@@ -48,7 +48,7 @@ from torch import Tensor
 from attar.checkpoints.strict_io import CheckpointError
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Grid
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.kernels.native.linear import PackedWeight
 from attar.kernels.operands import Linear, Norm
 from attar.kernels.triton.weights import TritonWeight
@@ -75,7 +75,7 @@ border moves by a sixteenth of itself or more, which is visible. With so few bor
 chance, so it measures no floor."""
 
 EXACT, ROUNDED, CUDA = "exact", "int8_activations", "cuda"
-COARSEST: ops.Activations = "int8"
+COARSEST: dispatch.Activations = "int8"
 
 NO_FLOOR = "the receipt has no noise floor for the {} kernels, which could not run where it was made"
 
@@ -184,7 +184,7 @@ class ProbeRun:
     def __init__(self, config: ModelConfig, seed: int) -> None:
         self.config = config
         self.prompts = prompts(config, seed)
-        self.native = ops.store(COARSEST) is not None
+        self.native = dispatch.store(COARSEST) is not None
         self.ids = self.prompts.repeat(3 if self.native else 2, 1)
         self._rounds_logits = False
 
@@ -223,7 +223,7 @@ class ProbeRun:
             return model.logits(self.config, norm, head, last)
         exact = model.logits(self.config, norm, head, last[:-PROMPTS])
         head.dense = None
-        store = ops.store(COARSEST)
+        store = dispatch.store(COARSEST)
         assert store is not None
         store.take(head)
         self._rounds_logits = rounds_activations((head,))
@@ -269,7 +269,7 @@ def _through(block: Block, rows: Tensor, together: int) -> Tensor:
 
 def _lay_out(block: Block) -> None:
     """Move the block's weights into a store of its own, which is freed with the block."""
-    store = ops.store(COARSEST)
+    store = dispatch.store(COARSEST)
     assert store is not None
     for linear in block.linears():
         store.take(linear)
@@ -361,7 +361,9 @@ def _differences(decoder: Decoder, probe: Probe, path: str, noise: Noise) -> Ite
     """Yield each block's difference in order, then the logits', with its position."""
     config, last = decoder.config, len(probe.tokens) - 1
     seen: list[Tensor] = []
-    step = ForwardBatch((last + 1,), last + 1, decoder.cache(last + 1))  # with a cache, so that its kernels are replayed too
+    step = ForwardBatch(
+        (last + 1,), last + 1, decoder.cache(last + 1)
+    )  # with a cache, so that its kernels are replayed too
     rows = torch.tensor([last], device=decoder.device)
     logits = decoder.forward(
         torch.tensor(probe.tokens, device=decoder.device),

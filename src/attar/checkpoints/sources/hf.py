@@ -34,8 +34,8 @@ from attar.checkpoints.layouts.own_format import OwnFormat
 from attar.checkpoints.layouts.squeezellm import SqueezeLlm
 from attar.checkpoints.strict_io import CheckpointError, near
 from attar.formats.scheme import Part, Scheme
+from attar.kernels.dispatch import BackendWeights
 from attar.kernels.operands import Linear
-from attar.kernels.ops import Store
 from attar.model import decoder
 from attar.model.config import ModelConfig, Names
 from attar.model.decoder import Decoder, Weights
@@ -320,7 +320,7 @@ def load(
     path: Path,
     dtype: torch.dtype | None = None,
     progress: StageProgress | None = None,
-    store: Store | None = None,
+    store: BackendWeights | None = None,
 ) -> Decoder:
     """Load the whole model of a folder, ready to run. `progress(done, total)` counts blocks. Raises as
     `Checkpoint.open`.

@@ -12,8 +12,8 @@ import torch
 from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
 from attar.checkpoints.sources import hf
 from attar.checkpoints.vocabulary import is_gguf
-from attar.kernels import ops
-from attar.kernels.ops import Store
+from attar.kernels import dispatch
+from attar.kernels.dispatch import BackendWeights
 from attar.model.decoder import Decoder
 from attar.progress import StageProgress
 
@@ -22,7 +22,7 @@ def load(
     path: Path,
     dtype: torch.dtype | None = None,
     progress: StageProgress | None = None,
-    store: Store | None = None,
+    store: BackendWeights | None = None,
 ) -> Decoder:
     """Load the whole model, ready to run. Arguments and errors as `hf.load`."""
     return (gguf_checkpoint.load if is_gguf(path) else hf.load)(path, dtype, progress, store)
@@ -39,5 +39,5 @@ def load_on(
     store = None
     if device != "cpu":
         assert dtype is not None, "kernels are laid out for one"
-        store = ops.store(device=device, dtype=dtype)
+        store = dispatch.store(device=device, dtype=dtype)
     return load(path, dtype, progress, store)

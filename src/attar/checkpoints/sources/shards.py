@@ -26,9 +26,9 @@ from attar.checkpoints.vocabulary import is_gguf
 from attar.formats.cuts import Range, Units, units, within
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
-from attar.kernels.native.store import Store as NativeStore
+from attar.kernels.dispatch import BackendWeights
+from attar.kernels.native.store import CpuWeights
 from attar.kernels.operands import Linear
-from attar.kernels.ops import Store
 from attar.model import parallel
 from attar.model.config import ModelConfig
 from attar.model.parallel import Groups, SplitDecoder
@@ -62,11 +62,11 @@ def load(
     groups: Groups,
     dtype: torch.dtype | None = None,
     progress: StageProgress | None = None,
-    store: Store | None = None,
+    store: BackendWeights | None = None,
 ) -> SplitDecoder:
     """Load the part of `share`, ready to run with the others. Raises CheckpointError as `opening.load`, and ValueError
     where the model cannot be split so."""
-    checkpoint = open_checkpoint(path, dtype, as_stored=store is not None, blocks=isinstance(store, NativeStore))
+    checkpoint = open_checkpoint(path, dtype, as_stored=store is not None, blocks=isinstance(store, CpuWeights))
     config = checkpoint.config
     part = split(config, share, schemes(checkpoint, config))
     try:

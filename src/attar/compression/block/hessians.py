@@ -275,7 +275,7 @@ def _gather(
         if linear.name in takers:
             originals[linear.name] = x.clone()
 
-    def tap(linear: Linear, x: Tensor) -> None:
+    def hook(linear: Linear, x: Tensor) -> None:
         for each in takers.get(linear.name, ()):
             with naming(linear, "the input of "):
                 each.add(x, originals.get(linear.name), wrong.get(linear.name))
@@ -291,7 +291,7 @@ def _gather(
                     wrong[linear.name] = true - rows
                 elif linear.name in takers and any(each.adds for each in takers[linear.name]):
                     wrong[linear.name] = between - block.forward(rows, None, step)[0]
-        block.run(rows, step, tap)
+        block.run(rows, step, hook)
 
 
 def _added(block: Block) -> list[Linear]:

@@ -80,7 +80,7 @@ class BlockWork:
         """Run the block over the calibration states, or their first `rows`; each watcher receives its linear's
         inputs."""
 
-        def tap(linear: Linear, x: Tensor) -> None:
+        def hook(linear: Linear, x: Tensor) -> None:
             if linear.name in watchers:
                 try:
                     watchers[linear.name](x)
@@ -89,7 +89,7 @@ class BlockWork:
 
         seen = 0
         for batch in self.hidden.batches():
-            self.block.run(self.hidden.read(batch), self.hidden.step(batch), tap)
+            self.block.run(self.hidden.read(batch), self.hidden.step(batch), hook)
             seen += len(batch) * self.hidden.shape[1]
             if rows is not None and seen >= rows:
                 return

@@ -27,7 +27,7 @@ from attar.plan.costs import matrices
 
 
 class Coverage:
-    """Calibration coverage of one block. `tap` is the hook for the linears' inputs."""
+    """Calibration coverage of one block. `hook` is the hook for the linears' inputs."""
 
     def __init__(self, block: Block) -> None:
         self._experts = list(block.feed_forward.experts) if isinstance(block.feed_forward, MixtureOfExperts) else []
@@ -36,7 +36,7 @@ class Coverage:
         self._tokens = dict.fromkeys((linear.name for linear in readers), 0)
         self._seen: dict[str, Tensor] = {}  # linears that tokens reached: bool [I], nonzero channels
 
-    def tap(self, linear: Linear, x: Tensor) -> None:
+    def hook(self, linear: Linear, x: Tensor) -> None:
         """Update the coverage from rows x [N, I]."""
         if linear.name in self._tokens and len(x):
             found = (x != 0).any(0)

@@ -50,7 +50,7 @@ SHARED = 0.01  # fraction of the evaluation text
 
 
 @dataclass(frozen=True, slots=True)
-class Surprise:
+class DomainCheck:
     """Surprise of the original model by calibration text, in nats a token: measured and expected, over so many
     tokens."""
 
@@ -60,7 +60,7 @@ class Surprise:
 
 
 @torch.inference_mode()
-def surprise(source: Checkpoint, ids: Tensor, folder: Path, device: torch.device | str = "cpu") -> Surprise | None:
+def surprise(source: Checkpoint, ids: Tensor, folder: Path, device: torch.device | str = "cpu") -> DomainCheck | None:
     """Measure the surprise on some of the sequences ids [S, L], evenly spread, with one block in memory. Returns None
     where sequences have one token, or where predictions are not finite. Hidden states are in a file of `folder`
     meanwhile; blocks run on `device`."""
@@ -80,7 +80,7 @@ def surprise(source: Checkpoint, ids: Tensor, folder: Path, device: torch.device
     nats, entropy = (float(each.mean()) for each in _at_head(source, states, ids[:, 1:].flatten()))
     if not (math.isfinite(nats) and math.isfinite(entropy)):
         return None
-    return Surprise(len(states), round(nats, DIGITS), round(entropy, DIGITS))
+    return DomainCheck(len(states), round(nats, DIGITS), round(entropy, DIGITS))
 
 
 def _at_head(source: Checkpoint, states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,14 +121,14 @@ def _cut(row: Sequence[int]) -> Iterator[Sequence[int]]:
     return (row[at : at + RUN] for at in range(0, len(row) - RUN + 1, RUN))
 
 
-def to_dict(found: Surprise | None, share: float | None) -> dict[str, Any] | None:
+def to_dict(found: DomainCheck | None, share: float | None) -> dict[str, Any] | None:
     """Return both figures JSON-ready for the receipt, or None where there is neither."""
     if found is None and share is None:
         return None
     return {"calibration": None if found is None else asdict(found), "shared": share}
 
 
-def warnings(found: Surprise | None, share: float | None) -> Iterator[str]:
+def warnings(found: DomainCheck | None, share: float | None) -> Iterator[str]:
     """Yield warnings about the surprise of the calibration text and the share of the evaluation text in it."""
     if found is not None and found.nats - found.expected > LIMIT:
         yield (

@@ -114,13 +114,13 @@ def _block(block: Block, inputs: HiddenStates, outputs: HiddenStates, layer: int
     groups = {group[0].name: group for group in input_groups(block)}
     means = {name: ColumnMean(group[0].shape[1], 2, name) for name, group in groups.items()}
 
-    def tap(linear: Linear, x: Tensor) -> None:
-        shown.tap(linear, x)
+    def hook(linear: Linear, x: Tensor) -> None:
+        shown.hook(linear, x)
         if linear.name in means:
             means[linear.name].add(x)
 
     for batch in inputs.batches():
-        out = block.run(inputs.read(batch), inputs.step(batch), tap)
+        out = block.run(inputs.read(batch), inputs.step(batch), hook)
         if not out.isfinite().all():
             raise ValueError(f"the output of block {layer} holds a NaN or an infinity")
         outputs.write(batch, out)

@@ -41,7 +41,7 @@ from attar.compression.recipe.parser import KEEP, Keep, Spelling, offer, parse_h
 from attar.compression.recipe.pattern import Pattern
 from attar.formats.codecs import ggml_mix
 from attar.formats.scheme import Grid, Scheme
-from attar.formats.weight_formats import Form, Fp4, GgmlBlocks, Lookup, Progressive, Sparse24
+from attar.formats.weight_formats import Fp4, GgmlBlocks, Lookup, Progressive, Sparse24, WeightFormat
 
 HEAD = "lm_head"
 """The LM head's name in every family."""
@@ -327,6 +327,6 @@ def _check_sparsity(name: str, sparsity: Pattern, scheme: Scheme | None, columns
         raise ValueError(f"{name}: what is pruned is rounded to a grid with a zero, such as w4g128, not {scheme.name}")
 
 
-def _is_searched(form: Form) -> bool:
+def _is_searched(form: WeightFormat) -> bool:
     """Return whether a `scale_search` finds the scales of this form."""
     return isinstance(form, Fp4 | Progressive) or (isinstance(form, Grid) and form.kind == "int")

@@ -88,13 +88,13 @@ class _Rows:
                 linear.keep_dense = False
             seen: dict[str, Tensor] = {}
 
-            def tap(linear: Linear, x: Tensor, seen: dict[str, Tensor] = seen) -> None:
+            def hook(linear: Linear, x: Tensor, seen: dict[str, Tensor] = seen) -> None:
                 if not x.isfinite().all():
                     raise ValueError(f"the input of {linear.name} holds a NaN or an infinity")
                 if len(x) > int(self._chosen[-1]):  # others see only their routed rows
                     seen[linear.name] = x[self._chosen].clone()
 
-            hidden = block.run(hidden, step, tap)
+            hidden = block.run(hidden, step, hook)
             for linears in _readers(block):
                 rows = seen[linears[-1].name]
                 stream.append((rows, torch.full((len(rows),), _cost(rows, linears))))

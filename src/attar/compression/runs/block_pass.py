@@ -113,7 +113,7 @@ class Walk:
             device_placement.move(block, self.device)
             seen = coverage.Coverage(block)
             for batch in inputs.batches():
-                out = block.run(inputs.read(batch), inputs.step(batch), seen.tap)
+                out = block.run(inputs.read(batch), inputs.step(batch), seen.hook)
                 if not out.isfinite().all():
                     raise ValueError(f"the output of block {layer} holds a NaN or an infinity")
                 if outputs is not None:

@@ -36,7 +36,7 @@ from attar.compression.search.best import Choice
 from attar.compression.search.bit_budget import Allocated
 from attar.compression.search.candidates import Candidates
 from attar.compression.search.compare_rtn import Gain
-from attar.kernels import ops
+from attar.kernels import dispatch
 from attar.progress import Progress
 
 
@@ -109,7 +109,7 @@ def compress_request(request: CompressionRequest, progress: Progress | None = No
     """Compress as a request asks. Raises ValueError (CheckpointError among them) for anything a user can mend: an
     unknown recipe word, a group size that does not divide, an existing output, a full disk, a NaN in a named layer."""
     began, report = time.monotonic(), progress or (lambda stage, done, total: None)
-    ops.require(request.device)
+    dispatch.require(request.device)
     tries = candidates.candidates(request.recipe)
     if tries is not None and request.target is not None:
         raise ValueError(

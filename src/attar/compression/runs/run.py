@@ -23,7 +23,7 @@ from attar.checkpoints.sources import hf, opening
 from attar.checkpoints.writer import ShardWriter, Workspace, allocated, require_free
 from attar.compression.block.record import Record
 from attar.compression.calibration import coverage, domain, importance, texts
-from attar.compression.calibration.domain import Surprise
+from attar.compression.calibration.domain import DomainCheck
 from attar.compression.calibration.loss_weights import Guide, key
 from attar.compression.calibration.texts import Tokens
 from attar.compression.outputs.base import Output
@@ -95,7 +95,7 @@ class Run:
         self.records: list[Record] = []
         self.learned: dict[str, Any] = {}  # results of the steps that learn, for the receipt
         self.guide: Guide | None = None
-        self.surprise: Surprise | None = None  # of the calibration text, if measured
+        self.surprise: DomainCheck | None = None  # of the calibration text, if measured
         self.ids = self.given if resolved.reads else None
         self.walked: Tensor | None = None
         if self.ids is not None:
@@ -176,7 +176,7 @@ class Run:
         kept = self.work.state / f"surprise-{self.name}.json"
         if kept.is_file():
             found = json.loads(kept.read_bytes())
-            self.surprise = None if found is None else Surprise(**found)
+            self.surprise = None if found is None else DomainCheck(**found)
         else:
             self.surprise = domain.surprise(self.source, self.given, self.work.state, self.request.device)
             write_note(kept, None if self.surprise is None else asdict(self.surprise))

@@ -42,7 +42,7 @@ from attar.compression.solvers.transforms import fold
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.kernels import ops
-from attar.kernels.operands import Linear, ActivationHook
+from attar.kernels.operands import ActivationHook, Linear
 from attar.model.cache import ForwardBatch
 from attar.model.decoder import Decoder, Embedding
 from attar.model.layers import Block
@@ -231,10 +231,10 @@ class Trial:
         return states
 
     @torch.inference_mode()
-    def _through(self, block: Block, states: Tensor, tap: ActivationHook | None = None) -> Tensor:
+    def _through(self, block: Block, states: Tensor, hook: ActivationHook | None = None) -> Tensor:
         parts = states.split(self._batch)
         steps = (ForwardBatch((self._length,) * (len(part) // self._length), self._length) for part in parts)
-        return torch.cat([block.run(part, step, tap) for part, step in zip(parts, steps, strict=True)])
+        return torch.cat([block.run(part, step, hook) for part, step in zip(parts, steps, strict=True)])
 
     def _swaps(self, changes: Mapping[int, int]) -> list[Swap]:
         """Return the swaps of the groups (keys) to schemes of the ladder (values)."""
@@ -309,12 +309,12 @@ class Trial:
             elif self._weighs:
                 means[name] = ColumnMean(columns, 2, name)
 
-        def tap(linear: Linear, x: Tensor) -> None:
+        def hook(linear: Linear, x: Tensor) -> None:
             for each in (hessians.get(linear.name), means.get(linear.name)):
                 if each is not None:
                     each.add(x)
 
-        states = self._through(block, states, tap if hessians or means else None)
+        states = self._through(block, states, hook if hessians or means else None)
         made: dict[str, list[PackedTensor]] = {}
         for linears in shared:
             name = linears[0].name

@@ -73,7 +73,7 @@ class Run(msgspec.Struct, frozen=True, tag="run"):
     gone: list[int]  # sequences that hold nothing any more
 
 
-class Meet(msgspec.Struct, frozen=True, tag="meet"):
+class Rendezvous(msgspec.Struct, frozen=True, tag="meet"):
     """Leave the exchanges of an incomplete step, release memory, and meet again; `time` counts the rendezvous."""
 
     time: int
@@ -89,7 +89,7 @@ class Room(msgspec.Struct, frozen=True, tag="room"):
     block: int
 
 
-class Leave(msgspec.Struct, frozen=True, tag="leave"):
+class Shutdown(msgspec.Struct, frozen=True, tag="leave"):
     """Drop a cache made by `Room`."""
 
     number: int
@@ -118,13 +118,13 @@ class End(msgspec.Struct, frozen=True, tag="end"):
     """End the worker."""
 
 
-Command = Pool | Adapt | Run | Meet | Room | Leave | Call | Logits | End
+Command = Pool | Adapt | Run | Rendezvous | Room | Shutdown | Call | Logits | End
 
 
-class Said(msgspec.Struct, frozen=True):
-    """A worker's reply: `started`, `loaded`, or `failed` with its reason; then one for each `Run` and `Meet`.
+class Reply(msgspec.Struct, frozen=True):
+    """A worker's reply: `started`, `loaded`, or `failed` with its reason; then one for each `Run` and `Rendezvous`.
 
-    A `Run` is answered by `ran`, `short` (of memory) or `broken` (off), a `Meet` by `met`.
+    A `Run` is answered by `ran`, `short` (of memory) or `broken` (off), a `Rendezvous` by `met`.
     """
 
     what: str

@@ -12,20 +12,20 @@ that a sequence has gained. It keeps a `Sequence` for each, which no scheduler h
 
 **When a process dies.** A worker ends the moment the pipe does, whatever its leader died of. A leader learns of a dead
 worker from the other pipe, the worker's standard output, through a thread that waits for its end. Every exchange under
-way is then aborted. Waiting calls and later ones raise: an engine's step `Lost`, other calls RuntimeError. A server's
-engine ends as soon as that thread knows (`on_lost`), and its supervisor starts another. A worker that lives but is
-stopped is lost too, once an exchange or a full pipe has waited for it too long.
+way is then aborted. Waiting calls and later ones raise: an engine's step `WorkerLost`, other calls RuntimeError. A
+server's engine ends as soon as that thread knows (`on_lost`), and its supervisor starts another. A worker that lives
+but is stopped is lost too, once an exchange or a full pipe has waited for it too long.
 
 A process that raises within a step leaves the others waiting for it in theirs. Where it has too little memory they
-recover. Each reports the result of every step, exchanges under way are ended, and all meet again (`Meet`). The leader
-raises the exception that one process alone would, so the step is run again in halves and later ones in pieces of that
-size. Any other exception, which fails one request in one process, is `Lost` here. It is no `Exception`, because an
-engine answers those by running the step again, sequence by sequence.
+recover. Each reports the result of every step, exchanges under way are ended, and all meet again (`Rendezvous`). The
+leader raises the exception that one process alone would, so the step is run again in halves and later ones in pieces of
+that size. Any other exception, which fails one request in one process, is `WorkerLost` here. It is no `Exception`,
+because an engine answers those by running the step again, sequence by sequence.
 
 Between GPUs a worker recovers only where its host is through with the step, and the device alone waits: no other
 process ends its exchanges. A host that has to read from the device within a step (`Decoder.by_token`) hangs there for
-`WAIT`. So with such a model a leader that has too little memory raises `Lost` at once; where a worker has too little,
-any third process is waited for in vain, and so is one whose allocator happens to wait for the device.
+`WAIT`. So with such a model a leader that has too little memory raises `WorkerLost` at once; where a worker has too
+little, any third process is waited for in vain, and so is one whose allocator happens to wait for the device.
 
 An adapter is read by the leader first, which reports its errors, and then, by its folder, by the others, which end
 where it has changed meanwhile.
@@ -66,23 +66,23 @@ from attar.execution.parallel.commands import (
     Command,
     End,
     Job,
-    Leave,
     Logits,
-    Meet,
     Piece,
     Pool,
+    Rendezvous,
+    Reply,
     Room,
     Run,
-    Said,
+    Shutdown,
     encode,
 )
-from attar.kernels import ops
+from attar.kernels import dispatch
+from attar.kernels.dispatch import BackendWeights
 from attar.kernels.group import WAIT, Group
 from attar.kernels.operands import Routes
-from attar.kernels.ops import Store
 from attar.kv.pages import Bases
 from attar.kv.schemes import KvScheme
-from attar.model.cache import KVCache, ForwardBatch
+from attar.model.cache import ForwardBatch, KVCache
 from attar.model.decoder import Decoder
 from attar.model.parallel import Groups, SplitDecoder
 from attar.model.split import Share, split
@@ -99,7 +99,7 @@ END_SECONDS = 5.0
 MOMENT = 0.5  # seconds between the end of a connection and that of the process behind it
 
 
-class Lost(BaseException):
+class WorkerLost(BaseException):
     """A worker process is gone, or out of step, while an engine ran one: nothing can be computed now."""
 
 
@@ -135,16 +135,16 @@ def load(job: Job, groups: Groups, progress: StageProgress | None = None) -> Spl
         torch.cuda.set_device(device)
     torch.set_num_threads(job.threads)
     dtype: torch.dtype | None = None if job.dtype is None else getattr(torch, job.dtype)
-    store: Store | None = None
+    store: BackendWeights | None = None
     if job.native and dtype is not None:
-        store = ops.store(job.activations, job.device, dtype)
+        store = dispatch.store(job.activations, job.device, dtype)
     return shards.load(Path(job.model), job.share, groups, dtype, progress, store)
 
 
 # The leader's side
 
 
-class Crew:
+class WorkerGroup:
     """The workers' processes and their state. It knows no model: it ends the processes when that is gone."""
 
     def __init__(self, folder: Path, jobs: Sequence[Job]) -> None:
@@ -203,7 +203,7 @@ class Crew:
     def watch(self) -> None:
         """Read the workers' replies, until one of them ends."""
         children = {child.stdout.fileno(): child for child in self.children if child.stdout is not None}
-        said: Said | None = None
+        said: Reply | None = None
         poll = select.poll()
         for fd in children:
             poll.register(fd, select.POLLIN)
@@ -291,7 +291,7 @@ def _ready(fd: int, event: int, seconds: float) -> bool:
     return bool(poll.poll(1000 * seconds))
 
 
-def _read_said(child: subprocess.Popen[bytes], limit: float) -> Said | None:
+def _read_said(child: subprocess.Popen[bytes], limit: float) -> Reply | None:
     """Read one message of a worker, None where it ended instead. Raises RuntimeError where it comes too late."""
     assert child.stdout is not None
     fd, data = child.stdout.fileno(), b""
@@ -302,10 +302,10 @@ def _read_said(child: subprocess.Popen[bytes], limit: float) -> Said | None:
         if not more:
             return None
         data += more
-    return msgspec.msgpack.decode(data[framing.HEAD :], type=Said)
+    return msgspec.msgpack.decode(data[framing.HEAD :], type=Reply)
 
 
-class Team:
+class ParallelExecutor:
     """A model in `tp * pp` processes, of which this is the first; `decoder` is its part, and leads all of them.
 
     On `cuda` each process has a GPU of its own. On CPUs they share the cores: that is for checking, not for speed.
@@ -339,19 +339,19 @@ class Team:
             for share in first.every()
         ]  # fmt: skip
         self._job = jobs[0]
-        self.crew = crew = Crew(folder, jobs[1:])
+        self.workers = workers = WorkerGroup(folder, jobs[1:])
         try:
-            crew.wait_for("started", START_SECONDS)
-            crew.groups = job_groups(jobs[0])
-            self.decoder = load(jobs[0], crew.groups, progress)
-            crew.wait_for("loaded", LOAD_SECONDS)
+            workers.wait_for("started", START_SECONDS)
+            workers.groups = job_groups(jobs[0])
+            self.decoder = load(jobs[0], workers.groups, progress)
+            workers.wait_for("loaded", LOAD_SECONDS)
         except BaseException:
-            crew.end()
+            workers.end()
             raise
-        self.close = weakref.finalize(self.decoder, crew.end)
+        self.close = weakref.finalize(self.decoder, workers.end)
         """Ends the processes, like the end of the decoder's owner."""
-        threading.Thread(target=crew.watch, name="team-watch", daemon=True).start()
-        self.decoder.lead = Caller(crew)
+        threading.Thread(target=workers.watch, name="team-watch", daemon=True).start()
+        self.decoder.lead = Caller(workers)
 
     def runner(
         self,
@@ -362,12 +362,12 @@ class Team:
         sequences: int = 1,
         bases: Sequence[Bases] | None = None,
         record: Record | None = None,
-    ) -> TeamRunner:
+    ) -> ParallelRunner:
         """Return a `Runner` of all processes, for an engine. It replaces the one before."""
         assert decoder is self.decoder
         assert bases is None, "calibrated schemes are refused"
         assert record is None, "steps of several processes are not recorded"
-        return TeamRunner(self.crew, self._job, self.decoder, blocks, context, scheme, sequences)
+        return ParallelRunner(self.workers, self._job, self.decoder, blocks, context, scheme, sequences)
 
 
 def check(path: Path, first: Share, device: str, native: bool) -> None:
@@ -378,7 +378,7 @@ def check(path: Path, first: Share, device: str, native: bool) -> None:
     if not torch.distributed.is_available():
         raise ValueError("this build of torch has no torch.distributed: --tp and --pp need it")
     if device != "cpu":
-        ops.require(device)
+        dispatch.require(device)
         if ":" in device:
             raise ValueError(f"processes take the GPUs in order: device is cuda, not {device}")
         if (found := torch.cuda.device_count()) < first.count:
@@ -388,20 +388,20 @@ def check(path: Path, first: Share, device: str, native: bool) -> None:
         split(checkpoint.config, share, shards.schemes(checkpoint, checkpoint.config))
 
 
-def tell(crew: Crew, command: Command) -> None:
+def tell(workers: WorkerGroup, command: Command) -> None:
     """Send a command to all workers. Raises RuntimeError where a worker is gone."""
-    if crew.ending or crew.lost:
-        raise RuntimeError(crew.lost or "the processes of the model were ended")
+    if workers.ending or workers.lost:
+        raise RuntimeError(workers.lost or "the processes of the model were ended")
     data = encode(command)
-    for child in crew.children:
-        crew.write(child, data)
+    for child in workers.children:
+        workers.write(child, data)
 
 
 class Caller:
     """A sender of calls of the decoder itself, outside of an engine's steps."""
 
-    def __init__(self, crew: Crew) -> None:
-        self.crew, self.stepping = crew, False
+    def __init__(self, workers: WorkerGroup) -> None:
+        self.workers, self.stepping = workers, False
         self._numbers = itertools.count()
         self._rooms: weakref.WeakKeyDictionary[KVCache, int] = weakref.WeakKeyDictionary()
         self._left: list[int] = []
@@ -409,33 +409,33 @@ class Caller:
     def call(self, ids: Tensor, step: ForwardBatch, rows: Tensor | None) -> None:
         cache, room = step.cache, None
         while self._left:
-            tell(self.crew, Leave(self._left.pop()))
+            tell(self.workers, Shutdown(self._left.pop()))
         if cache is not None:
             room = self._rooms.get(cache)
             if room is None:
                 room = self._rooms[cache] = next(self._numbers)
-                tell(self.crew, Room(room, cache.capacity, len(cache.filled), cache.scheme.name, cache.block))
+                tell(self.workers, Room(room, cache.capacity, len(cache.filled), cache.scheme.name, cache.block))
                 weakref.finalize(cache, self._left.append, room)
         filled = [] if cache is None else list(cache.filled)
         picked = None if rows is None else rows.tolist()
-        tell(self.crew, Call(room, filled, step.lengths, step.horizon, ids.tolist(), picked, step.adapters))
+        tell(self.workers, Call(room, filled, step.lengths, step.horizon, ids.tolist(), picked, step.adapters))
 
     def logits(self, rows: int, routes: Routes | None) -> bool:
         if self.stepping:
             return False
-        tell(self.crew, Logits(rows, [] if routes is None else routes.numbers.tolist()))
+        tell(self.workers, Logits(rows, [] if routes is None else routes.numbers.tolist()))
         return True
 
     def adapt(self, number: int, folder: str) -> None:
-        tell(self.crew, Adapt(number, folder))
+        tell(self.workers, Adapt(number, folder))
 
 
-class TeamRunner(Runner):
+class ParallelRunner(Runner):
     """A `Runner` whose steps all processes run."""
 
     def __init__(
         self,
-        crew: Crew,
+        workers: WorkerGroup,
         job: Job,
         decoder: SplitDecoder,
         blocks: int,
@@ -443,29 +443,31 @@ class TeamRunner(Runner):
         scheme: KvScheme | None,
         sequences: int,
     ) -> None:
-        self.crew, self.job = crew, job
+        self.workers, self.job = workers, job
         self._known: dict[Tokens, tuple[int, list[int]]] = {}  # a sequence's number, and the blocks sent so far
         self._numbers = itertools.count()
-        tell(crew, Pool(blocks, context, (scheme or decoder.lossless).name, sequences))
+        tell(workers, Pool(blocks, context, (scheme or decoder.lossless).name, sequences))
         super().__init__(decoder, blocks, context, scheme, sequences)
         self.waits = "several processes compute a step together"
 
-    def run(self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, coming: InflightTokens | None = None) -> Tensor:
+    def run(
+        self, plan: StepPlan, wanted: dict[str, Wanted] | None = None, inflight_tokens: InflightTokens | None = None
+    ) -> Tensor:
         """Run the step like `Runner.run`, in all processes.
 
         Raises torch.OutOfMemoryError where any process has too little memory, and Lost where a process is gone and for
         any other exception within the step.
         """
-        assert coming is None, "tokens are told by the host"
+        assert inflight_tokens is None, "tokens are told by the host"
         assert isinstance(self.decoder, SplitDecoder)
         assert isinstance(self.decoder.lead, Caller)
         self.decoder.lead.stepping = True
         try:
-            tell(self.crew, self._told(plan, wanted or {}))
+            tell(self.workers, self._told(plan, wanted or {}))
             found = self._own(plan, wanted)
             if isinstance(found, torch.OutOfMemoryError) and waits(self.decoder) is not None:
                 raise RuntimeError("too little memory, and the others wait within the step") from found
-            verdicts = self.crew.verdicts()
+            verdicts = self.workers.verdicts()
             if "short" in verdicts or isinstance(found, torch.OutOfMemoryError):
                 del found  # and its partial results
                 try:
@@ -481,11 +483,11 @@ class TeamRunner(Runner):
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            if not self.crew.lost:
-                self.crew.lose(self.crew.ended() or f"a step raised {type(error).__name__}: {error}")
-            raise Lost(self.crew.lost) from error
+            if not self.workers.lost:
+                self.workers.lose(self.workers.ended() or f"a step raised {type(error).__name__}: {error}")
+            raise WorkerLost(self.workers.lost) from error
         except BaseException:  # Ctrl-C, say: the others' replies to this step would be taken for those of the next
-            self.crew.lose("a step was broken off")
+            self.workers.lose("a step was broken off")
             raise
         finally:
             self.decoder.lead.stepping = False
@@ -495,21 +497,21 @@ class TeamRunner(Runner):
         try:
             return super().run(plan, wanted)
         except Exception as error:
-            assert self.crew.groups is not None
-            self.crew.groups.leave()  # others may wait for this one
+            assert self.workers.groups is not None
+            self.workers.groups.leave()  # others may wait for this one
             return error
 
     def _meet(self) -> None:
         """Return to the beginning of a step that not all completed. Raises RuntimeError where a process is gone."""
-        assert self.crew.groups is not None
+        assert self.workers.groups is not None
         self.release()
-        self.crew.met += 1
-        machine.private_folder(self.crew.folder)  # without it torch waits for 300 s, and nothing can stop it
-        tell(self.crew, Meet(self.crew.met))
-        meet_again(self.job, self.crew.groups, self.crew.met)
+        self.workers.met += 1
+        machine.private_folder(self.workers.folder)  # without it torch waits for 300 s, and nothing can stop it
+        tell(self.workers, Rendezvous(self.workers.met))
+        meet_again(self.job, self.workers.groups, self.workers.met)
         # A process that left again at once, out of a step that is short too, would reset connections that others are
         # still making: gloo fails in them, or ends the process.
-        if (verdicts := self.crew.verdicts()) != {"met"}:
+        if (verdicts := self.workers.verdicts()) != {"met"}:
             raise RuntimeError(f"the processes of the model did not meet again: {verdicts}")
 
     def _told(self, plan: StepPlan, wanted: Mapping[str, Wanted]) -> Run:

@@ -32,22 +32,22 @@ from attar.execution.parallel.commands import (
     Command,
     End,
     Job,
-    Leave,
     Logits,
-    Meet,
     Pool,
+    Rendezvous,
+    Reply,
     Room,
     Run,
-    Said,
+    Shutdown,
     encode,
 )
 from attar.kernels.operands import Routes
 from attar.kv import schemes
-from attar.model.cache import KVCache, ForwardBatch, sent
+from attar.model.cache import ForwardBatch, KVCache, sent
 from attar.model.parallel import SplitDecoder
 from attar.protocol.framing import read
 from attar.scheduling.sequence import Sequence, Status
-from attar.scheduling.step_plan import ScheduledTokens, Copy, StepPlan
+from attar.scheduling.step_plan import Copy, ScheduledTokens, StepPlan
 
 ALARM_SECONDS = 10.0
 
@@ -80,7 +80,7 @@ class Worker:
                 self.sequences.clear()
                 scheme = schemes.scheme(command.kv)
                 self.runner = Runner(self.decoder, command.blocks, command.context, scheme, command.sequences)
-            case Meet():
+            case Rendezvous():
                 assert self.runner is not None
                 self.decoder.groups.leave()  # first: an exchange that no process ends would be waited for below
                 self.runner.release()  # a rendezvous takes memory of a GPU
@@ -91,7 +91,7 @@ class Worker:
                 self.rooms[command.number] = KVCache(
                     self.decoder.config, command.capacity, command.batch, scheme, device, command.block
                 )
-            case Leave():
+            case Shutdown():
                 del self.rooms[command.number]
 
     def _run(self, command: Run) -> None:
@@ -176,7 +176,7 @@ def main() -> int:
 
     def say(what: str, text: str = "", free: int | None = None) -> None:
         with contextlib.suppress(BrokenPipeError):  # the lifeline ends a process without a leader
-            os.write(out, encode(Said(what, text, free)))
+            os.write(out, encode(Reply(what, text, free)))
 
     try:
         say("started", free=free(job.device))
@@ -202,7 +202,7 @@ def main() -> int:
             worker.decoder.groups.leave()  # the others may wait for this one, or will
         if isinstance(command, Run):
             say(verdict)
-        elif isinstance(command, Meet):
+        elif isinstance(command, Rendezvous):
             say("met")
     return 1
 

@@ -35,7 +35,7 @@ from attar.formats.codecs.ggml import FP4_VALUES
 from attar.formats.packed import ALL, PackedTensor
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Scheme
-from attar.formats.weight_formats import Form, Fp4
+from attar.formats.weight_formats import Fp4, WeightFormat
 
 LARGEST = 6.0
 SCALE_LARGEST = 448.0
@@ -182,7 +182,7 @@ def dequantize(
     return weight
 
 
-def fake_quantize(x: Tensor, form: Form, scale: Tensor | None = None) -> Tensor:
+def fake_quantize(x: Tensor, form: WeightFormat, scale: Tensor | None = None) -> Tensor:
     """Round x [..., I] to the format and back, in x's dtype. NVFP4 needs its fixed `global` [1] as `scale`.
 
     Raises ValueError on a NaN or an infinity.
@@ -195,11 +195,11 @@ def fake_quantize(x: Tensor, form: Form, scale: Tensor | None = None) -> Tensor:
     return values.flatten(-2).to(x.dtype)
 
 
-def fixed_scale(largest: Tensor, form: Form) -> Tensor:
+def fixed_scale(largest: Tensor, form: WeightFormat) -> Tensor:
     """Return NVFP4's `global` [1] for activations whose largest magnitude is `largest` [1]."""
     return global_scale(largest)
 
 
-def _form(form: Form) -> Fp4:
+def _form(form: WeightFormat) -> Fp4:
     assert isinstance(form, Fp4)
     return form

@@ -23,7 +23,7 @@ from torch import Tensor
 from attar.formats.packed import ALL, PackedTensor
 from attar.formats.packing import row_slices
 from attar.formats.scheme import Scheme
-from attar.formats.weight_formats import Form, Outliers
+from attar.formats.weight_formats import Outliers, WeightFormat
 
 LARGEST = 127
 ROW_FORMAT = 0
@@ -57,7 +57,7 @@ def dequantize(
     return weight
 
 
-def fake_quantize(x: Tensor, form: Form, scale: Tensor | None = None) -> Tensor:
+def fake_quantize(x: Tensor, form: WeightFormat, scale: Tensor | None = None) -> Tensor:
     """Round all but the outliers of x [..., I] to int8, in x's dtype. Raises ValueError on a NaN or an infinity."""
     assert isinstance(form, Outliers)
     assert scale is None, "the scale is that of the values at hand"

@@ -32,7 +32,7 @@ from typing import Any
 
 from attar.integrations.triton_server import pbtxt
 from attar.integrations.triton_server.pbtxt import Message
-from attar.protocol.scheduler_config import Limits
+from attar.protocol.scheduler_config import SchedulerConfig
 
 KV_FRACTION = 0.9  # of the free memory after the model is loaded
 CROSS_KV_FRACTION = 0.5  # of that, in models with an encoder
@@ -228,7 +228,7 @@ class _Reading:
         tokens = _integer(parameters, "max_num_tokens")
         if tokens is not None:
             self.options["max-step-tokens"] = tokens
-        elif most is not None and most > (usual := Limits().max_step_tokens):
+        elif most is not None and most > (usual := SchedulerConfig().max_step_tokens):
             self.options["max-step-tokens"] = most
             self.notes.append(
                 f"max_batch_size: {most} sequences take as many tokens a step, more than the usual {usual}"
@@ -240,7 +240,9 @@ class _Reading:
         if size := policy.count("max_queue_size", 2**32 - 1):
             self.options["max-waiting"] = size
         elif size == 0:
-            self.notes.append(f"max_queue_size: 0 means no limit; attar's queue has one, {Limits().max_waiting}")
+            self.notes.append(
+                f"max_queue_size: 0 means no limit; attar's queue has one, {SchedulerConfig().max_waiting}"
+            )
         if policy.count("default_timeout_microseconds", 2**64 - 1):
             self.warnings.append(
                 "default_timeout_microseconds: time in the queue has no limit of its own; --deadline is of the whole"
@@ -277,7 +279,7 @@ class _Reading:
                 f"batch_scheduler_policy: {scheduler[:80]!r} is neither max_utilization nor guaranteed_no_evict"
             )
         pauses = scheduler.lower() == "max_utilization"
-        self.options["max-preemptions"] = Limits().max_preemptions if pauses else 0
+        self.options["max-preemptions"] = SchedulerConfig().max_preemptions if pauses else 0
         if not scheduler:
             self.notes.append(
                 "batch_scheduler_policy: unset it is guaranteed_no_evict, and nobody who has begun is paused; with "

@@ -15,7 +15,7 @@ from attar.kernels.native import extension
 from attar.kernels.operands import AttentionForm, Norm
 from attar.kv.bit_planes import Basis
 from attar.kv.kvquant import Channels
-from attar.kv.pages import PARTS, PagedKV, AttentionMetadata, Rotation
+from attar.kv.pages import PARTS, AttentionMetadata, PagedKV, Rotation
 from attar.kv.schemes import BUCKET, Layout
 
 

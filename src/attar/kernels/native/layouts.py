@@ -22,7 +22,7 @@ from typing import Literal
 
 from attar.formats.codecs.ggml import FP4_VALUES, IQ4_VALUES
 from attar.formats.scheme import FLOAT8, ITEM_BITS, Grid, Scheme
-from attar.formats.weight_formats import Form, Fp4, Fp8Blocks, GgmlBlocks, Int8Rows, Nf4, Sparse24
+from attar.formats.weight_formats import Fp4, Fp8Blocks, GgmlBlocks, Int8Rows, Nf4, Sparse24, WeightFormat
 
 LANES = 16  # outputs that lie together
 RUN = 32  # columns that codes are packed together in
@@ -100,7 +100,7 @@ _NF4 = (0.5,) * 16  # whatever the file says: not whole
 
 def layout_of(scheme: Scheme) -> Layout | None:
     """Return the layout of weights of this scheme, or None where they have none yet."""
-    form: Form = scheme.weight
+    form: WeightFormat = scheme.weight
     match form:
         case Grid(kind="int"):
             return _of_codes(form, form.group_size, scheme)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from attar.kernels.native.extension import Arena
 
 
-class Store:
+class CpuWeights:
     """The weights of one model in kernel layout, in one memory; `activations` rounds rows where a scheme does not.
 
     Raises ValueError on construction for unknown `activations`.

@@ -4,8 +4,8 @@ One program takes one head of one row: a few hundred bytes, so it is a single wa
 read a second time rather than moved between lanes, which for a head of 128 has no visible cost. In 4 bits heads, and
 queries with them, are turned into coordinates before they are stored (`nibbles.py`).
 
-Slots, like everything in a `AttentionMetadata`, are read when the kernel runs and are not checked: checking them would stop the
-device. The maker of placements (`model.cache`) makes only slots that exist.
+Slots, like everything in a `AttentionMetadata`, are read when the kernel runs and are not checked: checking them would
+stop the device. The maker of placements (`model.cache`) makes only slots that exist.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from attar.kernels.operands import Linear, Norm, Prepared
 from attar.kernels.triton.weights import NIBBLES, TritonWeight, against, prepare
 
 
-class TritonStore:
+class GpuWeights:
     """The weights of one model in the layout of Triton's kernels, on `device`; dense ones in `dtype`."""
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype) -> None:

@@ -13,7 +13,7 @@ class Caller:
 
     id: str
     arrived: float  # monotonic
-    salt: bytes
+    cache_salt: bytes
     account: Account | None = None  # of those that can cost tokens
 
     def allowance(self, prompt: int, n: int) -> int | None:

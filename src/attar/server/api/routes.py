@@ -61,7 +61,7 @@ class Routes:
         """OpenAI's chat completions."""
         caller, body, model, ready = await self._read(request, ChatBody)
         async with sse.while_wanted(request.receive):
-            ids = await self._prompts.chat_ids(caller.salt, body.conversation(), ready.context)
+            ids = await self._prompts.chat_ids(caller.cache_salt, body.conversation(), ready.context)
         n = body.n or 1
         left = room([ids], ready.context, "messages")
         params = chat_params(body, left, ready.vocab_size, caller.allowance(len(ids), n))
@@ -78,14 +78,15 @@ class Routes:
         caller, body, model, ready = await self._read(request, CompletionBody)
         asked = body.prompts()
         async with sse.while_wanted(request.receive):
-            ids = await self._prompts.ids(caller.salt, asked, ready.vocab_size, "prompt", ready.context)
+            ids = await self._prompts.ids(caller.cache_salt, asked, ready.vocab_size, "prompt", ready.context)
         left = room(ids, ready.context, "prompt", new=0 if body.max_tokens == 0 else 1)
         params = completion_params(body, left, ready.vocab_size)
         echoed = None
         if body.echo:
             async with sse.while_wanted(request.receive):
                 echoed = [
-                    text if isinstance(text, str) else await self._prompts.text(caller.salt, text) for text in asked
+                    text if isinstance(text, str) else await self._prompts.text(caller.cache_salt, text)
+                    for text in asked
                 ]
         n = body.n or 1
         made = body.best_of or n
@@ -103,7 +104,7 @@ class Routes:
         """Anthropic's messages."""
         caller, body, model, ready = await self._read(request, AnthropicBody)
         async with sse.while_wanted(request.receive):
-            ids = await self._prompts.chat_ids(caller.salt, body.conversation(), ready.context)
+            ids = await self._prompts.chat_ids(caller.cache_salt, body.conversation(), ready.context)
         params = anthropic_params(body, room([ids], ready.context, "messages"))
         handler = self._dispatcher.submit(caller, [ids], params, 1, model)
         if body.stream:
@@ -114,14 +115,14 @@ class Routes:
         """How many tokens of prompt /v1/messages would read."""
         caller, body, _, _ = await self._read(request, AnthropicPrompt)
         async with sse.while_wanted(request.receive):
-            ids = await self._prompts.chat_ids(caller.salt, body.conversation())
+            ids = await self._prompts.chat_ids(caller.cache_salt, body.conversation())
         return respond({"input_tokens": len(ids)})
 
     async def embeddings(self, request: Request) -> Response:
         """OpenAI's embeddings, of the model's final hidden states, each at unit length."""
         caller, body, model, ready = await self._read(request, EmbeddingBody)
         async with sse.while_wanted(request.receive):
-            ids = await self._prompts.ids(caller.salt, body.inputs(), ready.vocab_size, "input", ready.context)
+            ids = await self._prompts.ids(caller.cache_salt, body.inputs(), ready.vocab_size, "input", ready.context)
         room(ids, ready.context, "input", new=0)
         handler = self._dispatcher.embed(caller, ids, body.pooling, model)
         return await _whole(request, handler, embeddings.whole(handler, model, body.encoding_format == "base64"))
@@ -132,16 +133,16 @@ class Routes:
         caller, body, _, ready = await self._read(request, TokenizeBody)
         async with sse.while_wanted(request.receive):
             if body.prompt is None:
-                ids = list(await self._prompts.chat_ids(caller.salt, body.conversation()))
+                ids = list(await self._prompts.chat_ids(caller.cache_salt, body.conversation()))
             else:
-                ids = await self._prompts.text_ids(caller.salt, body.prompt, body.add_special_tokens)
+                ids = await self._prompts.text_ids(caller.cache_salt, body.prompt, body.add_special_tokens)
         return respond({"tokens": ids, "count": len(ids), "max_model_len": ready.context})
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         caller, body, _, ready = await self._read(request, DetokenizeBody)
         async with sse.while_wanted(request.receive):
-            text = await self._prompts.text(caller.salt, body.tokens, ready.vocab_size)
+            text = await self._prompts.text(caller.cache_salt, body.tokens, ready.vocab_size)
         return respond({"prompt": text})
 
     async def _read(self, request: Request, kind: type[BodyType]) -> tuple[Caller, BodyType, str, Ready]:
@@ -154,7 +155,7 @@ class Routes:
             if len(data) <= LARGE_BODY:
                 body = read(kind, data)
             else:
-                body = await self._threads.run(caller.salt, len(data), lambda: read(kind, data))
+                body = await self._threads.run(caller.cache_salt, len(data), lambda: read(kind, data))
         return caller, body, self._dispatcher.model(body.model), self._dispatcher.ready()
 
 

@@ -71,7 +71,7 @@ class StatusRoutes:
     async def why(self, request: Request, name: str) -> Response:
         """Where a request's time went, or goes. `name` is its `X-Request-Id`, or the `id` of its answer."""
         known = name.rpartition("-")[2].removeprefix("msg_")
-        return respond(await self._dispatcher.why(known, request.scope["attar"].salt))
+        return respond(await self._dispatcher.why(known, request.scope["attar"].cache_salt))
 
 
 def _model(name: str, ready: Ready) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from weakref import WeakSet
 
 from attar.faults import point
 from attar.protocol.messages import (
-    QueryStatus,
     Beat,
     Cancel,
     Command,
@@ -30,11 +29,12 @@ from attar.protocol.messages import (
     Embedding,
     Failed,
     Finished,
+    QueryStatus,
     Ready,
     Report,
+    RequestStatus,
     Stats,
     Submit,
-    RequestStatus,
     encode,
 )
 from attar.server.admission.fair_queue import Places

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from attar.protocol import framing
-from attar.protocol.messages import MAX_FRAME, Beat, Delta, Embedding, Failed, Finished, Ready, Stats, RequestStatus
+from attar.protocol.messages import MAX_FRAME, Beat, Delta, Embedding, Failed, Finished, Ready, RequestStatus, Stats
 
 
 class PromptScores(msgspec.Struct, frozen=True, tag="prompt_logprobs"):

@@ -92,7 +92,7 @@ class ResponseStream:
         self._under_way = False
         self._began = time.monotonic()
         self._send, self._drop = send, drop
-        self._places, self._salt = places, commands[0].salt
+        self._places, self._salt = places, commands[0].cache_salt
         self._unheard: dict[str, set[int]] = {}  # choices that were sent and of which the engine has said nothing yet
         self._running: dict[str, set[int]] = {}  # those that it has said something of, but not that they ended
         self._events: list[AnswerEvent] = []

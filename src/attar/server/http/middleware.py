@@ -66,18 +66,18 @@ class Middleware:
         self.open += 1
         self.metrics.open.set(self.open)
         account: Account | None = None
-        salt, size = b"", 0
+        cache_salt, size = b"", 0
         try:
             if cors.is_preflight(self.options.origins, scope, headers):
                 await cors.answer_preflight(headers, tell)
                 return
             point("http.door", name)
-            salt = self._let_in(scope, headers)
+            cache_salt = self._let_in(scope, headers)
             if scope["method"] == "POST":
-                account = self.quotas.enter(salt)
+                account = self.quotas.enter(cache_salt)
                 size = body.size(headers)
-                self.bodies[salt] += size
-            scope["attar"] = Caller(name, arrived, salt, account)
+                self.bodies[cache_salt] += size
+            scope["attar"] = Caller(name, arrived, cache_salt, account)
             await self.app(scope, receive, tell)
         except APIError as refusal:
             await refusal.send(scope["path"], tell)
@@ -89,7 +89,7 @@ class Middleware:
         finally:
             if account is not None:
                 account.close()
-                self.bodies[salt] -= size
+                self.bodies[cache_salt] -= size
             self.open -= 1
             self.metrics.open.set(self.open)
             route = getattr(scope.get("route"), "path", None)  # the pattern, not what was asked
@@ -108,17 +108,17 @@ class Middleware:
         names = self.options.names
         if names and host_name(headers.get(b"host", b"localhost")) not in names:
             raise APIError("host_not_allowed", "this server does not answer to the name in the Host header")
-        salt = self.options.keys.salt(headers)
-        if salt is None:
+        cache_salt = self.options.keys.cache_salt(headers)
+        if cache_salt is None:
             raise APIError("invalid_api_key", "send a valid key: Authorization: Bearer KEY")
         if scope["method"] == "POST":
-            self._check_room(salt, body.size(headers))
-        return salt
+            self._check_room(cache_salt, body.size(headers))
+        return cache_salt
 
-    def _check_room(self, salt: bytes, size: int) -> None:
+    def _check_room(self, cache_salt: bytes, size: int) -> None:
         if self.context.draining:
             raise APIError("draining", "the server is shutting down")
         own = MAX_BODIES // 2 if len(set(self.options.keys.hashes)) > 1 else MAX_BODIES
-        large = self.bodies[salt] + size > own or self.bodies.total() + size > MAX_BODIES
+        large = self.bodies[cache_salt] + size > own or self.bodies.total() + size > MAX_BODIES
         if large or self.open > self.options.max_requests:
             raise self.context.full("the server is full: try again later")

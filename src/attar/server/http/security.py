@@ -68,7 +68,7 @@ class Keys:
         """Of the keys themselves."""
         return cls(tuple(hashlib.sha256(key.encode()).digest() for key in keys))
 
-    def salt(self, headers: Mapping[bytes, bytes]) -> bytes | None:
+    def cache_salt(self, headers: Mapping[bytes, bytes]) -> bytes | None:
         """The cache salt of whoever sent these headers; None if they may not ask."""
         if not self.hashes:
             return b""
