@@ -204,7 +204,7 @@ bench-lm-eval: $(VENV)/.installed $(if $(LMEVAL),,.venv-lmeval/.installed)
 	@.venv-lmeval/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	@touch $@
 
-# The script is somebody's own. What it leaves is checked.
+# The script is the user's own. The files that it leaves are checked.
 real-models: | $(BIN)/python
 	@$(BIN)/python bench/real_models.py $(NAMES) $(if $(SCRIPT),--script $(SCRIPT))
 

@@ -9,9 +9,10 @@ is compressed, the original is the file's values in bfloat16. Texts are those of
 
 Each cell is measured by a program of its own, whose command stands below the table. A finished run is kept in
 `runs.json` in --out, with commit and load, so that the same command goes on where it ended; a folder is of one machine.
-Figures that take time are run --rounds times, all of a table in turn, and medians are shown; others once. --rounds 0
-prints what there is. A cell that was not run is empty, and what cannot be run says why. Peers are measured where their
-programs are named. Exit status 1 where a measurement failed.
+Figures that take time are run --rounds times, all of a table in turn, and medians are shown; others once. Ratios are of
+runs in one round: a peer that is named later needs more --rounds, or another --out. --rounds 0 prints what there is. A
+cell that was not run is empty, and what cannot be run says why. Peers are measured where their programs are named. Exit
+status 1 where a measurement failed.
 """
 
 from __future__ import annotations
@@ -49,10 +50,18 @@ def main() -> int:
     args = parser.parse_args()
     place = real_models.folder() or real_models.DEFAULT
     names = args.models or tuple(real_models.MODELS)
+    measures = args.table is not None and args.rounds > 0 and not args.list
+    checked = {name: real_models.against(name, place) for name in names if measures}
     setting = Setting(
-        {name: (place / real_models.MODELS[name].file).absolute() for name in names}, args.out.absolute(),
-        args.tokens, args.llamacpp, args.llama_cli, args.openvino, args.peers,
-    )  # fmt: skip
+        models={name: (place / real_models.MODELS[name].file).absolute() for name in names},
+        out=args.out.absolute(),
+        tokens=args.tokens,
+        wrong={name: why for name, why in checked.items() if why is not None},
+        llamacpp=args.llamacpp,
+        llama_cli=args.llama_cli,
+        openvino=args.openvino,
+        peers=args.peers,
+    )
     every = tables(setting)
     if args.list or args.table is None:
         for each in every.values():
@@ -62,12 +71,9 @@ def main() -> int:
         return 0
     if args.table not in every:
         parser.error(f"there is no table {args.table}: there are {', '.join(every)}")
-    for name in names if args.rounds else ():
-        if (wrong := real_models.against(name, place)) is not None:
-            framework.progress(f"{name} is left out: {wrong}")
     table = framework.chosen(every[args.table], names, args.only)
     runs, failed = framework.Runs.open(args.out.absolute()), dict[str, str]()
-    if args.rounds and any(each.timed for row in table.rows for each in row.measurements):
+    if measures and any(each.timed for row in table.rows for each in row.measurements):
         load = os.getloadavg()[0]
         framework.progress(f"load before the run: {load:.1f}" + (": something else is running" if load > BUSY else ""))
     try:

@@ -93,6 +93,6 @@ def _figure(model: str, name: str, run: Figures) -> float:
 
 def _divergence(setting: Setting, path: Path, text: str, model: str) -> Measurement:
     """One of those that are measured beside the same base, in one run: attar in several ways, or llama.cpp."""
-    who = ("--llamacpp", setting.llamacpp) if model == LLAMACPP else ("--activations", *ACTIVATIONS)
-    command = python("reals.divergence", path, "--text", text, "--tokens", setting.tokens, *who)
+    given = ("--llamacpp", setting.llamacpp) if model == LLAMACPP else ("--activations", *ACTIVATIONS)
+    command = python("reals.divergence", path, "--text", text, "--tokens", setting.tokens, *given)
     return Measurement(command, {column: partial(_figure, model, name) for column, name in SHOWN.items()})

@@ -89,8 +89,8 @@ def forget(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def peak_mb(who: int = resource.RUSAGE_SELF) -> float:
-    return resource.getrusage(who).ru_maxrss * 1024 / 1e6
+def peak_mb(of: int = resource.RUSAGE_SELF) -> float:
+    return resource.getrusage(of).ru_maxrss * 1024 / 1e6
 
 
 def ours(original: Path, out: Path, sequences: list[list[int]], args: argparse.Namespace) -> tuple[Made, Path]:
@@ -105,7 +105,7 @@ def ours(original: Path, out: Path, sequences: list[list[int]], args: argparse.N
 
 
 def peer(original: Path, out: Path, sequences: list[list[int]], args: argparse.Namespace) -> Made:
-    """What a peer makes by a job of `bench/lanes.py`, in groups of 64."""
+    """Have a peer compress, by a job of `bench/lanes.py` in groups of 64."""
     jobs = lanes.lanes(64, 200)[args.lane].peers[args.peer]
     job = next(each for each in jobs if each["name"] == args.job)
     said = lanes.peer(args.python, args.peer, job, original, sequences, out)

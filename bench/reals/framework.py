@@ -60,14 +60,14 @@ class Measurement:
 
     @property
     def key(self) -> str:
-        """How the measurement is run from the root of the repository."""
+        """Name the measurement by the command that runs it from the root of the repository."""
         threads = f"OMP_NUM_THREADS={self.threads} " if self.threads else ""
         return f"{threads}PYTHONPATH=bench {shlex.join(self.command)}"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row by the model that it is of and what is measured. `reason`: why cells of it can not be filled."""
+    """A row by the model that it is of and what is measured. `reason`: why cells of it cannot be filled."""
 
     model: str
     name: str
@@ -90,7 +90,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Table:
-    """What is shown together. `about` says what of, and what the figures mean."""
+    """Rows that are shown together. `about` says what the figures mean."""
 
     name: str
     about: str
@@ -100,7 +100,7 @@ class Table:
 
 
 def this_machine() -> Figures:
-    """What decides about the figures of a run: processor, instruction sets and cores."""
+    """Tell what decides about the figures of a run: processor, instruction sets and cores."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     found = extension.features()
@@ -144,32 +144,38 @@ class Runs:
     def of(self, measurement: Measurement) -> list[Figures]:
         return self.runs.get(measurement.key, [])
 
-    def values(self, row: Row, column: str) -> list[float]:
-        """A cell's value in each run; empty where nothing was run or nothing fills the cell."""
+    def values(self, row: Row, column: str) -> dict[str, float]:
+        """A cell's value in each run, by the turn of the run; empty where nothing was run or fills the cell."""
         for measurement in row.measurements:
             if (pick := measurement.fills.get(column)) is not None:
-                found = [run.get(pick) if isinstance(pick, str) else pick(run) for run in self.of(measurement)]
-                return [float(value) for value in found if value is not None]
-        return []
+                found = {run["turn"]: _picked(pick, run) for run in self.of(measurement)}
+                return {turn: float(value) for turn, value in found.items() if value is not None}
+        return {}
 
     def cell(self, row: Row, column: str) -> float | None:
         """The median over runs; None where there is none."""
-        values = self.values(row, column)
+        values = self.values(row, column).values()
         return statistics.median(values) if values else None
 
     def quotient(self, ratio: Ratio, column: str) -> float | None:
-        """The median over rounds of one row over another, of rounds that both have run."""
-        pairs = zip(self.values(ratio.row, column), self.values(ratio.over, column), strict=False)
-        quotients = [ours / theirs for ours, theirs in pairs if theirs]
+        """The median of one row over another, of the rounds that both have run in turn."""
+        ours, theirs = self.values(ratio.row, column), self.values(ratio.over, column)
+        quotients = [value / theirs[turn] for turn, value in ours.items() if theirs.get(turn)]
         return statistics.median(quotients) if quotients else None
+
+
+def _picked(pick: Pick, run: Figures) -> float | None:
+    return run.get(pick) if isinstance(pick, str) else pick(run)
 
 
 def fill(table: Table, runs: Runs, rounds: int, tell: Callable[[str], None]) -> dict[str, str]:
     """Run what is missing, and return why measurements failed, by their keys.
 
-    A measurement that fails is not tried again. Its cells stay empty.
+    A measurement that fails is not tried again. Its cells stay empty. A run notes its turn, the time of this call and
+    the round, for only runs of one round are set beside each other.
     """
     failed: dict[str, str] = {}
+    begun = time.strftime("%Y-%m-%d %H:%M:%S")
     for number in range(rounds):
         due = list(_due(table, runs, number, failed))
         turn = number % max(1, len(due))
@@ -181,7 +187,7 @@ def fill(table: Table, runs: Runs, rounds: int, tell: Callable[[str], None]) -> 
                 failed[measurement.key] = str(error)
                 tell(f"{row.label} failed: {error}")
             else:
-                runs.add(measurement.key, figures)
+                runs.add(measurement.key, figures | {"turn": f"{begun}, round {number + 1}"})
     return failed
 
 

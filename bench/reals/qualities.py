@@ -53,7 +53,7 @@ def _made(setting: Setting, path: Path, *options: object) -> Measurement:
 def _peer(
     setting: Setting, model: str, path: Path, name: str, python: Path | None, reason: str, *options: object
 ) -> Row:
-    """What a program makes in an environment of its own; empty where there is none."""
+    """Make the row of a program that has an environment of its own; it is empty where there is none."""
     if python is None or not python.exists():
         return Row(model, name, (), reason)
     return Row(model, name, (_made(setting, path, "--python", python, *options),))

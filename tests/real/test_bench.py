@@ -77,23 +77,27 @@ def counted(tmp_path: Path, name: str, rate: int) -> Measurement:
 def test_a_table_resumes_and_leaves_cells_empty(tmp_path: Path) -> None:
     ours, theirs = Row("m", "ours", (counted(tmp_path, "a", 6),)), Row("m", "theirs", (counted(tmp_path, "b", 3),))
     broken = Row("m", "broken", (Measurement((sys.executable, "-c", "exit('no luck')"), {"rate": "rate"}),))
-    missing = Row("m", "missing", (), "nobody wrote it")
+    missing = Row("m", "missing", (), "it is not written yet")
     rows = (ours, theirs, broken, missing)
     table = Table("t", "a table", (Column("rate"), Column("other")), rows, (Ratio(ours, theirs, ("rate",)),))
     runs = Runs.open(tmp_path)
     failed = framework.fill(table, runs, 1, lambda text: None)
-    assert [runs.values(row, "rate") for row in rows] == [[6.0], [3.0], [], []]
+    assert [list(runs.values(row, "rate").values()) for row in rows] == [[6.0], [3.0], [], []]
     (why,) = failed.values()
     assert "no luck" in why
     again = Runs.open(tmp_path)
     framework.fill(table, again, 3, lambda text: None)
-    assert [again.values(row, "rate") for row in rows] == [[6.0, 12.0, 18.0], [3.0, 6.0, 9.0], [], []]
+    found = [list(again.values(row, "rate").values()) for row in rows]
+    assert found == [[6.0, 12.0, 18.0], [3.0, 6.0, 9.0], [], []]
     assert again.cell(ours, "rate") == 12.0
     assert again.cell(ours, "other") is None
     assert again.quotient(table.ratios[0], "rate") == 2.0
+    again.runs[theirs.measurements[0].key].pop()  # a run that was not beside one of ours
+    again.add(theirs.measurements[0].key, {"rate": 1.0, "turn": "another", "commit": "", "load_before": 0.0})
+    assert again.quotient(table.ratios[0], "rate") == 2.0
     text = framework.shown(table, again, failed)
     assert "m missing\n" in text
-    assert "empty, nobody wrote it: m missing" in text
+    assert "empty, it is not written yet: m missing" in text
     assert again.machine["processor"] in text
     assert all(each.key in text for each in ours.measurements)
     cells = [row["cells"] for row in framework.as_json(table, again, failed)["rows"]]

@@ -1,4 +1,4 @@
-"""What is told of real files without running them, and a real model compressed, proven and loaded again."""
+"""Real files inspected and planned without running them, and a real model compressed, proven and loaded again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARAMETERS = {"smollm2-135m": 134_515_008, "qwen2.5-coder-0.5b": 630_167_424}
 """Numbers in the files. Qwen's holds its embedding twice, once as the output matrix."""
 
 RTN_KL = (0.2, 0.6)
-"""Of SmolLM2 rounded to 4 bits in groups of 64, over little text; 0.41 over 8,192 tokens."""
+"""SmolLM2 rounded to 4 bits in groups of 64, over little text; 0.41 over 8,192 tokens."""
 
 
 def test_inspect_counts_every_number(name: str, path: Path) -> None:

@@ -35,7 +35,7 @@ def asked(llm: LLM, question: str) -> list[int]:
     ],
 )
 def test_answers_are_sensible_and_the_same_by_every_way(llm: LLM, question: str, word: str) -> None:
-    """`chat`, its stream, and a prompt that somebody else rendered."""
+    """`chat`, its stream, and a prompt that was rendered apart."""
     messages = [{"role": "user", "content": question}]
     answer = llm.chat(messages, GREEDY)
     assert word in answer.text
@@ -51,7 +51,7 @@ def test_the_template_ends_an_answer(llm: LLM) -> None:
     assert not answer.text.endswith(("<|im_end|>", "<|endoftext|>"))
 
 
-def test_company_changes_no_token(llm: LLM) -> None:
+def test_a_batch_changes_no_token(llm: LLM) -> None:
     questions = ("What is the opposite of hot?", "Name three colours.", "def fibonacci(n):")
     prompts = [asked(llm, question) for question in questions]
     together = [each.token_ids for each in llm.generate(prompts, GREEDY)]

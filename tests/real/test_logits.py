@@ -1,4 +1,4 @@
-"""Logits of real models: those of transformers on gguf-py's values, and the same bits whoever is beside them."""
+"""Logits of real models: those of transformers on gguf-py's values, and the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.real
 
 TOKENS = 64
 MEAN_KL = 1e-9
-"""Of two float32 programs that compute the same in another order. Measured: 9e-12 and 5e-12 over 128 tokens."""
+"""Two float32 programs compute the same in another order. Measured: 9e-12 and 5e-12 over 128 tokens."""
 
 NAMES = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
@@ -98,7 +98,7 @@ def test_exact_rows_on_the_kernels_are_those_of_the_reference(
     assert divergence(whole(reference, ids), whole(exact, ids)).mean() < MEAN_KL
 
 
-def test_no_bit_depends_on_company_nor_on_how_a_text_is_cut(llm: LLM, wikitext: str) -> None:
+def test_no_bit_depends_on_the_batch_nor_on_how_a_text_is_cut(llm: LLM, wikitext: str) -> None:
     decoder = llm.decoder
     if decoder.store is None or decoder.store.refused:
         pytest.skip("not all linears run on the native kernels here")

@@ -1,4 +1,4 @@
-"""What the default activations cost on real models, and perplexity where it belongs."""
+"""The default activations cost no more than is known on real models, and perplexity is where it belongs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST = {
 }
 LEAST_TOP1 = 0.95
 PERPLEXITY = {"smollm2-135m": (15.0, 35.0), "qwen2.5-coder-0.5b": (15.0, 35.0)}
-"""Of so little text."""
+"""Bounds for so little text."""
 
 
 @pytest.fixture(scope="module")
