@@ -8,12 +8,11 @@ Models are those of `bench/real_models.py`, in the folder ATTAR_REAL_MODELS. The
 is compressed, the original is the file's values in bfloat16. Texts are those of ATTAR_TEST_DATA.
 
 Each cell is measured by a program of its own, whose command stands below the table. A finished run is kept in
-`runs.json` in --out, with commit and load, so that the same command goes on where it ended; a folder is of one machine and one number
-of threads.
-Figures that take time are run --rounds times, all of a table in turn, and medians are shown; others once. Ratios are of
-runs in one round: a peer that is named later needs more --rounds, or another --out. --rounds 0 prints what there is. A
-cell that was not run is empty, and what cannot be run says why. Peers are measured where their programs are named. Exit
-status 1 where a measurement failed.
+`runs.json` in --out, with commit and load, so that the same command goes on where it ended. A folder is of one machine
+and one number of threads. Figures that take time are run --rounds times, all of a table in turn, and medians are shown;
+others once. Ratios are of runs in one round: a peer that is named later needs more --rounds, or another --out. With
+--rounds 0 what there is is printed. A cell that was not run is empty, and what cannot be run says why. Peers are
+measured where their programs are named. Exit status 1 where a measurement failed.
 """
 
 from __future__ import annotations
