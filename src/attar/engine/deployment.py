@@ -75,7 +75,7 @@ class Hardware:
 
     @classmethod
     def of_gpu(cls, gpu: GpuSpec, bandwidth: int | None) -> Hardware:
-        """Take a GPU by its data sheet, or as it was measured."""
+        """Describe a GPU by its data sheet, or as it was measured."""
         if bandwidth is not None:
             gpu = replace(gpu, bandwidth=float(bandwidth))
         return cls(gpu.memory, gpu.name, bandwidth, None, gpu)

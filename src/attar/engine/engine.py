@@ -1,7 +1,7 @@
 """The engine: requests in, events out, one step at a time, in one thread.
 
-A step is plan, launch, commit. The scheduler plans on integers, the launcher runs the model and has tokens chosen
-(`inflight.py`), and here each sequence that got one takes it and turns it into text.
+A step is plan, launch, commit. The scheduler plans on integers, and the launcher runs the model and samples tokens
+(`inflight.py`). Then each sequence that got a token takes it and turns it into text.
 
 An exception during work for one request fails that request and no other.
 
@@ -100,7 +100,7 @@ class Engine:
         `model`, `mishap`, `numbers` (which the host would wait for), `blocks` (too few)."""
         if self.overlaps and self.runner.waits is not None:
             logger.warning("no step is launched before the tokens of the last are known: %s", self.runner.waits)
-        self._inflight: InflightStep | None = None  # the next step, where it is on its way
+        self._inflight: InflightStep | None = None  # the next step, where it is in flight
         self.pool = BlockPool(blocks, self.runner.block)
         self.cache = PrefixCache(self.pool, scheme.round_to(self.runner.block))
         self.scheduler = Scheduler(self.pool, self.cache, limits)
@@ -112,7 +112,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Nothing runs or waits, every event was taken, and nothing is kept of what has ended."""
+        """True where nothing runs or waits, every event was taken, and every ended request is settled."""
         return not self.requests.choices and not self.requests.events and self._inflight is None
 
     @property
@@ -248,11 +248,11 @@ class Engine:
             priority=ask.priority,
             deadline=None if ask.deadline is None else self.clock() + ask.deadline,
             cache_salt=adapter.to_bytes(4, "little")
-            + ask.cache_salt,  # of fixed length: no salt reads as another adapter's
+            + ask.cache_salt,  # fixed length: no salt reads as another adapter's
             bypass=bypass,
             adapter=adapter,
         )
-        if self.runner.grows:  # its keys are turned by angles of its own length
+        if self.runner.grows:  # rotary angles depend on the sequence's length
             made.cache_salt += horizon(made).to_bytes(8, "little")
         return made
 
@@ -270,16 +270,16 @@ class Engine:
     # ---- a step
 
     def _planned(self) -> InflightStep | None:
-        """The next step, launched when the one before is over; None where there is nothing to run."""
+        """Launch the next step after the one before is over; None where there is nothing to run."""
         plan = self.scheduler.plan(began := self.clock())
         inflight = self._launched(plan, began) if plan.chunks else None
         if inflight is None:
             self.scheduler.commit(plan, {}, self.clock())
-        self.requests.settle()  # no earlier: who ends takes its blocks out of the rows that are to be launched
+        self.requests.settle()  # no earlier: an ending sequence frees its blocks, which the launch reads
         return inflight
 
     def _next(self, inflight: InflightStep) -> InflightStep | None:
-        """The step behind one whose tokens are not known yet; None where it has to wait for them, or there is none."""
+        """Launch the step behind one whose tokens are not known yet; None where it must wait, or there is none."""
         if (why := self._alone(inflight)) is None:
             now = self.clock()
             if (plan := self.scheduler.ahead(now)) is not None:
@@ -290,7 +290,7 @@ class Engine:
         return None
 
     def _outcomes(self, inflight: InflightStep) -> dict[str, Outcome]:
-        """What a step gave its sequences. Of who has ended meanwhile it says nothing, or nothing that counts."""
+        """Return a step's outcomes by sequence; those of sequences that have ended meanwhile are missing or ignored."""
         outcomes = {chunk.sequence.id: Outcome((), True) for chunk in inflight.plan.chunks if chunk.samples}
         for choice, draw in zip(inflight.takers, self.launcher.wait_for(inflight), strict=True):
             outcomes[choice.sequence.id] = self._advance(choice, draw)
@@ -299,7 +299,7 @@ class Engine:
         return outcomes | {id: Outcome(failure="internal") for id in inflight.failed}
 
     def _count(self, inflight: InflightStep, now: float) -> None:
-        """Before those that end with it are settled: their reports tell of their last step too."""
+        """Count a step before the requests that end with it are settled: their reports include their last step."""
         self.steps += 1
         self.step_seconds += now - inflight.began
         if self.bounds is not None:
@@ -313,7 +313,7 @@ class Engine:
         return self.launcher.launch(plan, choices, began, inflight_tokens)
 
     def _alone(self, inflight: InflightStep) -> str | None:
-        """Why the step behind this one waits for its tokens; None where nothing is against it."""
+        """Return why the step behind this one must wait for its tokens; None where it need not."""
         if self.runner.waits is not None:
             return "model"
         if not inflight.whole:

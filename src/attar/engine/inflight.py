@@ -35,12 +35,12 @@ from attar.scheduling.step_plan import ScheduledTokens, StepPlan
 logger = logging.getLogger(__name__)
 
 Drawn = SampledToken | BadLogits | None
-"""What came of a row: None where its choice raised."""
+"""Outcome of a row: None where its sampling raised."""
 
 
 @dataclass(eq=False, slots=True)
 class InflightStep:
-    """A step that was launched at `began`. `choices` are those of its chunks, in their order."""
+    """A step launched at `began`. `choices` are those of its chunks, in their order."""
 
     plan: StepPlan
     choices: Mapping[Sequence, Choice]
@@ -65,7 +65,7 @@ class InflightStep:
 
     @property
     def inflight_tokens(self) -> InflightTokens | None:
-        """Its tokens, for the step behind it."""
+        """Tokens of this step, for the step behind it."""
         if self.chosen is None:
             return None
         return InflightTokens(self.chosen.tokens, {choice.sequence: i for i, choice in enumerate(self.takers)})
@@ -87,15 +87,15 @@ class Launcher:
         began: float,
         inflight_tokens: InflightTokens | None = None,
     ) -> InflightStep:
-        """Run the model. On a GPU it is on its way then. `inflight_tokens` are tokens of the step before, if nobody
-        knows them yet. Raises torch.AcceleratorError where nothing can be computed any more."""
+        """Run the model, or on a GPU launch it. `inflight_tokens` are tokens of the step before that the host does not
+        know yet. Raises torch.AcceleratorError where the device is beyond use."""
         failed: set[str] = set()
         pooled = _pooled(choices.values())
         if self.bounds is not None:
             self.bounds.begin()
         try:
             logits = self._whole(plan, choices, inflight_tokens)
-        except torch.AcceleratorError:  # nothing can be computed there any more: the process ends, and a new one starts
+        except torch.AcceleratorError:  # the device is beyond use: the process ends, and a new one starts
             raise
         except Exception:
             logger.exception("a step of %d sequences raised: once more, one by one", len(plan.chunks))
@@ -105,14 +105,14 @@ class Launcher:
         return InflightStep(plan, choices, began, logits, failed, busy)
 
     def choose(self, inflight: InflightStep) -> None:
-        """Choose the tokens of a step, or begin to."""
+        """Sample the tokens of a step, or begin to."""
         sampling = [chunk.sequence for chunk in inflight.plan.chunks if chunk.samples]
         sampling = [sequence for sequence in sampling if sequence.id not in inflight.failed]
         rows = [i for i, each in enumerate(sampling) if each.max_tokens > 0 and each.ending is None]
         inflight.takers = [inflight.choices[sampling[i]] for i in rows]
         if not rows:
             return
-        logits, inflight.logits = inflight.logits, None  # the memory goes, or the next step writes there
+        logits, inflight.logits = inflight.logits, None  # frees the memory, or the next step writes there
         assert logits is not None
         if len(rows) < len(sampling):
             (places,) = sent(logits.device, torch.tensor(rows))
@@ -130,7 +130,7 @@ class Launcher:
             inflight.known = _each(samplers, lambda row: choose(own[row : row + 1], samplers[row : row + 1]))
 
     def wait_for(self, inflight: InflightStep) -> list[Drawn]:
-        """What came of each of `inflight.takers`. Here the host waits for the device."""
+        """Return the outcome of each of `inflight.takers`. The host waits for the device here."""
         if (chosen := inflight.chosen) is None:
             return inflight.known
         try:
@@ -143,8 +143,8 @@ class Launcher:
     def _whole(
         self, plan: StepPlan, choices: Mapping[Sequence, Choice], inflight_tokens: InflightTokens | None
     ) -> Tensor:
-        """As `Runner.run`, in pieces where the device has too little memory for more. Raises torch.OutOfMemoryError
-        where it has too little for a single token."""
+        """Run `Runner.run`, in pieces where the device has too little memory. Raises torch.OutOfMemoryError where it
+        has too little for a single token."""
         left = [plan] if self.rows is None else plan.pieces(self.rows)
         logits: list[Tensor] = []
         while left:
@@ -218,7 +218,7 @@ def _pool(request: Request, before: Tensor | None, chunk: ScheduledTokens, first
 
 
 def _each(samplers: List[Sampler], choose: Callable[[int], list[SampledToken | BadLogits]]) -> list[Drawn]:
-    """A draw for every row, after all at once has raised; None where it raises alone."""
+    """Sample each row by itself, after all at once has raised; None where a row raises alone."""
     logger.exception("choosing %d tokens raised: once more, one by one", len(samplers))
     draws: list[Drawn] = []
     for row, sampler in enumerate(samplers):

@@ -317,7 +317,7 @@ def main() -> int:
             _end_at_once(why)
 
         workers.on_lost = lost
-        if workers.lost:  # before anybody listened
+        if workers.lost:  # before the watcher was set
             lost(workers.lost)
     gc.freeze()  # torch and the model stay: no collection between two steps need walk through them
     path = Path(settings.socket)

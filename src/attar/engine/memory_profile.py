@@ -1,11 +1,12 @@
 """Memory profile of a model on a GPU: measured before the rest becomes the KV cache.
 
-On a CPU all of it is computed from shapes (`plan/`). On a GPU that would be a guess: an allocator that keeps what it
-was given, libraries with workspaces, weights that are laid side by side when they are first used, graphs with a pool of
-their own. So the largest step that the limits allow is run on a cache of one block (`ProfileRun`), tokens are chosen
-from its logits, the largest graph is recorded, and each time the allocator is asked what it holds. The first step also
-compiles the kernels, which would otherwise fall to the first request. With adapters a step takes more, so it is run
-once more with each of them: their products come one after another, so a step of several takes no more than the worst.
+On a CPU all of it is computed from shapes (`plan/`). On a GPU that would be a guess: an allocator that keeps freed
+memory, libraries with workspaces, weights that are rearranged at their first use, graphs with a pool of their own. So
+the largest step that the limits allow is run on a cache of one block (`ProfileRun`), and tokens are sampled from its
+logits. The largest graph is recorded. The allocator is asked each time what it holds. The first step also compiles the
+kernels, which would otherwise delay the first request. With adapters a step takes more, so it is run once more with
+each of
+them: their products run one after another, so a step of several takes no more than the worst.
 
 The figure that counts is what torch's allocator has reserved, not the tensors' part of it: gaps between tensors are
 used up too. Memory unknown to torch, the driver's own and the kernels' code, is the rest of what the GPU has lost.
@@ -53,7 +54,7 @@ class Memory(Protocol):
 
 
 class GpuMemory:
-    """That of a CUDA device, as torch's allocator and the driver tell it."""
+    """Memory of a CUDA device, as reported by torch's allocator and the driver."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -76,7 +77,7 @@ class GpuMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
-    """Bytes, of a card that had `available` before this process took any."""
+    """Bytes used of a GPU that had `available` before this process took any."""
 
     available: int
     weights: int  # in the layout after their first use
@@ -86,8 +87,8 @@ class MemoryProfile:
 
 
 class ProfileRun:
-    """The largest step that `limits` allow, with the choice of tokens, over a cache of one block; also with each of the
-    decoder's `adapters`, which are numbered from 1."""
+    """The largest step that `limits` allow, with sampling, over a cache of one block; also with each of the decoder's
+    `adapters`, which are numbered from 1."""
 
     def __init__(
         self,
@@ -141,7 +142,7 @@ def _sequence(tokens: int, block: int, adapter: int) -> Tokens:
 
 
 def measure(memory: Memory, available: int, trial: ProfileRun) -> MemoryProfile:
-    """Run the trial and look. Raises torch.OutOfMemoryError where not even that fits."""
+    """Run the trial and measure. Raises torch.OutOfMemoryError where not even that fits."""
     trial.step()
     memory.settle()
     before = memory.held()

@@ -32,7 +32,7 @@ class Choice:
     reason: FinishReason | None = None
 
     def take(self, draw: SampledToken) -> bool:
-        """Add the token; whether it may be told of later, since nothing in its text could make it the last."""
+        """Add the token; return whether its event may wait, since nothing in its text could make it the last."""
         self.sampler.commit(draw.token_id)
         if draw.token_id in self.request.ending:
             self.reason = "stop"
@@ -40,7 +40,7 @@ class Choice:
         return self.reason is None and not last and not self.sampler.params.stop
 
     def tell(self, draw: SampledToken) -> Delta:
-        """The token that was taken last, as text; `reason` is set where it is the last of all."""
+        """Return the last token as an event with text; `reason` is set where it is the last of all."""
         token, text = draw.token_id, ""
         if self.reason is None and self.detokenizer is not None:
             point("detokenizer.push", self.sequence.id)

@@ -33,7 +33,9 @@ class RequestTable:
         self.requests: dict[str, Request] = {}
         self.choices: dict[str, Choice] = {}
         self.events: list[Event] = []
-        self._late: list[tuple[Choice, SampledToken]] = []  # of the last step, to be told of while the next one runs
+        self._late: list[
+            tuple[Choice, SampledToken]
+        ] = []  # of the last step: their text is made while the next one runs
         self._scheduler, self._clock = scheduler, clock
 
     def add(self, request: Request) -> None:
@@ -53,8 +55,8 @@ class RequestTable:
             self.events.append(Failed(id, "internal", SENTENCES["internal"]))
 
     def accept(self, choice: Choice, draw: SampledToken, later: bool) -> None:
-        """Give a choice its next token. Its text is left for when the next step runs where `later` allows it and the
-        text could not end its sequence."""
+        """Give a choice its next token. Its text waits until the next step runs, where `later` allows it and the text
+        could not end its sequence."""
         if choice.take(draw) and later:
             self._late.append((choice, draw))
         else:

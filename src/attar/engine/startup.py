@@ -123,7 +123,7 @@ def _over(
 
 
 def _tell(settings: Settings, limits: SchedulerConfig, found: Fit, kv_scheme: str) -> None:
-    """What was decided: by preset and options, and with the memory."""
+    """Print the scheduler's settings, by preset and options, and the use of memory."""
     logs.say(limits.told(settings.preset))
     logs.say(report.startup(found, kv_scheme))
 
@@ -166,7 +166,7 @@ def _on_card(
         each = trial.pages // trial.runner.pages[0].blocks
         measured = measure(memory, available, trial)
         del trial
-        # The first holds the most, and has not always the most.
+        # The first holds the most, and may not have the most memory.
         if model.team is not None and model.team.workers.free is not None:
             measured = replace(measured, available=min(available, model.team.workers.free))
         memory.settle()
@@ -220,8 +220,8 @@ def _ready(
 
 
 def on_card(settings: Settings, measured: MemoryProfile, block_bytes: int, most: int, limits: SchedulerConfig) -> Fit:
-    """Where a card's memory will go, after what was measured, for requests of up to `most` tokens. Raises ValueError,
-    saying by how much, where it is too little."""
+    """Divide a GPU's memory, after measurement, for requests of up to `most` tokens. Raises ValueError, with the
+    shortage, where it is too little."""
     fraction = settings.kv_fraction
     memory, source = settings.memory, "--memory"
     if memory is None:

@@ -258,7 +258,8 @@ class Scheme:
         if match is None:
             raise ValueError(
                 f"unknown scheme {name!r}: a scheme is w<bits> with optional g<group>, a8, -asym "
-                f"(w4g128, w3g64-asym, w8, w8a8, w8a8-static), or fp8, fp8-e5m2, {SPARSE}w4g64, {', '.join(WEIGHT_FORMATS)}"
+                f"(w4g128, w3g64-asym, w8, w8a8, w8a8-static), or fp8, fp8-e5m2, {SPARSE}w4g64, "
+                f"{', '.join(WEIGHT_FORMATS)}"
             )
         group = int(match["group"]) if match["group"] else None
         granularity: Granularity = "group" if group else "tensor" if match["tensor"] else "channel"

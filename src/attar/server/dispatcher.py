@@ -79,7 +79,7 @@ class Dispatcher:
         left = self._left(caller)
         self._place(caller, n)  # before the key is charged
         caller.take(sum(map(len, prompts)), len(prompts) * n * params.max_tokens)
-        if caller.cache_salt:  # nobody goes before those who have another key
+        if caller.cache_salt:  # no key goes ahead of another
             priority = max(0, priority)
         adapter = self._adapter(model)
         commands = [
@@ -113,8 +113,8 @@ class Dispatcher:
             raise APIError("rate_limit_exceeded", message, retry_after=SHARE_AFTER)
 
     async def why(self, request: str, cache_salt: bytes) -> dict[str, Any]:
-        """What became of a request, for JSON; of one that runs, how far it is, unless a long step keeps the engine.
-        Raises Refusal where nobody knows of it, or it was another's."""
+        """Return what became of a request, for JSON; for a running one, its progress, unless a long step keeps the
+        engine. Raises Refusal where it is unknown or another key's."""
         trace = self.context.traces.find(request, cache_salt)
         if trace.outcome != "running":
             return trace.told(time.monotonic())

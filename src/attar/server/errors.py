@@ -1,8 +1,8 @@
 """All errors that a request can get: a closed catalogue, in the shapes of OpenAI's and Anthropic's APIs.
 
-A `APIError` names an entry of the catalogue and says in a sentence, written for this purpose, what was wrong. The text
-of exceptions never gets into an answer: it tells strangers of paths, addresses and versions, and has been the first
-half of more than one exploit. What the engine says of a failed request is shown only where the catalogue says so.
+A `APIError` names an entry of the catalogue and has a sentence, written for this purpose, about what was wrong. The
+text of exceptions never gets into an answer: it reveals paths, addresses and versions, and has been the first half of
+more than one exploit. The engine's message on a failed request is shown only where the catalogue allows it.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ _FAILURES = {  # the engine's code: entry, and our words, or None to show the en
 
 
 class APIError(Exception):
-    """An answer to a request that is an error: `code` of CATALOGUE, a sentence, and the field it is about.
+    """An error that answers a request: a `code` of CATALOGUE, a sentence, and the field concerned.
 
     retry_after: seconds, where they are known better than in the catalogue.
     """
@@ -103,7 +103,7 @@ class APIError(Exception):
 
     @classmethod
     def of(cls, failed: Failed) -> APIError:
-        """What the engine's refusal is to a user."""
+        """Translate the engine's failure for the client."""
         code, words = _FAILURES.get(failed.code, _FAILURES["internal"])
         return cls(code, shown(failed.message, 300) if words is None else words)
 

@@ -35,12 +35,12 @@ class RequestContext:
         return min(max(PROMPT_ANSWER, 2 * self.engine.heartbeat.longest), LATE_ANSWER)
 
     def full(self, message: str) -> APIError:
-        """Make the refusal of one for whom there is no room, which says when there may be."""
+        """Make the refusal of a request for which there is no room, with a Retry-After."""
         places = self.engine.places
         waiting = len(self.engine.open) * places.total / max(1, places.total + places.running)
         return APIError("overloaded", message, retry_after=self.backoff.retry_after(time.monotonic(), waiting))
 
     def refusal(self, failed: Failed) -> APIError:
-        """Make of the engine's refusal what it is to a user."""
+        """Translate the engine's failure for the client."""
         refusal = APIError.of(failed)
         return self.full(refusal.message) if refusal.code == "overloaded" else refusal

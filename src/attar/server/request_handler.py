@@ -65,7 +65,7 @@ class RequestHandler:
             raise self.refusal(self._peeked[0])
 
     def refusal(self, failed: Failed) -> APIError:
-        """Make of the engine's refusal what it is to a user."""
+        """Translate the engine's failure for the client."""
         return self._context.refusal(failed)
 
     def leave(self) -> None:

@@ -14,7 +14,7 @@ class Caller:
     id: str
     arrived: float  # monotonic
     cache_salt: bytes
-    account: Account | None = None  # of those that can cost tokens
+    account: Account | None = None  # set for requests that can cost tokens
 
     def allowance(self, prompt: int, n: int) -> int | None:
         """Return the tokens for each of n answers that its key's share has room for; None: any number."""

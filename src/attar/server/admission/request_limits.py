@@ -41,7 +41,7 @@ def room(prompts: Sequence[tuple[int, ...]], context: int, name: str, new: int =
 
 
 def beyond(tokens: str, new: int, context: int, name: str) -> APIError:
-    """A prompt of so many `tokens`, in words, with `new` ones has no room in the context."""
+    """Make the refusal of a prompt of `tokens`, a phrase, that has no room in the context with `new` more."""
     message = f"{name}: {tokens} tokens, which with {new} to come are more than this model's context of {context}"
     return APIError("context_length_exceeded", message, name)
 

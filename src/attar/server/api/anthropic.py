@@ -24,7 +24,7 @@ PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
 def failed(refusal: APIError) -> bytes:
-    """The last event of a stream that fails."""
+    """Return the last event of a stream that fails."""
     return sse.event(refusal.body(anthropic=True), "error")
 
 

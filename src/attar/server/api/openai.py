@@ -41,7 +41,7 @@ def usage(request: RequestHandler, generated: int) -> dict[str, Any]:
 
 
 def failed(refusal: APIError) -> bytes:
-    """The last event of a stream that fails."""
+    """Return the last event of a stream that fails."""
     return sse.event(refusal.body())
 
 

@@ -57,7 +57,8 @@ _STEPS = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
 
 
 def _explained(sentence: str, kind: type[Body] = Body) -> APIError:
-    """msgspec's `Expected ... - at `$.field[0]`, of a `kind`, as a refusal in words of JSON."""
+    """Translate msgspec's message, such as `Expected ... - at `$.field[0]`, for a `kind`, to an error in JSON's
+    terms."""
     what, _, where = sentence.rpartition(" - at `$")
     if not what:
         what, where = sentence, ""

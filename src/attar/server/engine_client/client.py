@@ -117,7 +117,7 @@ class EngineClient:
         new = {each: loop.create_future() for each in open if each not in self._asked}
         self._asked |= new
         if new:
-            self._send([QueryStatus(tuple(new))])  # once, however many wait to be told
+            self._send([QueryStatus(tuple(new))])  # once, however many callers wait
         asked = {each: self._asked[each] for each in open}
         try:
             if asked:

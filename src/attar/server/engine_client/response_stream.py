@@ -92,8 +92,8 @@ class ResponseStream:
         self._began = time.monotonic()
         self._send, self._drop = send, drop
         self._places, self._salt = places, commands[0].cache_salt
-        self._unheard: dict[str, set[int]] = {}  # choices that were sent and of which the engine has said nothing yet
-        self._running: dict[str, set[int]] = {}  # those that it has said something of, but not that they ended
+        self._unheard: dict[str, set[int]] = {}  # choices sent and without an event yet
+        self._running: dict[str, set[int]] = {}  # choices with an event that have not ended
         self._events: list[AnswerEvent] = []
         self.left = 0  # their approximate bytes; 0 for a whole stream
         self.since = 0.0  # arrival of the oldest event

@@ -69,7 +69,7 @@ class Keys:
         return cls(tuple(hashlib.sha256(key.encode()).digest() for key in keys))
 
     def cache_salt(self, headers: Mapping[bytes, bytes]) -> bytes | None:
-        """The cache salt of whoever sent these headers; None if they may not ask."""
+        """Return the cache salt of the key in these headers: empty where no keys are set, None for an invalid key."""
         if not self.hashes:
             return b""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")

@@ -60,7 +60,7 @@ async def while_wanted(receive: Receive) -> AsyncIterator[None]:
         try:
             yield
         except asyncio.CancelledError:
-            if gone and not task.uncancel():  # else somebody ends the server as well
+            if gone and not task.uncancel():  # else the server is ending as well
                 raise APIError("cancelled", CANCELLED) from None
             raise
 
