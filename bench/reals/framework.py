@@ -236,7 +236,8 @@ def shown(table: Table, runs: Runs, failed: Mapping[str, str]) -> str:
     sets = f" ({', '.join(here['sets'])})" if here["sets"] else ""
     lines = [
         f"{table.name}: {table.about}",
-        f"{here['processor']}, {here['cores']} cores, threads {here['threads']}, kernels {here['level']}{sets}; medians",
+        f"{here['processor']}, {here['cores']} cores, threads {here['threads']}, "
+        f"kernels {here['level']}{sets}; medians",
     ]
     body = [(row.label, [each.show(runs.cell(row, each.title)) for each in table.columns]) for row in table.rows]
     for ratio in table.ratios:
