@@ -248,7 +248,7 @@ def test_an_engine_is_loaded_there(tiny: Path, fullest: int | None, monkeypatch:
         )
 
     monkeypatch.setattr(dispatch, "require", lambda device: None)
-    monkeypatch.setattr(startup, "CardMemory", lambda device: Memory())
+    monkeypatch.setattr(startup, "GpuMemory", lambda device: Memory())
     monkeypatch.setattr(startup, "StreamMeter", lambda device: KernelMeter())
     monkeypatch.setattr(bottleneck, "card_limits", lambda device: (1.0, {"bf16": 1.0, "int8": 1.0, "fp8": 1.0}))
     monkeypatch.setattr(startup, "load_model", loaded)
@@ -274,7 +274,7 @@ def test_weights_that_a_card_has_no_room_for_are_not_read(tiny: Path, monkeypatc
             return 2**19
 
     monkeypatch.setattr(dispatch, "require", lambda device: None)
-    monkeypatch.setattr(startup, "CardMemory", lambda device: Full())
+    monkeypatch.setattr(startup, "GpuMemory", lambda device: Full())
     monkeypatch.setattr(startup, "load_model", lambda *rest, **options: pytest.fail("the model is loaded"))
     needed = gpus.weight_bytes(*stored(tiny), True).total
     sentence = rf"the weights need .*, but there are 524 kB \(free on {{}}\): {size(needed - 2**19)} too little"

@@ -233,7 +233,7 @@ class Memory:
 
 def test_the_card_at_hand_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "require", lambda device: None)
-    monkeypatch.setattr("attar.engine.memory_profile.CardMemory", Memory)
+    monkeypatch.setattr("attar.engine.memory_profile.GpuMemory", Memory)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Card")
     monkeypatch.setattr(weights, "knows_float8", lambda device: False)
     monkeypatch.setattr(bottleneck, "card_limits", lambda device: (600.0, {"bf16": 125e3, "int8": 250e3, "fp8": 125e3}))

@@ -226,7 +226,7 @@ class Simulation:
         try:
             yield
         finally:
-            faults.disarm()
+            faults.arm()
             self.fired += fault.fired
 
     def cancel(self) -> None:

@@ -29,6 +29,7 @@ from attar.checkpoints.sources import hub
 from attar.engine.engine import Engine
 from attar.engine.loader import Parallel, load_model
 from attar.execution.parallel.executor import WorkerLost
+from attar.kernels import dispatch
 from attar.model.cache import BLOCK, ForwardBatch
 from attar.progress import Progress
 from attar.protocol.messages import Delta, Failed, Finished, PromptLogprobs, Submit
@@ -130,6 +131,7 @@ class LLM:
         verify: bool = True,
         progress: Progress | None = None,
     ) -> None:
+        dispatch.require(device)  # before anything is downloaded
         self.model = load_model(
             hub.resolve(model), device=device, dtype=dtype, activations=activations, parallel=parallel, verify=verify,
             progress=progress,

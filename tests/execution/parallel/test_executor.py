@@ -212,7 +212,7 @@ def test_a_worker_whose_gpu_does_not_answer_says_so(tmp_path: Path) -> None:
         "import torch\n"
         "def silent(device):\n    raise RuntimeError('no answer')\n"
         "torch.cuda.mem_get_info = silent\n"
-        "from attar.engine import worker\n"
+        "from attar.execution.parallel import worker\n"
         "raise SystemExit(worker.main())"
     )
     job = encode(Job("model", 1, 2, 1, "cuda:1", "float32", "int8g128", True, 1, str(tmp_path)))
@@ -356,16 +356,16 @@ def test_they_meet_anew_where_their_folder_was_cleaned_away(one: LLM, two: LLM) 
 LATE = """
 import time
 from pathlib import Path
-from attar.engine import team, worker
+from attar.execution.parallel import executor, worker
 
-plain = team.meet_again
+plain = executor.meet_again
 
 def meet_again(job, groups, count):
     plain(job, groups, count)
     time.sleep(0.3)
     Path(job.folder, f"through{count}").touch()
 
-team.meet_again = meet_again
+executor.meet_again = meet_again
 raise SystemExit(worker.main())
 """
 
@@ -397,15 +397,15 @@ def test_nobody_goes_on_before_all_have_met(demo: Path, monkeypatch: pytest.Monk
 
 SHORT = """
 import torch
-from attar.engine import worker
+from attar.execution.parallel import worker
 from attar.model import layers
 
 plain = layers.Attention.forward
 
-def forward(self, x, step, tap=None):
+def forward(self, x, step, hook=None):
     if self.layer == 1 and len(x) > 12:
         raise torch.OutOfMemoryError("no room")
-    return plain(self, x, step, tap)
+    return plain(self, x, step, hook)
 
 layers.Attention.forward = forward
 raise SystemExit(worker.main())
