@@ -139,8 +139,8 @@ def test_the_server_listens_at_one_address_and_connects_to_nothing_but_its_engin
     tokenizer: Tokenizer, demo: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "engine.sock"
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    fake = [sys.executable, str(Path(__file__).with_name("fake_engine.py")), str(path), str(demo), "0"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    fake = [sys.executable, str(Path(__file__).parents[1] / "fake_engine.py"), str(path), str(demo), "0"]
     engine = subprocess.Popen(fake, env=environment)
     server = subprocess.Popen([sys.executable, "-c", WATCHED, str(path), str(demo)], stdout=subprocess.PIPE, text=True)
     try:
