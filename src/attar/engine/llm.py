@@ -26,7 +26,7 @@ from torch import Tensor
 
 from attar.checkpoints.adapters import lora
 from attar.checkpoints.sources import hub
-from attar.engine.engine import Engine
+from attar.engine.engine import Engine, EngineConfig
 from attar.engine.loader import Parallel, load_model
 from attar.execution.parallel.executor import WorkerLost
 from attar.kernels import dispatch
@@ -313,10 +313,8 @@ class LLM:
                 max_running=TOGETHER, max_step_tokens=PREFILL_ROWS, max_waiting=sys.maxsize, headroom=0.0
             )
             tokenizer = self.tokenizer if self.model.has_tokenizer else None
-            self._engine = Engine(
-                self.decoder, tokenizer, blocks=blocks, context=context, limits=limits, eos_ids=self.model.eos_ids,
-                runner=self.model.runner,
-            )  # fmt: skip
+            config = EngineConfig(blocks, context, limits, self.model.eos_ids)
+            self._engine = Engine(self.decoder, tokenizer, config, runner=self.model.runner)
         assert self._engine is not None
         return self._engine
 
