@@ -9,7 +9,7 @@ from typing import Any
 from attar.faults import point
 from attar.protocol.messages import Embed, Failed, Ready, Stats, Submit
 from attar.protocol.request import SamplingParams
-from attar.server.admission.caller import Caller
+from attar.server.admission.rate_limits import Caller
 from attar.server.errors import Refusal
 from attar.server.request_context import RequestContext
 from attar.server.request_handler import RequestHandler

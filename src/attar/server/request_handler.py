@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from attar.faults import point
 from attar.protocol.messages import Delta, Failed, Finished
-from attar.server.admission.caller import Caller
+from attar.server.admission.rate_limits import Caller
 from attar.server.engine_client.connection import AnswerEvent
 from attar.server.engine_client.response_stream import ResponseStream
 from attar.server.errors import Refusal

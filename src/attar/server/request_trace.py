@@ -13,7 +13,7 @@ import msgspec
 
 from attar.faults import point
 from attar.protocol.messages import Embedding, Failed, Finished, Report
-from attar.server.admission.caller import Caller
+from attar.server.admission.rate_limits import Caller
 from attar.server.engine_client.connection import AnswerEvent
 from attar.server.errors import Refusal
 

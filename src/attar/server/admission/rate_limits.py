@@ -123,3 +123,22 @@ class Account:
         self.state.aside -= self.aside
         self.aside = 0
         self.state.open -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, and what for: the request's id, when it came, the salt of its key, and its part of that key's share."""
+
+    id: str
+    arrived: float  # monotonic
+    salt: bytes
+    account: Account | None = None  # of those that can cost tokens
+
+    def allowance(self, prompt: int, n: int) -> int | None:
+        """Tokens for each of n answers that its key's share has room for; None: any number."""
+        return None if self.account is None else self.account.allowance(prompt, n)
+
+    def take(self, prompt: int, asked: int) -> None:
+        """Take tokens out of the key's share. Raises Refusal."""
+        if self.account is not None:
+            self.account.take(prompt, asked)

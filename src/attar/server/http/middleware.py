@@ -18,8 +18,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from attar.faults import point
-from attar.server.admission.caller import Caller
-from attar.server.admission.rate_limits import Account, Quotas
+from attar.server.admission.rate_limits import Account, Caller, Quotas
 from attar.server.errors import ANTHROPIC, INTERNAL, Refusal
 from attar.server.http import body, cors
 from attar.server.http.limits import MAX_BODY
